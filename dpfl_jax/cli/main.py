@@ -1,0 +1,91 @@
+"""``dpfl``: finds the sub-command, runs it, turns errors into exit codes.
+
+A sub-command is a module with ``add_arguments(parser)`` and ``run(args) -> dict | None``, and the
+constants ``HELP`` (one line) and ``DESCRIPTION`` (the manual page; its examples included). ``run``
+returns the JSON object that ``--json`` prints as the last line of stdout; what a person reads goes
+through ``rich`` to stdout without ``--json`` and to stderr with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+
+from dpfl_jax import __version__
+from dpfl_jax.errors import BadInputError
+
+# Modules are imported only when asked for, so that `dpfl --help` does not load JAX.
+COMMANDS = {
+    "train": "train a model privately (or resume a run)",
+    "account": "what a mechanism guarantees, or the noise a guarantee needs",
+    "data": "build, inspect and verify user-partitioned stores",
+    "bench": "measure clipping, accounting and data pipelines",
+    "compile": "compile the train step for a TPU slice, without one",
+    "show": "print the report of a run",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad arguments are bad input like any other: one sentence, exit code 2."""
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        raise BadInputError(f"{self.prog}: {message} (see `{self.prog} --help`)")
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """Returns the parser; only the module of ``command`` is imported."""
+    parser = _Parser(
+        prog="dpfl",
+        description="Training with differential privacy for people.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"dpfl_jax {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        if name == command:
+            module = importlib.import_module(f"dpfl_jax.cli.{name}")
+            sub = commands.add_parser(
+                name,
+                help=summary,
+                description=module.DESCRIPTION,
+                formatter_class=argparse.RawDescriptionHelpFormatter,
+            )
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+        else:
+            commands.add_parser(name, help=summary)
+    return parser
+
+
+def add_json_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--json``, which every command that does something takes."""
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object as the last line of stdout; everything else goes to stderr",
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code: 0 done, 2 bad input, 1 anything else."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    command = next((a for a in argv if not a.startswith("-")), None)
+    try:
+        args = build_parser(command).parse_args(argv)
+        result = args.run(args)
+    except BadInputError as error:
+        print(f"dpfl: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("dpfl: interrupted", file=sys.stderr)
+        return 1
+    if getattr(args, "json", False) and result is not None:
+        print(json.dumps(result, default=str), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""dpfl_jax.clipping."""

@@ -1,0 +1,89 @@
+"""Every random draw of a run comes from one root key, by name and counter.
+
+A draw is addressed by a purpose and integer counters ("noise", step), never by the order in
+which draws happen: step t can be produced without replaying steps 0..t-1, a resumed run draws
+exactly what the interrupted one would have drawn, and no two purposes ever share bits.
+
+The root key is 256 bits. Keys for one address are HMAC-SHA256(root, address), so knowing the
+key of one step says nothing about another's. Sampling needs secrecy as much as noise does:
+amplification by sampling is lost to whoever knows which units were drawn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import hmac
+import secrets
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import jax
+
+_KEY_BYTES = 32
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class RootKey:
+    """A 256-bit secret from which all sampling and noise of one run is derived.
+
+    Attributes:
+      secret: 32 bytes. Whoever has them can subtract the noise: keep them out of what you publish.
+      public: True if the key came from a seed that others may know (a config, a paper); a
+        guarantee computed with a public key holds only against those who do not know it.
+    """
+
+    secret: bytes
+    public: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks the length."""
+        if len(self.secret) != _KEY_BYTES:
+            raise ValueError(f"a root key has {_KEY_BYTES} bytes, got {len(self.secret)}")
+
+    @classmethod
+    def generate(cls) -> RootKey:
+        """Draws a key from the operating system's entropy (the default for private runs)."""
+        return cls(secrets.token_bytes(_KEY_BYTES))
+
+    @classmethod
+    def from_seed(cls, seed: int) -> RootKey:
+        """Derives a key from a public integer seed, for tests and reproductions."""
+        return cls(hashlib.sha256(b"dpfl_jax public seed %d" % seed).digest(), public=True)
+
+    def __repr__(self) -> str:
+        """Names the key without printing it."""
+        return f"RootKey(fingerprint={self.fingerprint!r}, public={self.public})"
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that identify the key without revealing it."""
+        return self.derive("fingerprint").hex()[:16]
+
+    def derive(self, purpose: str, *counters: int) -> bytes:
+        """Returns 32 pseudo-random bytes for one address.
+
+        Args:
+          purpose: What the bits are for, e.g. ``"noise"``; never shared between two uses.
+          *counters: Non-negative integers (step, user, ...) below 2**64.
+        """
+        message = purpose.encode() + b"\x00" + b"".join(c.to_bytes(8, "little") for c in counters)
+        return hmac.new(self.secret, message, hashlib.sha256).digest()
+
+    def child(self, purpose: str, *counters: int) -> RootKey:
+        """Returns an independent root key, e.g. one per silo."""
+        return RootKey(self.derive("child:" + purpose, *counters), public=self.public)
+
+    def numpy(self, purpose: str, *counters: int) -> np.random.Generator:
+        """Returns a counter-based NumPy generator (Philox, 128-bit key) for one address."""
+        words = np.frombuffer(self.derive(purpose, *counters)[:16], dtype=np.uint64)
+        return np.random.Generator(np.random.Philox(key=words))
+
+    def jax(self, purpose: str, *counters: int) -> jax.Array:
+        """Returns a JAX threefry key (64 bits, the most JAX's default generator takes)."""
+        import jax
+
+        words = np.frombuffer(self.derive(purpose, *counters)[:8], dtype=np.uint32)
+        return jax.random.wrap_key_data(words, impl="threefry2x32")
