@@ -1,0 +1,62 @@
+"""Documents to fixed-length examples: cut to ``seq_len`` tokens, pad and mask the last piece.
+
+A row never holds tokens of two documents, so it never holds tokens of two users.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.tokenizers import Tokenizer
+
+
+def chunk_documents(
+    documents: Sequence[np.ndarray], schema: Schema, eos_id: int | None, min_tokens: int = 2
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cuts tokenised documents into records of ``schema.seq_len`` tokens.
+
+    Args:
+      documents: one integer array of ids per document.
+      schema: a tokens schema.
+      eos_id: appended to each document that has any token, unless None.
+      min_tokens: a last piece with fewer tokens is dropped (the default drops a piece that holds
+        nothing but the end token).
+
+    Returns:
+      records: [n] of ``schema.record_dtype``, pieces of a document in order, documents in order.
+      counts: int64 [len(documents)], pieces of each document (0 for an empty one).
+    """
+    length = schema.seq_len
+    min_tokens = min(min_tokens, length)
+    extra = 0 if eos_id is None else 1
+    raw = np.array([len(d) for d in documents], dtype=np.int64)
+    kept = np.where(raw > 0, raw + extra, 0)
+    tail = kept % length
+    kept -= np.where(tail < min_tokens, tail, 0)
+    counts = -(-kept // length)
+    rows = int(counts.sum())
+    flat = np.zeros(rows * length, schema.record_dtype["tokens"].base)
+    starts = (np.cumsum(counts) - counts) * length
+    for document, start, total in zip(documents, starts.tolist(), kept.tolist()):
+        body = min(len(document), total)
+        flat[start : start + body] = document[:body]
+        if eos_id is not None and total > body:
+            flat[start + body] = eos_id
+    records = np.empty(rows, schema.record_dtype)
+    records["tokens"] = flat.reshape(rows, length)
+    lengths = np.full(rows, length, np.int64)
+    last = np.cumsum(counts)[counts > 0] - 1
+    lengths[last] = (kept - (counts - 1) * length)[counts > 0]
+    records["length"] = lengths
+    return records, counts
+
+
+def encode_user(
+    texts: Sequence[str], tokenizer: Tokenizer, schema: Schema, max_examples: int | None = None
+) -> np.ndarray:
+    """Returns the records of one user's documents, in order, at most ``max_examples``."""
+    ids = tokenizer.encode_batch(texts)
+    return chunk_documents(ids, schema, tokenizer.eos_id)[0][:max_examples]

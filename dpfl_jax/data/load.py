@@ -1,0 +1,192 @@
+"""One entry to all data: a validated description in, a data set split by user out."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+from pydantic import ConfigDict
+
+from dpfl_jax.data import python_source
+from dpfl_jax.data.chunking import encode_user
+from dpfl_jax.data.documents import Document, expand_paths, read_documents
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.splits import limit_store, split_by_user
+from dpfl_jax.data.store import ArrayStore, Store, user_order_key
+from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
+from dpfl_jax.errors import BadInputError
+
+Source = Literal["python_source", "jsonl", "parquet", "csv", "folder", "store"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Which data, how cut into examples, how split.
+
+    Attributes:
+      source: where the private examples come from. ``python_source`` needs no files.
+      path: file, files or glob pattern (all sources but ``python_source``); a store's folder.
+      user_column: column of the user id (jsonl, parquet, csv).
+      text_column: column of the text (jsonl, parquet, csv).
+      seq_len: tokens in an example (a store keeps its own).
+      tokenizer: ``"bytes"``, a tokenizers ``.json`` or a SentencePiece ``.model`` file.
+      validation_fraction: expected share of users held out for tuning.
+      test_fraction: expected share of users held out for the report.
+      split_seed: chooses which users.
+      max_users: keep that many users (a choice fixed by their ids), before splitting.
+      max_examples_per_user: keep each user's first examples, before splitting.
+      public: public corpus for pre-training: ``"auto"`` (the standard library for
+        ``python_source``, nothing otherwise), ``"stdlib"``, ``"none"``, or a text file or folder.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    source: Source = "python_source"
+    path: str | tuple[str, ...] | None = None
+    user_column: str = "user"
+    text_column: str = "text"
+    seq_len: int = 128
+    tokenizer: str = "bytes"
+    validation_fraction: float = 0.1
+    test_fraction: float = 0.1
+    split_seed: int = 0
+    max_users: int | None = None
+    max_examples_per_user: int | None = None
+    public: str = "auto"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """A data set split by user.
+
+    Attributes:
+      train: the private training users; the only part a mechanism may touch.
+      validation: held-out users for tuning (None if its fraction is 0).
+      test: held-out users for the report (None if its fraction is 0).
+      public: a public corpus, or None.
+      description: one line: source, users, examples.
+      tokenizer: what made the ids, or None for examples that are not text.
+    """
+
+    train: Store
+    validation: Store | None
+    test: Store | None
+    public: Store | None
+    description: str
+    tokenizer: Tokenizer | None = None
+
+
+def load_dataset(config: DataConfig) -> Dataset:
+    """Reads, cuts and splits the data that ``config`` describes.
+
+    Raises:
+      BadInputError: with one sentence naming the file and line, or the setting to change.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    store = _load_private(config, tokenizer)
+    store = limit_store(store, config.max_users, config.max_examples_per_user)
+    fractions = {"validation": config.validation_fraction, "test": config.test_fraction}
+    parts = split_by_user(store, fractions, config.split_seed)
+    for name, part in parts.items():
+        if part.num_users == 0 and (name == "train" or fractions[name] > 0):
+            raise BadInputError(
+                f"the {name} part holds none of the {store.num_users} users: change the fractions "
+                "or data.split_seed, or give more users"
+            )
+    public = _load_public(config, tokenizer)
+    description = (
+        f"{config.source}: {store.num_users} users, {store.num_examples} examples"
+        + "".join(f"; {n} {p.num_users} users" for n, p in parts.items() if p.num_users)
+        + (f"; public {public.num_examples} examples" if public is not None else "")
+    )
+    held_out = {n: p if fractions[n] > 0 else None for n, p in parts.items() if n != "train"}
+    is_text = store.schema.kind == "tokens"
+    return Dataset(
+        parts["train"],
+        held_out["validation"],
+        held_out["test"],
+        public,
+        description,
+        tokenizer if is_text else None,
+    )
+
+
+def _load_private(config: DataConfig, tokenizer: Tokenizer) -> Store:
+    if config.source == "python_source":
+        return python_source.private_store(
+            tokenizer, config.seq_len, config.max_users, config.max_examples_per_user
+        )
+    if config.source == "store":
+        store = ArrayStore.load(os.fspath(expand_paths(config.path)[0]))
+        check_tokenizer(store, tokenizer, config.tokenizer)
+        return store
+    documents = read_documents(
+        expand_paths(config.path), config.source, config.user_column, config.text_column
+    )
+    return store_from_documents(
+        documents, tokenizer, config.seq_len, max_examples=config.max_examples_per_user
+    )
+
+
+def _load_public(config: DataConfig, tokenizer: Tokenizer) -> Store | None:
+    kind = config.public
+    if kind == "auto":
+        kind = "stdlib" if config.source == "python_source" else "none"
+    if kind == "none":
+        return None
+    if kind == "stdlib":
+        return python_source.public_store(tokenizer, config.seq_len)
+    paths = expand_paths(kind)
+    if paths[0].is_dir():
+        return store_from_documents(read_documents(paths, "folder"), tokenizer, config.seq_len)
+    try:
+        text = paths[0].read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"cannot read the public text {paths[0]}: {error}") from error
+    return store_from_documents([(paths[0].name, text)], tokenizer, config.seq_len)
+
+
+def store_from_documents(
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    max_examples: int | None = None,
+) -> ArrayStore:
+    """Groups documents by user in memory, tokenises and cuts them.
+
+    Args:
+      documents: (user, text) in the order that a user's documents keep.
+      tokenizer: makes the ids.
+      seq_len: tokens in an example.
+      max_examples: keep each user's first examples.
+
+    Raises:
+      BadInputError: if there is no document, or none yields an example.
+    """
+    schema = Schema.tokens(seq_len, tokenizer.vocab_size, tokenizer.fingerprint)
+    texts: dict[str, list[str]] = {}
+    for user, text in documents:
+        texts.setdefault(user, []).append(text)
+    if not texts:
+        raise BadInputError("the data hold no users: there is not one row")
+    packed: dict[str, np.ndarray] = {}
+    for user in sorted(texts, key=user_order_key):
+        records = encode_user(texts.pop(user), tokenizer, schema, max_examples)
+        if len(records):
+            packed[user] = records
+    if not packed:
+        raise BadInputError("the data hold zero usable examples: every text is empty")
+    return ArrayStore.from_records(packed, schema)
+
+
+def check_tokenizer(store: Store, tokenizer: Tokenizer, name: str) -> None:
+    """Raises BadInputError if a token store was made by another tokeniser."""
+    made_by = store.schema.tokenizer
+    if store.schema.kind == "tokens" and made_by not in (None, tokenizer.fingerprint):
+        raise BadInputError(
+            f"the store's tokens were made by another tokeniser (fingerprint {made_by[:12]}) than "
+            f"data.tokenizer={name} ({tokenizer.fingerprint[:12]}): give the one it was built with"
+        )

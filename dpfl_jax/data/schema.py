@@ -1,0 +1,150 @@
+"""What one example is: the arrays a reader sees, and the fixed-width record that is stored.
+
+A stored record is one item of a NumPy structured type, so a store in memory, a memory-mapped file
+and a shard of records on disk all hold the same bytes, and gathering a batch is one copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from dpfl_jax.errors import BadInputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One array of an example.
+
+    Attributes:
+      name: key in the dict that ``Store.read`` returns.
+      dtype: NumPy dtype name, e.g. ``"int32"``.
+      shape: shape of one example's array (no leading axis).
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """The layout of the examples of a store.
+
+    Two kinds. ``"arrays"``: what is read is what is stored. ``"tokens"``: stored are a length and
+    the token ids in the smallest unsigned type that holds the vocabulary; read are ``tokens`` int32
+    [seq_len] (0 where there is no token) and ``mask`` bool [seq_len].
+
+    Attributes:
+      kind: ``"arrays"`` or ``"tokens"``.
+      fields: what ``Store.read`` returns.
+      vocab_size: ids are below it (``"tokens"`` only, else 0).
+      tokenizer: fingerprint of the tokeniser that made the ids, or None.
+    """
+
+    kind: str
+    fields: tuple[Field, ...]
+    vocab_size: int = 0
+    tokenizer: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the kind and that there is at least one field."""
+        if self.kind not in ("arrays", "tokens"):
+            raise BadInputError(f"a schema is 'arrays' or 'tokens', not {self.kind!r}")
+        if not self.fields:
+            raise BadInputError("a schema needs at least one field")
+
+    @classmethod
+    def tokens(cls, seq_len: int, vocab_size: int, tokenizer: str | None = None) -> Schema:
+        """Returns the schema of language-model examples of ``seq_len`` tokens."""
+        if seq_len < 1:
+            raise BadInputError(f"seq_len is {seq_len}, but an example needs at least 1 token")
+        fields = (Field("tokens", "int32", (seq_len,)), Field("mask", "bool", (seq_len,)))
+        return cls("tokens", fields, int(vocab_size), tokenizer)
+
+    @classmethod
+    def arrays(cls, example: Mapping[str, Any], leading_axis: bool = False) -> Schema:
+        """Infers the schema from one example (or, with ``leading_axis``, a batch of them)."""
+        fields = []
+        for name, value in example.items():
+            array = np.asarray(value)
+            shape = array.shape[1:] if leading_axis else array.shape
+            fields.append(Field(name, array.dtype.name, tuple(int(s) for s in shape)))
+        return cls("arrays", tuple(fields))
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens in an example (``"tokens"`` only).
+
+        Raises:
+          BadInputError: if the examples are not token sequences.
+        """
+        if self.kind != "tokens":
+            raise BadInputError("this store holds plain arrays, not token sequences")
+        return self.fields[0].shape[0]
+
+    @functools.cached_property
+    def record_dtype(self) -> np.dtype[Any]:
+        """The structured type of a stored record (little-endian, unpadded)."""
+        if self.kind == "tokens":
+            width = "<u2" if self.vocab_size <= 2**16 else "<u4"
+            return np.dtype([("length", "<u4"), ("tokens", width, (self.seq_len,))])
+        return np.dtype(
+            [(f.name, np.dtype(f.dtype).newbyteorder("<"), f.shape) for f in self.fields]
+        )
+
+    def unpack(self, records: np.ndarray) -> dict[str, np.ndarray]:
+        """Turns stored records [n] into the dict of arrays with leading axis n."""
+        if self.kind == "tokens":
+            mask = np.arange(self.seq_len) < records["length"][:, None]
+            return {"tokens": records["tokens"].astype(np.int32), "mask": mask}
+        return {f.name: np.ascontiguousarray(records[f.name]) for f in self.fields}
+
+    def pack(self, batch: Mapping[str, Any]) -> np.ndarray:
+        """Turns a dict of arrays with leading axis n into stored records [n].
+
+        Raises:
+          BadInputError: if an array is missing or has another shape, or (tokens) if a mask has a
+            hole or an id is outside the vocabulary.
+        """
+        arrays = {}
+        for f in self.fields:
+            if f.name not in batch:
+                raise BadInputError(f"an example lacks the array {f.name!r} of its store's schema")
+            arrays[f.name] = np.asarray(batch[f.name])
+            if arrays[f.name].shape[1:] != f.shape:
+                raise BadInputError(
+                    f"array {f.name!r} has shape {arrays[f.name].shape[1:]} per example, but the "
+                    f"store's schema says {f.shape}"
+                )
+        sizes = {len(a) for a in arrays.values()}
+        if len(sizes) != 1:
+            raise BadInputError(f"the arrays of one user differ in length: {sorted(sizes)}")
+        records = np.zeros(sizes.pop(), self.record_dtype)
+        if self.kind == "tokens":
+            mask = arrays["mask"].astype(bool)
+            lengths = mask.sum(axis=1)
+            if not np.array_equal(mask, np.arange(self.seq_len) < lengths[:, None]):
+                raise BadInputError("the mask of a token sequence must be True first, then False")
+            tokens = np.where(mask, arrays["tokens"], 0)
+            if tokens.size and not 0 <= tokens.min() <= tokens.max() < max(self.vocab_size, 1):
+                raise BadInputError(f"a token id lies outside 0..{self.vocab_size - 1}")
+            records["length"], records["tokens"] = lengths, tokens
+        else:
+            for name, array in arrays.items():
+                records[name] = array
+        return records
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a JSON object that ``from_json`` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Schema:
+        """Reads what ``to_json`` wrote."""
+        fields = tuple(Field(f["name"], f["dtype"], tuple(f["shape"])) for f in data["fields"])
+        return cls(data["kind"], fields, data["vocab_size"], data["tokenizer"])

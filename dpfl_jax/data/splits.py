@@ -1,0 +1,109 @@
+"""Splitting by user: every user's examples go to one side (or, per user, a leading part to one).
+
+A user's side depends on a hash of its id alone, so adding or removing a user never moves another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from dpfl_jax.data.store import Store, UserView
+from dpfl_jax.errors import BadInputError
+
+
+def user_uniforms(store: Store, seed: int = 0, purpose: str = "split") -> np.ndarray:
+    """Returns one number in [0, 1) per user: a keyed hash of its id (float64 [num_users])."""
+    key = hashlib.sha256(f"dpfl_jax {purpose} {seed}".encode()).digest()
+    words = [
+        hashlib.blake2b(name.encode(), digest_size=8, key=key).digest()
+        for name in store.user_ids(range(store.num_users))
+    ]
+    integers = np.frombuffer(b"".join(words), dtype="<u8")
+    return (integers >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def split_by_user(
+    store: Store, fractions: Mapping[str, float], seed: int = 0, rest: str = "train"
+) -> dict[str, Store]:
+    """Splits users at random, each independently of all others.
+
+    Args:
+      store: what is split.
+      fractions: expected share of the users per named part, e.g. ``{"validation": 0.1}``.
+      seed: chooses the hash key; the split is public, not part of the mechanism.
+      rest: name of the part that gets the remaining users.
+
+    Returns:
+      ``rest`` and the named parts, as views. A part may be empty by chance.
+
+    Raises:
+      BadInputError: if a fraction is outside [0, 1) or they leave nothing for ``rest``.
+    """
+    for name, fraction in fractions.items():
+        if not 0.0 <= fraction < 1.0:
+            raise BadInputError(f"{name}_fraction is {fraction}, but it must be in [0, 1)")
+    if sum(fractions.values()) >= 1.0:
+        raise BadInputError(
+            f"the fractions {dict(fractions)} leave no users for {rest!r}: lower them"
+        )
+    uniforms = user_uniforms(store, seed)
+    parts: dict[str, Store] = {}
+    low = 0.0
+    for name, fraction in fractions.items():
+        high = low + fraction
+        parts[name] = UserView(store, np.flatnonzero((uniforms >= low) & (uniforms < high)))
+        low = high
+    return {rest: UserView(store, np.flatnonzero(uniforms >= low)), **parts}
+
+
+def split_within_users(
+    store: Store, fraction: float, most: int | None = None, smallest: int = 1
+) -> tuple[Store, Store]:
+    """Holds out the first ``ceil(fraction * n)``, at most ``most``, of each user's n examples.
+
+    The rule of Charles et al. 2024, section 5 (CC-News: the first 10 % of each user's examples, at
+    most 32, are held out, after users with a single example are removed: ``smallest=2``).
+
+    Args:
+      store: what is split.
+      fraction: share of each user's examples that is held out, rounded up.
+      most: most held-out examples of one user.
+      smallest: users with fewer examples are left out of both parts.
+
+    Returns:
+      The training part and the held-out part.
+    """
+    if not 0.0 <= fraction <= 1.0:
+        raise BadInputError(f"the held-out fraction is {fraction}, but it must be in [0, 1]")
+    counts = store.examples_per_user
+    users = np.flatnonzero(counts >= smallest)
+    # The rounding guard keeps ceil(0.1 * 30) at 3.
+    held = np.ceil(counts[users] * fraction - 1e-9).astype(np.int64)
+    if most is not None:
+        held = np.minimum(held, most)
+    return UserView(store, users, first=held), UserView(store, users, counts=held)
+
+
+def limit_store(
+    store: Store, max_users: int | None = None, max_examples_per_user: int | None = None
+) -> Store:
+    """Keeps the first ``max_users`` users in store order and each one's first examples.
+
+    Store order is a hash order, so the users kept are a pseudo-random choice fixed by their ids.
+    """
+    if max_users is None and max_examples_per_user is None:
+        return store
+    for name, value in (
+        ("max_users", max_users),
+        ("max_examples_per_user", max_examples_per_user),
+    ):
+        if value is not None and value < 1:
+            raise BadInputError(f"data.{name} is {value}, but it must be at least 1")
+    users = np.arange(min(store.num_users, max_users or store.num_users))
+    counts = None
+    if max_examples_per_user is not None:
+        counts = np.full(len(users), max_examples_per_user, np.int64)
+    return UserView(store, users, counts=counts)

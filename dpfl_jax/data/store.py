@@ -1,0 +1,306 @@
+"""User-partitioned stores: random access to examples that lie together user by user.
+
+A store fixes an order of users and gives every example a position, so that the examples of user u
+are the positions ``user_offsets[u]:user_offsets[u + 1]``. The index costs 8 bytes a user and
+nothing per example. Stores built from the same users and examples have the same fingerprint,
+whatever they are made of (memory, files) and however they were built.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.errors import BadInputError
+
+
+@runtime_checkable
+class Store(Protocol):
+    """What every store gives; samplers need no more than ``user_offsets``."""
+
+    @property
+    def schema(self) -> Schema:
+        """Layout of an example."""
+
+    @property
+    def num_users(self) -> int:
+        """Number of users."""
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples of all users."""
+
+    @property
+    def user_offsets(self) -> np.ndarray:
+        """int64 [num_users + 1]: user u owns positions offsets[u]:offsets[u+1]."""
+
+    @property
+    def examples_per_user(self) -> np.ndarray:
+        """int64 [num_users]."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of users, examples and schema."""
+
+    def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Returns the ids of the users with these indices."""
+
+    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the examples at ``positions``: arrays with leading axis len(positions)."""
+
+    def records(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the stored records at ``positions`` (see ``Schema.record_dtype``)."""
+
+
+def user_order_key(user_id: str) -> tuple[bytes, str]:
+    """The order of users in every store: by a hash of the id, then the id.
+
+    A hash order needs no global sort (shards are ranges of the hash, built independently and of
+    equal size in expectation) and puts no meaning into a user's index.
+    """
+    return hashlib.blake2b(user_id.encode(), digest_size=8).digest(), user_id
+
+
+def user_digest(user_id: str, records: np.ndarray) -> bytes:
+    """32-byte digest of one user: id, number of examples and records in order."""
+    name = user_id.encode()
+    digest = hashlib.sha256(len(name).to_bytes(8, "little") + name)
+    digest.update(len(records).to_bytes(8, "little"))
+    digest.update(np.ascontiguousarray(records).view(np.uint8).data)
+    return digest.digest()
+
+
+def combine_digests(schema: Schema, digests: Iterable[bytes]) -> str:
+    """Fingerprint of a store from its schema and its users' digests in order."""
+    total = hashlib.sha256(json.dumps(schema.to_json(), sort_keys=True).encode())
+    for digest in digests:
+        total.update(digest)
+    return total.hexdigest()
+
+
+class StoreBase:
+    """What stores share; subclasses give ``schema``, ``user_offsets``, ``records``, ids."""
+
+    schema: Schema
+    user_offsets: np.ndarray
+
+    @property
+    def num_users(self) -> int:
+        """Number of users."""
+        return len(self.user_offsets) - 1
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples of all users."""
+        return int(self.user_offsets[-1])
+
+    @property
+    def examples_per_user(self) -> np.ndarray:
+        """int64 [num_users]."""
+        return np.diff(self.user_offsets)
+
+    def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Returns the ids of the users with these indices."""
+        raise NotImplementedError
+
+    def records(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the stored records at ``positions``."""
+        raise NotImplementedError
+
+    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the examples at ``positions`` as arrays with leading axis len(positions).
+
+        Raises:
+          IndexError: if a position is outside 0..num_examples-1 (negative ones too: -1 marks an
+            absent example in a draw and must be masked, never read).
+        """
+        return self.schema.unpack(self.records(self._check(positions)))
+
+    def _check(self, positions: np.ndarray) -> np.ndarray:
+        positions = np.asarray(positions, dtype=np.int64)
+        if positions.ndim != 1:
+            raise IndexError(f"positions must be a vector, got shape {positions.shape}")
+        if len(positions) and not 0 <= positions.min() <= positions.max() < self.num_examples:
+            raise IndexError(f"a position lies outside 0..{self.num_examples - 1}")
+        return positions
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of users, examples and schema (read once, then kept)."""
+        offsets = self.user_offsets
+
+        def digests() -> Iterable[bytes]:
+            for low in range(0, self.num_users, 4096):
+                high = min(low + 4096, self.num_users)
+                first = int(offsets[low])
+                block = self.records(np.arange(first, int(offsets[high]), dtype=np.int64))
+                for i, name in enumerate(self.user_ids(range(low, high))):
+                    begin, end = offsets[low + i] - first, offsets[low + i + 1] - first
+                    yield user_digest(name, block[begin:end])
+
+        return combine_digests(self.schema, digests())
+
+    def __repr__(self) -> str:
+        """Kind and counts, never contents."""
+        return f"{type(self).__name__}(users={self.num_users}, examples={self.num_examples})"
+
+
+class ArrayStore(StoreBase):
+    """A store whose records are one array, in memory or memory-mapped.
+
+    Attributes:
+      schema: layout of an example.
+      user_offsets: int64 [num_users + 1].
+    """
+
+    def __init__(
+        self, schema: Schema, ids: Sequence[str], user_offsets: np.ndarray, records: np.ndarray
+    ):
+        """Takes arrays as they are; use ``from_users`` unless they are in canonical order.
+
+        Args:
+          schema: layout of an example.
+          ids: user ids in the order of ``user_order_key``.
+          user_offsets: int64 [num_users + 1].
+          records: [num_examples] of ``schema.record_dtype``.
+        """
+        self.schema = schema
+        self.user_offsets = np.ascontiguousarray(user_offsets, dtype=np.int64)
+        self._ids = ids
+        self._records = records
+        if len(ids) != self.num_users or self.num_examples != len(records):
+            raise ValueError("user ids, offsets and records disagree in length")
+
+    @classmethod
+    def from_users(
+        cls, users: Iterable[tuple[str, Mapping[str, Any]]], schema: Schema | None = None
+    ) -> ArrayStore:
+        """Builds a store from (user id, dict of arrays with leading axis = examples).
+
+        Args:
+          users: each user once; users without examples are left out.
+          schema: layout; inferred from the first user as plain arrays if None.
+
+        Raises:
+          BadInputError: if there is no example, a user id comes twice or is not a non-empty string,
+            or arrays disagree with the schema.
+        """
+        packed: dict[str, np.ndarray] = {}
+        for name, batch in users:
+            if schema is None:
+                schema = Schema.arrays(batch, leading_axis=True)
+            records = schema.pack(batch)
+            if name in packed:
+                raise BadInputError(f"user {name!r} comes twice: give all its examples at once")
+            if len(records):
+                packed[name] = records
+        if schema is None:
+            raise BadInputError("there are no users to build a store from")
+        return cls.from_records(packed, schema)
+
+    @classmethod
+    def from_records(cls, packed: Mapping[str, np.ndarray], schema: Schema) -> ArrayStore:
+        """Builds a store from each user's records (``Schema.pack``); sorts the users."""
+        for name in packed:
+            check_user_id(name)
+        ids = sorted((u for u in packed if len(packed[u])), key=user_order_key)
+        if not ids:
+            raise BadInputError("there are no usable examples to build a store from")
+        offsets = np.zeros(len(ids) + 1, np.int64)
+        np.cumsum([len(packed[u]) for u in ids], out=offsets[1:])
+        records = np.empty(int(offsets[-1]), schema.record_dtype)
+        for u, begin, end in zip(ids, offsets[:-1], offsets[1:]):
+            records[begin:end] = packed[u]
+        return cls(schema, ids, offsets, records)
+
+    def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Returns the ids of the users with these indices."""
+        return [self._ids[int(i)] for i in indices]
+
+    def records(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the stored records at ``positions``."""
+        return self._records[positions]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the store to a new folder that ``load`` memory-maps.
+
+        Raises:
+          BadInputError: if ``path`` exists or cannot be written.
+        """
+        from dpfl_jax.data.shards import write_store
+
+        write_store(self, path, format="flat")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Store:
+        """Opens a folder written by ``save`` (or any store on disk), memory-mapped."""
+        from dpfl_jax.data.shards import open_store
+
+        return open_store(path)
+
+
+class UserView(StoreBase):
+    """Some users of another store, and of each a contiguous range of its examples.
+
+    Splits and limits are views: nothing is copied, and positions are renumbered from 0.
+    """
+
+    def __init__(
+        self,
+        parent: Store,
+        users: np.ndarray,
+        first: np.ndarray | None = None,
+        counts: np.ndarray | None = None,
+    ):
+        """Selects users and ranges.
+
+        Args:
+          parent: the store looked into.
+          users: int64 [k], indices of users of ``parent``, increasing.
+          first: int64 [k], number of each user's leading examples left out (default 0).
+          counts: int64 [k], number of examples kept (default: all that follow). Users left without
+            an example are dropped.
+        """
+        users = np.asarray(users, dtype=np.int64)
+        begin = parent.user_offsets[users]
+        size = parent.user_offsets[users + 1] - begin
+        skip = np.zeros_like(size) if first is None else np.minimum(first, size)
+        keep = size - skip if counts is None else np.minimum(counts, size - skip)
+        some = keep > 0
+        self.parent = parent
+        self.schema = parent.schema
+        self._users = users[some]
+        self._first = (begin + skip)[some]
+        self.user_offsets = np.zeros(len(self._users) + 1, np.int64)
+        np.cumsum(keep[some], out=self.user_offsets[1:])
+
+    def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Returns the ids of the users with these indices."""
+        return self.parent.user_ids(self._users[np.asarray(indices, dtype=np.int64)])
+
+    def records(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the stored records at ``positions``."""
+        user = np.searchsorted(self.user_offsets, positions, side="right") - 1
+        return self.parent.records(self._first[user] + positions - self.user_offsets[user])
+
+
+def check_user_id(user_id: object, where: str = "") -> str:
+    """Returns ``user_id`` if it is a non-empty string, else raises BadInputError naming ``where``.
+
+    A missing id must never become a user of its own ("None", "nan", ""): all rows without an id
+    would then be protected as one person.
+    """
+    if not isinstance(user_id, str) or not user_id:
+        place = f" ({where})" if where else ""
+        raise BadInputError(
+            f"a user id is {user_id!r}{place}: every row needs a non-empty user id; "
+            "drop such rows or give each a user of its own"
+        )
+    return user_id

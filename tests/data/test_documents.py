@@ -1,0 +1,109 @@
+"""Readers of user-partitioned text: what they give and how they refuse bad files."""
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from dpfl_jax.data.documents import expand_paths, guess_format, read_documents
+from dpfl_jax.errors import BadInputError
+
+ROWS = [("ann", "one"), ("bob", 'two\nlines, "quoted"'), ("ann", "three é")]
+
+
+def write(tmp_path, kind):
+    path = tmp_path / f"data.{kind}"
+    if kind == "jsonl":
+        path.write_text("\n".join(json.dumps({"user": u, "text": t}) for u, t in ROWS) + "\n\n")
+    elif kind == "jsonl.gz":
+        with gzip.open(path, "wt") as file:
+            file.writelines(json.dumps({"user": u, "text": t}) + "\n" for u, t in ROWS)
+    elif kind == "parquet":
+        table = pa.table({"user": [u for u, _ in ROWS], "text": [t for _, t in ROWS]})
+        pa.parquet.write_table(table, path)
+    else:
+        lines = ["n,user,text"]
+        for i, (u, t) in enumerate(ROWS):
+            quoted = t.replace('"', '""')
+            lines.append(f'{i},{u},"{quoted}"')
+        path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "csv"])
+def test_reads_every_format_alike(tmp_path, kind):
+    assert list(read_documents([write(tmp_path, kind)])) == ROWS
+
+
+def test_numbers_become_decimal_ids(tmp_path):
+    pa.parquet.write_table(pa.table({"user": [7, 8], "text": ["a", "b"]}), tmp_path / "x.parquet")
+    (tmp_path / "x.jsonl").write_text('{"user": 7, "text": "a"}\n')
+    (tmp_path / "x.csv").write_text("user,text\n007,a\n")
+    assert [u for u, _ in read_documents([tmp_path / "x.parquet"])] == ["7", "8"]
+    assert [u for u, _ in read_documents([tmp_path / "x.jsonl"])] == ["7"]
+    assert [u for u, _ in read_documents([tmp_path / "x.csv"])] == ["007"]  # an id, not a number
+
+
+def test_folder_gives_one_user_per_entry(tmp_path):
+    (tmp_path / "ann").mkdir()
+    (tmp_path / "ann" / "b.txt").write_text("second")
+    (tmp_path / "ann" / "a.txt").write_text("first")
+    (tmp_path / "bob.txt").write_text("alone")
+    (tmp_path / ".hidden").write_bytes(b"\xff")
+    expected = [("ann", "first"), ("ann", "second"), ("bob.txt", "alone")]
+    assert list(read_documents([tmp_path])) == expected
+
+
+def test_globs_and_lists(tmp_path):
+    for name in ("b.csv", "a.csv"):
+        (tmp_path / name).write_text("user,text\nu,t\n")
+    assert [p.name for p in expand_paths(str(tmp_path / "*.csv"))] == ["a.csv", "b.csv"]
+    assert len(expand_paths((str(tmp_path / "a.csv"), str(tmp_path / "b.csv")))) == 2
+    with pytest.raises(BadInputError, match="does not exist"):
+        expand_paths(str(tmp_path / "*.parquet"))
+    with pytest.raises(BadInputError, match="no data files"):
+        expand_paths(None)
+    with pytest.raises(BadInputError, match="cannot tell the format"):
+        guess_format(tmp_path / "data.xyz")
+
+
+BAD = {
+    "missing column.jsonl": (b'{"user": "a", "txt": "b"}\n', "line 1: there is no column 'text'"),
+    "missing column.csv": (b"user,txt\na,b\n", "no column 'text'; the columns are"),
+    "null user.jsonl": (b'{"user":"a","text":"x"}\n{"user":null,"text":"x"}\n', "line 2"),
+    "nan user.jsonl": (b'{"user": NaN, "text": "x"}\n', "a user id is nan .*line 1"),
+    "true user.jsonl": (b'{"user": true, "text": "x"}\n', "a user id is True"),
+    "blank user.csv": (b"user,text\na,b\n,b\n", "a user id is '' .*row 2"),
+    "null text.jsonl": (b'{"user": "a", "text": null}\n', "line 1: the text in 'text' is None"),
+    "not utf8.jsonl": (b'{"user":"a","text":"x"}\n{"user":"a","text":"\xff"}\n', "line 2.*UTF-8"),
+    "surrogate.jsonl": (b'{"user": "a", "text": "\\ud800"}\n', "line 1: the text is not UTF-8"),
+    "not utf8.csv": (b"user,text\na,b\na,\xff\xfe\n", "not UTF-8"),
+    "not json.jsonl": (b'{"user": "a"\n', "line 1: not a JSON object"),
+    "a list.jsonl": (b"[1]\n", "line 1: not a JSON object but list"),
+    "empty.jsonl": (b"", "is empty"),
+    "empty.csv": (b"", "is empty"),
+    "empty.parquet": (b"", "is empty"),
+    "only header.csv": (b"user,text\n", "is empty"),
+    "not parquet.parquet": (b"PAR1 but no more", "not a readable Parquet file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_named_with_their_line(tmp_path, name):
+    content, message = BAD[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(BadInputError, match=message) as caught:
+        list(read_documents([path]))
+    assert name in str(caught.value)
+
+
+def test_parquet_null_user_is_named_by_row(tmp_path):
+    path = tmp_path / "x.parquet"
+    pa.parquet.write_table(pa.table({"user": ["a", None], "text": ["x", "y"]}), path)
+    with pytest.raises(BadInputError, match=r"a user id is None \(.*x.parquet, row 2\)"):
+        list(read_documents([path]))
+    with pytest.raises(BadInputError, match="no column 'author'"):
+        list(read_documents([path], user_column="author"))
