@@ -1,0 +1,209 @@
+"""``bounded_grad``: from the loss of one unit to the bounded sum over a batch of units."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.clipping import per_unit
+from dpfl_jax.clipping.problem import Problem, Solution, count_units, leaf_name, trainable_mask
+from dpfl_jax.clipping.result import BoundedSum, vary, varying_axes
+from dpfl_jax.clipping.rules import Rule, Standard
+from dpfl_jax.errors import BadInputError
+
+PyTree = Any
+Strategy = Literal["auto", "vmap", "scan", "ghost"]
+STRATEGIES: tuple[Strategy, ...] = ("auto", "vmap", "scan", "ghost")
+
+
+class BoundedGrad:
+    """A function ``(params, batch, mask=None, *, rng=None, group=None) -> BoundedSum``.
+
+    Made by ``bounded_grad``. It holds no state, and composes with ``jit``, ``vmap`` over outer
+    axes, ``shard_map`` and loops. It sums over the units it is given: a sum over devices is the
+    caller's, one ``psum`` a step.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        rule: Rule,
+        strategy: Strategy,
+        has_aux: bool,
+        trainable: PyTree | Callable[[str], bool] | None,
+        microbatch_size: int | None,
+    ) -> None:
+        self.loss_fn = loss_fn
+        self.rule = rule
+        self.strategy = strategy
+        self.has_aux = has_aux
+        self.trainable = trainable
+        self.microbatch_size = microbatch_size
+
+    def __call__(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        mask: jax.Array | None = None,
+        *,
+        rng: jax.Array | None = None,
+        group: jax.Array | None = None,
+        rule: Rule | None = None,
+    ) -> BoundedSum:
+        """Returns the bounded sum of the batch.
+
+        Args:
+          params: any pytree; floating-point leaves are trained.
+          batch: pytree of arrays with a leading unit axis [n, ...].
+          mask: bool or number [n]; zero marks padding, which contributes exactly zero whatever
+            it holds.
+          rng: one key, from which unit i gets ``fold_in(rng, i)``, or n keys; given to the loss
+            as ``rng=``.
+          group: int or float [n] for rules that weight by group (see ``GroupAverage``).
+          rule: used instead of the one given to ``bounded_grad`` (an adaptive clip norm).
+
+        Raises:
+          BadInputError: shapes that do not fit.
+        """
+        problem, rebuild = self.problem(params, batch, mask, rng, group, rule)
+        solution = self.solve(problem)
+        return BoundedSum(
+            sum=rebuild(solution.sums),
+            norms=solution.norms,
+            weights=solution.weights,
+            losses=solution.losses,
+            nonfinite=solution.nonfinite,
+            aux=solution.aux if self.has_aux else None,
+        )
+
+    def solve(self, problem: Problem) -> Solution:
+        """Runs the strategy."""
+        strategy = "vmap" if self.strategy == "auto" else self.strategy
+        if strategy == "scan":
+            return per_unit.in_microbatches(per_unit.solve_vmap, problem, self.microbatch_size or 1)
+        if self.microbatch_size is not None:
+            return per_unit.in_microbatches(per_unit.solve_vmap, problem, self.microbatch_size)
+        return per_unit.solve_vmap(problem)
+
+    def problem(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        mask: jax.Array | None,
+        rng: jax.Array | None,
+        group: jax.Array | None,
+        rule: Rule | None = None,
+    ) -> tuple[Problem, Callable[[list[jax.Array]], PyTree]]:
+        """Flattens one call; returns it and the function that puts sums back in a tree."""
+        n = count_units(batch)
+        for name, value in (("mask", mask), ("group", group)):
+            if value is not None and jnp.shape(value) != (n,):
+                raise BadInputError(
+                    f"bounded_grad: {name} has shape {jnp.shape(value)}, but the batch has {n} "
+                    f"units, so it must have shape ({n},)"
+                )
+        keys = None if rng is None else _unit_keys(rng, n)
+        real = jnp.ones((n,), bool) if mask is None else jnp.asarray(mask) != 0
+        batch = jax.tree.map(jnp.asarray, batch)
+        axes = varying_axes(params, batch, real)
+        params, batch = vary(params, axes), vary(batch, axes)
+        real, keys, group = vary(real, axes), vary(keys, axes), vary(group, axes)
+
+        flat: list[Any]
+        tree: Any
+        flat, tree = jax.tree_util.tree_flatten_with_path(params)
+        train = trainable_mask(params, self.trainable)
+        everything = [x for _, x in flat]
+
+        def loss(leaves: Any, unit: Any) -> tuple[jax.Array, PyTree]:
+            example, key = unit
+            trained = iter(leaves)
+            full = [next(trained) if t else x for t, x in zip(train, everything)]
+            extra = {} if key is None else {"rng": key}
+            out = self.loss_fn(tree.unflatten(full), example, **extra)
+            value, aux = out if self.has_aux else (out, None)
+            if jnp.shape(value) != ():
+                raise BadInputError(
+                    "bounded_grad: the loss of one unit must be a scalar, but its shape is "
+                    f"{jnp.shape(value)}"
+                )
+            return value.astype(jnp.float32), aux
+
+        def rebuild(sums: list[jax.Array]) -> PyTree:
+            trained = iter(sums)
+            return tree.unflatten([next(trained) if t else None for t in train])
+
+        problem = Problem(
+            loss=loss,
+            leaves=[x for t, x in zip(train, everything) if t],
+            names=[leaf_name(path) for t, (path, _) in zip(train, flat) if t],
+            units=(batch, keys),
+            real=real,
+            group=group,
+            rule=self.rule if rule is None else rule,
+        )
+        return problem, rebuild
+
+
+def _unit_keys(rng: jax.Array, n: int) -> jax.Array:
+    typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    single = rng.ndim == (0 if typed else 1)
+    if single:
+        return jax.vmap(functools.partial(jax.random.fold_in, rng))(jnp.arange(n))
+    if rng.shape[0] != n:
+        raise BadInputError(f"bounded_grad: rng holds {rng.shape[0]} keys for {n} units")
+    return rng
+
+
+def bounded_grad(
+    loss_fn: Callable[..., Any],
+    *,
+    clip_norm: float | None = None,
+    rule: Rule | None = None,
+    strategy: Strategy = "auto",
+    has_aux: bool = False,
+    trainable: PyTree | Callable[[str], bool] | None = None,
+    microbatch_size: int | None = None,
+) -> BoundedGrad:
+    """Bounds each unit's gradient and sums them, without forming them where that pays.
+
+    >>> gradient = bounded_grad(loss_fn, clip_norm=1.0)
+    >>> bounded = jax.jit(gradient)(params, batch)
+    >>> bounded.sum, bounded.norms
+
+    Args:
+      loss_fn: ``(params, example) -> scalar`` (or ``(scalar, aux)``) for ONE unit; takes ``rng=``
+        if keys are given. The example of a user holds arrays with an axis of its examples.
+      clip_norm: C; short for ``rule=Standard(C)``.
+      rule: how norms become weights; give this or ``clip_norm``.
+      strategy: ``"vmap"`` (reference; memory n x parameters), ``"scan"`` (over microbatches of
+        units), ``"ghost"`` (book-keeping, no per-unit gradients), or ``"auto"``.
+      has_aux: whether the loss returns ``(value, aux)``.
+      trainable: which parameters are trained: a function of their name, or a tree of bools that
+        is a prefix of the parameters; default all that are floating point.
+      microbatch_size: units at a time; default 1 for ``"scan"``, else all.
+
+    Returns:
+      A ``BoundedGrad``.
+
+    Raises:
+      BadInputError: contradictory or missing arguments.
+    """
+    if (clip_norm is None) == (rule is None):
+        raise BadInputError("bounded_grad: give either clip_norm or rule")
+    if strategy not in STRATEGIES:
+        raise BadInputError(
+            f"bounded_grad: strategy is {strategy!r}, but it must be one of {STRATEGIES}"
+        )
+    if microbatch_size is not None and microbatch_size < 1:
+        raise BadInputError(
+            f"bounded_grad: microbatch_size is {microbatch_size}, but it must be at least 1"
+        )
+    if rule is None:
+        assert clip_norm is not None
+        rule = Standard(clip_norm)
+    return BoundedGrad(loss_fn, rule, strategy, has_aux, trainable, microbatch_size)

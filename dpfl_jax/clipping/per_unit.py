@@ -1,0 +1,90 @@
+"""The strategies that form each unit's gradient: ``vmap`` (the reference) and ``scan``.
+
+``vmap`` holds n copies of the parameters. ``scan`` holds one microbatch's worth and an
+accumulator; with microbatches of one unit it runs the ordinary gradient of each unit in turn,
+which for units of many tokens is close to the floor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.clipping.problem import Problem, Solution
+from dpfl_jax.clipping.result import unit_where, vary, varying_axes
+
+PyTree = Any
+
+
+def squared_norms(gradients: Sequence[jax.Array]) -> list[jax.Array]:
+    """Squared norm of each unit for each leaf: leaves [n, ...] -> float32 [n] each."""
+
+    def one(g: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(g.astype(jnp.float32)), axis=tuple(range(1, g.ndim)))
+
+    return [one(g) for g in gradients]
+
+
+def weighted_sum(gradient: jax.Array, weights: jax.Array, keep: jax.Array) -> jax.Array:
+    """Sum over units of weight times gradient, in float32; units outside ``keep`` add exactly 0."""
+    clean = unit_where(keep, gradient.astype(jnp.float32))
+    return jnp.einsum("n,n...->...", weights, clean, precision=jax.lax.Precision.HIGHEST)
+
+
+def solve_vmap(problem: Problem) -> Solution:
+    """Per-unit gradients all at once; memory n x parameters."""
+    gradient = jax.value_and_grad(problem.loss, has_aux=True)
+    (losses, aux), gradients = jax.vmap(gradient, in_axes=(None, 0))(problem.leaves, problem.units)
+    decided = problem.judge(squared_norms(gradients))
+    sums = [weighted_sum(g, w, decided.keep) for g, w in zip(gradients, decided.weights)]
+    return Solution(
+        sums=sums,
+        norms=decided.norms,
+        weights=decided.reported,
+        losses=unit_where(problem.real, losses),
+        nonfinite=decided.nonfinite,
+        aux=aux,
+    )
+
+
+def in_microbatches(solve: Any, problem: Problem, microbatch_size: int) -> Solution:
+    """Runs a strategy over microbatches in a ``lax.scan``, adding up the sums.
+
+    Args:
+      solve: ``Problem -> Solution``.
+      problem: any number of units; the last microbatch is filled with padding.
+      microbatch_size: units at a time, >= 1.
+    """
+    n = problem.num_units
+    size = min(microbatch_size, n)
+    steps = -(-n // size)
+
+    def split(x: jax.Array) -> jax.Array:
+        # Padding repeats real units rather than inventing zeros, which a loss may choke on.
+        filled = jnp.take(x, jnp.arange(steps * size) % n, axis=0) if steps * size != n else x
+        return filled.reshape(steps, size, *x.shape[1:])
+
+    real = problem.real
+    if steps * size != n:
+        real = jnp.take(real, jnp.arange(steps * size) % n) & (jnp.arange(steps * size) < n)
+    xs = (
+        jax.tree.map(split, problem.units),
+        real.reshape(steps, size),
+        None if problem.group is None else split(problem.group),
+    )
+
+    def body(sums: list[jax.Array], chunk: Any) -> tuple[list[jax.Array], Solution]:
+        units, chunk_real, group = chunk
+        part = solve(dataclasses.replace(problem, units=units, real=chunk_real, group=group))
+        total = [a + b for a, b in zip(sums, part.sums)]
+        return total, dataclasses.replace(part, sums=[])
+
+    axes = varying_axes(problem.leaves, xs)
+    zeros = vary([jnp.zeros(p.shape, jnp.float32) for p in problem.leaves], axes)
+    sums, parts = jax.lax.scan(body, zeros, xs)
+    merged = jax.tree.map(lambda x: x.reshape(steps * size, *x.shape[2:])[:n], parts)
+    return dataclasses.replace(merged, sums=sums)

@@ -1,0 +1,138 @@
+"""The one form in which every strategy sees its work: a unit loss over flat parameter leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.clipping.result import unit_where
+from dpfl_jax.clipping.rules import Rule
+from dpfl_jax.errors import BadInputError
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call of a bounded gradient, flattened.
+
+    Attributes:
+      loss: ``(leaves, unit) -> (float32 scalar, aux)`` for ONE unit.
+      leaves: trainable parameters, floating point, varying over every axis the units vary over.
+      names: their names, e.g. ``"layers/mlp/kernel"``.
+      units: pytree of arrays [n, ...].
+      real: bool [n]; False for padding.
+      group: int or float [n], or None.
+      rule: the clip rule.
+    """
+
+    loss: Callable[[Sequence[jax.Array], PyTree], tuple[jax.Array, PyTree]]
+    leaves: list[jax.Array]
+    names: list[str]
+    units: PyTree
+    real: jax.Array
+    group: jax.Array | None
+    rule: Rule
+
+    @property
+    def num_units(self) -> int:
+        """Number of units, padding included."""
+        return self.real.shape[0]
+
+    def judge(self, squared: Sequence[jax.Array]) -> Judgement:
+        """Turns squared norms per leaf ([n] each, before masking) into weights."""
+        total = sum(squared, start=jnp.zeros((self.num_units,), jnp.float32))
+        finite = jnp.isfinite(total)
+        keep = self.real & finite
+        safe = [unit_where(keep, s) for s in squared]
+        reported, weights = self.rule.leaf_weights(safe, self.names, self.group)
+        return Judgement(
+            norms=jnp.sqrt(unit_where(keep, total)),
+            reported=unit_where(keep, reported.astype(jnp.float32)),
+            weights=[unit_where(keep, w.astype(jnp.float32)) for w in weights],
+            keep=keep,
+            nonfinite=self.real & ~finite,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """What the rule decided for each unit; arrays as in ``BoundedSum``, ``keep`` bool [n]."""
+
+    norms: jax.Array
+    reported: jax.Array
+    weights: list[jax.Array]
+    keep: jax.Array
+    nonfinite: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """What a strategy returns: ``BoundedSum`` with the sum as a flat list of leaves."""
+
+    sums: list[jax.Array]
+    norms: jax.Array
+    weights: jax.Array
+    losses: jax.Array
+    nonfinite: jax.Array
+    aux: PyTree
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """``layers/mlp/kernel`` from a JAX key path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "params"
+
+
+def trainable_mask(params: PyTree, trainable: PyTree | Callable[[str], bool] | None) -> list[bool]:
+    """One bool per leaf of ``params``: floating point, and chosen by ``trainable``.
+
+    Raises:
+      BadInputError: nothing is left to train, or the tree does not fit the parameters.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    if trainable is None:
+        chosen = [True] * len(flat)
+    elif callable(trainable):
+        chosen = [bool(trainable(leaf_name(path))) for path, _ in flat]
+    else:
+        try:
+            chosen = jax.tree.leaves(
+                jax.tree.map(
+                    lambda flag, sub: jax.tree.map(lambda _: bool(flag), sub), trainable, params
+                )
+            )
+        except ValueError as error:
+            raise BadInputError(
+                "bounded_grad: `trainable` must be a function of a parameter's name or a tree of "
+                f"bools that is a prefix of the parameters ({error})"
+            ) from error
+    mask = [
+        keep and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        for keep, (_, x) in zip(chosen, flat)
+    ]
+    if not any(mask):
+        raise BadInputError("bounded_grad: no floating-point parameter is trainable")
+    return mask
+
+
+def count_units(batch: PyTree) -> int:
+    """The length of the leading axis that all arrays of a batch share.
+
+    Raises:
+      BadInputError: no arrays, or they disagree.
+    """
+    shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
+    if not shapes:
+        raise BadInputError("bounded_grad: the batch holds no arrays")
+    lengths = {s[0] if s else None for s in shapes}
+    if len(lengths) != 1 or None in lengths:
+        raise BadInputError(
+            "bounded_grad: every array of the batch needs the same leading unit axis, "
+            f"but their shapes are {shapes}"
+        )
+    return int(shapes[0][0])

@@ -1,0 +1,74 @@
+"""What a bounded gradient returns, and how arrays are made to vary over devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BoundedSum:
+    """The sum of bounded unit gradients, and what was seen on the way.
+
+    Everything but ``sum`` is one number per unit and has had no noise added: it is as private as
+    the data. ``sum`` becomes private only with noise scaled to the rule's sensitivity.
+
+    Attributes:
+      sum: like the parameters, float32; None where a parameter is not trainable.
+      norms: float32 [n], the gradient's norm before bounding; 0 for padding and non-finite units.
+      weights: float32 [n], what each gradient was multiplied by; [n, groups] for rules that bound
+        groups of parameters apart; 0 for padding and non-finite units.
+      losses: float32 [n]; 0 for padding.
+      nonfinite: bool [n]; the unit's gradient held a NaN or an infinity (or its squared norm
+        overflows float32): it was replaced by zero.
+      aux: what the loss returned beside its value, stacked [n, ...]; None without ``has_aux``.
+    """
+
+    sum: PyTree
+    norms: jax.Array
+    weights: jax.Array
+    losses: jax.Array
+    nonfinite: jax.Array
+    aux: PyTree = None
+
+
+def varying_axes(*trees: PyTree) -> frozenset[str]:
+    """Mesh axes over which any array in the trees varies inside ``jax.shard_map``."""
+    axes: set[str] = set()
+    for leaf in jax.tree.leaves(trees):
+        axes |= getattr(jax.typeof(leaf), "vma", frozenset())
+    return frozenset(axes)
+
+
+def vary(tree: PyTree, axes: frozenset[str]) -> PyTree:
+    """Makes every array of ``tree`` vary over ``axes``; outside ``shard_map`` does nothing.
+
+    Inside ``jax.shard_map``, differentiating with respect to a value that does not vary over a
+    mesh axis sums its gradient over that axis, that is *before* clipping: the sensitivity is then
+    the number of devices. Whatever is differentiated here goes through this function first.
+    """
+
+    def one(x: Any) -> Any:
+        missing = tuple(sorted(axes - getattr(jax.typeof(x), "vma", frozenset())))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(one, tree)
+
+
+def unit_where(keep: jax.Array, x: jax.Array, axis: int = 0) -> jax.Array:
+    """Returns ``x`` with the units outside ``keep`` set to exactly zero, NaNs included.
+
+    Args:
+      keep: bool [n].
+      x: array whose axis ``axis`` is the unit axis.
+      axis: position of the unit axis.
+    """
+    shape = [1] * x.ndim
+    shape[axis] = keep.shape[0]
+    return jnp.where(keep.reshape(shape), x, jnp.zeros((), x.dtype))

@@ -1,0 +1,286 @@
+"""The contract of bounded_grad that every strategy keeps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from dpfl_jax.clipping import Normalized, Standard, bounded_grad
+from dpfl_jax.errors import BadInputError
+
+STRATEGIES = ["vmap", "scan", "ghost", "auto"]
+
+
+def mlp_loss(params, example):
+    hidden = jnp.tanh(example["x"] @ params["w"] + params["b"])
+    return jnp.sum((hidden @ params["v"] - example["y"]) ** 2)
+
+
+def mlp_params(seed=0, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return {
+        "w": jax.random.normal(keys[0], (5, 7), dtype),
+        "b": jax.random.normal(keys[1], (7,), dtype),
+        "v": jax.random.normal(keys[2], (7, 2), dtype),
+    }
+
+
+def mlp_batch(n, seed=1):
+    keys = jax.random.split(jax.random.key(seed), 2)
+    return {"x": jax.random.normal(keys[0], (n, 5)), "y": jax.random.normal(keys[1], (n, 2))}
+
+
+def reference(loss, params, batch, rule):
+    """Unit by unit in float64, with no code of the package but the rule's weights."""
+    n = jax.tree.leaves(batch)[0].shape[0]
+    total, norms = None, []
+    for i in range(n):
+        gradient = jax.grad(loss)(params, jax.tree.map(lambda a, i=i: a[i], batch))
+        flat = np.concatenate(
+            [np.asarray(g, np.float64).ravel() for g in jax.tree.leaves(gradient)]
+        )
+        norm = np.sqrt((flat**2).sum())
+        weight = float(rule.weights(jnp.asarray([norm], jnp.float32))[0])
+        norms.append(norm)
+        part = jax.tree.map(lambda g, w=weight: np.asarray(g, np.float64) * w, gradient)
+        total = part if total is None else jax.tree.map(np.add, total, part)
+    return total, np.array(norms)
+
+
+def assert_close(got, want, rtol=1e-5):
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        scale = max(np.abs(w).max(), 1e-30)
+        np.testing.assert_allclose(np.asarray(g) / scale, np.asarray(w) / scale, atol=rtol)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("rule", [Standard(0.5), Standard(1e4), Normalized(0.5), Normalized(1e4)])
+def test_equals_unit_by_unit(strategy, rule):
+    params, batch = mlp_params(), mlp_batch(6)
+    want, norms = reference(mlp_loss, params, batch, rule)
+    got = jax.jit(bounded_grad(mlp_loss, rule=rule, strategy=strategy))(params, batch)
+    np.testing.assert_allclose(got.norms, norms, rtol=1e-5)
+    assert_close(got.sum, want)
+    losses = [mlp_loss(params, jax.tree.map(lambda a, i=i: a[i], batch)) for i in range(6)]
+    np.testing.assert_allclose(got.losses, losses, rtol=1e-5)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, 3.0])
+def test_padding_contributes_exactly_zero(strategy, poison):
+    params, batch = mlp_params(), mlp_batch(4)
+    f = jax.jit(bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
+    mask = jnp.array([True, False, True, False])
+    poisoned = jax.tree.map(lambda a: a.at[jnp.array([1, 3])].set(poison), batch)
+    clean = jax.tree.map(lambda a: a.at[jnp.array([1, 3])].set(0.0), batch)
+    got, want = f(params, poisoned, mask), f(params, clean, mask)
+    for g, w in zip(jax.tree.leaves(got.sum), jax.tree.leaves(want.sum)):
+        np.testing.assert_array_equal(g, w)
+    np.testing.assert_array_equal(got.norms[jnp.array([1, 3])], 0)
+    np.testing.assert_array_equal(got.weights[jnp.array([1, 3])], 0)
+    np.testing.assert_array_equal(got.losses[jnp.array([1, 3])], 0)
+    assert not np.any(got.nonfinite)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf, 1e30])
+def test_nonfinite_unit_is_replaced_by_zero_and_reported(strategy, poison):
+    params, batch = mlp_params(), mlp_batch(4)
+    f = jax.jit(bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
+    batch["y"] = batch["y"].at[2, 0].set(poison)
+    got = f(params, batch)
+    want = f(params, jax.tree.map(lambda a: jnp.delete(a, 2, axis=0), batch))
+    np.testing.assert_array_equal(got.nonfinite, [False, False, True, False])
+    assert_close(got.sum, want.sum)
+    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves(got.sum))
+    assert got.norms[2] == 0
+    assert got.weights[2] == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_all_padding_batch_gives_zero(strategy):
+    f = jax.jit(bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
+    got = f(mlp_params(), mlp_batch(3), jnp.zeros(3, bool))
+    for leaf in (*jax.tree.leaves(got.sum), got.norms, got.weights, got.losses):
+        np.testing.assert_array_equal(leaf, 0)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_float_mask_and_no_mask(strategy):
+    f = jax.jit(bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
+    params, batch = mlp_params(), mlp_batch(3)
+    np.testing.assert_array_equal(
+        f(params, batch).norms, f(params, batch, jnp.ones(3, jnp.float32)).norms
+    )
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("scale", [0.0, 1e-12, 1e12])
+def test_zero_tiny_and_huge_gradients(strategy, scale):
+    f = jax.jit(
+        bounded_grad(lambda p, e: scale * mlp_loss(p, e), rule=Normalized(0.1), strategy=strategy)
+    )
+    got = f(mlp_params(), mlp_batch(1))
+    norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(got.sum)))
+    assert np.isfinite(norm)
+    assert norm <= 1 + 1e-5
+    if scale == 1e12:
+        assert norm >= 1 - 1e-5
+    if scale == 0:
+        assert norm == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sum_is_float32_whatever_the_parameters(strategy):
+    f = jax.jit(bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
+    got = f(mlp_params(dtype=jnp.bfloat16), mlp_batch(3))
+    for leaf in (*jax.tree.leaves(got.sum), got.norms, got.weights, got.losses):
+        assert leaf.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("microbatch_size", [1, 2, 5, 7])
+def test_microbatches_change_nothing(strategy, microbatch_size):
+    params, batch = mlp_params(), mlp_batch(7)
+    mask = jnp.arange(7) != 3
+    want = bounded_grad(mlp_loss, clip_norm=1.0, strategy="vmap")(params, batch, mask)
+    f = bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy, microbatch_size=microbatch_size)
+    got = jax.jit(f)(params, batch, mask)
+    assert_close(got.sum, want.sum)
+    np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_aux_and_rng_per_unit(strategy):
+    def loss(params, example, rng):
+        noise = jax.random.normal(rng, (5,))
+        value = mlp_loss(params, {"x": example["x"] + noise, "y": example["y"]})
+        return value, {"noise": noise}
+
+    params, batch = mlp_params(), mlp_batch(4)
+    f = bounded_grad(loss, clip_norm=1.0, strategy=strategy, has_aux=True)
+    got = jax.jit(f)(params, batch, rng=jax.random.key(3))
+    want = jnp.stack(
+        [jax.random.normal(jax.random.fold_in(jax.random.key(3), i), (5,)) for i in range(4)]
+    )
+    np.testing.assert_allclose(got.aux["noise"], want, rtol=1e-6)
+    moved = {"x": batch["x"] + want, "y": batch["y"]}
+    expected = bounded_grad(mlp_loss, clip_norm=1.0, strategy="vmap")(params, moved)
+    assert_close(got.sum, expected.sum)
+    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(3), i))(jnp.arange(4))
+    assert_close(jax.jit(f)(params, batch, rng=keys).sum, expected.sum)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("how", ["name", "tree"])
+def test_frozen_parameters(strategy, how):
+    trainable = (lambda name: name != "w") if how == "name" else {"w": False, "b": True, "v": True}
+    params, batch = mlp_params(), mlp_batch(4)
+    f = bounded_grad(mlp_loss, clip_norm=0.7, strategy=strategy, trainable=trainable)
+    got = jax.jit(f)(params, batch)
+    assert got.sum["w"] is None
+    rest = {"b": params["b"], "v": params["v"]}
+    want = bounded_grad(
+        lambda p, e: mlp_loss({**p, "w": params["w"]}, e), clip_norm=0.7, strategy="vmap"
+    )(rest, batch)
+    assert_close({"b": got.sum["b"], "v": got.sum["v"]}, want.sum)
+    np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cast_first", [False, True])
+def test_sensitivity_on_eight_devices(strategy, cast_first):
+    """One unit added on one device moves the all-reduced sum by at most C, and reaches it."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    clip_norm = 1.0
+    f = bounded_grad(mlp_loss, clip_norm=clip_norm, strategy=strategy)
+    spec = PartitionSpec("data")
+
+    def total(params, batch, mask):
+        if cast_first:
+            params = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+
+        def body(i, carry):
+            del i
+            return jax.tree.map(jnp.add, carry, f(params, batch, mask).sum)
+
+        zeros = jax.tree.map(
+            lambda p: jax.lax.pcast(jnp.zeros(p.shape), "data", to="varying"), params
+        )
+        return jax.lax.psum(jax.lax.fori_loop(0, 1, body, zeros), "data")
+
+    sharded = jax.jit(
+        jax.shard_map(
+            total,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), spec, spec),
+            out_specs=PartitionSpec(),
+            axis_names={"data"},
+        )
+    )
+    params, batch = mlp_params(), mlp_batch(16)
+    batch["y"] = 100 * batch["y"]  # every unit is far above the clip norm
+    everyone = jnp.ones(16, bool)
+    with_all = sharded(params, batch, everyone)
+    for unit in (0, 7, 15):
+        without = sharded(params, batch, everyone.at[unit].set(False))
+        moved = np.sqrt(
+            sum(
+                float(((a - b) ** 2).sum())
+                for a, b in zip(jax.tree.leaves(with_all), jax.tree.leaves(without))
+            )
+        )
+        assert moved <= clip_norm * (1 + 1e-4)
+        assert moved >= clip_norm * (1 - 1e-4)
+    local = bounded_grad(mlp_loss, clip_norm=clip_norm, strategy="vmap")(params, batch)
+    assert_close(with_all, local.sum)
+
+
+def test_rules_say_their_sensitivity():
+    norms = jnp.array([0.0, 1e-30, 0.5, 2.0, 1e18])
+    for rule in (Standard(0.5), Normalized(0.5)):
+        contribution = np.asarray(rule.weights(norms), np.float64) * np.asarray(norms, np.float64)
+        assert contribution.max() <= rule.sensitivity * (1 + 1e-6)
+        assert contribution.max() >= rule.sensitivity * (1 - 1e-6)
+    assert Standard(0.5).sensitivity == 0.5
+    assert Normalized(0.5).sensitivity == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either clip_norm or rule"),
+        ({"clip_norm": 1.0, "rule": Standard(1.0)}, "either clip_norm or rule"),
+        ({"clip_norm": -1.0}, "above 0"),
+        ({"clip_norm": float("nan")}, "above 0"),
+        ({"clip_norm": 1.0, "strategy": "fast"}, "must be one of"),
+        ({"clip_norm": 1.0, "microbatch_size": 0}, "at least 1"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(BadInputError, match=message):
+        bounded_grad(mlp_loss, **arguments)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bad_calls(strategy):
+    f = bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy)
+    batch = mlp_batch(3)
+    with pytest.raises(BadInputError, match="same leading unit axis"):
+        f(mlp_params(), {"x": batch["x"], "y": batch["y"][:2]})
+    with pytest.raises(BadInputError, match="mask has shape"):
+        f(mlp_params(), batch, jnp.ones(2))
+    with pytest.raises(BadInputError, match="must be a scalar"):
+        bounded_grad(lambda p, e: e["x"] * p["w"].sum(), clip_norm=1.0, strategy=strategy)(
+            mlp_params(), batch
+        )
+    with pytest.raises(BadInputError, match="no floating-point"):
+        bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy, trainable=lambda name: False)(
+            mlp_params(), batch
+        )
