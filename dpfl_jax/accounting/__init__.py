@@ -1,1 +1,22 @@
-"""dpfl_jax.accounting."""
+"""What a mechanism guarantees, and the noise a guarantee needs. Imports no JAX.
+
+``events`` says what a mechanism does to one privacy unit; ``epsilon``, ``delta`` and
+``epsilon_curve`` bound what that costs (privacy-loss distributions); ``calibrate_*`` find the
+parameters for a target; ``Guarantee`` is the answer with everything needed to judge it.
+"""
+
+from dpfl_jax.accounting import events
+from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, delta, epsilon, epsilon_curve
+from dpfl_jax.accounting.calibrate import calibrate_noise_multiplier
+from dpfl_jax.accounting.guarantee import Guarantee
+
+__all__ = [
+    "ADD_OR_REMOVE",
+    "REPLACE",
+    "Guarantee",
+    "calibrate_noise_multiplier",
+    "delta",
+    "epsilon",
+    "epsilon_curve",
+    "events",
+]

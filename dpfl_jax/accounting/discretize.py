@@ -1,0 +1,242 @@
+"""Privacy-loss distributions of one step, on a grid: dp-accounting's pessimistic connect-the-dots.
+
+dp-accounting inverts the privacy loss of a mixture of Gaussians by a recursive bisection, which is
+where its time goes. ``_FastMixtureLoss`` keeps its class and replaces only the inversion (a table,
+then safeguarded Newton on all points at once) and the normal distribution functions. Any inversion
+error moves the estimate by its square only: the cut-off maximises P(S) - e^eps Q(S).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+from dp_accounting.pld import pld_pmf, privacy_loss_mechanism
+from scipy import special, stats
+
+# Exponentials evaluated at once (rows x sensitivities): bounds the memory to about 100 MB.
+_CHUNK = 2_000_000
+_Adjacency: TypeAlias = privacy_loss_mechanism.AdjacencyType
+
+
+@dataclasses.dataclass(frozen=True)
+class LossPmf:
+    """Distribution of a privacy loss on a grid, rounded so that divergences are upper bounds.
+
+    Attributes:
+      grid: distance between neighbouring losses (nats).
+      low: index of the smallest loss; the i-th loss is ``(low + i) * grid``.
+      probs: float64 [n], probability of each loss.
+      infinity: probability of an infinite loss.
+    """
+
+    grid: float
+    low: int
+    probs: np.ndarray
+    infinity: float
+
+    @property
+    def losses(self) -> np.ndarray:
+        """The losses (nats), float64 [n]."""
+        return (self.low + np.arange(len(self.probs))) * self.grid
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLoss:
+    """The two directions of adjacency of one step: the unit is removed, or added."""
+
+    remove: LossPmf
+    add: LossPmf
+
+
+class _FastMixtureLoss(privacy_loss_mechanism.MixtureGaussianPrivacyLoss):
+    """dp-accounting's mixture-of-Gaussians loss with a vectorised inverse."""
+
+    def noise_cdf(self, x: Any) -> Any:
+        return special.ndtr(np.asarray(x, dtype=float) / self._standard_deviation)
+
+    def noise_log_cdf(self, x: Any) -> Any:
+        return special.log_ndtr(np.asarray(x, dtype=float) / self._standard_deviation)
+
+    def _by_rows(self, function: Callable, x: np.ndarray) -> np.ndarray:
+        rows = max(1, _CHUNK // len(self.sensitivities))
+        parts = [function(x[i : i + rows]) for i in range(0, len(x), rows)]
+        return np.concatenate(parts)
+
+    def mu_upper_cdf(self, x: Any) -> Any:
+        if np.ndim(x) == 0:
+            return super().mu_upper_cdf(x)
+        return self._by_rows(super().mu_upper_cdf, np.asarray(x, dtype=float))
+
+    def mu_lower_log_cdf(self, x: Any) -> Any:
+        if np.ndim(x) == 0:
+            return super().mu_lower_log_cdf(x)
+        return self._by_rows(super().mu_lower_log_cdf, np.asarray(x, dtype=float))
+
+    def loss_and_slope(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Privacy loss at x and its derivative, both float64 [n]."""
+        sign = 1.0 if self.adjacency_type == _Adjacency.ADD else -1.0
+        scaled = sign * self.sensitivities / self._variance
+        constants = self._precompute_privacy_loss_constants
+
+        def chunk(part: np.ndarray) -> np.ndarray:
+            terms = constants[None, :] + part[:, None] * scaled[None, :]
+            top = terms.max(axis=1)
+            weights = np.exp(terms - top[:, None])
+            total = weights.sum(axis=1)
+            return np.stack([top + np.log(total), weights @ scaled / total], axis=1)
+
+        both = self._by_rows(chunk, x)
+        return -sign * both[:, 0], -sign * both[:, 1]
+
+    def _inverse_privacy_losses_with_range(
+        self, privacy_losses: np.ndarray, bounds: tuple[float, float], precision: float = 1e-6
+    ) -> np.ndarray:
+        targets = np.asarray(privacy_losses, dtype=float)
+        if len(targets) == 0:
+            return targets
+        # The loss decreases in x. What is beyond 60 standard deviations has no double-precision
+        # mass, so that a cut-off there changes no divergence.
+        reach = 60.0 * self._standard_deviation + self._max_sens
+        low, high = max(bounds[0], -reach), min(bounds[1], reach)
+        table_x = np.linspace(low, high, 4097)
+        table_loss = self.loss_and_slope(table_x)[0]
+        cell = np.searchsorted(-table_loss, -targets, side="left")
+        below = table_x[np.clip(cell - 1, 0, 4096)]
+        above = table_x[np.clip(cell, 0, 4096)]
+        x = np.interp(-targets, -table_loss, table_x)
+        for _ in range(60):
+            loss, slope = self.loss_and_slope(x)
+            excess = loss - targets
+            below = np.where(excess > 0, np.maximum(below, x), below)
+            above = np.where(excess < 0, np.minimum(above, x), above)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                step = x - excess / slope
+            inside = np.isfinite(step) & (step >= below) & (step <= above)
+            new = np.where(inside, step, 0.5 * (below + above))
+            done = np.max(np.abs(new - x)) <= 1e-10 * self._standard_deviation
+            x = new
+            if done:
+                break
+        return x
+
+
+def binomial_weights(trials: int, prob: float) -> tuple[np.ndarray, np.ndarray]:
+    """Support and probabilities of Binomial(trials, prob), the negligible tail moved upwards.
+
+    The tail above the kept counts (mass below e^-110) is moved to ``trials`` and the one below to
+    the smallest kept count, which can only raise the divergence (Lemma 2 of Charles et al. 2024:
+    stochastic dominance). With more than 2048 counts left, neighbouring counts are merged upwards.
+
+    Args:
+      trials: group size, >= 1.
+      prob: probability of each example, in (0, 1].
+
+    Returns:
+      counts: float64 [n], ascending; weights: float64 [n], summing to 1.
+    """
+    if prob >= 1.0:
+        return np.array([float(trials)]), np.array([1.0])
+    law = stats.binom(trials, prob)
+    mean, sd = trials * prob, math.sqrt(trials * prob * (1 - prob))
+    low = max(0, math.floor(mean - 16 * sd - 130))
+    high = min(trials, math.ceil(mean + 16 * sd + 130))
+    counts = np.arange(low, high + 1)
+    weights = law.pmf(counts)
+    keep = np.flatnonzero(weights > 1e-48)
+    counts, weights = counts[keep[0] : keep[-1] + 1], weights[keep[0] : keep[-1] + 1]
+    # Mass below the window moves up to its first count; mass above, up to ``trials``.
+    if counts[0] > 0:
+        weights[0] += law.cdf(counts[0] - 1)
+    if counts[-1] < trials:
+        tail = max(float(law.sf(counts[-1])), 0.0)
+        if tail > 0:
+            counts = np.append(counts, trials)
+            weights = np.append(weights, tail)
+    while len(counts) > 2048:
+        if len(counts) % 2:
+            counts, weights = np.append(counts, counts[-1]), np.append(weights, 0.0)
+        counts, weights = counts[1::2], weights[::2] + weights[1::2]
+    return counts.astype(float), weights / weights.sum()
+
+
+def mixture_moments(shifts: np.ndarray, weights: np.ndarray) -> dict[str, tuple[float, float]]:
+    """Mean and variance of the privacy loss of one step, by direction.
+
+    Args:
+      shifts: float64 [k], sensitivities over the noise standard deviation.
+      weights: float64 [k], their probabilities.
+
+    Returns:
+      {"remove": (mean, variance), "add": (mean, variance)} in nats and nats^2.
+    """
+    top = float(shifts.max())
+    x = np.concatenate([np.linspace(-12.0, 12.0, 961), np.linspace(12.0, 12.0 + top, 961)[1:]])
+    log_phi = -0.5 * x**2 - 0.5 * math.log(2 * math.pi)
+    terms = np.log(weights)[None, :] + x[:, None] * shifts[None, :] - 0.5 * shifts[None, :] ** 2
+    loss = special.logsumexp(terms, axis=1)
+    widths = np.gradient(x)
+    out = {}
+    for name, log_density, sign in (("remove", log_phi + loss, 1.0), ("add", log_phi, -1.0)):
+        mass = np.exp(log_density) * widths
+        mass = mass / mass.sum()
+        mean = float(np.dot(mass, sign * loss))
+        out[name] = (mean, max(float(np.dot(mass, (sign * loss - mean) ** 2)), 0.0))
+    return out
+
+
+def mixture_range(shifts: np.ndarray, weights: np.ndarray, log_tail: float) -> float:
+    """Width (nats) of the losses that a discretisation of this mixture must cover."""
+    widest = 0.0
+    for adjacency in (_Adjacency.REMOVE, _Adjacency.ADD):
+        bounds = _mixture_loss(shifts, weights, log_tail, adjacency).connect_dots_bounds()
+        widest = max(widest, float(bounds.epsilon_upper - bounds.epsilon_lower))
+    return widest
+
+
+def _mixture_loss(
+    shifts: np.ndarray, weights: np.ndarray, log_tail: float, adjacency: _Adjacency
+) -> _FastMixtureLoss:
+    return _FastMixtureLoss(
+        1.0, shifts, weights, log_mass_truncation_bound=log_tail, adjacency_type=adjacency
+    )
+
+
+def mixture_step(shifts: np.ndarray, weights: np.ndarray, grid: float, log_tail: float) -> StepLoss:
+    """Discretises N(0, 1) against the mixture of N(shift, 1), both directions.
+
+    Args:
+      shifts: float64 [k], sensitivities over the noise standard deviation.
+      weights: float64 [k], their probabilities, summing to 1.
+      grid: distance between losses (nats).
+      log_tail: log of the probability that may be moved to an infinite loss.
+    """
+    pmfs = []
+    for adjacency in (_Adjacency.REMOVE, _Adjacency.ADD):
+        loss = _mixture_loss(shifts, weights, log_tail, adjacency)
+        bounds = loss.connect_dots_bounds()
+        low = math.floor(bounds.epsilon_lower / grid)
+        high = math.ceil(bounds.epsilon_upper / grid)
+        pmfs.append(pmf_from_divergence(loss.get_delta_for_epsilon, grid, low, high))
+    return StepLoss(remove=pmfs[0], add=pmfs[1])
+
+
+def pmf_from_divergence(
+    divergence: Callable[[np.ndarray], np.ndarray], grid: float, low: int, high: int
+) -> LossPmf:
+    """Connect-the-dots on a divergence curve: ``divergence(epsilons [n]) -> deltas [n]``."""
+    deltas = divergence(np.arange(low, high + 1) * grid)
+    deltas = np.maximum.accumulate(deltas[::-1])[::-1]
+    pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(grid, low, high, deltas)
+    return from_library(pmf, grid)
+
+
+def from_library(pmf: pld_pmf.PLDPmf, grid: float) -> LossPmf:
+    """Reads dp-accounting's mass function (0.6.0 has no public view of it)."""
+    dense = pmf.to_dense_pmf()
+    return LossPmf(
+        grid, int(dense._lower_loss), np.asarray(dense._probs), float(dense._infinity_mass)
+    )

@@ -1,0 +1,43 @@
+"""Events that dp-accounting has no name for; everything else is one of its own ``DpEvent`` classes.
+
+Each is a frozen ``attrs`` class, as dp-accounting's are, so that events nest, compare and print.
+"""
+
+from __future__ import annotations
+
+import attr
+import dp_accounting
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class TwoStageSampledDpEvent(dp_accounting.DpEvent):
+    """A silo takes part in a round with a probability; if it does, it runs several local steps.
+
+    Whether it took part is visible to the adversary. Liu et al. 2024 (rPDP-FL), Lemma 2.
+
+    Attributes:
+      participation_probability: lambda, probability that the silo takes part in the round.
+      event: one local step.
+      local_steps: tau, local steps in a round.
+    """
+
+    participation_probability: float
+    event: dp_accounting.DpEvent
+    local_steps: int
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class FixedSizeGaussianDpEvent(dp_accounting.DpEvent):
+    """A Gaussian sum over a uniformly random batch of fixed size, without replacement.
+
+    Defined under replace-one adjacency only (the size of the data set is public).
+
+    Attributes:
+      dataset_size: units in the data set.
+      batch_size: units in every batch.
+      noise_multiplier: standard deviation over the clip norm C (not over the sensitivity 2C).
+    """
+
+    dataset_size: int
+    batch_size: int
+    noise_multiplier: float

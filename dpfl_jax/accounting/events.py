@@ -1,0 +1,313 @@
+"""What each mechanism does to one privacy unit, as ``dp_accounting.DpEvent`` objects.
+
+Noise multipliers are standard deviations of the noise on the *sum*, over the clip norm C; events
+are for add-or-remove of one unit unless their docstring says replace-one. An event says nothing of
+the trust model: the mechanism that returns it does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import dp_accounting
+import numpy as np
+from dp_accounting import DpEvent, dp_event
+
+from dpfl_jax.accounting.discretize import binomial_weights
+from dpfl_jax.accounting.event_types import FixedSizeGaussianDpEvent, TwoStageSampledDpEvent
+from dpfl_jax.errors import BadInputError
+
+
+def check_noise(noise_multiplier: float) -> float:
+    """Returns it as a float, or raises BadInputError unless finite and >= 0."""
+    if not (math.isfinite(noise_multiplier) and noise_multiplier >= 0):
+        raise BadInputError(
+            f"the noise multiplier is {noise_multiplier}, but it must be a finite number, 0 or more"
+        )
+    return float(noise_multiplier)
+
+
+def check_prob(prob: float, what: str = "sampling probability") -> float:
+    """Returns it as a float, or raises BadInputError unless in [0, 1]."""
+    if not 0.0 <= prob <= 1.0:
+        raise BadInputError(f"the {what} is {prob}, but it must lie between 0 and 1")
+    return float(prob)
+
+
+def check_count(count: int, what: str, least: int = 0) -> int:
+    """Returns it as an int, or raises BadInputError unless a whole number >= ``least``."""
+    if isinstance(count, bool) or int(count) != count or count < least:
+        raise BadInputError(f"the {what} is {count}, but it must be a whole number >= {least}")
+    return int(count)
+
+
+def repeated(event: DpEvent, steps: int) -> DpEvent:
+    """``event`` run ``steps`` times, adaptively."""
+    steps = check_count(steps, "number of steps")
+    if steps == 0:
+        return dp_accounting.NoOpDpEvent()
+    return dp_accounting.SelfComposedDpEvent(event, steps)
+
+
+def composed(*events: DpEvent) -> DpEvent:
+    """Several events on the same data, adaptively."""
+    return dp_accounting.ComposedDpEvent(list(events))
+
+
+def gaussian(noise_multiplier: float, steps: int) -> DpEvent:
+    """Full-participation Gaussian sums: every unit takes part in every step."""
+    return repeated(dp_accounting.GaussianDpEvent(check_noise(noise_multiplier)), steps)
+
+
+def uls(noise_multiplier: float, sampling_prob: float, steps: int) -> DpEvent:
+    """User-level sampling: each user joins a step with probability q (Poisson).
+
+    Unit: user; add-or-remove. Charles et al. 2024, Theorem 2. The group size plays no part.
+
+    Args:
+      noise_multiplier: sigma_ULS.
+      sampling_prob: q, of each user in each step.
+      steps: T.
+    """
+    step = dp_accounting.PoissonSampledDpEvent(
+        check_prob(sampling_prob), dp_accounting.GaussianDpEvent(check_noise(noise_multiplier))
+    )
+    return repeated(step, steps)
+
+
+poisson = uls
+"""DP-SGD with one unit per record: the same event as :func:`uls`, the unit being the record."""
+
+
+def els(noise_multiplier: float, sampling_prob: float, group_size: int, steps: int) -> DpEvent:
+    """Example-level sampling seen by a user of at most ``group_size`` examples.
+
+    Unit: user; add-or-remove. Charles et al. 2024, Theorem 1: the user's examples in a batch are
+    Binomial(G, p), each moving the sum by at most C, so a step is a mixture of Gaussians. Exact:
+    for every smaller delta there is data on which the guarantee fails.
+
+    Args:
+      noise_multiplier: sigma_ELS.
+      sampling_prob: p, of each example in each step.
+      group_size: G, most examples of a user in the whole run.
+      steps: T.
+    """
+    sigma, prob = check_noise(noise_multiplier), check_prob(sampling_prob)
+    size = check_count(group_size, "group size", 1)
+    if prob == 0.0:
+        return dp_accounting.NoOpDpEvent()
+    if size == 1:
+        return uls(sigma, prob, steps)
+    counts, weights = binomial_weights(size, prob)
+    return mixture(sigma, counts, weights, steps)
+
+
+def mixture(
+    noise_multiplier: float,
+    sensitivities: Sequence[float] | np.ndarray,
+    probs: Sequence[float] | np.ndarray,
+    steps: int,
+) -> DpEvent:
+    """A mixture of Gaussians: the unit moves the sum by at most sensitivities[i] * C w.p. probs[i].
+
+    Choquette-Choo et al. 2024 (arXiv 2310.15526), Lemma 4.5: covers vector contributions whose
+    norms are stochastically dominated.
+    """
+    sigma = check_noise(noise_multiplier)
+    shifts = [float(s) for s in sensitivities]
+    weights = [float(w) for w in probs]
+    if len(shifts) != len(weights) or not shifts:
+        raise BadInputError("a mixture needs as many sensitivities as probabilities, at least one")
+    if min(shifts) < 0 or min(weights) < 0 or not math.isclose(sum(weights), 1.0, rel_tol=1e-9):
+        raise BadInputError(
+            "a mixture needs sensitivities >= 0 and probabilities >= 0 that sum to 1"
+        )
+    if max(shifts) == 0.0:
+        return dp_accounting.NoOpDpEvent()
+    return repeated(dp_event.MixtureOfGaussiansDpEvent(sigma, shifts, weights), steps)
+
+
+def two_stage(
+    noise_multiplier: float,
+    sampling_prob: float,
+    participation_prob: float,
+    local_steps: int,
+    rounds: int,
+) -> DpEvent:
+    """Silo first, then records: rounds of local DP-SGD in which a silo takes part at random.
+
+    Unit: record; add-or-remove; trust: silo-local. Who took part is visible to everybody. Liu et
+    al. 2024 (rPDP-FL), Lemma 2, without the slack of Renyi accounting.
+
+    Args:
+      noise_multiplier: sigma of each local step.
+      sampling_prob: q, of this record in each local step (its own rate, under personalisation).
+      participation_prob: lambda, of the silo in each round.
+      local_steps: tau, local steps in a round.
+      rounds: T.
+    """
+    inner = uls(noise_multiplier, sampling_prob, 1)
+    assert isinstance(inner, dp_accounting.SelfComposedDpEvent)
+    step = inner.event
+    lam = check_prob(participation_prob, "participation probability")
+    local_steps = check_count(local_steps, "number of local steps", 1)
+    if lam == 1.0:
+        return repeated(step, local_steps * check_count(rounds, "number of rounds"))
+    return repeated(TwoStageSampledDpEvent(lam, step, local_steps), rounds)
+
+
+def fixed_size(noise_multiplier: float, dataset_size: int, batch_size: int, steps: int) -> DpEvent:
+    """Fixed-size batches, uniformly without replacement; replace-one adjacency only.
+
+    Balle, Barthe, Gaboardi 2018 (Theorem 11); Zhu, Dong, Wang 2022 (Proposition 30).
+
+    Args:
+      noise_multiplier: standard deviation over C; the sensitivity 2C is taken into account here.
+      dataset_size: n, public.
+      batch_size: units in every batch.
+      steps: T.
+    """
+    size = check_count(dataset_size, "data set size", 1)
+    batch = check_count(batch_size, "batch size")
+    if batch > size:
+        raise BadInputError(f"a batch of {batch} cannot be drawn from {size} without replacement")
+    if batch == 0:
+        return dp_accounting.NoOpDpEvent()
+    return repeated(FixedSizeGaussianDpEvent(size, batch, check_noise(noise_multiplier)), steps)
+
+
+def truncated_poisson(
+    noise_multiplier: float, sampling_prob: float, dataset_size: int, batch_cap: int, steps: int
+) -> DpEvent:
+    """Poisson sampling whose batches are cut to ``batch_cap`` units, at random.
+
+    dp-accounting's ``TruncatedSubsampledGaussianDpEvent``; one unit per record (no user groups).
+    """
+    step = dp_event.TruncatedSubsampledGaussianDpEvent(
+        dataset_size=check_count(dataset_size, "data set size", 1),
+        sampling_probability=check_prob(sampling_prob),
+        truncated_batch_size=check_count(batch_cap, "batch cap", 1),
+        noise_multiplier=check_noise(noise_multiplier),
+    )
+    return repeated(step, steps)
+
+
+def local_group_dp(
+    noise_multiplier: float,
+    sampling_prob: float,
+    items_per_subject: int,
+    steps: int,
+    batch_cap: int | None = None,
+) -> DpEvent:
+    """LocalGroupDP in one silo, soundly: record-clipped DP-SGD seen by a subject of K records.
+
+    Unit: subject; add-or-remove; trust: silo-local. The subject's records in a batch are
+    Binomial(K, q); with ``batch_cap`` Z, at most Z of them are kept, so min(Binomial, Z).
+    (Marathe et al.: LocalGroupDP; their own calibration is in ``closed_forms.subject``.)
+
+    Args:
+      noise_multiplier: constant over batches (a noise that follows the batch is not private).
+      sampling_prob: q, of each record in each step (Poisson).
+      items_per_subject: K, enforced cap of a subject's records in this silo.
+      steps: local steps times rounds.
+      batch_cap: Z, most records of a subject kept in a batch; None for no cap.
+    """
+    if batch_cap is None:
+        return els(noise_multiplier, sampling_prob, items_per_subject, steps)
+    cap = check_count(batch_cap, "batch cap", 1)
+    prob = check_prob(sampling_prob)
+    if prob == 0.0:
+        return dp_accounting.NoOpDpEvent()
+    counts, weights = binomial_weights(
+        check_count(items_per_subject, "records per subject", 1), prob
+    )
+    clipped = np.minimum(counts, cap)
+    values = np.unique(clipped)
+    grouped = [float(weights[clipped == value].sum()) for value in values]
+    return mixture(noise_multiplier, [float(v) for v in values], grouped, steps)
+
+
+def subject_probability(sampling_prob: float, items_per_subject: int) -> float:
+    """1 - (1-q)^K: probability that a subject of K records has any in a Poisson batch."""
+    prob = check_prob(sampling_prob)
+    size = check_count(items_per_subject, "records per subject", 1)
+    return 1.0 if prob == 1.0 else -math.expm1(size * math.log1p(-prob))
+
+
+def hi_grad_avg_dp(
+    noise_multiplier: float, sampling_prob: float, items_per_subject: int, steps: int
+) -> DpEvent:
+    """HiGradAvgDP in one silo: each subject's records are averaged, so it moves the sum by C.
+
+    Unit: subject; add-or-remove; trust: silo-local. Needs Poisson sampling and a public divisor.
+    A subject is in the batch with probability 1 - (1-q)^K. Arguments as :func:`local_group_dp`.
+    """
+    return uls(noise_multiplier, subject_probability(sampling_prob, items_per_subject), steps)
+
+
+def user_ldp(noise_multiplier: float, steps: int, *, sensitivity: float = 2.0) -> DpEvent:
+    """UserLDP: one clipped gradient of the whole batch per step, no amplification.
+
+    The clipped mean with and without the unit can be opposite, so the sensitivity is 2C; the
+    subject-level papers use C (Lemma 3.9 / A.2), which is not a bound: pass ``sensitivity=1.0``
+    only to show what they claim.
+    """
+    if not (math.isfinite(sensitivity) and sensitivity > 0):
+        raise BadInputError(f"the sensitivity is {sensitivity}, but it must be above 0")
+    return gaussian(check_noise(noise_multiplier) / sensitivity, steps)
+
+
+def horizontal(silo_events: Sequence[DpEvent]) -> DpEvent:
+    """A subject with records in several silos: their events compose (Theorem 3.12 / 4.1).
+
+    Args:
+      silo_events: what each silo that may hold the subject does in the whole run; they may differ.
+    """
+    if not silo_events:
+        raise BadInputError("horizontal composition needs the event of at least one silo")
+    return composed(*silo_events)
+
+
+def isrl_dp(noise_multiplier: float, sampling_prob: float, rounds: int) -> DpEvent:
+    """Rounds of a silo's own noisy minibatch, to be accounted under replace-one adjacency.
+
+    Unit: record of a silo; trust: silo-local (ISRL-DP, Lowy and Razaviyayn 2023), with Poisson
+    sampling inside the silo. ``noise_multiplier`` is sigma * K / L in the paper's terms.
+    """
+    return uls(noise_multiplier, sampling_prob, rounds)
+
+
+def matrix_factorization(
+    noise_multiplier: float, strategy: np.ndarray, participations: np.ndarray | None = None
+) -> DpEvent:
+    """DP-FTRL / matrix-factorisation noise: x -> A x with A = B C, noise B z, for given C.
+
+    One Gaussian whose sensitivity is the largest norm of C applied to a unit's participation
+    pattern (columns with signs and directions chosen adversarially).
+
+    Args:
+      noise_multiplier: standard deviation of each entry of z over the clip norm.
+      strategy: C, float [steps, steps] (or [m, steps]).
+      participations: bool [patterns, steps], the steps in which a unit may take part, one row per
+        possible pattern; None for one participation, in any one step.
+    """
+    matrix = np.asarray(strategy, dtype=float)
+    if matrix.ndim != 2 or not np.all(np.isfinite(matrix)):
+        raise BadInputError("the strategy must be a finite matrix with one column per step")
+    gram = np.abs(matrix.T @ matrix)
+    if participations is None:
+        squared = float(np.max(np.diag(gram)))
+    else:
+        patterns = np.atleast_2d(np.asarray(participations, dtype=float))
+        if patterns.shape[1] != matrix.shape[1]:
+            raise BadInputError(
+                f"participation patterns have {patterns.shape[1]} steps, the strategy "
+                f"{matrix.shape[1]} columns"
+            )
+        # For vectors x_i with |x_i| <= 1: |sum_i C_i x_i|^2 <= sum_ij |<C_i, C_j>|.
+        squared = float(np.max(np.einsum("ps,st,pt->p", patterns, gram, patterns)))
+    sensitivity = math.sqrt(squared)
+    if sensitivity == 0.0:
+        return dp_accounting.NoOpDpEvent()
+    return dp_accounting.GaussianDpEvent(check_noise(noise_multiplier) / sensitivity)

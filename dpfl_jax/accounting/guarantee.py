@@ -1,0 +1,132 @@
+"""What a run, a plan or a reproduction promises, in full: never an epsilon alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Literal
+
+from dpfl_jax.errors import BadInputError
+
+Status = Literal["upper bound", "exact", "paper's closed form", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Guarantee:
+    """A differential-privacy guarantee with everything needed to judge it.
+
+    Attributes:
+      unit: whom it protects: "user", "subject", "record", "example", "none".
+      adjacency: what neighbouring data sets differ in, e.g. "add-or-remove one user".
+      trust: who is trusted: "central", "silo-local", "shuffle", "local".
+      epsilon: in nats; ``inf`` if there is no guarantee.
+      delta: in (0, 1).
+      noise_multiplier: standard deviation of the noise over the clip norm.
+      accountant: how epsilon was computed.
+      sampling: the sampling that ran (not the one that was assumed).
+      assumptions: what must hold for the guarantee to hold.
+      caveats: what the guarantee does not cover.
+      status: what kind of number epsilon is.
+      steps: steps accounted, if known.
+      released: what the adversary sees.
+    """
+
+    unit: str
+    adjacency: str
+    trust: str
+    epsilon: float
+    delta: float
+    noise_multiplier: float
+    accountant: str
+    sampling: str
+    assumptions: tuple[str, ...] = ()
+    caveats: tuple[str, ...] = ()
+    status: Status = "upper bound"
+    steps: int | None = None
+    released: str = "every intermediate model"
+
+    def __post_init__(self) -> None:
+        """Validates; a NaN epsilon is an error, never a guarantee."""
+        if math.isnan(self.epsilon) or self.epsilon < 0:
+            raise BadInputError(f"a guarantee cannot have epsilon {self.epsilon}")
+        if not 0.0 <= self.delta <= 1.0:
+            raise BadInputError(f"a guarantee cannot have delta {self.delta}")
+        object.__setattr__(self, "assumptions", tuple(self.assumptions))
+        object.__setattr__(self, "caveats", tuple(self.caveats))
+
+    @property
+    def private(self) -> bool:
+        """Whether there is any guarantee."""
+        return math.isfinite(self.epsilon) and self.delta < 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields as JSON values; an infinite epsilon is the string "inf"."""
+        out = dataclasses.asdict(self)
+        out["assumptions"], out["caveats"] = list(self.assumptions), list(self.caveats)
+        out["epsilon"] = self.epsilon if math.isfinite(self.epsilon) else "inf"
+        return out
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Guarantee:
+        """The inverse of :meth:`to_json`; unknown keys are ignored."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        kept = {key: value for key, value in values.items() if key in names}
+        kept["epsilon"] = float(kept["epsilon"])
+        return cls(**kept)
+
+    def paragraph(self) -> str:
+        """The guarantee in words that a privacy officer can check."""
+        if not self.private:
+            text = (
+                "This gives NO differential-privacy guarantee "
+                f"(unit: {self.unit}; sampling: {self.sampling})."
+            )
+        else:
+            kind = {
+                "upper bound": "an upper bound",
+                "exact": "exact",
+                "paper's closed form": "the paper's closed form, not verified by an accountant",
+                "none": "no verified bound",
+            }[self.status]
+            text = (
+                f"({self.epsilon:.6g}, {self.delta:.6g})-differential privacy for each "
+                f"{self.unit}, with neighbouring data sets that differ by: {self.adjacency}. "
+                f"Trust model: {self.trust}. It covers {self.released}. The noise multiplier is "
+                f"{self.noise_multiplier:.7g}; sampling: {self.sampling}. Epsilon is {kind}, "
+                f"computed by: {self.accountant}."
+            )
+        if self.assumptions:
+            text += " It assumes: " + "; ".join(self.assumptions) + "."
+        if self.caveats:
+            text += " Caveats: " + "; ".join(self.caveats) + "."
+        return text
+
+    def __str__(self) -> str:
+        """The paragraph."""
+        return self.paragraph()
+
+    def compare(self, other: Guarantee) -> str:
+        """Which of two guarantees is stronger.
+
+        Returns:
+          "equal", "stronger" (this one protects at least as well in epsilon and delta, and better
+          in one), "weaker", or "incomparable" (one has the smaller epsilon, the other the smaller
+          delta).
+
+        Raises:
+          BadInputError: if unit, adjacency or trust differ: such numbers mean different things.
+        """
+        for name in ("unit", "adjacency", "trust"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            if mine != theirs:
+                raise BadInputError(
+                    f"these guarantees cannot be compared: their {name} differs "
+                    f"({mine!r} and {theirs!r})"
+                )
+        mine_better = self.epsilon <= other.epsilon and self.delta <= other.delta
+        theirs_better = other.epsilon <= self.epsilon and other.delta <= self.delta
+        if mine_better and theirs_better:
+            return "equal"
+        if mine_better:
+            return "stronger"
+        return "weaker" if theirs_better else "incomparable"

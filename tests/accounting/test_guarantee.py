@@ -1,0 +1,63 @@
+"""A guarantee says everything, survives JSON, and compares only with its like."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from dpfl_jax.accounting import Guarantee
+from dpfl_jax.errors import BadInputError
+
+ONE = Guarantee(
+    unit="user",
+    adjacency="add-or-remove one user",
+    trust="central",
+    epsilon=1.5,
+    delta=1e-6,
+    noise_multiplier=8.4,
+    accountant="PLD",
+    sampling="Poisson over 1024 users",
+    assumptions=("the number of users is public",),
+    caveats=("tuning is not covered",),
+)
+
+
+def test_paragraph_names_everything():
+    text = str(ONE)
+    for word in ("1.5", "1e-06", "user", "add-or-remove", "central", "8.4", "Poisson", "PLD"):
+        assert word in text
+    assert "number of users is public" in text
+    assert "tuning is not covered" in text
+
+
+def test_json_round_trip_even_when_infinite():
+    for guarantee in (ONE, dataclasses.replace(ONE, epsilon=math.inf)):
+        text = json.dumps(guarantee.to_json(), allow_nan=False)
+        assert Guarantee.from_json(json.loads(text)) == guarantee
+
+
+def test_infinite_epsilon_reads_as_no_guarantee():
+    assert (
+        "NO differential-privacy guarantee"
+        in dataclasses.replace(ONE, epsilon=math.inf).paragraph()
+    )
+
+
+def test_compare():
+    smaller = dataclasses.replace(ONE, epsilon=1.0)
+    assert smaller.compare(ONE) == "stronger"
+    assert ONE.compare(smaller) == "weaker"
+    assert ONE.compare(ONE) == "equal"
+    assert dataclasses.replace(ONE, epsilon=1.0, delta=1e-5).compare(ONE) == "incomparable"
+
+
+@pytest.mark.parametrize("field", ["unit", "adjacency", "trust"])
+def test_unlike_guarantees_are_not_compared(field):
+    with pytest.raises(BadInputError, match=field):
+        ONE.compare(dataclasses.replace(ONE, **{field: "another"}))
+
+
+def test_nan_is_never_a_guarantee():
+    with pytest.raises(BadInputError):
+        dataclasses.replace(ONE, epsilon=math.nan)
