@@ -7,3 +7,7 @@ The command line turns these into exit code 2 without a traceback.
 
 class BadInputError(ValueError):
     """Something the user gave (a config key, a file, an argument) cannot be used as it is."""
+
+
+class StoppedError(Exception):
+    """Work stopped before its end at the user's wish, with everything done so far saved."""

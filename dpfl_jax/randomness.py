@@ -84,6 +84,7 @@ class RootKey:
     def jax(self, purpose: str, *counters: int) -> jax.Array:
         """Returns a JAX threefry key (64 bits, the most JAX's default generator takes)."""
         import jax
+        import jax.numpy as jnp
 
         words = np.frombuffer(self.derive(purpose, *counters)[:8], dtype=np.uint32)
-        return jax.random.wrap_key_data(words, impl="threefry2x32")
+        return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")

@@ -1,9 +1,9 @@
 """``dpfl``: finds the sub-command, runs it, turns errors into exit codes.
 
-A sub-command is a module with ``add_arguments(parser)`` and ``run(args) -> dict | None``, and the
-constants ``HELP`` (one line) and ``DESCRIPTION`` (the manual page; its examples included). ``run``
-returns the JSON object that ``--json`` prints as the last line of stdout; what a person reads goes
-through ``rich`` to stdout without ``--json`` and to stderr with it.
+A sub-command is a module with ``add_arguments(parser)``, ``run(args) -> dict | None`` and the
+constant ``DESCRIPTION`` (the manual page, its examples included). ``run`` returns the JSON object
+that ``--json`` prints as the last line of stdout; what a person reads goes through ``rich`` to
+stdout without ``--json`` and to stderr with it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from dpfl_jax import __version__
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, StoppedError
 
 # Modules are imported only when asked for, so that `dpfl --help` does not load JAX.
 COMMANDS = {
@@ -81,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("dpfl: interrupted", file=sys.stderr)
+        return 1
+    except StoppedError as error:
+        print(f"dpfl: {error}", file=sys.stderr)
         return 1
     if getattr(args, "json", False) and result is not None:
         print(json.dumps(result, default=str), flush=True)

@@ -1,0 +1,133 @@
+"""``dpfl train``: one configuration, one run directory."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import pathlib
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+
+from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.errors import BadInputError, StoppedError
+
+DESCRIPTION = """\
+Train a model with a privacy guarantee for people.
+
+Reads one YAML configuration, reads the data, pre-trains on the public corpus if the configuration
+says so, calibrates the noise to the target epsilon, trains, evaluates on held-out users, and leaves
+a run directory:
+
+  config.yaml     the resolved configuration
+  metrics.jsonl   one line per step; what is computed from private data is marked
+  checkpoints/    everything needed to go on, except the key
+  private/        the root key of sampling and noise: never publish it
+  report.json, report.md, loss.png
+
+A run that was stopped (Ctrl-C, SIGTERM, kill -9, power) is resumed by the same command with the
+same --run-dir; on the same hardware it ends with the parameters it would have ended with. A
+finished run is never overwritten.
+
+examples:
+  dpfl train configs/quickstart.yaml
+  dpfl train configs/quickstart.yaml mechanism.kind=els train.steps=20 privacy.epsilon=2
+  dpfl train configs/quickstart.yaml --run-dir runs/mine
+  dpfl train configs/userlevel/stackoverflow_uls.yaml --dry-run
+
+exit status: 0 done; 2 bad input (one sentence on stderr); 1 anything else, interruption included.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML configuration file")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="override any key of the configuration, e.g. train.steps=50",
+    )
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="where the run lives; an unfinished run of this configuration is resumed "
+        "(default: a new folder runs/NAME-TIME)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="validate and price (parameters, tokens, noise multiplier, epsilon); train nothing",
+    )
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains, or prices."""
+    from dpfl_jax.config import load_config
+    from dpfl_jax.training import experiment
+
+    console = Console(stderr=args.json)
+    config = load_config(args.config, args.overrides)
+    if args.dry_run:
+        price = experiment.dry_run(config, console)
+        _print_price(console, price)
+        return price
+    report = experiment.run_experiment(config, args.run_dir or _new_run_dir(config.name), console)
+    print_report(console, report)
+    if report["status"] != "finished":
+        # The report is written; the exit code still says that the run is not done.
+        raise StoppedError(
+            f"stopped after {report['steps']} steps; the same command with --run-dir "
+            f"{report['run_dir']} goes on from there"
+        )
+    return report
+
+
+def _new_run_dir(name: str) -> pathlib.Path:
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    base = pathlib.Path("runs") / f"{name}-{stamp}"
+    for suffix in ["", *(f"-{i}" for i in range(2, 100))]:
+        path = base.with_name(base.name + suffix)
+        if not path.exists():
+            return path
+    raise BadInputError(f"there are too many runs named {base}: give --run-dir")
+
+
+def print_report(console: Console, report: dict[str, Any]) -> None:
+    """Prints what a person wants to see at the end."""
+    from rich.table import Table
+
+    if report["eval"]:
+        table = Table(title="held-out users", title_justify="left")
+        for column in ("", "loss by example", "loss by user"):
+            table.add_column(column, justify="left" if not column else "right")
+        names = {"initial": "before private training", "final": "after private training"}
+        rows = [(names[k], v) for k, v in report["eval"].items()]
+        rows += list(report.get("baselines", {}).items())
+        for name, value in rows:
+            table.add_row(name, f"{value['loss']:.4f}", f"{value['loss_by_user']:.4f}")
+        console.print(table)
+    console.print(Panel(report["guarantee"], title="guarantee"))
+    console.print(
+        f"{report['status']} after {report['steps']} steps: {report['run_dir']}/report.md"
+    )
+
+
+def _print_price(console: Console, price: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{price['name']} (dry run)", title_justify="left", show_header=False)
+    for key, value in price.items():
+        if key in ("privacy", "guarantee", "status", "name"):
+            continue
+        if isinstance(value, dict):
+            value = ", ".join(f"{k} {v}" for k, v in value.items())
+        elif isinstance(value, float):
+            value = f"{value:,.6g}" if abs(value) < 1e6 else f"{value:.4g}"
+        elif isinstance(value, int):
+            value = f"{value:,}"
+        table.add_row(key, str(value))
+    console.print(table)
+    console.print(Panel(price["guarantee"], title="guarantee, if run as configured"))

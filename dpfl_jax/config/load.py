@@ -1,0 +1,145 @@
+"""Reading a config: YAML file, overrides from the command line, one sentence for what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from dpfl_jax.config.schema import RunConfig
+from dpfl_jax.errors import BadInputError
+
+_VARIABLE = re.compile(r"\$\{(\w+)\}")
+
+
+def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> RunConfig:
+    """Reads, overrides and validates a configuration.
+
+    Args:
+      path: YAML file.
+      overrides: ``"section.key=value"`` strings; values are YAML. ``${NAME}`` in any string is
+        replaced by the environment variable NAME.
+
+    Raises:
+      BadInputError: for anything wrong in the file or the overrides.
+    """
+    file = pathlib.Path(path)
+    try:
+        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInputError(f"there is no config file {file}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInputError(f"the config file {file} cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise BadInputError(f"{file} is not valid YAML: {where}") from None
+    if not isinstance(raw, dict):
+        raise BadInputError(f"{file} must hold a YAML mapping of sections, such as `train:`")
+    for override in overrides:
+        _apply_override(raw, override)
+    return validate_config(_expand(raw, str(file)), str(file))
+
+
+def validate_config(raw: Mapping[str, Any], where: str = "the config") -> RunConfig:
+    """Validates a mapping; the error names the key, and the nearest known one."""
+    try:
+        return RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise BadInputError(_one_sentence(error, where)) from None
+
+
+def config_to_dict(config: BaseModel) -> dict[str, Any]:
+    """The resolved config as plain JSON/YAML types."""
+    return config.model_dump(mode="json")
+
+
+def config_fingerprint(config: RunConfig) -> str:
+    """Identifies what a run computes (its name apart): a resumed run must have the same one."""
+    content = config_to_dict(config)
+    content.pop("name")
+    text = json.dumps(content, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts):
+        raise BadInputError(f"the override {override!r} must look like section.key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise BadInputError(f"the value in the override {override!r} is not valid YAML") from None
+    node = raw
+    for part in parts[:-1]:
+        child = node.get(part)
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            raise BadInputError(f"the override {override!r} goes below {part!r}, which is a value")
+        node = child
+    node[parts[-1]] = value
+
+
+def _expand(value: Any, where: str) -> Any:
+    if isinstance(value, dict):
+        return {k: _expand(v, where) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_expand(v, where) for v in value]
+    if not isinstance(value, str):
+        return value
+
+    def substitute(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name not in os.environ:
+            raise BadInputError(f"{where} uses ${{{name}}}, but the variable {name} is not set")
+        return os.environ[name]
+
+    return _VARIABLE.sub(substitute, value)
+
+
+def _one_sentence(error: ValidationError, where: str) -> str:
+    first = error.errors()[0]
+    location = [str(part) for part in first["loc"]]
+    key = ".".join(location)
+    more = f" ({error.error_count() - 1} more after this one)" if error.error_count() > 1 else ""
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = _keys_at(location[:-1])
+        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+        return f"unknown key {key!r} in {where}: {hint}{more}"
+    if first["type"] == "missing":
+        return f"the key {key!r} is missing from {where}{more}"
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    if not location:
+        return f"{where}: {message}{more}"
+    given = first.get("input")
+    shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool | None) else ""
+    return f"{where}: {key}: {message}{shown}{more}"
+
+
+def _keys_at(location: list[str]) -> list[str]:
+    """The keys allowed in the section at ``location``."""
+    section: Any = RunConfig
+    for part in location:
+        fields = getattr(section, "model_fields", {})
+        if part in fields:
+            section = _section_type(fields[part].annotation)
+    if dataclasses.is_dataclass(section):
+        return [f.name for f in dataclasses.fields(section)]
+    return list(getattr(section, "model_fields", {}))
+
+
+def _section_type(annotation: Any) -> Any:
+    options = [a for a in get_args(annotation) if a is not type(None)]
+    return options[0] if options else annotation

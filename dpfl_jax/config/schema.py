@@ -1,0 +1,215 @@
+"""The sections of a run's configuration, typed and validated.
+
+One YAML file holds them all (see ``load.load_config``); any key can be overridden on the command
+line. Defaults are what a private run should have; nothing here reads data.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from dpfl_jax.data import DataConfig
+
+
+class Section(BaseModel):
+    """A section: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OptimizerConfig(Section):
+    """Any optimiser of Optax, with a learning-rate schedule.
+
+    Attributes:
+      name: name of a function in ``optax``, e.g. adamw, adafactor, sgd.
+      learning_rate: peak (or constant) learning rate.
+      schedule: constant, linear (to 0) or cosine (to 0).
+      warmup_steps: linear warm-up from 0.
+      options: further keyword arguments of the optimiser.
+    """
+
+    name: str = "adam"
+    learning_rate: float = Field(1e-3, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: int = Field(0, ge=0)
+    options: dict[str, Any] = {}
+
+
+class ModelConfig(Section):
+    """The transformer: a named size, and fields of TransformerConfig that differ from it."""
+
+    size: str = "tiny"
+    overrides: dict[str, Any] = {}
+
+
+class PretrainConfig(Section):
+    """Non-private training on the public corpus, before the private phase.
+
+    Attributes:
+      steps: optimiser steps.
+      batch_size: examples per step, shuffled (no privacy, so no Poisson).
+      optimizer: its own optimiser.
+      cache_dir: where finished checkpoints are kept by content; default the user's cache folder.
+    """
+
+    steps: int = Field(gt=0)
+    batch_size: int = Field(64, gt=0)
+    optimizer: OptimizerConfig = OptimizerConfig(
+        name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=20
+    )
+    cache_dir: str | None = None
+
+
+class ElsConfig(Section):
+    """What only ELS has: ``group_size``, most examples of one user in the whole run."""
+
+    group_size: int = Field(8, ge=1)
+
+
+class UlsConfig(Section):
+    """What only ULS has: ``group_size``, most examples of one user per step."""
+
+    group_size: int = Field(4, ge=1)
+
+
+class MechanismConfig(Section):
+    """Which mechanism, at which compute budget.
+
+    Attributes:
+      kind: els, uls or none (not private, for baselines).
+      compute_budget: expected gradient evaluations per step. ELS and none: the batch size; ULS:
+        cohort size times group size.
+      clip_norm: largest gradient norm of one unit.
+      clipping: standard or normalized.
+      noise_multiplier: fixed noise; leave out to calibrate it from privacy.epsilon.
+      sampling_prob: declared probability per unit; default expected size over number of units.
+    """
+
+    kind: Literal["els", "uls", "none"] = "uls"
+    compute_budget: float = Field(256, gt=0)
+    clip_norm: float = Field(1.0, gt=0)
+    clipping: Literal["standard", "normalized"] = "normalized"
+    noise_multiplier: float | None = Field(None, gt=0)
+    sampling_prob: float | None = None
+    els: ElsConfig = ElsConfig()
+    uls: UlsConfig = UlsConfig()
+
+
+class PrivacyConfig(Section):
+    """The target, and the budget it is charged to.
+
+    Attributes:
+      epsilon: target; the noise multiplier is calibrated to it.
+      delta: default (number of training examples) ** -1.1, as in Charles et al. 2024.
+      ledger: file that records what the users of a data set have spent over all runs.
+      budget: largest epsilon (at ``delta``) the ledger may reach; the run is refused beyond it.
+    """
+
+    epsilon: float | None = None
+    delta: float | None = None
+    ledger: str | None = None
+    budget: float | None = None
+
+
+class PopulationConfig(Section):
+    """Summary statistics of a data set that is not here, for ``--dry-run``.
+
+    Attributes:
+      num_users: users that training samples from.
+      num_examples: their examples, before any limit.
+      num_limited_examples: examples left under els.group_size (needed for ELS).
+    """
+
+    num_users: int = Field(gt=0)
+    num_examples: int = Field(gt=0)
+    num_limited_examples: int | None = Field(None, gt=0)
+
+
+class TrainConfig(Section):
+    """How the private phase runs.
+
+    Attributes:
+      steps: number of steps T.
+      microbatch_size: units per device processed at once.
+      strategy: how bounded gradients are computed (auto, vmap, scan, ghost).
+      checkpoint_every: steps between checkpoints.
+      keep_checkpoints: how many checkpoints are kept.
+      eval_every: steps between evaluations on validation users; 0 for only before and after.
+      log_every: steps between lines of metrics.jsonl.
+    """
+
+    steps: int = Field(gt=0)
+    microbatch_size: int = Field(16, gt=0)
+    strategy: Literal["auto", "vmap", "scan", "ghost"] = "auto"
+    checkpoint_every: int = Field(50, gt=0)
+    keep_checkpoints: int = Field(2, gt=0)
+    eval_every: int = Field(0, ge=0)
+    log_every: int = Field(1, gt=0)
+
+
+class EvalConfig(Section):
+    """Held-out evaluation.
+
+    Attributes:
+      batch_size: examples per device and evaluation batch.
+      max_examples: at most this many examples (the first of the held-out users); None for all.
+      split: which held-out users, validation (while tuning) or test (for the report).
+    """
+
+    batch_size: int = Field(64, gt=0)
+    max_examples: int | None = Field(None, gt=0)
+    split: Literal["validation", "test"] = "validation"
+
+
+class RunConfig(Section):
+    """A whole run.
+
+    Attributes:
+      name: names the run directory.
+      seed: None draws the root key from the operating system and keeps it secret (the default for
+        private runs); an integer makes the run reproducible and its noise known to all who read
+        the config, which the report then says.
+      init_seed: seed of the initial parameters (public; they carry no privacy).
+    """
+
+    name: str = "run"
+    seed: int | None = None
+    init_seed: int = 0
+    data: DataConfig
+    population: PopulationConfig | None = None
+    model: ModelConfig = ModelConfig()
+    pretrain: PretrainConfig | None = None
+    mechanism: MechanismConfig = MechanismConfig()
+    privacy: PrivacyConfig = PrivacyConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: TrainConfig
+    eval: EvalConfig = EvalConfig()
+
+    @model_validator(mode="after")
+    def _check_privacy(self) -> RunConfig:
+        privacy, mechanism = self.privacy, self.mechanism
+        if privacy.epsilon is not None and not privacy.epsilon > 0:
+            raise ValueError(
+                f"privacy.epsilon is {privacy.epsilon:g}, but it must be above 0: for a run "
+                "without privacy set mechanism.kind=none"
+            )
+        if privacy.delta is not None and not 0 < privacy.delta < 1:
+            raise ValueError(
+                f"privacy.delta is {privacy.delta:g}, but it must lie strictly between 0 and 1"
+            )
+        if mechanism.kind != "none":
+            if privacy.epsilon is None and mechanism.noise_multiplier is None:
+                raise ValueError(
+                    "neither privacy.epsilon nor mechanism.noise_multiplier is set: give the "
+                    "target epsilon, or the noise"
+                )
+            if privacy.epsilon is not None and mechanism.noise_multiplier is not None:
+                raise ValueError(
+                    "both privacy.epsilon and mechanism.noise_multiplier are set: keep one, the "
+                    "other follows from it"
+                )
+        if privacy.budget is not None and privacy.ledger is None:
+            raise ValueError("privacy.budget needs privacy.ledger, the file it is charged to")
+        return self

@@ -1,0 +1,115 @@
+"""No privacy: the baseline that the private mechanisms are compared with.
+
+Same sampling and same code path as ELS without contribution limit, no clipping, no noise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import dp_accounting
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax import accounting
+from dpfl_jax.clipping import BoundedSum
+from dpfl_jax.mechanisms.base import LossFn, Mechanism, Population, PyTree, require_positive
+from dpfl_jax.noise import GaussianNoise
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import PoissonExamples, check_probability
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NonPrivate(Mechanism):
+    """Plain SGD on Poisson-sampled examples: guarantees nothing.
+
+    Attributes:
+      batch_size: expected number of examples per step (the divisor).
+    """
+
+    batch_size: float
+
+    kind: ClassVar[str] = "none"
+    unit: ClassVar[str] = "none"
+    private: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        super().__post_init__()
+        require_positive("batch_size", self.batch_size)
+
+    @property
+    def divisor(self) -> float:
+        """The expected batch size."""
+        return float(self.batch_size)
+
+    def population(self, user_offsets: np.ndarray) -> Population:
+        """Counts users and examples; the units are all examples."""
+        num_examples = int(user_offsets[-1] - user_offsets[0])
+        return Population(len(user_offsets) - 1, num_examples, num_examples)
+
+    def sampling_probability(self, population: Population) -> float:
+        """batch_size / number of examples."""
+        return check_probability(
+            self.batch_size / max(population.num_units, 1),
+            f"expected batch of {self.batch_size:g} from {population.num_units} examples",
+        )
+
+    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> PoissonExamples:
+        """Poisson over all examples."""
+        population = self.population(user_offsets)
+        positions = np.arange(user_offsets[0], user_offsets[-1], dtype=np.int64)
+        return PoissonExamples(positions, self.sampling_probability(population), key)
+
+    def bounded_grad(self, loss_fn: LossFn, **options: Any) -> Callable[..., BoundedSum]:
+        """The plain gradient of the sum of losses, in the shape of a bounded sum."""
+        del options
+
+        def total(params: PyTree, batch: PyTree, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+            losses = jax.vmap(lambda example: loss_fn(params, example))(batch)
+            losses = jnp.where(mask, losses, 0.0)
+            return losses.sum(), losses
+
+        def summed(params: PyTree, batch: PyTree, mask: jax.Array) -> BoundedSum:
+            (_, losses), grad = jax.value_and_grad(total, has_aux=True)(params, batch, mask)
+            grad = jax.tree.map(lambda g: g.astype(jnp.float32), grad)
+            weights = mask.astype(jnp.float32)
+            return BoundedSum(
+                sum=grad,
+                norms=jnp.zeros_like(weights),
+                weights=weights,
+                losses=losses,
+                nonfinite=jnp.logical_and(mask, ~jnp.isfinite(losses)),
+                aux=None,
+            )
+
+        return summed
+
+    @property
+    def noise(self) -> GaussianNoise:
+        """None."""
+        return GaussianNoise(0.0)
+
+    def event(self, population: Population, steps: int) -> Any:
+        """A non-private event: epsilon is infinite."""
+        return dp_accounting.NonPrivateDpEvent()
+
+    def guarantee(
+        self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
+    ) -> accounting.Guarantee:
+        """A guarantee that says there is none."""
+        return accounting.Guarantee(
+            unit="none",
+            adjacency="none",
+            trust="central",
+            epsilon=float("inf"),
+            delta=delta,
+            noise_multiplier=0.0,
+            accountant="none",
+            sampling=f"Poisson over {population.num_examples} examples, {steps} steps",
+            assumptions=(),
+            caveats=("this run is not private: it is a baseline", *caveats),
+        )

@@ -1,0 +1,131 @@
+"""DP-SGD-ULS: user-level sampling.
+
+Source: Charles et al., "Fine-tuning large language models with user-level differential privacy"
+(2024), Algorithm 2 and Theorem 2.
+
+    at each step:
+      U   = each user independently with probability q               # Poisson
+      D_u = at most group_size examples of u, afresh, for u in U
+      g_u = mean over D_u of grad                                    # the user's own count
+      g   = (sum over U of clip(g_u, C) + N(0, (C sigma)^2)) / M     # M = expected cohort
+
+Departures: M and q may be declared as constants (``cohort_size``, ``sampling_prob``), because the
+paper's q = M / N depends on the data set; by default the number of users is taken as public. The
+paper's runs shuffled users instead of sampling them; here the sampling that runs is Poisson.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from dpfl_jax import accounting
+from dpfl_jax.mechanisms.base import (
+    COMMON_ASSUMPTIONS,
+    LossFn,
+    Mechanism,
+    Population,
+    PyTree,
+    mean_of_examples,
+    require_positive,
+)
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import Draw, PoissonUsers, check_probability
+from dpfl_jax.sampling.contribution import check_group_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ULS(Mechanism):
+    """DP-SGD with user-level sampling.
+
+    Attributes:
+      group_size: most examples of one user per step (privacy does not depend on it).
+      cohort_size: M, expected number of users per step (the divisor).
+      sampling_prob: q; default cohort_size / (number of users).
+    """
+
+    group_size: int
+    cohort_size: float
+    sampling_prob: float | None = None
+
+    kind: ClassVar[str] = "uls"
+    unit: ClassVar[str] = "user"
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        super().__post_init__()
+        check_group_size(self.group_size)
+        require_positive("cohort_size", self.cohort_size)
+        if self.sampling_prob is not None:
+            check_probability(self.sampling_prob, "given as sampling_prob")
+
+    @property
+    def divisor(self) -> float:
+        """M, the expected cohort size."""
+        return float(self.cohort_size)
+
+    def population(self, user_offsets: np.ndarray) -> Population:
+        """Counts users and examples; the units are the users."""
+        num_users = len(user_offsets) - 1
+        return Population(
+            num_users=num_users,
+            num_examples=int(user_offsets[-1] - user_offsets[0]),
+            num_units=num_users,
+        )
+
+    def sampling_probability(self, population: Population) -> float:
+        """Q = M / N unless declared."""
+        if self.sampling_prob is not None:
+            return self.sampling_prob
+        return check_probability(
+            self.cohort_size / max(population.num_users, 1),
+            f"expected cohort of {self.cohort_size:g} from {population.num_users} users",
+        )
+
+    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> PoissonUsers:
+        """Samples users by Poisson, and examples within each, afresh at each step."""
+        prob = self.sampling_probability(self.population(user_offsets))
+        return PoissonUsers(np.asarray(user_offsets), prob, self.group_size, key)
+
+    def unit_loss(self, loss_fn: LossFn) -> LossFn:
+        """The mean of the losses of the user's examples."""
+        return mean_of_examples(loss_fn)
+
+    def unit_batch(self, draw: Draw, examples: PyTree) -> PyTree:
+        """Scatters examples [m, ...] into ``{"examples": [n, G, ...], "mask": bool [n, G]}``."""
+        mask = draw.example_mask
+
+        def scatter(leaf: np.ndarray) -> np.ndarray:
+            full = np.zeros(mask.shape + leaf.shape[1:], leaf.dtype)
+            full[mask] = leaf
+            return full
+
+        return {"examples": jax.tree.map(scatter, examples), "mask": mask}
+
+    def event(self, population: Population, steps: int) -> Any:
+        """Poisson-subsampled Gaussian over users (Theorem 2); group_size does not matter."""
+        prob = self.sampling_probability(population)
+        return accounting.events.uls(self.sigma, prob, steps)
+
+    def guarantee(
+        self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
+    ) -> accounting.Guarantee:
+        """User-level guarantee of the Poisson-subsampled Gaussian."""
+        prob = self.sampling_probability(population)
+        return accounting.Guarantee(
+            unit="user",
+            adjacency="add-or-remove one user",
+            trust="central",
+            epsilon=accounting.epsilon(self.event(population, steps), delta),
+            delta=delta,
+            noise_multiplier=self.sigma,
+            steps=steps,
+            accountant="PLD, Poisson-subsampled Gaussian (exact up to rounding upwards)",
+            sampling=f"Poisson over {population.num_users} users, probability {prob:.6g} each, "
+            f"up to {self.group_size} examples of a sampled user per step, {steps} steps",
+            assumptions=COMMON_ASSUMPTIONS,
+            caveats=caveats,
+        )

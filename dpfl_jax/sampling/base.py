@@ -1,0 +1,82 @@
+"""What a sampler is: a random-access sequence of draws, one per step.
+
+A draw is host-side and made of positions into a store, so that only what was drawn is read.
+Every sampler derives step t's draw from the root key and t alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+from scipy import stats
+
+from dpfl_jax.errors import BadInputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """The units taking part in one step.
+
+    Attributes:
+      units: int64 [n], the index of each unit drawn (an example of the limited set, a user).
+      positions: int64 [n] or [n, group_size], store positions of the examples of each unit; -1
+        where a unit has fewer examples than group_size.
+    """
+
+    units: np.ndarray
+    positions: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """Number of units drawn (may be 0: a step without units is still a step)."""
+        return len(self.units)
+
+    @property
+    def example_mask(self) -> np.ndarray:
+        """Bool array of the shape of ``positions``: True where there is an example."""
+        return self.positions >= 0
+
+
+class Sampler(Protocol):
+    """Random access to the draws of a run."""
+
+    @property
+    def description(self) -> str:
+        """One line for the report: what is drawn, how, with which probability."""
+
+    @property
+    def expected_size(self) -> float:
+        """Expected number of units in a draw."""
+
+    @property
+    def group_size(self) -> int | None:
+        """Examples a unit may hold in a draw, or None if the unit is one example."""
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """A number of units that a draw exceeds with probability at most ``tail``."""
+
+    def draw(self, step: int) -> Draw:
+        """Returns the draw of ``step`` (0-based), without replaying earlier steps."""
+
+
+def check_probability(prob: float, what: str) -> float:
+    """Returns ``prob`` if it is in (0, 1].
+
+    Raises:
+      BadInputError: if it is not; ``what`` says what the probability was made from.
+    """
+    if not 0.0 < prob <= 1.0:
+        raise BadInputError(
+            f"the sampling probability is {prob:.6g} ({what}), but it must be above 0 and at most "
+            "1: lower the expected size or use more data"
+        )
+    return float(prob)
+
+
+def binomial_bound(population: int, prob: float, tail: float) -> int:
+    """Smallest k with P(Binomial(population, prob) > k) <= tail."""
+    if population == 0:
+        return 0
+    return int(stats.binom.isf(tail, population, prob))

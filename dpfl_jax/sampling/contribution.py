@@ -1,0 +1,92 @@
+"""Bounding how many examples of one user are used: once for a run (ELS) or per step (ULS).
+
+Both choices are uniform without replacement, and a user with fewer examples than the limit
+contributes them all: nothing is repeated.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dpfl_jax.errors import BadInputError
+
+
+def check_group_size(group_size: int) -> int:
+    """Returns ``group_size`` if it is a positive integer, else raises BadInputError."""
+    if group_size < 1:
+        raise BadInputError(f"group_size is {group_size}, but a user needs at least 1 example")
+    return int(group_size)
+
+
+def limit_contributions(
+    rng: np.random.Generator, user_offsets: np.ndarray, group_size: int
+) -> np.ndarray:
+    """Keeps at most ``group_size`` examples of each user (the set D_sub of DP-SGD-ELS).
+
+    Source: Charles et al. 2024, Algorithm 1, first loop. Users' choices are independent.
+
+    Args:
+      rng: generator for the choice.
+      user_offsets: int64 [num_users + 1]; user u owns positions offsets[u]:offsets[u+1].
+      group_size: most examples of one user.
+
+    Returns:
+      Sorted int64 [n], the store positions kept.
+    """
+    check_group_size(group_size)
+    offsets = np.asarray(user_offsets, dtype=np.int64)
+    counts = np.diff(offsets)
+    user = np.repeat(np.arange(len(counts)), counts)
+    over = counts[user] > group_size
+    positions = np.arange(offsets[0], offsets[-1], dtype=np.int64)
+    heavy_positions, heavy_user = positions[over], user[over]
+    # Rank random tickets within each heavy user; ties of 53-bit tickets are broken by position.
+    order = np.lexsort((rng.random(len(heavy_positions)), heavy_user))
+    sorted_user = heavy_user[order]
+    starts = np.r_[0, np.flatnonzero(np.diff(sorted_user)) + 1] if len(order) else order
+    run_length = np.diff(np.r_[starts, len(order)])
+    rank = np.arange(len(order)) - np.repeat(starts, run_length)
+    kept_heavy = heavy_positions[order[rank < group_size]]
+    return np.sort(np.concatenate([positions[~over], kept_heavy]))
+
+
+def limited_size(user_offsets: np.ndarray, group_size: int) -> int:
+    """Number of examples that ``limit_contributions`` keeps (no randomness in it)."""
+    check_group_size(group_size)
+    return int(np.minimum(np.diff(user_offsets), group_size).sum())
+
+
+def choose_within_users(
+    rng: np.random.Generator, user_offsets: np.ndarray, users: np.ndarray, group_size: int
+) -> np.ndarray:
+    """Chooses up to ``group_size`` examples of each user, uniformly without replacement.
+
+    Floyd's subset algorithm, run for all users at once: its cost does not grow with how many
+    examples a user owns.
+
+    Args:
+      rng: generator for the choice.
+      user_offsets: int64 [num_users + 1].
+      users: int64 [n], distinct users.
+      group_size: most examples of one user.
+
+    Returns:
+      int64 [n, group_size], store positions; -1 where the user has no more examples.
+    """
+    check_group_size(group_size)
+    first = np.asarray(user_offsets)[users]
+    counts = np.asarray(user_offsets)[np.asarray(users) + 1] - first
+    chosen = np.full((len(users), group_size), -1, dtype=np.int64)
+    slots = np.arange(group_size)
+    heavy = counts > group_size
+    light = ~heavy
+    chosen[light] = np.where(slots < counts[light, None], slots, -1)
+    heavy_counts = counts[heavy]
+    subset = np.full((len(heavy_counts), group_size), -1, dtype=np.int64)
+    for i in slots:
+        last = heavy_counts - group_size + i
+        candidate = rng.integers(0, last, endpoint=True)
+        taken = (subset[:, :i] == candidate[:, None]).any(axis=1)
+        subset[:, i] = np.where(taken, last, candidate)
+    chosen[heavy] = subset
+    return np.where(chosen >= 0, chosen + first[:, None], -1)

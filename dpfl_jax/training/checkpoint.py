@@ -1,0 +1,98 @@
+"""Checkpoints of a run, by Orbax: parameters, optimiser state, step and what was spent.
+
+The root key is not in them (it stays in the run's ``private/``), only its fingerprint: a
+checkpoint may be shared, and must not let others recompute the noise. With the key and the step,
+all sampler and noise state is known.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training.state import TrainState
+
+
+class Checkpoints:
+    """The checkpoints of one run; finished ones survive a kill at any moment."""
+
+    def __init__(self, directory: pathlib.Path, keep: int) -> None:
+        """Opens (or creates) ``directory``, keeping the newest ``keep`` checkpoints."""
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+
+    def latest_step(self) -> int | None:
+        """The step of the newest finished checkpoint, or None."""
+        return self._manager.latest_step()
+
+    def save(self, state: TrainState, key: RootKey, spent: dict[str, Any]) -> None:
+        """Saves the state after ``state.step`` steps, with the budget spent until then."""
+        step = int(state.step)
+        if step == self.latest_step():
+            return
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(_to_tree(state)),
+                progress=ocp.args.JsonSave(
+                    {"step": step, "root_key": key.fingerprint, "spent": spent}
+                ),
+            ),
+        )
+
+    def restore(self, like: TrainState, key: RootKey) -> TrainState:
+        """Returns the newest checkpoint in the shapes, dtypes and shardings of ``like``.
+
+        Raises:
+          BadInputError: it belongs to another root key, or cannot be read.
+        """
+        step = self.latest_step()
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _to_tree(like))
+        try:
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore(abstract),
+                    progress=ocp.args.JsonRestore(),
+                ),
+            )
+        except (ValueError, OSError, KeyError) as error:
+            reason = str(error).split("\n", 1)[0]
+            raise BadInputError(
+                f"the checkpoint of step {step} in {self._manager.directory} cannot be restored: "
+                f"{reason}; remove it to go on from the one before"
+            ) from None
+        if restored["progress"]["root_key"] != key.fingerprint:
+            raise BadInputError(
+                f"the checkpoint of step {step} was made with another root key than the one in "
+                "private/: noise would be reused or lost, so this run cannot go on"
+            )
+        return TrainState(**restored["state"])
+
+    def close(self) -> None:
+        """Waits for writing to finish."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+
+def _to_tree(state: TrainState) -> dict[str, Any]:
+    return {"params": state.params, "opt_state": state.opt_state, "step": state.step}
+
+
+def save_params(path: pathlib.Path, params: Any) -> None:
+    """Writes parameters alone; the directory appears when it is complete."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path.absolute(), params)
+
+
+def load_params(path: pathlib.Path, like: Any) -> Any:
+    """Reads parameters in the shapes, dtypes and shardings of ``like``."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(
+            path.absolute(), jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+        )

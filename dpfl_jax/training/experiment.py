@@ -1,0 +1,341 @@
+"""A configuration made into a run: data, model, pre-training, mechanism, training, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+import os
+import pathlib
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
+from dpfl_jax.config.schema import MechanismConfig, OptimizerConfig
+from dpfl_jax.data import Dataset, Store, load_dataset, load_tokenizer
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms import ELS, ULS, Mechanism, NonPrivate, Population
+from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
+from dpfl_jax.training.evaluate import summarize
+from dpfl_jax.training.loop import FitResult, fit
+from dpfl_jax.training.optimizers import build_optimizer
+from dpfl_jax.training.pretrain import Pretrained, pretrain
+from dpfl_jax.training.report import (
+    EVALUATION_CAVEAT,
+    PRIVATE_METRICS_CAVEAT,
+    TUNING_CAVEAT,
+    build_report,
+    write_report,
+)
+from dpfl_jax.training.run_dir import RunDirectory
+from dpfl_jax.training.state import data_parallel_mesh
+
+
+def build_mechanism(config: MechanismConfig) -> Mechanism:
+    """The mechanism of a config, not yet calibrated."""
+    common: dict[str, Any] = {
+        "clip_norm": config.clip_norm,
+        "clipping": config.clipping,
+        "noise_multiplier": config.noise_multiplier,
+    }
+    if config.kind == "els":
+        return ELS(
+            group_size=config.els.group_size,
+            batch_size=config.compute_budget,
+            sampling_prob=config.sampling_prob,
+            **common,
+        )
+    if config.kind == "uls":
+        group_size = config.uls.group_size
+        return ULS(
+            group_size=group_size,
+            cohort_size=config.compute_budget / group_size,
+            sampling_prob=config.sampling_prob,
+            **common,
+        )
+    return NonPrivate(batch_size=config.compute_budget)
+
+
+def build_model(config: RunConfig, vocab_size: int) -> LanguageModel:
+    """The transformer of a config; its vocabulary and length are the data's."""
+    fields = {"vocab_size": vocab_size, "max_seq_len": config.data.seq_len}
+    return LanguageModel(transformer_config(config.model.size, **fields | config.model.overrides))
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> Any:
+    """The Optax optimiser of a config section."""
+    return build_optimizer(
+        config.name,
+        config.learning_rate,
+        steps,
+        config.schedule,
+        config.warmup_steps,
+        dict(config.options),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """Everything a run needs, checked, before anything is written.
+
+    Attributes:
+      config: the configuration.
+      data: the data set, split.
+      mechanism: calibrated.
+      population: what it samples from.
+      delta: of the guarantee.
+      model: the transformer.
+      optimizer: of the private phase.
+    """
+
+    config: RunConfig
+    data: Dataset
+    mechanism: Mechanism
+    population: Population
+    delta: float
+    model: LanguageModel
+    optimizer: Any
+
+    @property
+    def held_out(self) -> Store | None:
+        """The users that are evaluated."""
+        return getattr(self.data, self.config.eval.split)
+
+
+def prepare(config: RunConfig, console: Console) -> Prepared:
+    """Reads the data and builds everything that the configuration describes.
+
+    Raises:
+      BadInputError: anything wrong with the configuration or the data.
+    """
+    mechanism = build_mechanism(config.mechanism)
+    optimizer = make_optimizer(config.optimizer, config.train.steps)
+    if config.pretrain is not None:
+        make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
+    transformer_config(config.model.size)
+    with console.status("reading data"):
+        data = load_dataset(config.data)
+    if config.pretrain is not None and data.public is None:
+        raise BadInputError(
+            f"pretrain needs a public corpus, but data.source={config.data.source} has none: "
+            "remove the pretrain section, or name one as data.public"
+        )
+    model = build_model(config, data.train.schema.vocab_size)
+    population = mechanism.population(data.train.user_offsets)
+    with console.status("calibrating noise"):
+        mechanism, delta = calibrated(config, mechanism, population)
+    return Prepared(config, data, mechanism, population, delta, model, optimizer)
+
+
+def run_experiment(
+    config: RunConfig, run_dir: str | os.PathLike[str], console: Console
+) -> dict[str, Any]:
+    """Runs (or resumes) a configuration and returns its report.
+
+    Raises:
+      BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
+    """
+    identity = (config_to_dict(config), config_fingerprint(config), config.seed)
+    RunDirectory.check(run_dir, identity[1])
+    prepared = prepare(config, console)
+    directory = RunDirectory(run_dir, *identity)
+    try:
+        return _run(prepared, directory, console)
+    finally:
+        directory.close()
+
+
+def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[str, Any]:
+    config, data, mechanism = prepared.config, prepared.data, prepared.mechanism
+    verb = "resuming" if directory.resumed else "starting"
+    console.print(f"{verb} [bold]{config.name}[/bold] in {directory.path}")
+    console.print(data.description)
+    console.print(f"transformer {config.model.size}: {prepared.model.num_params:,} parameters")
+    if mechanism.private:
+        console.print(
+            f"{mechanism.kind.upper()} with noise multiplier {mechanism.noise_multiplier:.5g}, "
+            f"delta {prepared.delta:.3g}, {config.train.steps} steps"
+        )
+    params = prepared.model.init(jax.random.key(config.init_seed))
+    pretrained = _pretrain(prepared, params, console)
+    if pretrained is not None:
+        params = pretrained.params
+    result = fit(
+        loss_fn=prepared.model.loss,
+        params=params,
+        data=data.train,
+        mechanism=mechanism,
+        optimizer=prepared.optimizer,
+        steps=config.train.steps,
+        delta=prepared.delta,
+        validation=prepared.held_out,
+        microbatch_size=config.train.microbatch_size,
+        strategy=config.train.strategy,
+        run_dir=directory,
+        checkpoint_every=config.train.checkpoint_every,
+        keep_checkpoints=config.train.keep_checkpoints,
+        eval_every=config.train.eval_every,
+        eval_batch_size=config.eval.batch_size,
+        eval_max_examples=config.eval.max_examples,
+        log_every=config.train.log_every,
+        caveats=run_caveats(config, mechanism),
+        console=console,
+    )
+    report = _report(prepared, pretrained, result)
+    report["run_dir"] = str(directory.path)
+    write_report(directory.path, report, result.metrics)
+    return report
+
+
+def calibrated(
+    config: RunConfig, mechanism: Mechanism, population: Population
+) -> tuple[Mechanism, float]:
+    """The mechanism with its noise multiplier, and delta."""
+    if population.num_units == 0:
+        raise BadInputError("the training set has no usable example: check the data section")
+    delta = config.privacy.delta
+    delta = population.default_delta() if delta is None else delta
+    mechanism.sampling_probability(population)
+    if mechanism.private and mechanism.noise_multiplier is None:
+        assert config.privacy.epsilon is not None
+        mechanism = mechanism.calibrate(
+            population, config.train.steps, config.privacy.epsilon, delta
+        )
+    return mechanism, delta
+
+
+def run_caveats(config: RunConfig, mechanism: Mechanism) -> tuple[str, ...]:
+    """What a reader of the guarantee must know about this run."""
+    if not mechanism.private:
+        return (EVALUATION_CAVEAT,)
+    caveats = [PRIVATE_METRICS_CAVEAT, EVALUATION_CAVEAT, TUNING_CAVEAT]
+    if config.privacy.delta is None:
+        caveats.append(
+            "delta is (number of training examples) ** -1.1 as in Charles et al. 2024; the unit is "
+            "a user, and there are fewer users than examples: set privacy.delta for a stricter one"
+        )
+    return tuple(caveats)
+
+
+def _pretrain(prepared: Prepared, params: Any, console: Console) -> Pretrained | None:
+    section, public = prepared.config.pretrain, prepared.data.public
+    if section is None or public is None:
+        return None
+    pretrained = pretrain(
+        loss_fn=prepared.model.loss,
+        params=params,
+        public=public,
+        optimizer=make_optimizer(section.optimizer, section.steps),
+        steps=section.steps,
+        batch_size=section.batch_size,
+        seed=prepared.config.init_seed,
+        identity={
+            "model": dataclasses.asdict(prepared.model.config),
+            "corpus": public.fingerprint,
+            "optimizer": config_to_dict(section.optimizer),
+        },
+        mesh=data_parallel_mesh(),
+        cache_dir=pathlib.Path(section.cache_dir) if section.cache_dir else None,
+        console=console,
+    )
+    verb = "found" if pretrained.cached else "kept"
+    console.print(f"pre-trained checkpoint {verb}: {pretrained.path}")
+    return pretrained
+
+
+def _report(prepared: Prepared, pretrained: Pretrained | None, result: FitResult) -> dict[str, Any]:
+    config, data, population = prepared.config, prepared.data, prepared.population
+    baselines = {}
+    if data.public is not None and prepared.held_out is not None:
+        unigram = UnigramModel.fit(data.public, data.public.schema.vocab_size)
+        losses = unigram.losses(prepared.held_out, config.eval.max_examples)
+        evaluation = summarize(losses, prepared.held_out.user_offsets)
+        baselines["unigram model of the public corpus"] = evaluation.to_json()
+    return build_report(
+        result,
+        name=config.name,
+        finished_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        baselines=baselines,
+        model={"size": config.model.size, "parameters": prepared.model.num_params},
+        data={
+            "description": data.description,
+            "fingerprint": data.train.fingerprint,
+            "users": population.num_users,
+            "examples": population.num_examples,
+        },
+        mechanism={"kind": prepared.mechanism.kind, **dataclasses.asdict(prepared.mechanism)},
+        pretrain=None
+        if pretrained is None
+        else {"path": str(pretrained.path), "cached": pretrained.cached},
+    )
+
+
+# ---- dry run -------------------------------------------------------------------------------
+
+
+def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
+    """Validates and prices a configuration: parameters, tokens, noise, epsilon. Trains nothing.
+
+    With a ``population`` section no data are read.
+    """
+    if config.population is None:
+        prepared = prepare(config, console)
+        mechanism, population, delta = prepared.mechanism, prepared.population, prepared.delta
+        model, source = prepared.model, prepared.data.description
+    else:
+        mechanism = build_mechanism(config.mechanism)
+        make_optimizer(config.optimizer, config.train.steps)
+        if config.pretrain is not None:
+            make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
+        population = _declared_population(config, mechanism)
+        vocab_size = config.model.overrides.get("vocab_size")
+        model = build_model(config, vocab_size or load_tokenizer(config.data.tokenizer).vocab_size)
+        mechanism, delta = calibrated(config, mechanism, population)
+        source = "declared in the config"
+    guarantee = mechanism.guarantee(
+        population, config.train.steps, delta, run_caveats(config, mechanism)
+    )
+    steps, budget, seq_len = (
+        config.train.steps,
+        config.mechanism.compute_budget,
+        config.data.seq_len,
+    )
+    pretraining = config.pretrain
+    return {
+        "status": "dry-run",
+        "name": config.name,
+        "population": {**dataclasses.asdict(population), "source": source},
+        "parameters": model.num_params,
+        "steps": steps,
+        "examples_per_step": budget,
+        "tokens": budget * seq_len * steps,
+        "pretrain_tokens": 0
+        if pretraining is None
+        else pretraining.steps * pretraining.batch_size * seq_len,
+        "training_flops": 6.0 * model.num_params * budget * seq_len * steps,
+        "sampling_prob": mechanism.sampling_probability(population),
+        "noise_multiplier": mechanism.noise_multiplier,
+        "noise_on_mean": mechanism.noise.stddev / mechanism.divisor,
+        "epsilon": guarantee.epsilon if math.isfinite(guarantee.epsilon) else None,
+        "delta": delta,
+        "privacy": guarantee.to_json(),
+        "guarantee": str(guarantee),
+    }
+
+
+def _declared_population(config: RunConfig, mechanism: Mechanism) -> Population:
+    declared = config.population
+    assert declared is not None
+    units = declared.num_examples
+    if isinstance(mechanism, ULS):
+        units = declared.num_users
+    if isinstance(mechanism, ELS):
+        if declared.num_limited_examples is None:
+            raise BadInputError(
+                "population.num_limited_examples is not set: pricing ELS needs the number of "
+                f"examples left with at most {mechanism.group_size} per user"
+            )
+        units = declared.num_limited_examples
+    return Population(declared.num_users, declared.num_examples, units)

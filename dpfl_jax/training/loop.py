@@ -1,0 +1,327 @@
+"""``fit``: the loop around the private step. Sampling, noise and accounting are the mechanism's."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from dpfl_jax import accounting
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms import Mechanism, Population
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training.batches import Buffer, BufferBuilder, Readable
+from dpfl_jax.training.checkpoint import Checkpoints
+from dpfl_jax.training.evaluate import Evaluation, Evaluator
+from dpfl_jax.training.interrupt import StopRequest
+from dpfl_jax.training.progress import StepProgress
+from dpfl_jax.training.run_dir import RunDirectory
+from dpfl_jax.training.state import TrainState, data_parallel_mesh, init_state
+from dpfl_jax.training.step import StepStats, make_train_step
+
+PyTree = Any
+_MILESTONES = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class FitResult:
+    """What a run returns.
+
+    Attributes:
+      params: parameters after the last step.
+      steps: steps taken in all (also before a resume).
+      guarantee: what holds for everything the run has released.
+      initial: evaluation before the first step, if there was validation data.
+      final: evaluation after the last step; None if the run was interrupted.
+      metrics: the rows of metrics.jsonl.
+      interrupted: name of the signal that stopped the run, or None.
+      seconds: wall time of the steps taken in this process (without compilation).
+      examples: examples processed in that time.
+      tokens: real tokens processed in that time (0 if examples are not token sequences).
+    """
+
+    params: PyTree
+    steps: int
+    guarantee: accounting.Guarantee
+    initial: Evaluation | None
+    final: Evaluation | None
+    metrics: list[dict[str, Any]]
+    interrupted: str | None
+    seconds: float
+    examples: int
+    tokens: int
+
+
+class SpentBudget:
+    """An upper bound on epsilon after any number of steps, cheap enough for a progress bar.
+
+    Epsilon is computed at a few milestones from one per-step loss distribution; between two of
+    them the later one is shown, which is never too small.
+    """
+
+    def __init__(
+        self, mechanism: Mechanism, population: Population, steps: int, delta: float
+    ) -> None:
+        self._milestones = np.unique(
+            np.ceil(np.linspace(0, steps, _MILESTONES + 1)[1:]).astype(int)
+        )
+        self._epsilons = np.full(len(self._milestones), np.inf)
+        if mechanism.private:
+            curve = accounting.epsilon_curve(
+                mechanism.event(population, 1), [int(m) for m in self._milestones], delta
+            )
+            # The curve is coarse; what all steps cost is known more finely.
+            total = mechanism.guarantee(population, steps, delta).epsilon
+            self._epsilons = np.minimum(curve, total)
+
+    def __call__(self, step: int) -> float | None:
+        """Epsilon after ``step`` steps; None if not private."""
+        epsilon = 0.0
+        if step > 0:
+            epsilon = float(self._epsilons[int(np.searchsorted(self._milestones, step))])
+        return epsilon if np.isfinite(epsilon) else None
+
+
+def fit(
+    *,
+    loss_fn: Callable[..., jax.Array],
+    params: PyTree,
+    data: Readable,
+    mechanism: Mechanism,
+    optimizer: optax.GradientTransformation,
+    steps: int,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    key: RootKey | None = None,
+    validation: Readable | None = None,
+    microbatch_size: int = 16,
+    mesh: Mesh | None = None,
+    strategy: str = "auto",
+    run_dir: RunDirectory | None = None,
+    checkpoint_every: int = 50,
+    keep_checkpoints: int = 2,
+    eval_every: int = 0,
+    eval_batch_size: int = 64,
+    eval_max_examples: int | None = None,
+    log_every: int = 1,
+    caveats: tuple[str, ...] = (),
+    console: Console | None = None,
+) -> FitResult:
+    """Trains ``params`` with a mechanism.
+
+    Args:
+      loss_fn: ``(params, example) -> float32 scalar`` for one example.
+      params: pytree of arrays; not modified.
+      data: a store: ``user_offsets`` and ``read(positions)``.
+      mechanism: ELS, ULS, NonPrivate, ...; calibrated here if it has no noise multiplier.
+      optimizer: any Optax transformation.
+      steps: number of steps T.
+      epsilon: target, if the mechanism has no noise multiplier.
+      delta: default (number of examples) ** -1.1.
+      key: root key of sampling and noise; default a fresh secret one (or the run directory's).
+      validation: held-out users, evaluated before, during and after.
+      microbatch_size: units per device processed at once.
+      mesh: default: data parallel over all devices.
+      strategy: how bounded gradients are computed.
+      run_dir: where to log and checkpoint; an unfinished one is resumed.
+      checkpoint_every: steps between checkpoints.
+      keep_checkpoints: checkpoints kept.
+      eval_every: steps between evaluations; 0 for before and after only.
+      eval_batch_size: examples per device and evaluation batch.
+      eval_max_examples: only the first so many held-out examples.
+      log_every: steps between rows of metrics.
+      caveats: further sentences for the guarantee.
+      console: where the progress bar goes; None for none.
+
+    Returns:
+      A FitResult.
+
+    Raises:
+      BadInputError: unusable arguments (see the mechanism, and ``accounting``).
+    """
+    if steps < 1:
+        raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
+    mesh = data_parallel_mesh() if mesh is None else mesh
+    population = mechanism.population(data.user_offsets)
+    if population.num_units == 0:
+        raise BadInputError("the training set has no usable example: check the data section")
+    delta = population.default_delta() if delta is None else delta
+    mechanism.sampling_probability(population)
+    if mechanism.private and mechanism.noise_multiplier is None:
+        if epsilon is None:
+            raise BadInputError("neither epsilon nor the mechanism's noise_multiplier is set")
+        mechanism = mechanism.calibrate(population, steps, epsilon, delta)
+    key = run_dir.root_key if run_dir is not None else key or RootKey.generate()
+    if key.public and mechanism.private:
+        caveats = (*caveats, PUBLIC_KEY_CAVEAT)
+
+    evaluate = Evaluator(loss_fn, mesh, eval_batch_size, eval_max_examples)
+    state = init_state(params, optimizer, mesh)
+    log = _Log(run_dir)
+    checkpoints = None
+    if run_dir is not None:
+        checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
+        if checkpoints.latest_step() is not None:
+            state = checkpoints.restore(state, key)
+        log.start_at(int(state.step))
+    start = int(state.step)
+    if validation is not None and start == 0 and log.evaluation(0) is None:
+        log.append({"step": 0, "eval": evaluate(state.params, validation).to_json()})
+
+    step_fn = make_train_step(mechanism, loss_fn, optimizer, mesh, strategy=strategy)
+    builder = BufferBuilder(
+        mechanism, mechanism.sampler(data.user_offsets, key), data, mesh, microbatch_size
+    )
+    spent = SpentBudget(mechanism, population, steps, delta)
+    meter = _Meter()
+    quiet = Console(quiet=True)
+    with (
+        StopRequest() as stop,
+        StepProgress(console or quiet, "training", steps, start) as bar,
+    ):
+        done = start
+        for step, buffer in builder.prefetch(start, steps):
+            state, stats = _take_step(step_fn, state, buffer, key, step)
+            done = step + 1
+            meter.count(buffer)
+            if done % log_every == 0 or done == steps:
+                row = _row(done, stats, spent(done), mechanism.private)
+                meter.measure(row)
+                log.append(row)
+                bar.update(done, _status(row))
+            last = done == steps
+            if validation is not None and eval_every and done % eval_every == 0 and not last:
+                log.append({"step": done, "eval": evaluate(state.params, validation).to_json()})
+                meter.restart()
+            if checkpoints is not None and (done % checkpoint_every == 0 or last or stop.requested):
+                checkpoints.save(state, key, {"epsilon": spent(done), "delta": delta})
+                meter.restart()
+            if stop.requested:
+                break
+    if checkpoints is not None:
+        checkpoints.close()
+    finished = done == steps
+    if finished and validation is not None and log.evaluation(steps) is None:
+        log.append({"step": steps, "eval": evaluate(state.params, validation).to_json()})
+    return FitResult(
+        params=state.params,
+        steps=done,
+        guarantee=mechanism.guarantee(population, max(done, 1), delta, caveats),
+        initial=log.evaluation(0),
+        final=log.evaluation(steps) if finished else None,
+        metrics=log.rows,
+        interrupted=None if finished else stop.requested,
+        seconds=meter.seconds,
+        examples=meter.examples,
+        tokens=meter.tokens,
+    )
+
+
+PUBLIC_KEY_CAVEAT = (
+    "sampling and noise come from a seed written in the configuration: the guarantee holds only "
+    "against those who do not know it (leave seed unset for a release)"
+)
+
+
+def _take_step(
+    step_fn: Callable[..., tuple[TrainState, StepStats]],
+    state: TrainState,
+    buffer: Buffer,
+    key: RootKey,
+    step: int,
+) -> tuple[TrainState, StepStats]:
+    noise_key = key.jax("noise", step)
+    return step_fn(state, buffer.units, buffer.mask, buffer.num_microbatches, noise_key)
+
+
+def _row(step: int, stats: StepStats, epsilon: float | None, private: bool) -> dict[str, Any]:
+    """One row of metrics. What is computed from private data without noise is set apart."""
+    units, finite = float(stats.units), float(stats.units - stats.nonfinite)
+    raw = {
+        "units": int(units),
+        "train_loss": float(stats.loss) / finite if finite else None,
+        "fraction_clipped": float(stats.clipped) / finite if finite and private else None,
+        "mean_norm": float(stats.norm) / finite if finite and private else None,
+        "nonfinite_units": int(stats.nonfinite),
+    }
+    return {"step": step, "epsilon_spent": epsilon, "outside_guarantee": raw}
+
+
+def _status(row: dict[str, Any]) -> str:
+    raw = row["outside_guarantee"]
+    parts = []
+    if raw["train_loss"] is not None:
+        parts.append(f"loss {raw['train_loss']:.3f}")
+    if raw["fraction_clipped"] is not None:
+        parts.append(f"clipped {raw['fraction_clipped']:.0%}")
+    if raw["nonfinite_units"]:
+        parts.append(f"[red]non-finite {raw['nonfinite_units']}[/red]")
+    if row.get("tokens_per_s"):
+        parts.append(f"{row['tokens_per_s']:,.0f} tok/s")
+    if row["epsilon_spent"] is not None:
+        parts.append(f"ε ≤ {row['epsilon_spent']:.2f}")
+    return "  ".join(parts)
+
+
+class _Meter:
+    """Examples and tokens per second, compilation, evaluation and checkpoints left out."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.examples = 0
+        self.tokens = 0
+        self._last: float | None = None
+        self._pending = [0, 0, 0]
+
+    def restart(self) -> None:
+        """Leaves out the time since the last measurement, and the steps in it."""
+        self._last = time.perf_counter()
+        self._pending = [0, 0, 0]
+
+    def count(self, buffer: Buffer) -> None:
+        """Counts one step."""
+        for i, amount in enumerate((1, buffer.num_examples, buffer.num_tokens)):
+            self._pending[i] += amount
+
+    def measure(self, row: dict[str, Any]) -> None:
+        """Adds the steps since the last call to ``row`` (the first call, which compiles, not)."""
+        if self._last is not None:
+            steps, examples, tokens = self._pending
+            elapsed = time.perf_counter() - self._last
+            self.seconds += elapsed
+            self.examples += examples
+            self.tokens += tokens
+            row["seconds_per_step"] = round(elapsed / steps, 6)
+            row["tokens_per_s"] = round(tokens / elapsed, 1)
+        self.restart()
+
+
+class _Log:
+    """Rows of metrics, in memory and (with a run directory) on disk."""
+
+    def __init__(self, run_dir: RunDirectory | None) -> None:
+        self._run_dir = run_dir
+        self.rows: list[dict[str, Any]] = []
+
+    def start_at(self, step: int) -> None:
+        assert self._run_dir is not None
+        self._run_dir.drop_metrics_after(step)
+        self.rows = self._run_dir.read_metrics()
+
+    def append(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if self._run_dir is not None:
+            self._run_dir.append_metrics(row)
+
+    def evaluation(self, step: int) -> Evaluation | None:
+        for row in self.rows:
+            if row["step"] == step and "eval" in row:
+                return Evaluation(**row["eval"])
+        return None

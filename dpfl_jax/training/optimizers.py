@@ -1,0 +1,76 @@
+"""Optax optimisers by name, with a learning-rate schedule. They only ever see noised gradients."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from typing import Any
+
+import optax
+
+from dpfl_jax.errors import BadInputError
+
+
+def learning_rate_schedule(
+    learning_rate: float, schedule: str, warmup_steps: int, steps: int
+) -> optax.Schedule:
+    """Linear warm-up, then constant, linear to 0 or cosine to 0, ``steps`` in all.
+
+    Raises:
+      BadInputError: warm-up longer than the run, or an unknown schedule.
+    """
+    if warmup_steps >= steps and warmup_steps > 0:
+        raise BadInputError(
+            f"optimizer.warmup_steps is {warmup_steps}, but the run has only {steps} steps"
+        )
+    decay_steps = max(steps - warmup_steps, 1)
+    shapes = {
+        "constant": optax.constant_schedule(learning_rate),
+        "linear": optax.linear_schedule(learning_rate, 0.0, decay_steps),
+        "cosine": optax.cosine_decay_schedule(learning_rate, decay_steps),
+    }
+    if schedule not in shapes:
+        raise BadInputError(f"the schedule {schedule!r} is not one of {', '.join(shapes)}")
+    if warmup_steps == 0:
+        return shapes[schedule]
+    warmup = optax.linear_schedule(0.0, learning_rate, warmup_steps)
+    return optax.join_schedules([warmup, shapes[schedule]], [warmup_steps])
+
+
+def build_optimizer(
+    name: str,
+    learning_rate: float,
+    steps: int,
+    schedule: str = "constant",
+    warmup_steps: int = 0,
+    options: dict[str, Any] | None = None,
+) -> optax.GradientTransformation:
+    """Builds ``optax.<name>(learning_rate=<schedule>, **options)``.
+
+    Raises:
+      BadInputError: no such optimiser, or an option it does not take.
+    """
+    factory = getattr(optax, name, None)
+    takes = _parameters(factory)
+    if "learning_rate" not in takes:
+        known = [n for n in dir(optax) if "learning_rate" in _parameters(getattr(optax, n))]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+        raise BadInputError(f"optax has no optimiser called {name!r}: {hint}")
+    options = options or {}
+    for option in options:
+        if option not in takes:
+            raise BadInputError(
+                f"optax.{name} takes no option {option!r}; it takes {', '.join(takes)}"
+            )
+    rate = learning_rate_schedule(learning_rate, schedule, warmup_steps, steps)
+    return factory(learning_rate=rate, **options)  # type: ignore[misc]
+
+
+def _parameters(factory: Any) -> list[str]:
+    if not callable(factory) or inspect.isclass(factory):
+        return []
+    try:
+        return list(inspect.signature(factory).parameters)
+    except (TypeError, ValueError):
+        return []

@@ -1,0 +1,141 @@
+"""Non-private training on a public corpus: where private fine-tuning starts from.
+
+The result is kept by content (model, corpus, settings), so that many private runs share one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training.batches import Readable
+from dpfl_jax.training.checkpoint import load_params, save_params
+from dpfl_jax.training.progress import StepProgress
+from dpfl_jax.training.state import DATA_AXIS, replicated
+
+PyTree = Any
+
+
+def default_cache_dir() -> pathlib.Path:
+    """``$DPFL_CACHE_DIR``, or dpfl_jax in the user's cache folder."""
+    if "DPFL_CACHE_DIR" in os.environ:
+        return pathlib.Path(os.environ["DPFL_CACHE_DIR"])
+    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(base) / "dpfl_jax"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A pre-trained checkpoint.
+
+    Attributes:
+      params: the parameters.
+      path: where they are kept.
+      cached: True if they were found there, not trained now.
+    """
+
+    params: PyTree
+    path: pathlib.Path
+    cached: bool
+
+
+def pretrain(
+    *,
+    loss_fn: Callable[..., jax.Array],
+    params: PyTree,
+    public: Readable,
+    optimizer: optax.GradientTransformation,
+    steps: int,
+    batch_size: int,
+    seed: int,
+    identity: dict[str, Any],
+    mesh: Mesh,
+    cache_dir: pathlib.Path | None = None,
+    console: Console | None = None,
+) -> Pretrained:
+    """Trains on ``public``, or returns the cached result of the same training.
+
+    Args:
+      loss_fn: ``(params, example) -> scalar`` for one example.
+      params: initial parameters.
+      public: store of public examples; users do not matter here.
+      optimizer: any Optax transformation.
+      steps: optimiser steps.
+      batch_size: examples per step, rounded up to a multiple of the devices.
+      seed: seed of the shuffle (public).
+      identity: plain JSON that identifies model, corpus and settings: the cache's key.
+      mesh: data parallel over its ``"data"`` axis.
+      cache_dir: default ``default_cache_dir()``.
+      console: where the progress bar goes.
+
+    Raises:
+      BadInputError: the public corpus is empty.
+    """
+    identity = {**identity, "steps": steps, "batch_size": batch_size, "seed": seed, "format": 1}
+    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+    path = (cache_dir or default_cache_dir()) / "pretrained" / digest
+    params = jax.device_put(params, replicated(mesh))
+    if path.exists():
+        try:
+            return Pretrained(load_params(path, params), path, cached=True)
+        except (ValueError, OSError, KeyError):
+            shutil.rmtree(path, ignore_errors=True)  # a damaged cache entry is made again
+    first, stop = int(public.user_offsets[0]), int(public.user_offsets[-1])
+    if stop <= first:
+        raise BadInputError("the public corpus is empty: remove the pretrain section, or add data")
+
+    devices = mesh.shape[DATA_AXIS]
+    rows = -(-batch_size // devices) * devices
+    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+
+    def mean_loss(params: PyTree, batch: PyTree) -> jax.Array:
+        return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
+
+    @jax.jit
+    def step(params: PyTree, opt_state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
+        loss, gradient = jax.value_and_grad(mean_loss)(params, batch)
+        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    opt_state = jax.jit(optimizer.init, out_shardings=replicated(mesh))(params)
+    key = RootKey.from_seed(seed)
+    started, tokens = time.perf_counter(), 0
+    with StepProgress(console or Console(quiet=True), "pre-training (public)", steps) as bar:
+        for i in range(steps):
+            positions = _shuffled(key, first, stop, rows, i)
+            batch = public.read(positions)
+            tokens += int(batch["mask"].sum()) if "mask" in batch else 0
+            params, opt_state, loss = step(params, opt_state, jax.device_put(batch, sharding))
+            rate = tokens / (time.perf_counter() - started)
+            bar.update(i + 1, f"loss {float(loss):.3f}  {rate:,.0f} tok/s")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_params(path, params)
+    (path / "identity.json").write_text(json.dumps(identity, indent=2, sort_keys=True))
+    return Pretrained(params, path, cached=False)
+
+
+def _shuffled(key: RootKey, first: int, stop: int, rows: int, step: int) -> np.ndarray:
+    """Positions of one batch: epochs of a fresh permutation each, without replay."""
+    size = stop - first
+    wanted = np.arange(step * rows, (step + 1) * rows)
+    positions = np.empty(rows, np.int64)
+    for epoch in np.unique(wanted // size):
+        inside = wanted // size == epoch
+        order = key.numpy("pretrain-shuffle", int(epoch)).permutation(size)
+        positions[inside] = first + order[wanted[inside] % size]
+    return positions

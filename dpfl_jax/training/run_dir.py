@@ -1,0 +1,162 @@
+"""A run's directory: config.yaml, metrics.jsonl, checkpoints/, report.*, and what stays secret.
+
+``private/`` holds the root key, from which all sampling and noise can be recomputed: it is needed
+to resume and must never be published with the rest.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import IO, Any
+
+import yaml
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
+
+FINISHED = "finished"
+
+
+class RunDirectory:
+    """An exclusively locked run directory.
+
+    Attributes:
+      path: the directory.
+      root_key: the key of the run, created with it.
+      resumed: True if the directory existed before.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        config: Mapping[str, Any],
+        fingerprint: str,
+        seed: int | None,
+    ) -> None:
+        """Creates the directory, or opens an unfinished one of the same configuration.
+
+        Args:
+          path: the directory.
+          config: resolved configuration, kept as config.yaml.
+          fingerprint: identifies the configuration.
+          seed: public seed, or None for a secret key from the operating system.
+
+        Raises:
+          BadInputError: it holds something else, another configuration, or a finished run, or
+            another process works in it.
+        """
+        self.path = pathlib.Path(path).absolute()
+        self.check(self.path, fingerprint)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = self._acquire_lock()
+        self.resumed = (self.path / "config.yaml").exists()
+        private = self.path / "private"
+        if self.resumed:
+            self.root_key = self._read_key(private)
+        else:
+            private.mkdir(mode=0o700, exist_ok=True)
+            self.root_key = RootKey.generate() if seed is None else RootKey.from_seed(seed)
+            self._write_key(private)
+            # Last: a directory without config.yaml is not yet a run.
+            content = {"fingerprint": fingerprint, "config": dict(config)}
+            write_atomically(self.path / "config.yaml", yaml.safe_dump(content, sort_keys=False))
+
+    @staticmethod
+    def check(path: str | os.PathLike[str], fingerprint: str) -> None:
+        """Raises BadInputError unless ``path`` is new, or an unfinished run like this one."""
+        path = pathlib.Path(path).absolute()
+        if not path.exists():
+            return
+        if not path.is_dir():
+            raise BadInputError(f"the run directory {path} is a file: choose another name")
+        config = path / "config.yaml"
+        if not config.exists():
+            if {p.name for p in path.iterdir()} - {"run.lock", "private"}:
+                raise BadInputError(
+                    f"the run directory {path} is not empty and holds no run: choose another"
+                )
+            return
+        if yaml.safe_load(config.read_text()).get("fingerprint") != fingerprint:
+            raise BadInputError(
+                f"the run directory {path} belongs to another configuration (its config.yaml says "
+                "which): use that one, or choose another --run-dir"
+            )
+        report = path / "report.json"
+        if report.exists() and json.loads(report.read_text()).get("status") == FINISHED:
+            raise BadInputError(
+                f"the run in {path} is finished and is not overwritten: see it with `dpfl show`, "
+                "or choose another --run-dir"
+            )
+
+    def close(self) -> None:
+        """Releases the lock."""
+        self._lock.close()
+
+    def _acquire_lock(self) -> IO[str]:
+        lock = (self.path / "run.lock").open("w")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.close()
+            raise BadInputError(
+                f"another process is training in {self.path}: wait for it, or choose another "
+                "--run-dir"
+            ) from None
+        return lock
+
+    def _read_key(self, private: pathlib.Path) -> RootKey:
+        try:
+            content = json.loads((private / "root_key.json").read_text())
+            return RootKey(bytes.fromhex(content["secret"]), public=content["public"])
+        except (OSError, ValueError, KeyError) as error:
+            raise BadInputError(
+                f"the root key in {private} cannot be read ({error}), so this run cannot go on "
+                "with the noise it began with: start a new one in another --run-dir"
+            ) from None
+
+    def _write_key(self, private: pathlib.Path) -> None:
+        content = {"secret": self.root_key.secret.hex(), "public": self.root_key.public}
+        write_atomically(private / "root_key.json", json.dumps(content), mode=0o600)
+
+    # ---- metrics ---------------------------------------------------------------------------
+
+    @property
+    def metrics_path(self) -> pathlib.Path:
+        """metrics.jsonl, one JSON object per line."""
+        return self.path / "metrics.jsonl"
+
+    def append_metrics(self, row: Mapping[str, Any]) -> None:
+        """Appends one line."""
+        with self.metrics_path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """Returns all complete lines (a crash may have cut the last one)."""
+        rows = []
+        if self.metrics_path.exists():
+            for line in self.metrics_path.read_text().splitlines():
+                try:
+                    rows.append(json.loads(line))
+                except ValueError:
+                    continue
+        return rows
+
+    def drop_metrics_after(self, step: int) -> None:
+        """Forgets what was logged after the checkpoint that a run resumes from."""
+        kept = [row for row in self.read_metrics() if row["step"] <= step]
+        write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def write_atomically(path: pathlib.Path, text: str, mode: int = 0o644) -> None:
+    """Writes a file so that a crash leaves the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

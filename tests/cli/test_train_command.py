@@ -1,0 +1,273 @@
+"""``dpfl train`` as a user meets it: overrides, JSON, bad input, kill -9 and resume."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import yaml
+
+from dpfl_jax.cli.main import main
+
+WORDS = ["river", "stone", "lamp", "green", "quiet", "seven", "horse", "under"]
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A config on 60 users' invented posts, small enough for seconds."""
+    folder = tmp_path_factory.mktemp("train")
+    rng = np.random.default_rng(0)
+    rows = []
+    for user in range(60):
+        for _ in range(int(rng.integers(1, 6))):
+            text = " ".join(rng.choice(WORDS, size=12))
+            rows.append(json.dumps({"user": f"u{user}", "text": text}))
+    (folder / "posts.jsonl").write_text("\n".join(rows))
+    config = {
+        "name": "small",
+        "seed": 1,
+        "data": {
+            "source": "jsonl",
+            "path": str(folder / "posts.jsonl"),
+            "seq_len": 32,
+            "validation_fraction": 0.2,
+            "test_fraction": 0.0,
+        },
+        "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
+        "mechanism": {"kind": "uls", "compute_budget": 16, "uls": {"group_size": 2}},
+        "privacy": {"epsilon": 8.0, "delta": 1e-3},
+        "optimizer": {"name": "adam", "learning_rate": 0.01},
+        "train": {"steps": 12, "microbatch_size": 4, "checkpoint_every": 3, "eval_every": 6},
+    }
+    (folder / "small.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def dpfl(*args):
+    return main([str(a) for a in args])
+
+
+def last_json(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def final_params(run_dir: pathlib.Path):
+    manager = ocp.CheckpointManager(run_dir / "checkpoints", item_names=("state", "progress"))
+    items = ocp.args.Composite(state=ocp.args.StandardRestore())
+    return jax.tree.map(np.asarray, manager.restore(manager.latest_step(), args=items)["state"])
+
+
+@pytest.fixture(scope="module")
+def finished(workspace):
+    """An uninterrupted run in a process of its own, as the ones it is compared with."""
+    run_dir = workspace / "whole"
+    done = command(workspace, run_dir, "--json")
+    output, errors = done.communicate(timeout=300)
+    assert done.returncode == 0, errors
+    return run_dir, last_json(output)
+
+
+def command(workspace, run_dir, *args):
+    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "dpfl_jax.cli.main", "train", str(workspace / "small.yaml"),
+         "--run-dir", str(run_dir), *args],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+    )  # fmt: skip
+
+
+def test_report_has_what_the_design_asks_for(finished):
+    run_dir, report = finished
+    assert report["status"] == "finished"
+    assert report["steps"] == 12
+    privacy = report["privacy"]
+    assert privacy["unit"] == "user"
+    assert privacy["trust"] == "central"
+    assert 7.0 < privacy["epsilon"] <= 8.0
+    assert privacy["delta"] == 1e-3
+    assert privacy["noise_multiplier"] > 0
+    assert {"adjacency", "accountant", "sampling"} <= privacy.keys()
+    assert any("seed" in caveat for caveat in privacy["caveats"])
+    assert {"initial", "final"} <= report["eval"].keys()
+    assert report["throughput"]["tokens_per_s"] > 0
+    assert report["environment"]["jax"]
+    for name in ("config.yaml", "metrics.jsonl", "report.json", "report.md", "loss.png"):
+        assert (run_dir / name).stat().st_size > 0
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [r for r in rows if "outside_guarantee" in r]
+    assert [r["step"] for r in steps] == list(range(1, 13))
+    assert all(r["epsilon_spent"] <= 8.0 for r in steps)
+    assert sorted(r["step"] for r in rows if "eval" in r) == [0, 6, 12]
+
+
+def test_a_finished_run_is_not_overwritten(finished, workspace, capsys):
+    run_dir, _ = finished
+    before = (run_dir / "report.json").read_bytes()
+    assert dpfl("train", workspace / "small.yaml", "--run-dir", run_dir) == 2
+    assert "finished" in capsys.readouterr().err
+    assert (run_dir / "report.json").read_bytes() == before
+
+
+def test_show_prints_the_report_again(finished, capsys):
+    run_dir, report = finished
+    assert dpfl("show", run_dir, "--json") == 0
+    assert last_json(capsys.readouterr().out)["privacy"] == report["privacy"]
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kill_after", [2, 8])
+def test_kill_9_and_resume_gives_the_same_parameters(finished, workspace, tmp_path, kill_after):
+    """Bit for bit on a CPU, and with the same guarantee."""
+    whole, report = finished
+    run_dir = tmp_path / "killed"
+    process = command(workspace, run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.read_text().count("outside_guarantee") >= kill_after:
+            break
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (run_dir / "report.json").exists(), "the run ended before it was killed"
+    resumed = command(workspace, run_dir, "--json")
+    output, errors = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, errors
+    assert last_json(output)["privacy"] == report["privacy"]
+    jax.tree.map(np.testing.assert_array_equal, final_params(run_dir), final_params(whole))
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [r["step"] for r in rows if "outside_guarantee" in r] == list(range(1, 13))
+
+
+def test_sigterm_saves_and_the_run_goes_on(finished, workspace, tmp_path):
+    whole, _ = finished
+    run_dir = tmp_path / "stopped"
+    process = command(workspace, run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.read_text().count("outside_guarantee") >= 1:
+            break
+        time.sleep(0.005)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert "goes on from there" in errors
+    report = json.loads((run_dir / "report.json").read_text())
+    assert report["status"] == "interrupted"
+    assert report["steps"] < 12
+    assert report["privacy"]["epsilon"] < 8.0
+    resumed = command(workspace, run_dir, "--json")
+    _, errors = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, errors
+    jax.tree.map(np.testing.assert_array_equal, final_params(run_dir), final_params(whole))
+
+
+@pytest.mark.parametrize("kind", ["els", "none"])
+def test_other_mechanisms_are_an_override_away(workspace, tmp_path, capsys, kind):
+    code = dpfl(
+        "train", workspace / "small.yaml", f"mechanism.kind={kind}", "train.steps=2",
+        "privacy.epsilon=2", "--run-dir", tmp_path / kind, "--json",
+    )  # fmt: skip
+    report = last_json(capsys.readouterr().out)
+    assert code == 0
+    assert report["steps"] == 2
+    if kind == "els":
+        assert 1.5 < report["privacy"]["epsilon"] <= 2.0
+    else:
+        assert report["privacy"]["epsilon"] == "inf"
+        assert "NO differential-privacy guarantee" in report["guarantee"]
+
+
+def test_without_a_seed_the_key_is_secret(workspace, tmp_path, capsys):
+    run_dir = tmp_path / "secret"
+    code = dpfl("train", workspace / "small.yaml", "seed=null", "train.steps=1",
+                "--run-dir", run_dir, "--json")  # fmt: skip
+    assert code == 0
+    report = last_json(capsys.readouterr().out)
+    assert not any("seed" in caveat for caveat in report["privacy"]["caveats"])
+    key_file = run_dir / "private" / "root_key.json"
+    assert key_file.stat().st_mode & 0o077 == 0
+    secret = json.loads(key_file.read_text())["secret"]
+    others = [p for p in run_dir.rglob("*") if p.is_file() and p != key_file]
+    assert all(secret.encode() not in p.read_bytes() for p in others)
+
+
+def test_a_dry_run_prices_without_writing(workspace, tmp_path, capsys):
+    run_dir = tmp_path / "none"
+    code = dpfl("train", workspace / "small.yaml", "--dry-run", "--json", "--run-dir", run_dir)
+    assert code == 0
+    price = last_json(capsys.readouterr().out)
+    assert price["noise_multiplier"] > 0
+    assert price["parameters"] > 0
+    assert price["tokens"] == 16 * 32 * 12
+    assert price["epsilon"] <= 8.0
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["mechanism.clipnorm=1"], "did you mean 'clip_norm'"),
+        (["privacy.epsilon=0"], "epsilon is 0"),
+        (["privacy.delta=2"], "delta is 2"),
+        (["mechanism.compute_budget=100000"], "sampling probability"),
+        (["data.user_column=author"], "author"),
+        (["data.path=/nowhere/posts.jsonl"], "nowhere"),
+        (["optimizer.name=adamm"], "did you mean"),
+        (["optimizer.options={beta: 1}"], "takes no option"),
+        (["optimizer.warmup_steps=50"], "warmup_steps"),
+        (["pretrain={steps: 2}"], "public corpus"),
+        (["model.size=huge"], "size"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(workspace, tmp_path, capsys, overrides, message):
+    code = dpfl("train", workspace / "small.yaml", *overrides, "--run-dir", tmp_path / "bad")
+    errors = capsys.readouterr().err.strip()
+    assert code == 2
+    assert message in errors
+    assert len(errors.splitlines()) == 1
+    assert errors.startswith("dpfl: error: ")
+
+
+def test_bad_files_are_named(workspace, tmp_path, capsys):
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    blank = tmp_path / "blank.jsonl"
+    blank.write_text('{"user": "a", "text": ""}\n')
+    for file in (empty, blank):
+        code = dpfl("train", workspace / "small.yaml", f"data.path={file}",
+                    "--run-dir", tmp_path / "bad")  # fmt: skip
+        errors = capsys.readouterr().err.strip()
+        assert code == 2
+        assert len(errors.splitlines()) == 1
+
+
+def test_a_run_directory_of_another_config_is_refused(finished, workspace, tmp_path, capsys):
+    run_dir, _ = finished
+    (run_dir / "report.json").rename(tmp_path / "report.json")
+    try:
+        code = dpfl("train", workspace / "small.yaml", "train.steps=13", "--run-dir", run_dir)
+        assert code == 2
+        assert "another configuration" in capsys.readouterr().err
+    finally:
+        (tmp_path / "report.json").rename(run_dir / "report.json")
+    other = tmp_path / "full"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    assert dpfl("train", workspace / "small.yaml", "--run-dir", other) == 2
+    assert "not empty" in capsys.readouterr().err
+    assert (other / "notes.txt").read_text() == "mine"
+
+
+def test_bad_arguments_exit_with_2(capsys):
+    assert dpfl("train") == 2
+    assert dpfl("trian", "x") == 2
+    assert "dpfl: error:" in capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""Configs: what is wrong is said in one sentence that names the key."""
+
+import pathlib
+
+import pytest
+import yaml
+
+from dpfl_jax.config import config_fingerprint, load_config
+from dpfl_jax.errors import BadInputError
+
+MINIMAL = {
+    "data": {"source": "python_source"},
+    "privacy": {"epsilon": 2.0},
+    "train": {"steps": 3},
+}
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def minimal(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(yaml.safe_dump(MINIMAL))
+    return path
+
+
+def test_overrides_reach_any_key(minimal):
+    config = load_config(
+        minimal, ["mechanism.kind=els", "train.steps=20", "privacy.epsilon=1e-1", "seed=3"]
+    )
+    assert config.mechanism.kind == "els"
+    assert config.train.steps == 20
+    assert config.privacy.epsilon == 0.1
+    assert config.seed == 3
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("mechanism.clip_nrom=1", "unknown key 'mechanism.clip_nrom'.*did you mean 'clip_norm'"),
+        ("trian.steps=1", "unknown key 'trian'.*did you mean 'train'"),
+        ("data.seqlen=4", "unknown key 'data.seqlen'.*did you mean 'seq_len'"),
+        ("mechanism.uls.groupsize=4", "did you mean 'group_size'"),
+        ("privacy.epsilon=0", "privacy.epsilon is 0"),
+        ("privacy.epsilon=-1", "privacy.epsilon is -1"),
+        ("privacy.delta=1", "privacy.delta is 1"),
+        ("privacy.delta=0", "privacy.delta is 0"),
+        ("privacy.epsilon=null", "neither privacy.epsilon nor mechanism.noise_multiplier"),
+        ("mechanism.noise_multiplier=1", "both privacy.epsilon and mechanism.noise_multiplier"),
+        ("mechanism.kind=dpsgd", "mechanism.kind"),
+        ("train.steps=zero", "train.steps"),
+        ("mechanism.clip_norm=0", "mechanism.clip_norm"),
+        ("train.steps", "must look like section.key=value"),
+        ("name.first=x", "goes below 'name'"),
+        ("privacy.budget=3", "privacy.ledger"),
+    ],
+)
+def test_each_mistake_is_one_sentence(minimal, override, message):
+    overrides = ["name=x", override]
+    with pytest.raises(BadInputError, match=message) as caught:
+        load_config(minimal, overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_sections_and_files_are_named(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("data: {source: python_source}\nprivacy: {epsilon: 1}\n")
+    with pytest.raises(BadInputError, match="'train' is missing"):
+        load_config(path)
+    with pytest.raises(BadInputError, match="no config file"):
+        load_config(tmp_path / "absent.yaml")
+    path.write_text("a: [")
+    with pytest.raises(BadInputError, match="not valid YAML"):
+        load_config(path)
+    path.write_text("- 1")
+    with pytest.raises(BadInputError, match="mapping"):
+        load_config(path)
+
+
+def test_environment_variables_are_expanded(minimal, monkeypatch):
+    monkeypatch.setenv("SOME_DIR", "/somewhere")
+    config = load_config(minimal, ["data.path=${SOME_DIR}/x.jsonl"])
+    assert config.data.path == "/somewhere/x.jsonl"
+    with pytest.raises(BadInputError, match="ABSENT_DIR is not set"):
+        load_config(minimal, ["data.path=${ABSENT_DIR}/x.jsonl"])
+
+
+def test_the_fingerprint_follows_what_is_computed(minimal):
+    base = config_fingerprint(load_config(minimal))
+    assert base == config_fingerprint(load_config(minimal, ["name=other"]))
+    assert base != config_fingerprint(load_config(minimal, ["train.steps=4"]))
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_config_is_valid(path):
+    if path.parts[-2] not in ("configs", "userlevel"):
+        pytest.skip("not a config of the central engine")
+    load_config(path)

@@ -1,0 +1,79 @@
+"""The noise has the stated law, whatever the devices. False-alarm rates 1e-6, fixed seeds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from scipy import stats
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.noise import GaussianNoise
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training import data_parallel_mesh
+
+pytestmark = pytest.mark.privacy
+
+KEY = RootKey.from_seed(11)
+LIKE = {"a": jnp.zeros((200, 100)), "b": jnp.zeros((30_000,), jnp.bfloat16)}
+
+
+def test_mean_variance_and_shape_are_gaussian():
+    sample = GaussianNoise(3.0).sample(KEY.jax("noise", 0), LIKE)
+    values = np.concatenate([np.ravel(x) for x in jax.tree.leaves(sample)]).astype(np.float64)
+    n = len(values)
+    assert abs(values.mean()) < 3.0 * stats.norm.isf(5e-7) / np.sqrt(n)
+    chi2 = (values**2).sum() / 9.0
+    assert stats.chi2.sf(chi2, n) > 5e-7
+    assert stats.chi2.cdf(chi2, n) > 5e-7
+    assert stats.kstest(values / 3.0, "norm").pvalue > 1e-6
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(sample))
+
+
+def test_leaves_steps_and_keys_are_independent():
+    like = {"a": jnp.zeros(20_000), "b": jnp.zeros(20_000)}
+    samples = [GaussianNoise(1.0).sample(KEY.jax("noise", t), like) for t in range(3)]
+    columns = np.stack([s[k] for s in samples for k in ("a", "b")])
+    correlation = np.corrcoef(columns)[np.triu_indices(6, 1)]
+    assert np.abs(correlation).max() < stats.norm.isf(1e-6 / 15) / np.sqrt(20_000)
+
+
+def test_the_tail_reaches_beyond_one_float32_draw():
+    """One float32 draw stops near 5.4; a sum of two must go on like the normal law."""
+    sample = GaussianNoise(1.0).sample(KEY.jax("noise", 0), {"x": jnp.zeros(20_000_000)})["x"]
+    beyond = int((jnp.abs(sample) > 4.5).sum())
+    expected = 20_000_000 * 2 * stats.norm.sf(4.5)
+    assert stats.poisson.sf(beyond, expected) > 1e-6
+    assert stats.poisson.cdf(beyond, expected) > 1e-6
+    # Both draws at their bit limit: what the construction can reach.
+    limit = jnp.sqrt(2.0) * jax.lax.erf_inv(jnp.nextafter(jnp.float32(1.0), jnp.float32(0.0)))
+    assert float(limit) * np.sqrt(2.0) > 7.2
+
+
+def test_every_sharding_gives_the_same_numbers():
+    mesh = data_parallel_mesh()
+    assert mesh.size == 8
+    noise, key = GaussianNoise(2.0), KEY.jax("noise", 5)
+    like = {"a": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
+
+    def draw(sharding):
+        return jax.jit(lambda k: noise.sample(k, like), out_shardings=sharding)(key)["a"]
+
+    whole = draw(NamedSharding(mesh, PartitionSpec()))
+    split = draw(NamedSharding(mesh, PartitionSpec("data")))
+    single = draw(SingleDeviceSharding(jax.devices()[0]))
+    # The same bits are drawn; compilers may round their last digit differently.
+    np.testing.assert_allclose(np.asarray(whole), np.asarray(single), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(split), np.asarray(single), rtol=1e-4, atol=1e-5)
+    assert len({float(s.data[0, 0]) for s in split.addressable_shards}) == 8
+
+
+def test_zero_noise_is_exactly_nothing():
+    tree = {"a": jnp.ones(3)}
+    assert GaussianNoise(0.0).add(KEY.jax("noise", 0), tree) is tree
+
+
+@pytest.mark.parametrize("stddev", [-1.0, float("nan"), float("inf")])
+def test_impossible_deviations_are_refused(stddev):
+    with pytest.raises(BadInputError, match="standard deviation"):
+        GaussianNoise(stddev)
