@@ -19,7 +19,7 @@ from dpfl_jax.data.store import ArrayStore, Store, user_order_key
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError
 
-Source = Literal["python_source", "jsonl", "parquet", "csv", "folder", "store"]
+Source = Literal["python_source", "jsonl", "parquet", "csv", "folder", "huggingface", "store"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -85,6 +85,28 @@ def combine_digests(schema: Schema, digests: Iterable[bytes]) -> str:
     return total.hexdigest()
 
 
+_BLOCK = 2**16  # examples read at once
+
+
+def content_fingerprint(store: Store) -> str:
+    """Computes a store's fingerprint from what it holds, some users at a time."""
+    offsets = store.user_offsets
+
+    def digests() -> Iterable[bytes]:
+        low = 0
+        while low < store.num_users:
+            first = int(offsets[low])
+            high = int(np.searchsorted(offsets, first + _BLOCK, side="right")) - 1
+            high = max(high, low + 1)
+            block = store.records(np.arange(first, int(offsets[high]), dtype=np.int64))
+            for i, name in enumerate(store.user_ids(range(low, high))):
+                begin, end = offsets[low + i] - first, offsets[low + i + 1] - first
+                yield user_digest(name, block[begin:end])
+            low = high
+
+    return combine_digests(store.schema, digests())
+
+
 class StoreBase:
     """What stores share; subclasses give ``schema``, ``user_offsets``, ``records``, ids."""
 
@@ -134,18 +156,7 @@ class StoreBase:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Hex digest of users, examples and schema (read once, then kept)."""
-        offsets = self.user_offsets
-
-        def digests() -> Iterable[bytes]:
-            for low in range(0, self.num_users, 4096):
-                high = min(low + 4096, self.num_users)
-                first = int(offsets[low])
-                block = self.records(np.arange(first, int(offsets[high]), dtype=np.int64))
-                for i, name in enumerate(self.user_ids(range(low, high))):
-                    begin, end = offsets[low + i] - first, offsets[low + i + 1] - first
-                    yield user_digest(name, block[begin:end])
-
-        return combine_digests(self.schema, digests())
+        return content_fingerprint(self)
 
     def __repr__(self) -> str:
         """Kind and counts, never contents."""
@@ -234,7 +245,7 @@ class ArrayStore(StoreBase):
         Raises:
           BadInputError: if ``path`` exists or cannot be written.
         """
-        from dpfl_jax.data.shards import write_store
+        from dpfl_jax.data.build import write_store
 
         write_store(self, path, format="flat")
 

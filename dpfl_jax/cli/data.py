@@ -1,0 +1,205 @@
+"""``dpfl data``: build, inspect and verify user-partitioned stores."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.errors import BadInputError
+
+HELP = "build, inspect and verify user-partitioned stores"
+DESCRIPTION = """\
+Build a store of examples grouped by user, or look into one.
+
+A store is a folder: examples in shards, an index by user, a manifest with checksums. It is written
+beside its final place and renamed when complete; run an interrupted build again and it goes on.
+
+examples:
+  dpfl data build --input posts.jsonl --user-column author --text-column body --out STORE
+  dpfl data build --input 'parts/*.parquet' --user-column 'domain(url)' --out STORE
+  dpfl data build --input speeches.jsonl.gz --user-column '{play}/{speaker}' --out STORE
+  dpfl data build --source python_source --out STORE --store-format flat
+  dpfl data build --source tfds --input DIR --user-column user_id --text-column text --out STORE
+  dpfl data build --source shakespeare --input FOLDER --out STORE
+  dpfl data build --input big.jsonl --out STORE --engine beam -- --runner=DirectRunner
+  dpfl data inspect STORE --verify --png sizes.png
+  dpfl data inspect STORE --private --epsilon 1
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the two sub-commands."""
+    verbs = parser.add_subparsers(dest="verb", metavar="build|inspect", required=True)
+    build = verbs.add_parser("build", help="make a store from files")
+    build.add_argument(
+        "--source",
+        default="files",
+        help="files (default), python_source, tfds, or a named data set (see docs/data.md)",
+    )
+    build.add_argument("--input", nargs="+", metavar="PATH", help="files, patterns or folders")
+    build.add_argument("--format", help="jsonl, parquet, csv, folder or huggingface (else by name)")
+    build.add_argument("--user-column", default="user", help="column, or key expression")
+    build.add_argument("--text-column", help="column of the text (default: text)")
+    build.add_argument("--tokenizer", default="bytes", help="bytes, or a .json or .model file")
+    build.add_argument("--seq-len", type=int, default=128, help="tokens in an example")
+    build.add_argument("--max-examples-per-user", type=int, help="keep each user's first examples")
+    build.add_argument("--split", default="train", help="which split (tfds and named data sets)")
+    build.add_argument("--data-dir", help="where prepared TFDS data lie (tfds)")
+    build.add_argument("--out", required=True, metavar="STORE", help="folder to make")
+    build.add_argument(
+        "--store-format",
+        default="arrayrecord",
+        help="arrayrecord (compressed; default) or flat (memory-mapped, fastest to sample from)",
+    )
+    build.add_argument("--shards", type=int, help="number of shards (default: from the input size)")
+    build.add_argument("--workers", type=int, help="processes that encode (default: all cores)")
+    build.add_argument("--engine", default="local", choices=["local", "beam"])
+    build.add_argument("engine_flags", nargs="*", help="after --: flags for the Beam runner")
+    add_json_flag(build)
+    inspect = verbs.add_parser("inspect", help="count, plot and check a store")
+    inspect.add_argument("store", metavar="STORE")
+    inspect.add_argument("--verify", action="store_true", help="read everything and check it")
+    inspect.add_argument("--png", metavar="FILE", help="plot the examples per user")
+    inspect.add_argument(
+        "--private", action="store_true", help="differentially private quantiles only"
+    )
+    inspect.add_argument("--epsilon", type=float, help="privacy loss of all quantiles together")
+    inspect.add_argument(
+        "--quantiles", type=float, nargs="+", default=[0.5], help="for --private (default: 0.5)"
+    )
+    inspect.add_argument("--largest", type=int, default=100_000, help="upper bound for --private")
+    inspect.add_argument("--seed", type=int, help="for --private, in tests only: a public seed")
+    add_json_flag(inspect)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Runs the chosen sub-command."""
+    return _build(args) if args.verb == "build" else _inspect(args)
+
+
+def _build(args: argparse.Namespace) -> dict[str, Any]:
+    import time
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from dpfl_jax.data.build import build_store
+    from dpfl_jax.data.plan import BuildPlan, default_num_shards
+
+    console = Console(stderr=args.json)
+    started = time.monotonic()
+    source = _source(args)
+    settings: dict[str, Any] = {
+        "shard_format": args.store_format,
+        "num_shards": args.shards or default_num_shards(source.size),
+        "max_examples_per_user": args.max_examples_per_user,
+    }
+    if source.schema is None:
+        plan = BuildPlan.for_text(args.tokenizer, args.seq_len, **settings)
+    else:
+        plan = BuildPlan(source.schema, tokenizer=None, **settings)
+    columns = (
+        TextColumn("{task.description:9}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(phase, total=None)
+            bar.update(tasks[phase], completed=done, total=total or None)
+
+        if args.engine == "beam":
+            from dpfl_jax.data.beam import build_with_beam
+
+            if args.source != "files":
+                raise BadInputError("--engine beam reads files: leave --source out")
+            store = build_with_beam(
+                args.input,
+                args.out,
+                plan,
+                format=args.format,
+                user_column=args.user_column,
+                text_column=args.text_column or "text",
+                flags=args.engine_flags,
+            )
+        else:
+            if args.engine_flags:
+                raise BadInputError(f"unknown arguments {args.engine_flags}: only Beam takes flags")
+            store = build_store(
+                source.rows,
+                args.out,
+                plan,
+                sources=source.identity,
+                workers=args.workers or os.cpu_count() or 1,
+                progress=progress,
+            )
+    result = {
+        "store": os.fspath(store.path),
+        "users": store.num_users,
+        "examples": store.num_examples,
+        "shards": len(store.manifest.shards),
+        "bytes": sum(s.bytes for s in store.manifest.shards),
+        "fingerprint": store.fingerprint,
+        "seconds": round(time.monotonic() - started, 2),
+    }
+    console.print(
+        f"{result['store']}: {result['users']} users, {result['examples']} examples in "
+        f"{result['shards']} shards, {result['bytes'] / 1e6:.1f} MB, {result['seconds']} s"
+    )
+    return result
+
+
+def _source(args: argparse.Namespace) -> Any:
+    from dpfl_jax.data import sources
+
+    if args.source == "files":
+        return sources.file_source(
+            args.input or (), args.format, args.user_column, args.text_column or "text"
+        )
+    if args.source == "python_source":
+        return sources.python_files_source()
+    if not args.input or len(args.input) != 1:
+        raise BadInputError(f"--source {args.source} needs one --input: the folder of its files")
+    if args.source == "tfds":
+        return sources.tfds_source(
+            args.input[0], args.user_column, args.split, args.text_column, args.data_dir
+        )
+    from dpfl_jax.data.sets import set_source
+
+    return set_source(args.source, args.input[0], args.split)
+
+
+def _inspect(args: argparse.Namespace) -> dict[str, Any]:
+    from rich.console import Console
+
+    from dpfl_jax.data import inspect as inspection
+    from dpfl_jax.data.shards import open_store
+
+    console = Console(stderr=args.json)
+    store = open_store(args.store)
+    if args.verify:
+        store.verify()
+        if not args.json:
+            console.print(f"{args.store}: every byte is as built ({store.fingerprint[:16]})")
+    if args.private:
+        if args.png:
+            raise BadInputError("--png shows exact counts: leave it out with --private")
+        result = inspection.private_summary(
+            store, args.epsilon, args.quantiles, args.largest, args.seed
+        )
+    else:
+        if args.epsilon is not None:
+            raise BadInputError("--epsilon is for --private quantiles: add --private")
+        result = inspection.summary(store)
+        if args.png:
+            inspection.plot_sizes(store, args.png)
+            result["png"] = args.png
+    result["verified"] = bool(args.verify)
+    inspection.show(result, console)
+    return result

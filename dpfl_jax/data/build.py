@@ -1,0 +1,257 @@
+"""Building stores on disk: group by user out of core, encode in parallel, finish atomically.
+
+Three phases in a folder ``OUT.building`` beside the result:
+
+1. *spill*: stream the rows once and append each to the spill file of its partition, a range of the
+   hash of its user id (so partitions are ranges of store order and of about equal size);
+2. *encode*: per partition, sort by user (PyArrow), tokenise, cut, write one shard and a side file
+   that describes it. Partitions are independent: several processes, or the workers of a pipeline
+   engine, run them at once, with the memory of one partition each;
+3. *finish*: join the side files into index and manifest, rename the folder into place.
+
+Run again after an interruption, the build goes on where it stopped if nothing it was made from
+changed, else it starts over.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import json
+import multiprocessing
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from dpfl_jax.data.chunking import encode_user
+from dpfl_jax.data.plan import (
+    BuildPlan,
+    Progress,
+    Row,
+    default_num_shards,
+    disk_error,
+    write_text,
+)
+from dpfl_jax.data.records import FORMATS, write_records
+from dpfl_jax.data.shards import FileEntry, Manifest, ShardStore, open_store
+from dpfl_jax.data.spill import spill_rows, spilled_users
+from dpfl_jax.data.store import Store, combine_digests, user_digest
+from dpfl_jax.data.tokenizers import load_tokenizer
+from dpfl_jax.errors import BadInputError
+
+
+def build_store(
+    rows: Callable[[], Iterable[Row]],
+    out: str | os.PathLike[str],
+    plan: BuildPlan,
+    *,
+    sources: dict[str, Any] | None = None,
+    workers: int = 1,
+    progress: Progress | None = None,
+) -> ShardStore:
+    """Builds a store from a stream of rows in any order of users.
+
+    Args:
+      rows: called when the rows must be read (not if an earlier, interrupted build already read
+        them all); yields (user id, sequence number, data). A user's rows are put in the order of
+        their sequence numbers. ``data`` is UTF-8 text, or packed records if the plan has no
+        tokeniser.
+      out: folder of the store; must not exist.
+      plan: layout and settings.
+      sources: identifies the rows (paths, sizes, times): an interrupted build of other sources is
+        thrown away.
+      workers: processes that encode.
+      progress: called with (phase, done, total); total is 0 if unknown.
+
+    Raises:
+      BadInputError: if ``out`` exists, a row is bad, nothing is usable, or the disk is full.
+    """
+    out = pathlib.Path(out)
+    staging = prepare(out, plan, sources or {})
+    if not (staging / "spilled").exists():
+        spill_rows(rows(), staging, plan, progress)
+    encode_partitions(staging, plan, workers, progress)
+    return finish(staging, out, plan, sources or {})
+
+
+def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> pathlib.Path:
+    """Returns the staging folder: a resumable one of the same build, or a new one."""
+    if out.exists():
+        raise BadInputError(f"{out} exists: give another --out or remove it")
+    staging = out.with_name(out.name + ".building")
+    identity = json.dumps({"plan": plan.to_json(), "sources": sources}, sort_keys=True)
+    marker = staging / "build.json"
+    try:
+        if staging.exists() and not (marker.is_file() and marker.read_text() == identity):
+            shutil.rmtree(staging)
+        if not staging.exists():
+            staging.mkdir(parents=True)
+            write_text(marker, identity)
+    except OSError as error:
+        raise BadInputError(f"cannot write {staging}: {error.strerror or error}") from error
+    return staging
+
+
+def encode_partition(
+    users: Iterable[tuple[str, list[bytes]]], staging: pathlib.Path, plan: BuildPlan, shard: int
+) -> int:
+    """Phase 2 for one partition: writes its shard and the side file that describes it.
+
+    Args:
+      users: (user, data in order), in store order.
+      staging: the folder of the build.
+      plan: the build.
+      shard: which partition.
+
+    Returns:
+      The number of examples.
+    """
+    tokenizer = load_tokenizer(plan.tokenizer) if plan.tokenizer else None
+    schema, limit = plan.schema, plan.max_examples_per_user
+    names: list[str] = []
+    counts: list[int] = []
+    digests: list[bytes] = []
+
+    def blocks() -> Iterator[np.ndarray]:
+        for user, data in users:
+            if tokenizer is not None:
+                texts = [d.decode() for d in data]
+                records = encode_user(texts, tokenizer, schema, limit)
+            else:
+                records = np.frombuffer(b"".join(data), schema.record_dtype)[:limit]
+            if len(records):
+                names.append(user)
+                counts.append(len(records))
+                digests.append(user_digest(user, records))
+                yield records
+
+    path = staging / (plan.shard_stem(shard) + FORMATS[plan.shard_format])
+    total = write_records(path, plan.shard_format, blocks())
+    side = {
+        "entry": dataclasses.asdict(FileEntry.of(path, len(names), total)),
+        "users": names,
+        "counts": counts,
+        "digests": [d.hex() for d in digests],
+    }
+    try:
+        write_text(side_path(staging, plan, shard), json.dumps(side))
+    except OSError as error:
+        raise disk_error(staging, error) from error
+    return total
+
+
+def side_path(staging: pathlib.Path, plan: BuildPlan, shard: int) -> pathlib.Path:
+    """Returns the file that describes a finished shard; it is there only if the shard is."""
+    return staging / (plan.shard_stem(shard) + ".json")
+
+
+def _encode_spilled(staging: pathlib.Path, plan: BuildPlan, shard: int) -> int:
+    return encode_partition(spilled_users(staging, plan, shard), staging, plan, shard)
+
+
+def encode_partitions(
+    staging: pathlib.Path, plan: BuildPlan, workers: int = 1, progress: Progress | None = None
+) -> None:
+    """Phase 2: encodes the partitions that are not finished, in ``workers`` processes."""
+    todo = [s for s in range(plan.num_shards) if not side_path(staging, plan, s).exists()]
+    done = plan.num_shards - len(todo)
+
+    def tick() -> None:
+        nonlocal done
+        done += 1
+        if progress is not None:
+            progress("encoding", done, plan.num_shards)
+
+    if workers <= 1 or len(todo) <= 1:
+        for shard in todo:
+            _encode_spilled(staging, plan, shard)
+            tick()
+        return
+    # Forking a process that has threads (Arrow, a tokeniser) can hang: start fresh ones.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(min(workers, len(todo)), context) as pool:
+        futures = [pool.submit(_encode_spilled, staging, plan, shard) for shard in todo]
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+                tick()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def finish(
+    staging: pathlib.Path, out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]
+) -> ShardStore:
+    """Phase 3: writes index and manifest, removes what only the build needed, renames."""
+    entries, names, counts, digests = [], [], [], []
+    for shard in range(plan.num_shards):
+        side = json.loads(side_path(staging, plan, shard).read_text())
+        if side["entry"]["examples"]:
+            entries.append(FileEntry(**side["entry"]))
+        else:
+            (staging / side["entry"]["file"]).unlink(missing_ok=True)
+        names += side["users"]
+        counts += side["counts"]
+        digests += side["digests"]
+    if not names:
+        shutil.rmtree(staging)
+        raise BadInputError("the data hold zero usable examples: every text is empty")
+    try:
+        encoded = [name.encode() for name in names]
+        np.save(staging / "offsets.npy", np.cumsum([0, *counts], dtype=np.int64))
+        np.save(staging / "ids.npy", np.frombuffer(b"".join(encoded), np.uint8))
+        ends = np.cumsum([len(e) for e in encoded], dtype=np.int64)
+        np.save(staging / "ids_ends.npy", ends)
+        index = [FileEntry.of(staging / f) for f in ("offsets.npy", "ids.npy", "ids_ends.npy")]
+        manifest = Manifest(
+            plan.schema,
+            plan.shard_format,
+            len(names),
+            sum(counts),
+            combine_digests(plan.schema, map(bytes.fromhex, digests)),
+            tuple(entries),
+            tuple(index),
+            {"sources": sources, "max_examples_per_user": plan.max_examples_per_user},
+        )
+        manifest.write(staging)
+        keep = {e.file for e in (*entries, *index)} | {"manifest.json"}
+        for path in staging.iterdir():
+            if path.name not in keep:
+                path.unlink()
+        staging.rename(out)
+    except OSError as error:
+        raise disk_error(staging, error) from error
+    return open_store(out)
+
+
+def write_store(
+    store: Store, out: str | os.PathLike[str], format: str = "arrayrecord"
+) -> ShardStore:
+    """Writes a store that is already grouped (in memory, or a view) to disk, in bounded memory.
+
+    Raises:
+      BadInputError: if ``out`` exists or cannot be written.
+    """
+    size = store.num_examples * store.schema.record_dtype.itemsize
+    plan = BuildPlan(store.schema, format, default_num_shards(size), tokenizer=None)
+    sources = {"fingerprint": store.fingerprint}
+    staging = prepare(pathlib.Path(out), plan, sources)
+    users = enumerate(store.user_ids(range(store.num_users)))
+    upcoming = next(users, None)
+    for shard in range(plan.num_shards):
+
+        def members(shard: int = shard) -> Iterator[tuple[str, list[bytes]]]:
+            nonlocal upcoming
+            while upcoming is not None and plan.partition(upcoming[1]) == shard:
+                u, name = upcoming
+                positions = np.arange(store.user_offsets[u], store.user_offsets[u + 1])
+                yield name, [store.records(positions).tobytes()]
+                upcoming = next(users, None)
+
+        encode_partition(members(), staging, plan, shard)
+    return finish(staging, pathlib.Path(out), plan, sources)

@@ -1,0 +1,134 @@
+"""What ``dpfl data inspect`` shows: counts, quantiles of examples per user, a histogram."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from dpfl_jax.data.private_quantiles import private_quantiles
+from dpfl_jax.data.shards import ShardStore
+from dpfl_jax.data.store import Store
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
+
+QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+
+
+def size_histogram(counts: np.ndarray) -> list[dict[str, int]]:
+    """Returns the users with 1, 2-3, 4-7, ... examples (``from`` and ``to`` inclusive)."""
+    level = np.floor(np.log2(counts)).astype(int)
+    return [
+        {"from": 2**k, "to": 2 ** (k + 1) - 1, "users": int((level == k).sum())}
+        for k in range(int(level.max(initial=-1)) + 1)
+    ]
+
+
+def summary(store: ShardStore) -> dict[str, Any]:
+    """Returns exact counts. They are information about the users: see ``private_summary``."""
+    counts = store.examples_per_user
+    manifest = store.manifest
+    return {
+        "store": os.fspath(store.path),
+        "users": store.num_users,
+        "examples": store.num_examples,
+        "examples_per_user": {
+            "mean": float(counts.mean()),
+            # The smallest count that at least this share of the users do not exceed.
+            **{f"q{q:g}": int(np.quantile(counts, q, method="inverted_cdf")) for q in QUANTILES},
+        },
+        "median": int(np.quantile(counts, 0.5, method="inverted_cdf")),
+        "histogram": size_histogram(counts),
+        "schema": store.schema.to_json(),
+        "format": manifest.shard_format,
+        "shards": len(manifest.shards),
+        "bytes": sum(s.bytes for s in (*manifest.shards, *manifest.index)),
+        "fingerprint": store.fingerprint,
+        "private": False,
+    }
+
+
+def private_summary(
+    store: Store,
+    epsilon: float | None,
+    quantiles: list[float],
+    largest: int,
+    seed: int | None = None,
+) -> dict[str, Any]:
+    """Returns quantiles of examples per user that are epsilon-DP for adding or removing a user.
+
+    Nothing else about the store is in the result, not even the number of users.
+
+    Raises:
+      BadInputError: if epsilon is missing or a parameter is out of range.
+    """
+    if epsilon is None:
+        raise BadInputError("--private needs --epsilon: the privacy loss you accept, e.g. 1")
+    key = RootKey.generate() if seed is None else RootKey.from_seed(seed)
+    values = private_quantiles(store.examples_per_user, quantiles, epsilon, largest, key)
+    return {
+        "private": True,
+        "epsilon": epsilon,
+        "delta": 0.0,
+        "unit": "user",
+        "adjacency": "add-or-remove",
+        "mechanism": "exponential mechanism per quantile, epsilon shared equally",
+        "largest": largest,
+        "public_seed": seed is not None,
+        "quantiles": {f"{q:g}": v for q, v in zip(quantiles, values)},
+    }
+
+
+def plot_sizes(store: Store, path: str | os.PathLike[str]) -> None:
+    """Draws users and their examples by size class (log scale) into a PNG file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    counts = store.examples_per_user
+    edges = [2.0**k for k in range(int(np.log2(counts.max())) + 2)]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.hist(counts, bins=edges, label="users", alpha=0.8)
+    axes.hist(counts, bins=edges, weights=counts, label="examples", histtype="step", lw=2)
+    median = int(np.quantile(counts, 0.5, method="inverted_cdf"))
+    axes.axvline(median, color="black", ls="--", label=f"median {median}")
+    axes.set(xscale="log", yscale="log", xlabel="examples of a user", ylabel="number")
+    axes.set_title(f"{store.num_users} users, {store.num_examples} examples")
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=120, format="png")
+    except OSError as error:
+        raise BadInputError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def show(result: dict[str, Any], console: Any) -> None:
+    """Prints a summary for a person."""
+    from rich.table import Table
+
+    if result["private"]:
+        table = Table(title=f"examples per user, {result['epsilon']:g}-DP (add or remove a user)")
+        table.add_column("quantile", justify="right")
+        table.add_column("examples", justify="right")
+        for q, value in result["quantiles"].items():
+            table.add_row(q, str(value))
+        console.print(table)
+        return
+    console.print(
+        f"{result['store']}: {result['users']} users, {result['examples']} examples, "
+        f"{result['shards']} {result['format']} shards, {result['bytes'] / 1e6:.1f} MB"
+    )
+    for field in result["schema"]["fields"]:
+        console.print(f"  {field['name']}: {field['dtype']} {tuple(field['shape'])}")
+    table = Table(title="examples per user (exact: information about the users)")
+    table.add_column("examples", justify="right")
+    table.add_column("users", justify="right")
+    table.add_column("")
+    most = max((row["users"] for row in result["histogram"]), default=1)
+    for row in result["histogram"]:
+        bar = "█" * round(40 * row["users"] / most)
+        table.add_row(f"{row['from']}-{row['to']}", str(row["users"]), bar)
+    console.print(table)
+    quantiles = result["examples_per_user"]
+    console.print("  ".join(f"{k} {v:g}" for k, v in quantiles.items()))

@@ -1,0 +1,144 @@
+"""Key expressions: how a row names its user.
+
+Four forms, none of which evaluates code given as text:
+
+- ``author`` or ``meta.author``: a column, or a field within it;
+- ``{play}/{speaker}``: several columns in a template;
+- ``domain(url)``: a function of a column, one of ``FUNCTIONS``;
+- ``package.module:function``: your own function of the whole row (a dict).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+
+from dpfl_jax.data.store import check_user_id
+from dpfl_jax.errors import BadInputError
+
+
+def base_domain(url: str) -> str:
+    """Returns the host of a URL in lower case, without ``www.`` and port ("" if there is none).
+
+    Dataset Grouper (Charles et al. 2023) groups CC-News by this "base domain".
+    """
+    host = urlsplit(url if "//" in url else "//" + url).hostname or ""
+    return host.removeprefix("www.")
+
+
+FUNCTIONS: dict[str, Callable[[str], str]] = {
+    "domain": base_domain,
+    "lower": str.lower,
+    "strip": str.strip,
+}
+
+
+def value_to_id(value: Any, where: str) -> str:
+    """Turns one value into a user id: text as it is, integers in decimal, all else refused."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, bytes):
+        try:
+            value = value.decode()
+        except UnicodeDecodeError as error:
+            raise BadInputError(f"{where}: the user id is not UTF-8") from error
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+        raise BadInputError(
+            f"{where}: the user id {value!r} is a floating-point number, which mixes up large ids: "
+            "store ids as integers or text"
+        )
+    return check_user_id(value, where)
+
+
+@dataclasses.dataclass(frozen=True)
+class UserKey:
+    """A parsed key expression; call it with a row and a description of where the row is.
+
+    Attributes:
+      expression: as given.
+    """
+
+    expression: str
+
+    def __post_init__(self) -> None:
+        """Checks the expression."""
+        if not self.expression:
+            raise BadInputError("the user column is empty: give a column or a key expression")
+        call = self._call
+        if call and call[0] not in FUNCTIONS:
+            raise BadInputError(
+                f"unknown function in the key {self.expression!r}: use {', '.join(FUNCTIONS)}"
+            )
+        if self._is_function:
+            _ = self._function
+
+    @functools.cached_property
+    def _call(self) -> tuple[str, str] | None:
+        match = re.fullmatch(r"(\w+)\(([^()]+)\)", self.expression)
+        return (match[1], match[2]) if match else None
+
+    @functools.cached_property
+    def _is_function(self) -> bool:
+        return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.expression) is not None
+
+    @functools.cached_property
+    def _template(self) -> list[str]:
+        return re.findall(r"\{([^{}]+)\}", self.expression)
+
+    @property
+    def columns(self) -> list[str] | None:
+        """Top-level columns that the key reads, or None if it needs the whole row."""
+        if self._is_function:
+            return None
+        paths = self._template or [self._call[1] if self._call else self.expression]
+        return list(dict.fromkeys(p.split(".")[0] for p in paths))
+
+    @functools.cached_property
+    def _function(self) -> Callable[[Mapping[str, Any]], Any]:
+        module, name = self.expression.split(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise BadInputError(
+                f"the key function {self.expression} is not there: {error}"
+            ) from error
+
+    def __call__(self, row: Mapping[str, Any], where: str) -> str:
+        """Returns the user id of a row.
+
+        Raises:
+          BadInputError: naming ``where``, if a column is missing or a part is null.
+        """
+        if self._is_function:
+            return value_to_id(self._function(row), where)
+        if self._template:
+            parts = {p: value_to_id(_look_up(row, p, where), where) for p in self._template}
+            return re.sub(r"\{([^{}]+)\}", lambda m: parts[m[1]], self.expression)
+        if self._call:
+            name, path = self._call
+            text = value_to_id(_look_up(row, path, where), where)
+            return check_user_id(FUNCTIONS[name](text), f"{where}, {self.expression} of {text!r}")
+        return value_to_id(_look_up(row, self.expression, where), where)
+
+
+def _look_up(row: Mapping[str, Any], path: str, where: str) -> Any:
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise BadInputError(
+                f"{where}: there is no column {path!r}; the columns are {sorted(row)}"
+            )
+        value = value[part]
+    return value

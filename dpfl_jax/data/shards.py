@@ -1,0 +1,287 @@
+"""Stores on disk: shards of records, an index by user, a manifest that ties them together.
+
+Layout of a store's folder::
+
+    manifest.json            version, schema, counts, checksums, tokeniser, how it was built
+    offsets.npy              int64 [num_users + 1], the positions of each user's examples
+    ids.npy, ids_ends.npy    user ids: UTF-8 bytes of all, int64 end of each
+    shard-00000-of-00016.*   records, users in store order, no user in two shards
+
+Shards are ArrayRecord files (compressed, readable by other tools) or flat files of fixed-width
+records (memory-mapped: the fastest random access). Opening reads the manifest and the offsets:
+8 bytes a user; ids stay on disk. The manifest is written last and the folder renamed into place, so
+a folder that opens is complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from dpfl_jax.data.records import FORMATS, RecordReader, open_records
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.store import StoreBase, content_fingerprint
+from dpfl_jax.errors import BadInputError
+
+MANIFEST = "manifest.json"
+KIND = "dpfl_jax user-partitioned store"
+VERSION = 1
+
+
+def sha256_file(path: pathlib.Path) -> str:
+    """Returns the hex SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclasses.dataclass(frozen=True)
+class FileEntry:
+    """What the manifest says about one file.
+
+    Attributes:
+      file: name within the store's folder.
+      bytes: its size.
+      sha256: hex digest of its contents.
+      users: users whose examples it holds (shards only).
+      examples: examples it holds (shards only).
+    """
+
+    file: str
+    bytes: int
+    sha256: str
+    users: int = 0
+    examples: int = 0
+
+    @classmethod
+    def of(cls, path: pathlib.Path, users: int = 0, examples: int = 0) -> FileEntry:
+        """Describes a file that is there."""
+        return cls(path.name, path.stat().st_size, sha256_file(path), users, examples)
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """The table of contents of a store.
+
+    Attributes:
+      schema: layout of an example.
+      shard_format: ``"arrayrecord"`` or ``"flat"``.
+      num_users: users in all shards.
+      num_examples: examples in all shards.
+      fingerprint: digest of users and examples, the same for every way of storing them.
+      shards: in store order.
+      index: ``offsets.npy``, ``ids.npy``, ``ids_ends.npy``.
+      build: free-form facts about the build (sources, settings); no part of the content.
+    """
+
+    schema: Schema
+    shard_format: str
+    num_users: int
+    num_examples: int
+    fingerprint: str
+    shards: tuple[FileEntry, ...]
+    index: tuple[FileEntry, ...]
+    build: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Writes ``manifest.json``, durably and in one step."""
+        body = {
+            "kind": KIND,
+            "version": VERSION,
+            "schema": self.schema.to_json(),
+            "tokenizer": self.schema.tokenizer,
+            "shard_format": self.shard_format,
+            "num_users": self.num_users,
+            "num_examples": self.num_examples,
+            "fingerprint": self.fingerprint,
+            "shards": [dataclasses.asdict(s) for s in self.shards],
+            "index": [dataclasses.asdict(s) for s in self.index],
+            "build": self.build,
+        }
+        body["checksum"] = _checksum(body)
+        partial = folder / (MANIFEST + ".partial")
+        with partial.open("w") as file:
+            json.dump(body, file, indent=1, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.rename(folder / MANIFEST)
+
+    @classmethod
+    def read(cls, folder: pathlib.Path) -> Manifest:
+        """Reads ``manifest.json``.
+
+        Raises:
+          BadInputError: if it is missing, damaged, of another kind or of a later version.
+        """
+        path = folder / MANIFEST
+        if not path.is_file():
+            raise BadInputError(
+                f"{folder} is not a store: it has no {MANIFEST} (build one with `dpfl data build`)"
+            )
+        try:
+            body = json.loads(path.read_bytes().decode())
+            if body["kind"] != KIND:
+                raise ValueError("another kind of file")
+            version = body["version"]
+            checksum = body.pop("checksum")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadInputError(f"{path} is not a readable store manifest ({error})") from error
+        if version != VERSION:
+            raise BadInputError(
+                f"{path} has version {version}, but this program reads version {VERSION}: build "
+                "the store again"
+            )
+        if checksum != _checksum(body):
+            raise BadInputError(f"{path} was changed after it was written: build the store again")
+        return cls(
+            Schema.from_json(body["schema"]),
+            body["shard_format"],
+            body["num_users"],
+            body["num_examples"],
+            body["fingerprint"],
+            tuple(FileEntry(**s) for s in body["shards"]),
+            tuple(FileEntry(**s) for s in body["index"]),
+            body["build"],
+        )
+
+
+def _checksum(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+class ShardStore(StoreBase):
+    """A store on disk, opened for reading. Thread-safe; can be sent to worker processes.
+
+    Attributes:
+      path: the folder.
+      manifest: its table of contents.
+      user_offsets: int64 [num_users + 1].
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        """Opens a folder; see ``open_store``."""
+        self.path = pathlib.Path(path)
+        self.manifest = Manifest.read(self.path)
+        self.schema = self.manifest.schema
+        if self.manifest.shard_format not in FORMATS:
+            raise BadInputError(
+                f"{self.path / MANIFEST}: unknown shard format {self.manifest.shard_format!r}"
+            )
+        for entry in (*self.manifest.shards, *self.manifest.index):
+            self._check_size(entry)
+        for entry in self.manifest.index:
+            self._check_sum(entry, "it belongs to another build or was damaged")
+        self.user_offsets = np.load(self.path / "offsets.npy")
+        ends = np.load(self.path / "ids_ends.npy", mmap_mode="r")
+        if len(self.user_offsets) != self.manifest.num_users + 1 or len(ends) != self.num_users:
+            raise BadInputError(f"{self.path / 'offsets.npy'}: the index disagrees with {MANIFEST}")
+        self._ids_ends = ends
+        self._ids = np.load(self.path / "ids.npy", mmap_mode="r")
+        self._starts = np.cumsum([0, *(s.examples for s in self.manifest.shards)])
+        self._readers: dict[int, RecordReader] = {}
+        self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Sends the path, not the open files."""
+        return type(self), (os.fspath(self.path),)
+
+    def _check_size(self, entry: FileEntry) -> None:
+        path = self.path / entry.file
+        if not path.is_file():
+            raise BadInputError(f"the store's file {path} is missing: build the store again")
+        size = path.stat().st_size
+        if size != entry.bytes:
+            raise BadInputError(
+                f"{path} has {size} bytes, but its manifest says {entry.bytes}: it was truncated "
+                "or belongs to another build; build the store again"
+            )
+
+    def _check_sum(self, entry: FileEntry, what: str) -> None:
+        path = self.path / entry.file
+        if sha256_file(path) != entry.sha256:
+            raise BadInputError(
+                f"{path} does not have the checksum of its manifest: {what}; build the store again"
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """Hex digest of users, examples and schema, as written when the store was built."""
+        return self.manifest.fingerprint
+
+    def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
+        """Returns the ids of the users with these indices."""
+        names = []
+        for i in indices:
+            begin = int(self._ids_ends[i - 1]) if i else 0
+            names.append(self._ids[begin : int(self._ids_ends[i])].tobytes().decode())
+        return names
+
+    def _reader(self, shard: int) -> RecordReader:
+        reader = self._readers.get(shard)
+        if reader is None:
+            with self._lock:
+                if shard not in self._readers:
+                    entry = self.manifest.shards[shard]
+                    self._readers[shard] = open_records(
+                        self.path / entry.file,
+                        self.manifest.shard_format,
+                        self.schema.record_dtype,
+                        entry.examples,
+                    )
+                reader = self._readers[shard]
+        return reader
+
+    def records(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the stored records at ``positions``.
+
+        Raises:
+          BadInputError: naming the shard, if one is found damaged while reading.
+        """
+        positions = np.asarray(positions, dtype=np.int64)
+        if len(self.manifest.shards) == 1:
+            return self._reader(0).read(positions)
+        out = np.empty(len(positions), self.schema.record_dtype)
+        shard = np.searchsorted(self._starts, positions, side="right") - 1
+        order = np.argsort(shard, kind="stable")
+        bounds = np.searchsorted(shard[order], np.arange(len(self.manifest.shards) + 1))
+        for s in np.flatnonzero(np.diff(bounds)):
+            rows = order[bounds[s] : bounds[s + 1]]
+            out[rows] = self._reader(int(s)).read(positions[rows] - self._starts[s])
+        return out
+
+    def verify(self, progress: Any = None) -> None:
+        """Reads every file again and compares all checksums, then every record's digest.
+
+        Args:
+          progress: called with the number of bytes of each shard when it is done.
+
+        Raises:
+          BadInputError: naming the first file that is not what was built.
+        """
+        for entry in self.manifest.shards:
+            self._check_sum(entry, "a byte changed or it belongs to another build")
+            if progress is not None:
+                progress(entry.bytes)
+        if content_fingerprint(self) != self.manifest.fingerprint:
+            raise BadInputError(
+                f"{self.path}: the records are not those of the manifest; build the store again"
+            )
+
+
+def open_store(path: str | os.PathLike[str]) -> ShardStore:
+    """Opens a store's folder.
+
+    Sizes of all files and checksums of the index are checked here; ``ShardStore.verify`` re-reads
+    the shards.
+
+    Raises:
+      BadInputError: naming the file that is missing, damaged or of another build.
+    """
+    return ShardStore(path)

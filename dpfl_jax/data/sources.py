@@ -1,0 +1,194 @@
+"""Where the rows of a build come from: files, installed packages, a TFDS builder.
+
+A source is opened lazily: an interrupted build that already read its rows does not read them again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from dpfl_jax.data import python_source
+from dpfl_jax.data.documents import expand_paths, read_documents, text_of
+from dpfl_jax.data.keys import UserKey
+from dpfl_jax.data.plan import Row
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.errors import BadInputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Rows to build a store from.
+
+    Attributes:
+      rows: opens the stream of (user id, sequence number, data).
+      identity: says which rows these are, so that an interrupted build can tell a changed source.
+      size: bytes of input, about; sets the number of shards.
+      schema: layout of packed records, or None if the data are text to tokenise.
+    """
+
+    rows: Callable[[], Iterator[Row]]
+    identity: dict[str, Any]
+    size: int
+    schema: Schema | None = None
+
+
+def sequence_number(file: int, row: int) -> int:
+    """Returns the place of a row in its source: files in the order given, rows in file order."""
+    return (file << 40) | row
+
+
+def file_rows(
+    file: int, path: pathlib.Path, format: str | None, user_column: str, text_column: str
+) -> Iterator[Row]:
+    """Yields the rows of one file; ``file`` is its place among the files of the build."""
+    documents = read_documents([path], format, user_column, text_column)
+    for row, (user, text) in enumerate(documents):
+        yield user, sequence_number(file, row), text.encode()
+
+
+def _file_identity(path: pathlib.Path) -> list[Any]:
+    """Path, size and modification time of a file, or of all files in a folder."""
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    return [[os.fspath(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
+
+
+def file_source(
+    path: str | Sequence[str],
+    format: str | None = None,
+    user_column: str = "user",
+    text_column: str = "text",
+) -> Source:
+    """Returns the documents of JSONL, Parquet, CSV, Hugging Face files or folders of text."""
+    UserKey(user_column)
+    paths = expand_paths(path)
+    files = [entry for p in paths for entry in _file_identity(p)]
+
+    def rows() -> Iterator[Row]:
+        for file, p in enumerate(paths):
+            yield from file_rows(file, p, format, user_column, text_column)
+
+    identity = {
+        "files": files,
+        "format": format,
+        "user_column": user_column,
+        "text_column": text_column,
+    }
+    # Compressed columns and gzip grow about threefold.
+    packed = (".gz", ".parquet")
+    size = sum(s * (3 if name.endswith(packed) else 1) for name, s, _ in files)
+    return Source(rows, identity, size)
+
+
+def python_files_source() -> Source:
+    """Returns the installed packages' source files, one user each."""
+    files = python_source.installed_package_files()
+
+    def rows() -> Iterator[Row]:
+        for user, data in files.items():
+            yield user, 0, data
+
+    sizes = {user: len(data) for user, data in files.items()}
+    return Source(rows, {"python_files": sizes}, sum(sizes.values()))
+
+
+def tfds_source(
+    name: str,
+    user_column: str,
+    split: str = "train",
+    text_column: str | None = None,
+    data_dir: str | None = None,
+) -> Source:
+    """Returns the examples of a prepared TFDS data set, by random access and without TensorFlow.
+
+    Args:
+      name: a folder that holds a prepared builder (``.../version``), or a registered name whose
+        prepared data lie in ``data_dir``. Nothing is downloaded.
+      user_column: key expression over the example's features.
+      split: which split.
+      text_column: a text feature to tokenise; None to keep all numeric features as arrays.
+      data_dir: where prepared data of registered names lie.
+
+    Raises:
+      BadInputError: if the data are not there, are not in a random-access format, or the source
+        holds another number of examples than its metadata says.
+    """
+    key = UserKey(user_column)
+    source, info = _open_tfds(name, split, data_dir)
+    expected = info.splits[split].num_examples
+    if len(source) != expected:
+        raise BadInputError(
+            f"the TFDS data set {name}, split {split}, gives {len(source)} examples but its "
+            f"metadata says {expected}: prepare it again with file_format='array_record'"
+        )
+    if expected == 0:
+        raise BadInputError(f"the TFDS data set {name}, split {split}, is empty")
+    identity = {
+        "tfds": info.full_name,
+        "split": split,
+        "examples": expected,
+        "user_column": user_column,
+        "text_column": text_column,
+    }
+    size = info.splits[split].num_bytes or expected * 1024
+    schema = None
+    if text_column is None:
+        schema = Schema.arrays(_numeric(source[0], key, name))
+
+    def rows() -> Iterator[Row]:
+        for row in range(len(source)):
+            example = source[row]
+            where = f"{name}, split {split}, example {row}"
+            user = key(example, where)
+            if schema is None:
+                assert text_column is not None
+                yield user, row, text_of(example, text_column, where).encode()
+            else:
+                arrays = {f.name: np.asarray(example[f.name])[None] for f in schema.fields}
+                yield user, row, schema.pack(arrays).tobytes()
+
+    return Source(rows, identity, size, schema)
+
+
+def _open_tfds(name: str, split: str, data_dir: str | None) -> tuple[Any, Any]:
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError as error:
+        raise BadInputError(
+            "reading TFDS data needs its library: pip install 'dpfl_jax[tfds]'"
+        ) from error
+    try:
+        if os.path.isdir(name):
+            builder = tfds.builder_from_directory(name)
+        else:
+            builder = tfds.builder(name, data_dir=data_dir)
+        if split not in builder.info.splits:
+            raise BadInputError(
+                f"the TFDS data set {name} has no split {split!r}; it has "
+                f"{sorted(builder.info.splits)} (prepare it first if there are none)"
+            )
+        return builder.as_data_source(split=split), builder.info
+    except BadInputError:
+        raise
+    except Exception as error:  # the library raises many kinds; each is a file that is not there
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise BadInputError(
+            f"cannot open the TFDS data set {name} ({first}): give the folder of a builder "
+            "prepared with file_format='array_record'"
+        ) from error
+
+
+def _numeric(example: dict[str, Any], key: UserKey, name: str) -> dict[str, np.ndarray]:
+    arrays = {}
+    for feature, value in example.items():
+        array = np.asarray(value) if not isinstance(value, (bytes, str, dict)) else None
+        if array is not None and array.dtype.kind in "biuf" and feature not in (key.columns or ()):
+            arrays[feature] = array
+    if not arrays:
+        raise BadInputError(f"{name} has no numeric features: give --text-column to tokenise text")
+    return arrays
