@@ -1,0 +1,118 @@
+"""Mechanisms: what they sample, bound, add and account come from the same fields."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpfl_jax.accounting import epsilon
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms import ELS, ULS, NonPrivate, mean_of_examples
+from dpfl_jax.randomness import RootKey
+
+OFFSETS = np.cumsum([0, 1, 4, 9, 2, 6])
+KEY = RootKey.from_seed(0)
+
+
+def test_els_limits_once_and_samples_what_it_accounts():
+    mechanism = ELS(group_size=3, batch_size=4, noise_multiplier=1.0)
+    population = mechanism.population(OFFSETS)
+    assert (population.num_users, population.num_examples, population.num_units) == (5, 22, 12)
+    sampler = mechanism.sampler(OFFSETS, KEY)
+    assert len(sampler.positions) == 12
+    assert sampler.prob == mechanism.sampling_probability(population) == 4 / 12
+    assert sampler.expected_size == pytest.approx(mechanism.divisor)
+    again = mechanism.sampler(OFFSETS, KEY)
+    np.testing.assert_array_equal(sampler.positions, again.positions)
+    event = mechanism.event(population, 7)
+    assert event.count == 7
+    np.testing.assert_allclose(event.event.sampling_probs, [(2 / 3) ** 3, 4 / 9, 2 / 9, 1 / 27])
+
+
+def test_uls_samples_users():
+    mechanism = ULS(group_size=2, cohort_size=2, noise_multiplier=1.0)
+    population = mechanism.population(OFFSETS)
+    assert population.num_units == 5
+    sampler = mechanism.sampler(OFFSETS, KEY)
+    assert sampler.prob == mechanism.sampling_probability(population) == 0.4
+    assert sampler.expected_size == pytest.approx(mechanism.divisor)
+    assert mechanism.event(population, 7).event.sampling_probability == 0.4
+
+
+def test_declared_probabilities_do_not_depend_on_the_data():
+    mechanism = ULS(group_size=2, cohort_size=3, sampling_prob=0.25, noise_multiplier=1.0)
+    assert mechanism.sampler(OFFSETS, KEY).prob == 0.25
+    assert mechanism.divisor == 3.0
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [ELS(group_size=3, batch_size=4), ULS(group_size=2, cohort_size=2)],
+    ids=lambda m: m.kind,
+)
+def test_calibration_meets_the_target_from_below(mechanism):
+    population = mechanism.population(np.arange(0, 3001, 3))
+    calibrated = mechanism.calibrate(population, 100, 2.0, 1e-5)
+    guarantee = calibrated.guarantee(population, 100, 1e-5, ("mine",))
+    assert 1.98 < guarantee.epsilon <= 2.0
+    assert guarantee.epsilon == epsilon(calibrated.event(population, 100), 1e-5)
+    assert "mine" in guarantee.caveats
+    assert guarantee.noise_multiplier == calibrated.noise_multiplier
+
+
+def test_noise_follows_the_rule_s_sensitivity():
+    standard = ULS(group_size=1, cohort_size=2, clip_norm=0.3, noise_multiplier=2.0)
+    assert standard.noise.stddev == pytest.approx(0.6)
+    normalized = dataclasses.replace(standard, clipping="normalized")
+    assert normalized.noise.stddev == pytest.approx(2.0)
+
+
+def test_default_delta_is_the_paper_s():
+    """135,818,730 examples: 1.13e-9 (Charles et al. 2024, section 5.1)."""
+    population = dataclasses.replace(
+        NonPrivate(batch_size=1).population(OFFSETS), num_examples=135_818_730
+    )
+    assert population.default_delta() == pytest.approx(1.1317e-9, rel=1e-4)
+
+
+def test_a_user_s_loss_is_the_mean_over_their_own_examples():
+    user_loss = mean_of_examples(lambda p, x: p * x["v"])
+    user = {
+        "examples": {"v": jnp.array([1.0, 3.0, jnp.nan])},
+        "mask": jnp.array([True, True, False]),
+    }
+    assert float(user_loss(2.0, user)) == 4.0
+    gradient = jax.grad(user_loss)(2.0, {**user, "examples": {"v": jnp.array([1.0, 3.0, 9.0])}})
+    assert float(gradient) == 2.0
+
+
+def test_unit_batches_hold_each_user_in_one_row():
+    mechanism = ULS(group_size=3, cohort_size=3, noise_multiplier=1.0)
+    draw = mechanism.sampler(OFFSETS, KEY).draw(0)
+    examples = {"x": draw.positions[draw.example_mask].astype(np.float32)}
+    batch = mechanism.unit_batch(draw, examples)
+    np.testing.assert_array_equal(batch["mask"], draw.example_mask)
+    np.testing.assert_array_equal(
+        batch["examples"]["x"], np.where(draw.example_mask, draw.positions, 0)
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ELS(group_size=0, batch_size=1), "group_size"),
+        (lambda: ELS(group_size=1, batch_size=0), "batch_size"),
+        (lambda: ULS(group_size=1, cohort_size=-2), "cohort_size"),
+        (lambda: ULS(group_size=1, cohort_size=2, clip_norm=0), "clip_norm"),
+        (lambda: ULS(group_size=1, cohort_size=2, clipping="hard"), "clipping"),
+        (lambda: ULS(group_size=1, cohort_size=2, noise_multiplier=-1), "noise_multiplier"),
+        (lambda: ULS(group_size=1, cohort_size=2, sampling_prob=1.5), "sampling probability"),
+        (lambda: ULS(group_size=1, cohort_size=9).sampler(OFFSETS, KEY), "sampling probability"),
+        (lambda: ULS(group_size=1, cohort_size=2).noise, "no noise multiplier"),
+    ],
+)
+def test_bad_fields_are_one_sentence(make, message):
+    with pytest.raises(BadInputError, match=message):
+        make()

@@ -1,0 +1,162 @@
+"""``fit`` on a small regression: what a notebook user calls."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dpfl_jax.data import ArrayStore
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training import fit
+from dpfl_jax.training.run_dir import RunDirectory
+
+TRUE = np.array([1.0, -2.0, 0.5], np.float32)
+
+
+def make_store(users=200, seed=0):
+    rng = np.random.default_rng(seed)
+    data = {}
+    for user in range(users):
+        x = rng.normal(size=(int(rng.integers(1, 6)), 3)).astype(np.float32)
+        data[f"u{user:04d}"] = {"x": x, "y": x @ TRUE}
+    return ArrayStore.from_users(data.items())
+
+
+def loss_fn(params, example):
+    return 0.5 * (example["x"] @ params["w"] - example["y"]) ** 2
+
+
+def run(mechanism=None, **kwargs):
+    arguments = {
+        "loss_fn": loss_fn,
+        "params": {"w": jnp.zeros(3)},
+        "data": make_store(),
+        "validation": make_store(40, seed=1),
+        "mechanism": mechanism or ULS(group_size=2, cohort_size=50, clip_norm=1.0),
+        "optimizer": optax.sgd(0.3),
+        "steps": 30,
+        "epsilon": 8.0,
+        "delta": 1e-3,
+        "key": RootKey.from_seed(0),
+        "microbatch_size": 8,
+    }
+    return fit(**(arguments | kwargs))
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        ULS(group_size=2, cohort_size=50, clip_norm=1.0),
+        ELS(group_size=3, batch_size=50, clip_norm=1.0),
+        NonPrivate(batch_size=50),
+    ],
+    ids=lambda m: m.kind,
+)
+def test_training_lowers_the_held_out_loss(mechanism):
+    result = run(mechanism)
+    assert result.final.loss < 0.3 * result.initial.loss
+    assert result.steps == 30
+    assert result.interrupted is None
+    if mechanism.private:
+        assert result.guarantee.epsilon <= 8.0
+        assert result.guarantee.unit == "user"
+        assert any("seed" in caveat for caveat in result.guarantee.caveats)
+    else:
+        assert result.guarantee.epsilon == float("inf")
+
+
+def test_the_seed_decides_everything():
+    a, b, c = run(), run(), run(key=RootKey.from_seed(1))
+    np.testing.assert_array_equal(a.params["w"], b.params["w"])
+    assert (np.asarray(a.params["w"]) != np.asarray(c.params["w"])).any()
+
+
+def test_the_caller_keeps_their_parameters():
+    params = {"w": jnp.zeros(3)}
+    run(params=params, steps=2)
+    np.testing.assert_array_equal(params["w"], np.zeros(3))
+
+
+def test_epsilon_spent_grows_to_the_guarantee():
+    result = run()
+    spent = [row["epsilon_spent"] for row in result.metrics if "epsilon_spent" in row]
+    assert spent == sorted(spent)
+    assert 0 < spent[0] < spent[-1]
+    assert spent[-1] == pytest.approx(result.guarantee.epsilon)
+
+
+def test_resume_in_process_is_bit_for_bit(tmp_path, monkeypatch):
+    whole = run(steps=20, validation=None)
+
+    directory = RunDirectory(tmp_path / "run", {}, "f", seed=0)
+    calls = {"n": 0}
+    real = RunDirectory.append_metrics
+
+    def crash(self, row):
+        calls["n"] += 1
+        if calls["n"] == 13:
+            raise KeyboardInterrupt
+        real(self, row)
+
+    monkeypatch.setattr(RunDirectory, "append_metrics", crash)
+    with pytest.raises(KeyboardInterrupt):
+        run(steps=20, validation=None, run_dir=directory, key=None, checkpoint_every=5)
+    directory.close()
+    monkeypatch.setattr(RunDirectory, "append_metrics", real)
+    directory = RunDirectory(tmp_path / "run", {}, "f", seed=0)
+    assert directory.resumed
+    result = run(steps=20, validation=None, run_dir=directory, key=None, checkpoint_every=5)
+    np.testing.assert_array_equal(result.params["w"], whole.params["w"])
+    assert [row["step"] for row in result.metrics] == list(range(1, 21))
+
+
+def test_a_poisoned_user_never_reaches_the_parameters():
+    rng = np.random.default_rng(0)
+    data = {f"u{i:03d}": {"x": rng.normal(size=(2, 3)).astype(np.float32),
+                          "y": np.zeros(2, np.float32)} for i in range(100)}  # fmt: skip
+    data["u050"]["x"][:] = np.nan
+    data["u051"]["y"][:] = np.inf
+    result = run(data=ArrayStore.from_users(data.items()), validation=None, steps=10)
+    assert np.isfinite(result.params["w"]).all()
+    poisoned = sum(r["outside_guarantee"]["nonfinite_units"] for r in result.metrics)
+    assert poisoned > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"steps": 0}, "number of steps"),
+        ({"epsilon": None}, "neither epsilon nor"),
+        ({"epsilon": -1.0}, "epsilon"),
+        ({"delta": 0.0}, "delta"),
+        ({"mechanism": ULS(group_size=2, cohort_size=5000)}, "sampling probability"),
+    ],
+)
+def test_bad_arguments_are_one_sentence(change, message):
+    with pytest.raises(BadInputError, match=message) as caught:
+        run(**change)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_processes_do_not_share_a_run_directory(tmp_path):
+    first = RunDirectory(tmp_path / "run", {}, "f", seed=None)
+    with pytest.raises(BadInputError, match="another process"):
+        RunDirectory(tmp_path / "run", {}, "f", seed=None)
+    first.close()
+    RunDirectory(tmp_path / "run", {}, "f", seed=None).close()
+
+
+def test_a_lost_key_is_said_not_replaced(tmp_path):
+    RunDirectory(tmp_path / "run", {}, "f", seed=None).close()
+    (tmp_path / "run/private/root_key.json").unlink()
+    with pytest.raises(BadInputError, match="root key"):
+        RunDirectory(tmp_path / "run", {}, "f", seed=None)
+
+
+def test_loss_is_computed_on_the_mesh_given():
+    one = run(mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)), steps=8)
+    eight = run(steps=8)
+    np.testing.assert_allclose(one.params["w"], eight.params["w"], rtol=1e-5, atol=1e-6)
