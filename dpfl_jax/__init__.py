@@ -1,3 +1,69 @@
-"""dpfl_jax: training with differential privacy for people, at datacenter speed."""
+"""dpfl_jax: training with differential privacy for people, at datacenter speed.
+
+    import dpfl_jax as dpfl
+
+A *mechanism* (``ELS``, ``ULS``) joins sampling, bounded gradients, noise and accounting; ``fit``
+trains with it; ``bounded_grad`` is useful alone; ``accounting`` needs no JAX.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+# Loaded on first use, so that `dpfl --help` and `dpfl account` do not start JAX.
+_HOMES = {
+    "BadInputError": "dpfl_jax.errors",
+    "BoundedSum": "dpfl_jax.clipping",
+    "DataConfig": "dpfl_jax.data",
+    "ELS": "dpfl_jax.mechanisms",
+    "FitResult": "dpfl_jax.training",
+    "Guarantee": "dpfl_jax.accounting",
+    "LanguageModel": "dpfl_jax.models",
+    "NonPrivate": "dpfl_jax.mechanisms",
+    "RootKey": "dpfl_jax.randomness",
+    "ULS": "dpfl_jax.mechanisms",
+    "bounded_grad": "dpfl_jax.clipping",
+    "fit": "dpfl_jax.training",
+    "load_dataset": "dpfl_jax.data",
+    "transformer_config": "dpfl_jax.models",
+}
+
+__all__ = [
+    "ELS",
+    "ULS",
+    "BadInputError",
+    "BoundedSum",
+    "DataConfig",
+    "FitResult",
+    "Guarantee",
+    "LanguageModel",
+    "NonPrivate",
+    "RootKey",
+    "accounting",
+    "bounded_grad",
+    "fit",
+    "load_dataset",
+    "transformer_config",
+]
+
+if TYPE_CHECKING:
+    from dpfl_jax import accounting
+    from dpfl_jax.accounting import Guarantee
+    from dpfl_jax.clipping import BoundedSum, bounded_grad
+    from dpfl_jax.data import DataConfig, load_dataset
+    from dpfl_jax.errors import BadInputError
+    from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
+    from dpfl_jax.models import LanguageModel, transformer_config
+    from dpfl_jax.randomness import RootKey
+    from dpfl_jax.training import FitResult, fit
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name == "accounting":
+        return importlib.import_module("dpfl_jax.accounting")
+    raise AttributeError(f"module 'dpfl_jax' has no attribute {name!r}")

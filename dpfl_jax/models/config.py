@@ -1,0 +1,169 @@
+"""The shape of a decoder-only transformer, and the sizes that have names."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import Any, ClassVar, Literal, get_args
+
+from dpfl_jax.errors import BadInputError
+
+Activation = Literal["gelu", "swiglu", "geglu"]
+Norm = Literal["rms", "layer"]
+Positions = Literal["rotary", "learned"]
+ComputeDtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """A pre-norm decoder-only transformer.
+
+    Attributes:
+      vocab_size: ids are below it (special ids included).
+      max_seq_len: longest sequence; matters for learned positions.
+      num_layers: blocks.
+      embed_dim: width of the residual stream.
+      num_heads: query heads.
+      num_kv_heads: key and value heads (fewer = grouped-query attention); default num_heads.
+      head_dim: width of a head; default embed_dim / num_heads.
+      mlp_dim: hidden width of the MLP; default 4 x embed_dim, or 8/3 of it (rounded up to a
+        multiple of 32) for the gated activations.
+      activation: gelu, swiglu or geglu.
+      norm: rms or layer.
+      norm_eps: added to the variance.
+      positions: rotary or learned.
+      rope_theta: base of the rotary frequencies.
+      use_bias: biases in projections.
+      tie_embeddings: the output head is the transposed embedding.
+      scan_layers: one compiled block run num_layers times (compile time does not grow with depth).
+      remat: recompute a block's activations in the backward pass.
+      dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
+      bos_id: put before every sequence by the model.
+    """
+
+    vocab_size: int
+    max_seq_len: int = 128
+    num_layers: int = 2
+    embed_dim: int = 64
+    num_heads: int = 4
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    mlp_dim: int | None = None
+    activation: Activation = "gelu"
+    norm: Norm = "rms"
+    norm_eps: float = 1e-6
+    positions: Positions = "rotary"
+    rope_theta: float = 10_000.0
+    use_bias: bool = False
+    tie_embeddings: bool = True
+    scan_layers: bool = True
+    remat: bool = False
+    dtype: ComputeDtype = "float32"
+    bos_id: int = 1
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    def __post_init__(self) -> None:
+        """Validates the shape; one sentence for what does not fit."""
+        for name in ("vocab_size", "max_seq_len", "num_layers", "embed_dim", "num_heads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise BadInputError(
+                    f"model: {name} is {value!r}, but it must be a whole number >= 1"
+                )
+        choices = {
+            "activation": Activation,
+            "norm": Norm,
+            "positions": Positions,
+            "dtype": ComputeDtype,
+        }
+        for name, options in choices.items():
+            if getattr(self, name) not in get_args(options):
+                raise BadInputError(
+                    f"model: {name} is {getattr(self, name)!r}, but it must be one of "
+                    f"{', '.join(get_args(options))}"
+                )
+        if self.head_dim is None and self.embed_dim % self.num_heads:
+            raise BadInputError(
+                f"model: embed_dim {self.embed_dim} is not a multiple of num_heads "
+                f"{self.num_heads}: change one, or set head_dim"
+            )
+        if self.num_heads % self.kv_heads:
+            raise BadInputError(
+                f"model: num_heads {self.num_heads} is not a multiple of num_kv_heads "
+                f"{self.kv_heads}"
+            )
+        if self.positions == "rotary" and self.width % 2:
+            raise BadInputError(
+                f"model: rotary positions need an even head width, but it is {self.width}"
+            )
+        if not 0 <= self.bos_id < self.vocab_size:
+            raise BadInputError(
+                f"model: bos_id {self.bos_id} is not below vocab_size {self.vocab_size}"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Key and value heads."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def width(self) -> int:
+        """Width of a head."""
+        return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation in ("swiglu", "geglu")
+
+    @property
+    def hidden(self) -> int:
+        """Hidden width of the MLP."""
+        if self.mlp_dim is not None:
+            return self.mlp_dim
+        if self.gated:
+            return -(-8 * self.embed_dim // 3 // 32) * 32
+        return 4 * self.embed_dim
+
+
+# Parameters without embeddings are about 12 x num_layers x embed_dim^2.
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"num_layers": 2, "embed_dim": 96, "num_heads": 4},
+    "1m": {"num_layers": 5, "embed_dim": 128, "num_heads": 4},
+    "3m": {"num_layers": 4, "embed_dim": 256, "num_heads": 8},
+    "10m": {"num_layers": 6, "embed_dim": 384, "num_heads": 6},
+    "30m": {"num_layers": 10, "embed_dim": 512, "num_heads": 8},
+    "124m": {
+        "num_layers": 12,
+        "embed_dim": 768,
+        "num_heads": 12,
+        "norm": "layer",
+        "norm_eps": 1e-5,
+        "positions": "learned",
+        "use_bias": True,
+    },
+    # Stand-in for the 350M decoder of Charles et al. 2024, whose shape is not reported.
+    "350m": {"num_layers": 24, "embed_dim": 1024, "num_heads": 16},
+}
+
+
+def transformer_config(size: str, **overrides: Any) -> TransformerConfig:
+    """Returns the configuration of a named size, with some fields changed.
+
+    Args:
+      size: a key of ``SIZES``.
+      **overrides: fields of ``TransformerConfig``; ``vocab_size`` is needed unless the size has it.
+
+    Raises:
+      BadInputError: an unknown size or field.
+    """
+    if size not in SIZES:
+        raise BadInputError(f"model: size {size!r} is not one of {', '.join(SIZES)}")
+    known = [f.name for f in dataclasses.fields(TransformerConfig)]
+    for name in overrides:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise BadInputError(f"model: unknown field {name!r}: {hint}")
+    return TransformerConfig(**{"vocab_size": 259} | SIZES[size] | overrides)

@@ -1,0 +1,214 @@
+"""A decoder-only transformer in Flax: pre-norm, rotary or learned positions, scanned blocks.
+
+Attention and projections are plain matrix products of parameters with data: what computes the
+norms of per-person gradients from the loss's jaxpr knows those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from dpfl_jax.models.config import TransformerConfig
+
+PyTree = Any
+Initializer = Callable[..., jax.Array]
+_STDDEV = 0.02
+
+
+class Linear(nn.Module):
+    """x @ kernel (+ bias) in the compute dtype; x [..., i] -> [..., features]."""
+
+    features: int
+    config: TransformerConfig
+    stddev: float = _STDDEV
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the projection."""
+        kernel = self.param(
+            "kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features)
+        )
+        y = x @ kernel.astype(x.dtype)
+        if self.config.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,))
+            y = y + bias.astype(x.dtype)
+        return y
+
+
+class Norm(nn.Module):
+    """RMS or layer norm over the last axis, in float32, returned in the input's dtype."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises and scales."""
+        y = x.astype(jnp.float32)
+        if self.config.norm == "layer":
+            y = y - y.mean(axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.norm_eps)
+        y = y * self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        if self.config.norm == "layer":
+            y = y + self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        return y.astype(x.dtype)
+
+
+def rotate(x: jax.Array, theta: float) -> jax.Array:
+    """Rotary positions (Su et al. 2021), halves convention; x [length, heads, width]."""
+    length, _, width = x.shape
+    frequencies = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies
+    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, optionally with fewer key and value heads."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """X [length, embed_dim] -> the same shape."""
+        c = self.config
+        length = x.shape[0]
+        q = Linear(c.num_heads * c.width, c, name="query")(x).reshape(length, -1, c.width)
+        k = Linear(c.kv_heads * c.width, c, name="key")(x).reshape(length, -1, c.width)
+        v = Linear(c.kv_heads * c.width, c, name="value")(x).reshape(length, -1, c.width)
+        if c.positions == "rotary":
+            q, k = rotate(q, c.rope_theta), rotate(k, c.rope_theta)
+        # Query heads in groups that share one key and value head.
+        q = q.reshape(length, c.kv_heads, c.num_heads // c.kv_heads, c.width)
+        scores = jnp.einsum("tkgw,skw->kgts", q, k, preferred_element_type=jnp.float32)
+        causal = jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]
+        scores = jnp.where(causal, scores / math.sqrt(c.width), jnp.finfo(jnp.float32).min)
+        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
+        mixed = jnp.einsum("kgts,skw->tkgw", weights, v).reshape(length, -1)
+        return Linear(c.embed_dim, c, _STDDEV / math.sqrt(2 * c.num_layers), name="out")(mixed)
+
+
+class Mlp(nn.Module):
+    """Two or (gated) three projections."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """X [length, embed_dim] -> the same shape."""
+        c = self.config
+        y = Linear(c.hidden, c, name="up")(x)
+        if c.gated:
+            gate = Linear(c.hidden, c, name="gate")(x)
+            y = y * (jax.nn.silu(gate) if c.activation == "swiglu" else jax.nn.gelu(gate))
+        else:
+            y = jax.nn.gelu(y)
+        return Linear(c.embed_dim, c, _STDDEV / math.sqrt(2 * c.num_layers), name="down")(y)
+
+
+class Block(nn.Module):
+    """One pre-norm block, in the form that ``nn.scan`` wants: (carry, nothing)."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        """X [length, embed_dim] -> (the same shape, None)."""
+        x = x + Attention(self.config, name="attention")(Norm(self.config, name="norm1")(x))
+        return x + Mlp(self.config, name="mlp")(Norm(self.config, name="norm2")(x)), None
+
+
+class Transformer(nn.Module):
+    """tokens int32 [length] -> logits float32 [length, vocab_size] for the *same* positions.
+
+    The input is shifted right behind the beginning-of-sequence id, so that position t predicts
+    token t from the tokens before it.
+    """
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Runs the model on one sequence."""
+        c = self.config
+        dtype = jnp.dtype(c.dtype)
+        init = nn.initializers.normal(_STDDEV)
+        embedding = self.param("embedding", init, (c.vocab_size, c.embed_dim))
+        bos = jnp.full((1,), c.bos_id, tokens.dtype)
+        inputs = jnp.concatenate([bos, tokens[:-1]])
+        x = embedding.astype(dtype)[inputs]
+        if c.positions == "learned":
+            positions = self.param("positions", init, (c.max_seq_len, c.embed_dim))
+            x = x + positions[: tokens.shape[0]].astype(dtype)
+        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
+        if c.scan_layers:
+            stack = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=c.num_layers,
+            )
+            x, _ = stack(c, name="blocks")(x, None)
+        else:
+            for i in range(c.num_layers):
+                x, _ = block(c, name=f"block_{i}")(x)
+        x = Norm(c, name="final_norm")(x)
+        if c.tie_embeddings:
+            head = embedding.T
+        else:
+            head = self.param("head", init, (c.embed_dim, c.vocab_size))
+        return jnp.matmul(x, head.astype(dtype), preferred_element_type=jnp.float32)
+
+
+class LanguageModel:
+    """A transformer as pure functions of its parameters.
+
+    Attributes:
+      config: its shape.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self.config = config
+        self._module = Transformer(config)
+
+    def init(self, key: jax.Array) -> PyTree:
+        """Returns fresh parameters: a nested dict of float32 arrays."""
+        tokens = jnp.zeros((self.config.max_seq_len,), jnp.int32)
+        return self._module.init(key, tokens)["params"]
+
+    def logits(self, params: PyTree, tokens: jax.Array) -> jax.Array:
+        """Tokens int32 [length] -> float32 [length, vocab_size]; row t predicts token t."""
+        return self._module.apply({"params": params}, tokens)
+
+    def loss(
+        self, params: PyTree, example: dict[str, jax.Array], rng: jax.Array | None = None
+    ) -> jax.Array:
+        """Mean next-token cross-entropy of ONE example over its real tokens, in nats.
+
+        Args:
+          params: as returned by ``init``.
+          example: ``tokens`` int32 [length] and ``mask`` bool [length], True for real tokens.
+          rng: unused (there is no dropout).
+
+        Returns:
+          float32 scalar; 0 for an example without real tokens.
+        """
+        del rng
+        logits = self.logits(params, example["tokens"])
+        real = example["mask"].astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, example["tokens"][:, None], axis=-1)[:, 0]
+        losses = jax.nn.logsumexp(logits, axis=-1) - picked
+        return jnp.sum(losses * real) / jnp.maximum(jnp.sum(real), 1.0)
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, without allocating them."""
+        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
