@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import dp_accounting
 from dp_accounting import NeighboringRelation, gaussian_mechanism
 
+from dpfl_jax.accounting import renyi
 from dpfl_jax.accounting.composition import Composition, Part
 from dpfl_jax.accounting.leaves import Flat, MixtureLeaf, flatten
 from dpfl_jax.errors import BadInputError
+
+Accountant = Literal["pld", "rdp", "zcdp"]
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE
@@ -46,6 +50,7 @@ def epsilon(
     *,
     relation: NeighboringRelation = ADD_OR_REMOVE,
     resolution: float = FINE,
+    accountant: Accountant = "pld",
 ) -> float:
     """Upper bound on epsilon at ``delta``.
 
@@ -54,6 +59,7 @@ def epsilon(
       delta: in (0, 1).
       relation: adjacency; the events of this package are add-or-remove unless they say otherwise.
       resolution: grid over the standard deviation of one step's loss; smaller is tighter, slower.
+      accountant: "pld" (tight), or "rdp" or "zcdp" (looser, for comparison).
 
     Returns:
       Epsilon >= 0, in nats; ``inf`` if there is no finite guarantee (no noise, not private).
@@ -63,6 +69,8 @@ def epsilon(
         not fit in memory.
     """
     check_delta(delta)
+    if accountant != "pld":
+        return _loose_epsilon(event, delta, relation, accountant)
     flat = flatten(event, relation)
     if not flat.private:
         return math.inf
@@ -158,6 +166,17 @@ def clt_signal(
     return math.sqrt(total)
 
 
+def _loose_epsilon(
+    event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation, accountant: str
+) -> float:
+    if accountant == "rdp":
+        found = renyi.renyi_divergences(event, renyi.ORDERS, relation)
+        return renyi.epsilon_from_renyi(found, renyi.ORDERS, delta)
+    if accountant == "zcdp":
+        return renyi.epsilon_from_zcdp(renyi.zcdp(event, relation), delta)
+    raise BadInputError(f"unknown accountant {accountant!r}: choose pld, rdp or zcdp")
+
+
 def _steps(flat: Flat) -> int:
     return sum(count for _, count in flat.leaves)
 
@@ -185,7 +204,7 @@ def _discretised(flat: Flat, resolution: float, log_tail: float) -> list[list[Pa
     leaves = list(flat.leaves)
     if flat.gaussian > 0:
         leaves.append((MixtureLeaf((math.sqrt(flat.gaussian),), (1.0,)), 1))
-    steps = sum(count for _, count in leaves)
+    steps = sum(count * getattr(leaf, "local_steps", 1) for leaf, count in leaves)
     variance = min(
         sum(count * leaf.moments()[direction][1] for leaf, count in leaves)
         for direction in ("remove", "add")

@@ -237,6 +237,6 @@ def pmf_from_divergence(
 def from_library(pmf: pld_pmf.PLDPmf, grid: float) -> LossPmf:
     """Reads dp-accounting's mass function (0.6.0 has no public view of it)."""
     dense = pmf.to_dense_pmf()
-    return LossPmf(
-        grid, int(dense._lower_loss), np.asarray(dense._probs), float(dense._infinity_mass)
-    )
+    # Rounding can leave masses of about -1e-17; 0 in their place errs on the safe side.
+    probs = np.maximum(np.asarray(dense._probs, dtype=float), 0.0)
+    return LossPmf(grid, int(dense._lower_loss), probs, max(float(dense._infinity_mass), 0.0))

@@ -41,3 +41,11 @@ class FixedSizeGaussianDpEvent(dp_accounting.DpEvent):
     dataset_size: int
     batch_size: int
     noise_multiplier: float
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class ApproximateDpEvent(dp_accounting.DpEvent):
+    """Any step of which only (epsilon, delta)-DP is known; composes optimally (Kairouz et al.)."""
+
+    epsilon: float
+    delta: float

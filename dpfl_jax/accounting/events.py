@@ -103,6 +103,30 @@ def els(noise_multiplier: float, sampling_prob: float, group_size: int, steps: i
     return mixture(sigma, counts, weights, steps)
 
 
+def els_worst_user(
+    noise_multiplier: float, sampling_prob: float, contributions: Sequence[int], steps: int
+) -> DpEvent:
+    """Users with known, different contribution counts: the one with the most governs.
+
+    ``contributions`` must be public (a declared table, not the private data's own counts).
+    """
+    if len(contributions) == 0:
+        raise BadInputError("the table of contributions is empty")
+    return els(noise_multiplier, sampling_prob, int(max(contributions)), steps)
+
+
+def shuffled_epochs(noise_multiplier: float, group_size: int, epochs: int) -> DpEvent:
+    """Batches cut from shuffled passes: no amplification; zero-out adjacency.
+
+    Unit: user, whose slots stay in place with zero gradients. A sound fallback for runs that
+    shuffle: within a pass a user's ``group_size`` examples may all fall in one batch (ELS; for ULS
+    pass 1, a user being in one batch of a pass). Per pass the sensitivity is at most G C.
+    """
+    size = check_count(group_size, "group size", 1)
+    passes = check_count(epochs, "number of passes")
+    return gaussian(check_noise(noise_multiplier) / size, passes)
+
+
 def mixture(
     noise_multiplier: float,
     sensitivities: Sequence[float] | np.ndarray,

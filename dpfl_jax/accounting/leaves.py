@@ -15,11 +15,15 @@ from typing import Protocol
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
-from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
+from dp_accounting.pld import PLDAccountant, common, privacy_loss_distribution
 
 from dpfl_jax.accounting import discretize
 from dpfl_jax.accounting.discretize import LossPmf, StepLoss
-from dpfl_jax.accounting.event_types import FixedSizeGaussianDpEvent, TwoStageSampledDpEvent
+from dpfl_jax.accounting.event_types import (
+    ApproximateDpEvent,
+    FixedSizeGaussianDpEvent,
+    TwoStageSampledDpEvent,
+)
 from dpfl_jax.errors import BadInputError
 
 Moments = dict[str, tuple[float, float]]
@@ -29,6 +33,9 @@ MAX_STEP_WORK = 1 << 26
 
 class Leaf(Protocol):
     """One elementary step."""
+
+    def __hash__(self) -> int:
+        """Leaves are dictionary keys."""
 
     def moments(self) -> Moments:
         """Mean and variance of its loss, by direction."""
@@ -99,6 +106,13 @@ class LibraryLeaf:
         """dp-accounting's own discretisation (its tail cut is e^-50 at most)."""
         if isinstance(self.event, FixedSizeGaussianDpEvent):
             return _fixed_size_step(self.event, grid, log_tail)
+        if isinstance(self.event, ApproximateDpEvent):
+            pld = privacy_loss_distribution.from_privacy_parameters(
+                common.DifferentialPrivacyParameters(self.event.epsilon, self.event.delta),
+                value_discretization_interval=grid,
+            )
+            pmf = discretize.from_library(pld._pmf_remove, grid)
+            return StepLoss(remove=pmf, add=pmf)
         accountant = PLDAccountant(self.relation, value_discretization_interval=grid)
         accountant.compose(self.event)
         pld = accountant._pld
@@ -286,6 +300,10 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
             return "no privacy"
         if event.batch_size >= event.dataset_size:
             return (2.0 / event.noise_multiplier) ** 2
+        return LibraryLeaf(event, relation)
+    if isinstance(event, ApproximateDpEvent):
+        if event.epsilon == 0.0 and event.delta == 0.0:
+            return "nothing"
         return LibraryLeaf(event, relation)
     if not PLDAccountant(relation).supports(event):
         raise BadInputError(

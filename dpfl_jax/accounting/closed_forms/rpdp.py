@@ -1,0 +1,185 @@
+"""Liu et al. 2024 (CCS), "Cross-silo federated learning with record-level personalized DP"."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+from scipy import optimize, special
+
+from dpfl_jax.accounting import renyi
+from dpfl_jax.errors import BadInputError
+
+# The 76 integer orders of the authors' code: unique int(1.07^i + 1).
+AUTHORS_ORDERS = np.unique(
+    (1.07 ** np.arange(math.floor(math.log(1000, 1.07)) + 1) + 1).astype(int)
+)
+
+
+def poisson_gaussian(orders: Sequence[int] | np.ndarray, prob: float, sigma: float) -> np.ndarray:
+    """Lemma 9: Renyi divergences of a Poisson-sampled Gaussian at integer orders, exactly.
+
+    log sum_k C(a,k) (1-q)^(a-k) q^k e^(k (k-1) / (2 sigma^2)) / (a-1); a / (2 sigma^2) at q = 1.
+    """
+    out = []
+    for order in np.asarray(orders, dtype=int):
+        if order < 2:
+            raise BadInputError("Lemma 9 holds at integer orders from 2 on")
+        k = np.arange(order + 1)
+        exponent = k * (k - 1) / (2 * sigma**2)
+        if prob >= 1.0:
+            out.append(order / (2 * sigma**2))
+            continue
+        if prob == 0.0:
+            out.append(0.0)
+            continue
+        binomial = special.gammaln(order + 1) - special.gammaln(k + 1)
+        binomial -= special.gammaln(order - k + 1)
+        terms = binomial + (order - k) * math.log1p(-prob) + k * math.log(prob) + exponent
+        out.append(max(float(special.logsumexp(terms)), 0.0) / (order - 1))
+    return np.asarray(out)
+
+
+def two_stage(
+    orders: np.ndarray, prob: float, sigma: float, local_steps: int, participation: float
+) -> np.ndarray:
+    """Lemma 2 on Lemma 4: one round, at integer orders."""
+    inner = local_steps * poisson_gaussian(orders, prob, sigma)
+    return renyi.amplified_by_participation(inner, participation, np.asarray(orders, dtype=float))
+
+
+Adversary = Literal["clients", "server"]
+Conversion = Literal["mironov", "balle"]
+
+
+def epsilon_two_stage(
+    prob: float,
+    sigma: float,
+    local_steps: int,
+    rounds: int,
+    participation: float,
+    delta: float,
+    *,
+    adversary: Adversary = "clients",
+    conversion: Conversion = "balle",
+    orders: np.ndarray = AUTHORS_ORDERS,
+) -> tuple[float, int]:
+    """Theorem 3: epsilon of a record after all rounds, and the best order.
+
+    Args:
+      prob: q, the record's sampling rate.
+      sigma: noise multiplier.
+      local_steps: tau.
+      rounds: T.
+      participation: lambda.
+      delta: in (0, 1).
+      adversary: "clients" (Type II): T rho_{tau,lambda}. "server" (Type I): lambda T rho_tau, which
+        is NOT A BOUND: by Jensen it is below the divergence of what the server sees.
+      conversion: "mironov" (C1, printed) or "balle" (C2, the authors' code and dp-accounting).
+      orders: integers >= 2.
+    """
+    orders = np.asarray(orders)
+    if adversary == "server":
+        total = participation * rounds * local_steps * poisson_gaussian(orders, prob, sigma)
+    else:
+        total = rounds * two_stage(orders, prob, sigma, local_steps, participation)
+    if conversion == "mironov":
+        values = total + math.log(1 / delta) / (orders - 1)
+    else:
+        values = total + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
+    best = int(np.argmin(values))
+    return max(float(values[best]), 0.0), int(orders[best])
+
+
+def noise_for_cap(
+    largest_epsilon: float, local_steps: int, rounds: int, participation: float, delta: float
+) -> float:
+    """The authors' sigma: a record at the public cap is always sampled (q = 1).
+
+    Their search: double from 20 while the cap is exceeded, then bisect [0, that] until epsilon is
+    within 0.01 below the cap. Reproduces their values to the last digit.
+    """
+
+    def cost(sigma: float) -> float:
+        return epsilon_two_stage(1.0, sigma, local_steps, rounds, participation, delta)[0]
+
+    low, high = 0.0, 20.0
+    while cost(high) > largest_epsilon:
+        low, high = high, 2 * high
+    while largest_epsilon - cost(high) > 0.01:
+        middle = 0.5 * (low + high)
+        if cost(middle) < largest_epsilon:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+@dataclasses.dataclass(frozen=True)
+class CurveFit:
+    """Algorithm 2 (SCF): epsilon(q) ~ e^(a q + b) + c, inverted. NOT A BOUND.
+
+    The least-squares fit ignores small budgets: at epsilon = 0.1 the returned rate costs up to 27 %
+    more than asked for. ``mechanisms`` must certify every rate (``events.two_stage`` and
+    ``calibrate_sampling_prob``).
+
+    Attributes:
+      a, b, c: fitted parameters; r_squared: goodness of fit; top: epsilon at q = 1.
+    """
+
+    a: float
+    b: float
+    c: float
+    r_squared: float
+    top: float
+
+    def rate(self, epsilon: float) -> float:
+        """F(epsilon), clamped to [0, 1]; 0 where the printed F is undefined."""
+        if epsilon >= self.top:
+            return 1.0
+        if epsilon <= self.c:
+            return 0.0
+        return min(max((math.log(epsilon - self.c) - self.b) / self.a, 0.0), 1.0)
+
+
+def authors_rates() -> np.ndarray:
+    """The sampling rates the authors' code fits on: about 190 points of (0, 1]."""
+    fine = np.concatenate([np.arange(0, 1, 0.01), np.arange(0, 0.1, 0.001), [1.0]])
+    rates = np.unique(fine.astype(np.float32)).astype(float)
+    return rates[rates > 1e-5]
+
+
+def fit_curve(
+    sigma: float,
+    local_steps: int,
+    rounds: int,
+    participation: float,
+    delta: float,
+    *,
+    rates: np.ndarray | None = None,
+    conversion: Conversion = "balle",
+) -> CurveFit:
+    """Algorithm 2: samples epsilon(q) and fits the exponential by least squares."""
+    points = authors_rates() if rates is None else np.asarray(rates, dtype=float)
+    values = np.array(
+        [
+            epsilon_two_stage(
+                q, sigma, local_steps, rounds, participation, delta, conversion=conversion
+            )[0]
+            for q in points
+        ]
+    )
+
+    def model(q: np.ndarray, a: float, b: float, c: float) -> np.ndarray:
+        return np.exp(np.clip(a * q + b, -700, 700)) + c
+
+    (a, b, c), _ = optimize.curve_fit(model, points, values, maxfev=5000)
+    residual = values - model(points, a, b, c)
+    r_squared = 1 - float(residual @ residual) / float(np.sum((values - values.mean()) ** 2))
+    top = epsilon_two_stage(
+        1.0, sigma, local_steps, rounds, participation, delta, conversion=conversion
+    )[0]
+    return CurveFit(float(a), float(b), float(c), r_squared, top)

@@ -1,0 +1,116 @@
+"""Marathe et al., subject-level DP in federated learning (two texts, here "A" and "B").
+
+A: "Subject Granular Differential Privacy in Federated Learning". B: "Subject Level Differential
+Privacy with Hierarchical Gradient Averaging". K is the most records of a subject in a silo, q the
+sampling probability of a record, T R the number of local steps of the whole run.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from dpfl_jax.accounting import events
+from dpfl_jax.accounting.calibrate import calibrate_noise_multiplier, gaussian_signal
+from dpfl_jax.errors import BadInputError
+
+
+def item_budget_of_group(
+    epsilon: float, delta: float, size: int, *, tight: bool = False
+) -> tuple[float, float]:
+    """Record-level (eps, delta) that gives a group of ``size`` the target by the generic lemma.
+
+    A, Definition 3.3: eps = E / g, delta = D / (g e^((g-1) E / g)); the printed delta misses D.
+    ``tight``: A's appendix, delta = D (e^(E/g) - 1) / (e^E - 1).
+    """
+    if size < 1:
+        raise BadInputError(f"the group size is {size}, but it must be 1 or more")
+    item = epsilon / size
+    if tight:
+        return item, delta * math.expm1(item) / math.expm1(epsilon)
+    return item, delta / (size * math.exp((size - 1) * item))
+
+
+def noise_by_group(
+    epsilon: float,
+    delta: float,
+    size: int,
+    sampling_prob: float,
+    steps: int,
+    *,
+    tight: bool = False,
+) -> float:
+    """sigma_g: record-level DP-SGD noise for :func:`item_budget_of_group` (by PLD).
+
+    Sound if ``size`` is K, the most records of a subject in the silo. With the paper's ``size`` =
+    Z, the largest count in the *batch*, it is NOT A BOUND for the subject: the amplification is
+    that of one record, and a noise that follows Z depends on private data.
+    """
+    item_epsilon, item_delta = item_budget_of_group(epsilon, delta, size, tight=tight)
+    return calibrate_noise_multiplier(
+        lambda sigma: events.poisson(sigma, sampling_prob, steps), item_epsilon, item_delta
+    )
+
+
+def hi_grad_fraction(
+    sampling_prob: float, items_per_subject: float, variant: Literal["exact", "A", "B"] = "exact"
+) -> float:
+    """Probability that a subject is in the batch, as HiGradAvgDP's texts take it.
+
+    exact: 1 - (1-q)^K. A: K q with K the maximum (a valid upper bound, at most 1; with the *mean*
+    records per subject, as in Theorem 3.7, NOT A BOUND). B: q, NOT A BOUND by a factor of about K.
+    """
+    if variant == "exact":
+        return events.subject_probability(sampling_prob, int(items_per_subject))
+    return min(1.0, items_per_subject * sampling_prob) if variant == "A" else sampling_prob
+
+
+def user_ldp_least_sigma(epsilon: float, delta: float) -> float:
+    """A, Theorem 3.11: sigma > 1 / (sqrt(2 pi) eps delta e^eps), as printed.
+
+    Meaningless: its proof drops a square. 182.7 at (4, 1e-5).
+    """
+    return 1.0 / (math.sqrt(2 * math.pi) * epsilon * delta * math.exp(epsilon))
+
+
+def rounds_printed(rounds: int, silos: int) -> int:
+    """A, Theorem 3.13 / B, Theorem 4.2: train R / sqrt(s) rounds to pay for s silos. NOT A BOUND.
+
+    The loss of s silos over R rounds grows as sqrt(R s), so it takes R / s.
+    """
+    return math.floor(rounds / math.sqrt(silos))
+
+
+def rounds_sound(rounds: int, silos: int) -> int:
+    """Rounds with as many compositions over s silos as R rounds of one: floor(R / s).
+
+    Raises:
+      BadInputError: if that is no round at all.
+    """
+    left = rounds // silos
+    if left == 0:
+        raise BadInputError(
+            f"{rounds} rounds cannot be shared by {silos} silos: use at least {silos} rounds or "
+            "more noise"
+        )
+    return left
+
+
+def moments_noise(
+    sampling_prob: float, steps: int, epsilon: float, delta: float, constant: float = 1.0
+) -> float:
+    """Theorem 3.1 (Abadi et al. 2016): c2 q sqrt(T log(1/delta)) / eps; c2 is not specified.
+
+    An asymptotic statement: NOT A BOUND for any particular constant.
+    """
+    return constant * sampling_prob * math.sqrt(steps * math.log(1 / delta)) / epsilon
+
+
+def large_noise(
+    participation: float, steps: int, silos: int, epsilon: float, delta: float
+) -> float:
+    """P sqrt(T R s) / mu(eps, delta): about the noise each mechanism needs when it is large.
+
+    P = q (records), K q (LocalGroupDP), 1 - (1-q)^K (HiGradAvgDP), 2 (UserLDP). NOT A BOUND.
+    """
+    return participation * math.sqrt(steps * silos) / gaussian_signal(epsilon, delta)

@@ -1,0 +1,198 @@
+"""Renyi (RDP) and zero-concentrated (zCDP) accounting, for comparison and for papers that use it.
+
+A mixture of Gaussians has no closed form at fractional orders (and dp-accounting knows it only as a
+PLD), so its divergences are computed by the trapezoidal rule, which converges geometrically on
+these analytic, rapidly decaying integrands. Both directions of adjacency are taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation, rdp
+from scipy import special
+
+from dpfl_jax.accounting.event_types import FixedSizeGaussianDpEvent
+from dpfl_jax.accounting.leaves import Leaf, LibraryLeaf, MixtureLeaf, TwoStageLeaf, flatten
+from dpfl_jax.errors import BadInputError
+
+ORDERS = np.unique(
+    np.concatenate(
+        [1 + np.geomspace(0.01, 1, 30), np.arange(2.0, 64.5, 0.5), np.geomspace(65, 4000, 60)]
+    )
+)
+_MOST_POINTS = 400_000
+
+
+def renyi_divergences(
+    event: dp_accounting.DpEvent,
+    orders: np.ndarray = ORDERS,
+    relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
+) -> np.ndarray:
+    """Renyi divergence of the event at each order, the larger of both directions.
+
+    Args:
+      event: what the mechanism does to one unit.
+      orders: float64 [n], all > 1.
+      relation: adjacency.
+
+    Returns:
+      float64 [n], nats; ``inf`` where unknown or unbounded (a valid bound).
+    """
+    orders = np.asarray(orders, dtype=float)
+    if np.any(orders <= 1):
+        raise BadInputError("Renyi orders must be above 1")
+    flat = flatten(event, relation)
+    if not flat.private:
+        return np.full(len(orders), np.inf)
+    total = flat.gaussian * orders / 2.0
+    for leaf, count in flat.leaves:
+        total = total + count * _leaf_divergences(leaf, tuple(orders))
+    return total
+
+
+@functools.lru_cache(maxsize=512)
+def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
+    array = np.asarray(orders)
+    if isinstance(leaf, MixtureLeaf):
+        return mixture_divergences(np.asarray(leaf.shifts), np.asarray(leaf.weights), array)
+    if isinstance(leaf, TwoStageLeaf):
+        inner = leaf.local_steps * _leaf_divergences(leaf.inner, orders)
+        return amplified_by_participation(inner, leaf.probability, array)
+    assert isinstance(leaf, LibraryLeaf)
+    event = leaf.event
+    if isinstance(event, FixedSizeGaussianDpEvent):
+        # dp-accounting does not double the sensitivity under replace-one: halve the noise here.
+        event = dp_accounting.SampledWithoutReplacementDpEvent(
+            event.dataset_size,
+            event.batch_size,
+            dp_accounting.GaussianDpEvent(event.noise_multiplier / 2.0),
+        )
+        array = np.unique(np.floor(array[array >= 2.0]))
+        accountant = rdp.RdpAccountant(list(array), NeighboringRelation.REPLACE_ONE)
+        found = accountant.compose(event)._rdp
+        out = np.full(len(orders), np.inf)
+        for i, order in enumerate(orders):
+            # Divergences grow with the order: the next larger computed one is a bound.
+            above = np.searchsorted(array, order)
+            if above < len(array):
+                out[i] = found[above]
+        return out
+    relation = leaf.relation
+    accountant = rdp.RdpAccountant(list(orders), relation)
+    if relation == NeighboringRelation.REPLACE_ONE or not accountant.supports(event):
+        raise BadInputError(
+            f"there is no Renyi accountant for {type(event).__name__} under {relation.name} "
+            "adjacency: use the PLD accountant"
+        )
+    return np.asarray(accountant.compose(event)._rdp)
+
+
+def mixture_divergences(shifts: np.ndarray, weights: np.ndarray, orders: np.ndarray) -> np.ndarray:
+    """Renyi divergences between N(0, 1) and the mixture of N(shift, 1): the larger direction.
+
+    Args:
+      shifts: float64 [k], >= 0.
+      weights: float64 [k], probabilities.
+      orders: float64 [n], > 1.
+
+    Returns:
+      float64 [n]; ``inf`` at orders so high that the integral would need too many points.
+    """
+    gaps = np.diff(np.sort(shifts))
+    step = 0.1 / max(1.0, float(gaps.max(initial=float(shifts.max()))))
+    out = np.full(len(orders), np.inf)
+    top = float(shifts.max())
+    usable = np.flatnonzero((orders * top + 80.0) / step < _MOST_POINTS)
+    if len(usable) == 0:
+        return out
+    x = np.arange(-40.0 - top * orders[usable].max() * (top < 1e-3), 0.0, step)
+    x = np.concatenate([x, np.arange(0.0, 40.0 + top * orders[usable].max(), step)])
+    rows = max(1, 4_000_000 // len(shifts))
+    constant = np.log(weights) - 0.5 * shifts**2
+    loss = np.concatenate(
+        [
+            special.logsumexp(x[i : i + rows, None] * shifts + constant, axis=1)
+            for i in range(0, len(x), rows)
+        ]
+    )
+    log_phi = -0.5 * x**2 - 0.5 * math.log(2 * math.pi) + math.log(step)
+    for i in usable:
+        a = orders[i]
+        removed = special.logsumexp(log_phi + a * loss)
+        added = special.logsumexp(log_phi + (1.0 - a) * loss)
+        out[i] = max(removed, added, 0.0) / (a - 1.0) * (1 + 1e-12) + 1e-15
+    return out
+
+
+def amplified_by_participation(
+    divergences: np.ndarray, probability: float, orders: np.ndarray
+) -> np.ndarray:
+    """Lemma 2 of Liu et al. 2024: a round that happens with a probability, visibly.
+
+    log(1 - lambda + lambda e^((a-1) rho)) / (a-1); equality holds at lambda = 1.
+    """
+    if probability == 1.0:
+        return divergences
+    gap = orders - 1.0
+    log_lambda = math.log(probability) if probability > 0 else -math.inf
+    return np.logaddexp(math.log1p(-probability), log_lambda + gap * divergences) / gap
+
+
+def epsilon_from_renyi(divergences: np.ndarray, orders: np.ndarray, delta: float) -> float:
+    """Smallest epsilon over the orders: dp-accounting's conversion (Canonne et al. 2020)."""
+    finite = np.isfinite(divergences)
+    if not np.any(finite):
+        return math.inf
+    value, _ = rdp.compute_epsilon(list(orders[finite]), list(divergences[finite]), delta)
+    return float(max(value, 0.0))
+
+
+def log_delta_from_renyi(
+    divergences: np.ndarray, orders: np.ndarray, epsilons: np.ndarray
+) -> np.ndarray:
+    """Log of the smallest delta over the orders, at each epsilon: never underflows.
+
+    The same conversion, solved for delta: (a-1) (rho - eps + log(1 - 1/a)) - log a.
+    """
+    finite = np.isfinite(divergences)
+    a, rho = orders[finite][:, None], divergences[finite][:, None]
+    values = (a - 1) * (rho - epsilons[None, :] + np.log1p(-1.0 / a)) - np.log(a)
+    return np.minimum(values.min(axis=0), 0.0)
+
+
+def zcdp(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> float:
+    """Rho of zCDP: sum of (largest sensitivity / sigma)^2 / 2. Subsampling does not help here."""
+    flat = flatten(event, relation)
+    if not flat.private:
+        return math.inf
+    total = flat.gaussian / 2.0
+    for leaf, count in flat.leaves:
+        local = 1
+        if isinstance(leaf, TwoStageLeaf):
+            local = leaf.local_steps
+            leaf = leaf.inner
+        if isinstance(leaf, MixtureLeaf):
+            total += count * local * max(leaf.shifts) ** 2 / 2.0
+            continue
+        assert isinstance(leaf, LibraryLeaf)
+        inner = getattr(leaf.event, "event", leaf.event)
+        sigma = getattr(inner, "noise_multiplier", None)
+        if sigma is None:
+            raise BadInputError(f"zCDP is not available for {type(leaf.event).__name__}")
+        total += count * local * (2.0 / sigma) ** 2 / 2.0
+    return total
+
+
+def epsilon_from_zcdp(rho: float, delta: float) -> float:
+    """Epsilon of rho-zCDP: the Renyi conversion with divergence rho * a at every order a > 1."""
+    if not math.isfinite(rho):
+        return math.inf
+    if rho == 0.0:
+        return 0.0
+    best = 1.0 + math.sqrt(math.log(1.0 / delta) / rho)
+    orders = 1.0 + (best - 1.0) * np.geomspace(0.2, 5.0, 2001)
+    return epsilon_from_renyi(rho * orders, orders, delta)

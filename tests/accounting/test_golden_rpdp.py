@@ -1,0 +1,166 @@
+"""rPDP-FL: two-stage sampling, its printed bounds, and the curve fit that overruns budgets."""
+
+import math
+
+import numpy as np
+import pytest
+from dp_accounting import rdp
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting import events, renyi
+from dpfl_jax.accounting.closed_forms import rpdp
+
+pytestmark = pytest.mark.privacy
+SHORT = np.array([2, 3, 4, 5, 8])
+
+
+def test_lemma_9_golden_and_dp_accounting():
+    found = 5 * rpdp.poisson_gaussian(SHORT, 0.1, 1.0)
+    assert found == pytest.approx([0.0851843, 0.1585615, 0.2933630, 0.6493872, 6.8918071], rel=1e-6)
+    accountant = rdp.RdpAccountant(list(SHORT)).compose(events.uls(1.0, 0.1, 5))
+    assert found == pytest.approx(accountant._rdp, rel=1e-9)
+    # Order 2 by hand: log(1 + q^2 (e^{1/s^2} - 1)).
+    by_hand = math.log1p(0.01 * math.expm1(1.0))
+    assert rpdp.poisson_gaussian([2], 0.1, 1.0)[0] == pytest.approx(by_hand, rel=1e-12)
+    assert rpdp.poisson_gaussian([4], 1.0, 2.0)[0] == pytest.approx(4 / 8)
+
+
+def test_quadrature_of_the_general_accountant_is_lemma_9():
+    orders = SHORT.astype(float)
+    found = renyi.renyi_divergences(events.uls(1.0, 0.1, 5), orders)
+    assert found == pytest.approx(5 * rpdp.poisson_gaussian(SHORT, 0.1, 1.0), rel=1e-9)
+
+
+def test_lemma_2_golden():
+    found = rpdp.two_stage(SHORT, 0.1, 1.0, 5, 0.5)
+    assert found == pytest.approx([0.0434989, 0.0855400, 0.1779640, 0.4940540, 6.7927860], rel=1e-6)
+    event = events.two_stage(1.0, 0.1, 0.5, 5, 20)
+    general = renyi.renyi_divergences(event, SHORT.astype(float))
+    assert general == pytest.approx(20 * found, rel=1e-8)
+    # lambda = 1 changes nothing.
+    plain = 5 * rpdp.poisson_gaussian(SHORT, 0.1, 1.0)
+    assert rpdp.two_stage(SHORT, 0.1, 1.0, 5, 1.0) == pytest.approx(plain)
+
+
+def test_theorem_3_golden():
+    rates = (0.001, 0.01, 0.1, 0.5, 0.9, 1.0)
+    figure_5 = [rpdp.epsilon_two_stage(q, 1.0, 5, 20, 0.5, 1e-3) for q in rates]
+    assert [e for e, _ in figure_5] == pytest.approx(
+        [0.26809, 0.56170, 4.20991, 30.49293, 79.11737, 91.79282], rel=2e-5
+    )
+    assert [a for _, a in figure_5] == [14, 9, 3, 2, 2, 2]
+    figure_2 = [rpdp.epsilon_two_stage(q, 1.0, 1, 100, 1.0, 1e-3) for q in rates]
+    assert [e for e, _ in figure_2] == pytest.approx(
+        [0.28181, 0.64559, 5.67034, 41.25886, 92.72643, 105.52146], rel=2e-5
+    )
+    assert [a for _, a in figure_2] == [14, 8, 3, 2, 2, 2]
+    mironov = [
+        rpdp.epsilon_two_stage(0.1, 1.0, *args, 1e-3, conversion="mironov")[0]
+        for args in ((5, 20, 0.5), (1, 100, 1.0))
+    ]
+    assert mironov == pytest.approx([5.16468, 6.62511], rel=2e-6)
+
+
+def test_noise_for_the_public_cap_to_the_last_digit():
+    settings = [
+        ((10, 50, 15, 1.0, 1e-3), 12.2509765625),
+        ((10, 50, 15, 0.8, 1e-4), 12.373046875),
+        ((10, 5, 20, 0.5, 1e-3), 3.50830078125),
+        ((3, 1, 100, 1.0, 1e-3), 11.484375),
+        ((5.95, 1, 100, 1.0, 1e-3), 6.6015625),
+    ]
+    for arguments, golden in settings:
+        assert rpdp.noise_for_cap(*arguments) == golden
+
+
+def test_server_formula_is_not_a_bound():
+    # Golden: .606 / 8.516 against .659 / 9.995 (and .889 / 13.382 without client sampling).
+    for q, server, clients, always in ((0.1, 0.606, 0.659, 0.889), (1.0, 8.516, 9.995, 13.382)):
+        args = (q, 10.752, 50, 15)
+        found = rpdp.epsilon_two_stage(*args, 0.5, 1e-4, adversary="server")[0]
+        sound = rpdp.epsilon_two_stage(*args, 0.5, 1e-4)[0]
+        assert (found, sound) == pytest.approx((server, clients), abs=1e-3)
+        assert rpdp.epsilon_two_stage(*args, 1.0, 1e-4)[0] == pytest.approx(always, abs=1e-3)
+        assert found < sound
+    # The violation itself, at every order, by Jensen: the server sees at least what clients see.
+    inner = 50 * rpdp.poisson_gaussian(SHORT, 1.0, 10.752)
+    assert np.all(0.5 * inner < rpdp.two_stage(SHORT, 1.0, 10.752, 50, 0.5))
+
+
+def test_server_formula_is_below_the_true_divergence():
+    # One round, one local full-batch step: what the server sees is exactly (omega, output), whose
+    # delta is lambda times the Gaussian's. At small delta the printed epsilon is too small.
+    sigma, lam, delta = 1.0, 0.5, 1e-6
+    printed, _ = rpdp.epsilon_two_stage(1.0, sigma, 1, 1, lam, delta, adversary="server")
+    true_delta = lam * accounting.delta(events.gaussian(sigma, 1), printed)
+    assert true_delta > 5 * delta
+
+
+def test_tight_two_stage_golden_and_below_the_papers_bound():
+    cases = [
+        ((1.0, 0.1, 0.5, 5, 20), 1e-3, 3.4223),
+        ((10.7483, 0.02254, 0.5, 50, 15), 1e-4, 0.1047),
+        ((10.7483, 0.14018, 0.5, 50, 15), 1e-4, 0.8422),
+        ((10.7483, 0.58046, 0.5, 50, 15), 1e-4, 4.4402),
+        ((12.2509765625, 0.02536, 1.0, 50, 15), 1e-3, 0.0989),
+        ((12.373046875, 0.02197, 0.8, 50, 15), 1e-4, 0.1095),
+    ]
+    for arguments, delta, golden in cases:
+        found = accounting.epsilon(events.two_stage(*arguments), delta)
+        assert found == pytest.approx(golden, rel=1e-3)
+        sigma, q, lam, tau, rounds = arguments
+        assert found <= rpdp.epsilon_two_stage(q, sigma, tau, rounds, lam, delta)[0]
+
+
+def test_two_stage_with_certain_participation_is_plain_composition():
+    two = accounting.epsilon(events.two_stage(2.0, 0.1, 1.0, 5, 20), 1e-4)
+    assert two == pytest.approx(accounting.epsilon(events.uls(2.0, 0.1, 100), 1e-4), rel=1e-9)
+    # And nearly-certain participation is near it: the mixed round is discretised rightly.
+    near = accounting.epsilon(events.two_stage(2.0, 0.1, 0.9999, 5, 20), 1e-4)
+    assert near == pytest.approx(two, rel=2e-3)
+
+
+def test_table_presets():
+    # sigma of the presets with orders down to 1.01 (the reference had 1.1 as its lowest).
+    found = accounting.calibrate_noise_multiplier(
+        lambda s: events.two_stage(s, 1.0, 1.0, 10, 15), 10.0, 1e-3
+    )
+    assert found <= 5.3641 * 1.001  # PLD is never above the Renyi value
+
+
+def test_curve_fit_golden_and_overruns_small_budgets():
+    fit = rpdp.fit_curve(12.373046875, 50, 15, 0.8, 1e-4)
+    assert (fit.a, fit.b, fit.c) == pytest.approx((0.5446, 2.6380, -14.0540), rel=1e-3)
+    assert fit.r_squared == pytest.approx(0.99985, abs=1e-5)
+    budgets = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+    rates = [fit.rate(e) for e in budgets]
+    assert rates == pytest.approx([0.02197, 0.03489, 0.07314, 0.13516, 0.25325, 0.56782], rel=1e-3)
+    cost = [rpdp.epsilon_two_stage(q, 12.373046875, 50, 15, 0.8, 1e-4)[0] for q in rates]
+    assert cost == pytest.approx([0.1270, 0.2131, 0.4858, 0.9637, 1.9545, 5.0028], rel=2e-3)
+    assert cost[0] > 1.25 * budgets[0]
+    # Tight accounting does not save it either.
+    tight = accounting.epsilon(events.two_stage(12.373046875, rates[0], 0.8, 50, 15), 1e-4)
+    assert tight > budgets[0]
+    assert fit.rate(-20.0) == 0.0
+    assert fit.rate(50.0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("preset", "golden"),
+    [
+        ((12.2509765625, 50, 15, 1.0, 1e-3), (0.7077, 2.2768, -9.8223)),
+        ((5.4769, 10, 15, 1.0, 1e-3), (0.6606, 2.3724, -10.8011)),
+        ((10.7483, 50, 15, 0.5, 1e-4), (0.6063, 2.4855, -12.0725)),
+    ],
+)
+def test_curve_fit_of_the_presets(preset, golden):
+    fit = rpdp.fit_curve(*preset)
+    assert (fit.a, fit.b, fit.c) == pytest.approx(golden, rel=2e-3)
+    worst = max(
+        rpdp.epsilon_two_stage(
+            fit.rate(e), *preset[:1], preset[1], preset[2], preset[3], preset[4]
+        )[0]
+        / e
+        for e in (0.1, 0.12, 0.15)
+    )
+    assert worst > 1.15
