@@ -54,7 +54,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
                 formatter_class=argparse.RawDescriptionHelpFormatter,
             )
             module.add_arguments(sub)
-            sub.set_defaults(run=module.run)
+            sub.set_defaults(handler=module.run)
         else:
             commands.add_parser(name, help=summary)
     return parser
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((a for a in argv if not a.startswith("-")), None)
     try:
         args = build_parser(command).parse_args(argv)
-        result = args.run(args)
+        result = args.handler(args)
     except BadInputError as error:
         print(f"dpfl: error: {error}", file=sys.stderr)
         return 2

@@ -57,7 +57,7 @@ class PretrainConfig(Section):
     steps: int = Field(gt=0)
     batch_size: int = Field(64, gt=0)
     optimizer: OptimizerConfig = OptimizerConfig(
-        name="adamw", learning_rate=3e-3, schedule="cosine", warmup_steps=20
+        name="adamw", learning_rate=3e-3, schedule="cosine"
     )
     cache_dir: str | None = None
 

@@ -21,7 +21,7 @@ def learning_rate_schedule(
     """
     if warmup_steps >= steps and warmup_steps > 0:
         raise BadInputError(
-            f"optimizer.warmup_steps is {warmup_steps}, but the run has only {steps} steps"
+            f"warmup_steps is {warmup_steps}, but this phase has only {steps} steps: lower it"
         )
     decay_steps = max(steps - warmup_steps, 1)
     shapes = {
