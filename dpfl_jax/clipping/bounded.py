@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.clipping import per_unit
+from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.problem import Problem, Solution, count_units, leaf_name, trainable_mask
 from dpfl_jax.clipping.result import BoundedSum, vary, varying_axes
 from dpfl_jax.clipping.rules import Rule, Standard
+from dpfl_jax.clipping.taps.engine import LeafReport, solve_ghost
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any
@@ -36,6 +38,8 @@ class BoundedGrad:
         has_aux: bool,
         trainable: PyTree | Callable[[str], bool] | None,
         microbatch_size: int | None,
+        platform: str | None = None,
+        norm_method: str | None = None,
     ) -> None:
         self.loss_fn = loss_fn
         self.rule = rule
@@ -43,6 +47,8 @@ class BoundedGrad:
         self.has_aux = has_aux
         self.trainable = trainable
         self.microbatch_size = microbatch_size
+        self.platform = platform
+        self.norm_method = norm_method
 
     def __call__(
         self,
@@ -80,14 +86,21 @@ class BoundedGrad:
             aux=solution.aux if self.has_aux else None,
         )
 
-    def solve(self, problem: Problem) -> Solution:
+    def solve(
+        self, problem: Problem, report: Callable[[LeafReport], None] | None = None
+    ) -> Solution:
         """Runs the strategy."""
-        strategy = "vmap" if self.strategy == "auto" else self.strategy
-        if strategy == "scan":
-            return per_unit.in_microbatches(per_unit.solve_vmap, problem, self.microbatch_size or 1)
-        if self.microbatch_size is not None:
-            return per_unit.in_microbatches(per_unit.solve_vmap, problem, self.microbatch_size)
-        return per_unit.solve_vmap(problem)
+        strategy = "ghost" if self.strategy == "auto" else self.strategy
+        solve = per_unit.solve_vmap
+        if strategy == "ghost":
+            solve = functools.partial(
+                solve_ghost,
+                machine=machine_for(self.platform),
+                force=self.norm_method,
+                report=report,
+            )
+        size = self.microbatch_size or (1 if strategy == "scan" else None)
+        return solve(problem) if size is None else per_unit.in_microbatches(solve, problem, size)
 
     def problem(
         self,
@@ -168,6 +181,8 @@ def bounded_grad(
     has_aux: bool = False,
     trainable: PyTree | Callable[[str], bool] | None = None,
     microbatch_size: int | None = None,
+    platform: str | None = None,
+    norm_method: Literal["gram", "direct", "keep"] | None = None,
 ) -> BoundedGrad:
     """Bounds each unit's gradient and sums them, without forming them where that pays.
 
@@ -186,6 +201,8 @@ def bounded_grad(
       trainable: which parameters are trained: a function of their name, or a tree of bools that
         is a prefix of the parameters; default all that are floating point.
       microbatch_size: units at a time; default 1 for ``"scan"``, else all.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, for whose speeds to choose; default the backend.
+      norm_method: the way to norms that ``"ghost"`` takes wherever it can; default by cost.
 
     Returns:
       A ``BoundedGrad``.
@@ -206,4 +223,6 @@ def bounded_grad(
     if rule is None:
         assert clip_norm is not None
         rule = Standard(clip_norm)
-    return BoundedGrad(loss_fn, rule, strategy, has_aux, trainable, microbatch_size)
+    return BoundedGrad(
+        loss_fn, rule, strategy, has_aux, trainable, microbatch_size, platform, norm_method
+    )

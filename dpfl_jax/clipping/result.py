@@ -38,7 +38,8 @@ class BoundedSum:
     aux: PyTree = None
 
 
-def _varying(aval: Any) -> frozenset[str]:
+def axes_of(aval: Any) -> frozenset[str]:
+    """Mesh axes over which a value of this abstract type varies."""
     # Named `vma` up to JAX 0.10.1, `manual_axis_type.varying` since. No default: were both missing,
     # an empty answer would silently multiply the sensitivity by the number of devices.
     if hasattr(aval, "manual_axis_type"):
@@ -50,7 +51,7 @@ def varying_axes(*trees: PyTree) -> frozenset[str]:
     """Mesh axes over which any array in the trees varies inside ``jax.shard_map``."""
     axes: frozenset[str] = frozenset()
     for leaf in jax.tree.leaves(trees):
-        axes |= _varying(jax.typeof(leaf))
+        axes |= axes_of(jax.typeof(leaf))
     return axes
 
 
@@ -63,18 +64,10 @@ def vary(tree: PyTree, axes: frozenset[str]) -> PyTree:
     """
 
     def one(x: Any) -> Any:
-        missing = tuple(sorted(axes - _varying(jax.typeof(x))))
+        missing = tuple(sorted(axes - axes_of(jax.typeof(x))))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
     return jax.tree.map(one, tree)
-
-
-def abstract_like(shape: tuple[int, ...], x: Any) -> jax.ShapeDtypeStruct:
-    """A shape with the dtype of ``x`` that varies over the same mesh axes."""
-    aval = jax.typeof(x)
-    if hasattr(aval, "manual_axis_type"):
-        return jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=aval.manual_axis_type)
-    return jax.ShapeDtypeStruct(shape, x.dtype, vma=aval.vma)
 
 
 def unit_where(keep: jax.Array, x: jax.Array, axis: int = 0) -> jax.Array:

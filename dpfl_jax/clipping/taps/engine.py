@@ -1,0 +1,189 @@
+"""The strategy ``ghost``: one forward and one backward pass, no per-unit gradients.
+
+Forward with taps and records; one backward pass to the taps only (no weight gradient is formed);
+norms from records and taps; then the weighted sum, one ordinary product for each use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.clipping.cost import Machine
+from dpfl_jax.clipping.per_unit import squared_norms, weighted_sum
+from dpfl_jax.clipping.problem import Problem, Solution
+from dpfl_jax.clipping.result import axes_of, unit_where, vary
+from dpfl_jax.clipping.taps import leaves
+from dpfl_jax.clipping.taps.evaluate import Records, Tokens, evaluate
+from dpfl_jax.clipping.taps.factors import Pair, factorise, merge, same_form
+from dpfl_jax.clipping.taps.trace import Analysis, Site, analyse
+
+# Entries of w * d are rounded once more than those of d when d has less than float32's precision:
+# by at most 2^-9 each in bfloat16. This much less weight keeps the contribution under its bound.
+_LOW_PRECISION_GUARD = 1.0 - 2.0**-8
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafReport:
+    """How one parameter's gradient was bounded.
+
+    Attributes:
+      name: of the parameter.
+      shape: of the parameter.
+      method: ``gram``, ``direct``, ``keep`` (see ``leaves``) or ``per-unit copies``.
+      uses: number of equations in which it meets data; 0 for copies.
+      reason: why.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    method: str
+    uses: int
+    reason: str
+
+
+def trace_loss(problem: Problem) -> tuple[Any, Any]:
+    """The closed jaxpr of the one-unit loss, and the tree of its outputs."""
+    # One real unit, not its shape: the jaxpr must know over which mesh axes it varies.
+    unit = jax.tree.map(lambda x: x[0], problem.units)
+    tree: list[Any] = []
+
+    def flat_loss(leaves: Any, unit: Any) -> list[Any]:
+        out, structure = jax.tree.flatten(problem.loss(leaves, unit))
+        tree.append(structure)
+        return out
+
+    return jax.make_jaxpr(flat_loss)(problem.leaves, unit), tree[-1]
+
+
+def solve_ghost(
+    problem: Problem,
+    machine: Machine,
+    force: str | None = None,
+    report: Callable[[LeafReport], None] | None = None,
+) -> Solution:
+    """Bounded sums by book-keeping.
+
+    Args:
+      problem: what to solve.
+      machine: by whose speeds ways are chosen.
+      force: a method to use for every leaf that allows it.
+      report: called with what was chosen for each leaf, while tracing.
+    """
+    closed, out_tree = trace_loss(problem)
+    analysis = analyse(closed.jaxpr, len(problem.leaves))
+    losses, aux, copies, records, gradients = _passes(problem, closed, out_tree, analysis)
+
+    sites: dict[int, list[Site]] = {}
+    for site in analysis.plan.all_sites():
+        sites.setdefault(site.view.leaf, []).append(site)
+
+    n = problem.num_units
+    squared: list[jax.Array] = []
+    finish: list[Callable[[jax.Array, jax.Array], jax.Array]] = []
+    guard = 1.0
+    for i, (name, leaf) in enumerate(zip(problem.names, problem.leaves)):
+        shape, uses = tuple(leaf.shape), sites.get(i, [])
+        if i in analysis.copied:
+            squared.append(squared_norms([copies[i]])[0])
+            finish.append(functools.partial(weighted_sum, copies[i]))
+            entry = LeafReport(name, shape, "per-unit copies", 0, analysis.copied[i])
+        elif not uses:
+            zero = jnp.zeros((n,), jnp.float32)
+            axes = axes_of(jax.typeof(leaf))
+            squared.append(vary(zero, axes))
+            nothing = vary(jnp.zeros(shape, jnp.float32), axes)
+            finish.append(functools.partial(_nothing, nothing))
+            entry = LeafReport(name, shape, "zero", 0, "the loss does not depend on it")
+        else:
+            pairs = _pairs(uses, records, gradients)
+            if any(p.right.bits < 32 for p in pairs):
+                guard = _LOW_PRECISION_GUARD
+            choice = leaves.choose(pairs, leaf.size, machine, force)
+            if choice.method == "keep":
+                kept, norm = leaves.kept_gradients(pairs, shape)
+                squared.append(norm)
+                finish.append(functools.partial(weighted_sum, kept))
+            else:
+                squared.append(leaves.squared_norm(pairs, shape, choice.method, n))
+                finish.append(functools.partial(leaves.summed_gradient, pairs, shape))
+            entry = LeafReport(name, shape, choice.method, len(uses), choice.reason)
+        if report is not None:
+            report(entry)
+
+    decided = problem.judge(squared)
+    sums = [f(guard * w, decided.keep) for f, w in zip(finish, decided.weights)]
+    return Solution(
+        sums=sums,
+        norms=decided.norms,
+        weights=guard * decided.reported,
+        losses=unit_where(problem.real, losses),
+        nonfinite=decided.nonfinite,
+        aux=aux,
+    )
+
+
+def _nothing(zero: jax.Array, weights: jax.Array, keep: jax.Array) -> jax.Array:
+    del weights, keep
+    return zero
+
+
+def _passes(
+    problem: Problem, closed: Any, out_tree: Any, analysis: Analysis
+) -> tuple[jax.Array, Any, dict[int, jax.Array], dict[Any, jax.Array], Tokens]:
+    """One pass forward and one back: losses, aux, copied leaves' gradients, records, taps'."""
+    n, plan = problem.num_units, analysis.plan
+    tokens: Tokens = {}
+    depth_of: dict[int, int] = {}
+    for site in plan.all_sites():
+        lengths = site.lengths
+        shape = (*lengths, n, *site.out.shape)
+        tokens[site.index] = vary(jnp.zeros(shape, site.out.dtype), axes_of(site.out))
+        depth_of[site.index] = len(lengths)
+    copies = {
+        i: jnp.broadcast_to(problem.leaves[i], (n, *problem.leaves[i].shape))
+        for i in analysis.copied
+    }
+
+    def single(
+        copied: dict[int, jax.Array], tokens: Tokens, unit: Any
+    ) -> tuple[jax.Array, tuple[Any, Records]]:
+        parameters = [copied.get(i, p) for i, p in enumerate(problem.leaves)]
+        inputs = [*parameters, *jax.tree.leaves(unit)]
+        outs, records = evaluate(plan, closed.jaxpr, closed.consts, inputs, tokens)
+        loss, aux = jax.tree.unflatten(out_tree, outs)
+        return loss, (aux, records)
+
+    depths = {s: s for s in sorted(set(plan.all_records().values()))}
+    batched = jax.vmap(single, in_axes=(0, depth_of, 0), out_axes=(0, (0, depths)))
+
+    losses, backward, (aux, records) = jax.vjp(
+        lambda copied, tokens: batched(copied, tokens, problem.units),
+        copies,
+        tokens,
+        has_aux=True,
+    )
+    copied, gradients = backward(jnp.ones_like(losses))
+    flat = {key: value for group in records.values() for key, value in group.items()}
+    return losses, aux, copied, flat, gradients
+
+
+def _pairs(sites: list[Site], records: dict[Any, jax.Array], gradients: Tokens) -> list[Pair]:
+    """The factors of all uses of one leaf, like uses joined."""
+    alike: list[list[Site]] = []
+    for site in sites:
+        for group in alike:
+            if same_form(group[0], site):
+                group.append(site)
+                break
+        else:
+            alike.append([site])
+    return [
+        merge([factorise(s, [records[key] for key in s.operands], gradients[s.index]) for s in g])
+        for g in alike
+    ]

@@ -1,0 +1,120 @@
+"""Runs the jaxpr of a one-unit loss with a tap wherever a parameter meets data.
+
+The interpreter knows nothing of units: it is mapped over them with ``jax.vmap``, parameters
+unmapped, so that every equation is batched by JAX's own rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+
+from dpfl_jax.clipping.taps.trace import REMAT, Plan, inner_jaxpr
+
+Tokens = dict[int, jax.Array]
+# Grouped by the number of scans around them, because that is where the unit axis goes.
+Records = dict[int, dict[Hashable, jax.Array]]
+
+
+@jax.custom_jvp
+def tap(y: jax.Array, token: jax.Array) -> jax.Array:
+    """Returns ``y``; its gradient also reaches ``token``, whose value is never read.
+
+    Adding an array of zeros would do the same, but inside loops it would be stored and read.
+    """
+    del token
+    return y
+
+
+@tap.defjvp
+def _tap_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return primals[0], tangents[0] + tangents[1]
+
+
+def evaluate(
+    plan: Plan, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Any], tokens: Tokens
+) -> tuple[list[Any], Records]:
+    """Evaluates a jaxpr with taps.
+
+    Args:
+      plan: where the taps are.
+      jaxpr: an open jaxpr.
+      consts: values of its constants.
+      inputs: values of its inputs.
+      tokens: for each site of the plan, an array [lengths of scans from here on..., *output].
+
+    Returns:
+      The outputs, and the records, each with one leading axis per scan entered from here.
+    """
+    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, inputs))
+    records: Records = {}
+
+    def read(v: Any) -> Any:
+        return v.val if isinstance(v, Literal) else values[v]
+
+    for position, eqn in enumerate(jaxpr.eqns):
+        args = [read(v) for v in eqn.invars]
+        inner = plan.inner.get(position)
+        with eqn.ctx.manager:
+            if inner is not None:
+                taps = {s.index: tokens[s.index] for s in inner.all_sites()}
+                outs, below = _enter(inner, eqn, args, taps)
+                for depth, found in below.items():
+                    records.setdefault(depth, {}).update(found)
+            else:
+                # JAX up to 0.10.1 returns the functions to call apart from the parameters.
+                params = eqn.primitive.get_bind_params(eqn.params)
+                functions, params = params if isinstance(params, tuple) else ((), params)
+                outs = eqn.primitive.bind(*functions, *args, **params)
+                outs = list(outs) if eqn.primitive.multiple_results else [outs]
+        if position in plan.sites:
+            outs = [tap(outs[0], tokens[plan.sites[position].index])]
+        values.update(zip(eqn.outvars, outs))
+    if plan.records:
+        mine = {key: jax.numpy.asarray(read(v)) for key, v in plan.records.items()}
+        records.setdefault(plan.depth, {}).update(mine)
+    return [read(v) for v in jaxpr.outvars], records
+
+
+def _enter(plan: Plan, eqn: Any, args: list[Any], tokens: Tokens) -> tuple[list[Any], Records]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return _scan(plan, params, args, tokens)
+    body = inner_jaxpr(eqn)
+    closed = params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"]
+    consts = getattr(closed, "consts", ())
+    if name not in REMAT:
+        return evaluate(plan, body, consts, args, tokens)
+
+    def run(args: list[Any], tokens: Tokens) -> tuple[list[Any], Records]:
+        return evaluate(plan, body, consts, args, tokens)
+
+    again = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
+    return again(args, tokens)
+
+
+def _scan(
+    plan: Plan, params: dict[str, Any], args: list[Any], tokens: Tokens
+) -> tuple[list[Any], Records]:
+    held, carried = params["num_consts"], params["num_carry"]
+    consts, start, sliced = args[:held], args[held : held + carried], args[held + carried :]
+    closed = params["jaxpr"]
+
+    def body(carry: list[Any], x: tuple[list[Any], Tokens]) -> Any:
+        slices, taps = x
+        inputs = [*consts, *carry, *slices]
+        outs, records = evaluate(plan, closed.jaxpr, closed.consts, inputs, taps)
+        return outs[:carried], (outs[carried:], records)
+
+    end, (stacked, records) = jax.lax.scan(
+        body,
+        start,
+        (sliced, tokens),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*end, *stacked], records

@@ -1,0 +1,279 @@
+"""The gradient of one use of a parameter, as a sum over positions of products of two factors.
+
+Where a parameter W meets data, its gradient for one unit is ``g[a, b] = sum_k L[k, a] R[k, b]``:
+positions k (tokens, pixels, time steps), one factor from the data that came in, one from the
+gradient that came back. A dense layer has L = x and R = d; a lookup has L = one-hot(index); a
+convolution has L = patches of x. Axes are known by labels, so that any layout, stacked layers and
+weight sharing over time are one case, and so that two uses of one parameter can be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.clipping.result import unit_where
+from dpfl_jax.clipping.taps.trace import Site, embedding_axis
+from dpfl_jax.clipping.taps.views import View
+
+Label = Hashable
+UNIT: Label = "unit"
+
+
+@dataclasses.dataclass(frozen=True)
+class Dense:
+    """An array with a label for each axis."""
+
+    array: jax.Array
+    labels: tuple[Label, ...]
+
+    @property
+    def bits(self) -> int:
+        """Width of an entry."""
+        return jnp.finfo(self.array.dtype).bits
+
+    def keep(self, units: jax.Array) -> Dense:
+        """Sets the units outside ``units`` (bool [n]) to zero."""
+        return Dense(unit_where(units, self.array, self.labels.index(UNIT)), self.labels)
+
+    def scaled(self, weights: jax.Array, units: jax.Array) -> Dense:
+        """Multiplies each unit by its weight (float32 [n]); zero outside ``units``."""
+        axis = self.labels.index(UNIT)
+        shape = [1] * self.array.ndim
+        shape[axis] = -1
+        product = (self.array * weights.reshape(shape)).astype(self.array.dtype)
+        return Dense(unit_where(units, product, axis), self.labels)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneHot:
+    """Rows that are one at ``indices`` along the axis ``hot`` of length ``size``, else zero."""
+
+    indices: jax.Array
+    labels: tuple[Label, ...]
+    hot: Label
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """The two factors of one use's gradient.
+
+    Attributes:
+      left: from the data.
+      right: from the output's gradient.
+      positions: labels summed over.
+      coordinates: labels of the view's gradient, in the order of its axes (stacked ones first).
+      shape: shape of the view's gradient (its axes may split into several coordinates).
+      scale: what the leaf's gradient is multiplied by.
+      site: where it comes from.
+    """
+
+    left: Dense | OneHot
+    right: Dense
+    positions: tuple[Label, ...]
+    coordinates: tuple[Label, ...]
+    shape: tuple[int, ...]
+    scale: float
+    site: Site
+
+
+def einsum(operands: Sequence[Dense], out: Sequence[Label]) -> jax.Array:
+    """Einsum over labelled arrays, accumulated in float32."""
+    number: dict[Label, int] = {}
+    arguments: list[object] = []
+    dtype = jnp.result_type(*[x.array for x in operands])
+    for x in operands:
+        arguments.append(x.array.astype(dtype))
+        arguments.append([number.setdefault(label, len(number)) for label in x.labels])
+    arguments.append([number[label] for label in out])
+    return jnp.einsum(*arguments, preferred_element_type=jnp.float32)
+
+
+def factorise(site: Site, operands: Sequence[jax.Array], gradient: jax.Array) -> Pair:
+    """The factors of a site's gradient.
+
+    Args:
+      site: one use of a parameter.
+      operands: its other operands, each [lengths of loops..., n, *shape].
+      gradient: the gradient of its output, likewise.
+    """
+    view = site.view
+    stacked = iter(view.stacked)
+    loops = tuple(
+        next(stacked) if sliced else ("time", site.index, j) for j, sliced in enumerate(view.loops)
+    )
+    lead = (*loops, UNIT)
+    time = tuple(x for x, sliced in zip(loops, view.loops) if not sliced)
+    lengths = tuple(n for n, sliced in zip(site.lengths, view.loops) if sliced)
+    make = {
+        "dot_general": _dot_general,
+        "gather": _gather,
+        "conv_general_dilated": _convolution,
+    }[site.primitive.name]
+    left, right, positions, axes = make(site, operands[0], gradient, lead)
+    return Pair(
+        left=left,
+        right=right,
+        positions=(*time, *positions),
+        coordinates=(*view.stacked, *axes),
+        shape=(*lengths, *view.shape),
+        scale=view.scale,
+        site=site,
+    )
+
+
+_Parts = tuple[Dense | OneHot, Dense, tuple[Label, ...], tuple[Label, ...]]
+
+
+def _dot_general(site: Site, x: jax.Array, d: jax.Array, lead: tuple[Label, ...]) -> _Parts:
+    contract, batch = site.params["dimension_numbers"]
+    mine, other = site.position, 1 - site.position
+    view, rank = site.view, len(site.inputs[other].shape)
+    labels: list[Label] = [("position", site.index, i) for i in range(rank)]
+    for theirs, ours in zip(contract[other], contract[mine]):
+        labels[theirs] = view.axes[ours]
+    for theirs, ours in zip(batch[other], batch[mine]):
+        labels[theirs] = view.axes[ours]
+    used = (*contract[other], *batch[other])
+    free = tuple(labels[i] for i in range(rank) if i not in used)
+    kept = tuple(
+        view.axes[i]
+        for i in range(len(view.shape))
+        if i not in contract[mine] and i not in batch[mine]
+    )
+    shared = tuple(view.axes[i] for i in batch[mine])
+    out = (*shared, *free, *kept) if mine == 1 else (*shared, *kept, *free)
+    return Dense(x, (*lead, *labels)), Dense(d, (*lead, *out)), free, view.axes
+
+
+def _gather(site: Site, indices: jax.Array, d: jax.Array, lead: tuple[Label, ...]) -> _Parts:
+    view, numbers = site.view, site.params["dimension_numbers"]
+    axis = embedding_axis(site.inputs[0].shape, site.params)
+    assert axis is not None
+    size = view.shape[axis]
+    indices = indices[..., 0]
+    mode = str(site.params["mode"])
+    inside = (indices >= 0) & (indices < size)
+    rank = len(site.out.shape)
+    rest = iter(label for i, label in enumerate(view.axes) if i != axis)
+    labels: list[Label] = []
+    positions: list[Label] = []
+    for i in range(rank):
+        if i in numbers.offset_dims:
+            labels.append(next(rest))
+        else:
+            positions.append(("position", site.index, i))
+            labels.append(positions[-1])
+    if "FILL" in mode:  # out of range reads a constant: no gradient
+        shape = iter(indices.shape[len(lead) :])
+        spread = [1 if i in numbers.offset_dims else next(shape) for i in range(rank)]
+        found = inside.reshape(*indices.shape[: len(lead)], *spread)
+        d = jnp.where(found, d, jnp.zeros((), d.dtype))
+    hot = OneHot(
+        jnp.clip(indices, 0, size - 1), (*lead, *positions), hot=view.axes[axis], size=size
+    )
+    return hot, Dense(d, (*lead, *labels)), tuple(positions), view.axes
+
+
+def _convolution(site: Site, x: jax.Array, d: jax.Array, lead: tuple[Label, ...]) -> _Parts:
+    view, params = site.view, site.params
+    numbers, groups = params["dimension_numbers"], params["feature_group_count"]
+    out_axis, in_axis, *spatial = numbers.rhs_spec
+    skip = len(lead)
+    batch, feature, *places = numbers.lhs_spec
+    patches = _patches(site, x, skip)  # [*lead, *lhs, *kernel]
+    # Channels come in groups: the kernel's outputs of a group see the inputs of that group only.
+    group: Label = ("group", view.axes[out_axis])
+    inner: Label = ("within group", view.axes[out_axis])
+    at = skip + feature
+    shape = patches.shape
+    patches = patches.reshape(*shape[:at], groups, shape[at] // groups, *shape[at + 1 :])
+    left: list[Label] = [None] * len(site.inputs[0].shape)
+    left[batch] = ("position", site.index, 0)
+    for k, place in enumerate(places):
+        left[place] = ("position", site.index, k + 1)
+    left[feature : feature + 1] = [group, view.axes[in_axis]]
+    left.extend(view.axes[k] for k in spatial)
+
+    out_batch, out_feature, *out_places = numbers.out_spec
+    at = skip + out_feature
+    d = d.reshape(*d.shape[:at], groups, d.shape[at] // groups, *d.shape[at + 1 :])
+    right: list[Label] = [None] * len(site.out.shape)
+    right[out_batch] = ("position", site.index, 0)
+    for k, place in enumerate(out_places):
+        right[place] = ("position", site.index, k + 1)
+    right[out_feature : out_feature + 1] = [group, inner]
+
+    coordinates: list[Label] = list(view.axes)
+    coordinates[out_axis : out_axis + 1] = [group, inner]
+    positions = tuple(("position", site.index, k) for k in range(len(places) + 1))
+    return Dense(patches, (*lead, *left)), Dense(d, (*lead, *right)), positions, tuple(coordinates)
+
+
+def _patches(site: Site, x: jax.Array, skip: int) -> jax.Array:
+    """What each entry of the kernel sees: [*lead, *lhs with output places, *kernel places]."""
+    params, numbers = site.params, site.params["dimension_numbers"]
+    places = [skip + i for i in numbers.lhs_spec[2:]]
+    kernel = [site.inputs[1].shape[i] for i in numbers.rhs_spec[2:]]
+    outputs = [site.out.shape[i] for i in numbers.out_spec[2:]]
+    config = [(0, 0, 0)] * x.ndim
+    for place, (low, high), dilation in zip(places, params["padding"], params["lhs_dilation"]):
+        config[place] = (low, high, dilation - 1)
+    x = jax.lax.pad(x, jnp.zeros((), x.dtype), config)
+    cuts = []
+    for offset in itertools.product(*[range(k) for k in kernel]):
+        cut = x
+        for place, k, step, stride, count in zip(
+            places, offset, params["rhs_dilation"], params["window_strides"], outputs
+        ):
+            stop = k * step + (count - 1) * stride + 1
+            cut = jax.lax.slice_in_dim(cut, k * step, stop, stride, axis=place)
+        cuts.append(cut)
+    stacked = jnp.stack(cuts, axis=-1)
+    return stacked.reshape(*stacked.shape[:-1], *kernel)
+
+
+def merge(pairs: Sequence[Pair]) -> Pair:
+    """Joins uses of one parameter that differ only in their data, as positions of one use."""
+    if len(pairs) == 1:
+        return pairs[0]
+    first = pairs[0]
+    use: Label = ("use", first.site.index)
+
+    def joined(sides: Sequence[Dense]) -> Dense:
+        array = jnp.stack([side.array for side in sides], axis=-1)
+        return Dense(array, (*sides[0].labels, use))
+
+    right = joined([p.right for p in pairs])
+    left: Dense | OneHot
+    if isinstance(first.left, OneHot):
+        hots = [p.left for p in pairs if isinstance(p.left, OneHot)]
+        both = joined([Dense(h.indices, h.labels) for h in hots])
+        left = OneHot(both.array, both.labels, first.left.hot, first.left.size)
+    else:
+        left = joined([p.left for p in pairs if isinstance(p.left, Dense)])
+    return dataclasses.replace(first, left=left, right=right, positions=(*first.positions, use))
+
+
+def same_form(a: Site, b: Site) -> bool:
+    """Whether ``merge`` may join two uses of one leaf."""
+    return (
+        a.primitive is b.primitive
+        and str(a.params) == str(b.params)
+        and a.position == b.position
+        and a.lengths == b.lengths
+        and [v.shape for v in a.inputs] == [v.shape for v in b.inputs]
+        and [v.dtype for v in a.inputs] == [v.dtype for v in b.inputs]
+        and a.view.faithful
+        and b.view.faithful
+        and _where(a.view) == _where(b.view)
+    )
+
+
+def _where(view: View) -> tuple[object, ...]:
+    return view.axes, view.stacked, view.loops, view.cuts, view.scale

@@ -1,0 +1,306 @@
+"""Squared norms and weighted sums of one parameter's gradients, over all its uses.
+
+Three methods, by cost; n units, K positions, factors of widths a and b, P = a*b entries:
+
+* ``gram``: the norm from the K x K Gram matrices of both factors, 2 K^2 (a + b) operations;
+* ``direct``: form each unit's gradient in turn, keep its norm, drop it: 2 K a b operations;
+* ``keep``: form all units' gradients and keep them for the sum: no operation more than training
+  without privacy, n P floats of memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.clipping.cost import Machine
+from dpfl_jax.clipping.per_unit import squared_norms
+from dpfl_jax.clipping.taps.factors import UNIT, Dense, Label, OneHot, Pair, einsum
+
+Method = Literal["gram", "direct", "keep"]
+
+# A squared norm from Gram matrices is a sum of terms of both signs. Its rounding error is at most
+# a few float32 epsilons of the terms' absolute sum; where the sum has cancelled down to that size
+# it is not known, and is taken as large as it may be: too much clipping, never too little.
+_FLOOR = 32 * float(jnp.finfo(jnp.float32).eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How one leaf's norm is computed, and what each way would cost.
+
+    Attributes:
+      method: the way chosen.
+      reason: why, in words.
+      costs: seconds over the unavoidable weighted sum, by method, estimated; only what is possible.
+    """
+
+    method: Method
+    reason: str
+    costs: dict[str, float]
+
+
+def _sizes(pair: Pair) -> dict[Label, int]:
+    sizes = dict(zip(pair.right.labels, pair.right.array.shape))
+    if isinstance(pair.left, Dense):
+        return sizes | dict(zip(pair.left.labels, pair.left.array.shape))
+    return (
+        sizes
+        | dict(zip(pair.left.labels, pair.left.indices.shape))
+        | {pair.left.hot: pair.left.size}
+    )
+
+
+def _left_coordinates(pair: Pair) -> tuple[Label, ...]:
+    extra = (pair.left.hot,) if isinstance(pair.left, OneHot) else ()
+    return tuple(x for x in (*pair.left.labels, *extra) if x in pair.coordinates)
+
+
+def _right_coordinates(pair: Pair) -> tuple[Label, ...]:
+    return tuple(x for x in pair.right.labels if x in pair.coordinates)
+
+
+def _shared(pair: Pair) -> frozenset[Label]:
+    return frozenset(_left_coordinates(pair)) & frozenset(_right_coordinates(pair))
+
+
+def _form(pair: Pair) -> tuple[frozenset[Label], frozenset[Label], frozenset[Label]]:
+    """Coordinates of the left factor alone, of the right alone, of both; axes of one left out."""
+    sizes, shared = _sizes(pair), _shared(pair)
+
+    def own(labels: Sequence[Label]) -> frozenset[Label]:
+        return frozenset(x for x in labels if x not in shared and sizes[x] != 1)
+
+    return own(_left_coordinates(pair)), own(_right_coordinates(pair)), shared
+
+
+def gram_possible(pairs: Sequence[Pair]) -> bool:
+    """Whether the norm over all uses, cross terms included, can come from Gram matrices."""
+    if not all(p.site.view.faithful for p in pairs):
+        return False
+    if len(pairs) == 1:
+        return True
+    return all(_comparable(p, q) for p, q in itertools.combinations(pairs, 2))
+
+
+def _comparable(p: Pair, q: Pair) -> bool:
+    """Whether the inner product of two uses' gradients is known: zero, or from Gram matrices."""
+    if p.site.view.apart_from(q.site.view):
+        return True
+    (a, b, shared), (c, d, other) = _form(p), _form(q)
+    one_hot = isinstance(p.left, OneHot) or isinstance(q.left, OneHot)
+    return (
+        p.site.view.cuts == q.site.view.cuts
+        and shared == other
+        and {a, b} == {c, d}
+        and not (one_hot and shared)
+    )
+
+
+def choose(pairs: Sequence[Pair], size: int, machine: Machine, force: str | None) -> Choice:
+    """Picks the cheapest way to the norm of one leaf.
+
+    Args:
+      pairs: its uses.
+      size: entries of the leaf.
+      machine: speeds.
+      force: a method to take if it is possible.
+    """
+    counted = []
+    for p in pairs:
+        sizes = _sizes(p)
+        left, right, shared = (math.prod(sizes[x] for x in part) for part in _form(p))
+        positions = math.prod(sizes[x] for x in p.positions)
+        counted.append((positions, 0 if isinstance(p.left, OneHot) else left, left, right, shared))
+    costs: dict[str, float] = {}
+    if gram_possible(pairs):
+        flops = moved = 0.0
+        for (k, a, _, b, s), (m, *_) in itertools.combinations_with_replacement(counted, 2):
+            flops += 2.0 * s * k * m * (a + b)
+            moved += 16.0 * s * k * m
+        costs["gram"] = machine.seconds(flops, moved)
+    flops = sum(2.0 * s * k * (b if a == 0 else a * b) for k, a, _, b, s in counted)
+    costs["direct"] = machine.seconds(flops, 8.0 * size)
+    # Unlike the others this also makes the weighted sum; only the traffic is extra.
+    kept = 4.0 * size
+    recorded = sum(
+        s * k * (a * (p.left.bits if isinstance(p.left, Dense) else 0) + b * p.right.bits) / 8.0
+        for p, (k, a, _, b, s) in zip(pairs, counted)
+    )
+    if kept <= machine.keep_factor * recorded:
+        costs["keep"] = machine.seconds(0.0, 3.0 * kept)
+    if force is not None and (force in costs or force == "keep"):
+        return Choice(force, "asked for", costs)  # type: ignore[arg-type]
+    method = min(costs, key=lambda m: costs[m])
+    others = ", ".join(f"{m} {c * 1e6:.1f} us" for m, c in costs.items() if m != method)
+    reason = f"{costs[method] * 1e6:.1f} us a unit" + (f" ({others})" if others else "")
+    if "gram" not in costs:
+        reason += "; its uses do not share coordinates, so no Gram matrices"
+    return Choice(method, reason, costs)  # type: ignore[arg-type]
+
+
+def product(pair: Pair, per_unit: bool) -> jax.Array:
+    """The view's gradient: [n, *shape] per unit, or [*shape] summed over units; float32."""
+    lead: tuple[Label, ...] = (UNIT,) if per_unit else ()
+    if isinstance(pair.left, Dense):
+        out = einsum([pair.left, pair.right], (*lead, *pair.coordinates))
+    else:
+        out = _scatter(pair, pair.left, lead)
+    return out.reshape(*out.shape[: len(lead)], *pair.shape)
+
+
+def _scatter(pair: Pair, left: OneHot, lead: tuple[Label, ...]) -> jax.Array:
+    sizes = _sizes(pair)
+    shared = tuple(x for x in left.labels if x in pair.coordinates)
+    summed = tuple(x for x in left.labels if x not in shared and x not in lead)
+    rest = tuple(x for x in pair.coordinates if x not in shared and x != left.hot)
+    kept = (*lead, *shared)
+    rows = math.prod(sizes[x] for x in kept)
+    indices = _aligned(left.indices, left.labels, (*kept, *summed)).reshape(rows, -1)
+    values = _aligned(pair.right.array, pair.right.labels, (*kept, *summed, *rest))
+    values = values.reshape(rows, indices.shape[1], -1).astype(jnp.float32)
+
+    def one(index: jax.Array, value: jax.Array) -> jax.Array:
+        return jax.ops.segment_sum(value, index, left.size)
+
+    out = one(indices[0], values[0])[None] if rows == 1 else jax.vmap(one)(indices, values)
+    labels = (*kept, left.hot, *rest)
+    out = out.reshape(*[sizes[x] for x in labels])
+    return _aligned(out, labels, (*lead, *pair.coordinates))
+
+
+def _aligned(array: jax.Array, labels: Sequence[Label], wanted: Sequence[Label]) -> jax.Array:
+    """Transposes to the order of ``wanted``, with axes of one where a label is missing."""
+    present = [x for x in wanted if x in labels]
+    array = array.transpose([tuple(labels).index(x) for x in present])
+    at = iter(array.shape)
+    return array.reshape([next(at) if x in labels else 1 for x in wanted])
+
+
+def unit_gradients(pairs: Sequence[Pair], leaf_shape: tuple[int, ...]) -> jax.Array:
+    """Per-unit gradients of the leaf, float32 [n, *leaf_shape]."""
+    parts = [
+        jax.vmap(lambda g, p=p: p.site.view.to_leaf(g, leaf_shape))(product(p, per_unit=True))
+        for p in pairs
+    ]
+    return sum(parts[1:], start=parts[0])
+
+
+def summed_gradient(
+    pairs: Sequence[Pair], leaf_shape: tuple[int, ...], weights: jax.Array, keep: jax.Array
+) -> jax.Array:
+    """Sum over units of weight times gradient, float32 [*leaf_shape]: one product a use."""
+    total = []
+    for p in pairs:
+        left, right = p.left, p.right
+        if isinstance(left, Dense) and left.array.size < right.array.size:
+            left, right = left.scaled(weights, keep), right.keep(keep)
+        elif isinstance(left, Dense):
+            left, right = left.keep(keep), right.scaled(weights, keep)
+        else:
+            right = right.scaled(weights, keep)
+        weighted = dataclasses.replace(p, left=left, right=right)
+        total.append(p.site.view.to_leaf(product(weighted, per_unit=False), leaf_shape))
+    return sum(total[1:], start=total[0])
+
+
+def squared_norm(
+    pairs: Sequence[Pair], leaf_shape: tuple[int, ...], method: Method, num_units: int
+) -> jax.Array:
+    """Squared norm of each unit's gradient of the leaf by ``gram`` or ``direct``; float32 [n]."""
+    if method == "gram":
+        return _gram(pairs)
+
+    def one(i: jax.Array) -> jax.Array:
+        return squared_norms([unit_gradients([_unit(p, i) for p in pairs], leaf_shape)])[0][0]
+
+    return jax.lax.map(one, jnp.arange(num_units))
+
+
+def kept_gradients(
+    pairs: Sequence[Pair], leaf_shape: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Per-unit gradients and their squared norms."""
+    gradients = unit_gradients(pairs, leaf_shape)
+    return gradients, squared_norms([gradients])[0]
+
+
+def _unit(pair: Pair, i: jax.Array) -> Pair:
+    def pick(array: jax.Array, labels: Sequence[Label]) -> jax.Array:
+        axis = tuple(labels).index(UNIT)
+        return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=True)
+
+    right = Dense(pick(pair.right.array, pair.right.labels), pair.right.labels)
+    if isinstance(pair.left, Dense):
+        left: Dense | OneHot = Dense(pick(pair.left.array, pair.left.labels), pair.left.labels)
+    else:
+        left = dataclasses.replace(pair.left, indices=pick(pair.left.indices, pair.left.labels))
+    return dataclasses.replace(pair, left=left, right=right)
+
+
+def _gram(pairs: Sequence[Pair]) -> jax.Array:
+    total: jax.Array | None = None
+    absolute: jax.Array | None = None
+    for (i, p), (j, q) in itertools.combinations_with_replacement(enumerate(pairs), 2):
+        if i != j and p.site.view.apart_from(q.site.view):
+            continue
+        factor = p.scale * q.scale * (1.0 if i == j else 2.0)
+        terms = factor * _inner_products(p, q)
+        axes = tuple(range(1, terms.ndim))
+        signed, size = terms.sum(axes), jnp.abs(terms).sum(axes)
+        total = signed if total is None else total + signed
+        absolute = size if absolute is None else absolute + size
+    assert total is not None
+    assert absolute is not None
+    return jnp.maximum(total, _FLOOR * absolute)
+
+
+def _inner_products(p: Pair, q: Pair) -> jax.Array:
+    """[n, ...]: for each pair of positions, the product of the factors' inner products."""
+    shared = tuple(x for x in p.coordinates if x in _shared(p))
+    straight = _form(p)[0] == _form(q)[0]
+    first = (p.left, q.left if straight else q.right)
+    second = (p.right, q.right if straight else q.left)
+    ours = p.positions
+    theirs = tuple(("other", x) for x in q.positions)
+    out = (UNIT, *shared, *ours, *theirs)
+    rename: dict[Label, Label] = dict(zip(q.positions, theirs))
+    return _inner(*first, rename, out) * _inner(*second, rename, out)
+
+
+def _inner(
+    x: Dense | OneHot, y: Dense | OneHot, rename: dict[Label, Label], out: tuple[Label, ...]
+) -> jax.Array:
+    y = dataclasses.replace(y, labels=tuple(rename.get(label, label) for label in y.labels))
+    if isinstance(x, Dense) and isinstance(y, Dense):
+        return einsum([x, y], out)
+    if isinstance(x, OneHot) and isinstance(y, OneHot):
+        same = _aligned(x.indices, x.labels, out) == _aligned(y.indices, y.labels, out)
+        return same.astype(jnp.float32)
+    if isinstance(x, OneHot) and isinstance(y, Dense):
+        hot, dense = x, y
+    else:
+        assert isinstance(x, Dense)
+        assert isinstance(y, OneHot)
+        hot, dense = y, x
+    # <one-hot(i), row> = row[i]: look up, for every row, the entries the other side points at.
+    rows = tuple(label for label in dense.labels if label not in (UNIT, hot.hot) and label in out)
+    places = tuple(label for label in hot.labels if label != UNIT)
+    table = _aligned(dense.array, dense.labels, (UNIT, *rows, hot.hot))
+    extra = [label for label in dense.labels if label not in (UNIT, hot.hot, *rows)]
+    assert all(dense.array.shape[dense.labels.index(label)] == 1 for label in extra)
+    n, width = table.shape[0], hot.size
+    sizes = [*table.shape[1:-1], *[hot.indices.shape[hot.labels.index(x)] for x in places]]
+    table = table.reshape(n, -1, width)
+    index = _aligned(hot.indices, hot.labels, (UNIT, *places)).reshape(n, 1, -1)
+    found = jnp.take_along_axis(
+        table, jnp.broadcast_to(index, (n, table.shape[1], index.shape[2])), axis=2, mode="clip"
+    )
+    found = found.reshape(n, *sizes).astype(jnp.float32)
+    return _aligned(found, (UNIT, *rows, *places), out)

@@ -1,0 +1,260 @@
+"""Finds, in the jaxpr of a one-unit loss, every place where a parameter meets data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Sequence
+from typing import Any, NoReturn
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from dpfl_jax.clipping.taps.views import View, extend_view
+
+INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+REMAT = frozenset({"checkpoint", "remat", "remat2"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One equation in which a parameter meets data, with its tap.
+
+    Attributes:
+      index: number of the tap.
+      view: the parameter, as this equation sees it.
+      primitive: the equation's primitive.
+      params: its parameters.
+      position: which operand is the parameter.
+      operands: for each other operand, the key of its record.
+      inputs: abstract values of all operands, inside the loops.
+      out: abstract value of the output, inside the loops.
+      lengths: lengths of the enclosing scans, outermost first.
+    """
+
+    index: int
+    view: View
+    primitive: Any
+    params: dict[str, Any]
+    position: int
+    operands: tuple[Hashable, ...]
+    inputs: tuple[Any, ...]
+    out: Any
+    lengths: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class Plan:
+    """What to do on the way through one jaxpr (in one calling context).
+
+    Attributes:
+      sites: equations to tap, by position.
+      inner: plans for the jaxprs of equations to be entered, by position.
+      records: variables whose values are kept, by key.
+      number: tells plans apart.
+      depth: number of enclosing scans.
+    """
+
+    number: int
+    depth: int
+    sites: dict[int, Site] = dataclasses.field(default_factory=dict)
+    inner: dict[int, Plan] = dataclasses.field(default_factory=dict)
+    records: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
+
+    def all_sites(self) -> list[Site]:
+        """The sites of this plan and of those within."""
+        nested = [s for plan in self.inner.values() for s in plan.all_sites()]
+        return [*self.sites.values(), *nested]
+
+    def all_records(self) -> dict[Hashable, int]:
+        """Keys of the records of this plan and of those within, with the scans around them."""
+        out = dict.fromkeys(self.records, self.depth)
+        for plan in self.inner.values():
+            out |= plan.all_records()
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """The plan for a loss, and why some leaves have per-unit copies instead of taps.
+
+    Attributes:
+      plan: for the whole jaxpr.
+      copied: leaf index -> reason.
+    """
+
+    plan: Plan
+    copied: dict[int, str]
+
+
+class _NeedsCopyError(Exception):
+    """A leaf is used in a way that has no rule."""
+
+    def __init__(self, leaf: int, reason: str) -> None:
+        super().__init__(reason)
+        self.leaf, self.reason = leaf, reason
+
+
+def analyse(jaxpr: Any, num_leaves: int, copied: dict[int, str] | None = None) -> Analysis:
+    """Plans the taps of a one-unit loss.
+
+    Args:
+      jaxpr: the loss's jaxpr; its first ``num_leaves`` inputs are the trainable leaves.
+      num_leaves: number of leaves.
+      copied: leaves that get per-unit copies whatever their use, with the reason.
+    """
+    copied = dict(copied or {})
+    while True:
+        views = [
+            None if i in copied else View.of_leaf(i, tuple(v.aval.shape))
+            for i, v in enumerate(jaxpr.invars[:num_leaves])
+        ]
+        walker = _Walker([math.prod(v.aval.shape) for v in jaxpr.invars[:num_leaves]])
+        try:
+            rest: list[View | None] = [None] * (len(jaxpr.invars) - num_leaves)
+            plan, outputs = walker.walk(jaxpr, [*views, *rest], ())
+            if outputs[0] is not None:
+                raise _NeedsCopyError(outputs[0].leaf, "the loss is the parameter itself")
+        except _NeedsCopyError as found:
+            copied[found.leaf] = found.reason
+            continue
+        return Analysis(plan, copied)
+
+
+class _Walker:
+    """Walks jaxprs, following parameter views, until a leaf turns out to need copies."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+        self.num_sites = 0
+        self.num_plans = 0
+
+    def walk(
+        self, jaxpr: Any, inputs: Sequence[View | None], lengths: tuple[int, ...]
+    ) -> tuple[Plan, list[View | None]]:
+        """Plans one jaxpr.
+
+        Args:
+          jaxpr: what to walk.
+          inputs: for each input, the parameter view it is, if any.
+          lengths: lengths of the enclosing scans.
+
+        Returns:
+          The plan, and for each output the view it is, if any.
+        """
+        plan = Plan(number=self.num_plans, depth=len(lengths))
+        self.num_plans += 1
+        views = {v: view for v, view in zip(jaxpr.invars, inputs) if view is not None}
+
+        def view_of(v: Any) -> View | None:
+            return None if isinstance(v, Literal) else views.get(v)
+
+        for position, eqn in enumerate(jaxpr.eqns):
+            seen = [view_of(v) for v in eqn.invars]
+            used = [(i, view) for i, view in enumerate(seen) if view is not None]
+            if not used or not any(_has_gradient(v) for v in eqn.outvars):
+                continue
+            name = eqn.primitive.name
+            if name == "stop_gradient":
+                continue
+            outputs: list[View | None] | list[View] | None
+            if name in INLINED or name in REMAT:
+                inner, outputs = self.walk(inner_jaxpr(eqn), seen, lengths)
+                plan.inner[position] = inner
+            elif name == "scan":
+                plan.inner[position] = self._scan(eqn, seen, lengths)
+                outputs = None
+            elif len(used) > 1:
+                self._copy(used, f"`{name}` combines two parameters")
+            elif (outputs := extend_view(used[0][1], eqn)) is None:
+                where, view = used[0]
+                if not has_rule(eqn, where):
+                    self._copy(used, f"`{name}` has no rule")
+                plan.sites[position] = self._site(plan, eqn, where, view, lengths)
+            views.update((v, w) for v, w in zip(eqn.outvars, outputs or ()) if w is not None)
+        return plan, [view_of(v) for v in jaxpr.outvars]
+
+    def _site(self, plan: Plan, eqn: Any, where: int, view: View, lengths: tuple[int, ...]) -> Site:
+        operands: list[Hashable] = []
+        for i, v in enumerate(eqn.invars):
+            if i != where:
+                key: Hashable = (plan.number, len(plan.records))
+                for known, var in plan.records.items():
+                    if var is v:
+                        key = known
+                plan.records[key] = v
+                operands.append(key)
+        self.num_sites += 1
+        return Site(
+            index=self.num_sites - 1,
+            view=view,
+            primitive=eqn.primitive,
+            params=dict(eqn.params),
+            position=where,
+            operands=tuple(operands),
+            inputs=tuple(v.aval for v in eqn.invars),
+            out=eqn.outvars[0].aval,
+            lengths=lengths,
+        )
+
+    def _scan(self, eqn: Any, seen: list[View | None], lengths: tuple[int, ...]) -> Plan:
+        body = eqn.params["jaxpr"].jaxpr
+        consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        inputs: list[View | None] = []
+        for i, view in enumerate(seen):
+            if view is None:
+                inputs.append(None)
+            elif i >= consts + carried:
+                inputs.append(view.sliced_by_scan())
+            elif i < consts or body.outvars[i - consts] is body.invars[i]:
+                inputs.append(view.held_by_scan())
+            else:
+                self._copy([(i, view)], "a scan carries and changes it")
+        plan, outputs = self.walk(body, inputs, (*lengths, eqn.params["length"]))
+        for k, view in enumerate(outputs):
+            unchanged = k < carried and body.outvars[k] is body.invars[consts + k]
+            if view is not None and (k >= carried or not unchanged):
+                self._copy([(k, view)], "a scan returns it")
+            # An unchanged carry that is a view must not be used as data after the scan.
+            if view is not None and unchanged and _is_used(eqn.outvars[k]):
+                self._copy([(k, view)], "a scan carries it and it is used afterwards")
+        return plan
+
+    def _copy(self, used: Sequence[tuple[int, View]], reason: str) -> NoReturn:
+        raise _NeedsCopyError(min((v.leaf for _, v in used), key=lambda i: self.sizes[i]), reason)
+
+
+def inner_jaxpr(eqn: Any) -> Any:
+    """The open jaxpr of an equation that calls one; consts of closed ones are constants."""
+    inner = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["call_jaxpr"]
+    return getattr(inner, "jaxpr", inner)
+
+
+def has_rule(eqn: Any, where: int) -> bool:
+    """Whether the gradient of operand ``where`` factors (see ``factors``)."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        return True
+    if name == "gather":
+        return where == 0 and embedding_axis(eqn.invars[0].aval.shape, params) is not None
+    if name == "conv_general_dilated":
+        return where == 1 and params["batch_group_count"] == 1
+    return False
+
+
+def embedding_axis(shape: tuple[int, ...], params: dict[str, Any]) -> int | None:
+    """The axis along which a gather looks up whole slices, or None if it does something else."""
+    numbers, sizes = params["dimension_numbers"], tuple(params["slice_sizes"])
+    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
+        return None
+    axis = numbers.start_index_map[0]
+    whole = all(sizes[i] == (1 if i == axis else shape[i]) for i in range(len(shape)))
+    return axis if whole and tuple(numbers.collapsed_slice_dims) == (axis,) else None
+
+
+def _has_gradient(v: Any) -> bool:
+    return jnp.issubdtype(v.aval.dtype, jnp.floating)
+
+
+def _is_used(v: Any) -> bool:
+    return type(v).__name__ != "DropVar"

@@ -1,0 +1,246 @@
+"""Parameter views: what is done to a parameter, and to nothing else, before it meets data.
+
+A cast, transpose, reshape or slice of a parameter, or one layer's slice of a stacked parameter
+inside a scan, is still that parameter. A ``View`` remembers how to come back from the view's
+gradient to the parameter's, and which of its axes is which axis of the parameter, so that uses of
+one parameter in different forms (a tied embedding and head) can be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from dpfl_jax.clipping.result import axes_of, vary
+
+# Equations that leave the values as they are (a cast's gradient is a cast).
+TRANSPARENT = frozenset(
+    {"convert_element_type", "copy", "copy_p", "name", "pvary", "pcast", "reduce_precision"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """A value that is a linear function of one parameter leaf and of nothing else.
+
+    Attributes:
+      leaf: index of the leaf.
+      shape: shape of the value, inside the loops it is seen in.
+      axes: a name for each axis: equal names mean the same coordinate of the leaf.
+      stacked: names of the axes that scans have sliced away, outermost first.
+      loops: for each enclosing scan, outermost first: True if it slices this view (stacked
+        layers), False if every iteration sees the same (weight sharing over time).
+      ops: from the leaf to the view, as (function, number of stacked axes it is mapped over).
+      cuts: for each slice taken, (name of the axis, start, stop): what part of the leaf this is.
+      scale: the view is ``scale`` times a rearrangement of the leaf's entries ...
+      faithful: ... unless this is False: then only ``to_leaf`` knows.
+    """
+
+    leaf: int
+    shape: tuple[int, ...]
+    axes: tuple[Hashable, ...]
+    stacked: tuple[Hashable, ...] = ()
+    loops: tuple[bool, ...] = ()
+    ops: tuple[tuple[Callable[[Any], Any], int], ...] = ()
+    cuts: tuple[tuple[Hashable, int, int], ...] = ()
+    scale: float = 1.0
+    faithful: bool = True
+
+    @classmethod
+    def of_leaf(cls, leaf: int, shape: tuple[int, ...]) -> View:
+        """The leaf itself."""
+        return cls(leaf, shape, tuple(("axis", i) for i in range(len(shape))))
+
+    def then(
+        self,
+        function: Callable[[Any], Any],
+        shape: tuple[int, ...],
+        axes: tuple[Hashable, ...],
+        scale: float = 1.0,
+        faithful: bool = True,
+        cuts: tuple[tuple[Hashable, int, int], ...] = (),
+    ) -> View:
+        """The view after one more operation."""
+        return dataclasses.replace(
+            self,
+            shape=shape,
+            axes=axes,
+            cuts=(*self.cuts, *cuts),
+            ops=(*self.ops, (function, len(self.stacked))),
+            scale=self.scale * scale,
+            faithful=self.faithful and faithful,
+        )
+
+    def apart_from(self, other: View) -> bool:
+        """Whether two views of one leaf are known to share no entry of it."""
+        return any(
+            a[0] == b[0] and (a[2] <= b[1] or b[2] <= a[1]) for a in self.cuts for b in other.cuts
+        )
+
+    def sliced_by_scan(self) -> View:
+        """What the body of a scan sees of a view scanned over."""
+        return dataclasses.replace(
+            self,
+            shape=self.shape[1:],
+            axes=self.axes[1:],
+            stacked=(*self.stacked, self.axes[0]),
+            loops=(*self.loops, True),
+        )
+
+    def held_by_scan(self) -> View:
+        """What the body of a scan sees of a view that stays the same."""
+        return dataclasses.replace(self, loops=(*self.loops, False))
+
+    def to_leaf(self, gradient: jax.Array, leaf_shape: tuple[int, ...]) -> jax.Array:
+        """Turns the gradient of the view ([stacked..., *shape], float32) into the leaf's."""
+        if not self.ops:
+            return gradient
+
+        def forward(x: jax.Array) -> jax.Array:
+            for function, depth in self.ops:
+                for _ in range(depth):
+                    function = jax.vmap(function)
+                x = function(x)
+            return x
+
+        # Everything is float32 here, casts having been left out, so nothing is rounded.
+        at = vary(jnp.zeros(leaf_shape, jnp.float32), axes_of(jax.typeof(gradient)))
+        (out,) = jax.vjp(forward, at)[1](gradient)
+        return out
+
+
+def _regroup(
+    axes: tuple[Hashable, ...], old: tuple[int, ...], new: tuple[int, ...]
+) -> tuple[Hashable, ...]:
+    """Names of the axes after a reshape: axes it leaves alone keep theirs."""
+    out: list[Hashable] = []
+    i = j = 0
+    while j < len(new):
+        if i < len(old) and old[i] == new[j]:
+            out.append(axes[i])
+            i, j = i + 1, j + 1
+            continue
+        if new[j] == 1:
+            out.append(("one",))
+            j += 1
+            continue
+        if i < len(old) and old[i] == 1:
+            i += 1
+            continue
+        start_i, start_j = i, j
+        have, want = old[i], new[j]
+        i, j = i + 1, j + 1
+        while have != want:
+            if have < want:
+                have *= old[i]
+                i += 1
+            else:
+                want *= new[j]
+                j += 1
+        group = (axes[start_i:i], new[start_j:j])
+        out.extend(("reshape", group, k) for k in range(j - start_j))
+    return tuple(out)
+
+
+def extend_view(view: View, eqn: Any) -> list[View] | None:
+    """The views an equation turns ``view`` into, or None if its outputs are not views.
+
+    ``eqn`` has ``view`` as its only parameter-dependent input.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    shapes = [tuple(v.aval.shape) for v in eqn.outvars]
+    bind = _Bind(eqn.primitive, params)
+    if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in eqn.outvars):
+        return None
+    if name in TRANSPARENT:
+        return [view]
+    if name == "transpose":
+        return [view.then(bind, shapes[0], tuple(view.axes[i] for i in params["permutation"]))]
+    if name in ("reshape", "squeeze", "expand_dims"):
+        if name == "reshape" and params.get("dimensions") is not None:
+            return None
+        return [view.then(bind, shapes[0], _regroup(view.axes, view.shape, shapes[0]))]
+    if name == "broadcast_in_dim":
+        if len(eqn.invars) != 1:
+            return None
+        if math.prod(shapes[0]) == math.prod(view.shape):
+            return [view.then(bind, shapes[0], _regroup(view.axes, view.shape, shapes[0]))]
+        new = tuple(("broadcast", view.axes, i) for i in range(len(shapes[0])))
+        return [view.then(bind, shapes[0], new, faithful=False)]
+    if name == "slice":
+        strides = params["strides"] or (1,) * len(view.shape)
+        return [_cut(view, bind, params["start_indices"], strides, shapes[0])]
+    if name == "split":
+        at, start, out = params["axis"], 0, []
+        for k, shape in enumerate(shapes):
+            starts = [start if i == at else 0 for i in range(len(shape))]
+            out.append(_cut(view, _Take(bind, k), starts, [1] * len(shape), shape))
+            start += shape[at]
+        return out
+    if name == "neg":
+        return [view.then(bind, shapes[0], view.axes, scale=-1.0)]
+    if name in ("mul", "div") and len(eqn.invars) == 2:
+        return _scaled(view, eqn, shapes[0])
+    return None
+
+
+def _cut(
+    view: View,
+    function: Callable[[Any], Any],
+    starts: Sequence[int],
+    strides: Sequence[int],
+    shape: tuple[int, ...],
+) -> View:
+    """A part of a view; axes cut differently are different coordinates."""
+    axes: list[Hashable] = []
+    cuts: list[tuple[Hashable, int, int]] = []
+    for axis, start, stride, size, kept in zip(view.axes, starts, strides, view.shape, shape):
+        if size == kept:
+            axes.append(axis)
+            continue
+        axes.append(("slice", axis, start, stride, kept))
+        cuts.append((axis, start, start + (kept - 1) * stride + 1))
+    return view.then(function, shape, tuple(axes), cuts=tuple(cuts))
+
+
+def _scaled(view: View, eqn: Any, shape: tuple[int, ...]) -> list[View] | None:
+    """Multiplication or division by a number written in the program."""
+    numbers = [v.val for v in eqn.invars if isinstance(v, Literal)]
+    divides = eqn.primitive.name == "div"
+    if len(numbers) != 1 or (divides and isinstance(eqn.invars[0], Literal)):
+        return None
+    factor = float(numbers[0])
+    factor = 1.0 / factor if divides else factor
+    return [view.then(_Scale(factor), shape, view.axes, scale=factor)]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Bind:
+    primitive: Any
+    params: Any
+
+    def __call__(self, x: jax.Array) -> Any:
+        return self.primitive.bind(x, **self.params)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Take:
+    split: _Bind
+    index: int
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.split(x)[self.index]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Scale:
+    factor: float
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x * self.factor
