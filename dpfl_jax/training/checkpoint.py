@@ -30,8 +30,17 @@ class Checkpoints:
         """The step of the newest finished checkpoint, or None."""
         return self._manager.latest_step()
 
-    def save(self, state: TrainState, key: RootKey, spent: dict[str, Any]) -> None:
-        """Saves the state after ``state.step`` steps, with the budget spent until then."""
+    def save(
+        self, state: TrainState, key: RootKey, spent: dict[str, Any], hardware: list[str]
+    ) -> None:
+        """Saves the state after ``state.step`` steps.
+
+        Args:
+          state: what a step changes.
+          key: root key of the run; only its fingerprint is kept.
+          spent: epsilon and delta until this step.
+          hardware: all that the run was computed with until now (``state.hardware``).
+        """
         step = int(state.step)
         if step == self.latest_step():
             return
@@ -40,13 +49,25 @@ class Checkpoints:
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(_to_tree(state)),
                 progress=ocp.args.JsonSave(
-                    {"step": step, "root_key": key.fingerprint, "spent": spent}
+                    {
+                        "step": step,
+                        "root_key": key.fingerprint,
+                        "spent": spent,
+                        "hardware": hardware,
+                    }
                 ),
             ),
         )
 
-    def restore(self, like: TrainState, key: RootKey) -> TrainState:
-        """Returns the newest checkpoint in the shapes, dtypes and shardings of ``like``.
+    def restore(self, like: TrainState, key: RootKey) -> tuple[TrainState, list[str]]:
+        """Reads the newest checkpoint.
+
+        Args:
+          like: gives shapes, dtypes and shardings.
+          key: root key of the run.
+
+        Returns:
+          The state, and all hardware the run was computed with until then.
 
         Raises:
           BadInputError: it belongs to another root key, or cannot be read.
@@ -72,7 +93,7 @@ class Checkpoints:
                 f"the checkpoint of step {step} was made with another root key than the one in "
                 "private/: noise would be reused or lost, so this run cannot go on"
             )
-        return TrainState(**restored["state"])
+        return TrainState(**restored["state"]), restored["progress"]["hardware"]
 
     def close(self) -> None:
         """Waits for writing to finish."""

@@ -23,7 +23,7 @@ from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.interrupt import StopRequest
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
-from dpfl_jax.training.state import TrainState, data_parallel_mesh, init_state
+from dpfl_jax.training.state import TrainState, data_parallel_mesh, hardware, init_state
 from dpfl_jax.training.step import StepStats, make_train_step
 
 PyTree = Any
@@ -165,11 +165,14 @@ def fit(
     evaluate = Evaluator(loss_fn, mesh, eval_batch_size, eval_max_examples)
     state = init_state(params, optimizer, mesh)
     log = _Log(run_dir)
-    checkpoints = None
+    checkpoints, used = None, [hardware(mesh)]
     if run_dir is not None:
         checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
         if checkpoints.latest_step() is not None:
-            state = checkpoints.restore(state, key)
+            state, used = checkpoints.restore(state, key)
+            if hardware(mesh) not in used:
+                used.append(hardware(mesh))
+            caveats = (*caveats, MOVED_CAVEAT) if len(used) > 1 else caveats
         log.start_at(int(state.step))
     start = int(state.step)
     if validation is not None and start == 0 and log.evaluation(0) is None:
@@ -201,7 +204,7 @@ def fit(
                 log.append({"step": done, "eval": evaluate(state.params, validation).to_json()})
                 meter.restart()
             if checkpoints is not None and (done % checkpoint_every == 0 or last or stop.requested):
-                checkpoints.save(state, key, {"epsilon": spent(done), "delta": delta})
+                checkpoints.save(state, key, {"epsilon": spent(done), "delta": delta}, used)
                 meter.restart()
             if stop.requested:
                 break
@@ -227,6 +230,13 @@ def fit(
 PUBLIC_KEY_CAVEAT = (
     "sampling and noise come from a seed written in the configuration: the guarantee holds only "
     "against those who do not know it (leave seed unset for a release)"
+)
+
+
+MOVED_CAVEAT = (
+    "the run went on from a checkpoint on other hardware: steps taken twice used the same noise on "
+    "sums that may differ in rounding, so metrics written between that checkpoint and the "
+    "interruption must not have been published"
 )
 
 

@@ -43,6 +43,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def hardware(mesh: Mesh) -> str:
+    """What the steps of a run are computed with: the same string rounds the same way."""
+    device = mesh.devices.flat[0]
+    return f"{mesh.size} x {device.platform} ({device.device_kind}), jax {jax.__version__}"
+
+
 def init_state(params: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
     """Returns the state before the first step, replicated over ``mesh``.
 

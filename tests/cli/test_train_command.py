@@ -40,7 +40,7 @@ def workspace(tmp_path_factory):
             "validation_fraction": 0.2,
             "test_fraction": 0.0,
         },
-        "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
+        "model": {"size": "tiny", "overrides": {"layers": 1, "width": 16, "heads": 2}},
         "mechanism": {"kind": "uls", "compute_budget": 16, "uls": {"group_size": 2}},
         "privacy": {"epsilon": 8.0, "delta": 1e-3},
         "optimizer": {"name": "adam", "learning_rate": 0.01},

@@ -1,5 +1,7 @@
 """``fit`` on a small regression: what a notebook user calls."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,6 +113,19 @@ def test_resume_in_process_is_bit_for_bit(tmp_path, monkeypatch):
     result = run(steps=20, validation=None, run_dir=directory, key=None, checkpoint_every=5)
     np.testing.assert_array_equal(result.params["w"], whole.params["w"])
     assert [row["step"] for row in result.metrics] == list(range(1, 21))
+
+
+def test_moving_a_run_to_other_hardware_is_named(tmp_path):
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    whole = run(steps=6, validation=None)
+    directory = RunDirectory(tmp_path / "run", {}, "f", seed=0)
+    first = run(steps=6, validation=None, run_dir=directory, mesh=one, checkpoint_every=3)
+    assert not any("other hardware" in c for c in first.guarantee.caveats)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    moved = run(steps=6, validation=None, run_dir=directory, checkpoint_every=3)
+    directory.close()
+    assert any("other hardware" in c for c in moved.guarantee.caveats)
+    np.testing.assert_allclose(moved.params["w"], whole.params["w"], rtol=1e-5)
 
 
 def test_a_poisoned_user_never_reaches_the_parameters():
