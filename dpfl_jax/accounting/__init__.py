@@ -7,14 +7,22 @@ parameters for a target; ``Guarantee`` is the answer with everything needed to j
 
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, delta, epsilon, epsilon_curve
-from dpfl_jax.accounting.calibrate import calibrate_noise_multiplier
+from dpfl_jax.accounting.calibrate import (
+    calibrate_group_size,
+    calibrate_noise_multiplier,
+    calibrate_sampling_prob,
+    calibrate_steps,
+)
 from dpfl_jax.accounting.guarantee import Guarantee
 
 __all__ = [
     "ADD_OR_REMOVE",
     "REPLACE",
     "Guarantee",
+    "calibrate_group_size",
     "calibrate_noise_multiplier",
+    "calibrate_sampling_prob",
+    "calibrate_steps",
     "delta",
     "epsilon",
     "epsilon_curve",

@@ -8,14 +8,15 @@ is too large by about resolution^2 / 6.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import dp_accounting
+import numpy as np
 from dp_accounting import NeighboringRelation, gaussian_mechanism
 
 from dpfl_jax.accounting import renyi
-from dpfl_jax.accounting.composition import Composition, Part
+from dpfl_jax.accounting.composition import Composition, Part, TableTooLargeError
 from dpfl_jax.accounting.leaves import Flat, MixtureLeaf, flatten
 from dpfl_jax.errors import BadInputError
 
@@ -27,6 +28,14 @@ REPLACE = NeighboringRelation.REPLACE_ONE
 # Excess of the noise multiplier: 0.008 %, and 0.002 % for the certificate.
 FINE = 0.03
 FINEST = 0.015
+
+# Beyond these an answer would mean nothing, and computing it could take all memory.
+LARGEST_MEAN_LOSS = 1e4
+LARGEST_GRID = 30.0
+
+
+class TooLittleNoiseError(BadInputError):
+    """The guarantee would be so weak that it is not worth (or not possible) computing."""
 
 
 def check_delta(delta: float) -> None:
@@ -77,8 +86,8 @@ def epsilon(
     if not flat.leaves:
         return _gaussian_epsilon(flat.gaussian, delta)
     log_tail = _log_tail(flat, delta)
-    return max(
-        composition.epsilon(delta) for composition in _compositions(flat, resolution, log_tail)
+    return _coarsened(
+        lambda grid: max(c.epsilon(delta) for c in _compositions(flat, grid, log_tail)), resolution
     )
 
 
@@ -100,10 +109,12 @@ def delta(
     if not flat.leaves:
         if flat.gaussian == 0:
             return 0.0
-        log_delta = gaussian_mechanism._get_log_delta(1.0 / math.sqrt(flat.gaussian), epsilon)
+        log_delta = _gaussian_log_delta(1.0 / math.sqrt(flat.gaussian), epsilon)
         return float(math.exp(log_delta) * (1 + 1e-9))
     log_tail = -100.0 - math.log(_steps(flat))
-    return max(c.delta(epsilon) for c in _compositions(flat, resolution, log_tail))
+    return _coarsened(
+        lambda grid: max(c.delta(epsilon) for c in _compositions(flat, grid, log_tail)), resolution
+    )
 
 
 def epsilon_curve(
@@ -177,6 +188,16 @@ def _loose_epsilon(
     raise BadInputError(f"unknown accountant {accountant!r}: choose pld, rdp or zcdp")
 
 
+def _coarsened(answer: Callable[[float], float], resolution: float) -> float:
+    """``answer(resolution)``, on a coarser grid (still a bound) if the table is too large."""
+    for _ in range(4):
+        try:
+            return answer(resolution)
+        except TableTooLargeError:
+            resolution *= 4.0
+    return answer(resolution)
+
+
 def _steps(flat: Flat) -> int:
     return sum(count for _, count in flat.leaves)
 
@@ -186,6 +207,11 @@ def _log_tail(flat: Flat, delta: float) -> float:
     return min(-50.0, math.log(delta) - math.log(_steps(flat)) - 17.0)
 
 
+def _gaussian_log_delta(sigma: float, epsilon: float) -> float:
+    with np.errstate(divide="ignore"):
+        return float(gaussian_mechanism._get_log_delta(sigma, epsilon))
+
+
 def _gaussian_epsilon(total: float, delta: float) -> float:
     """Exact, for Gaussians alone (Balle and Wang 2018), rounded up."""
     if total == 0:
@@ -193,9 +219,10 @@ def _gaussian_epsilon(total: float, delta: float) -> float:
     if total > 1e16:
         return math.inf
     sigma = 1.0 / math.sqrt(total)
-    if gaussian_mechanism._get_log_delta(sigma, 0.0) <= math.log(delta):
+    if _gaussian_log_delta(sigma, 0.0) <= math.log(delta):
         return 0.0
-    value = gaussian_mechanism.get_epsilon_gaussian(sigma, delta, tol=1e-12)
+    with np.errstate(divide="ignore"):
+        value = gaussian_mechanism.get_epsilon_gaussian(sigma, delta, tol=1e-12)
     return float(value) * (1 + 1e-11) + 1e-11
 
 
@@ -209,9 +236,21 @@ def _discretised(flat: Flat, resolution: float, log_tail: float) -> list[list[Pa
         sum(count * leaf.moments()[direction][1] for leaf, count in leaves)
         for direction in ("remove", "add")
     )
+    mean = sum(count * leaf.moments()["remove"][0] for leaf, count in leaves)
+    if mean > LARGEST_MEAN_LOSS:
+        raise TooLittleNoiseError(
+            f"the expected privacy loss of this run is about {mean:.2g} nats, so that no useful "
+            "epsilon exists: raise the noise multiplier, or lower the sampling probability, the "
+            "group size or the number of steps"
+        )
     grid = resolution * math.sqrt(max(variance, 1e-300) / steps)
     finest = max(leaf.finest_grid(log_tail) for leaf, _ in leaves)
     grid = max(grid, finest, 1e-12)
+    if grid > LARGEST_GRID:
+        raise TooLittleNoiseError(
+            "the privacy losses of one step span more than a table can hold: the noise is far too "
+            "small beside the sensitivity; raise the noise multiplier or lower the group size"
+        )
     built = [(leaf.build(grid, log_tail), count) for leaf, count in leaves]
     return [
         [Part(step.remove, count) for step, count in built],

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
+from dpfl_jax.accounting import cache
 from dpfl_jax.accounting.accountant import (
     ADD_OR_REMOVE,
     FINE,
     FINEST,
+    TooLittleNoiseError,
     _gaussian_epsilon,
     check_delta,
     check_epsilon,
     clt_signal,
 )
 from dpfl_jax.accounting.accountant import epsilon as epsilon_of
+from dpfl_jax.accounting.composition import TableTooLargeError
 from dpfl_jax.errors import BadInputError
 
 MakeEvent = Callable[[float], dp_accounting.DpEvent]
@@ -36,6 +40,7 @@ def calibrate_noise_multiplier(
     *,
     relation: NeighboringRelation = ADD_OR_REMOVE,
     relative_tolerance: float = 1e-5,
+    use_cache: bool = True,
 ) -> float:
     """Smallest noise multiplier whose event satisfies (epsilon, delta), rounded up.
 
@@ -45,6 +50,7 @@ def calibrate_noise_multiplier(
       delta: target, in (0, 1).
       relation: adjacency.
       relative_tolerance: most by which the answer exceeds the smallest, on the fine grid.
+      use_cache: look the answer up on disk first (and certify it again), store it after.
 
     Returns:
       The noise multiplier; ``epsilon(make_event(it), delta, resolution=FINEST) <= epsilon``. 0.0
@@ -56,9 +62,48 @@ def calibrate_noise_multiplier(
     check_epsilon(epsilon)
     check_delta(delta)
 
+    def certified(sigma: float) -> bool:
+        event = make_event(sigma)
+        return all(
+            _epsilon_or_inf(event, delta, relation, grid) <= epsilon for grid in (FINEST, FINE)
+        )
+
+    key = ""
+    if use_cache:
+        key = cache.key_of(
+            "noise", make_event(1.0), make_event(3.0), epsilon, delta, relation, relative_tolerance
+        )
+        known = (cache.read(key) or {}).get("noise_multiplier")
+        # Certified again, so that what is on disk can never weaken a guarantee.
+        if (
+            isinstance(known, float)
+            and SMALLEST_NOISE <= known <= LARGEST_NOISE
+            and certified(known)
+        ):
+            return known
+    sigma = _search_noise(make_event, epsilon, delta, relation, relative_tolerance)
+    if sigma == 0.0:
+        return 0.0
+    step = relative_tolerance
+    while not certified(sigma):
+        sigma, step = _round_up(sigma * (1 + step)), 2 * step
+    if use_cache:
+        cache.write(key, {"noise_multiplier": sigma})
+    return sigma
+
+
+def _search_noise(
+    make_event: MakeEvent,
+    epsilon: float,
+    delta: float,
+    relation: NeighboringRelation,
+    relative_tolerance: float,
+) -> float:
+    """The noise multiplier on the fine grid, not yet certified; 0.0 if none is needed."""
+
     def excess(sigma: float, resolution: float) -> float:
         """Log of epsilon over the target; <= 0 is good enough."""
-        value = epsilon_of(make_event(sigma), delta, relation=relation, resolution=resolution)
+        value = _epsilon_or_inf(make_event(sigma), delta, relation, resolution)
         return math.log(max(value, 1e-300) / epsilon) if value < math.inf else math.inf
 
     if excess(LARGEST_NOISE, 0.3) > 0:
@@ -75,10 +120,167 @@ def calibrate_noise_multiplier(
     # The medium grid overstates the noise by up to about 0.2 %.
     fine_low, fine_high = _bracket(lambda s: excess(s, FINE), sigma, factor=1.002)
     sigma = _refine(lambda s: excess(s, FINE), fine_low, fine_high, relative_tolerance)
-    sigma = _round_up(sigma)
-    while excess(sigma, FINEST) > 0 or excess(sigma, FINE) > 0:
-        sigma = _round_up(sigma * (1 + relative_tolerance))
-    return sigma
+    return _round_up(sigma)
+
+
+def calibrate_steps(
+    make_event: Callable[[int], dp_accounting.DpEvent],
+    epsilon: float,
+    delta: float,
+    *,
+    relation: NeighboringRelation = ADD_OR_REMOVE,
+    most: int = 10_000_000,
+) -> int:
+    """Largest number of steps (or rounds) that satisfies (epsilon, delta).
+
+    Args:
+      make_event: number of steps -> event of the whole run.
+      epsilon: target, > 0.
+      delta: target, in (0, 1).
+      relation: adjacency.
+      most: largest number considered.
+
+    Returns:
+      A number of steps in [1, most], certified on the finest grid.
+
+    Raises:
+      BadInputError: if even one step exceeds the target.
+    """
+    return _largest_count(make_event, epsilon, delta, relation, most, "step")
+
+
+def calibrate_group_size(
+    make_event: Callable[[int], dp_accounting.DpEvent],
+    epsilon: float,
+    delta: float,
+    *,
+    relation: NeighboringRelation = ADD_OR_REMOVE,
+    most: int = 1_000_000,
+) -> int:
+    """Largest group size (examples of a user) that satisfies (epsilon, delta).
+
+    Arguments, result and errors as for :func:`calibrate_steps`.
+    """
+    return _largest_count(make_event, epsilon, delta, relation, most, "example per user")
+
+
+def calibrate_sampling_prob(
+    make_event: MakeEvent,
+    epsilon: float,
+    delta: float,
+    *,
+    relation: NeighboringRelation = ADD_OR_REMOVE,
+    least: float = 1e-9,
+    relative_tolerance: float = 1e-5,
+) -> float:
+    """Largest sampling probability that satisfies (epsilon, delta), rounded down.
+
+    Args:
+      make_event: probability in (0, 1] -> event of the whole run; epsilon must grow with it.
+      epsilon: target, > 0.
+      delta: target, in (0, 1).
+      relation: adjacency.
+      least: smallest probability considered.
+      relative_tolerance: most by which the answer falls short of the largest.
+
+    Returns:
+      A probability in [least, 1], certified on the finest grid.
+
+    Raises:
+      BadInputError: if even ``least`` exceeds the target.
+    """
+    fits = _fits(make_event, epsilon, delta, relation)
+    if not fits(least, FINEST):
+        raise BadInputError(
+            f"even a sampling probability of {least:g} exceeds epsilon {epsilon:g} at delta "
+            f"{delta:g}: raise the noise multiplier or lower the number of steps"
+        )
+    if fits(1.0, 0.1) and fits(1.0, FINEST):
+        return 1.0
+    low, high = least, 1.0
+    for grid, tolerance in ((0.1, 1e-2), (FINE, relative_tolerance)):
+        while high / low > 1 + tolerance:
+            middle = math.sqrt(low * high)
+            if fits(middle, grid):
+                low = middle
+            else:
+                high = middle
+        # The next grid may disagree a little about either end.
+        low, high = max(low / 1.01, least), min(high * 1.01, 1.0)
+    low, high = low * 1.01, high / 1.01
+    scale = 10.0 ** (6 - math.floor(math.log10(low)))
+    answer = math.floor(low * scale) / scale
+    step = relative_tolerance
+    while not fits(answer, FINEST):
+        answer, step = answer * (1 - step), 2 * step
+        if answer < least or step > 0.5:
+            return least
+    return answer
+
+
+def _epsilon_or_inf(
+    event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation, grid: float
+) -> float:
+    """Epsilon, or ``inf`` where it is too large to be computed: a search needs no more."""
+    try:
+        return epsilon_of(event, delta, relation=relation, resolution=grid)
+    except (TooLittleNoiseError, TableTooLargeError):
+        return math.inf
+
+
+def _fits(
+    make_event: Callable[[Any], dp_accounting.DpEvent],
+    epsilon: float,
+    delta: float,
+    relation: NeighboringRelation,
+) -> Callable[[Any, float], bool]:
+    check_epsilon(epsilon)
+    check_delta(delta)
+
+    def fits(value: Any, grid: float) -> bool:
+        return _epsilon_or_inf(make_event(value), delta, relation, grid) <= epsilon
+
+    return fits
+
+
+def _largest_count(
+    make_event: Callable[[int], dp_accounting.DpEvent],
+    epsilon: float,
+    delta: float,
+    relation: NeighboringRelation,
+    most: int,
+    noun: str,
+) -> int:
+    fits = _fits(make_event, epsilon, delta, relation)
+    if not fits(1, FINEST):
+        raise BadInputError(
+            f"even one {noun} exceeds epsilon {epsilon:g} at delta {delta:g}: raise the noise "
+            "multiplier or lower the sampling probability"
+        )
+    low, high = 1, 2
+    while high <= most and fits(high, 0.1):
+        low, high = high, 2 * high
+    if low * 2 > most and fits(most, FINE):
+        low, high = most, most + 1
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        # The coarse grid settles all but the last few per cent.
+        grid = 0.1 if high - low > max(8, low // 32) else FINE
+        if fits(middle, grid):
+            low = middle
+        else:
+            high = middle
+    # A coarse grid may have ruled out the edge: walk up while the fine grid allows it.
+    step = max(1, low // 64)
+    while step >= 1:
+        while low + step <= most and fits(low + step, FINE):
+            low += step
+        step //= 2
+    back = 1
+    while low > 1 and not fits(low, FINEST):
+        low, back = max(low - back, 1), 2 * back
+    return low
 
 
 def gaussian_signal(epsilon: float, delta: float) -> float:

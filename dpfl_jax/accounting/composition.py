@@ -18,8 +18,13 @@ from scipy import fft, optimize, special
 from dpfl_jax.accounting.discretize import LossPmf
 from dpfl_jax.errors import BadInputError
 
-MAX_POINTS = 1 << 24
+# About 0.25 GB of temporary arrays, and half a second of FFT.
+MAX_POINTS = 1 << 21
 _LOG_CUT = math.log(1e-18)
+
+
+class TableTooLargeError(BadInputError):
+    """The composed table would not fit in memory on this grid."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +95,7 @@ class Composition:
         first = math.floor(low / self.grid)
         size = math.ceil(high / self.grid) - first + 2
         if size > MAX_POINTS:
-            raise BadInputError(
+            raise TableTooLargeError(
                 f"this accounting would need a table of {size:.2g} points: the noise is far too "
                 "small (or the steps too many) for a meaningful guarantee; raise the noise "
                 "multiplier or lower the number of steps"

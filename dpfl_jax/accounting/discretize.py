@@ -92,16 +92,17 @@ class _FastMixtureLoss(privacy_loss_mechanism.MixtureGaussianPrivacyLoss):
         both = self._by_rows(chunk, x)
         return -sign * both[:, 0], -sign * both[:, 1]
 
-    def _inverse_privacy_losses_with_range(
-        self, privacy_losses: np.ndarray, bounds: tuple[float, float], precision: float = 1e-6
+    def inverse_privacy_losses(
+        self, privacy_losses: np.ndarray, precision: float = 1e-6
     ) -> np.ndarray:
         targets = np.asarray(privacy_losses, dtype=float)
         if len(targets) == 0:
             return targets
         # The loss decreases in x. What is beyond 60 standard deviations has no double-precision
-        # mass, so that a cut-off there changes no divergence.
-        reach = 60.0 * self._standard_deviation + self._max_sens
-        low, high = max(bounds[0], -reach), min(bounds[1], reach)
+        # mass, so that a cut-off there changes no divergence. (dp-accounting's own method treats
+        # losses within 1e-8 of their limit as the limit, which is wrong for tiny probabilities.)
+        high = 60.0 * self._standard_deviation + self._max_sens
+        low = -high
         table_x = np.linspace(low, high, 4097)
         table_loss = self.loss_and_slope(table_x)[0]
         cell = np.searchsorted(-table_loss, -targets, side="left")

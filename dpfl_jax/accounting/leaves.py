@@ -27,8 +27,9 @@ from dpfl_jax.accounting.event_types import (
 from dpfl_jax.errors import BadInputError
 
 Moments = dict[str, tuple[float, float]]
-MAX_STEP_POINTS = 1 << 20
-MAX_STEP_WORK = 1 << 26
+# Bounds on one discretisation: points, and points times sensitivities (a few seconds of work).
+MAX_STEP_POINTS = 1 << 18
+MAX_STEP_WORK = 1 << 22
 
 
 class Leaf(Protocol):
