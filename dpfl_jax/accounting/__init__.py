@@ -14,11 +14,16 @@ from dpfl_jax.accounting.calibrate import (
     calibrate_steps,
 )
 from dpfl_jax.accounting.guarantee import Guarantee
+from dpfl_jax.accounting.ledger import Account, BudgetExceededError, Ledger, Reservation
 
 __all__ = [
     "ADD_OR_REMOVE",
     "REPLACE",
+    "Account",
+    "BudgetExceededError",
     "Guarantee",
+    "Ledger",
+    "Reservation",
     "calibrate_group_size",
     "calibrate_noise_multiplier",
     "calibrate_sampling_prob",

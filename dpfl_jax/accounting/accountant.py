@@ -17,7 +17,7 @@ from dp_accounting import NeighboringRelation, gaussian_mechanism
 
 from dpfl_jax.accounting import renyi
 from dpfl_jax.accounting.composition import Composition, Part, TableTooLargeError
-from dpfl_jax.accounting.leaves import Flat, MixtureLeaf, flatten
+from dpfl_jax.accounting.leaves import Flat, Leaf, MixtureLeaf, flatten
 from dpfl_jax.errors import BadInputError
 
 Accountant = Literal["pld", "rdp", "zcdp"]
@@ -226,16 +226,39 @@ def _gaussian_epsilon(total: float, delta: float) -> float:
     return float(value) * (1 + 1e-11) + 1e-11
 
 
-def _discretised(flat: Flat, resolution: float, log_tail: float) -> list[list[Part]]:
-    """One list of parts per direction of adjacency, all on one grid."""
-    leaves = list(flat.leaves)
+def grid_is_limited(
+    event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation, resolution: float
+) -> bool:
+    """Whether the table size, not ``resolution``, decides the grid: rare but very large losses."""
+    flat = flatten(event, relation)
+    if not flat.leaves:
+        return False
+    wanted, possible = _grids(flat, resolution, _log_tail(flat, delta))
+    return possible > wanted
+
+
+def _with_gaussian(flat: Flat) -> list[tuple[Leaf, int]]:
+    leaves: list[tuple[Leaf, int]] = list(flat.leaves)
     if flat.gaussian > 0:
         leaves.append((MixtureLeaf((math.sqrt(flat.gaussian),), (1.0,)), 1))
+    return leaves
+
+
+def _grids(flat: Flat, resolution: float, log_tail: float) -> tuple[float, float]:
+    """The grid that the resolution asks for, and the finest that fits."""
+    leaves = _with_gaussian(flat)
     steps = sum(count * getattr(leaf, "local_steps", 1) for leaf, count in leaves)
     variance = min(
         sum(count * leaf.moments()[direction][1] for leaf, count in leaves)
         for direction in ("remove", "add")
     )
+    wanted = resolution * math.sqrt(max(variance, 1e-300) / steps)
+    return wanted, max(max(leaf.finest_grid(log_tail) for leaf, _ in leaves), 1e-12)
+
+
+def _discretised(flat: Flat, resolution: float, log_tail: float) -> list[list[Part]]:
+    """One list of parts per direction of adjacency, all on one grid."""
+    leaves = _with_gaussian(flat)
     mean = sum(count * leaf.moments()["remove"][0] for leaf, count in leaves)
     if mean > LARGEST_MEAN_LOSS:
         raise TooLittleNoiseError(
@@ -243,9 +266,7 @@ def _discretised(flat: Flat, resolution: float, log_tail: float) -> list[list[Pa
             "epsilon exists: raise the noise multiplier, or lower the sampling probability, the "
             "group size or the number of steps"
         )
-    grid = resolution * math.sqrt(max(variance, 1e-300) / steps)
-    finest = max(leaf.finest_grid(log_tail) for leaf, _ in leaves)
-    grid = max(grid, finest, 1e-12)
+    grid = max(_grids(flat, resolution, log_tail))
     if grid > LARGEST_GRID:
         raise TooLittleNoiseError(
             "the privacy losses of one step span more than a table can hold: the noise is far too "

@@ -24,6 +24,7 @@ from dpfl_jax.accounting.accountant import (
     check_delta,
     check_epsilon,
     clt_signal,
+    grid_is_limited,
 )
 from dpfl_jax.accounting.accountant import epsilon as epsilon_of
 from dpfl_jax.accounting.composition import TableTooLargeError
@@ -118,8 +119,12 @@ def _search_noise(
     low, high = _bracket(lambda s: excess(s, 0.1), start)
     sigma = _refine(lambda s: excess(s, 0.1), low, high, 1e-3)
     # The medium grid overstates the noise by up to about 0.2 %.
+    tolerance = relative_tolerance
+    if grid_is_limited(make_event(sigma), delta, relation, FINE):
+        # Rare, very large losses: tables are at their largest, and precision costs seconds.
+        tolerance = max(tolerance, 2e-3)
     fine_low, fine_high = _bracket(lambda s: excess(s, FINE), sigma, factor=1.002)
-    sigma = _refine(lambda s: excess(s, FINE), fine_low, fine_high, relative_tolerance)
+    sigma = _refine(lambda s: excess(s, FINE), fine_low, fine_high, tolerance)
     return _round_up(sigma)
 
 
