@@ -154,12 +154,14 @@ class EvalConfig(Section):
 
     Attributes:
       batch_size: examples per device and evaluation batch.
-      max_examples: at most this many examples (the first of the held-out users); None for all.
+      max_users: at most this many held-out users (a choice fixed by their ids); None for all.
+      max_examples_per_user: only the first examples of each; None for all.
       split: which held-out users, validation (while tuning) or test (for the report).
     """
 
     batch_size: int = Field(64, gt=0)
-    max_examples: int | None = Field(None, gt=0)
+    max_users: int | None = Field(None, gt=0)
+    max_examples_per_user: int | None = Field(None, gt=0)
     split: Literal["validation", "test"] = "validation"
 
 

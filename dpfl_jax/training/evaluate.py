@@ -60,7 +60,6 @@ class Evaluator:
         loss_fn: Callable[..., jax.Array],
         mesh: Mesh,
         batch_size: int = 64,
-        max_examples: int | None = None,
     ) -> None:
         """Prepares the evaluation.
 
@@ -68,18 +67,14 @@ class Evaluator:
           loss_fn: ``(params, example) -> scalar`` for one example.
           mesh: examples are split over its ``"data"`` axis.
           batch_size: examples per device and batch.
-          max_examples: only the first so many examples of a store.
         """
         self._batch = batch_size * mesh.shape[DATA_AXIS]
         self._sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
-        self._max_examples = max_examples
         self._losses = jax.jit(jax.vmap(loss_fn, in_axes=(None, 0)))
 
     def losses(self, params: PyTree, store: Readable) -> np.ndarray:
         """Returns the loss of each example, float32 [n], in store order."""
         first, stop = int(store.user_offsets[0]), int(store.user_offsets[-1])
-        if self._max_examples is not None:
-            stop = min(stop, first + self._max_examples)
         parts = []
         for start in range(first, stop, self._batch):
             # The last batch repeats its last example instead of compiling for another shape.

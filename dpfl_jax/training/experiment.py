@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
 from dpfl_jax.config.schema import MechanismConfig, OptimizerConfig
-from dpfl_jax.data import Dataset, Store, load_dataset, load_tokenizer
+from dpfl_jax.data import Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, Mechanism, NonPrivate, Population
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
@@ -83,6 +83,7 @@ class Prepared:
     Attributes:
       config: the configuration.
       data: the data set, split.
+      held_out: the users that are evaluated.
       mechanism: calibrated.
       population: what it samples from.
       delta: of the guarantee.
@@ -92,16 +93,12 @@ class Prepared:
 
     config: RunConfig
     data: Dataset
+    held_out: Store | None
     mechanism: Mechanism
     population: Population
     delta: float
     model: LanguageModel
     optimizer: Any
-
-    @property
-    def held_out(self) -> Store | None:
-        """The users that are evaluated."""
-        return getattr(self.data, self.config.eval.split)
 
 
 def prepare(config: RunConfig, console: Console) -> Prepared:
@@ -126,7 +123,10 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
     population = mechanism.population(data.train.user_offsets)
     with console.status("calibrating noise"):
         mechanism, delta = calibrated(config, mechanism, population)
-    return Prepared(config, data, mechanism, population, delta, model, optimizer)
+    held_out: Store | None = getattr(data, config.eval.split)
+    if held_out is not None:
+        held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
+    return Prepared(config, data, held_out, mechanism, population, delta, model, optimizer)
 
 
 def run_experiment(
@@ -178,7 +178,6 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
         keep_checkpoints=config.train.keep_checkpoints,
         eval_every=config.train.eval_every,
         eval_batch_size=config.eval.batch_size,
-        eval_max_examples=config.eval.max_examples,
         log_every=config.train.log_every,
         caveats=run_caveats(config, mechanism),
         console=console,
@@ -250,7 +249,7 @@ def _report(prepared: Prepared, pretrained: Pretrained | None, result: FitResult
     baselines = {}
     if data.public is not None and prepared.held_out is not None:
         unigram = UnigramModel.fit(data.public, data.public.schema.vocab_size)
-        losses = unigram.losses(prepared.held_out, config.eval.max_examples)
+        losses = unigram.losses(prepared.held_out)
         evaluation = summarize(losses, prepared.held_out.user_offsets)
         baselines["unigram model of the public corpus"] = evaluation.to_json()
     return build_report(

@@ -109,7 +109,6 @@ def fit(
     keep_checkpoints: int = 2,
     eval_every: int = 0,
     eval_batch_size: int = 64,
-    eval_max_examples: int | None = None,
     log_every: int = 1,
     caveats: tuple[str, ...] = (),
     console: Console | None = None,
@@ -135,7 +134,6 @@ def fit(
       keep_checkpoints: checkpoints kept.
       eval_every: steps between evaluations; 0 for before and after only.
       eval_batch_size: examples per device and evaluation batch.
-      eval_max_examples: only the first so many held-out examples.
       log_every: steps between rows of metrics.
       caveats: further sentences for the guarantee.
       console: where the progress bar goes; None for none.
@@ -162,7 +160,7 @@ def fit(
     if key.public and mechanism.private:
         caveats = (*caveats, PUBLIC_KEY_CAVEAT)
 
-    evaluate = Evaluator(loss_fn, mesh, eval_batch_size, eval_max_examples)
+    evaluate = Evaluator(loss_fn, mesh, eval_batch_size)
     state = init_state(params, optimizer, mesh)
     log = _Log(run_dir)
     checkpoints, used = None, [hardware(mesh)]
