@@ -102,15 +102,16 @@ def mixture_divergences(shifts: np.ndarray, weights: np.ndarray, orders: np.ndar
     Returns:
       float64 [n]; ``inf`` at orders so high that the integral would need too many points.
     """
+    # Fine enough for the nearest complex zeros of the mixture, at a distance of pi / gap.
     gaps = np.diff(np.sort(shifts))
-    step = 0.1 / max(1.0, float(gaps.max(initial=float(shifts.max()))))
+    step = 0.1 / max(1.0, float(gaps.max(initial=0.0)))
     out = np.full(len(orders), np.inf)
     top = float(shifts.max())
     usable = np.flatnonzero((orders * top + 80.0) / step < _MOST_POINTS)
     if len(usable) == 0:
         return out
-    x = np.arange(-40.0 - top * orders[usable].max() * (top < 1e-3), 0.0, step)
-    x = np.concatenate([x, np.arange(0.0, 40.0 + top * orders[usable].max(), step)])
+    first, last = -math.ceil(40.0 / step), math.ceil((40.0 + top * orders[usable].max()) / step)
+    x = step * np.arange(first, last + 1)
     rows = max(1, 4_000_000 // len(shifts))
     constant = np.log(weights) - 0.5 * shifts**2
     loss = np.concatenate(

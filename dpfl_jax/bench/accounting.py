@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import platform
 import time
@@ -170,9 +171,8 @@ def group_rows(sizes: tuple[int, ...] = (2, 4, 8, 16, 32, 64, 128)) -> list[dict
     rows = []
     for size in sizes:
         prob = 64 / (size * 1024)
-        ours = accounting.calibrate_noise_multiplier(
-            lambda s, p=prob, k=size: events.els(s, p, k, 1000), 1.0, 1e-6
-        )
+        make_event = functools.partial(events.els, sampling_prob=prob, group_size=size, steps=1000)
+        ours = accounting.calibrate_noise_multiplier(make_event, 1.0, 1e-6)
         other = black_box_noise(size, prob, 1000, 1.0, 1e-6)
         rows.append(
             {

@@ -1,0 +1,84 @@
+"""The command gives the numbers of the library, and refuses in one sentence."""
+
+import json
+
+import pytest
+
+from dpfl_jax.cli._account_mechanisms import MECHANISMS
+from dpfl_jax.cli.main import main
+
+ELS = ["account", "els", "--delta", "1e-6", "--steps", "1000", "--group-size", "32"]
+ELS += ["--sampling-prob", "0.001953125"]
+VALUES = {
+    "steps": "10",
+    "sampling_prob": "0.05",
+    "group_size": "3",
+    "dataset_size": "1000",
+    "batch_size": "50",
+    "batch_cap": "90",
+    "participation_prob": "0.5",
+    "local_steps": "2",
+}
+
+
+def answer(capsys, arguments):
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_noise_then_epsilon(capsys):
+    first = answer(capsys, [*ELS, "--epsilon", "1"])
+    assert first["noise_multiplier"] == pytest.approx(8.44425, rel=1e-3)
+    keys = {"noise_multiplier", "epsilon", "delta", "steps", "accountant", "unit", "adjacency"}
+    assert keys <= set(first)
+    assert first["unit"] == "user"
+    back = answer(capsys, [*ELS, "--noise-multiplier", str(first["noise_multiplier"])])
+    assert 0.999 <= back["epsilon"] <= 1.0
+
+
+def test_compare_and_plot(capsys, tmp_path):
+    plot = tmp_path / "curve.png"
+    found = answer(capsys, [*ELS, "--noise-multiplier", "8.5", "--compare", "--plot", str(plot)])
+    assert plot.stat().st_size > 1000
+    bounds = [row["epsilon"] for row in found["comparison"] if row["bound"]]
+    assert min(bounds) == found["epsilon"]
+    assert len(bounds) >= 5
+
+
+@pytest.mark.parametrize("missing", ["steps", "sampling_prob", "group_size"])
+def test_other_parameters_are_solved(capsys, missing):
+    arguments = ["account", "els", "--delta", "1e-6", "--epsilon", "2", "--noise-multiplier", "3"]
+    for name in ("steps", "sampling_prob", "group_size"):
+        if name != missing:
+            arguments += [f"--{name.replace('_', '-')}", VALUES[name]]
+    found = answer(capsys, arguments)
+    assert found["solved_for"] == missing
+    assert found["epsilon"] <= 2.0
+
+
+@pytest.mark.parametrize("name", list(MECHANISMS))
+def test_every_mechanism_answers(capsys, name):
+    arguments = ["account", name, "--delta", "1e-5", "--noise-multiplier", "6", "--compare"]
+    for parameter in MECHANISMS[name].needs:
+        arguments += [f"--{parameter.replace('_', '-')}", VALUES[parameter]]
+    found = answer(capsys, arguments)
+    assert 0 < found["epsilon"] < 100
+    for row in found["comparison"]:
+        if row["bound"]:
+            assert row["epsilon"] == "inf" or row["epsilon"] >= found["epsilon"] * (1 - 1e-3)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ELS,
+        [*ELS, "--epsilon", "1", "--noise-multiplier", "2"],
+        [*ELS, "--epsilon", "-1"],
+        [*ELS, "--noise-multiplier", "1e-4"],
+        ["account", "els", "--epsilon", "1"],
+        ["account", "unheard-of"],
+    ],
+)
+def test_bad_input_is_exit_code_2_and_one_line(capsys, arguments):
+    assert main(arguments) == 2
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1
