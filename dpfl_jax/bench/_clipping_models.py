@@ -66,8 +66,8 @@ def _language_model(name: str, lead: tuple[int, ...], seq_len: int, dtype: str) 
     from dpfl_jax.models import LanguageModel, TransformerConfig
 
     shapes: dict[str, dict[str, Any]] = {
-        "lm-small": {"vocab_size": 1024, "width": 256, "layers": 4, "heads": 4},
-        "lm-350m": {"vocab_size": 32_000, "width": 1024, "layers": 24, "heads": 16},
+        "lm-small": {"vocab_size": 1024, "embed_dim": 256, "num_layers": 4, "num_heads": 4},
+        "lm-350m": {"vocab_size": 32_000, "embed_dim": 1024, "num_layers": 24, "num_heads": 16},
     }
     model = LanguageModel(TransformerConfig(max_seq_len=seq_len, dtype=dtype, **shapes[name]))
     vocab = shapes[name]["vocab_size"]

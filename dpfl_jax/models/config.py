@@ -1,193 +1,169 @@
-"""The shape of a transformer, and the named sizes."""
+"""The shape of a decoder-only transformer, and the sizes that have names."""
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from dpfl_jax.errors import BadInputError
 
-_CHOICES = {
-    "positions": ("rotary", "learned"),
-    "activation": ("gelu", "geglu", "swiglu"),
-    "norm": ("rms", "layer"),
-    "dtype": ("float32", "bfloat16"),
-}
-_POSITIVE = ("vocab_size", "max_seq_len", "width", "layers", "heads", "vocab_multiple")
-_POSITIVE_IF_SET = ("kv_heads", "head_dim", "mlp_width")
+Activation = Literal["gelu", "swiglu", "geglu"]
+Norm = Literal["rms", "layer"]
+Positions = Literal["rotary", "learned"]
+ComputeDtype = Literal["float32", "bfloat16"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """A decoder-only, pre-norm transformer.
+    """A pre-norm decoder-only transformer.
 
     Attributes:
-      vocab_size: token ids are below it.
-      max_seq_len: longest example, in tokens (BOS replaces the last input, so it adds none).
-      width: size of the residual stream.
-      layers: number of blocks.
-      heads: attention heads.
-      kv_heads: key and value heads, a divisor of ``heads`` (grouped-query attention, Ainslie et
-        al. 2023); default ``heads``.
-      head_dim: size of a head; default ``width / heads``.
-      mlp_width: hidden units of the MLP; default 4 * width for gelu, and 8/3 * width rounded up to
-        a multiple of 8 for the gated ones, which have three matrices instead of two.
-      positions: ``"rotary"`` (Su et al. 2021, halves rotated against each other) or ``"learned"``.
-      rope_theta: base of the rotary wavelengths.
-      activation: ``"gelu"`` (tanh form), ``"geglu"`` or ``"swiglu"`` (Shazeer 2020).
-      norm: ``"rms"`` or ``"layer"``.
-      norm_eps: added to the variance (mean square) in norms.
-      bias: whether linear layers and layer norms have biases.
-      tied_head: whether the output head is the transposed embedding.
-      bos_id: token that stands before the first one.
-      vocab_multiple: embedding and head are padded to a multiple of it; padding gets no logit.
-      dtype: ``"float32"`` or ``"bfloat16"``: of activations and matrix products. Parameters, norm
-        statistics, softmaxes, logits and the loss are float32 always.
-      remat: recompute each block in the backward pass instead of storing its activations.
-      scan_layers: run the blocks in a loop, so that compile time does not depend on their number.
-      init_stddev: standard deviation of initial weights; those that write to the residual stream
-        get it divided by sqrt(2 * layers) (Radford et al. 2019).
-
-    Raises:
-      BadInputError: values that do not make a transformer.
+      vocab_size: ids are below it (special ids included).
+      max_seq_len: longest sequence; matters for learned positions.
+      num_layers: blocks.
+      embed_dim: width of the residual stream.
+      num_heads: query heads.
+      num_kv_heads: key and value heads (fewer = grouped-query attention); default num_heads.
+      head_dim: width of a head; default embed_dim / num_heads.
+      mlp_dim: hidden width of the MLP; default 4 x embed_dim, or 8/3 of it (rounded up to a
+        multiple of 32) for the gated activations.
+      activation: gelu, swiglu or geglu.
+      norm: rms or layer.
+      norm_eps: added to the variance.
+      positions: rotary or learned.
+      rope_theta: base of the rotary frequencies.
+      use_bias: biases in projections.
+      tie_embeddings: the output head is the transposed embedding.
+      scan_layers: one compiled block run num_layers times (compile time does not grow with depth).
+      remat: recompute a block's activations in the backward pass.
+      dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
+      bos_id: put before every sequence by the model.
     """
 
     vocab_size: int
     max_seq_len: int = 128
-    width: int = 128
-    layers: int = 2
-    heads: int = 4
-    kv_heads: int | None = None
+    num_layers: int = 2
+    embed_dim: int = 64
+    num_heads: int = 4
+    num_kv_heads: int | None = None
     head_dim: int | None = None
-    mlp_width: int | None = None
-    positions: str = "rotary"
+    mlp_dim: int | None = None
+    activation: Activation = "gelu"
+    norm: Norm = "rms"
+    norm_eps: float = 1e-6
+    positions: Positions = "rotary"
     rope_theta: float = 10_000.0
-    activation: str = "gelu"
-    norm: str = "rms"
-    norm_eps: float = 1e-5
-    bias: bool = False
-    tied_head: bool = True
-    bos_id: int = 1
-    vocab_multiple: int = 1
-    dtype: str = "float32"
-    remat: bool = False
+    use_bias: bool = False
+    tie_embeddings: bool = True
     scan_layers: bool = True
-    init_stddev: float = 0.02
+    remat: bool = False
+    dtype: ComputeDtype = "float32"
+    bos_id: int = 1
 
-    __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
-        """Checks every field."""
-        for name in (*_POSITIVE, *_POSITIVE_IF_SET):
+        """Validates the shape; one sentence for what does not fit."""
+        for name in ("vocab_size", "max_seq_len", "num_layers", "embed_dim", "num_heads"):
             value = getattr(self, name)
-            if value is None and name in _POSITIVE_IF_SET:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise BadInputError(f"model.{name} is {value!r}, but it must be an integer >= 1")
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
+            if not isinstance(value, int) or value < 1:
                 raise BadInputError(
-                    f"model.{name} is {value!r}, but it must be one of {', '.join(choices)}"
+                    f"model: {name} is {value!r}, but it must be a whole number >= 1"
                 )
-        for name in ("bias", "tied_head", "remat", "scan_layers"):
-            if not isinstance(getattr(self, name), bool):
-                value = getattr(self, name)
-                raise BadInputError(f"model.{name} is {value!r}, but it must be true or false")
-        for name in ("rope_theta", "norm_eps", "init_stddev"):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not 0 < value < math.inf:
-                raise BadInputError(f"model.{name} is {value!r}, but it must be a number > 0")
-        if self.head_dim is None and self.width % self.heads:
+        choices = {
+            "activation": Activation,
+            "norm": Norm,
+            "positions": Positions,
+            "dtype": ComputeDtype,
+        }
+        for name, options in choices.items():
+            if getattr(self, name) not in get_args(options):
+                raise BadInputError(
+                    f"model: {name} is {getattr(self, name)!r}, but it must be one of "
+                    f"{', '.join(get_args(options))}"
+                )
+        if self.head_dim is None and self.embed_dim % self.num_heads:
             raise BadInputError(
-                f"model.width {self.width} is not a multiple of model.heads {self.heads}: "
-                "change one, or set model.head_dim"
+                f"model: embed_dim {self.embed_dim} is not a multiple of num_heads "
+                f"{self.num_heads}: change one, or set head_dim"
             )
-        if self.heads % self.num_kv_heads:
+        if self.num_heads % self.kv_heads:
             raise BadInputError(
-                f"model.kv_heads {self.kv_heads} does not divide model.heads {self.heads}"
+                f"model: num_heads {self.num_heads} is not a multiple of num_kv_heads "
+                f"{self.kv_heads}"
             )
-        if self.positions == "rotary" and self.head_size % 2:
+        if self.positions == "rotary" and self.width % 2:
             raise BadInputError(
-                f"model.head_dim is {self.head_size}, but rotary positions need an even one"
+                f"model: rotary positions need an even head width, but it is {self.width}"
             )
-        if not isinstance(self.bos_id, int) or not 0 <= self.bos_id < self.vocab_size:
+        if not 0 <= self.bos_id < self.vocab_size:
             raise BadInputError(
-                f"model.bos_id is {self.bos_id!r}, but it must be a token id below "
-                f"model.vocab_size {self.vocab_size}"
+                f"model: bos_id {self.bos_id} is not below vocab_size {self.vocab_size}"
             )
 
     @property
-    def num_kv_heads(self) -> int:
+    def kv_heads(self) -> int:
         """Key and value heads."""
-        return self.heads if self.kv_heads is None else self.kv_heads
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     @property
-    def head_size(self) -> int:
-        """Size of one head."""
-        return self.width // self.heads if self.head_dim is None else self.head_dim
+    def width(self) -> int:
+        """Width of a head."""
+        return self.embed_dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def gated(self) -> bool:
         """Whether the MLP has a gate."""
-        return self.activation != "gelu"
+        return self.activation in ("swiglu", "geglu")
 
     @property
     def hidden(self) -> int:
-        """Hidden units of the MLP."""
-        if self.mlp_width is not None:
-            return self.mlp_width
-        return -(-self.width // 3) * 8 if self.gated else 4 * self.width
-
-    @property
-    def padded_vocab_size(self) -> int:
-        """Rows of the embedding."""
-        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
+        """Hidden width of the MLP."""
+        if self.mlp_dim is not None:
+            return self.mlp_dim
+        if self.gated:
+            return -(-8 * self.embed_dim // 3 // 32) * 32
+        return 4 * self.embed_dim
 
 
-_GPT2: dict[str, Any] = {"positions": "learned", "norm": "layer", "bias": True}
-
-#: Named sizes. Those up to 30m are for byte vocabularies; the parameter counts in their names are
-#: for ``vocab_size=259``, 124m's (the shape of GPT-2 small) and 350m's for their own vocabularies.
-#: 350m stands in for the model of Charles et al. 2024, whose shape is not published.
-SIZES: dict[str, TransformerConfig] = {
-    "tiny": TransformerConfig(259, width=96, layers=3, heads=4),
-    "1m": TransformerConfig(259, width=160, layers=3, heads=5),
-    "3m": TransformerConfig(259, width=256, layers=4, heads=8),
-    "10m": TransformerConfig(259, max_seq_len=256, width=384, layers=6, heads=6),
-    "30m": TransformerConfig(259, max_seq_len=256, width=512, layers=10, heads=8),
-    "124m": TransformerConfig(
-        50_257, max_seq_len=1024, width=768, layers=12, heads=12, bos_id=50_256, **_GPT2
-    ),
-    "350m": TransformerConfig(32_000, width=1024, layers=24, heads=16),
+# Parameters without embeddings are about 12 x num_layers x embed_dim^2.
+SIZES: dict[str, dict[str, Any]] = {
+    "tiny": {"num_layers": 2, "embed_dim": 96, "num_heads": 4},
+    "1m": {"num_layers": 5, "embed_dim": 128, "num_heads": 4},
+    "3m": {"num_layers": 4, "embed_dim": 256, "num_heads": 8},
+    "10m": {"num_layers": 6, "embed_dim": 384, "num_heads": 6},
+    "30m": {"num_layers": 10, "embed_dim": 512, "num_heads": 8},
+    "124m": {
+        "num_layers": 12,
+        "embed_dim": 768,
+        "num_heads": 12,
+        "norm": "layer",
+        "norm_eps": 1e-5,
+        "positions": "learned",
+        "use_bias": True,
+    },
+    # Stand-in for the 350M decoder of Charles et al. 2024, whose shape is not reported.
+    "350m": {"num_layers": 24, "embed_dim": 1024, "num_heads": 16},
 }
 
 
-def transformer_config(size: str = "tiny", **fields: Any) -> TransformerConfig:
-    """A named size with some fields changed.
-
-    >>> transformer_config("1m", vocab_size=32_000, dtype="bfloat16")
+def transformer_config(size: str, **overrides: Any) -> TransformerConfig:
+    """Returns the configuration of a named size, with some fields changed.
 
     Args:
       size: a key of ``SIZES``.
-      **fields: fields of ``TransformerConfig``.
+      **overrides: fields of ``TransformerConfig``; ``vocab_size`` is needed unless the size has it.
 
     Raises:
-      BadInputError: no such size or field (with the nearest name), or a bad value.
+      BadInputError: an unknown size or field.
     """
     if size not in SIZES:
-        raise BadInputError(f"model.size {size!r} is unknown: use one of {', '.join(SIZES)}")
-    names = [f.name for f in dataclasses.fields(TransformerConfig)]
-    for name in fields:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"fields are {', '.join(names)}"
-            raise BadInputError(f"model has no field {name!r}: {hint}")
-    base = SIZES[size]
-    if "vocab_size" in fields and "bos_id" not in fields:
-        # A size's own BOS belongs to its own vocabulary.
-        fields = {**fields, "bos_id": TransformerConfig.bos_id}
-    return dataclasses.replace(base, **fields)
+        raise BadInputError(f"model: size {size!r} is not one of {', '.join(SIZES)}")
+    known = [f.name for f in dataclasses.fields(TransformerConfig)]
+    for name in overrides:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            raise BadInputError(f"model: unknown field {name!r}: {hint}")
+    return TransformerConfig(**{"vocab_size": 259} | SIZES[size] | overrides)

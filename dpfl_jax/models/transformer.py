@@ -1,168 +1,214 @@
-"""The blocks of the transformer, as Flax NNX modules for one sequence of tokens.
+"""A decoder-only transformer in Flax: pre-norm, rotary or learned positions, scanned blocks.
 
-Everything is written for one example [L, ...] and batched with ``jax.vmap``. Only matrix products,
-lookups and elementwise operations touch parameters, and positions never depend on the data, so
-that bounded gradients can be computed without per-unit copies of the parameters.
+Attention and projections are plain matrix products of parameters with data: what computes the
+norms of per-person gradients from the loss's jaxpr knows those.
 """
 
 from __future__ import annotations
 
-import functools
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
+from flax import linen as nn
 
 from dpfl_jax.models.config import TransformerConfig
 
+PyTree = Any
+Initializer = Callable[..., jax.Array]
+_STDDEV = 0.02
 
-class Norm(nnx.Module):
-    """RMSNorm or LayerNorm with float32 statistics."""
 
-    def __init__(self, config: TransformerConfig) -> None:
-        self.center = config.norm == "layer"
-        self.eps = config.norm_eps
-        self.scale = nnx.Param(jnp.ones((config.width,), jnp.float32))
-        if self.center and config.bias:
-            self.bias = nnx.Param(jnp.zeros((config.width,), jnp.float32))
+class Linear(nn.Module):
+    """x @ kernel (+ bias) in the compute dtype; x [..., i] -> [..., features]."""
 
+    features: int
+    config: TransformerConfig
+    stddev: float = _STDDEV
+
+    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises [L, width] over its last axis; the result has the dtype of ``x``."""
+        """Applies the projection."""
+        kernel = self.param(
+            "kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features)
+        )
+        y = x @ kernel.astype(x.dtype)
+        if self.config.use_bias:
+            bias = self.param("bias", nn.initializers.zeros, (self.features,))
+            y = y + bias.astype(x.dtype)
+        return y
+
+
+class Norm(nn.Module):
+    """RMS or layer norm over the last axis, in float32, returned in the input's dtype."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises and scales."""
         y = x.astype(jnp.float32)
-        if self.center:
-            y = y - y.mean(-1, keepdims=True)
-        y = y * jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + self.eps)
-        y = y * self.scale[...]
-        if hasattr(self, "bias"):
-            y = y + self.bias[...]
+        if self.config.norm == "layer":
+            y = y - y.mean(axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.norm_eps)
+        y = y * self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        if self.config.norm == "layer":
+            y = y + self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         return y.astype(x.dtype)
 
 
-def linear(
-    config: TransformerConfig, size_in: int, size_out: int, rngs: nnx.Rngs, residual: bool = False
-) -> nnx.Linear:
-    """A linear layer; ``residual`` says that it writes to the residual stream."""
-    stddev = config.init_stddev / (np.sqrt(2 * config.layers) if residual else 1.0)
-    return nnx.Linear(
-        size_in,
-        size_out,
-        use_bias=config.bias,
-        dtype=jnp.dtype(config.dtype),
-        param_dtype=jnp.float32,
-        kernel_init=nnx.initializers.normal(stddev),
-        rngs=rngs,
-    )
+def rotate(x: jax.Array, theta: float) -> jax.Array:
+    """Rotary positions (Su et al. 2021), halves convention; x [length, heads, width]."""
+    length, _, width = x.shape
+    frequencies = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies
+    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)
 
 
-def rotary_angles(length: int, head_size: int, theta: float) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the rotary angles, float32 [length, 1, head_size / 2] each."""
-    rates = theta ** (-np.arange(0, head_size, 2, dtype=np.float64) / head_size)
-    angles = np.arange(length, dtype=np.float64)[:, None, None] * rates
-    return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
+class Attention(nn.Module):
+    """Causal self-attention, optionally with fewer key and value heads."""
 
+    config: TransformerConfig
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates pairs (i, i + head_size / 2) of [L, heads, head_size] in float32."""
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
-
-
-class Attention(nnx.Module):
-    """Causal self-attention, with grouped queries where there are fewer key heads."""
-
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
-        self.config = config
-        queries = config.heads * config.head_size
-        keys = config.num_kv_heads * config.head_size
-        self.query = linear(config, config.width, queries, rngs)
-        self.key = linear(config, config.width, keys, rngs)
-        self.value = linear(config, config.width, keys, rngs)
-        self.out = linear(config, queries, config.width, rngs, residual=True)
-
+    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [L, width] to [L, width]."""
-        config, length = self.config, x.shape[0]
-        size, groups = config.head_size, config.num_kv_heads
-        q = self.query(x).reshape(length, config.heads, size)
-        k = self.key(x).reshape(length, groups, size)
-        v = self.value(x).reshape(length, groups, size)
-        if config.positions == "rotary":
-            cos, sin = rotary_angles(length, size, config.rope_theta)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        q = q.reshape(length, groups, config.heads // groups, size)
-        scores = jnp.einsum("qgnd,kgd->gnqk", q, k, preferred_element_type=jnp.float32)
-        causal = np.tril(np.ones((length, length), bool))
-        scores = jnp.where(causal, scores * size**-0.5, jnp.finfo(jnp.float32).min)
+        """X [length, embed_dim] -> the same shape."""
+        c = self.config
+        length = x.shape[0]
+        q = Linear(c.num_heads * c.width, c, name="query")(x).reshape(length, -1, c.width)
+        k = Linear(c.kv_heads * c.width, c, name="key")(x).reshape(length, -1, c.width)
+        v = Linear(c.kv_heads * c.width, c, name="value")(x).reshape(length, -1, c.width)
+        if c.positions == "rotary":
+            q, k = rotate(q, c.rope_theta), rotate(k, c.rope_theta)
+        # Query heads in groups that share one key and value head.
+        q = q.reshape(length, c.kv_heads, c.num_heads // c.kv_heads, c.width)
+        scores = jnp.einsum("tkgw,skw->kgts", q, k, preferred_element_type=jnp.float32)
+        causal = jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]
+        scores = jnp.where(causal, scores / math.sqrt(c.width), jnp.finfo(jnp.float32).min)
         weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-        mixed = jnp.einsum("gnqk,kgd->qgnd", weights, v)
-        return self.out(mixed.reshape(length, config.heads * size))
+        mixed = jnp.einsum("kgts,skw->tkgw", weights, v).reshape(length, -1)
+        return Linear(c.embed_dim, c, _STDDEV / math.sqrt(2 * c.num_layers), name="out")(mixed)
 
 
-class MLP(nnx.Module):
-    """Two linear layers with GELU, or three with a gate."""
+class Mlp(nn.Module):
+    """Two or (gated) three projections."""
 
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
-        self.up = linear(config, config.width, config.hidden, rngs)
-        self.down = linear(config, config.hidden, config.width, rngs, residual=True)
-        if config.gated:
-            self.gate = linear(config, config.width, config.hidden, rngs)
-        gelu = functools.partial(jax.nn.gelu, approximate=True)
-        self.activation = jax.nn.silu if config.activation == "swiglu" else gelu
+    config: TransformerConfig
 
+    @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [L, width] to [L, width]."""
-        if hasattr(self, "gate"):
-            return self.down(self.activation(self.gate(x)) * self.up(x))
-        return self.down(self.activation(self.up(x)))
-
-
-class Block(nnx.Module):
-    """Attention and MLP, each on the normalised residual stream."""
-
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
-        self.attention_norm = Norm(config)
-        self.attention = Attention(config, rngs)
-        self.mlp_norm = Norm(config)
-        self.mlp = MLP(config, rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Maps [L, width] to [L, width]."""
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Ends(nnx.Module):
-    """What comes before and after the blocks: embeddings, last norm, head."""
-
-    def __init__(self, config: TransformerConfig, rngs: nnx.Rngs) -> None:
-        self.config = config
-        normal = nnx.initializers.normal(config.init_stddev)
-        shape = (config.padded_vocab_size, config.width)
-        self.embedding = nnx.Param(normal(rngs.params(), shape, jnp.float32))
-        if config.positions == "learned":
-            shape = (config.max_seq_len, config.width)
-            self.positions = nnx.Param(normal(rngs.params(), shape, jnp.float32))
-        self.norm = Norm(config)
-        if not config.tied_head:
-            shape = (config.width, config.padded_vocab_size)
-            self.head = nnx.Param(normal(rngs.params(), shape, jnp.float32))
-
-    def embed(self, inputs: jax.Array) -> jax.Array:
-        """Maps token ids [L] to [L, width] in the compute dtype; ids out of range give NaN."""
-        # Rows are taken before the cast: casting the whole table would cost its size every time.
-        x = jnp.take(self.embedding[...], inputs, axis=0, mode="fill")
-        if self.config.positions == "learned":
-            x = x + self.positions[...][: inputs.shape[0]]
-        return x.astype(self.config.dtype)
-
-    def logits(self, x: jax.Array) -> jax.Array:
-        """Maps [L, width] to float32 [L, vocab_size]."""
-        x = self.norm(x)
-        if self.config.tied_head:
-            table = self.embedding[...].astype(x.dtype)
-            out = jnp.einsum("ld,vd->lv", x, table, preferred_element_type=jnp.float32)
+        """X [length, embed_dim] -> the same shape."""
+        c = self.config
+        y = Linear(c.hidden, c, name="up")(x)
+        if c.gated:
+            gate = Linear(c.hidden, c, name="gate")(x)
+            y = y * (jax.nn.silu(gate) if c.activation == "swiglu" else jax.nn.gelu(gate))
         else:
-            head = self.head[...].astype(x.dtype)
-            out = jnp.einsum("ld,dv->lv", x, head, preferred_element_type=jnp.float32)
-        return out[:, : self.config.vocab_size]
+            y = jax.nn.gelu(y)
+        return Linear(c.embed_dim, c, _STDDEV / math.sqrt(2 * c.num_layers), name="down")(y)
+
+
+class Block(nn.Module):
+    """One pre-norm block, in the form that ``nn.scan`` wants: (carry, nothing)."""
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+        """X [length, embed_dim] -> (the same shape, None)."""
+        x = x + Attention(self.config, name="attention")(Norm(self.config, name="norm1")(x))
+        return x + Mlp(self.config, name="mlp")(Norm(self.config, name="norm2")(x)), None
+
+
+class Transformer(nn.Module):
+    """tokens int32 [length] -> logits float32 [length, vocab_size] for the *same* positions.
+
+    The input is shifted right behind the beginning-of-sequence id, so that position t predicts
+    token t from the tokens before it.
+    """
+
+    config: TransformerConfig
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Runs the model on one sequence."""
+        c = self.config
+        dtype = jnp.dtype(c.dtype)
+        init = nn.initializers.normal(_STDDEV)
+        embedding = self.param("embedding", init, (c.vocab_size, c.embed_dim))
+        bos = jnp.full((1,), c.bos_id, tokens.dtype)
+        inputs = jnp.concatenate([bos, tokens[:-1]])
+        x = embedding.astype(dtype)[inputs]
+        if c.positions == "learned":
+            positions = self.param("positions", init, (c.max_seq_len, c.embed_dim))
+            x = x + positions[: tokens.shape[0]].astype(dtype)
+        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
+        if c.scan_layers:
+            stack = nn.scan(
+                block,
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=c.num_layers,
+            )
+            x, _ = stack(c, name="blocks")(x, None)
+        else:
+            for i in range(c.num_layers):
+                x, _ = block(c, name=f"block_{i}")(x)
+        x = Norm(c, name="final_norm")(x)
+        if c.tie_embeddings:
+            head = embedding.T
+        else:
+            head = self.param("head", init, (c.embed_dim, c.vocab_size))
+        return jnp.matmul(x, head.astype(dtype), preferred_element_type=jnp.float32)
+
+
+class LanguageModel:
+    """A transformer as pure functions of its parameters.
+
+    Attributes:
+      config: its shape.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self.config = config
+        self._module = Transformer(config)
+
+    def init(self, key: jax.Array) -> PyTree:
+        """Returns fresh parameters: a nested dict of float32 arrays."""
+        tokens = jnp.zeros((self.config.max_seq_len,), jnp.int32)
+        return self._module.init(key, tokens)["params"]
+
+    def logits(self, params: PyTree, tokens: jax.Array) -> jax.Array:
+        """Tokens int32 [length] -> float32 [length, vocab_size]; row t predicts token t."""
+        return self._module.apply({"params": params}, tokens)
+
+    def loss(
+        self, params: PyTree, example: dict[str, jax.Array], rng: jax.Array | None = None
+    ) -> jax.Array:
+        """Mean next-token cross-entropy of ONE example over its real tokens, in nats.
+
+        Args:
+          params: as returned by ``init``.
+          example: ``tokens`` int32 [length] and ``mask`` bool [length], True for real tokens.
+          rng: unused (there is no dropout).
+
+        Returns:
+          float32 scalar; 0 for an example without real tokens.
+        """
+        del rng
+        logits = self.logits(params, example["tokens"])
+        real = example["mask"].astype(jnp.float32)
+        picked = jnp.take_along_axis(logits, example["tokens"][:, None], axis=-1)[:, 0]
+        losses = jax.nn.logsumexp(logits, axis=-1) - picked
+        return jnp.sum(losses * real) / jnp.maximum(jnp.sum(real), 1.0)
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameters, without allocating them."""
+        shapes = jax.eval_shape(self.init, jax.random.key(0))
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
