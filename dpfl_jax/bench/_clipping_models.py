@@ -63,14 +63,11 @@ def workload(
 
 
 def _language_model(name: str, lead: tuple[int, ...], seq_len: int, dtype: str) -> Workload:
-    from dpfl_jax.models import LanguageModel, TransformerConfig
+    from dpfl_jax.models import LanguageModel, transformer_config
 
-    shapes: dict[str, dict[str, Any]] = {
-        "lm-small": {"vocab_size": 1024, "embed_dim": 256, "num_layers": 4, "num_heads": 4},
-        "lm-350m": {"vocab_size": 32_000, "embed_dim": 1024, "num_layers": 24, "num_heads": 16},
-    }
-    model = LanguageModel(TransformerConfig(max_seq_len=seq_len, dtype=dtype, **shapes[name]))
-    vocab = shapes[name]["vocab_size"]
+    size, vocab = {"lm-small": ("3m", 1024), "lm-350m": ("350m", 32_000)}[name]
+    config = transformer_config(size, vocab_size=vocab, max_seq_len=seq_len, dtype=dtype)
+    model = LanguageModel(config)
 
     def make(key: jax.Array) -> PyTree:
         tokens = jax.random.randint(key, (*lead, seq_len), 3, vocab)

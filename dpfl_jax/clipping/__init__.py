@@ -1,7 +1,36 @@
 """Bounded gradients: from the loss of one privacy unit to a sum with a known sensitivity."""
 
+from dpfl_jax.clipping.adaptive import AdaptiveClip
+from dpfl_jax.clipping.auto import Explanation
 from dpfl_jax.clipping.bounded import BoundedGrad, bounded_grad
 from dpfl_jax.clipping.result import BoundedSum
-from dpfl_jax.clipping.rules import Normalized, Rule, Standard
+from dpfl_jax.clipping.rules import (
+    Automatic,
+    GroupAverage,
+    Normalized,
+    PerGroup,
+    PerLayer,
+    Rule,
+    Standard,
+    group_sizes,
+)
+from dpfl_jax.clipping.self_check import SelfCheck, SelfCheckError, self_check
 
-__all__ = ["BoundedGrad", "BoundedSum", "Normalized", "Rule", "Standard", "bounded_grad"]
+__all__ = [
+    "AdaptiveClip",
+    "Automatic",
+    "BoundedGrad",
+    "BoundedSum",
+    "Explanation",
+    "GroupAverage",
+    "Normalized",
+    "PerGroup",
+    "PerLayer",
+    "Rule",
+    "SelfCheck",
+    "SelfCheckError",
+    "Standard",
+    "bounded_grad",
+    "group_sizes",
+    "self_check",
+]

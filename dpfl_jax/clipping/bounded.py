@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.clipping import per_unit
+from dpfl_jax.clipping.auto import Explanation, decide
 from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.problem import Problem, Solution, count_units, leaf_name, trainable_mask
 from dpfl_jax.clipping.result import BoundedSum, vary, varying_axes
@@ -40,6 +42,7 @@ class BoundedGrad:
         microbatch_size: int | None,
         platform: str | None = None,
         norm_method: str | None = None,
+        memory_limit: float | None = None,
     ) -> None:
         self.loss_fn = loss_fn
         self.rule = rule
@@ -49,6 +52,7 @@ class BoundedGrad:
         self.microbatch_size = microbatch_size
         self.platform = platform
         self.norm_method = norm_method
+        self.memory_limit = memory_limit
 
     def __call__(
         self,
@@ -86,21 +90,57 @@ class BoundedGrad:
             aux=solution.aux if self.has_aux else None,
         )
 
-    def solve(
-        self, problem: Problem, report: Callable[[LeafReport], None] | None = None
-    ) -> Solution:
-        """Runs the strategy."""
+    def solve(self, problem: Problem, microbatches: bool = True) -> Solution:
+        """Runs the strategy; without ``microbatches``, on all units at once."""
+        chosen = self._choose(problem)
+        solve = per_unit.solve_vmap if chosen.strategy != "ghost" else self._ghost
+        if chosen.microbatch_size is None or not microbatches:
+            return solve(problem)
+        return per_unit.in_microbatches(solve, problem, chosen.microbatch_size)
+
+    def _ghost(self, problem: Problem, report: Any = None) -> Solution:
+        return solve_ghost(problem, machine_for(self.platform), self.norm_method, report)
+
+    def _choose(self, problem: Problem) -> Explanation:
+        if self.strategy == "auto" and self.microbatch_size is None:
+            return decide(problem, machine_for(self.platform), self.memory_limit)
         strategy = "ghost" if self.strategy == "auto" else self.strategy
-        solve = per_unit.solve_vmap
-        if strategy == "ghost":
-            solve = functools.partial(
-                solve_ghost,
-                machine=machine_for(self.platform),
-                force=self.norm_method,
-                report=report,
-            )
         size = self.microbatch_size or (1 if strategy == "scan" else None)
-        return solve(problem) if size is None else per_unit.in_microbatches(solve, problem, size)
+        return Explanation(strategy, size, "asked for")
+
+    def explain(
+        self,
+        params: PyTree,
+        batch: PyTree,
+        mask: jax.Array | None = None,
+        *,
+        rng: jax.Array | None = None,
+        group: jax.Array | None = None,
+    ) -> Explanation:
+        """Says which strategy a call with arrays of these shapes takes and why; ``str`` it.
+
+        Args:
+          params: as in a call.
+          batch: as in a call.
+          mask: as in a call.
+          rng: as in a call.
+          group: as in a call.
+        """
+        found: list[Explanation] = []
+
+        def look(params: PyTree, batch: PyTree) -> Any:
+            problem, _ = self.problem(params, batch, mask, rng, group)
+            chosen = self._choose(problem)
+            reports: list[LeafReport] = list(chosen.leaves)
+            if chosen.strategy == "ghost" and not reports:
+                out = self._ghost(problem, reports.append).sums
+            else:
+                out = None
+            found.append(dataclasses.replace(chosen, leaves=tuple(reports)))
+            return out
+
+        jax.make_jaxpr(look)(params, batch)
+        return found[-1]
 
     def problem(
         self,
@@ -183,6 +223,7 @@ def bounded_grad(
     microbatch_size: int | None = None,
     platform: str | None = None,
     norm_method: Literal["gram", "direct", "keep"] | None = None,
+    memory_limit: float | None = None,
 ) -> BoundedGrad:
     """Bounds each unit's gradient and sums them, without forming them where that pays.
 
@@ -203,6 +244,7 @@ def bounded_grad(
       microbatch_size: units at a time; default 1 for ``"scan"``, else all.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, for whose speeds to choose; default the backend.
       norm_method: the way to norms that ``"ghost"`` takes wherever it can; default by cost.
+      memory_limit: bytes ``"auto"`` lets book-keeping hold on to; default half the device's memory.
 
     Returns:
       A ``BoundedGrad``.
@@ -224,5 +266,13 @@ def bounded_grad(
         assert clip_norm is not None
         rule = Standard(clip_norm)
     return BoundedGrad(
-        loss_fn, rule, strategy, has_aux, trainable, microbatch_size, platform, norm_method
+        loss_fn,
+        rule,
+        strategy,
+        has_aux,
+        trainable,
+        microbatch_size,
+        platform,
+        norm_method,
+        memory_limit,
     )

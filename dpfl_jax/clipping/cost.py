@@ -18,11 +18,16 @@ class Machine:
       bandwidth: bytes per second to and from its memory.
       keep_factor: per-unit gradients may be kept where they take at most this many times the
         memory of what the taps recorded, which they replace.
+      scan_traffic: how often a scan over single units moves all parameters through memory for
+        each unit, beyond what a batch does.
+      working_set: bytes book-keeping should hold at a time to be fast; None: the more the better.
     """
 
     flops: float
     bandwidth: float
     keep_factor: float
+    scan_traffic: float
+    working_set: float | None
 
     def seconds(self, flops: float, moved: float) -> float:
         """Time for so many operations and so many bytes, one after the other."""
@@ -30,9 +35,13 @@ class Machine:
 
 
 MACHINES = {
-    "cpu": Machine(flops=6e10, bandwidth=1.5e10, keep_factor=2.0),
-    "gpu": Machine(flops=4e14, bandwidth=3e12, keep_factor=1.0),
-    "tpu": Machine(flops=1.5e14, bandwidth=8e11, keep_factor=1.0),
+    "cpu": Machine(
+        flops=6e10, bandwidth=1.5e10, keep_factor=2.0, scan_traffic=4.0, working_set=6e7
+    ),
+    "gpu": Machine(flops=4e14, bandwidth=3e12, keep_factor=1.0, scan_traffic=7.0, working_set=None),
+    "tpu": Machine(
+        flops=1.5e14, bandwidth=8e11, keep_factor=1.0, scan_traffic=7.0, working_set=None
+    ),
 }
 
 

@@ -7,6 +7,7 @@ contribution can have, so that noise is scaled to what was summed and to nothing
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
 from collections.abc import Sequence
 
@@ -119,3 +120,163 @@ class Normalized(Rule):
     def sensitivity(self) -> float:
         """1."""
         return 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Automatic(Rule):
+    """C/(n + gamma), no threshold to tune (Bu et al. 2023, "Automatic clipping", AUTO-S).
+
+    Attributes:
+      clip_norm: C > 0; contributions have norm below C.
+      gamma: > 0; keeps small gradients apart in size.
+    """
+
+    clip_norm: float = 1.0
+    gamma: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        _check_positive("Automatic", clip_norm=self.clip_norm, gamma=self.gamma)
+
+    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
+        """See ``Rule.weights``."""
+        del group
+        return self.clip_norm / (norms + self.gamma)
+
+    @property
+    def sensitivity(self) -> float:
+        """C."""
+        return self.clip_norm
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupAverage(Rule):
+    """min(1, C/n) / size of the unit's group: a group contributes the mean of its clipped units.
+
+    HiGradAvgDP (Marathe et al. 2022, Algorithm 2): the units are items, the groups are subjects,
+    and the sensitivity is for adding or removing one *group*.
+
+    Attributes:
+      clip_norm: C > 0.
+    """
+
+    clip_norm: float
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        _check_positive("GroupAverage", clip_norm=self.clip_norm)
+
+    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
+        """See ``Rule.weights``.
+
+        Args:
+          norms: float32 [n].
+          group: [n], how many units of the unit's group take part in the whole step, over all
+            microbatches and devices (``group_sizes`` counts them); at least the true number, or
+            the sensitivity does not hold.
+        """
+        if group is None:
+            raise BadInputError(
+                "GroupAverage: needs `group`, the number of units of each unit's group in the step"
+            )
+        return Standard(self.clip_norm).weights(norms) / jnp.maximum(group, 1)
+
+    @property
+    def sensitivity(self) -> float:
+        """C."""
+        return self.clip_norm
+
+
+def group_sizes(ids: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+    """Counts, for each unit of a whole step, the units with the same group id; int32 [n].
+
+    Args:
+      ids: int [n], group of each unit; the whole step's, not one microbatch's.
+      mask: bool [n]; padding is not counted.
+    """
+    same = ids[:, None] == ids[None, :]
+    if mask is not None:
+        same = same & (jnp.asarray(mask) != 0)[None, :]
+    return same.sum(axis=1, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerGroup(Rule):
+    """Clips groups of parameters apart: group k to C_k (McMahan et al. 2018, per-layer clipping).
+
+    Attributes:
+      clip_norms: (pattern, C_k) pairs; a parameter belongs to the first shell pattern
+        (``"layers/*/kernel"``) that matches its name; a pattern that matches none costs nothing
+        but its share of the sensitivity.
+    """
+
+    clip_norms: tuple[tuple[str, float], ...]
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        if not self.clip_norms:
+            raise BadInputError("PerGroup: clip_norms is empty: give at least one (pattern, C)")
+        for pattern, clip_norm in self.clip_norms:
+            _check_positive(f"PerGroup, pattern {pattern!r}", clip_norm=clip_norm)
+
+    def partition(self, names: Sequence[str]) -> list[int]:
+        """The group of each parameter; raises BadInputError for one that no pattern matches."""
+        out = []
+        for name in names:
+            hits = [k for k, (p, _) in enumerate(self.clip_norms) if fnmatch.fnmatchcase(name, p)]
+            if not hits:
+                raise BadInputError(
+                    f"PerGroup: no pattern matches the parameter {name!r}; add ('*', C) at the end"
+                )
+            out.append(hits[0])
+        return out
+
+    def leaf_weights(
+        self, squared: Sequence[jax.Array], names: Sequence[str], group: jax.Array | None
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """See ``Rule.leaf_weights``."""
+        del group
+        groups = self.partition(names)
+        columns = []
+        for k, (_, clip_norm) in enumerate(self.clip_norms):
+            total = sum((s for s, g in zip(squared, groups) if g == k), start=0.0 * squared[0])
+            columns.append(Standard(clip_norm).weights(jnp.sqrt(total)))
+        return jnp.stack(columns, axis=1), [columns[g] for g in groups]
+
+    @property
+    def sensitivity(self) -> float:
+        """The root of the sum of squares of all C_k."""
+        return math.sqrt(sum(c * c for _, c in self.clip_norms))
+
+
+@dataclasses.dataclass(frozen=True)
+class PerLayer(Rule):
+    """Clips every parameter leaf apart, each to C / sqrt(number of leaves).
+
+    Attributes:
+      clip_norm: C > 0, the norm of the whole contribution.
+    """
+
+    clip_norm: float
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        _check_positive("PerLayer", clip_norm=self.clip_norm)
+
+    def partition(self, names: Sequence[str]) -> list[int]:
+        """Every leaf is its own group."""
+        return list(range(len(names)))
+
+    def leaf_weights(
+        self, squared: Sequence[jax.Array], names: Sequence[str], group: jax.Array | None
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """See ``Rule.leaf_weights``."""
+        del names, group
+        share = Standard(self.clip_norm / math.sqrt(len(squared)))
+        columns = [share.weights(jnp.sqrt(s)) for s in squared]
+        return jnp.stack(columns, axis=1), columns
+
+    @property
+    def sensitivity(self) -> float:
+        """C."""
+        return self.clip_norm

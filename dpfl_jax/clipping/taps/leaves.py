@@ -39,11 +39,13 @@ class Choice:
       method: the way chosen.
       reason: why, in words.
       costs: seconds over the unavoidable weighted sum, by method, estimated; only what is possible.
+      recorded: bytes of one unit's factors.
     """
 
     method: Method
     reason: str
     costs: dict[str, float]
+    recorded: float
 
 
 def _sizes(pair: Pair) -> dict[Label, int]:
@@ -136,13 +138,13 @@ def choose(pairs: Sequence[Pair], size: int, machine: Machine, force: str | None
     if kept <= machine.keep_factor * recorded:
         costs["keep"] = machine.seconds(0.0, 3.0 * kept)
     if force is not None and (force in costs or force == "keep"):
-        return Choice(force, "asked for", costs)  # type: ignore[arg-type]
+        return Choice(force, "asked for", costs, recorded)  # type: ignore[arg-type]
     method = min(costs, key=lambda m: costs[m])
     others = ", ".join(f"{m} {c * 1e6:.1f} us" for m, c in costs.items() if m != method)
     reason = f"{costs[method] * 1e6:.1f} us a unit" + (f" ({others})" if others else "")
     if "gram" not in costs:
         reason += "; its uses do not share coordinates, so no Gram matrices"
-    return Choice(method, reason, costs)  # type: ignore[arg-type]
+    return Choice(method, reason, costs, recorded)  # type: ignore[arg-type]
 
 
 def product(pair: Pair, per_unit: bool) -> jax.Array:

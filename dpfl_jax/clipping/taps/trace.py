@@ -13,6 +13,7 @@ from jax.extend.core import Literal
 from dpfl_jax.clipping.taps.views import View, extend_view
 
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
+_ELEMENTWISE = frozenset({"add", "add_any", "mul", "sub", "div"})
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
 
 
@@ -53,10 +54,12 @@ class Plan:
       records: variables whose values are kept, by key.
       number: tells plans apart.
       depth: number of enclosing scans.
+      recomputed: whether this is the inside of a ``jax.checkpoint``.
     """
 
     number: int
     depth: int
+    recomputed: bool = False
     sites: dict[int, Site] = dataclasses.field(default_factory=dict)
     inner: dict[int, Plan] = dataclasses.field(default_factory=dict)
     records: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
@@ -160,6 +163,7 @@ class _Walker:
             outputs: list[View | None] | list[View] | None
             if name in INLINED or name in REMAT:
                 inner, outputs = self.walk(inner_jaxpr(eqn), seen, lengths)
+                inner.recomputed = name in REMAT
                 plan.inner[position] = inner
             elif name == "scan":
                 plan.inner[position] = self._scan(eqn, seen, lengths)
@@ -169,7 +173,9 @@ class _Walker:
             elif (outputs := extend_view(used[0][1], eqn)) is None:
                 where, view = used[0]
                 if not has_rule(eqn, where):
-                    self._copy(used, f"`{name}` has no rule")
+                    small = name in _ELEMENTWISE
+                    why = "is elementwise: copies cost no more" if small else "has no rule"
+                    self._copy(used, f"`{name}` {why}")
                 plan.sites[position] = self._site(plan, eqn, where, view, lengths)
             views.update((v, w) for v, w in zip(eqn.outvars, outputs or ()) if w is not None)
         return plan, [view_of(v) for v in jaxpr.outvars]

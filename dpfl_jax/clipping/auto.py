@@ -1,0 +1,98 @@
+"""Chooses a strategy by estimated time, within a memory limit, and explains the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from dpfl_jax.clipping.cost import Machine
+from dpfl_jax.clipping.problem import Problem
+from dpfl_jax.clipping.taps.engine import LeafReport, solve_ghost, trace_loss
+from dpfl_jax.clipping.taps.trace import Plan, analyse
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What ``auto`` chose and why.
+
+    Attributes:
+      strategy: ``"ghost"``, ``"scan"`` or ``"vmap"``.
+      microbatch_size: units at a time; None for all.
+      reason: why, in words.
+      leaves: for ``ghost``, one report a parameter; empty otherwise.
+    """
+
+    strategy: str
+    microbatch_size: int | None
+    reason: str
+    leaves: tuple[LeafReport, ...] = ()
+
+    def __str__(self) -> str:
+        """A table."""
+        size = "" if self.microbatch_size is None else f", {self.microbatch_size} units at a time"
+        lines = [f"{self.strategy}{size}: {self.reason}"]
+        width = max((len(r.name) for r in self.leaves), default=0)
+        lines.extend(
+            f"  {r.name:<{width}}  {r.shape!s:<18}  {r.method:<15}  "
+            f"{r.uses or '-'} use{'' if r.uses == 1 else 's'}  {r.reason}"
+            for r in self.leaves
+        )
+        return "\n".join(lines)
+
+
+def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Explanation:
+    """Picks the strategy of least estimated time among those that fit.
+
+    Args:
+      problem: what is to be solved.
+      machine: speeds.
+      memory_limit: bytes that book-keeping may hold on to; None: the device's, if it says so.
+    """
+    reports: list[LeafReport] = []
+
+    def ghost(leaves: Any, units: Any, real: Any, group: Any) -> Any:
+        inner = dataclasses.replace(problem, leaves=leaves, units=units, real=real, group=group)
+        return solve_ghost(inner, machine, report=reports.append).sums
+
+    jax.make_jaxpr(ghost)(problem.leaves, problem.units, problem.real, problem.group)
+    found = tuple(reports)
+    n = problem.num_units
+    size = 4.0 * sum(p.size for p in problem.leaves)
+    per_unit = sum(r.seconds for r in found)
+    held = sum(r.recorded for r in found)
+    limit = _device_limit() if memory_limit is None else memory_limit
+
+    # One unit at a time: each gradient is written, read for its norm and added to the sum, and the
+    # parameters are read again in both passes.
+    scan = machine.seconds(0.0, machine.scan_traffic * size)
+    remat = _recomputes(analyse(trace_loss(problem)[0].jaxpr, len(problem.leaves)).plan)
+    limit = min((x for x in (limit, machine.working_set) if x is not None), default=None)
+    units = n
+    while units > 1 and limit is not None and units * held > limit:
+        units = -(-units // 2)
+    # Less than all units at a time adds the sum up once for each microbatch.
+    book = per_unit + (0.0 if units == n else machine.seconds(0.0, 3.0 * size / units))
+    numbers = (
+        f"book-keeping costs {book * 1e6:.0f} us a unit over the non-private gradient and holds "
+        f"{n * held / 1e6:.1f} MB, a scan over units {scan * 1e6:.0f} us (estimates)"
+    )
+    if remat and scan < 4 * book:
+        return Explanation("scan", 1, f"the loss recomputes activations to save memory; {numbers}")
+    if scan < book:
+        return Explanation("scan", 1, numbers)
+    return Explanation("ghost", None if units == n else units, numbers, found)
+
+
+def _device_limit() -> float | None:
+    stats = jax.local_devices()[0].memory_stats()
+    return None if not stats or "bytes_limit" not in stats else 0.5 * stats["bytes_limit"]
+
+
+def _recomputes(plan: Plan) -> bool:
+    """Whether parameters are used inside `jax.checkpoint`, as in a network of such blocks."""
+    return any(
+        (inner.recomputed and bool(inner.all_sites())) or _recomputes(inner)
+        for inner in plan.inner.values()
+    )

@@ -1,0 +1,134 @@
+"""Compares a strategy's norms with plain per-unit gradients before a run trusts it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax.clipping.bounded import BoundedGrad
+from dpfl_jax.clipping.per_unit import solve_vmap
+from dpfl_jax.clipping.problem import Problem
+
+PyTree = Any
+TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+
+
+class SelfCheckError(RuntimeError):
+    """A strategy's norms disagree with plain per-unit gradients: the guarantee would not hold."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfCheck:
+    """What ``self_check`` measured.
+
+    Attributes:
+      max_relative_error: largest over units and parameters, relative to the unit's whole norm.
+      tolerance: what it was held against.
+      units: how many units were compared.
+    """
+
+    max_relative_error: float
+    tolerance: float
+    units: int
+
+
+def self_check(
+    bounded: BoundedGrad,
+    params: PyTree,
+    batch: PyTree,
+    mask: jax.Array | None = None,
+    *,
+    rng: jax.Array | None = None,
+    group: jax.Array | None = None,
+    max_units: int = 2,
+    tolerance: float | None = None,
+) -> SelfCheck:
+    """Compares, for each parameter, norms and the weighted sum with ``vmap``.
+
+    Args:
+      bounded: what the run will use.
+      params: the run's parameters.
+      batch: real units [n, ...]; the first ``max_units`` that are not padding are used.
+      mask: [n], as in a call.
+      rng: as in a call.
+      group: as in a call.
+      max_units: more costs memory (per-unit gradients) and finds little more.
+      tolerance: largest relative error; default 1e-3, or 5e-2 where the loss computes in less
+        than float32.
+
+    Raises:
+      SelfCheckError: names the parameter, and what to do.
+    """
+    real = np.flatnonzero(np.ones(_length(batch)) if mask is None else np.asarray(mask))
+    chosen = real[:max_units]
+    if not len(chosen):
+        return SelfCheck(0.0, tolerance or TOLERANCE["float32"], 0)
+    batch = jax.tree.map(lambda x: jnp.asarray(x)[chosen], batch)
+    group = None if group is None else jnp.asarray(group)[chosen]
+    if tolerance is None:
+        tolerance = TOLERANCE["bfloat16" if _is_low(bounded, params, batch, rng) else "float32"]
+
+    problem, _ = bounded.problem(params, batch, None, rng, group)
+    names = problem.names
+
+    def run(vmap: bool) -> Any:
+        def go(params: PyTree, batch: PyTree) -> Any:
+            inner, _ = bounded.problem(params, batch, None, rng, group)
+            seen: list[Any] = []
+
+            def judge(squared: Any) -> Any:
+                seen.append(jnp.stack(list(squared)))
+                return Problem.judge(inner, squared)
+
+            watched = _Watched(**_fields(inner), watch=judge)
+            solution = solve_vmap(watched) if vmap else bounded.solve(watched, microbatches=False)
+            return seen[-1], solution.sums  # `auto` looks first, then runs
+
+        return jax.jit(go)(params, batch)
+
+    got, got_sums = run(vmap=False)
+    want, want_sums = run(vmap=True)
+    whole = np.sqrt(np.maximum(np.asarray(want, np.float64).sum(0), 1e-60))
+    error = np.abs(np.sqrt(np.maximum(got, 0.0)) - np.sqrt(want)) / whole
+    error = np.where(np.isfinite(np.asarray(want)) & np.isfinite(np.asarray(got)), error, 0.0)
+    odd = np.isfinite(np.asarray(want)) != np.isfinite(np.asarray(got))
+    error = np.where(odd, np.inf, error)
+    size = np.sqrt(sum(float(jnp.sum(jnp.square(w))) for w in want_sums)) or 1.0
+    off = [float(jnp.linalg.norm((g - w).ravel())) / size for g, w in zip(got_sums, want_sums)]
+    per_leaf = np.maximum(error.max(axis=1), off)
+    worst = int(np.argmax(per_leaf))
+    if not per_leaf[worst] <= tolerance:
+        raise SelfCheckError(
+            f"bounded_grad: the norms of strategy {bounded.strategy!r} disagree with per-unit "
+            f"gradients at parameter {names[worst]!r} (relative error {per_leaf[worst]:.1e}, "
+            f"allowed {tolerance:.0e}), so no step was taken: use strategy='scan' and report this"
+        )
+    return SelfCheck(float(per_leaf[worst]), tolerance, len(chosen))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Watched(Problem):
+    """A problem that shows the squared norms it is given."""
+
+    watch: Any = None
+
+    def judge(self, squared: Any) -> Any:
+        return self.watch(squared)
+
+
+def _fields(problem: Problem) -> dict[str, Any]:
+    return {f.name: getattr(problem, f.name) for f in dataclasses.fields(Problem)}
+
+
+def _length(batch: PyTree) -> int:
+    return int(np.shape(jax.tree.leaves(batch)[0])[0])
+
+
+def _is_low(bounded: BoundedGrad, params: PyTree, batch: PyTree, rng: jax.Array | None) -> bool:
+    """Whether anything in the loss is computed in less than float32."""
+    text = str(jax.make_jaxpr(lambda p, b: bounded(p, b, rng=rng).losses)(params, batch))
+    return any(f"{kind}[" in text for kind in ("bf16", "f16"))

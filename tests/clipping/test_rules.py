@@ -1,0 +1,169 @@
+"""Clip rules: weights, sensitivities, and the private quantile."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpfl_jax.clipping import (
+    AdaptiveClip,
+    Automatic,
+    GroupAverage,
+    Normalized,
+    PerGroup,
+    PerLayer,
+    Standard,
+    bounded_grad,
+    group_sizes,
+)
+from dpfl_jax.errors import BadInputError
+
+NORMS = st.lists(st.floats(0, 2.0**60, width=32), min_size=1, max_size=6)
+POSITIVE = st.floats(1e-3, 1e3)
+
+
+@pytest.mark.privacy
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(NORMS, POSITIVE, st.sampled_from([Standard, Normalized, Automatic]))
+def test_no_contribution_exceeds_the_sensitivity(norms, clip_norm, rule):
+    rule = rule(clip_norm)
+    norms = jnp.array(norms, jnp.float32)
+    moved = np.asarray(rule.weights(norms), np.float64) * np.asarray(norms, np.float64)
+    assert moved.max() <= rule.sensitivity * (1 + 1e-6)
+
+
+@pytest.mark.privacy
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.floats(0, 2**20, width=32)), min_size=1, max_size=9),
+    POSITIVE,
+)
+def test_a_group_contributes_at_most_c(units, clip_norm):
+    ids = jnp.array([g for g, _ in units])
+    norms = jnp.array([n for _, n in units], jnp.float32)
+    sizes = group_sizes(ids)
+    np.testing.assert_array_equal(sizes, [sum(int(a == b) for b, _ in units) for a, _ in units])
+    moved = np.asarray(GroupAverage(clip_norm).weights(norms, sizes), np.float64) * norms
+    for group in set(np.asarray(ids)):
+        assert moved[np.asarray(ids) == group].sum() <= clip_norm * (1 + 1e-6)
+
+
+def test_group_average_is_the_mean_of_clipped_gradients_of_each_group():
+    def loss(params, x):
+        return jnp.sum(params["w"] * x)
+
+    params = {"w": jnp.zeros(3)}
+    x = jax.random.normal(jax.random.key(0), (5, 3)) * jnp.array([0.1, 1, 2, 3, 4])[:, None]
+    ids, mask = jnp.array([0, 0, 1, 1, 1]), jnp.array([1, 1, 1, 1, 0], bool)
+    f = bounded_grad(loss, rule=GroupAverage(1.0))
+    got = f(params, x, mask, group=group_sizes(ids, mask)).sum["w"]
+    clipped = [v / max(1.0, float(jnp.linalg.norm(v))) for v in x]
+    want = (clipped[0] + clipped[1]) / 2 + (clipped[2] + clipped[3]) / 2
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    with pytest.raises(BadInputError, match="needs `group`"):
+        f(params, x)
+
+
+def two_layers(params, x):
+    return jnp.sum(jnp.tanh(x @ params["a"]["w"] + params["a"]["b"]) @ params["z"]["w"])
+
+
+def two_layer_setup():
+    key = jax.random.key(0)
+    params = {
+        "a": {"w": jax.random.normal(key, (3, 4)), "b": jnp.ones(4)},
+        "z": {"w": jax.random.normal(key, (4, 2))},
+    }
+    return params, jax.random.normal(jax.random.key(1), (6, 3))
+
+
+def leaf_gradients(params, x):
+    return jax.vmap(jax.grad(two_layers), in_axes=(None, 0))(params, x)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("strategy", ["vmap", "scan", "ghost"])
+def test_groups_of_parameters_are_clipped_apart(strategy):
+    params, x = two_layer_setup()
+    rule = PerGroup((("a/*", 0.3), ("*", 0.4)))
+    got = bounded_grad(two_layers, rule=rule, strategy=strategy)(params, x)
+    g = leaf_gradients(params, x)
+    norm_a = np.sqrt((g["a"]["w"] ** 2).sum((1, 2)) + (g["a"]["b"] ** 2).sum(1))
+    norm_z = np.sqrt((g["z"]["w"] ** 2).sum((1, 2)))
+    weight_a, weight_z = np.minimum(1, 0.3 / norm_a), np.minimum(1, 0.4 / norm_z)
+    np.testing.assert_allclose(got.weights, np.stack([weight_a, weight_z], 1), rtol=1e-5)
+    want = np.einsum("n,nij->ij", weight_a, g["a"]["w"])
+    np.testing.assert_allclose(got.sum["a"]["w"], want, rtol=1e-4, atol=1e-6)
+    want = np.einsum("n,nij->ij", weight_z, g["z"]["w"])
+    np.testing.assert_allclose(got.sum["z"]["w"], want, rtol=1e-4, atol=1e-6)
+    assert rule.sensitivity == pytest.approx(0.5)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("strategy", ["vmap", "ghost"])
+def test_per_layer_bounds_every_leaf(strategy):
+    params, x = two_layer_setup()
+    got = bounded_grad(two_layers, rule=PerLayer(0.1), strategy=strategy)(params, x[:1])
+    norms = [float(jnp.linalg.norm(v)) for v in jax.tree.leaves(got.sum)]
+    np.testing.assert_allclose(norms, 0.1 / math.sqrt(3), rtol=1e-5)
+
+
+def test_rules_refuse_nonsense():
+    for bad in (0.0, -1.0, math.inf, math.nan):
+        for rule in (Standard, Normalized, Automatic, GroupAverage, PerLayer):
+            with pytest.raises(BadInputError, match="above 0"):
+                rule(bad)
+    with pytest.raises(BadInputError, match="empty"):
+        PerGroup(())
+    with pytest.raises(BadInputError, match="no pattern matches"):
+        PerGroup((("a/*", 1.0),)).partition(["a/w", "z/w"])
+
+
+@pytest.mark.privacy
+def test_adaptive_clip_splits_its_noise_as_theorem_1():
+    adaptive = AdaptiveClip(initial=1.0, count_noise=5.0)
+    z = 1.3
+    z_sum = adaptive.gradient_noise_multiplier(z)
+    # Two Gaussians, sensitivities 1 and 1/2: 1/z^2 = 1/z_sum^2 + (1/2)^2/count_noise^2.
+    assert z_sum**-2 + 0.25 / 5.0**2 == pytest.approx(z**-2)
+    assert z_sum > z
+    with pytest.raises(BadInputError, match="too small"):
+        AdaptiveClip(initial=1.0, count_noise=0.6).gradient_noise_multiplier(1.3)
+    assert adaptive.gradient_noise_multiplier(0.0) == 0.0
+
+
+@pytest.mark.privacy
+def test_one_unit_moves_the_count_by_at_most_half():
+    adaptive = AdaptiveClip(initial=1.0, count_noise=5.0)
+    norms = jnp.array([0.5, 1.0, 2.0, jnp.inf])
+    mask = jnp.array([1, 1, 1, 1], bool)
+    whole = adaptive.count(norms, mask, 1.0)
+    assert whole == 0.0
+    for i in range(4):
+        moved = abs(float(whole - adaptive.count(norms, mask.at[i].set(False), 1.0)))
+        assert moved == 0.5
+
+
+def test_adaptive_clip_finds_the_quantile():
+    rng = np.random.default_rng(0)
+    adaptive = AdaptiveClip(initial=50.0, count_noise=5.0, quantile=0.7)
+    clip_norm = jnp.float32(adaptive.initial)
+    for _ in range(150):
+        norms = jnp.asarray(rng.lognormal(size=100), jnp.float32)
+        count = adaptive.count(norms, jnp.ones(100, bool), clip_norm)
+        clip_norm = adaptive.update(clip_norm, count + 5.0 * rng.normal(), 100.0)
+    # 70 % quantile of a standard log-normal is exp(0.524); 20 % is over 5 standard deviations.
+    assert abs(math.log(float(clip_norm)) - 0.524) < 0.2
+
+
+def test_the_clip_norm_may_be_an_array():
+    params, x = two_layer_setup()
+    f = bounded_grad(two_layers, clip_norm=1.0)
+    adaptive = jax.jit(lambda c: f(params, x, rule=Standard(c)))
+    for clip_norm in (0.1, 2.0):
+        want = bounded_grad(two_layers, clip_norm=clip_norm)(params, x)
+        np.testing.assert_allclose(adaptive(clip_norm).weights, want.weights, rtol=1e-5)

@@ -1,0 +1,102 @@
+"""The check before a run, and what `explain` says."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from zoo import ZOO
+
+from dpfl_jax.clipping import SelfCheckError, bounded_grad, self_check
+from dpfl_jax.clipping.taps import leaves
+
+
+@pytest.mark.parametrize("name", ["lstm", "tied_embedding", "unsupported_mixture"])
+@pytest.mark.parametrize("strategy", ["auto", "ghost", "scan"])
+def test_self_check_passes(name, strategy):
+    loss, params, batch = ZOO[name]()
+    result = self_check(bounded_grad(loss, clip_norm=1.0, strategy=strategy), params, batch)
+    assert result.units == 2
+    assert result.max_relative_error < 1e-5
+
+
+def test_self_check_ignores_padding():
+    loss, params, batch = ZOO["tied_embedding"]()
+    f = bounded_grad(loss, clip_norm=1.0)
+    assert self_check(f, params, batch, jnp.array([0, 0, 1, 0, 0])).units == 1
+    assert self_check(f, params, batch, jnp.zeros(5)).units == 0
+
+
+@pytest.mark.privacy
+def test_self_check_finds_a_wrong_norm_and_names_the_parameter(monkeypatch):
+    loss, params, batch = ZOO["lstm"]()
+    right = leaves.squared_norm
+
+    def wrong(pairs, shape, method, n):
+        return right(pairs, shape, method, n) * (0.9 if shape == (4, 16) else 1.0)
+
+    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    self_check(f, params, batch)
+    monkeypatch.setattr(leaves, "squared_norm", wrong)
+    with pytest.raises(SelfCheckError, match="'wh'"):
+        self_check(f, params, batch)
+
+
+@pytest.mark.privacy
+def test_self_check_finds_a_wrong_sum(monkeypatch):
+    loss, params, batch = ZOO["lstm"]()
+    right = leaves.summed_gradient
+
+    def wrong(pairs, shape, weights, keep):
+        return right(pairs, shape, weights, keep) * (1.1 if shape == (3, 16) else 1.0)
+
+    monkeypatch.setattr(leaves, "summed_gradient", wrong)
+    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    with pytest.raises(SelfCheckError, match="'wx'"):
+        self_check(f, params, batch)
+
+
+def test_explain_says_which_parameter_and_why():
+    loss, params, batch = ZOO["unsupported_mixture"]()
+    found = bounded_grad(loss, clip_norm=1.0, strategy="ghost").explain(params, batch)
+    by_name = {r.name: r for r in found.leaves}
+    assert set(by_name) == set(params)
+    assert by_name["dense"].uses == 1
+    assert by_name["dense"].method in ("gram", "direct", "keep")
+    for name, word in [("cum", "cumsum"), ("sort", "sort"), ("branch", "cond")]:
+        assert by_name[name].method == "per-unit copies"
+        assert word in by_name[name].reason
+    assert by_name["unused"].method == "zero"
+    assert all(name in str(found) for name in params)
+
+
+def test_explain_counts_uses_and_asks_for_nothing_else():
+    loss, params, batch = ZOO["tied_embedding"]()
+    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    (report,) = f.explain(params, batch).leaves
+    assert report.uses == 2
+    assert report.method == "gram"
+    assert bounded_grad(loss, clip_norm=1.0, strategy="scan").explain(params, batch).leaves == ()
+
+
+def test_auto_scans_over_long_units_that_recompute_and_books_the_rest():
+    def loss(params, x, recompute):
+        layer = lambda x, w: jnp.tanh(x @ w)  # noqa: E731
+        layer = jax.checkpoint(layer) if recompute else layer
+        return jnp.sum(layer(layer(x, params["a"]), params["b"]) ** 2)
+
+    params = {"a": jnp.zeros((256, 256)), "b": jnp.zeros((256, 256))}
+    for recompute, length, want in [(1, 4096, "scan"), (0, 4096, "ghost"), (1, 1, "ghost")]:
+        f = bounded_grad(lambda p, x, r=recompute: loss(p, x, r), clip_norm=1.0, platform="tpu")
+        assert f.explain(params, jnp.zeros((8, length, 256))).strategy == want
+
+
+def test_auto_splits_the_batch_to_stay_within_memory():
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params["w"]) ** 2)
+
+    params, x = {"w": jnp.zeros((64, 64))}, jnp.zeros((8, 4, 64))
+    f = bounded_grad(loss, clip_norm=1.0, platform="tpu", memory_limit=5000)
+    found = f.explain(params, x)
+    assert found.strategy in ("ghost", "scan")
+    assert found.microbatch_size is not None
+    assert found.microbatch_size < 8
+    assert jax.jit(f)(params, x).norms.shape == (8,)
