@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import dp_accounting
+import numpy as np
 from dp_accounting import NeighboringRelation
 
 from dpfl_jax.accounting import cache
@@ -20,7 +21,6 @@ from dpfl_jax.accounting.accountant import (
     FINE,
     FINEST,
     TooLittleNoiseError,
-    _gaussian_epsilon,
     check_delta,
     check_epsilon,
     clt_signal,
@@ -107,15 +107,18 @@ def _search_noise(
         value = _epsilon_or_inf(make_event(sigma), delta, relation, resolution)
         return math.log(max(value, 1e-300) / epsilon) if value < math.inf else math.inf
 
+    mu = clt_signal(make_event(1.0), relation)
+    if mu == 0.0:
+        return 0.0
+    start = min(max(mu / gaussian_signal(epsilon, delta), SMALLEST_NOISE), LARGEST_NOISE)
+    quick = _newton(lambda s: excess(s, FINE), start, relative_tolerance)
+    if quick is not None:
+        return _round_up(quick)
     if excess(LARGEST_NOISE, 0.3) > 0:
         raise BadInputError(
             f"no noise multiplier gives epsilon {epsilon:g} at delta {delta:g}: part of the run "
             "spends more than that whatever the noise; raise the target or drop that part"
         )
-    mu = clt_signal(make_event(1.0), relation)
-    if mu == 0.0:
-        return 0.0
-    start = min(max(mu / gaussian_signal(epsilon, delta), SMALLEST_NOISE), LARGEST_NOISE)
     low, high = _bracket(lambda s: excess(s, 0.1), start)
     sigma = _refine(lambda s: excess(s, 0.1), low, high, 1e-3)
     # The medium grid overstates the noise by up to about 0.2 %.
@@ -288,18 +291,36 @@ def _largest_count(
     return low
 
 
+def _newton(excess: Callable[[float], float], start: float, tolerance: float) -> float | None:
+    """Secant steps in logarithms, where epsilon is nearly a power of the noise.
+
+    Returns:
+      A noise multiplier that satisfies the target and exceeds the smallest by about ``tolerance``
+      at most, or None if the curve is not tame enough (the caller brackets then).
+    """
+    point, slope = math.log(start), -1.0
+    value = excess(start)
+    for _ in range(6):
+        if not abs(value) < 1.0:
+            return None
+        # Aim at the middle of the tolerance, on the safe side.
+        if value <= 0 and value >= slope * tolerance:
+            return math.exp(point)
+        step = (-value + 0.5 * slope * tolerance) / slope
+        following = excess(math.exp(point + step))
+        if not math.isfinite(following):
+            return None
+        slope = (following - value) / step if step != 0 else slope
+        if not -20.0 < slope < -0.2:
+            return None
+        point, value = point + step, following
+    return None
+
+
 def gaussian_signal(epsilon: float, delta: float) -> float:
     """Mu such that a Gaussian of sensitivity mu and unit noise is exactly (epsilon, delta)-DP."""
-    low, high = 1e-9, 1.0
-    while _gaussian_epsilon(high**2, delta) < epsilon:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = 0.5 * (low + high)
-        if _gaussian_epsilon(middle**2, delta) <= epsilon:
-            low = middle
-        else:
-            high = middle
-    return low
+    with np.errstate(divide="ignore"):
+        return 1.0 / float(dp_accounting.get_sigma_gaussian(epsilon, delta))
 
 
 def _round_up(value: float, digits: int = 7) -> float:

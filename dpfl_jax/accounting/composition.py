@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy import fft, optimize, special
+from scipy import fft, optimize
 
 from dpfl_jax.accounting.discretize import LossPmf
 from dpfl_jax.errors import BadInputError
@@ -25,6 +25,12 @@ _LOG_CUT = math.log(1e-18)
 
 class TableTooLargeError(BadInputError):
     """The composed table would not fit in memory on this grid."""
+
+
+def _log_sum_exp(values: np.ndarray) -> float:
+    """SciPy's, without its checks, which cost more than the sum on these short arrays."""
+    top = float(values.max())
+    return top + math.log(float(np.exp(values - top).sum()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Composition:
 
     def _cumulant(self, theta: float) -> float:
         return sum(
-            part.count * float(special.logsumexp(logs + theta * losses))
+            part.count * _log_sum_exp(logs + theta * losses)
             for part, logs, losses in zip(self._parts, self._logs, self._losses)
         )
 
@@ -61,7 +67,7 @@ class Composition:
         mean = variance = 0.0
         for part, logs, losses in zip(self._parts, self._logs, self._losses):
             tilted = logs + theta * losses
-            weights = np.exp(tilted - special.logsumexp(tilted))
+            weights = np.exp(tilted - _log_sum_exp(tilted))
             first = float(weights @ losses)
             mean += part.count * first
             variance += part.count * float(weights @ (losses - first) ** 2)
@@ -82,7 +88,7 @@ class Composition:
         """Window [low, high] that holds all but e^_LOG_CUT of the tilted law on either side."""
         base = self._cumulant(theta)
         sd = math.sqrt(max(self._moments(theta)[1], self.grid**2))
-        speeds = math.sqrt(-2 * _LOG_CUT) / sd * np.geomspace(0.05, 4.0, 12)
+        speeds = math.sqrt(-2 * _LOG_CUT) / sd * np.geomspace(0.1, 2.0, 7)
         largest = sum(p.count * float(x[-1]) for p, x in zip(self._parts, self._losses))
         smallest = sum(p.count * float(x[0]) for p, x in zip(self._parts, self._losses))
         high = min((self._cumulant(theta + s) - base - _LOG_CUT) / s for s in speeds)
@@ -105,7 +111,7 @@ class Composition:
         offset = 0
         for part, logs, losses in zip(self._parts, self._logs, self._losses):
             tilted = logs + theta * losses
-            weights = np.exp(tilted - special.logsumexp(tilted))
+            weights = np.exp(tilted - _log_sum_exp(tilted))
             folded = np.zeros(-(-len(weights) // size) * size)
             folded[: len(weights)] = weights
             spectrum *= fft.rfft(folded.reshape(-1, size).sum(axis=0)) ** part.count
