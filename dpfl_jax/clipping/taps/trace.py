@@ -54,7 +54,7 @@ class Plan:
       records: variables whose values are kept, by key.
       number: tells plans apart.
       depth: number of enclosing scans.
-      recomputed: whether this is the inside of a ``jax.checkpoint``.
+      recomputed: whether this is the inside of a ``jax.checkpoint`` that keeps nothing.
     """
 
     number: int
@@ -163,7 +163,7 @@ class _Walker:
             outputs: list[View | None] | list[View] | None
             if name in INLINED or name in REMAT:
                 inner, outputs = self.walk(inner_jaxpr(eqn), seen, lengths)
-                inner.recomputed = name in REMAT
+                inner.recomputed = name in REMAT and eqn.params["policy"] is None
                 plan.inner[position] = inner
             elif name == "scan":
                 plan.inner[position] = self._scan(eqn, seen, lengths)

@@ -1,0 +1,99 @@
+"""Reads collectives out of the text of a compiled module."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+_KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "collective-permute",
+)
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2}
+_BYTES |= {"f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
+_LINE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
+_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_CALLED = re.compile(r"(?:body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-, %]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One kind of collective in a module.
+
+    Attributes:
+      kind: e.g. ``all-reduce``.
+      in_loop: whether it runs in every iteration of a loop.
+      count: instructions (one may carry many arrays).
+      bytes: of all arrays of those instructions, per device.
+      largest: bytes of the largest instruction.
+    """
+
+    kind: str
+    in_loop: bool
+    count: int
+    bytes: int
+    largest: int
+
+
+def collectives(hlo: str) -> list[Collective]:
+    """Collectives of a module by kind and place."""
+    bodies: dict[str, list[str]] = {}
+    current = ""
+    for line in hlo.splitlines():
+        opened = _COMPUTATION.match(line)
+        if opened:
+            current = opened.group(1)
+        bodies.setdefault(current, []).append(line)
+    looped = _reached_from_loops(bodies)
+    found: dict[tuple[str, bool], list[int]] = {}
+    for name, lines in bodies.items():
+        for line in lines:
+            match = _LINE.search(line)
+            if match:
+                size = _size(match.group("shape"))
+                if match.group("start") and match.group("kind") != "all-reduce":
+                    size //= 2  # the shape holds operands and results
+                found.setdefault((match.group("kind"), name in looped), []).append(size)
+    return [
+        Collective(kind, in_loop, len(sizes), sum(sizes), max(sizes))
+        for (kind, in_loop), sizes in sorted(found.items())
+    ]
+
+
+def _size(shape: str) -> int:
+    total = 0
+    for kind, dims in _SHAPE.findall(shape):
+        count = 1
+        for dim in dims.split(","):
+            count *= int(dim) if dim else 1
+        total += count * _BYTES.get(kind, 4 if kind not in ("token",) else 0)
+    return total
+
+
+def _reached_from_loops(bodies: dict[str, list[str]]) -> set[str]:
+    calls = {
+        name: {
+            callee.strip(" %")
+            for line in lines
+            for group in _CALLED.findall(line)
+            for callee in group.split(",")
+        }
+        for name, lines in bodies.items()
+    }
+    todo = {
+        callee
+        for lines in bodies.values()
+        for line in lines
+        if " while(" in line
+        for callee in re.findall(r"(?:body|condition)=%?([\w.\-]+)", line)
+    }
+    seen: set[str] = set()
+    while todo:
+        name = todo.pop()
+        seen.add(name)
+        todo |= calls.get(name, set()) - seen
+    return seen
