@@ -104,12 +104,15 @@ class PrivacyConfig(Section):
       epsilon: target; the noise multiplier is calibrated to it.
       delta: default (number of training examples) ** -1.1, as in Charles et al. 2024.
       ledger: file that records what the users of a data set have spent over all runs.
+      account: name of the data set in the ledger; default its fingerprint. Give one name to all
+        versions of a data set that hold the same people.
       budget: largest epsilon (at ``delta``) the ledger may reach; the run is refused beyond it.
     """
 
     epsilon: float | None = None
     delta: float | None = None
     ledger: str | None = None
+    account: str | None = None
     budget: float | None = None
 
 

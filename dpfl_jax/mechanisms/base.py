@@ -128,7 +128,7 @@ class Mechanism(abc.ABC):
         """The clip rule; it carries the sensitivity that the noise is scaled to."""
         return {"standard": Standard, "normalized": Normalized}[self.clipping](self.clip_norm)
 
-    def bounded_grad(self, loss_fn: LossFn, **options: Any) -> Callable[..., Any]:
+    def bounded_grad(self, loss_fn: LossFn, **options: Any) -> Any:
         """Returns the function that sums this mechanism's bounded unit gradients.
 
         Args:

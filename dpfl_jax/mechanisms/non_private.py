@@ -6,7 +6,6 @@ Same sampling and same code path as ELS without contribution limit, no clipping,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import dp_accounting
@@ -64,7 +63,7 @@ class NonPrivate(Mechanism):
         positions = np.arange(user_offsets[0], user_offsets[-1], dtype=np.int64)
         return PoissonExamples(positions, self.sampling_probability(population), key)
 
-    def bounded_grad(self, loss_fn: LossFn, **options: Any) -> Callable[..., BoundedSum]:
+    def bounded_grad(self, loss_fn: LossFn, **options: Any) -> Any:
         """The plain gradient of the sum of losses, in the shape of a bounded sum."""
         del options
 

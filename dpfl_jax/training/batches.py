@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.mechanisms import Mechanism
-from dpfl_jax.sampling import Sampler
+from dpfl_jax.sampling import Draw, Sampler
 from dpfl_jax.training.state import DATA_AXIS
 
 PyTree = Any
@@ -109,6 +109,16 @@ class BufferBuilder:
             num_examples=int(draw.example_mask.sum()),
             num_tokens=int(examples["mask"].sum()) if "mask" in examples else 0,
         )
+
+    def first_units(self, count: int) -> PyTree:
+        """Returns the first ``count`` (or fewer) units of the run's first draws, on the host."""
+        for step in range(10):
+            draw = self.sampler.draw(step)
+            if draw.size:
+                break
+        draw = Draw(draw.units[:count], draw.positions[:count])
+        examples = self.store.read(draw.positions[draw.example_mask])
+        return self.mechanism.unit_batch(draw, examples)
 
     def prefetch(self, start: int, stop: int, ahead: int = 2) -> Iterator[tuple[int, Buffer]]:
         """Yields (step, buffer) for steps start..stop-1, building ``ahead`` of them in advance."""

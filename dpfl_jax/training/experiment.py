@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from dpfl_jax import accounting
 from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
 from dpfl_jax.config.schema import MechanismConfig, OptimizerConfig
 from dpfl_jax.data import Dataset, Store, limit_store, load_dataset, load_tokenizer
@@ -158,6 +159,7 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
             f"{mechanism.kind.upper()} with noise multiplier {mechanism.noise_multiplier:.5g}, "
             f"delta {prepared.delta:.3g}, {config.train.steps} steps"
         )
+    ledger = _reserve(prepared, directory, console)
     params = prepared.model.init(jax.random.key(config.init_seed))
     pretrained = _pretrain(prepared, params, console)
     if pretrained is not None:
@@ -184,8 +186,34 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
     )
     report = _report(prepared, pretrained, result)
     report["run_dir"] = str(directory.path)
+    if ledger is not None and result.interrupted is None:
+        ledger.commit(directory.run_id)
     write_report(directory.path, report, result.metrics)
     return report
+
+
+def _reserve(
+    prepared: Prepared, directory: RunDirectory, console: Console
+) -> accounting.Ledger | None:
+    """Charges the whole run to the ledger before its first step, if the config names one."""
+    privacy, mechanism = prepared.config.privacy, prepared.mechanism
+    if privacy.ledger is None:
+        return None
+    ledger = accounting.Ledger(privacy.ledger)
+    account = accounting.Account(dataset=privacy.account or prepared.data.train.fingerprint)
+    reservation = ledger.reserve(
+        account,
+        directory.run_id,
+        mechanism.event(prepared.population, prepared.config.train.steps),
+        prepared.delta,
+        privacy.budget,
+    )
+    left = "" if reservation.left is None else f", {reservation.left:.4g} left"
+    console.print(
+        f"ledger {privacy.ledger}: epsilon {reservation.before:.4g} spent before this run, "
+        f"{reservation.after:.4g} with it{left} (delta {prepared.delta:.3g})"
+    )
+    return ledger
 
 
 def calibrated(

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax import accounting
+from dpfl_jax.clipping import self_check
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.randomness import RootKey
@@ -143,6 +144,7 @@ def fit(
 
     Raises:
       BadInputError: unusable arguments (see the mechanism, and ``accounting``).
+      clipping.SelfCheckError: the strategy's norms disagree with plain per-unit gradients.
     """
     if steps < 1:
         raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
@@ -180,6 +182,9 @@ def fit(
     builder = BufferBuilder(
         mechanism, mechanism.sampler(data.user_offsets, key), data, mesh, microbatch_size
     )
+    if mechanism.private and start < steps and strategy not in ("vmap", "scan"):
+        bounded = mechanism.bounded_grad(loss_fn, strategy=strategy)
+        self_check(bounded, params, builder.first_units(2))
     spent = SpentBudget(mechanism, population, steps, delta)
     meter = _Meter()
     quiet = Console(quiet=True)

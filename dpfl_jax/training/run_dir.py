@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import pathlib
+import uuid
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -28,6 +29,7 @@ class RunDirectory:
       path: the directory.
       root_key: the key of the run, created with it.
       resumed: True if the directory existed before.
+      run_id: unique to this run, also among runs that had the same path.
     """
 
     def __init__(
@@ -57,12 +59,18 @@ class RunDirectory:
         private = self.path / "private"
         if self.resumed:
             self.root_key = self._read_key(private)
+            self.run_id = str(self._read_config()["run_id"])
         else:
             private.mkdir(mode=0o700, exist_ok=True)
             self.root_key = RootKey.generate() if seed is None else RootKey.from_seed(seed)
             self._write_key(private)
             # Last: a directory without config.yaml is not yet a run.
-            content = {"fingerprint": fingerprint, "config": dict(config)}
+            self.run_id = uuid.uuid4().hex
+            content = {
+                "fingerprint": fingerprint,
+                "run_id": self.run_id,
+                "config": dict(config),
+            }
             write_atomically(self.path / "config.yaml", yaml.safe_dump(content, sort_keys=False))
 
     @staticmethod
@@ -107,6 +115,9 @@ class RunDirectory:
                 "--run-dir"
             ) from None
         return lock
+
+    def _read_config(self) -> dict[str, Any]:
+        return yaml.safe_load((self.path / "config.yaml").read_text())
 
     def _read_key(self, private: pathlib.Path) -> RootKey:
         try:

@@ -40,7 +40,7 @@ def workspace(tmp_path_factory):
             "validation_fraction": 0.2,
             "test_fraction": 0.0,
         },
-        "model": {"size": "tiny", "overrides": {"layers": 1, "width": 16, "heads": 2}},
+        "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
         "mechanism": {"kind": "uls", "compute_budget": 16, "uls": {"group_size": 2}},
         "privacy": {"epsilon": 8.0, "delta": 1e-3},
         "optimizer": {"name": "adam", "learning_rate": 0.01},
@@ -198,6 +198,22 @@ def test_without_a_seed_the_key_is_secret(workspace, tmp_path, capsys):
     secret = json.loads(key_file.read_text())["secret"]
     others = [p for p in run_dir.rglob("*") if p.is_file() and p != key_file]
     assert all(secret.encode() not in p.read_bytes() for p in others)
+
+
+def test_the_ledger_refuses_what_the_budget_does_not_allow(workspace, tmp_path, capsys):
+    common = [
+        "train.steps=1",
+        "privacy.epsilon=2",
+        f"privacy.ledger={tmp_path / 'ledger.jsonl'}",
+        "privacy.account=posts",
+        "privacy.budget=2.1",
+    ]
+    run = ["train", workspace / "small.yaml", *common, "--run-dir"]
+    assert dpfl(*run, tmp_path / "first", "--json") == 0
+    assert dpfl(*run, tmp_path / "second", "--json") == 2
+    errors = capsys.readouterr().err
+    assert "beyond the budget of 2.1" in errors
+    assert not (tmp_path / "second" / "metrics.jsonl").exists()
 
 
 def test_a_dry_run_prices_without_writing(workspace, tmp_path, capsys):
