@@ -44,4 +44,7 @@ def compare(loss, params, batch, methods, mask=None):
 def test_equals_vmap(name):
     loss, params, batch = ZOO[name]()
     n = jax.tree.leaves(batch)[0].shape[0]
-    compare(loss, params, batch, ["gram", "direct", "keep"], mask=np.arange(n) != 1)
+    # Every way to a norm for every model but the large ones, which share their rules.
+    every = not name.startswith("transformer_")
+    methods = ["gram", "direct", "keep"] if every else ["gram"]
+    compare(loss, params, batch, methods, mask=np.arange(n) != 1)
