@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from typing import Any, ClassVar, Literal, get_args
 
 from dpfl_jax.errors import BadInputError
@@ -12,6 +13,7 @@ Activation = Literal["gelu", "swiglu", "geglu"]
 Norm = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
 ComputeDtype = Literal["float32", "bfloat16"]
+Remat = Literal["none", "light", "full"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,9 @@ class TransformerConfig:
       use_bias: biases in projections.
       tie_embeddings: the output head is the transposed embedding.
       scan_layers: one compiled block run num_layers times (compile time does not grow with depth).
-      remat: recompute a block's activations in the backward pass.
+      remat: what the backward pass recomputes instead of storing. ``"light"``: all of a block but
+        the results of its projections, so that no attention matrix is ever stored (also the
+        fastest on a CPU); ``"full"`` (or true): the whole block; ``"none"`` (or false): nothing.
       dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
       bos_id: put before every sequence by the model.
     """
@@ -57,17 +61,29 @@ class TransformerConfig:
     use_bias: bool = False
     tie_embeddings: bool = True
     scan_layers: bool = True
-    remat: bool = False
-    dtype: ComputeDtype = "float32"
+    remat: Remat | bool = "light"
+    dtype: str = "float32"
     bos_id: int = 1
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     def __post_init__(self) -> None:
         """Validates the shape; one sentence for what does not fit."""
-        for name in ("vocab_size", "max_seq_len", "num_layers", "embed_dim", "num_heads"):
+        if isinstance(self.remat, bool):
+            object.__setattr__(self, "remat", "full" if self.remat else "none")
+        optional = ("num_kv_heads", "head_dim", "mlp_dim")
+        for name in (
+            "vocab_size",
+            "max_seq_len",
+            "num_layers",
+            "embed_dim",
+            "num_heads",
+            *optional,
+        ):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if value is None and name in optional:
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise BadInputError(
                     f"model: {name} is {value!r}, but it must be a whole number >= 1"
                 )
@@ -76,6 +92,7 @@ class TransformerConfig:
             "norm": Norm,
             "positions": Positions,
             "dtype": ComputeDtype,
+            "remat": Remat,
         }
         for name, options in choices.items():
             if getattr(self, name) not in get_args(options):
@@ -83,6 +100,10 @@ class TransformerConfig:
                     f"model: {name} is {getattr(self, name)!r}, but it must be one of "
                     f"{', '.join(get_args(options))}"
                 )
+        for name in ("norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise BadInputError(f"model: {name} is {value!r}, but it must be a number > 0")
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise BadInputError(
                 f"model: embed_dim {self.embed_dim} is not a multiple of num_heads "

@@ -6,14 +6,17 @@ norms of per-person gradients from the loss's jaxpr knows those.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.config import TransformerConfig
 
 PyTree = Any
@@ -60,11 +63,11 @@ class Norm(nn.Module):
 
 
 def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions (Su et al. 2021), halves convention; x [length, heads, width]."""
-    length, _, width = x.shape
-    frequencies = theta ** (-jnp.arange(0, width, 2, dtype=jnp.float32) / width)
-    angles = jnp.arange(length, dtype=jnp.float32)[:, None] * frequencies
-    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+    """Rotary positions (Su et al. 2021), halves convention; x [heads, length, width]."""
+    _, length, width = x.shape
+    frequencies = theta ** (-np.arange(0, width, 2) / width)
+    angles = np.arange(length)[:, None] * frequencies
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
@@ -80,18 +83,24 @@ class Attention(nn.Module):
         """X [length, embed_dim] -> the same shape."""
         c = self.config
         length = x.shape[0]
-        q = Linear(c.num_heads * c.width, c, name="query")(x).reshape(length, -1, c.width)
-        k = Linear(c.kv_heads * c.width, c, name="key")(x).reshape(length, -1, c.width)
-        v = Linear(c.kv_heads * c.width, c, name="value")(x).reshape(length, -1, c.width)
+
+        def heads(name: str, count: int) -> jax.Array:
+            # Heads first: the products below are then batched over a leading axis, without copies.
+            y = Linear(count * c.width, c, name=name)(x)
+            return y.reshape(length, count, c.width).transpose(1, 0, 2)
+
+        q = heads("query", c.num_heads) * c.width**-0.5
+        k, v = heads("key", c.kv_heads), heads("value", c.kv_heads)
         if c.positions == "rotary":
             q, k = rotate(q, c.rope_theta), rotate(k, c.rope_theta)
         # Query heads in groups that share one key and value head.
-        q = q.reshape(length, c.kv_heads, c.num_heads // c.kv_heads, c.width)
-        scores = jnp.einsum("tkgw,skw->kgts", q, k, preferred_element_type=jnp.float32)
-        causal = jnp.arange(length)[:, None] >= jnp.arange(length)[None, :]
-        scores = jnp.where(causal, scores / math.sqrt(c.width), jnp.finfo(jnp.float32).min)
-        weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype)
-        mixed = jnp.einsum("kgts,skw->tkgw", weights, v).reshape(length, -1)
+        q = q.reshape(c.kv_heads, c.num_heads // c.kv_heads, length, c.width)
+        scores = jnp.einsum("kgtw,ksw->kgts", q, k, preferred_element_type=jnp.float32)
+        # Finite, so that nothing is ever inf - inf; its exponential is exactly 0.
+        future = np.triu(np.full((length, length), -1e30, np.float32), 1)
+        weights = jax.nn.softmax(scores + future, axis=-1).astype(x.dtype)
+        mixed = jnp.einsum("kgts,ksw->kgtw", weights, v)
+        mixed = mixed.reshape(c.num_heads, length, c.width).transpose(1, 0, 2).reshape(length, -1)
         return Linear(c.embed_dim, c, _STDDEV / math.sqrt(2 * c.num_layers), name="out")(mixed)
 
 
@@ -143,11 +152,18 @@ class Transformer(nn.Module):
         embedding = self.param("embedding", init, (c.vocab_size, c.embed_dim))
         bos = jnp.full((1,), c.bos_id, tokens.dtype)
         inputs = jnp.concatenate([bos, tokens[:-1]])
-        x = embedding.astype(dtype)[inputs]
+        # Rows before the cast (casting the table would cost its size), and NaN, not another row,
+        # for an id outside the vocabulary: a wrong tokeniser must not go unnoticed.
+        x = jnp.take(embedding, inputs, axis=0, mode="fill").astype(dtype)
         if c.positions == "learned":
             positions = self.param("positions", init, (c.max_seq_len, c.embed_dim))
             x = x + positions[: tokens.shape[0]].astype(dtype)
-        block = nn.remat(Block, prevent_cse=not c.scan_layers) if c.remat else Block
+        block = Block
+        if c.remat != "none":
+            # Projections are the matrix products without batch axes (the others have heads).
+            kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+            policy = kept if c.remat == "light" else None
+            block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=policy)
         if c.scan_layers:
             stack = nn.scan(
                 block,
@@ -184,8 +200,23 @@ class LanguageModel:
         return self._module.init(key, tokens)["params"]
 
     def logits(self, params: PyTree, tokens: jax.Array) -> jax.Array:
-        """Tokens int32 [length] -> float32 [length, vocab_size]; row t predicts token t."""
-        return self._module.apply({"params": params}, tokens)
+        """Tokens int32 [length] -> float32 [length, vocab_size]; row t predicts token t.
+
+        Raises:
+          BadInputError: a batch, or a sequence longer than max_seq_len.
+        """
+        if tokens.ndim != 1:
+            raise BadInputError(
+                f"the language model takes one sequence of token ids, got shape {tokens.shape}: "
+                "use jax.vmap for a batch"
+            )
+        if tokens.shape[0] > self.config.max_seq_len:
+            raise BadInputError(
+                f"a sequence has {tokens.shape[0]} tokens, but the model's max_seq_len is "
+                f"{self.config.max_seq_len}: raise it, or cut the sequences shorter"
+            )
+        logits: jax.Array = self._module.apply({"params": params}, tokens)  # type: ignore[assignment]
+        return logits
 
     def loss(
         self, params: PyTree, example: dict[str, jax.Array], rng: jax.Array | None = None
@@ -194,20 +225,23 @@ class LanguageModel:
 
         Args:
           params: as returned by ``init``.
-          example: ``tokens`` int32 [length] and ``mask`` bool [length], True for real tokens.
+          example: ``tokens`` int32 [length] and ``mask`` bool [length], True for real tokens. Other
+            tokens are not predicted, but later ones see them: padding belongs at the end.
           rng: unused (there is no dropout).
 
         Returns:
           float32 scalar; 0 for an example without real tokens.
         """
         del rng
-        logits = self.logits(params, example["tokens"])
-        real = example["mask"].astype(jnp.float32)
-        picked = jnp.take_along_axis(logits, example["tokens"][:, None], axis=-1)[:, 0]
-        losses = jax.nn.logsumexp(logits, axis=-1) - picked
-        return jnp.sum(losses * real) / jnp.maximum(jnp.sum(real), 1.0)
+        tokens, real = example["tokens"], example["mask"].astype(bool)
+        logits = self.logits(params, tokens)
+        # A comparison instead of a lookup: no scatter backwards, and the vocabulary may be sharded.
+        target = jnp.arange(self.config.vocab_size)[None, :] == tokens[:, None]
+        picked = jnp.where(target, logits, 0.0).sum(axis=-1)
+        losses = jnp.where(real, jax.nn.logsumexp(logits, axis=-1) - picked, 0.0)
+        return losses.sum() / jnp.maximum(real.sum(), 1).astype(jnp.float32)
 
-    @property
+    @functools.cached_property
     def num_params(self) -> int:
         """Number of parameters, without allocating them."""
         shapes = jax.eval_shape(self.init, jax.random.key(0))

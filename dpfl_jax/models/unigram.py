@@ -1,56 +1,96 @@
-"""A smoothed unigram model: the least that a language model must beat."""
+"""A unigram model: what a language model must beat to have learnt anything beyond frequencies."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import numpy as np
+
+from dpfl_jax.errors import BadInputError
 
 _CHUNK = 8192
 
 
 class TokenStore(Protocol):
-    """The part of a store of token sequences that is needed here."""
+    """What is needed of a store of examples."""
 
     @property
     def user_offsets(self) -> np.ndarray:
-        """int64 [num_users + 1]."""
+        """int64 [num_users + 1]: examples are at positions user_offsets[0]:user_offsets[-1]."""
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Tokens int32 [m, length] and mask bool [m, length]."""
+        """``tokens`` int [n, L] and ``mask`` bool [n, L] of the given positions."""
 
 
 @dataclasses.dataclass(frozen=True)
 class UnigramModel:
-    """Independent tokens.
+    """Independent tokens, with frequencies from counts smoothed by a constant.
 
     Attributes:
-      log_probs: float64 [vocab_size], natural logarithms.
+      log_probs: float64 [vocab_size], natural logarithms; sums to 1 after ``exp``.
     """
 
     log_probs: np.ndarray
 
     @classmethod
-    def fit(cls, store: TokenStore, vocab_size: int) -> UnigramModel:
-        """Counts the tokens of a store, with one added to every count."""
-        counts = np.ones(vocab_size)
-        for batch in _batches(store, None):
-            counts += np.bincount(batch["tokens"][batch["mask"]], minlength=vocab_size)
-        return cls(np.log(counts / counts.sum()))
+    def from_batches(
+        cls,
+        batches: Iterable[Mapping[str, np.ndarray]],
+        vocab_size: int,
+        smoothing: float = 1.0,
+    ) -> UnigramModel:
+        """Counts the tokens of batches of examples.
+
+        Args:
+          batches: each with ``tokens`` int [..., L] and ``mask`` bool [..., L].
+          vocab_size: ids are below it.
+          smoothing: added to every count, > 0, so that an unseen token has a finite loss.
+
+        Raises:
+          BadInputError: smoothing <= 0, or a token outside the vocabulary.
+        """
+        if not smoothing > 0:
+            raise BadInputError(f"smoothing of a unigram model is {smoothing}, but it must be > 0")
+        counts = np.zeros(vocab_size, np.int64)
+        for batch in batches:
+            counts += np.bincount(_real_tokens(batch, vocab_size), minlength=vocab_size)
+        smooth = counts + float(smoothing)
+        return cls(np.log(smooth / smooth.sum()))
+
+    @classmethod
+    def fit(cls, store: TokenStore, vocab_size: int, smoothing: float = 1.0) -> UnigramModel:
+        """Counts the tokens of a whole store, a chunk at a time."""
+        return cls.from_batches(_batches(store, None), vocab_size, smoothing)
+
+    def example_losses(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Mean loss in nats per real token of each example, float64 [...]; 0 if it has none."""
+        _real_tokens(batch, len(self.log_probs))
+        mask = np.asarray(batch["mask"], bool)
+        nll = np.where(mask, -self.log_probs[np.where(mask, batch["tokens"], 0)], 0.0)
+        return nll.sum(-1) / np.maximum(mask.sum(-1), 1)
 
     def losses(self, store: TokenStore, max_examples: int | None = None) -> np.ndarray:
-        """Mean cross-entropy of each example over its real tokens (nats), float64 [n]."""
-        parts = []
-        for batch in _batches(store, max_examples):
-            each = np.where(batch["mask"], -self.log_probs[batch["tokens"]], 0.0)
-            parts.append(each.sum(axis=1) / np.maximum(batch["mask"].sum(axis=1), 1))
-        return np.concatenate(parts)
+        """``example_losses`` of (the first ``max_examples`` of) a store, in its order."""
+        parts = [self.example_losses(batch) for batch in _batches(store, max_examples)]
+        return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _batches(store: TokenStore, max_examples: int | None):  # type: ignore[no-untyped-def]
+def _batches(store: TokenStore, max_examples: int | None) -> Iterator[dict[str, np.ndarray]]:
     first, stop = int(store.user_offsets[0]), int(store.user_offsets[-1])
     if max_examples is not None:
         stop = min(stop, first + max_examples)
     for start in range(first, stop, _CHUNK):
         yield store.read(np.arange(start, min(start + _CHUNK, stop)))
+
+
+def _real_tokens(batch: Mapping[str, Any], vocab_size: int) -> np.ndarray:
+    tokens = np.asarray(batch["tokens"])[np.asarray(batch["mask"], bool)]
+    if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
+        bad = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+        raise BadInputError(
+            f"token id {bad} is outside the vocabulary of {vocab_size}: "
+            "the store was made with another tokeniser"
+        )
+    return tokens
