@@ -141,7 +141,17 @@ def run_experiment(
     identity = (config_to_dict(config), config_fingerprint(config), config.seed)
     RunDirectory.check(run_dir, identity[1])
     prepared = prepare(config, console)
-    directory = RunDirectory(run_dir, *identity)
+    facts = {
+        "data": prepared.data.train.fingerprint,
+        "noise_multiplier": prepared.mechanism.noise_multiplier,
+        "delta": prepared.delta,
+    }
+    directory = RunDirectory(run_dir, *identity, facts)
+    # A resumed run goes on with the noise it began with, whatever calibration would say today.
+    mechanism = dataclasses.replace(
+        prepared.mechanism, noise_multiplier=directory.facts["noise_multiplier"]
+    )
+    prepared = dataclasses.replace(prepared, mechanism=mechanism, delta=directory.facts["delta"])
     try:
         return _run(prepared, directory, console)
     finally:

@@ -30,6 +30,7 @@ class RunDirectory:
       root_key: the key of the run, created with it.
       resumed: True if the directory existed before.
       run_id: unique to this run, also among runs that had the same path.
+      facts: what the run was started with beyond its configuration.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RunDirectory:
         config: Mapping[str, Any],
         fingerprint: str,
         seed: int | None,
+        facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Creates the directory, or opens an unfinished one of the same configuration.
 
@@ -46,6 +48,8 @@ class RunDirectory:
           config: resolved configuration, kept as config.yaml.
           fingerprint: identifies the configuration.
           seed: public seed, or None for a secret key from the operating system.
+          facts: what a resumed run must find unchanged or go on with: ``data`` (fingerprint of
+            the training set) is compared, the rest is kept as it was at the start.
 
         Raises:
           BadInputError: it holds something else, another configuration, or a finished run, or
@@ -59,16 +63,24 @@ class RunDirectory:
         private = self.path / "private"
         if self.resumed:
             self.root_key = self._read_key(private)
-            self.run_id = str(self._read_config()["run_id"])
+            known = yaml.safe_load((self.path / "config.yaml").read_text())
+            self.run_id, self.facts = str(known["run_id"]), dict(known["facts"])
+            if self.facts.get("data") != (facts or {}).get("data"):
+                self.close()
+                raise BadInputError(
+                    f"the training data are not those that the run in {self.path} began with: "
+                    "bring them back, or start another run in another --run-dir"
+                )
         else:
             private.mkdir(mode=0o700, exist_ok=True)
             self.root_key = RootKey.generate() if seed is None else RootKey.from_seed(seed)
             self._write_key(private)
             # Last: a directory without config.yaml is not yet a run.
-            self.run_id = uuid.uuid4().hex
+            self.run_id, self.facts = uuid.uuid4().hex, dict(facts or {})
             content = {
                 "fingerprint": fingerprint,
                 "run_id": self.run_id,
+                "facts": self.facts,
                 "config": dict(config),
             }
             write_atomically(self.path / "config.yaml", yaml.safe_dump(content, sort_keys=False))
@@ -115,9 +127,6 @@ class RunDirectory:
                 "--run-dir"
             ) from None
         return lock
-
-    def _read_config(self) -> dict[str, Any]:
-        return yaml.safe_load((self.path / "config.yaml").read_text())
 
     def _read_key(self, private: pathlib.Path) -> RootKey:
         try:

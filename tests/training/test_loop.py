@@ -164,6 +164,16 @@ def test_two_processes_do_not_share_a_run_directory(tmp_path):
     RunDirectory(tmp_path / "run", {}, "f", seed=None).close()
 
 
+def test_a_run_goes_on_only_with_the_data_and_noise_it_began_with(tmp_path):
+    facts = {"data": "a", "noise_multiplier": 1.5}
+    RunDirectory(tmp_path / "run", {}, "f", None, facts).close()
+    again = RunDirectory(tmp_path / "run", {}, "f", None, facts | {"noise_multiplier": 1.4})
+    assert again.facts["noise_multiplier"] == 1.5
+    again.close()
+    with pytest.raises(BadInputError, match="training data are not those"):
+        RunDirectory(tmp_path / "run", {}, "f", None, facts | {"data": "b"})
+
+
 def test_a_lost_key_is_said_not_replaced(tmp_path):
     RunDirectory(tmp_path / "run", {}, "f", seed=None).close()
     (tmp_path / "run/private/root_key.json").unlink()
