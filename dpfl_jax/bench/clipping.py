@@ -27,9 +27,9 @@ HELP = "time, memory and arithmetic of bounded gradients over the non-private gr
 DESCRIPTION = """\
 Measures each strategy of bounded_grad, the non-private gradient in one batch and in microbatches of
 every size, JAX-Privacy's clipped_grad (where installed) and Optax's per-example DP-SGD, all in one
-process, in random order, and prints medians. Ratios are over the best non-private variant: the
-fastest for time, the one with least memory among those within 10 % of the fastest for memory.
-Time is CPU seconds on a CPU, wall time elsewhere.
+process, in random order, and prints medians. Time and memory ratios are over the fastest
+non-private variant, FLOP ratios over one batch. Time is CPU seconds on a CPU, wall time elsewhere.
+Memory is the compiler's temporary and output memory.
 
 examples:
   dpfl bench clipping
@@ -240,8 +240,7 @@ def _report(rows: list[Row], args: argparse.Namespace) -> dict[str, Any]:
 
     plain = [r for r in rows if not r.private]
     best = min(plain, key=seconds)
-    fast = [r for r in plain if seconds(r) <= 1.1 * seconds(best)]
-    memory = min(r.memory for r in fast)
+    memory = best.memory
     one_batch = plain[0]
     out = []
     for row in rows:

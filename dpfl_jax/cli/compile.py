@@ -22,7 +22,7 @@ Needs the TPU compiler: pip install libtpu.
 
 examples:
   dpfl compile configs/userlevel/stackoverflow_uls.yaml --topology v5e:4x4
-  dpfl compile CONFIG --topology v3:16x16 train.microbatch_size=4 --json
+  dpfl compile CONFIG train.microbatch_size=4 --topology v3:16x16 --json
   dpfl compile CONFIG --topology cpu:8          # this machine's own compiler, 8 devices
 """
 
