@@ -1,7 +1,24 @@
 """What is trained: models as pure functions of their parameters. Knows nothing of privacy."""
 
+from dpfl_jax.models.cnn import LeafCNN
 from dpfl_jax.models.config import SIZES, TransformerConfig, transformer_config
+from dpfl_jax.models.dense import MLP, LinearRegression, LogisticRegression
+from dpfl_jax.models.functional import Classifier, FunctionalModel
+from dpfl_jax.models.lstm import StackedLSTM
 from dpfl_jax.models.transformer import LanguageModel
 from dpfl_jax.models.unigram import UnigramModel
 
-__all__ = ["SIZES", "LanguageModel", "TransformerConfig", "UnigramModel", "transformer_config"]
+__all__ = [
+    "MLP",
+    "SIZES",
+    "Classifier",
+    "FunctionalModel",
+    "LanguageModel",
+    "LeafCNN",
+    "LinearRegression",
+    "LogisticRegression",
+    "StackedLSTM",
+    "TransformerConfig",
+    "UnigramModel",
+    "transformer_config",
+]

@@ -1,0 +1,61 @@
+"""The convolutional network of LEAF for FEMNIST (Caldas et al. 2018), and smaller ones like it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from flax import linen as nn
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.models.functional import Classifier
+
+
+class _Net(nn.Module):
+    channels: tuple[int, ...]
+    hidden: int
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x[..., None] if x.ndim == 2 else x
+        for features in self.channels:
+            x = nn.relu(nn.Conv(features, (5, 5), padding="SAME")(x))
+            x = nn.max_pool(x, (2, 2), strides=(2, 2))
+        x = nn.relu(nn.Dense(self.hidden)(x.reshape(-1)))
+        return nn.Dense(self.num_classes)(x)
+
+
+class LeafCNN(Classifier):
+    """5x5 convolutions with ReLU and 2x2 max-pooling, one hidden dense layer, one logit per class.
+
+    The defaults are LEAF's (6,603,710 parameters); ``channels=(8, 16), hidden=64`` is a quick one.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 62,
+        channels: Sequence[int] = (32, 64),
+        hidden: int = 2048,
+        input_shape: Sequence[int] = (28, 28),
+    ) -> None:
+        """Builds the model.
+
+        Args:
+          num_classes: labels are below it.
+          channels: of each convolution; each halves the image.
+          hidden: units of the dense layer.
+          input_shape: of one image: [height, width] or [height, width, channels].
+
+        Raises:
+          BadInputError: sizes below 1, or an image too small for so many convolutions.
+        """
+        for name, size in (("num_classes", num_classes), ("hidden", hidden)):
+            if size < 1:
+                raise BadInputError(f"model: {name} is {size}, but it must be at least 1")
+        if len(input_shape) not in (2, 3) or min(input_shape[:2]) < 2 ** len(channels):
+            raise BadInputError(
+                f"model: images of shape {tuple(input_shape)} are too small for "
+                f"{len(channels)} convolutions, each of which halves them"
+            )
+        super().__init__(_Net(tuple(channels), hidden, num_classes), input_shape)
