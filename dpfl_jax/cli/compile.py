@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import time
 from typing import Any
 
@@ -185,11 +186,19 @@ def _compile(
     )
     step = make_train_step(mechanism, model.loss, optimizer, mesh, **options)
     start = time.perf_counter()
-    compiled = step.lower(*arguments).compile()  # type: ignore[attr-defined]
+    flops = count_flops(step, *arguments)
+    try:
+        compiled = step.lower(*arguments).compile()  # type: ignore[attr-defined]
+    except jax.errors.JaxRuntimeError as error:
+        needed = re.search(r"temporaries \(([\d.]+)([KMG])\)", str(error))
+        if needed is None:
+            raise
+        size = int(float(needed[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[needed[2]])
+        return Compiled(flops, size, 0, 0, 0, [], time.perf_counter() - start)
     seconds = time.perf_counter() - start
     memory = compiled.memory_analysis()
     return Compiled(
-        flops=count_flops(step, *arguments),
+        flops=flops,
         temp_bytes=int(memory.temp_size_in_bytes),
         argument_bytes=int(memory.argument_size_in_bytes),
         output_bytes=int(memory.output_size_in_bytes),

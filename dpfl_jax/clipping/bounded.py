@@ -162,7 +162,13 @@ class BoundedGrad:
         keys = None if rng is None else _unit_keys(rng, n)
         real = jnp.ones((n,), bool) if mask is None else jnp.asarray(mask) != 0
         batch = jax.tree.map(jnp.asarray, batch)
-        axes = varying_axes(params, batch, real)
+        axes = varying_axes(batch, real)
+        if split := varying_axes(params) - axes:
+            raise BadInputError(
+                f"bounded_grad: parameters vary over the mesh axes {sorted(split)}, but units do "
+                "not: norms would miss what other devices hold; leave those axes to automatic "
+                "sharding"
+            )
         params, batch = vary(params, axes), vary(batch, axes)
         real, keys, group = vary(real, axes), vary(keys, axes), vary(group, axes)
 

@@ -111,6 +111,12 @@ def trainable_mask(params: PyTree, trainable: PyTree | Callable[[str], bool] | N
                 "bounded_grad: `trainable` must be a function of a parameter's name or a tree of "
                 f"bools that is a prefix of the parameters ({error})"
             ) from error
+    for (path, x), keep in zip(flat, chosen):
+        if keep and jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
+            raise BadInputError(
+                f"bounded_grad: the parameter {leaf_name(path)!r} is complex: store its real and "
+                "imaginary parts as two parameters"
+            )
     mask = [
         keep and jnp.issubdtype(jnp.result_type(x), jnp.floating)
         for keep, (_, x) in zip(chosen, flat)

@@ -242,6 +242,18 @@ def test_sensitivity_on_eight_devices(strategy, cast_first):
     assert_close(with_all, local.sum)
 
 
+def test_parameters_split_by_hand_are_refused():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    f = bounded_grad(lambda p, x: jnp.sum(p * x), clip_norm=1.0)
+    with pytest.raises(BadInputError, match="'model'"):
+        jax.shard_map(
+            lambda p, x: f(p, x).norms,
+            mesh=mesh,
+            in_specs=(PartitionSpec("model"), PartitionSpec("data")),
+            out_specs=PartitionSpec("data"),
+        )(jnp.ones(4), jnp.ones((8, 1)))
+
+
 def test_rules_say_their_sensitivity():
     norms = jnp.array([0.0, 1e-30, 0.5, 2.0, 1e18])
     for rule in (Standard(0.5), Normalized(0.5)):

@@ -1,11 +1,13 @@
 """The tap engine equals per-unit gradients, for every kind of model and every way to a norm."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from zoo import ZOO
 
 from dpfl_jax.clipping import Standard, bounded_grad
+from dpfl_jax.errors import BadInputError
 
 
 def relative_error(got, want):
@@ -48,3 +50,53 @@ def test_equals_vmap(name):
     every = not name.startswith("transformer_")
     methods = ["gram", "direct", "keep"] if every else ["gram"]
     compare(loss, params, batch, methods, mask=np.arange(n) != 1)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(("x_size", "d_size"), [(1e18, 1e-20), (1e-20, 1e18), (1e-12, 1e-12)])
+def test_gram_norm_does_not_lose_what_underflows(x_size, d_size):
+    """Squares of one factor underflow while the gradient itself is of ordinary size."""
+
+    def loss(params, x):
+        return d_size * jnp.sum((x @ params["w"]) * jnp.arange(1.0, 4.0))
+
+    params, x = {"w": jnp.ones((4, 3))}, x_size * jax.random.normal(jax.random.key(0), (3, 2, 4))
+    true = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="direct")(params, x)
+    f = bounded_grad(loss, clip_norm=1e-3, strategy="ghost", norm_method="gram")
+    got = f(params, x)
+    assert np.all(got.norms >= 0.999 * true.norms)
+    alone = [float(jnp.linalg.norm(f(params, x[i : i + 1]).sum["w"])) for i in range(3)]
+    assert max(alone) <= 1e-3 * (1 + 1e-5)
+
+
+@pytest.mark.privacy
+def test_gram_norm_is_not_too_small_where_everything_cancels():
+    """Two positions whose gradients cancel but for a little: the sum still has norm at most C."""
+
+    def loss(params, e):
+        y = e["x"] @ params["w"]
+        return jnp.sum(y[0] * e["d"]) - jnp.sum(y[1] * e["d"])
+
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (1, 1, 64))
+    batch = {"x": jnp.concatenate([x, x + 1e-5], 1) * 1e3, "d": jax.random.normal(key, (1, 32))}
+    f = bounded_grad(loss, clip_norm=1e-4, strategy="ghost", norm_method="gram")
+    got = f({"w": jnp.zeros((64, 32))}, batch)
+    assert float(jnp.linalg.norm(got.sum["w"])) <= 1e-4
+
+
+@pytest.mark.privacy
+def test_parameters_in_complex_arithmetic():
+    def loss(params, x):
+        spectrum = jnp.fft.rfft(x) * jnp.fft.rfft(params["filter"])
+        return jnp.sum(jnp.abs(spectrum @ params["mix"].astype(jnp.complex64)) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "filter": jax.random.normal(keys[0], (8,)),
+        "mix": jax.random.normal(keys[1], (5, 2)),
+    }
+    compare(loss, params, jax.random.normal(keys[2], (4, 8)), [None])
+    bad = {"c": jnp.ones(3, jnp.complex64), "r": jnp.ones(2)}
+    with pytest.raises(BadInputError, match="'c' is complex"):
+        bounded_grad(lambda p, x: p["r"].sum() * x, clip_norm=1.0)(bad, jnp.ones(2))

@@ -34,7 +34,7 @@ class Dense:
     @property
     def bits(self) -> int:
         """Width of an entry."""
-        return jnp.finfo(self.array.dtype).bits
+        return 8 * self.array.dtype.itemsize
 
     def keep(self, units: jax.Array) -> Dense:
         """Sets the units outside ``units`` (bool [n]) to zero."""
@@ -82,7 +82,17 @@ class Pair:
     site: Site
 
 
-def einsum(operands: Sequence[Dense], out: Sequence[Label]) -> jax.Array:
+def precision_of(site: Site) -> jax.lax.Precision | None:
+    """The precision that the loss asks for in this product; None: JAX's default."""
+    asked = site.params.get("precision")
+    if isinstance(asked, tuple):
+        asked = asked[0]
+    return asked if isinstance(asked, jax.lax.Precision) else None
+
+
+def einsum(
+    operands: Sequence[Dense], out: Sequence[Label], precision: jax.lax.Precision | None
+) -> jax.Array:
     """Einsum over labelled arrays, accumulated in float32."""
     number: dict[Label, int] = {}
     arguments: list[object] = []
@@ -91,7 +101,7 @@ def einsum(operands: Sequence[Dense], out: Sequence[Label]) -> jax.Array:
         arguments.append(x.array.astype(dtype))
         arguments.append([number.setdefault(label, len(number)) for label in x.labels])
     arguments.append([number[label] for label in out])
-    return jnp.einsum(*arguments, preferred_element_type=jnp.float32)
+    return jnp.einsum(*arguments, precision=precision, preferred_element_type=jnp.float32)
 
 
 def factorise(site: Site, operands: Sequence[jax.Array], gradient: jax.Array) -> Pair:

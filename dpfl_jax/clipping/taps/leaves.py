@@ -21,14 +21,17 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping.cost import Machine
 from dpfl_jax.clipping.per_unit import squared_norms
-from dpfl_jax.clipping.taps.factors import UNIT, Dense, Label, OneHot, Pair, einsum
+from dpfl_jax.clipping.taps.factors import UNIT, Dense, Label, OneHot, Pair, einsum, precision_of
 
 Method = Literal["gram", "direct", "keep"]
 
 # A squared norm from Gram matrices is a sum of terms of both signs. Its rounding error is at most
-# a few float32 epsilons of the terms' absolute sum; where the sum has cancelled down to that size
-# it is not known, and is taken as large as it may be: too much clipping, never too little.
+# a few float32 epsilons of (sum_k |L_k| |R_k|)^2; where the sum has cancelled down to that size it
+# is not known, and is taken as large as it may be: too much clipping, never too little.
 _FLOOR = 32 * float(jnp.finfo(jnp.float32).eps)
+# Inner products of vectors smaller than this lose their squares to underflow, while their product
+# with the other factor may be of any size: such positions are counted by an upper bound.
+_UNDERFLOW = 1e-15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +154,7 @@ def product(pair: Pair, per_unit: bool) -> jax.Array:
     """The view's gradient: [n, *shape] per unit, or [*shape] summed over units; float32."""
     lead: tuple[Label, ...] = (UNIT,) if per_unit else ()
     if isinstance(pair.left, Dense):
-        out = einsum([pair.left, pair.right], (*lead, *pair.coordinates))
+        out = einsum([pair.left, pair.right], (*lead, *pair.coordinates), precision_of(pair.site))
     else:
         out = _scatter(pair, pair.left, lead)
     return out.reshape(*out.shape[: len(lead)], *pair.shape)
@@ -248,19 +251,43 @@ def _unit(pair: Pair, i: jax.Array) -> Pair:
 
 def _gram(pairs: Sequence[Pair]) -> jax.Array:
     total: jax.Array | None = None
-    absolute: jax.Array | None = None
     for (i, p), (j, q) in itertools.combinations_with_replacement(enumerate(pairs), 2):
         if i != j and p.site.view.apart_from(q.site.view):
             continue
         factor = p.scale * q.scale * (1.0 if i == j else 2.0)
         terms = factor * _inner_products(p, q)
-        axes = tuple(range(1, terms.ndim))
-        signed, size = terms.sum(axes), jnp.abs(terms).sum(axes)
+        signed = terms.sum(tuple(range(1, terms.ndim)))
         total = signed if total is None else total + signed
-        absolute = size if absolute is None else absolute + size
     assert total is not None
-    assert absolute is not None
-    return jnp.maximum(total, _FLOOR * absolute)
+    bounds = [_bounds(p) for p in pairs]
+    absolute = sum((x for x, _ in bounds[1:]), start=bounds[0][0])
+    lost = sum((x for _, x in bounds[1:]), start=bounds[0][1])
+    seen = jnp.maximum(total, _FLOOR * absolute * absolute)
+    return jnp.square(jnp.sqrt(seen) + lost)
+
+
+def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
+    """For each unit: sum over positions of |L| |R|, and the part that underflow may hide; [n]."""
+    out = (UNIT, *(x for x in pair.coordinates if x in _shared(pair)), *pair.positions)
+
+    def size(side: Dense | OneHot) -> tuple[jax.Array, jax.Array]:
+        if isinstance(side, OneHot):
+            one = jnp.ones((1,) * len(out), jnp.float32)
+            return one, one
+        axes = tuple(i for i, x in enumerate(side.labels) if x not in out)
+        kept = tuple(x for x in side.labels if x in out)
+        array = side.array.astype(jnp.float32)
+        width = math.prod(side.array.shape[i] for i in axes)
+        norm = jnp.sqrt(jnp.sum(jnp.square(array), axis=axes))
+        largest = jnp.max(jnp.abs(array), axis=axes, initial=0.0) * math.sqrt(width)
+        return _aligned(norm, kept, out), _aligned(largest, kept, out)
+
+    (left, left_max), (right, right_max) = size(pair.left), size(pair.right)
+    tiny = (left_max < _UNDERFLOW) | (right_max < _UNDERFLOW)
+    hidden = jnp.where(tiny, left_max * right_max, 0.0)
+    axes = tuple(range(1, len(out)))
+    scale = abs(pair.scale)
+    return scale * (left * right).sum(axes), scale * hidden.sum(axes)
 
 
 def _inner_products(p: Pair, q: Pair) -> jax.Array:
@@ -273,15 +300,20 @@ def _inner_products(p: Pair, q: Pair) -> jax.Array:
     theirs = tuple(("other", x) for x in q.positions)
     out = (UNIT, *shared, *ours, *theirs)
     rename: dict[Label, Label] = dict(zip(q.positions, theirs))
-    return _inner(*first, rename, out) * _inner(*second, rename, out)
+    precision = precision_of(p.site)
+    return _inner(*first, rename, out, precision) * _inner(*second, rename, out, precision)
 
 
 def _inner(
-    x: Dense | OneHot, y: Dense | OneHot, rename: dict[Label, Label], out: tuple[Label, ...]
+    x: Dense | OneHot,
+    y: Dense | OneHot,
+    rename: dict[Label, Label],
+    out: tuple[Label, ...],
+    precision: jax.lax.Precision | None,
 ) -> jax.Array:
     y = dataclasses.replace(y, labels=tuple(rename.get(label, label) for label in y.labels))
     if isinstance(x, Dense) and isinstance(y, Dense):
-        return einsum([x, y], out)
+        return einsum([x, y], out, precision)
     if isinstance(x, OneHot) and isinstance(y, OneHot):
         same = _aligned(x.indices, x.labels, out) == _aligned(y.indices, y.labels, out)
         return same.astype(jnp.float32)

@@ -239,6 +239,9 @@ def inner_jaxpr(eqn: Any) -> Any:
 def has_rule(eqn: Any, where: int) -> bool:
     """Whether the gradient of operand ``where`` factors (see ``factors``)."""
     name, params = eqn.primitive.name, eqn.params
+    floats = [v for i, v in enumerate(eqn.invars) if name != "gather" or i == 0]
+    if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*floats, *eqn.outvars)):
+        return False
     if name == "dot_general":
         return True
     if name == "gather":
@@ -259,7 +262,7 @@ def embedding_axis(shape: tuple[int, ...], params: dict[str, Any]) -> int | None
 
 
 def _has_gradient(v: Any) -> bool:
-    return jnp.issubdtype(v.aval.dtype, jnp.floating)
+    return jnp.issubdtype(v.aval.dtype, jnp.inexact)
 
 
 def _is_used(v: Any) -> bool:
