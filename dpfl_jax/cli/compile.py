@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
@@ -125,11 +126,16 @@ def _mesh(kind: str, shape: str, topology: str) -> Any:
     from dpfl_jax.training.state import data_parallel_mesh
 
     if kind == "cpu":
-        try:
+        if not shape.isdigit() or shape == "0":
+            raise BadInputError(f"compile: topology {topology!r} needs a number of devices")
+        with contextlib.suppress(RuntimeError):  # JAX is running already, with what it has
             jax.config.update("jax_num_cpu_devices", int(shape))
-            return data_parallel_mesh(jax.devices()[: int(shape)])
-        except (ValueError, RuntimeError) as error:
-            raise BadInputError(f"compile: cannot make {topology} devices: {error}") from error
+        if len(jax.devices()) < int(shape):
+            raise BadInputError(
+                f"compile: {topology} needs {shape} devices, but this process has "
+                f"{len(jax.devices())}"
+            )
+        return data_parallel_mesh(jax.devices()[: int(shape)])
     from jax.experimental import topologies
 
     try:

@@ -36,7 +36,7 @@ class Machine:
 
 MACHINES = {
     "cpu": Machine(
-        flops=6e10, bandwidth=1.5e10, keep_factor=2.0, scan_traffic=4.0, working_set=3e7
+        flops=6e10, bandwidth=1.5e10, keep_factor=2.0, scan_traffic=7.0, working_set=1.2e8
     ),
     "gpu": Machine(flops=4e14, bandwidth=3e12, keep_factor=1.0, scan_traffic=7.0, working_set=None),
     "tpu": Machine(

@@ -39,7 +39,7 @@ class LeafReport:
       uses: number of equations in which it meets data; 0 for copies.
       reason: why.
       seconds: estimated for one unit, beyond what training without privacy takes.
-      recorded: bytes of one unit that stay alive until the sum.
+      recorded: bytes held for one unit: factors, and per-unit gradients that are kept.
     """
 
     name: str
@@ -131,7 +131,7 @@ def solve_ghost(
                 len(uses),
                 choice.reason,
                 choice.costs.get(choice.method, 0.0),
-                4.0 * leaf.size if choice.method == "keep" else choice.recorded,
+                choice.recorded + (4.0 * leaf.size if choice.method == "keep" else 0.0),
             )
         if report is not None:
             report(entry)

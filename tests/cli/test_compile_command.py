@@ -1,0 +1,68 @@
+"""`dpfl compile` on this machine's own compiler, and its reading of compiled modules."""
+
+import json
+
+import pytest
+
+from dpfl_jax.cli._hlo import collectives
+from dpfl_jax.cli.main import main
+
+CONFIG = """
+name: small
+data: {source: python_source, seq_len: 16, tokenizer: bytes}
+model: {size: tiny}
+mechanism: {kind: uls, compute_budget: 64, noise_multiplier: 1.0, uls: {group_size: 2}}
+train: {steps: 3, microbatch_size: 2}
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "small.yaml"
+    path.write_text(CONFIG)
+    return str(path)
+
+
+def test_one_reduction_a_step_and_nothing_in_the_loop(config, capsys):
+    assert main(["compile", config, "train.strategy=ghost", "--topology", "cpu:8", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["devices"] == 8
+    assert 0.9 < result["flops_ratio"] < 1.6
+    assert result["temp_bytes"] > 0
+    assert {c["kind"] for c in result["collectives"]} == {"all-reduce"}
+    assert not any(c["in_loop"] for c in result["collectives"])
+    # The sum is float32: all parameters once, and a few statistics.
+    size = sum(c["bytes"] for c in result["collectives"])
+    assert 4 * result["parameters"] <= size <= 4 * result["parameters"] + 1000
+    assert result["strategy"][0].startswith("ghost")
+
+
+@pytest.mark.parametrize("topology", ["v5e", "abacus:3", "cpu:0", "cpu:4096"])
+def test_bad_topologies(config, topology, capsys):
+    assert main(["compile", config, "--topology", topology]) == 2
+    assert "compile" in capsys.readouterr().err
+
+
+HLO = """
+%inner (p: f32[4]) -> f32[4] {
+  %p = f32[4]{0} parameter(0)
+  ROOT %ar = f32[4]{0} all-reduce(%p), replica_groups={}, to_apply=%add
+}
+%body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %c = f32[4]{0} call(%x), to_apply=%inner
+}
+ENTRY %main (a: f32[8,2]) -> f32[8,2] {
+  %w = (s32[], f32[4]{0}) while(%init), condition=%cond, body=%body
+  %g = (bf16[8,2]{1,0}, f32[3]{0}) all-reduce(%a, %b), to_apply=%add
+  %h = f32[16]{0} all-gather(%g), dimensions={0}
+}
+"""
+
+
+def test_reads_collectives_by_kind_and_place():
+    found = {(c.kind, c.in_loop): (c.count, c.bytes) for c in collectives(HLO)}
+    assert found == {
+        ("all-reduce", True): (1, 16),
+        ("all-reduce", False): (1, 8 * 2 * 2 + 12),
+        ("all-gather", False): (1, 64),
+    }
