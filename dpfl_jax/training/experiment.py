@@ -59,9 +59,9 @@ def build_mechanism(config: MechanismConfig) -> Mechanism:
     return NonPrivate(batch_size=config.compute_budget)
 
 
-def build_model(config: RunConfig, vocab_size: int) -> LanguageModel:
-    """The transformer of a config; its vocabulary and length are the data's."""
-    fields = {"vocab_size": vocab_size, "max_seq_len": config.data.seq_len}
+def build_model(config: RunConfig, vocab_size: int, bos_id: int = 1) -> LanguageModel:
+    """The transformer of a config; its vocabulary, special id and length are the data's."""
+    fields = {"vocab_size": vocab_size, "bos_id": bos_id, "max_seq_len": config.data.seq_len}
     return LanguageModel(transformer_config(config.model.size, **fields | config.model.overrides))
 
 
@@ -120,7 +120,12 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
             f"pretrain needs a public corpus, but data.source={config.data.source} has none: "
             "remove the pretrain section, or name one as data.public"
         )
-    model = build_model(config, data.train.schema.vocab_size)
+    if data.tokenizer is None:
+        raise BadInputError(
+            f"data.source={config.data.source} holds no token sequences, and a language model "
+            "needs them: give text, or a store built from text"
+        )
+    model = build_model(config, data.train.schema.vocab_size, data.tokenizer.bos_id)
     population = mechanism.population(data.train.user_offsets)
     with console.status("calibrating noise"):
         mechanism, delta = calibrated(config, mechanism, population)
@@ -327,8 +332,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         if config.pretrain is not None:
             make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
         population = _declared_population(config, mechanism)
-        vocab_size = config.model.overrides.get("vocab_size")
-        model = build_model(config, vocab_size or load_tokenizer(config.data.tokenizer).vocab_size)
+        model = _declared_model(config)
         mechanism, delta = calibrated(config, mechanism, population)
         source = "declared in the config"
     guarantee = mechanism.guarantee(
@@ -360,6 +364,13 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         "privacy": guarantee.to_json(),
         "guarantee": str(guarantee),
     }
+
+
+def _declared_model(config: RunConfig) -> LanguageModel:
+    if "vocab_size" in config.model.overrides:  # the tokeniser's file need not be here
+        return build_model(config, config.model.overrides["vocab_size"], bos_id=1)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    return build_model(config, tokenizer.vocab_size, tokenizer.bos_id)
 
 
 def _declared_population(config: RunConfig, mechanism: Mechanism) -> Population:
