@@ -132,7 +132,7 @@ CASES = {
 
 
 @pytest.mark.privacy
-@settings(derandomize=True, deadline=None, max_examples=10)
+@settings(derandomize=True, deadline=None, max_examples=8)
 @given(**CASES)
 def test_random_compositions(**case):
     check(**case)

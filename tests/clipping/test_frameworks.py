@@ -19,7 +19,6 @@ class LinenNet(linen.Module):
     def __call__(self, ids, image):
         x = linen.Embed(13, 8)(ids)
         x = x + linen.SelfAttention(num_heads=2)(linen.LayerNorm()(x))
-        x = linen.RNN(linen.LSTMCell(6))(x)
         x = linen.RNN(linen.OptimizedLSTMCell(5))(x)
         y = linen.relu(linen.Conv(4, (3, 3), strides=2)(image))
         y = linen.GroupNorm(num_groups=2)(y)
