@@ -253,6 +253,11 @@ def run_caveats(config: RunConfig, mechanism: Mechanism) -> tuple[str, ...]:
     if not mechanism.private:
         return (EVALUATION_CAVEAT,)
     caveats = [PRIVATE_METRICS_CAVEAT, EVALUATION_CAVEAT, TUNING_CAVEAT]
+    if config.data.max_users is not None:
+        caveats.append(
+            "data.max_users keeps a fixed number of users, so that adding a person to the raw data "
+            "can displace another: the guarantee is for adding or removing one of the users kept"
+        )
     if config.privacy.delta is None:
         caveats.append(
             "delta is (number of training examples) ** -1.1 as in Charles et al. 2024; the unit is "

@@ -17,8 +17,9 @@ from dpfl_jax.training.loop import FitResult
 from dpfl_jax.training.run_dir import FINISHED, write_atomically
 
 PRIVATE_METRICS_CAVEAT = (
-    "rows `outside_guarantee` of metrics.jsonl and the training-loss curve are computed from "
-    "private data without noise: do not publish them"
+    "what metrics.jsonl and report.json hold under `outside_guarantee`, all timings and rates, and "
+    "the training-loss curve of loss.png are computed from private data without noise: do not "
+    "publish them"
 )
 EVALUATION_CAVEAT = (
     "held-out losses are computed without noise on users who are not in the training set: the "
