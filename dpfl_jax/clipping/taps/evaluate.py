@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from dpfl_jax.clipping.taps.trace import REMAT, Plan, inner_jaxpr
+from dpfl_jax.clipping.taps.trace import REMAT, Plan, inner_jaxpr, scan_counts
 
 Tokens = dict[int, jax.Array]
 # Grouped by the number of scans around them, because that is where the unit axis goes.
@@ -99,7 +99,7 @@ def _enter(plan: Plan, eqn: Any, args: list[Any], tokens: Tokens) -> tuple[list[
 def _scan(
     plan: Plan, params: dict[str, Any], args: list[Any], tokens: Tokens
 ) -> tuple[list[Any], Records]:
-    held, carried = params["num_consts"], params["num_carry"]
+    held, carried = scan_counts(params)
     consts, start, sliced = args[:held], args[held : held + carried], args[held + carried :]
     closed = params["jaxpr"]
 

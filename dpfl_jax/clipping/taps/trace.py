@@ -205,7 +205,7 @@ class _Walker:
 
     def _scan(self, eqn: Any, seen: list[View | None], lengths: tuple[int, ...]) -> Plan:
         body = eqn.params["jaxpr"].jaxpr
-        consts, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carried = scan_counts(eqn.params)
         inputs: list[View | None] = []
         for i, view in enumerate(seen):
             if view is None:
@@ -228,6 +228,14 @@ class _Walker:
 
     def _copy(self, used: Sequence[tuple[int, View]], reason: str) -> NoReturn:
         raise _NeedsCopyError(min((v.leaf for _, v in used), key=lambda i: self.sizes[i]), reason)
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried."""
+    if "ft_in" in params:  # JAX 0.12
+        consts, carried, _ = params["ft_in"].elts
+        return len(consts), len(carried)
+    return params["num_consts"], params["num_carry"]
 
 
 def inner_jaxpr(eqn: Any) -> Any:
