@@ -139,7 +139,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
                 workers=args.workers or os.cpu_count() or 1,
                 progress=progress,
             )
-    result = {
+    result: dict[str, Any] = {
         "store": os.fspath(store.path),
         "users": store.num_users,
         "examples": store.num_examples,
@@ -150,7 +150,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
     }
     console.print(
         f"{result['store']}: {result['users']} users, {result['examples']} examples in "
-        f"{result['shards']} shards, {result['bytes'] / 1e6:.1f} MB, {result['seconds']} s"
+        f"{result['shards']} shards, {float(result['bytes']) / 1e6:.1f} MB, {result['seconds']} s"
     )
     return result
 

@@ -4,7 +4,8 @@ A *store* holds examples user by user with random access (``store``), in memory 
 turn files into stores (``load``), and the embedded default corpus needs no files at all.
 """
 
-from dpfl_jax.data.load import DataConfig, Dataset, load_dataset, store_from_documents
+from dpfl_jax.data.chunking import store_from_documents
+from dpfl_jax.data.load import DataConfig, Dataset, load_dataset
 from dpfl_jax.data.schema import Field, Schema
 from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import ArrayStore, Store, UserView

@@ -5,12 +5,14 @@ A row never holds tokens of two documents, so it never holds tokens of two users
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.store import ArrayStore, user_order_key
 from dpfl_jax.data.tokenizers import Tokenizer
+from dpfl_jax.errors import BadInputError
 
 
 def chunk_documents(
@@ -60,3 +62,36 @@ def encode_user(
     """Returns the records of one user's documents, in order, at most ``max_examples``."""
     ids = tokenizer.encode_batch(texts)
     return chunk_documents(ids, schema, tokenizer.eos_id)[0][:max_examples]
+
+
+def store_from_documents(
+    documents: Iterable[tuple[str, str]],
+    tokenizer: Tokenizer,
+    seq_len: int,
+    max_examples: int | None = None,
+) -> ArrayStore:
+    """Groups documents by user in memory, tokenises and cuts them.
+
+    Args:
+      documents: (user, text) in the order that a user's documents keep.
+      tokenizer: makes the ids.
+      seq_len: tokens in an example.
+      max_examples: keep each user's first examples.
+
+    Raises:
+      BadInputError: if there is no document, or none yields an example.
+    """
+    schema = Schema.tokens(seq_len, tokenizer.vocab_size, tokenizer.fingerprint)
+    texts: dict[str, list[str]] = {}
+    for user, text in documents:
+        texts.setdefault(user, []).append(text)
+    if not texts:
+        raise BadInputError("the data hold no users: there is not one row")
+    packed: dict[str, np.ndarray] = {}
+    for user in sorted(texts, key=user_order_key):
+        records = encode_user(texts.pop(user), tokenizer, schema, max_examples)
+        if len(records):
+            packed[user] = records
+    if not packed:
+        raise BadInputError("the data hold zero usable examples: every text is empty")
+    return ArrayStore.from_records(packed, schema)

@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
 from typing import Literal
 
-import numpy as np
 from pydantic import ConfigDict
 
 from dpfl_jax.data import python_source
-from dpfl_jax.data.chunking import encode_user
-from dpfl_jax.data.documents import Document, expand_paths, read_documents
-from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.splits import limit_store, split_by_user
-from dpfl_jax.data.store import ArrayStore, Store, user_order_key
+from dpfl_jax.data.chunking import store_from_documents
+from dpfl_jax.data.documents import expand_paths, read_documents
+from dpfl_jax.data.sets import SETS, load_set
+from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
+from dpfl_jax.data.store import ArrayStore, Store
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError
 
-Source = Literal["python_source", "jsonl", "parquet", "csv", "folder", "huggingface", "store"]
+Source = Literal[
+    "python_source",
+    "jsonl",
+    "parquet",
+    "csv",
+    "arrow",
+    "folder",
+    "huggingface",
+    "store",
+    "shakespeare",
+    "stack_overflow",
+    "cc_news",
+    "femnist",
+    "mnist",
+    "heart_disease",
+    "medical_cost",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +42,21 @@ class DataConfig:
 
     Attributes:
       source: where the private examples come from. ``python_source`` needs no files.
-      path: file, files or glob pattern (all sources but ``python_source``); a store's folder.
-      user_column: column of the user id (jsonl, parquet, csv).
-      text_column: column of the text (jsonl, parquet, csv).
+      path: file, files or glob pattern (all sources but ``python_source``); the folder of a store
+        or of a named set.
+      user_column: column of the user id, or a key expression (jsonl, parquet, csv, arrow,
+        huggingface).
+      text_column: column of the text (the same sources).
       seq_len: tokens in an example (a store keeps its own).
       tokenizer: ``"bytes"``, a tokenizers ``.json`` or a SentencePiece ``.model`` file.
       validation_fraction: expected share of users held out for tuning.
       test_fraction: expected share of users held out for the report.
       split_seed: chooses which users.
+      split: ``"by_user"`` (a user is on one side; default), or ``"within_user"`` (the fractions are
+        the leading share of each user's examples, at most ``held_out_max`` of them; users with one
+        example are left out; Charles et al. 2024 split CC-News so with 0 and 0.1). A named set that
+        comes with a test part keeps it, and ``test_fraction`` is not used.
+      held_out_max: most held-out examples of a user in each part (``within_user``).
       max_users: keep that many users (a choice fixed by their ids), before splitting.
       max_examples_per_user: keep each user's first examples, before splitting.
       public: public corpus for pre-training: ``"auto"`` (the standard library for
@@ -53,6 +74,8 @@ class DataConfig:
     validation_fraction: float = 0.1
     test_fraction: float = 0.1
     split_seed: int = 0
+    split: Literal["by_user", "within_user"] = "by_user"
+    held_out_max: int = 32
     max_users: int | None = None
     max_examples_per_user: int | None = None
     public: str = "auto"
@@ -86,16 +109,20 @@ def load_dataset(config: DataConfig) -> Dataset:
       BadInputError: with one sentence naming the file and line, or the setting to change.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    store = _load_private(config, tokenizer)
+    store, given_test = _load_private(config, tokenizer)
     store = limit_store(store, config.max_users, config.max_examples_per_user)
     fractions = {"validation": config.validation_fraction, "test": config.test_fraction}
-    parts = split_by_user(store, fractions, config.split_seed)
+    if given_test is not None:
+        fractions["test"] = 0.0
+    parts = _split(store, fractions, config)
     for name, part in parts.items():
         if part.num_users == 0 and (name == "train" or fractions[name] > 0):
             raise BadInputError(
                 f"the {name} part holds none of the {store.num_users} users: change the fractions "
                 "or data.split_seed, or give more users"
             )
+    if given_test is not None:
+        parts["test"], fractions["test"] = given_test, 1.0
     public = _load_public(config, tokenizer)
     description = (
         f"{config.source}: {store.num_users} users, {store.num_examples} examples"
@@ -114,21 +141,43 @@ def load_dataset(config: DataConfig) -> Dataset:
     )
 
 
-def _load_private(config: DataConfig, tokenizer: Tokenizer) -> Store:
+def _split(store: Store, fractions: dict[str, float], config: DataConfig) -> dict[str, Store]:
+    if config.split == "by_user":
+        return split_by_user(store, fractions, config.split_seed)
+    parts = {"train": store}
+    for name in ("test", "validation"):
+        parts["train"], parts[name] = split_within_users(
+            parts["train"],
+            fractions[name],
+            config.held_out_max,
+            smallest=2 if name == "test" else 1,
+        )
+    return parts
+
+
+def _load_private(config: DataConfig, tokenizer: Tokenizer) -> tuple[Store, Store | None]:
+    """Returns the private examples, and the test part if the set comes with one."""
     if config.source == "python_source":
-        return python_source.private_store(
+        store: Store = python_source.private_store(
             tokenizer, config.seq_len, config.max_users, config.max_examples_per_user
         )
+        return store, None
     if config.source == "store":
         store = ArrayStore.load(os.fspath(expand_paths(config.path)[0]))
         check_tokenizer(store, tokenizer, config.tokenizer)
-        return store
+        return store, None
+    if config.source in SETS:
+        paths = expand_paths(config.path)
+        limit = config.max_examples_per_user
+        stores = load_set(config.source, paths[0], tokenizer, config.seq_len, limit)
+        return (stores["all"], None) if "all" in stores else (stores["train"], stores["test"])
     documents = read_documents(
         expand_paths(config.path), config.source, config.user_column, config.text_column
     )
-    return store_from_documents(
+    store = store_from_documents(
         documents, tokenizer, config.seq_len, max_examples=config.max_examples_per_user
     )
+    return store, None
 
 
 def _load_public(config: DataConfig, tokenizer: Tokenizer) -> Store | None:
@@ -147,39 +196,6 @@ def _load_public(config: DataConfig, tokenizer: Tokenizer) -> Store | None:
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"cannot read the public text {paths[0]}: {error}") from error
     return store_from_documents([(paths[0].name, text)], tokenizer, config.seq_len)
-
-
-def store_from_documents(
-    documents: Iterable[Document],
-    tokenizer: Tokenizer,
-    seq_len: int,
-    max_examples: int | None = None,
-) -> ArrayStore:
-    """Groups documents by user in memory, tokenises and cuts them.
-
-    Args:
-      documents: (user, text) in the order that a user's documents keep.
-      tokenizer: makes the ids.
-      seq_len: tokens in an example.
-      max_examples: keep each user's first examples.
-
-    Raises:
-      BadInputError: if there is no document, or none yields an example.
-    """
-    schema = Schema.tokens(seq_len, tokenizer.vocab_size, tokenizer.fingerprint)
-    texts: dict[str, list[str]] = {}
-    for user, text in documents:
-        texts.setdefault(user, []).append(text)
-    if not texts:
-        raise BadInputError("the data hold no users: there is not one row")
-    packed: dict[str, np.ndarray] = {}
-    for user in sorted(texts, key=user_order_key):
-        records = encode_user(texts.pop(user), tokenizer, schema, max_examples)
-        if len(records):
-            packed[user] = records
-    if not packed:
-        raise BadInputError("the data hold zero usable examples: every text is empty")
-    return ArrayStore.from_records(packed, schema)
 
 
 def check_tokenizer(store: Store, tokenizer: Tokenizer, name: str) -> None:

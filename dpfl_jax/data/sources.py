@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.data import python_source
-from dpfl_jax.data.documents import expand_paths, read_documents, text_of
+from dpfl_jax.data.documents import expand_paths, read_documents
 from dpfl_jax.data.keys import UserKey
 from dpfl_jax.data.plan import Row
+from dpfl_jax.data.rows import text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 
@@ -52,8 +53,8 @@ def file_rows(
         yield user, sequence_number(file, row), text.encode()
 
 
-def _file_identity(path: pathlib.Path) -> list[Any]:
-    """Path, size and modification time of a file, or of all files in a folder."""
+def file_identity(path: pathlib.Path) -> list[Any]:
+    """Returns path, size and modification time of a file, or of all files in a folder."""
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     return [[os.fspath(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files]
 
@@ -67,7 +68,7 @@ def file_source(
     """Returns the documents of JSONL, Parquet, CSV, Hugging Face files or folders of text."""
     UserKey(user_column)
     paths = expand_paths(path)
-    files = [entry for p in paths for entry in _file_identity(p)]
+    files = [entry for p in paths for entry in file_identity(p)]
 
     def rows() -> Iterator[Row]:
         for file, p in enumerate(paths):
@@ -121,9 +122,10 @@ def tfds_source(
     key = UserKey(user_column)
     source, info = _open_tfds(name, split, data_dir)
     expected = info.splits[split].num_examples
-    if len(source) != expected:
+    found = _count_examples(source, info.splits[split])
+    if found != expected:
         raise BadInputError(
-            f"the TFDS data set {name}, split {split}, gives {len(source)} examples but its "
+            f"the TFDS data set {name}, split {split}, gives {found} examples but its "
             f"metadata says {expected}: prepare it again with file_format='array_record'"
         )
     if expected == 0:
@@ -181,6 +183,23 @@ def _open_tfds(name: str, split: str, data_dir: str | None) -> tuple[Any, Any]:
             f"cannot open the TFDS data set {name} ({first}): give the folder of a builder "
             "prepared with file_format='array_record'"
         ) from error
+
+
+def _count_examples(source: Any, split: Any) -> int:
+    """Counts what can be read; the library's own length repeats the metadata for ArrayRecord."""
+    names = [os.fspath(p) for p in split.filepaths]
+    if not all("array_record" in os.path.basename(n) for n in names):
+        return len(source)
+    from array_record.python import array_record_module
+
+    total = 0
+    for name in names:
+        reader = array_record_module.ArrayRecordReader(name, "index_storage_option:in_memory")
+        try:
+            total += reader.num_records()
+        finally:
+            reader.close()
+    return total if total != split.num_examples else len(source)
 
 
 def _numeric(example: dict[str, Any], key: UserKey, name: str) -> dict[str, np.ndarray]:

@@ -7,7 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from dpfl_jax.data.documents import expand_paths, guess_format, read_documents
+from dpfl_jax.data.documents import expand_paths, read_documents
+from dpfl_jax.data.rows import guess_format
 from dpfl_jax.errors import BadInputError
 
 ROWS = [("ann", "one"), ("bob", 'two\nlines, "quoted"'), ("ann", "three é")]
@@ -86,7 +87,7 @@ BAD = {
     "empty.csv": (b"", "is empty"),
     "empty.parquet": (b"", "is empty"),
     "only header.csv": (b"user,text\n", "is empty"),
-    "not parquet.parquet": (b"PAR1 but no more", "not a readable Parquet file"),
+    "not parquet.parquet": (b"PAR1 but no more", "not a readable parquet file"),
 }
 
 

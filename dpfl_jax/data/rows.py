@@ -1,0 +1,197 @@
+"""Streaming rows out of JSONL, Parquet, CSV and Arrow files, with errors that say where.
+
+Each row comes as (where it is, dict of its columns): the place goes into every later error.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.ipc
+import pyarrow.parquet
+
+from dpfl_jax.errors import BadInputError
+
+LocatedRow = tuple[str, dict[str, Any]]
+
+_SUFFIXES = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".arrow": "arrow",
+}
+
+
+def guess_format(path: pathlib.Path) -> str:
+    """Returns the format that a file's name tells (``"folder"`` for a folder).
+
+    Raises:
+      BadInputError: if the name tells none.
+    """
+    if path.is_dir():
+        return "folder"
+    suffix = pathlib.Path(path.name.removesuffix(".gz")).suffix
+    if suffix not in _SUFFIXES:
+        known = ", ".join(sorted({*_SUFFIXES.values(), "folder", "huggingface"}))
+        raise BadInputError(f"cannot tell the format of {path} from its name: give it ({known})")
+    return _SUFFIXES[suffix]
+
+
+def open_binary(path: pathlib.Path) -> IO[bytes]:
+    """Opens a file, through gzip if its name ends in ``.gz``.
+
+    Raises:
+      BadInputError: if it cannot be opened or is empty.
+    """
+    try:
+        if path.stat().st_size == 0:
+            raise BadInputError(f"the data file {path} is empty")
+        return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")  # type: ignore[return-value]
+    except OSError as error:
+        raise BadInputError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def text_of(row: Mapping[str, Any], column: str, where: str) -> str:
+    """Returns the text of a row (bytes are decoded).
+
+    Raises:
+      BadInputError: naming ``where``, if the column is missing, null, not text or not UTF-8.
+    """
+    if column not in row:
+        raise no_column(where, column, sorted(row))
+    text = row[column]
+    if isinstance(text, bytes):
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            raise BadInputError(f"{where}: the text is not UTF-8 ({error.reason})") from error
+    if not isinstance(text, str):
+        raise BadInputError(f"{where}: the text in {column!r} is {text!r}, not text")
+    return text
+
+
+def no_column(where: str, column: str, names: Sequence[str]) -> BadInputError:
+    """Returns the error for a column that is not there."""
+    return BadInputError(f"{where}: there is no column {column!r}; the columns are {names}")
+
+
+def read_rows(
+    path: pathlib.Path, format: str, columns: Sequence[str] | None = None
+) -> Iterator[LocatedRow]:
+    """Streams the rows of one file.
+
+    Args:
+      path: the file.
+      format: ``"jsonl"``, ``"parquet"``, ``"csv"`` or ``"arrow"``.
+      columns: columns that must be there; tables are read for these only. None for all.
+
+    Raises:
+      BadInputError: naming the file and the line or row.
+    """
+    readers = {"jsonl": _jsonl, "parquet": _parquet, "csv": _csv, "arrow": _arrow}
+    if format not in readers:
+        raise BadInputError(f"unknown data format {format!r}: use one of {', '.join(readers)}")
+    empty = True
+    try:
+        for located in readers[format](path, columns):
+            empty = False
+            yield located
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OSError, EOFError) as error:
+        kind = "the text is not UTF-8" if "UTF8" in str(error) else f"not a readable {format} file"
+        raise BadInputError(f"{path}: {kind} ({error})") from error
+    if empty:
+        raise BadInputError(f"the data file {path} is empty")
+
+
+def _jsonl(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[LocatedRow]:
+    with open_binary(path) as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                text = line.decode()
+                row = json.loads(text)
+                if "\\u" in text:  # an escaped lone surrogate is no text either
+                    json.dumps(row, ensure_ascii=False).encode()
+            except (UnicodeDecodeError, UnicodeEncodeError) as error:
+                raise BadInputError(f"{where}: the text is not UTF-8 ({error.reason})") from error
+            except json.JSONDecodeError as error:
+                raise BadInputError(f"{where}: not a JSON object ({error.msg})") from error
+            if not isinstance(row, dict):
+                raise BadInputError(f"{where}: not a JSON object but {type(row).__name__}")
+            yield where, row
+
+
+def _table(
+    batches: Iterable[pa.RecordBatch], path: pathlib.Path, columns: Sequence[str] | None
+) -> Iterator[LocatedRow]:
+    number = 0
+    for batch in batches:
+        # Arrow checks text only when asked to; a bad value would otherwise surface anywhere.
+        try:
+            chosen = batch if columns is None else batch.select(list(columns))
+            chosen.validate(full=True)
+            rows = chosen.to_pylist()
+        except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+            kind = "the text is not UTF-8" if "UTF" in str(error).upper() else "damaged"
+            last = number + batch.num_rows
+            raise BadInputError(f"{path}, rows {number + 1} to {last}: {kind} ({error})") from error
+        for row in rows:
+            number += 1
+            yield f"{path}, row {number}", row
+
+
+def _check(names: Sequence[str], columns: Sequence[str] | None, path: pathlib.Path) -> None:
+    for column in columns or ():
+        if column not in names:
+            raise no_column(str(path), column, names)
+
+
+def _parquet(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[LocatedRow]:
+    open_binary(path).close()
+    with pa.parquet.ParquetFile(path) as file:
+        _check(file.schema_arrow.names, columns, path)
+        yield from _table(file.iter_batches(1024, columns=columns), path, columns)
+
+
+def _arrow(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[LocatedRow]:
+    open_binary(path).close()
+    with pa.memory_map(str(path)) as source:
+        try:
+            reader = pa.ipc.open_stream(source)
+            batches: Iterable[pa.RecordBatch] = reader
+        except pa.ArrowInvalid:
+            reader = pa.ipc.open_file(source)
+            batches = map(reader.get_batch, range(reader.num_record_batches))
+        _check(reader.schema.names, columns, path)
+        yield from _table(batches, path, columns)
+
+
+def _csv(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[LocatedRow]:
+    read = pa.csv.ReadOptions(use_threads=False)
+    with open_binary(path) as binary:
+        header = binary.readline().decode(errors="replace")
+    if not header.strip():
+        raise BadInputError(f"{path}: the first line must name the columns, but it is blank")
+    names = pa.csv.read_csv(io.BytesIO(header.encode()), read).column_names
+    _check(names, columns, path)
+    convert = pa.csv.ConvertOptions(
+        include_columns=list(columns or names),
+        # Ids keep their leading zeros; an empty cell stays empty text (a missing user, then).
+        column_types={name: pa.string() for name in names},
+        null_values=[],
+        strings_can_be_null=False,
+    )
+    parse = pa.csv.ParseOptions(newlines_in_values=True)
+    with open_binary(path) as binary:
+        yield from _table(pa.csv.open_csv(binary, read, parse, convert), path, columns)

@@ -1,0 +1,196 @@
+"""Sets of arrays: LEAF's FEMNIST, MNIST, heart disease in four hospitals, medical cost.
+
+Every reader yields (user, dict of arrays with leading axis). Features are raw: statistics for
+scaling them are information about the people, and whoever uses them must account for that.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import pathlib
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from dpfl_jax.data.rows import open_binary
+from dpfl_jax.errors import BadInputError
+
+User = tuple[str, dict[str, np.ndarray]]
+
+HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+
+
+def read_leaf(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields (user, data) of one LEAF JSON file, after checking its counts."""
+    from dpfl_jax.data.sets.text import read_json
+
+    body = read_json(path)
+    try:
+        for user, count in zip(body["users"], body["num_samples"], strict=True):
+            data = body["user_data"][user]
+            if not len(data["x"]) == len(data["y"]) == count:
+                raise BadInputError(
+                    f"{path}: user {user!r} has {len(data['x'])} inputs and {len(data['y'])} "
+                    f"labels, but num_samples says {count}"
+                )
+            yield user, data
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, BadInputError):
+            raise
+        raise BadInputError(f"{path}: not a LEAF file (users, num_samples, user_data)") from error
+
+
+def read_femnist(path: pathlib.Path, split: str) -> Iterator[User]:
+    """Yields ``image`` float32 [28, 28] (1 = white) and ``label`` int32 in 0..61 per writer.
+
+    Reads ``<split>.json``, ``<split>/*.json`` or ``*.json`` files whose name contains the split.
+    LEAF lists a writer in both splits; a writer may also be spread over files of one split.
+    """
+    files = sorted({*path.glob(f"{split}.json"), *path.glob(f"{split}/*.json")})
+    files = files or sorted(path.glob(f"*{split}*.json"))
+    if not files:
+        raise BadInputError(
+            f"{path} holds no {split}.json or {split}/*.json: put LEAF's files there"
+        )
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for file in files:
+        for user, data in read_leaf(file):
+            parts.setdefault(user, []).append(data)
+    for user, pieces in parts.items():
+        pixels = [image for piece in pieces for image in piece["x"]]
+        images = np.asarray(pixels, np.float32)
+        if len(pixels) and images.shape[1:] != (784,):
+            raise BadInputError(f"{path}: user {user!r} has images of {images.shape[1:]}, not 784")
+        labels = np.asarray([y for piece in pieces for y in piece["y"]], np.int32)
+        if len(pixels):
+            yield user, {"image": images.reshape(-1, 28, 28), "label": labels}
+
+
+def read_idx(path: pathlib.Path) -> np.ndarray:
+    """Reads an idx file of unsigned bytes, gzip or not.
+
+    Raises:
+      BadInputError: if it is not one, or is cut short.
+    """
+    try:
+        with open_binary(path) as file:
+            data = file.read()
+    except (OSError, EOFError) as error:
+        if isinstance(error, BadInputError):
+            raise
+        raise BadInputError(f"{path}: damaged ({error})") from error
+    if len(data) < 4 or data[:3] != b"\0\0\x08":
+        raise BadInputError(f"{path}: not an idx file of bytes")
+    shape = struct.unpack_from(f">{data[3]}I", data, 4)
+    body = np.frombuffer(data, np.uint8, offset=4 + 4 * data[3])
+    if body.size != math.prod(shape):
+        raise BadInputError(f"{path}: has {body.size} values, but its header says {shape}")
+    return body.reshape(shape)
+
+
+def read_mnist(path: pathlib.Path, split: str) -> Iterator[User]:
+    """Yields ``image`` float32 [28, 28] in 0..1 and ``label`` int32; each image is its own user."""
+    stem = {"train": "train", "test": "t10k"}[split]
+    arrays = []
+    for name in (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte"):
+        found = [p for p in (path / name, path / f"{name}.gz") if p.is_file()]
+        if not found:
+            raise BadInputError(f"{path} holds no {name}[.gz]: put MNIST's four idx files there")
+        arrays.append(read_idx(found[0]))
+    images, labels = arrays
+    if len(images) != len(labels):
+        raise BadInputError(f"{path}: {len(images)} images but {len(labels)} labels")
+    for i in range(len(images)):
+        image = images[i : i + 1].astype(np.float32) / np.float32(255)
+        yield f"{split}-{i:05d}", {"image": image, "label": labels[i : i + 1].astype(np.int32)}
+
+
+def read_heart_disease(path: pathlib.Path, split: str) -> Iterator[User]:
+    """Yields ``x`` float32 [13], ``y`` int32 (disease or not), ``silo`` int32 (hospital) a patient.
+
+    FLamby's rules (Ogier du Terrail et al. 2022, Fed-Heart-Disease): columns 10 to 12 are dropped,
+    then rows with a missing value; chest pain (column 2) and resting ECG (column 6) become
+    indicators, the first value left out; the label is whether the last column is above 0. 740
+    patients remain: 303, 261, 46, 130.
+    """
+    rows: list[tuple[int, int, list[float]]] = []
+    for silo, hospital in enumerate(HOSPITALS):
+        file = path / f"processed.{hospital}.data"
+        if not file.is_file():
+            raise BadInputError(
+                f"{path} holds no {file.name}: put UCI's four processed files there"
+            )
+        with open_binary(file) as binary:
+            text = binary.read().decode(errors="replace")
+        for number, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+            if not cells:
+                continue
+            if len(cells) != 14:
+                raise BadInputError(f"{file}, line {number}: {len(cells)} columns instead of 14")
+            kept = [*cells[:10], cells[13]]
+            if "?" in kept:
+                continue
+            try:
+                rows.append((silo, number, [float(c) for c in kept]))
+            except ValueError as error:
+                raise BadInputError(f"{file}, line {number}: {error}") from error
+    table = np.array([r[2] for r in rows])
+    features: list[np.ndarray] = []
+    for column in range(10):
+        values = table[:, column]
+        if column in (2, 6):
+            features += [values == v for v in np.unique(values)[1:]]
+        else:
+            features.append(values)
+    x = np.stack(features, axis=1).astype(np.float32)
+    for i, (silo, number, cells_kept) in enumerate(rows):
+        yield (
+            f"{HOSPITALS[silo]}/{number:04d}",
+            {
+                "x": x[i : i + 1],
+                "y": np.array([cells_kept[-1] > 0], np.int32),
+                "silo": np.array([silo], np.int32),
+            },
+        )
+
+
+_COST_CODES = {
+    "sex": ("female", "male"),
+    "smoker": ("no", "yes"),
+    "region": ("northeast", "northwest", "southeast", "southwest"),
+}
+
+
+def read_medical_cost(path: pathlib.Path, split: str) -> Iterator[User]:
+    """Yields ``x`` float32 [6] and ``y`` float32 (charges, US dollars); each row is a person.
+
+    Features: age, sex, bmi, children, smoker, region, the words as their place in alphabetical
+    order (Lowy & Razaviyayn 2023 encode them so).
+    """
+    file = path if path.is_file() else path / "insurance.csv"
+    if not file.is_file():
+        raise BadInputError(f"{path} holds no insurance.csv: put the medical cost file there")
+    with open_binary(file) as binary:
+        text = binary.read().decode(errors="replace")
+    columns = ("age", "sex", "bmi", "children", "smoker", "region")
+    reader = csv.DictReader(io.StringIO(text))
+    missing = {*columns, "charges"} - set(reader.fieldnames or ())
+    if missing:
+        raise BadInputError(f"{file}: the columns {sorted(missing)} are missing")
+    for number, row in enumerate(reader, start=2):
+        try:
+            x = [
+                float(_COST_CODES[c].index(row[c])) if c in _COST_CODES else float(row[c])
+                for c in columns
+            ]
+            y = float(row["charges"])
+        except (ValueError, TypeError) as error:
+            raise BadInputError(f"{file}, line {number}: {error}") from error
+        yield (
+            f"person {number - 1:05d}",
+            {"x": np.array([x], np.float32), "y": np.array([y], np.float32)},
+        )

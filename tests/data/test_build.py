@@ -1,0 +1,286 @@
+"""Stores on disk: one content however built, resumable, all or nothing."""
+
+import json
+import os
+import pathlib
+import pickle
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from dpfl_jax.data import ArrayStore, ByteTokenizer, DataConfig, load_dataset, store_from_documents
+from dpfl_jax.data import build as build_module
+from dpfl_jax.data.build import build_store, write_store
+from dpfl_jax.data.documents import read_documents
+from dpfl_jax.data.plan import BuildPlan, default_num_shards
+from dpfl_jax.data.shards import open_store
+from dpfl_jax.data.sources import file_source
+from dpfl_jax.errors import BadInputError
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Three files whose users are interleaved and spread over files; heavy-tailed."""
+    folder = tmp_path_factory.mktemp("input")
+    rng = random.Random(0)
+    for f in range(3):
+        with (folder / f"{f}.jsonl").open("w") as out:
+            for i in range(300):
+                user = f"user {int(rng.paretovariate(0.7)) % 90} é"
+                text = f"document {f}/{i} " + "word " * rng.randrange(0, 60)
+                out.write(json.dumps({"user": user, "text": text}) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def memory(files):
+    documents = read_documents(sorted(files.glob("*.jsonl")))
+    return store_from_documents(documents, ByteTokenizer(), 32)
+
+
+def build(files, out, shards=4, format="arrayrecord", **settings):
+    source = file_source(str(files / "*.jsonl"))
+    plan = BuildPlan.for_text("bytes", 32, num_shards=shards, shard_format=format)
+    return build_store(source.rows, out, plan, sources=source.identity, **settings)
+
+
+def assert_same(a, b):
+    assert a.num_users == b.num_users
+    np.testing.assert_array_equal(a.user_offsets, b.user_offsets)
+    assert a.user_ids(range(a.num_users)) == b.user_ids(range(b.num_users))
+    positions = np.random.default_rng(0).permutation(a.num_examples)
+    left, right = a.read(positions), b.read(positions)
+    for name in left:
+        assert left[name].dtype == right[name].dtype
+        np.testing.assert_array_equal(left[name], right[name])
+    assert a.fingerprint == b.fingerprint
+
+
+@pytest.mark.parametrize("format", ["arrayrecord", "flat"])
+@pytest.mark.parametrize("shards", [1, 7, 200])
+def test_disk_and_memory_are_the_same_store(files, memory, tmp_path, format, shards):
+    store = build(files, tmp_path / "store", shards, format)
+    assert_same(store, memory)
+    assert_same(open_store(tmp_path / "store"), memory)
+    store.verify()
+    assert not (tmp_path / "store.building").exists()
+    assert_same(pickle.loads(pickle.dumps(store)), memory)
+
+
+def test_two_processes_build_the_same_bytes(files, tmp_path):
+    one = build(files, tmp_path / "one")
+    two = build(files, tmp_path / "two", workers=2)
+    assert one.manifest.shards == two.manifest.shards
+
+
+@pytest.mark.parametrize("format", ["arrayrecord", "flat"])
+def test_saving_a_view_and_loading_it(memory, tmp_path, format):
+    from dpfl_jax.data import limit_store
+
+    view = limit_store(memory, 20, 3)
+    write_store(view, tmp_path / "store", format)
+    assert_same(open_store(tmp_path / "store"), view)
+
+
+def test_array_store_save_load_of_plain_arrays(tmp_path):
+    rng = np.random.default_rng(0)
+    users = [
+        (f"u{i}", {"x": rng.normal(size=(i + 1, 2, 3)).astype("f4"), "y": np.arange(i + 1) * 0})
+        for i in range(30)
+    ]
+    store = ArrayStore.from_users(users)
+    store.save(tmp_path / "store")
+    assert_same(ArrayStore.load(tmp_path / "store"), store)
+    # All-zero records survive the removal of trailing zeros.
+    zeros = ArrayStore.from_users([("a", {"x": np.zeros((3, 4))})])
+    assert_same(write_store(zeros, tmp_path / "zeros", "arrayrecord"), zeros)
+
+
+def test_a_store_is_a_data_source_and_knows_its_tokenizer(files, tmp_path):
+    build(files, tmp_path / "store")
+    data = load_dataset(DataConfig(source="store", path=str(tmp_path / "store")))
+    assert data.train.schema.seq_len == 32
+    import tokenizers
+
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")).save(
+        str(tmp_path / "other.json")
+    )
+    config = DataConfig(
+        source="store", path=str(tmp_path / "store"), tokenizer=str(tmp_path / "other.json")
+    )
+    with pytest.raises(BadInputError, match="another tokeniser"):
+        load_dataset(config)
+
+
+def test_interrupted_build_opens_not_and_resumes(files, memory, tmp_path, monkeypatch):
+    out = tmp_path / "store"
+    reads, encoded = [], []
+    source = file_source(str(files / "*.jsonl"))
+    plan = BuildPlan.for_text("bytes", 32, num_shards=5)
+
+    def rows():
+        reads.append(1)
+        return source.rows()
+
+    real = build_module.encode_partition
+
+    def stop_at_third(users, staging, plan, shard):
+        if len(encoded) == 2:
+            raise KeyboardInterrupt
+        encoded.append(shard)
+        return real(users, staging, plan, shard)
+
+    monkeypatch.setattr(build_module, "encode_partition", stop_at_third)
+    with pytest.raises(KeyboardInterrupt):
+        build_store(rows, out, plan, sources=source.identity)
+    for path in (out, tmp_path / "store.building"):
+        with pytest.raises(BadInputError, match="is not a store"):
+            open_store(path)
+    resumed = []
+
+    def count(users, staging, plan, shard):
+        resumed.append(shard)
+        return real(users, staging, plan, shard)
+
+    monkeypatch.setattr(build_module, "encode_partition", count)
+    assert_same(build_store(rows, out, plan, sources=source.identity), memory)
+    assert len(reads) == 1  # the rows were not read again
+    assert sorted(encoded + resumed) == [0, 1, 2, 3, 4]
+
+
+def test_changed_input_starts_over(files, tmp_path, monkeypatch):
+    out = tmp_path / "store"
+    real = build_module.finish
+    monkeypatch.setattr(build_module, "finish", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        build(files, out)
+    monkeypatch.setattr(build_module, "finish", real)
+    copy = tmp_path / "input"
+    copy.mkdir()
+    (copy / "0.jsonl").write_text('{"user": "only", "text": "one document"}\n')
+    store = build(copy, out)
+    assert store.user_ids(range(store.num_users)) == ["only"]
+
+
+def test_killed_build_resumes(files, memory, tmp_path):
+    """kill -9 between two shards, in a real process."""
+    program = f"""
+import os, signal
+from dpfl_jax.data import build as b
+from dpfl_jax.data.plan import BuildPlan
+from dpfl_jax.data.sources import file_source
+real, done = b.encode_partition, []
+def encode(*args):
+    if len(done) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    done.append(1)
+    return real(*args)
+b.encode_partition = encode
+source = file_source({str(files / "*.jsonl")!r})
+plan = BuildPlan.for_text("bytes", 32, num_shards=6)
+b.build_store(source.rows, {str(tmp_path / "store")!r}, plan, sources=source.identity)
+"""
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert killed.returncode == -9, killed.stderr.decode()
+    assert not (tmp_path / "store").exists()
+    assert len(list((tmp_path / "store.building").glob("shard-*.json"))) == 3
+    assert_same(build(files, tmp_path / "store", 6), memory)
+
+
+@pytest.mark.parametrize("format", ["arrayrecord", "flat"])
+def test_disk_full_is_one_sentence_and_the_build_goes_on_later(files, memory, tmp_path, format):
+    """A file-size limit makes every larger write fail, in C++ writers too."""
+    program = f"""
+import resource, signal, sys
+from dpfl_jax.cli.main import main
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
+sys.exit(main(["data", "build", "--input", {str(files / "*.jsonl")!r}, "--out",
+    {str(tmp_path / "store")!r}, "--shards", "1", "--seq-len", "32",
+    "--store-format", {format!r}, "--workers", "1"]))
+"""
+    full = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert full.returncode == 2, full.stderr
+    last = full.stderr.strip().splitlines()[-1]
+    assert last.startswith("dpfl: error: cannot write ")
+    assert "free space" in last
+    assert not (tmp_path / "store").exists()
+    assert_same(build(files, tmp_path / "store", 1, format), memory)
+
+
+def test_disk_full_while_encoding_names_the_shard(files, memory, tmp_path, monkeypatch):
+    from dpfl_jax.data import records
+
+    def full(path, blocks):
+        next(iter(blocks))
+        path.write_bytes(b"half")
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "_write_flat", full)
+        with pytest.raises(BadInputError, match=r"shard-00000-of-00004.*No space left on device"):
+            build(files, tmp_path / "store", format="flat")
+    assert not list((tmp_path / "store.building").glob("*.records*"))
+    assert_same(build(files, tmp_path / "store", format="flat"), memory)
+
+
+def test_bad_rows_leave_nothing_behind(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"user": "a", "text": "x"}\n{"user": null, "text": "x"}\n')
+    with pytest.raises(BadInputError, match=r"x.jsonl, line 2"):
+        build(tmp_path, tmp_path / "store")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
+    path.write_text('{"user": "a", "text": ""}\n')
+    with pytest.raises(BadInputError, match="zero usable examples"):
+        build(tmp_path, tmp_path / "store")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl"]
+
+
+def test_existing_output_is_not_overwritten(files, tmp_path):
+    (tmp_path / "store").mkdir()
+    with pytest.raises(BadInputError, match="exists"):
+        build(files, tmp_path / "store")
+
+
+def test_settings_are_checked():
+    with pytest.raises(BadInputError, match="unknown store format"):
+        BuildPlan.for_text("bytes", 8, shard_format="zip")
+    with pytest.raises(BadInputError, match="number of shards"):
+        BuildPlan.for_text("bytes", 8, num_shards=0)
+    assert default_num_shards(1) == 1
+    assert default_num_shards(2**40) == 512
+
+
+def test_users_are_spread_evenly_over_shards():
+    plan = BuildPlan.for_text("bytes", 8, num_shards=8)
+    counts = np.bincount([plan.partition(f"u{i}") for i in range(8000)], minlength=8)
+    # Chi-square with 7 degrees of freedom: 40 is passed by chance with probability 1e-6.
+    assert ((counts - 1000) ** 2 / 1000).sum() < 40
+
+
+def test_beam_builds_the_same_bytes(files, memory, tmp_path):
+    pytest.importorskip("apache_beam", reason="needs the beam extra")
+    from dpfl_jax.data.beam import build_with_beam
+
+    plan = BuildPlan.for_text("bytes", 32, num_shards=4)
+    flags = ["--runner=DirectRunner"]
+    store = build_with_beam(str(files / "*.jsonl"), tmp_path / "beam", plan, flags=flags)
+    assert_same(store, memory)
+    local = build(files, tmp_path / "local")
+    assert store.manifest.shards == local.manifest.shards
+    assert store.manifest.index == local.manifest.index
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"user": null, "text": "x"}\n')
+    with pytest.raises(BadInputError, match=r"bad.jsonl, line 1"):
+        build_with_beam(str(bad), tmp_path / "other", plan, flags=flags)
+
+
+def test_without_beam_one_sentence(files, tmp_path, monkeypatch):
+    from dpfl_jax.data.beam import build_with_beam
+
+    monkeypatch.setitem(sys.modules, "apache_beam", None)
+    with pytest.raises(BadInputError, match=r"dpfl_jax\[beam\]"):
+        build_with_beam(str(files / "*.jsonl"), pathlib.Path("x"), BuildPlan.for_text("bytes", 8))
