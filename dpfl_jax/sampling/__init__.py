@@ -9,16 +9,37 @@ from dpfl_jax.sampling.contribution import (
     limit_contributions,
     limited_size,
 )
+from dpfl_jax.sampling.hosts import Share, share_of
+from dpfl_jax.sampling.laws import (
+    FixedSize,
+    Law,
+    Poisson,
+    Shuffle,
+    TruncatedPoisson,
+)
+from dpfl_jax.sampling.personalized import PersonalizedPoisson, TwoStage
 from dpfl_jax.sampling.poisson import PoissonExamples, PoissonUsers, poisson_indices
+from dpfl_jax.sampling.units import ExampleSampler, UserSampler
 
 __all__ = [
     "Draw",
+    "ExampleSampler",
+    "FixedSize",
+    "Law",
+    "PersonalizedPoisson",
+    "Poisson",
     "PoissonExamples",
     "PoissonUsers",
     "Sampler",
+    "Share",
+    "Shuffle",
+    "TruncatedPoisson",
+    "TwoStage",
+    "UserSampler",
     "check_probability",
     "choose_within_users",
     "limit_contributions",
     "limited_size",
     "poisson_indices",
+    "share_of",
 ]

@@ -76,7 +76,7 @@ def test_tiny_shakespeare(data_dir):
     store = load_set("shakespeare", data_dir / "tinyshakespeare", TOKENIZER, 64)["all"]
     assert texts_of(store, "First Citizen")[0] == ("Before we proceed any further, hear me speak.")
     total = sum(len(texts_of(store, u)) for u in store.user_ids(range(store.num_users)))
-    assert total > 7200
+    assert total > 7000  # of 7,097 speeches with a line; an end mark alone in a row is left out
 
 
 def test_femnist_sample(data_dir):

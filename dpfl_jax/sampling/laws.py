@@ -1,0 +1,223 @@
+"""Sampling laws: which of n units take part in a step, for units of any kind.
+
+A law draws indices from a root key and a step alone. ``units`` turns indices into store positions.
+Amplification differs from law to law, and so does the adjacency it is proved for: the class says
+which; a mechanism must account for the law it runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import ClassVar, Protocol
+
+import numpy as np
+from scipy import stats
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling.base import binomial_bound, check_probability
+from dpfl_jax.sampling.poisson import poisson_indices
+
+
+class Law(Protocol):
+    """Random access to the indices drawn at each step."""
+
+    population: int
+
+    @property
+    def name(self) -> str:
+        """Short name for reports and accountants."""
+
+    @property
+    def expected_size(self) -> float:
+        """Expected number of indices in a draw."""
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """A size that a draw exceeds with probability at most ``tail``."""
+
+    def describe(self, units: str) -> str:
+        """One line for the report; ``units`` is what is drawn, in the plural."""
+
+    def indices(self, key: RootKey, step: int) -> np.ndarray:
+        """Returns the distinct indices of ``step``, sorted, int64 [n]."""
+
+
+def check_population(population: int) -> None:
+    """Raises BadInputError if there is nothing to sample from."""
+    if population < 1:
+        raise BadInputError("there is nothing to sample from: the data hold no units")
+
+
+def _check_size(size: int, population: int, what: str) -> None:
+    if not 1 <= size <= population:
+        raise BadInputError(
+            f"{what} is {size}, but it must be at least 1 and at most the {population} units there "
+            "are"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisson:
+    """Each unit independently with the same probability (add-or-remove adjacency)."""
+
+    population: int
+    prob: float
+    name: ClassVar[str] = "poisson"
+
+    def __post_init__(self) -> None:
+        """Validates the probability."""
+        check_population(self.population)
+        check_probability(self.prob, f"for {self.population} units")
+
+    @property
+    def expected_size(self) -> float:
+        """Expected number of indices in a draw."""
+        return self.population * self.prob
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """A size that a draw exceeds with probability at most ``tail``."""
+        return binomial_bound(self.population, self.prob, tail)
+
+    def describe(self, units: str) -> str:
+        """One line for the report."""
+        return f"Poisson over {self.population} {units}, probability {self.prob:.6g} each"
+
+    def indices(self, key: RootKey, step: int) -> np.ndarray:
+        """Returns the indices of ``step``."""
+        return poisson_indices(key.numpy("sampling", step), self.population, self.prob)
+
+
+@dataclasses.dataclass(frozen=True)
+class TruncatedPoisson:
+    """Poisson, but of a draw above ``max_size`` only a uniform subset of that size is kept.
+
+    A fixed buffer always suffices; the accounting must be that of truncated batches
+    (``dp_accounting.TruncatedSubsampledGaussianDpEvent``; Chua et al. 2024), not plain Poisson.
+    """
+
+    population: int
+    prob: float
+    max_size: int
+    name: ClassVar[str] = "truncated-poisson"
+
+    def __post_init__(self) -> None:
+        """Validates probability and size."""
+        check_population(self.population)
+        check_probability(self.prob, f"for {self.population} units")
+        _check_size(self.max_size, self.population, "the largest batch")
+
+    @property
+    def expected_size(self) -> float:
+        """E[min(Binomial(population, prob), max_size)]."""
+        below = np.arange(self.max_size)
+        return float(stats.binom.sf(below, self.population, self.prob).sum())
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """A size that a draw exceeds with probability at most ``tail``."""
+        return min(self.max_size, binomial_bound(self.population, self.prob, tail))
+
+    def describe(self, units: str) -> str:
+        """One line for the report."""
+        return (
+            f"truncated Poisson over {self.population} {units}, probability {self.prob:.6g} each, "
+            f"at most {self.max_size} kept"
+        )
+
+    def indices(self, key: RootKey, step: int) -> np.ndarray:
+        """Returns the indices of ``step``."""
+        rng = key.numpy("sampling", step)
+        drawn = poisson_indices(rng, self.population, self.prob)
+        if len(drawn) <= self.max_size:
+            return drawn
+        return np.sort(rng.choice(drawn, self.max_size, replace=False, shuffle=False))
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedSize:
+    """A uniform subset of exactly ``size`` units, afresh at each step (replace-one adjacency)."""
+
+    population: int
+    size: int
+    name: ClassVar[str] = "fixed-size-without-replacement"
+
+    def __post_init__(self) -> None:
+        """Validates the size."""
+        check_population(self.population)
+        _check_size(self.size, self.population, "the batch size")
+
+    @property
+    def expected_size(self) -> float:
+        """The size."""
+        return float(self.size)
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """The size."""
+        return self.size
+
+    def describe(self, units: str) -> str:
+        """One line for the report."""
+        return f"exactly {self.size} of {self.population} {units} per step, without replacement"
+
+    def indices(self, key: RootKey, step: int) -> np.ndarray:
+        """Returns the indices of ``step``."""
+        rng = key.numpy("sampling", step)
+        chosen = rng.choice(self.population, self.size, replace=False, shuffle=False)
+        return np.sort(chosen.astype(np.int64, copy=False))
+
+
+@functools.lru_cache(maxsize=2)
+def _permutation(key: RootKey, epoch: int, population: int) -> np.ndarray:
+    order = key.numpy("shuffle", epoch).permutation(population)
+    order.flags.writeable = False
+    return order
+
+
+@dataclasses.dataclass(frozen=True)
+class Shuffle:
+    """Consecutive batches of a permutation drawn afresh for each pass. Not Poisson.
+
+    Here to compare with pipelines that shuffle. No amplification by sampling may be claimed for it:
+    a unit takes part once in every pass, at most (what does not fill a batch waits for the next
+    permutation), and that is all an accountant may use.
+    """
+
+    population: int
+    size: int
+    name: ClassVar[str] = "shuffle"
+
+    def __post_init__(self) -> None:
+        """Validates the size."""
+        check_population(self.population)
+        _check_size(self.size, self.population, "the batch size")
+
+    @property
+    def steps_per_pass(self) -> int:
+        """Full batches in one permutation."""
+        return self.population // self.size
+
+    def participations(self, steps: int) -> int:
+        """Most steps of the first ``steps`` in which one unit takes part."""
+        return -(-steps // self.steps_per_pass)
+
+    @property
+    def expected_size(self) -> float:
+        """The size."""
+        return float(self.size)
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """The size."""
+        return self.size
+
+    def describe(self, units: str) -> str:
+        """One line for the report."""
+        return (
+            f"shuffled passes over {self.population} {units}, {self.size} per step: not Poisson, "
+            "so no amplification by sampling holds"
+        )
+
+    def indices(self, key: RootKey, step: int) -> np.ndarray:
+        """Returns the indices of ``step``."""
+        epoch, batch = divmod(step, self.steps_per_pass)
+        order = _permutation(key, epoch, self.population)
+        return np.sort(order[batch * self.size : (batch + 1) * self.size])

@@ -1,0 +1,233 @@
+"""Every sampling law draws what it says, at every step, on every host.
+
+Statistical tests use fixed seeds; each threshold has a false-alarm rate of at most 1e-6.
+"""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import (
+    ExampleSampler,
+    FixedSize,
+    PersonalizedPoisson,
+    Poisson,
+    PoissonExamples,
+    Shuffle,
+    TruncatedPoisson,
+    TwoStage,
+    UserSampler,
+    limit_contributions,
+    share_of,
+)
+
+pytestmark = pytest.mark.privacy
+
+ALARM = 1e-6
+KEY = RootKey.from_seed(11)
+N, STEPS = 40, 3000
+OFFSETS = np.array([0, 3, 3, 20, 21, 40])
+PROBS = np.linspace(0.0, 0.5, N)
+
+LAWS = {
+    "poisson": (Poisson(N, 0.2), np.full(N, 0.2)),
+    "truncated": (TruncatedPoisson(N, 0.2, 9), None),
+    "fixed": (FixedSize(N, 7), np.full(N, 7 / N)),
+    "shuffle": (Shuffle(N, 7), np.full(N, 7 / N)),
+    "personalized": (PersonalizedPoisson(PROBS), PROBS),
+    "two-stage": (TwoStage(OFFSETS, 0.4, 0.5), np.full(N, 0.2)),
+    "two-stage personalized": (TwoStage(OFFSETS, 0.4, PROBS), 0.4 * PROBS),
+}
+
+
+def inclusion(law, steps=STEPS):
+    drawn = np.zeros((steps, N), bool)
+    for step in range(steps):
+        drawn[step, law.indices(KEY, step)] = True
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    return {name: inclusion(law) for name, (law, _) in LAWS.items()}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_marginal_probability_of_every_unit(drawn, name):
+    law, probs = LAWS[name]
+    counts = drawn[name].sum(axis=0)
+    if probs is None:
+        probs = np.full(N, law.expected_size / N)  # by symmetry
+    for count, prob in zip(counts, probs):
+        assert stats.binomtest(int(count), STEPS, prob).pvalue > ALARM / N
+    assert abs(counts.sum() / STEPS - law.expected_size) < 5 * np.sqrt(N / STEPS)
+
+
+@pytest.mark.parametrize("name", [n for n in LAWS if n != "shuffle"])
+def test_steps_are_independent(drawn, name):
+    z = drawn[name] - drawn[name].mean(axis=0)
+    lagged = (z[1:] * z[:-1]).sum(axis=0)
+    spread = np.sqrt((z[1:] ** 2 * z[:-1] ** 2).sum(axis=0)) + 1e-9
+    assert np.abs(lagged / spread).max() < stats.norm.isf(ALARM / (2 * N)) * 1.2
+    total = drawn[name].sum(axis=1)
+    if total.std() > 0:
+        correlation = np.corrcoef(total[1:], total[:-1])[0, 1]
+        assert abs(correlation) * np.sqrt(STEPS) < stats.norm.isf(ALARM / 2)
+
+
+def pairs(drawn):
+    """Observed joint inclusion of units 4 and 5 (one silo), and 4 and 30 (two silos)."""
+    return (drawn[:, 4] & drawn[:, 5]).sum(), (drawn[:, 4] & drawn[:, 30]).sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "same", "other"),
+    [
+        ("poisson", 0.2**2, 0.2**2),
+        ("fixed", 7 * 6 / (40 * 39), 7 * 6 / (40 * 39)),
+        ("shuffle", 7 * 6 / (40 * 39), 7 * 6 / (40 * 39)),
+        ("personalized", PROBS[4] * PROBS[5], PROBS[4] * PROBS[30]),
+        ("two-stage", 0.4 * 0.5**2, 0.2**2),
+    ],
+)
+def test_joint_inclusion_of_two_units(drawn, name, same, other):
+    observed = pairs(drawn[name])
+    for count, prob in zip(observed, (same, other)):
+        assert stats.binomtest(int(count), STEPS, prob).pvalue > ALARM
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_sizes(drawn, name):
+    law, _ = LAWS[name]
+    sizes = drawn[name].sum(axis=1)
+    assert sizes.max() <= law.size_bound(1e-12)
+    if name in ("fixed", "shuffle"):
+        assert (sizes == 7).all()
+    if name == "truncated":
+        observed = np.bincount(sizes, minlength=10)[:10]
+        expected = np.r_[stats.binom.pmf(np.arange(9), N, 0.2), stats.binom.sf(8, N, 0.2)] * STEPS
+        few = expected < 5
+        observed = np.r_[observed[~few], observed[few].sum()]
+        expected = np.r_[expected[~few], expected[few].sum()]
+        assert stats.chisquare(observed, expected).pvalue > ALARM
+        assert sizes.max() == 9
+
+
+def test_shuffle_takes_every_unit_at_most_once_a_pass():
+    law = Shuffle(N, 7)
+    assert law.steps_per_pass == 5
+    assert [law.participations(t) for t in (1, 5, 6, 10)] == [1, 1, 2, 2]
+    drawn = inclusion(law, 50)
+    passes = drawn.reshape(10, 5, N).sum(axis=1)
+    assert passes.max() == 1
+    assert (passes.sum(axis=1) == 35).all()
+    assert "not Poisson" in law.describe("users")
+    left_out = passes == 0
+    assert left_out.any(axis=0).sum() > 20  # another remainder each pass
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_any_step_without_the_steps_before_it(name):
+    law, _ = LAWS[name]
+    forward = [law.indices(KEY, t) for t in range(12)]
+    for t in (11, 3, 7, 0):
+        np.testing.assert_array_equal(law.indices(KEY, t), forward[t])
+    for drawn in forward:
+        assert drawn.dtype == np.int64
+        assert (np.diff(drawn) > 0).all()
+    other = [law.indices(RootKey.from_seed(12), t) for t in range(12)]
+    assert any(len(a) != len(b) or (a != b).any() for a, b in zip(forward, other))
+
+
+def test_poisson_law_is_the_poisson_sampler():
+    positions = np.arange(500, 540)
+    by_law = ExampleSampler(Poisson(N, 0.2), positions, KEY)
+    own = PoissonExamples(positions, 0.2, KEY)
+    for t in range(5):
+        np.testing.assert_array_equal(by_law.draw(t).positions, own.draw(t).positions)
+
+
+@pytest.mark.parametrize("law", [Poisson(5, 0.5), FixedSize(5, 2), Shuffle(5, 2)])
+def test_users_hold_their_own_examples_up_to_the_group_size(law):
+    sampler = UserSampler(law, OFFSETS, 4, KEY)
+    seen = np.zeros(40, int)
+    steps = 2000
+    for t in range(steps):
+        draw = sampler.draw(t)
+        assert draw.positions.shape == (draw.size, 4)
+        counts = draw.example_mask.sum(axis=1)
+        sizes = np.diff(OFFSETS)[draw.units]
+        np.testing.assert_array_equal(counts, np.minimum(sizes, 4))
+        for user, row in zip(draw.units, draw.positions):
+            real = row[row >= 0]
+            assert len(set(real.tolist())) == len(real)
+            assert ((real >= OFFSETS[user]) & (real < OFFSETS[user + 1])).all()
+            seen[real] += 1
+    # Within the users that own more than 4 examples, every example is as likely as any other.
+    prob = law.expected_size / 5
+    for user in (2, 4):
+        size = OFFSETS[user + 1] - OFFSETS[user]
+        for count in seen[OFFSETS[user] : OFFSETS[user + 1]]:
+            assert stats.binomtest(int(count), steps, prob * 4 / size).pvalue > ALARM / size
+
+
+def test_contribution_limit_is_never_exceeded_on_heavy_tails():
+    rng = np.random.default_rng(0)
+    offsets = np.r_[0, np.cumsum(rng.zipf(1.3, 3000).clip(max=5000))]
+    for group_size in (1, 7, 100):
+        kept = limit_contributions(KEY.numpy("limit", group_size), offsets, group_size)
+        owner = np.searchsorted(offsets, kept, side="right") - 1
+        counts = np.bincount(owner, minlength=3000)
+        np.testing.assert_array_equal(counts, np.minimum(np.diff(offsets), group_size))
+        assert len(np.unique(kept)) == len(kept)
+
+
+@pytest.mark.parametrize("name", LAWS)
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+def test_one_host_or_four_give_the_same_global_batch(name, hosts):
+    law, _ = LAWS[name]
+    users = np.r_[0, np.cumsum(np.arange(N) % 5)]
+    samplers = [ExampleSampler(law, np.arange(N) * 3, KEY), UserSampler(law, users, 3, KEY)]
+    for sampler in samplers:
+        for t in range(4):
+            draw = sampler.draw(t)
+            row = 8
+            whole = share_of(draw, row, range(row))
+            width = row // hosts
+            shares = [
+                share_of(draw, row, range(h * width, (h + 1) * width), len(whole.slots))
+                for h in range(hosts)
+            ]
+            np.testing.assert_array_equal(
+                np.concatenate([s.slots for s in shares], axis=1), whole.slots
+            )
+            np.testing.assert_array_equal(
+                np.concatenate([s.positions for s in shares], axis=1), whole.positions
+            )
+            real = whole.slots >= 0
+            assert sorted(whole.slots[real].tolist()) == list(range(draw.size))
+            np.testing.assert_array_equal(whole.positions[real], draw.positions)
+            assert (whole.positions[~real] == -1).all()
+
+
+def test_bad_settings():
+    for make, message in (
+        (lambda: Poisson(10, 1.5), "sampling probability is 1.5"),
+        (lambda: Poisson(0, 0.5), "nothing to sample"),
+        (lambda: TruncatedPoisson(10, 0.5, 11), "largest batch is 11"),
+        (lambda: FixedSize(10, 0), "batch size is 0"),
+        (lambda: Shuffle(10, 11), "batch size is 11"),
+        (lambda: PersonalizedPoisson(np.array([0.5, 1.1])), r"in \[0, 1\]"),
+        (lambda: PersonalizedPoisson(np.array([0.5, np.nan])), r"in \[0, 1\]"),
+        (lambda: TwoStage(OFFSETS, 0.0, 0.5), "sampling probability is 0"),
+        (lambda: TwoStage(OFFSETS, 0.5, np.ones(3)), "3 record probabilities for 40 records"),
+        (lambda: ExampleSampler(Poisson(9, 0.5), np.arange(10), KEY), "for 9 units"),
+        (lambda: UserSampler(Poisson(9, 0.5), OFFSETS, 2, KEY), "there are 5 users"),
+        (lambda: UserSampler(Poisson(5, 0.5), OFFSETS, 0, KEY), "group_size is 0"),
+    ):
+        with pytest.raises(BadInputError, match=message):
+            make()
+    with pytest.raises(ValueError, match="lie outside"):
+        share_of(ExampleSampler(Poisson(N, 0.2), np.arange(N), KEY).draw(0), 4, range(2, 6))
