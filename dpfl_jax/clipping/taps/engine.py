@@ -24,7 +24,7 @@ from dpfl_jax.clipping.taps.factors import Pair, factorise, merge, same_form
 from dpfl_jax.clipping.taps.trace import Analysis, Site, analyse
 
 # Entries of w * d are rounded once more than those of d when d has less than float32's precision:
-# by at most 2^-9 each in bfloat16. This much less weight keeps the contribution under its bound.
+# by at most 2^-8 each in bfloat16. This much less weight covers that, unless they cancel.
 _LOW_PRECISION_GUARD = 1.0 - 2.0**-8
 
 
@@ -114,9 +114,9 @@ def solve_ghost(
             entry = LeafReport(name, shape, "zero", 0, "the loss does not depend on it", 0.0, 0.0)
         else:
             pairs = _pairs(uses, records, gradients)
-            if any(p.right.bits < 32 for p in pairs):
-                guard = _LOW_PRECISION_GUARD
             choice = leaves.choose(pairs, leaf.size, machine, force)
+            if choice.method != "keep" and any(leaves.rounds_weights(p) for p in pairs):
+                guard = _LOW_PRECISION_GUARD
             if choice.method == "keep":
                 kept, norm = leaves.kept_gradients(pairs, shape)
                 squared.append(norm)

@@ -45,7 +45,11 @@ class Dense:
         axis = self.labels.index(UNIT)
         shape = [1] * self.array.ndim
         shape[axis] = -1
-        product = (self.array * weights.reshape(shape)).astype(self.array.dtype)
+        product = self.array * weights.reshape(shape)
+        # bfloat16 has float32's range and is rounded back (the engine allows for that); float16
+        # and less would underflow or overflow, so they stay float32.
+        if self.array.dtype == jnp.bfloat16:
+            product = product.astype(jnp.bfloat16)
         return Dense(unit_where(units, product, axis), self.labels)
 
 
@@ -167,6 +171,8 @@ def _gather(site: Site, indices: jax.Array, d: jax.Array, lead: tuple[Label, ...
     assert axis is not None
     size = view.shape[axis]
     indices = indices[..., 0]
+    if jnp.iinfo(indices.dtype).bits < 32:  # too narrow to be compared with the size
+        indices = indices.astype(jnp.int32)
     mode = str(site.params["mode"])
     inside = (indices >= 0) & (indices < size)
     rank = len(site.out.shape)

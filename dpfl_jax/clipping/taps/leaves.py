@@ -209,7 +209,8 @@ def summed_gradient(
         elif isinstance(left, Dense):
             left, right = left.keep(keep), right.scaled(weights, keep)
         else:
-            right = right.scaled(weights, keep)
+            # No product follows, so float32 costs nothing and nothing is rounded.
+            right = Dense(right.array.astype(jnp.float32), right.labels).scaled(weights, keep)
         weighted = dataclasses.replace(p, left=left, right=right)
         total.append(p.site.view.to_leaf(product(weighted, per_unit=False), leaf_shape))
     return sum(total[1:], start=total[0])
@@ -225,7 +226,24 @@ def squared_norm(
     def one(i: jax.Array) -> jax.Array:
         return squared_norms([unit_gradients([_unit(p, i) for p in pairs], leaf_shape)])[0][0]
 
-    return jax.lax.map(one, jnp.arange(num_units))
+    squared = jax.lax.map(one, jnp.arange(num_units))
+    # The sum is accumulated in another order than this norm: where all cancels but for rounding,
+    # the one may be zero and the other not.
+    absolute = sum(_spread(p) * _bounds(p)[0] for p in pairs)
+    return jnp.maximum(squared, jnp.square(_FLOOR * absolute))
+
+
+def _spread(pair: Pair) -> float:
+    """By how much going back from a view to its parameter may lengthen a gradient, at most."""
+    return 1.0 if pair.site.view.faithful else math.sqrt(math.prod(pair.shape))
+
+
+def rounds_weights(pair: Pair) -> bool:
+    """Whether ``summed_gradient`` rounds weighted entries to less than float32."""
+    if not isinstance(pair.left, Dense):
+        return False
+    scaled = pair.left if pair.left.array.size < pair.right.array.size else pair.right
+    return scaled.array.dtype == jnp.bfloat16
 
 
 def kept_gradients(

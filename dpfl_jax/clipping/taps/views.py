@@ -119,6 +119,8 @@ def _regroup(
     axes: tuple[Hashable, ...], old: tuple[int, ...], new: tuple[int, ...]
 ) -> tuple[Hashable, ...]:
     """Names of the axes after a reshape: axes it leaves alone keep theirs."""
+    if 0 in old:  # nothing to tell apart
+        return tuple(("reshape", (axes, new), k) for k in range(len(new)))
     out: list[Hashable] = []
     i = j = 0
     while j < len(new):
@@ -127,7 +129,7 @@ def _regroup(
             i, j = i + 1, j + 1
             continue
         if new[j] == 1:
-            out.append(("one",))
+            out.append(("one", axes, j))
             j += 1
             continue
         if i < len(old) and old[i] == 1:
