@@ -1,0 +1,224 @@
+"""From draws to devices: read what was drawn, pad to whole rows, ship it ahead of the step.
+
+A step's units become one or several *buckets* of fixed shapes [rows, row, ...] with masks; a step
+function loops over the rows that hold units, so a varying number of them never recompiles it. Users
+with few examples go to buckets with a smaller group axis instead of being padded to the largest.
+Every process reads only the columns of its own devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from dpfl_jax.data.store import Store
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.sampling import Draw, share_of
+
+
+class Drawer(Protocol):
+    """The part of a sampler that the pipeline needs."""
+
+    def draw(self, step: int) -> Draw:
+        """Returns the draw of a step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Units of one shape.
+
+    Attributes:
+      arrays: dict of arrays [rows, row, ...] (a unit is one example) or
+        [rows, row, group_size, ...]; zeros where there is no example.
+      unit_mask: bool [rows, row], True for real units.
+      example_mask: bool [rows, row, group_size], True for real examples; None if a unit is one
+        example.
+      num_rows: rows that hold real units; the others are padding (``padded_rows``).
+      num_units: real units, over all hosts.
+    """
+
+    arrays: Mapping[str, Any]
+    unit_mask: Any
+    example_mask: Any | None
+    num_rows: int
+    num_units: int
+
+    @property
+    def group_size(self) -> int | None:
+        """Length of the group axis, or None if a unit is one example."""
+        return None if self.example_mask is None else self.example_mask.shape[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBatch:
+    """All units of one step.
+
+    Attributes:
+      step: its number.
+      buckets: fixed shapes; together they hold every unit once.
+      num_units: real units.
+      num_examples: real examples.
+    """
+
+    step: int
+    buckets: tuple[Bucket, ...]
+    num_units: int
+    num_examples: int
+
+
+def bucket_group_sizes(group_size: int) -> tuple[int, ...]:
+    """Returns 1, 2, 4, ... up to ``group_size``: a user is padded to less than twice its size."""
+    sizes = [2**k for k in range(group_size.bit_length()) if 2**k < group_size]
+    return (*sizes, group_size)
+
+
+def split_into_buckets(draw: Draw, sizes: tuple[int, ...] | None) -> list[Draw]:
+    """Splits a draw of users by how many examples they hold; each unit keeps all of its own.
+
+    Args:
+      draw: positions [n, group_size].
+      sizes: increasing group sizes, the last at least that of the draw; None for one bucket.
+
+    Returns:
+      One draw per size (possibly empty), or ``[draw]`` if units are single examples.
+    """
+    if draw.positions.ndim == 1 or sizes is None:
+        return [draw]
+    positions = draw.positions
+    if sizes[-1] < positions.shape[1] or list(sizes) != sorted(set(sizes)):
+        raise BadInputError(
+            f"the bucket sizes {sizes} must increase up to the group size {positions.shape[1]}"
+        )
+    real = positions >= 0
+    counts = real.sum(axis=1)
+    if not np.array_equal(real, np.arange(positions.shape[1]) < counts[:, None]):
+        order = np.argsort(~real, axis=1, kind="stable")
+        positions = np.take_along_axis(positions, order, axis=1)
+    which = np.searchsorted(np.asarray(sizes), counts)
+    return [
+        Draw(draw.units[which == b], positions[which == b][:, :size])
+        for b, size in enumerate(sizes)
+    ]
+
+
+def padded_rows(units: int, row: int) -> int:
+    """Returns the rows of a buffer: exact up to 15, then in steps of at most an eighth.
+
+    Few shapes occur in a run (each is compiled once), and little more than needed is shipped.
+    """
+    needed = max(1, -(-units // row))
+    grain = 1 << max(0, needed.bit_length() - 4)
+    return -(-needed // grain) * grain
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Random access to the batches of a run, and an iterator that keeps ahead of it.
+
+    Attributes:
+      store: where examples are read.
+      sampler: which units each step has (the same on every host).
+      row: units per row over all devices; a multiple of their number.
+      group_sizes: bucket sizes for users (``bucket_group_sizes``); None for one bucket.
+      mesh: a ``jax.sharding.Mesh`` to ship to, or None to keep NumPy arrays.
+      axis: mesh axis over which units are split.
+      threads: threads that read ahead.
+      ahead: steps read ahead.
+    """
+
+    store: Store
+    sampler: Drawer
+    row: int
+    group_sizes: tuple[int, ...] | None = None
+    mesh: Any = None
+    axis: str = "data"
+    threads: int = 2
+    ahead: int = 4
+
+    def __post_init__(self) -> None:
+        """Checks that rows can be split over the devices."""
+        devices = 1 if self.mesh is None else self.mesh.shape[self.axis]
+        if self.row < 1 or self.row % devices:
+            raise BadInputError(f"a row of {self.row} units cannot be split over {devices} devices")
+
+    def build(self, step: int) -> StepBatch:
+        """Reads and ships the units of one step, independently of all other steps."""
+        draw = self.sampler.draw(step)
+        parts = split_into_buckets(draw, self.group_sizes)
+        some = [part for part in parts if part.size] or parts[:1]
+        local = [self._read(part) for part in some]
+        buckets = tuple(
+            Bucket(**tree, num_rows=-(-part.size // self.row), num_units=part.size)
+            for tree, part in zip(self._ship(local), some)
+        )
+        return StepBatch(step, buckets, draw.size, int(draw.example_mask.sum()))
+
+    def _columns(self, rows: int) -> range:
+        if self.mesh is None:
+            return range(self.row)
+        indices = self._sharding().addressable_devices_indices_map((rows, self.row))
+        bounds = sorted((s[1].start or 0, s[1].stop or self.row) for s in indices.values())
+        first, last = bounds[0][0], max(stop for _, stop in bounds)
+        if sum(stop - start for start, stop in set(bounds)) != last - first:
+            raise BadInputError(
+                f"the devices of this process are not neighbours on the mesh axis {self.axis!r}"
+            )
+        return range(first, last)
+
+    def _sharding(self) -> Any:
+        import jax
+
+        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(None, self.axis))
+
+    def _read(self, draw: Draw) -> dict[str, Any]:
+        """Reads this process's columns of one bucket: host arrays [rows, columns, ...]."""
+        rows = padded_rows(draw.size, self.row)
+        share = share_of(draw, self.row, self._columns(rows), rows)
+        real = share.positions >= 0
+        examples = self.store.read(share.positions[real])
+        whole = bool(real.all())
+
+        def place(values: np.ndarray) -> np.ndarray:
+            if whole:
+                return values.reshape(*real.shape, *values.shape[1:])
+            local = np.zeros((*real.shape, *values.shape[1:]), values.dtype)
+            local[real] = values
+            return local
+
+        return {
+            "arrays": {name: place(values) for name, values in examples.items()},
+            "unit_mask": share.slots >= 0,
+            "example_mask": real if real.ndim == 3 else None,
+        }
+
+    def _ship(self, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Puts host arrays on the devices of the mesh, as parts of global arrays."""
+        if self.mesh is None:
+            return trees
+        import jax
+
+        sharding = self._sharding()
+        if jax.process_count() == 1:
+            return jax.device_put(trees, sharding)  # all arrays in one call: small ones are many
+
+        def to_global(local: np.ndarray) -> Any:
+            shape = (local.shape[0], self.row, *local.shape[2:])
+            return jax.make_array_from_process_local_data(sharding, local, shape)
+
+        return jax.tree.map(to_global, trees)
+
+    def iterate(self, start: int, stop: int) -> Iterator[StepBatch]:
+        """Yields the batches of steps ``start`` to ``stop - 1`` in order, read ahead by Grain.
+
+        Resuming is starting at another step: nothing is replayed.
+        """
+        import grain
+
+        if stop <= start:
+            return iter(())
+        options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=self.ahead)
+        steps = grain.MapDataset.range(start, stop).map(self.build)
+        return iter(steps.to_iter_dataset(options))
