@@ -7,6 +7,7 @@ is too large by about resolution^2 / 6.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Literal
@@ -32,6 +33,8 @@ FINEST = 0.015
 # Beyond these an answer would mean nothing, and computing it could take all memory.
 LARGEST_MEAN_LOSS = 1e4
 LARGEST_GRID = 30.0
+# What is cut off must itself be a floating-point number.
+_LEAST_LOG_TAIL = -600.0
 
 
 class TooLittleNoiseError(BadInputError):
@@ -87,7 +90,9 @@ def epsilon(
         return _gaussian_epsilon(flat.gaussian, delta)
     log_tail = _log_tail(flat, delta)
     return _coarsened(
-        lambda grid: max(c.epsilon(delta) for c in _compositions(flat, grid, log_tail)), resolution
+        lambda factor: max(
+            c.epsilon(delta) for c in _compositions(flat, resolution, log_tail, factor)
+        )
     )
 
 
@@ -111,10 +116,19 @@ def delta(
             return 0.0
         log_delta = _gaussian_log_delta(1.0 / math.sqrt(flat.gaussian), epsilon)
         return float(math.exp(log_delta) * (1 + 1e-9))
-    log_tail = -100.0 - math.log(_steps(flat))
-    return _coarsened(
-        lambda grid: max(c.delta(epsilon) for c in _compositions(flat, grid, log_tail)), resolution
-    )
+    best = 1.0
+    # Deeper tails need longer tables: only as deep as the answer is small.
+    for log_lost in (-50.0, -100.0, -300.0):
+        tail = log_lost - math.log(_steps(flat))
+        found = _coarsened(
+            lambda factor, tail=tail: max(
+                c.delta(epsilon) for c in _compositions(flat, resolution, tail, factor)
+            )
+        )
+        best = min(best, found)
+        if found > 0 and math.log(found) > log_lost + 14.0:
+            break
+    return best
 
 
 def epsilon_curve(
@@ -152,7 +166,7 @@ def epsilon_curve(
         if t == 0:
             answers.append(0.0)
             continue
-        scaled = [[Part(p.pmf, p.count * t) for p in direction] for direction in parts]
+        scaled = [[dataclasses.replace(p, count=p.count * t) for p in d] for d in parts]
         answers.append(max(Composition(direction).epsilon(delta) for direction in scaled))
     return answers
 
@@ -188,14 +202,14 @@ def _loose_epsilon(
     raise BadInputError(f"unknown accountant {accountant!r}: choose pld, rdp or zcdp")
 
 
-def _coarsened(answer: Callable[[float], float], resolution: float) -> float:
-    """``answer(resolution)``, on a coarser grid (still a bound) if the table is too large."""
-    for _ in range(4):
+def _coarsened(answer: Callable[[float], float]) -> float:
+    """``answer(1.0)``, on a grid coarser by a factor (still a bound) if the table is too large."""
+    for factor in (1.0, 4.0, 16.0, 64.0):
         try:
-            return answer(resolution)
+            return answer(factor)
         except TableTooLargeError:
-            resolution *= 4.0
-    return answer(resolution)
+            continue
+    return answer(256.0)
 
 
 def _steps(flat: Flat) -> int:
@@ -204,7 +218,8 @@ def _steps(flat: Flat) -> int:
 
 def _log_tail(flat: Flat, delta: float) -> float:
     """Probability per step that may become an infinite loss: together below 1e-7 of delta."""
-    return min(-50.0, math.log(delta) - math.log(_steps(flat)) - 17.0)
+    wanted = min(-50.0, math.log(delta) - math.log(_steps(flat)) - 17.0)
+    return max(wanted, _LEAST_LOG_TAIL)
 
 
 def _gaussian_log_delta(sigma: float, epsilon: float) -> float:
@@ -256,7 +271,9 @@ def _grids(flat: Flat, resolution: float, log_tail: float) -> tuple[float, float
     return wanted, max(max(leaf.finest_grid(log_tail) for leaf, _ in leaves), 1e-12)
 
 
-def _discretised(flat: Flat, resolution: float, log_tail: float) -> list[list[Part]]:
+def _discretised(
+    flat: Flat, resolution: float, log_tail: float, factor: float = 1.0
+) -> list[list[Part]]:
     """One list of parts per direction of adjacency, all on one grid."""
     leaves = _with_gaussian(flat)
     mean = sum(count * leaf.moments()["remove"][0] for leaf, count in leaves)
@@ -266,18 +283,28 @@ def _discretised(flat: Flat, resolution: float, log_tail: float) -> list[list[Pa
             "epsilon exists: raise the noise multiplier, or lower the sampling probability, the "
             "group size or the number of steps"
         )
-    grid = max(_grids(flat, resolution, log_tail))
+    grid = factor * max(_grids(flat, resolution, log_tail))
     if grid > LARGEST_GRID:
         raise TooLittleNoiseError(
             "the privacy losses of one step span more than a table can hold: the noise is far too "
             "small beside the sensitivity; raise the noise multiplier or lower the group size"
         )
-    built = [(leaf.build(grid, log_tail), count) for leaf, count in leaves]
+    built = [
+        (
+            leaf.build(grid, log_tail),
+            count,
+            getattr(leaf, "local_steps", 1),
+            getattr(leaf, "probability", 1.0),
+        )
+        for leaf, count in leaves
+    ]
     return [
-        [Part(step.remove, count) for step, count in built],
-        [Part(step.add, count) for step, count in built],
+        [Part(step.remove, *how_often) for step, *how_often in built],
+        [Part(step.add, *how_often) for step, *how_often in built],
     ]
 
 
-def _compositions(flat: Flat, resolution: float, log_tail: float) -> list[Composition]:
-    return [Composition(parts) for parts in _discretised(flat, resolution, log_tail)]
+def _compositions(
+    flat: Flat, resolution: float, log_tail: float, factor: float = 1.0
+) -> list[Composition]:
+    return [Composition(parts) for parts in _discretised(flat, resolution, log_tail, factor)]

@@ -9,11 +9,12 @@ cut off or may have been lost to rounding is added to delta, so that answers sta
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy import fft, optimize
+from scipy import fft
 
 from dpfl_jax.accounting.discretize import LossPmf
 from dpfl_jax.errors import BadInputError
@@ -35,10 +36,76 @@ def _log_sum_exp(values: np.ndarray) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One kind of step: its loss distribution and how often it is run."""
+    """One kind of round.
+
+    Attributes:
+      pmf: loss distribution of one local step.
+      count: number of rounds.
+      local_steps: steps in a round that takes place.
+      probability: that a round takes place, visibly; if it does not, its loss is 0.
+    """
 
     pmf: LossPmf
     count: int
+    local_steps: int = 1
+    probability: float = 1.0
+
+    @functools.cached_property
+    def losses(self) -> np.ndarray:
+        """Losses of a step (nats)."""
+        return self.pmf.losses
+
+    @functools.cached_property
+    def logs(self) -> np.ndarray:
+        """Log probabilities of a step."""
+        with np.errstate(divide="ignore"):
+            return np.log(self.pmf.probs)
+
+    @property
+    def infinity(self) -> float:
+        """Probability that a round has an infinite loss."""
+        log_finite = self.local_steps * math.log1p(-min(self.pmf.infinity, 1.0 - 1e-16))
+        return self.probability * -math.expm1(log_finite)
+
+    def log_moment(self, theta: float) -> float:
+        """Log of E e^(theta * loss) of one round, over its finite losses."""
+        return self._mixed(self.local_steps * _log_sum_exp(self.logs + theta * self.losses))
+
+    def _mixed(self, log_taking_part: float) -> float:
+        if self.probability >= 1.0:
+            return log_taking_part
+        high = math.log(self.probability) + log_taking_part
+        return float(np.logaddexp(math.log1p(-self.probability), high))
+
+    def moments(self, theta: float) -> tuple[float, float, float]:
+        """Log moment, and mean and variance of the tilted loss, of one round."""
+        tilted = self.logs + theta * self.losses
+        log_step = _log_sum_exp(tilted)
+        weights = np.exp(tilted - log_step)
+        step_mean = float(weights @ self.losses)
+        step_variance = float(weights @ (self.losses - step_mean) ** 2)
+        mean, variance = self.local_steps * step_mean, self.local_steps * step_variance
+        whole = self._mixed(self.local_steps * log_step)
+        share = self._share(self.local_steps * log_step, whole)
+        return whole, share * mean, share * (variance + (1.0 - share) * mean**2)
+
+    def _share(self, log_taking_part: float, whole: float) -> float:
+        """Probability, under the tilted law, that the round took place."""
+        return min(1.0, math.exp(math.log(self.probability) + log_taking_part - whole))
+
+    def spectrum(self, theta: float, size: int) -> np.ndarray:
+        """Fourier transform of the tilted law of one round, loss 0 at index 0, modulo ``size``."""
+        tilted = self.logs + theta * self.losses
+        log_step = _log_sum_exp(tilted)
+        start = self.pmf.low % size
+        folded = np.zeros(-(-(start + len(tilted)) // size) * size)
+        folded[start : start + len(tilted)] = np.exp(tilted - log_step)
+        step = fft.rfft(folded.reshape(-1, size).sum(axis=0)) ** self.local_steps
+        if self.probability >= 1.0:
+            return step
+        log_taking_part = self.local_steps * log_step
+        share = self._share(log_taking_part, self._mixed(log_taking_part))
+        return (1.0 - share) + share * step
 
 
 class Composition:
@@ -48,51 +115,85 @@ class Composition:
         """Args: parts: steps on one common grid, at least one."""
         self._parts = tuple(parts)
         self.grid = parts[0].pmf.grid
-        self.steps = sum(part.count for part in parts)
-        log_finite = sum(p.count * math.log1p(-min(p.pmf.infinity, 1.0 - 1e-16)) for p in parts)
-        self.infinity = -math.expm1(log_finite)
-        with np.errstate(divide="ignore"):
-            self._logs = [np.log(part.pmf.probs) for part in parts]
-        self._losses = [part.pmf.losses for part in parts]
-        mean, variance = self._moments(0.0)
+        self.steps = sum(part.count * part.local_steps for part in parts)
+        self.infinity = -math.expm1(
+            sum(p.count * math.log1p(-min(p.infinity, 1.0 - 1e-16)) for p in parts)
+        )
+        _, mean, variance = self._moments(0.0)
         self.mean, self.sd = mean, math.sqrt(max(variance, self.grid**2))
 
     def _cumulant(self, theta: float) -> float:
-        return sum(
-            part.count * _log_sum_exp(logs + theta * losses)
-            for part, logs, losses in zip(self._parts, self._logs, self._losses)
+        return sum(part.count * part.log_moment(theta) for part in self._parts)
+
+    def _moments(self, theta: float) -> tuple[float, float, float]:
+        """Log moment of the whole, and mean and variance of its tilted law."""
+        each = [(part.count, *part.moments(theta)) for part in self._parts]
+        return (
+            sum(count * log_moment for count, log_moment, _, _ in each),
+            sum(count * mean for count, _, mean, _ in each),
+            sum(count * variance for count, _, _, variance in each),
         )
 
-    def _moments(self, theta: float) -> tuple[float, float]:
-        mean = variance = 0.0
-        for part, logs, losses in zip(self._parts, self._logs, self._losses):
-            tilted = logs + theta * losses
-            weights = np.exp(tilted - _log_sum_exp(tilted))
-            first = float(weights @ losses)
-            mean += part.count * first
-            variance += part.count * float(weights @ (losses - first) ** 2)
-        return mean, variance
+    def _tilt(self, slope: Callable[[float, float, float], float]) -> float:
+        """The theta > 0 at which ``slope(theta, cumulant, mean)``, increasing in theta, is 0.
 
-    def _best_tilt(self, objective: Callable[[float], float]) -> float:
-        """Minimises over theta > 0, on a log scale around 1 / sd."""
-        scale = math.log(1.0 / self.sd)
-        found = optimize.minimize_scalar(
-            lambda u: objective(math.exp(u)),
-            bounds=(scale - 8.0, scale + 8.0),
-            method="bounded",
-            options={"xatol": 0.02},
-        )
-        return math.exp(found.x)
+        Any theta gives a valid bound: a few correct digits are enough. The search goes by factors,
+        as rare but large losses put the answer far from 1 / sd.
+        """
+
+        def at(log_theta: float) -> float:
+            theta = math.exp(log_theta)
+            return slope(theta, *self._moments(theta)[:2])
+
+        low = high = math.log(1.0 / self.sd)
+        value = at(low)
+        step, least, most = 1.0, low - 30.0, math.log(30.0 / self.grid)
+        if value > 0.0:
+            while low > least and value > 0.0:
+                high, low, step = low, low - step, 2.0 * step
+                value = at(low)
+        else:
+            while high < most and value <= 0.0:
+                low, high, step = high, high + step, 2.0 * step
+                value = at(high)
+            high = min(high, most)
+        while high - low > 0.05:
+            middle = 0.5 * (low + high)
+            if at(middle) > 0.0:
+                high = middle
+            else:
+                low = middle
+        return math.exp(0.5 * (low + high))
+
+    def _reach(self, bound: Callable[[float], float], sd: float) -> float:
+        """Smallest of ``bound(speed)`` over speeds in a geometric progression, from 1 / sd."""
+        speed = math.sqrt(-2 * _LOG_CUT) / sd
+        best = bound(speed)
+        for factor in (0.6, 1.0 / 0.6):
+            here = speed * factor
+            for _ in range(60):
+                value = bound(here)
+                if not value < best:
+                    break
+                best, here = value, here * factor
+        return best
 
     def _edges(self, theta: float) -> tuple[float, float, float]:
-        """Window [low, high] that holds all but e^_LOG_CUT of the tilted law on either side."""
-        base = self._cumulant(theta)
-        sd = math.sqrt(max(self._moments(theta)[1], self.grid**2))
-        speeds = math.sqrt(-2 * _LOG_CUT) / sd * np.geomspace(0.1, 2.0, 7)
-        largest = sum(p.count * float(x[-1]) for p, x in zip(self._parts, self._losses))
-        smallest = sum(p.count * float(x[0]) for p, x in zip(self._parts, self._losses))
-        high = min((self._cumulant(theta + s) - base - _LOG_CUT) / s for s in speeds)
-        low = max(-(self._cumulant(theta - s) - base - _LOG_CUT) / s for s in speeds)
+        """Window [low, high] that holds all but e^_LOG_CUT of the tilted law on either side.
+
+        By Chernoff's inequality, valid at any speed; every speed tried is one.
+        """
+        base, _, variance = self._moments(theta)
+        sd = math.sqrt(max(variance, self.grid**2))
+        largest = smallest = 0.0
+        for part in self._parts:
+            # A round that need not take place may also have loss 0.
+            rest = 0.0 if part.probability < 1.0 else math.inf
+            steps, x = part.local_steps, part.losses
+            largest += part.count * max(steps * float(x[-1]), -rest)
+            smallest += part.count * min(steps * float(x[0]), rest)
+        high = self._reach(lambda s: (self._cumulant(theta + s) - base - _LOG_CUT) / s, sd)
+        low = -self._reach(lambda s: (self._cumulant(theta - s) - base - _LOG_CUT) / s, sd)
         return base, max(low, smallest), min(high, largest)
 
     def _tilted_law(self, theta: float) -> tuple[float, np.ndarray, np.ndarray, float]:
@@ -108,66 +209,68 @@ class Composition:
             )
         size = fft.next_fast_len(size, real=True)
         spectrum = np.ones(size // 2 + 1, dtype=complex)
-        offset = 0
-        for part, logs, losses in zip(self._parts, self._logs, self._losses):
-            tilted = logs + theta * losses
-            weights = np.exp(tilted - _log_sum_exp(tilted))
-            folded = np.zeros(-(-len(weights) // size) * size)
-            folded[: len(weights)] = weights
-            spectrum *= fft.rfft(folded.reshape(-1, size).sum(axis=0)) ** part.count
-            offset += part.pmf.low * part.count
-        law = np.roll(fft.irfft(spectrum, size), (offset - first) % size)
+        for part in self._parts:
+            spectrum *= part.spectrum(theta, size) ** part.count
+        law = np.roll(fft.irfft(spectrum, size), -first % size)
         losses = (first + np.arange(size)) * self.grid
         return base, losses, np.maximum(law, 0.0), math.exp(_LOG_CUT)
 
-    def _curve(
+    def _weighted(
         self, theta: float
-    ) -> tuple[np.ndarray, float, np.ndarray, np.ndarray, np.ndarray, float]:
-        """Arrays for delta(eps): losses, suffix sums of mass and of discounted mass, slack."""
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
+        """Losses, tilted law, log of what undoes the tilt, slack of delta, and the mass lost."""
         base, losses, law, cut = self._tilted_law(theta)
+        # Clipped weights multiply a law that is below its own rounding, which is in the slack.
         log_weight = np.minimum(base - theta * losses, 690.0)
-        mass = law * np.exp(log_weight)
-        centre = float(losses[len(losses) // 2])
-        discounted = law * np.exp(np.minimum(log_weight - (losses - centre), 690.0))
-        upper = np.append(np.cumsum(mass[::-1])[::-1], 0.0)
-        lower = np.append(np.cumsum(discounted[::-1])[::-1], 0.0)
-        rounding = 1e-15 * (4.0 * self.steps + 100.0)
+        # Of the powers of the spectrum (per step), and of the exponents theta * loss (per step).
+        reach = theta * max(float(np.abs(part.losses[[0, -1]]).max()) for part in self._parts)
+        rounding = 1e-15 * (self.steps * (4.0 + 0.25 * reach) + 100.0)
         slack = np.exp(log_weight) * rounding
         lost = self.infinity + cut * math.exp(min(base - theta * losses[-1], 690.0))
-        return losses, centre, upper, lower, slack, lost
+        return losses, law, log_weight, slack, lost
 
     def delta(self, epsilon: float) -> float:
         """Upper bound on the hockey-stick divergence at ``epsilon`` >= 0."""
-        if epsilon <= self.mean:
-            theta = 0.0
-        else:
-            theta = self._best_tilt(lambda t: self._cumulant(t) - t * epsilon)
-        losses, centre, upper, lower, slack, lost = self._curve(theta)
+        theta = 0.0
+        if epsilon > self.mean:
+            theta = self._tilt(lambda _, __, mean: mean - epsilon)
+        losses, law, log_weight, slack, lost = self._weighted(theta)
+        if theta > 0.0 and epsilon < losses[0]:
+            # What lies below the window is not counted rightly there; without a tilt it is.
+            losses, law, log_weight, slack, lost = self._weighted(0.0)
         j = int(np.searchsorted(losses, epsilon, side="right"))
-        if j >= len(losses):
-            return min(1.0, lost + float(slack[-1]))
-        spread = upper[j] - math.exp(epsilon - centre) * lower[j]
-        return float(min(1.0, max(spread, 0.0) + slack[max(j - 1, 0)] + lost))
+        spread = float(
+            np.exp(log_weight[j:]) @ (law[j:] * -np.expm1(np.maximum(epsilon - losses[j:], -700.0)))
+        )
+        return float(min(1.0, spread + slack[max(j - 1, 0)] + lost))
 
     def epsilon(self, delta: float) -> float:
         """Smallest epsilon >= 0 whose upper bound on delta is at most ``delta``; inf if none."""
         if self.infinity >= delta:
             return math.inf
-        theta = self._best_tilt(lambda t: (self._cumulant(t) - math.log(delta)) / t)
-        for _ in range(24):
+        log_delta = math.log(delta)
+        # The minimum of the Chernoff bound (cumulant - log delta) / theta on epsilon.
+        theta = self._tilt(lambda t, cumulant, mean: t * mean - cumulant + log_delta)
+        for attempt in range(24):
             answer = self._solve(theta, delta)
             if isinstance(answer, float):
                 return answer
             if answer == "above":
                 theta *= 1.5
             else:
-                theta = theta / 2 if theta * self.sd > 1e-3 else 0.0
+                theta = theta / 4 if attempt < 10 else 0.0
         return math.inf
 
     def _solve(self, theta: float, delta: float) -> float | str:
         """The epsilon, or on which side of this tilt's window it lies."""
-        losses, centre, upper, lower, slack, lost = self._curve(theta)
-        values = upper[1:] - np.exp(np.minimum(losses - centre, 700.0)) * lower[1:]
+        losses, law, log_weight, slack, lost = self._weighted(theta)
+        # Discounted masses are kept relative to the middle of the tilted law, near the answer.
+        centre = float(law @ losses) / float(law.sum())
+        mass = law * np.exp(log_weight)
+        discounted = law * np.exp(np.minimum(log_weight - (losses - centre), 690.0))
+        upper = np.append(np.cumsum(mass[::-1])[::-1], 0.0)
+        lower = np.append(np.cumsum(discounted[::-1])[::-1], 0.0)
+        values = upper[1:] - np.exp(np.minimum(losses - centre, 690.0)) * lower[1:]
         values = np.maximum(values, 0.0) + slack + lost
         inside = np.flatnonzero(values <= delta)
         if len(inside) == 0:
@@ -175,11 +278,12 @@ class Composition:
         j = int(inside[0])
         if losses[j] <= 0.0:
             return 0.0
-        if j == 0:
-            return "below" if theta > 0.0 else max(float(losses[0]), 0.0)
-        # Between losses[j-1] and losses[j] the curve is upper[j] - e^eps * lower[j] + constants.
-        excess = upper[j] + slack[j - 1] + lost - delta
+        if j == 0 and theta > 0.0:
+            return "below"
+        # Up to losses[j] the curve is upper[j] - e^eps * lower[j] + constants.
+        floor = max(float(losses[j - 1]), 0.0) if j > 0 else 0.0
+        excess = upper[j] + slack[max(j - 1, 0)] + lost - delta
         if excess <= 0 or lower[j] <= 0:
-            return max(float(losses[j - 1]), 0.0)
+            return floor
         answer = centre + math.log(excess) - math.log(lower[j])
-        return float(max(min(max(answer, losses[j - 1]), losses[j]), 0.0))
+        return float(max(min(max(answer, floor), losses[j]), 0.0))

@@ -61,6 +61,31 @@ class _FastMixtureLoss(privacy_loss_mechanism.MixtureGaussianPrivacyLoss):
     def noise_log_cdf(self, x: Any) -> Any:
         return special.log_ndtr(np.asarray(x, dtype=float) / self._standard_deviation)
 
+    def privacy_loss_tail(
+        self, precision: float = 1e-4
+    ) -> privacy_loss_mechanism.TailPrivacyLossDistribution:
+        """dp-accounting's, which fails where the answer is the end of its search interval.
+
+        Under REMOVE it looks for a point of [z - largest sensitivity, z], and finds none if the
+        distribution function is above the tail mass at the left end by rounding alone (one certain
+        sensitivity). The interval is a little wider here; a wider tail only adds grid points.
+        """
+        z = float(special.ndtri_exp(math.log(0.5) + self._log_mass_truncation_bound))
+        lower = z
+        if self.adjacency_type == _Adjacency.REMOVE:
+            mass = 0.5 * math.exp(self._log_mass_truncation_bound)
+            left, right = z - self._max_sens - precision, z
+            while right - left > precision:
+                middle = 0.5 * (left + right)
+                if self.mu_upper_cdf(middle) <= mass:
+                    left = middle
+                else:
+                    right = middle
+            lower = left
+        return privacy_loss_mechanism.TailPrivacyLossDistribution(
+            lower, -z, {math.inf: self.mu_upper_cdf(lower)}
+        )
+
     def _by_rows(self, function: Callable, x: np.ndarray) -> np.ndarray:
         rows = max(1, _CHUNK // len(self.sensitivities))
         parts = [function(x[i : i + rows]) for i in range(0, len(x), rows)]
@@ -109,18 +134,20 @@ class _FastMixtureLoss(privacy_loss_mechanism.MixtureGaussianPrivacyLoss):
         below = table_x[np.clip(cell - 1, 0, 4096)]
         above = table_x[np.clip(cell, 0, 4096)]
         x = np.interp(-targets, -table_loss, table_x)
+        left = np.arange(len(x))  # Points that still move.
         for _ in range(60):
-            loss, slope = self.loss_and_slope(x)
-            excess = loss - targets
-            below = np.where(excess > 0, np.maximum(below, x), below)
-            above = np.where(excess < 0, np.minimum(above, x), above)
+            here, low_end, high_end = x[left], below[left], above[left]
+            loss, slope = self.loss_and_slope(here)
+            excess = loss - targets[left]
+            low_end = np.where(excess > 0, np.maximum(low_end, here), low_end)
+            high_end = np.where(excess < 0, np.minimum(high_end, here), high_end)
             with np.errstate(divide="ignore", invalid="ignore"):
-                step = x - excess / slope
-            inside = np.isfinite(step) & (step >= below) & (step <= above)
-            new = np.where(inside, step, 0.5 * (below + above))
-            done = np.max(np.abs(new - x)) <= 1e-10 * self._standard_deviation
-            x = new
-            if done:
+                step = here - excess / slope
+            inside = np.isfinite(step) & (step >= low_end) & (step <= high_end)
+            new = np.where(inside, step, 0.5 * (low_end + high_end))
+            x[left], below[left], above[left] = new, low_end, high_end
+            left = left[np.abs(new - here) > 1e-10 * self._standard_deviation]
+            if len(left) == 0:
                 break
         return x
 

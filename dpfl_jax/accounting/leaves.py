@@ -197,23 +197,8 @@ class TwoStageLeaf:
         return self.inner.finest_grid(log_tail)
 
     def build(self, grid: float, log_tail: float) -> StepLoss:
-        """Composes the local steps, then mixes with a point mass at loss 0."""
-        step = self.inner.build(grid, log_tail - math.log(self.local_steps))
-        return StepLoss(remove=self._mixed(step.remove), add=self._mixed(step.add))
-
-    def _mixed(self, pmf: LossPmf) -> LossPmf:
-        single = privacy_loss_distribution.pld_pmf.DensePLDPmf(
-            pmf.grid, pmf.low, pmf.probs, pmf.infinity, True
-        )
-        # dp-accounting keeps the tail it cuts (1e-15) as an infinite loss.
-        rounds = discretize.from_library(single.self_compose(self.local_steps), pmf.grid)
-        low = min(rounds.low, 0)
-        high = max(rounds.low + len(rounds.probs) - 1, 0)
-        probs = np.zeros(high - low + 1)
-        start = rounds.low - low
-        probs[start : start + len(rounds.probs)] = self.probability * np.maximum(rounds.probs, 0.0)
-        probs[-low] += 1.0 - self.probability
-        return LossPmf(pmf.grid, low, probs, self.probability * rounds.infinity)
+        """The discretised loss of one local step; ``Part`` composes and mixes it."""
+        return self.inner.build(grid, log_tail - math.log(self.local_steps))
 
 
 @dataclasses.dataclass(frozen=True)
