@@ -114,8 +114,12 @@ def solve_ghost(
             entry = LeafReport(name, shape, "zero", 0, "the loss does not depend on it", 0.0, 0.0)
         else:
             pairs = _pairs(uses, records, gradients)
-            choice = leaves.choose(pairs, leaf.size, machine, force)
-            if choice.method != "keep" and any(leaves.rounds_weights(p) for p in pairs):
+            # Where weighted factors are rounded to bfloat16 and positions nearly cancel, the
+            # rounded sum can exceed the bound; a kept gradient is what its norm was taken of.
+            rounds = any(leaves.rounds_weights(p) for p in pairs)
+            method = "keep" if rounds and force is None else force
+            choice = leaves.choose(pairs, leaf.size, machine, method)
+            if choice.method != "keep" and rounds:
                 guard = _LOW_PRECISION_GUARD
             if choice.method == "keep":
                 kept, norm = leaves.kept_gradients(pairs, shape)
