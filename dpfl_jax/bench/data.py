@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import multiprocessing
 import os
 import pathlib
 import platform
 import resource
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,13 @@ def heavy_tailed_counts(users: int, examples: int, seed: int = 0) -> np.ndarray:
     return counts
 
 
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function in a new process, so that memory measured there is its own."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        return pool.submit(function, *arguments).result()
+
+
 def build_synthetic(
     out: pathlib.Path, users: int, examples: int, seq_len: int, format: str
 ) -> dict[str, Any]:
@@ -115,6 +124,13 @@ def build_synthetic(
 
 def peak_rss_mb() -> int:
     """Returns the largest resident memory of this process so far, in MB."""
+    try:
+        # ru_maxrss begins at the parent's, whose memory-mapped stores would be counted.
+        with open("/proc/self/status") as file:
+            line = next(line for line in file if line.startswith("VmHWM"))
+        return int(line.split()[1]) // 1024
+    except (OSError, StopIteration):
+        pass
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
@@ -127,18 +143,20 @@ def current_rss() -> int:
         return 0
 
 
-def measure_open(path: pathlib.Path) -> tuple[Any, dict[str, Any]]:
-    """Opens a store and touches every shard; returns it with time and memory."""
+def measure_open(path: pathlib.Path) -> dict[str, Any]:
+    """Opens a store and touches every shard; returns time and memory (of this process)."""
+    from array_record.python import array_record_module  # noqa: F401  (its own memory, not ours)
+
     from dpfl_jax.data.shards import open_store
 
     before, started = current_rss(), time.perf_counter()
     store = open_store(path)
     opened = time.perf_counter() - started
     # The first record of every shard: opens every reader, with its index.
-    store.records(np.cumsum([0, *(s.examples for s in store.manifest.shards)])[:-1])
+    store.read(np.cumsum([0, *(s.examples for s in store.manifest.shards)])[:-1])
     ready = time.perf_counter() - started
     grown = max(0, current_rss() - before)
-    return store, {
+    return {
         "open_s": round(opened, 3),
         "open_all_shards_s": round(ready, 3),
         "index_bytes_per_example": round(grown / store.num_examples, 2),
@@ -202,13 +220,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Builds, opens, measures; prints a table."""
     from rich.console import Console
 
+    from dpfl_jax.data.shards import open_store
+
     console = Console(stderr=args.json)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as temporary:
         work = pathlib.Path(args.work_dir or temporary)
         for format in [None] if args.store else args.formats:
             path, built = _store_path(args, work, format, console)
-            store, opened = measure_open(path)
+            opened = in_fresh_process(measure_open, path)
+            store = open_store(path)
             for kind, sampler, sizes in _samplers(store, args):
                 pipeline = _pipeline(store, sampler, sizes, args)
                 rows.append(
@@ -238,7 +259,7 @@ def _store_path(
     if path.exists():
         return path, {}
     console.print(f"building {args.examples:,} examples of {args.users:,} users ({format}) ...")
-    built = build_synthetic(path, args.users, args.examples, args.seq_len, format)
+    built = in_fresh_process(build_synthetic, path, args.users, args.examples, args.seq_len, format)
     console.print(f"  {built['build_s']} s, peak memory {built['peak_rss_mb']} MB")
     return path, built
 

@@ -100,7 +100,10 @@ class Schema:
     def unpack(self, records: np.ndarray) -> dict[str, np.ndarray]:
         """Turns stored records [n] into the dict of arrays with leading axis n."""
         if self.kind == "tokens":
-            mask = np.arange(self.seq_len) < records["length"][:, None]
+            # Narrow integers compare several to an instruction.
+            narrow = np.dtype(np.uint16 if self.seq_len < 2**16 else np.uint32)
+            lengths: np.ndarray = records["length"].astype(narrow)
+            mask = np.arange(self.seq_len, dtype=narrow) < lengths[:, None]
             return {"tokens": records["tokens"].astype(np.int32), "mask": mask}
         return {f.name: np.ascontiguousarray(records[f.name]) for f in self.fields}
 
