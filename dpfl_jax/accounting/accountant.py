@@ -120,11 +120,11 @@ def delta(
     # Deeper tails need longer tables: only as deep as the answer is small.
     for log_lost in (-50.0, -100.0, -300.0):
         tail = log_lost - math.log(_steps(flat))
-        found = _coarsened(
-            lambda factor, tail=tail: max(
-                c.delta(epsilon) for c in _compositions(flat, resolution, tail, factor)
-            )
-        )
+
+        def answer(factor: float, tail: float = tail) -> float:
+            return max(c.delta(epsilon) for c in _compositions(flat, resolution, tail, factor))
+
+        found = _coarsened(answer)
         best = min(best, found)
         if found > 0 and math.log(found) > log_lost + 14.0:
             break
@@ -289,19 +289,13 @@ def _discretised(
             "the privacy losses of one step span more than a table can hold: the noise is far too "
             "small beside the sensitivity; raise the noise multiplier or lower the group size"
         )
-    built = [
-        (
-            leaf.build(grid, log_tail),
-            count,
-            getattr(leaf, "local_steps", 1),
-            getattr(leaf, "probability", 1.0),
-        )
-        for leaf, count in leaves
-    ]
-    return [
-        [Part(step.remove, *how_often) for step, *how_often in built],
-        [Part(step.add, *how_often) for step, *how_often in built],
-    ]
+    directions: list[list[Part]] = [[], []]
+    for leaf, count in leaves:
+        step = leaf.build(grid, log_tail)
+        rounds = (count, getattr(leaf, "local_steps", 1), getattr(leaf, "probability", 1.0))
+        directions[0].append(Part(step.remove, *rounds))
+        directions[1].append(Part(step.add, *rounds))
+    return directions
 
 
 def _compositions(
