@@ -233,7 +233,11 @@ class Composition:
         """Upper bound on the hockey-stick divergence at ``epsilon`` >= 0."""
         theta = 0.0
         if epsilon > self.mean:
-            theta = self._tilt(lambda _, __, mean: mean - epsilon)
+            # Far in the tail the Chernoff bound below settles it: no need of an extreme theta.
+            enough = math.log(max(self.infinity, 1e-300)) - 40.0
+            theta = self._tilt(
+                lambda t, cumulant, mean: max(mean - epsilon, enough - cumulant + t * epsilon)
+            )
         losses, law, log_weight, slack, lost = self._weighted(theta)
         if theta > 0.0 and epsilon < losses[0]:
             # What lies below the window is not counted rightly there; without a tilt it is.
@@ -242,7 +246,9 @@ class Composition:
         spread = float(
             np.exp(log_weight[j:]) @ (law[j:] * -np.expm1(np.maximum(epsilon - losses[j:], -700.0)))
         )
-        return float(min(1.0, spread + slack[max(j - 1, 0)] + lost))
+        chernoff = math.exp(min(self._cumulant(theta) - theta * epsilon, 0.0)) * (1.0 + 1e-6)
+        bound = min(spread + float(slack[max(j - 1, 0)]) + lost, chernoff + self.infinity)
+        return float(min(1.0, bound))
 
     def epsilon(self, delta: float) -> float:
         """Smallest epsilon >= 0 whose upper bound on delta is at most ``delta``; inf if none."""
