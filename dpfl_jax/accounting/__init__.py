@@ -15,6 +15,7 @@ from dpfl_jax.accounting.calibrate import (
 )
 from dpfl_jax.accounting.guarantee import Guarantee
 from dpfl_jax.accounting.ledger import Account, BudgetExceededError, Ledger, Reservation
+from dpfl_jax.accounting.personal import els_epsilons, epsilon_table
 
 __all__ = [
     "ADD_OR_REMOVE",
@@ -29,7 +30,9 @@ __all__ = [
     "calibrate_sampling_prob",
     "calibrate_steps",
     "delta",
+    "els_epsilons",
     "epsilon",
     "epsilon_curve",
+    "epsilon_table",
     "events",
 ]

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy import fft
+from scipy import fft, signal
 
 from dpfl_jax.accounting.discretize import LossPmf
 from dpfl_jax.errors import BadInputError
@@ -147,7 +147,7 @@ class Composition:
 
         low = high = math.log(1.0 / self.sd)
         value = at(low)
-        step, least, most = 1.0, low - 30.0, math.log(30.0 / self.grid)
+        step, least, most = 1.0, low - 30.0, math.log(3.0 / self.grid)
         if value > 0.0:
             while low > least and value > 0.0:
                 high, low, step = low, low - step, 2.0 * step
@@ -257,39 +257,49 @@ class Composition:
         log_delta = math.log(delta)
         # The minimum of the Chernoff bound (cumulant - log delta) / theta on epsilon.
         theta = self._tilt(lambda t, cumulant, mean: t * mean - cumulant + log_delta)
+        answer, share = self._search(theta, delta)
+        if 0.0 < answer < math.inf and share > 1e-4:
+            # Rounding at this tilt costs something: tilt to the answer itself.
+            theta = self._tilt(lambda _, __, mean: mean - answer)
+            answer = min(answer, self._search(theta, delta)[0])
+        return answer
+
+    def _search(self, theta: float, delta: float) -> tuple[float, float]:
+        """The epsilon from this tilt, or from one nearby whose window holds it; and see _solve."""
         for attempt in range(24):
-            answer = self._solve(theta, delta)
-            if isinstance(answer, float):
-                return answer
-            if answer == "above":
+            found = self._solve(theta, delta)
+            if not isinstance(found, str):
+                return found
+            if found == "above":
                 theta *= 1.5
             else:
                 theta = theta / 4 if attempt < 10 else 0.0
-        return math.inf
+        return math.inf, 1.0
 
-    def _solve(self, theta: float, delta: float) -> float | str:
-        """The epsilon, or on which side of this tilt's window it lies."""
+    def _solve(self, theta: float, delta: float) -> tuple[float, float] | str:
+        """Epsilon and the share of delta that rounding takes; or where it lies, off the window."""
         losses, law, log_weight, slack, lost = self._weighted(theta)
-        # Discounted masses are kept relative to the middle of the tilted law, near the answer.
-        centre = float(law @ losses) / float(law.sum())
         mass = law * np.exp(log_weight)
-        discounted = law * np.exp(np.minimum(log_weight - (losses - centre), 690.0))
         upper = np.append(np.cumsum(mass[::-1])[::-1], 0.0)
-        lower = np.append(np.cumsum(discounted[::-1])[::-1], 0.0)
-        values = upper[1:] - np.exp(np.minimum(losses - centre, 690.0)) * lower[1:]
-        values = np.maximum(values, 0.0) + slack + lost
+        # spread[j] = sum over i > j of mass[i] (1 - e^(losses[j] - losses[i])), without
+        # cancellation: spread[j] = e^-grid spread[j+1] + (1 - e^-grid) upper[j+1].
+        decay = math.exp(-self.grid)
+        spread = signal.lfilter([-math.expm1(-self.grid)], [1.0, -decay], upper[:0:-1])[::-1]
+        values = spread + slack + lost
         inside = np.flatnonzero(values <= delta)
         if len(inside) == 0:
-            return "above" if theta > 0.0 else math.inf
+            return "above" if theta > 0.0 else (math.inf, 1.0)
         j = int(inside[0])
+        share = float(slack[j] + lost - self.infinity) / delta
         if losses[j] <= 0.0:
-            return 0.0
+            return 0.0, share
         if j == 0 and theta > 0.0:
             return "below"
-        # Up to losses[j] the curve is upper[j] - e^eps * lower[j] + constants.
+        # Up to losses[j] the curve is upper[j] - e^(eps - losses[j]) (upper[j] - spread[j]).
         floor = max(float(losses[j - 1]), 0.0) if j > 0 else 0.0
         excess = upper[j] + slack[max(j - 1, 0)] + lost - delta
-        if excess <= 0 or lower[j] <= 0:
-            return floor
-        answer = centre + math.log(excess) - math.log(lower[j])
-        return float(max(min(max(answer, floor), losses[j]), 0.0))
+        discounted = upper[j] - spread[j]
+        if excess <= 0 or discounted <= 0:
+            return floor, share
+        answer = float(losses[j]) + math.log(excess) - math.log(discounted)
+        return float(max(min(max(answer, floor), losses[j]), 0.0)), share

@@ -21,7 +21,12 @@ from dpfl_jax.errors import BadInputError
 
 ORDERS = np.unique(
     np.concatenate(
-        [1 + np.geomspace(0.01, 1, 30), np.arange(2.0, 64.5, 0.5), np.geomspace(65, 4000, 60)]
+        [
+            1 + np.geomspace(0.01, 1, 30),
+            np.arange(20, 110) / 10,
+            np.arange(11.0, 64.0),
+            np.geomspace(64, 4000, 60),
+        ]
     )
 )
 _MOST_POINTS = 400_000

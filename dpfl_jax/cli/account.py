@@ -24,6 +24,9 @@ examples:
   # epsilon of a noise multiplier, beside looser ways to account for the same run
   dpfl account els --noise-multiplier 4 --delta 1e-6 --steps 1000 --group-size 32 \\
       --sampling-prob 0.002 --compare
+  # what users of 1, 4 and 32 examples spend in such a run
+  dpfl account els --noise-multiplier 4 --delta 1e-6 --steps 1000 --group-size 32 \\
+      --sampling-prob 0.002 --contributions 1,4,32
   # how many steps, with epsilon against steps drawn to a file
   dpfl account uls --noise-multiplier 1.2 --epsilon 4 --delta 1e-8 --sampling-prob 0.01 \\
       --plot epsilon.png
@@ -55,11 +58,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "--accountant", choices=("pld", "rdp", "zcdp"), default="pld", help="default: pld"
         )
         sub.add_argument("--compare", action="store_true", help="add looser ways of accounting")
+        if "group_size" in mechanism.needs:
+            sub.add_argument(
+                "--contributions",
+                type=_counts,
+                metavar="N,N,...",
+                help="declared numbers of examples: the epsilon of a user (subject) of each",
+            )
         sub.add_argument("--plot", type=pathlib.Path, metavar="FILE.png", help="draw epsilon")
         sub.add_argument(
             "--plot-against", choices=("steps", "delta"), default="steps", help="default: steps"
         )
         add_json_flag(sub)
+
+
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of whole numbers >= 1, such as 1,4,32"
+        )
+    return counts
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -119,6 +141,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.compare:
         result["comparison"] = _compare(mechanism, noise, values, args.delta, found)
+    if getattr(args, "contributions", None):
+        result["epsilon_by_contribution"] = _by_contribution(mechanism, noise, values, args)
     if args.plot is not None:
         result["plot"] = str(_plot(mechanism, noise, values, args))
     _print(args, guarantee, result)
@@ -173,6 +197,25 @@ def _compare(
     return rows
 
 
+def _by_contribution(
+    mechanism: Mechanism, noise: float, values: Values, args: argparse.Namespace
+) -> dict[str, float]:
+    from dpfl_jax import accounting
+
+    if max(args.contributions) > values["group_size"]:
+        raise BadInputError(
+            f"--contributions names {max(args.contributions)}, more than the group size "
+            f"{values['group_size']}, which nobody may exceed"
+        )
+    table = accounting.epsilon_table(
+        lambda count: mechanism.event(noise, {**values, "group_size": count}),
+        args.contributions,
+        args.delta,
+        relation=mechanism.relation,
+    )
+    return {str(count): value for count, value in table.items()}
+
+
 def _plot(
     mechanism: Mechanism, noise: float, values: Values, args: argparse.Namespace
 ) -> pathlib.Path:
@@ -225,6 +268,11 @@ def _print(args: argparse.Namespace, guarantee: Any, result: dict[str, Any]) -> 
             value = row["epsilon"]
             shown = value if isinstance(value, str) else f"{value:.6g}"
             table.add_row(row["accounting"], shown, "yes" if row["bound"] else "NO")
+        console.print(table)
+    if "epsilon_by_contribution" in result:
+        table = Table("examples", "epsilon", title="what a user of so many examples spends")
+        for count, value in result["epsilon_by_contribution"].items():
+            table.add_row(count, f"{value:.6g}")
         console.print(table)
     if "plot" in result:
         console.print(f"plot: {result['plot']}")

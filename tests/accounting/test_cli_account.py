@@ -45,6 +45,13 @@ def test_compare_and_plot(capsys, tmp_path):
     assert len(bounds) >= 5
 
 
+def test_users_of_fewer_examples_spend_less(capsys):
+    found = answer(capsys, [*ELS, "--noise-multiplier", "8.5", "--contributions", "32,1,4"])
+    table = found["epsilon_by_contribution"]
+    assert list(table) == ["1", "4", "32"]
+    assert table["1"] < table["4"] < table["32"] == pytest.approx(found["epsilon"], rel=1e-9)
+
+
 @pytest.mark.parametrize("missing", ["steps", "sampling_prob", "group_size"])
 def test_other_parameters_are_solved(capsys, missing):
     arguments = ["account", "els", "--delta", "1e-6", "--epsilon", "2", "--noise-multiplier", "3"]
@@ -76,6 +83,8 @@ def test_every_mechanism_answers(capsys, name):
         [*ELS, "--epsilon", "-1"],
         [*ELS, "--noise-multiplier", "1e-4"],
         ["account", "els", "--epsilon", "1"],
+        [*ELS, "--noise-multiplier", "8.5", "--contributions", "33"],
+        [*ELS, "--noise-multiplier", "8.5", "--contributions", "0,a"],
         ["account", "unheard-of"],
     ],
 )

@@ -120,12 +120,50 @@ def test_two_stage_with_certain_participation_is_plain_composition():
     assert near == pytest.approx(two, rel=2e-3)
 
 
-def test_table_presets():
-    # sigma of the presets with orders down to 1.01 (the reference had 1.1 as its lowest).
-    found = accounting.calibrate_noise_multiplier(
-        lambda s: events.two_stage(s, 1.0, 1.0, 10, 15), 10.0, 1e-3
+# (tau, T, lambda, delta): sigma at integer and at fractional orders, where also the rates that
+# cost exactly epsilon 0.1, 1, 3 and 5 (rpdp_fl 5.2).
+TABLE_1 = {
+    "Heart": ((10, 15, 1.0, 1e-3), 5.4769, 5.3641, (0.02073, 0.14703, 0.37410, 0.56672)),
+    "MNIST": ((50, 15, 0.5, 1e-4), 10.7483, 10.5798, (0.01836, 0.14237, 0.37114, 0.57185)),
+    "CIFAR": ((50, 30, 0.5, 1e-4), 14.4358, 14.3081, (0.01810, 0.14140, 0.36948, 0.57063)),
+}
+
+
+@pytest.mark.parametrize("name", TABLE_1)
+def test_table_1_presets(name):
+    (tau, rounds, lam, delta), whole, fractional, rates = TABLE_1[name]
+    at_cap = rpdp.epsilon_two_stage(1.0, whole, tau, rounds, lam, delta)[0]
+    assert at_cap == pytest.approx(10.0, rel=2e-5)
+
+    def renyi_epsilon(q):
+        event = events.two_stage(fractional, q, lam, tau, rounds)
+        return accounting.epsilon(event, delta, accountant="rdp")
+
+    assert renyi_epsilon(1.0) == pytest.approx(10.0, rel=1e-3)
+    for budget, rate in zip((0.1, 1.0, 3.0, 5.0), rates, strict=True):
+        # The reference lost some fractional orders: its rates are certified, if not the largest.
+        found = renyi_epsilon(rate)
+        assert 0.98 * budget <= found <= 1.003 * budget
+    # PLD is never above the Renyi value.
+    noise = accounting.calibrate_noise_multiplier(
+        lambda s: events.two_stage(s, 1.0, lam, tau, rounds), 10.0, delta
     )
-    assert found <= 5.3641 * 1.001  # PLD is never above the Renyi value
+    assert noise <= fractional * 1.001
+
+
+def test_binary_search_golden():
+    args = (11.484375, 1, 100, 1.0, 1e-3)
+    found = [rpdp.binary_search_rate(e, *args) for e in (1.0, 2.0, 3.0)]
+    assert found == pytest.approx([0.39209592, 0.71094039, 0.99902345], abs=1e-8)
+    fit = rpdp.fit_curve(*args)
+    assert [fit.rate(e) for e in (1.0, 2.0, 3.0)] == pytest.approx(
+        [0.39089506, 0.71363807, 1.0], rel=1e-5
+    )
+    # Certified by construction, and nobody is sampled whose budget is below the floor.
+    assert all(
+        rpdp.epsilon_two_stage(q, *args)[0] <= e for q, e in zip(found, (1, 2, 3), strict=True)
+    )
+    assert rpdp.binary_search_rate(1e-3, 11.484375, 1, 100, 1.0, 1e-9) == 0.0
 
 
 def test_curve_fit_golden_and_overruns_small_budgets():

@@ -7,8 +7,10 @@ import warnings
 
 import numpy as np
 import pytest
+from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import cache, events
@@ -214,3 +216,37 @@ def test_shuffled_passes_and_truncation():
     cut = accounting.epsilon(events.truncated_poisson(1.0, 0.01, 1000, 40, 100), 1e-5)
     plain = accounting.epsilon(events.uls(1.0, 0.01, 100), 1e-5)
     assert plain * (1 - 1e-3) <= cut <= plain * 1.05  # 40 is far above the mean of 10
+
+
+def test_each_user_spends_their_own_epsilon():
+    table = accounting.els_epsilons(2.0, 0.01, [8, 1, 3, 8, 1], 200, 1e-6)
+    assert list(table) == [1, 3, 8]
+    assert list(table.values()) == sorted(table.values())
+    assert table[1] == accounting.epsilon(events.uls(2.0, 0.01, 200), 1e-6)
+    worst = events.els_worst_user(2.0, 0.01, [8, 1, 3], 200)
+    assert table[8] == accounting.epsilon(worst, 1e-6)
+    with pytest.raises(BadInputError, match="at least one"):
+        accounting.els_epsilons(2.0, 0.01, [], 200, 1e-6)
+
+
+@settings(derandomize=True, deadline=None, max_examples=6)
+@given(st.floats(0.7, 8.0), st.floats(0.005, 0.3), st.integers(1, 8), st.integers(1, 40), DELTA)
+def test_between_the_librarys_own_optimistic_and_pessimistic_compositions(
+    sigma, prob, size, steps, delta
+):
+    found = accounting.epsilon(events.els(sigma, prob, size, steps), delta)
+    counts = np.arange(size + 1)
+    weights = stats.binom.pmf(counts, size, prob)
+
+    def library(pessimistic):
+        pld = privacy_loss_distribution.from_mixture_gaussian_mechanism(
+            sigma,
+            list(counts.astype(float)),
+            list(weights / weights.sum()),
+            pessimistic_estimate=pessimistic,
+            value_discretization_interval=1e-3,
+            use_connect_dots=pessimistic,
+        )
+        return pld.self_compose(steps).get_epsilon_for_delta(delta)
+
+    assert library(False) - 1e-9 <= found <= library(True) * (1 + 5e-3) + 1e-5

@@ -118,6 +118,37 @@ def noise_for_cap(
     return high
 
 
+def binary_search_rate(
+    epsilon: float,
+    sigma: float,
+    local_steps: int,
+    rounds: int,
+    participation: float,
+    delta: float,
+    *,
+    tolerance: float = 1e-3,
+) -> float:
+    """IDP-SGD Sample (Boenisch et al. 2023, Algorithm 2): the rate of one budget, by bisection.
+
+    Returns the certified end of [1e-5, 1], when the ends differ by less than ``tolerance`` of the
+    upper one; 0 if not even 1e-5 fits.
+    """
+
+    def cost(rate: float) -> float:
+        return epsilon_two_stage(rate, sigma, local_steps, rounds, participation, delta)[0]
+
+    low, high = 1e-5, 1.0
+    if cost(low) > epsilon:
+        return 0.0
+    while low / high < 1 - tolerance:
+        middle = 0.5 * (low + high)
+        if cost(middle) < epsilon:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
 @dataclasses.dataclass(frozen=True)
 class CurveFit:
     """Algorithm 2 (SCF): epsilon(q) ~ e^(a q + b) + c, inverted. NOT A BOUND.
