@@ -1,0 +1,200 @@
+"""A federation's data: records sorted by silo, and within a silo by subject.
+
+Positions count records in that order. A silo knows the subject of each of its own records and
+nothing of other silos: no identity is resolved across silos.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from dpfl_jax.errors import BadInputError
+
+
+class Records(Protocol):
+    """Random access to records."""
+
+    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the records at ``positions`` [m] as arrays [m, ...]."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Silo:
+    """What one silo holds.
+
+    Attributes:
+      index: its number in the federation.
+      first: position of its first record.
+      subject_offsets: int64 [num_subjects + 1]; its s-th subject owns the local records
+        offsets[s]:offsets[s+1].
+    """
+
+    index: int
+    first: int
+    subject_offsets: np.ndarray
+
+    @property
+    def num_records(self) -> int:
+        """Number of records."""
+        return int(self.subject_offsets[-1])
+
+    @property
+    def num_subjects(self) -> int:
+        """Number of subjects with a record here."""
+        return len(self.subject_offsets) - 1
+
+    @functools.cached_property
+    def subject_of_record(self) -> np.ndarray:
+        """int64 [num_records]: local subject of each local record (sorted)."""
+        return np.repeat(np.arange(self.num_subjects), np.diff(self.subject_offsets))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class FederatedData:
+    """Records of subjects, spread over silos.
+
+    Attributes:
+      records: where they are read.
+      order: int64 [num_records], place in ``records`` of each position.
+      subjects: int64 [num_records], subject of each position, numbered over the federation.
+      silo_offsets: int64 [num_silos + 1]; silo i owns positions offsets[i]:offsets[i+1].
+      num_subjects: subjects in the federation, before caps.
+      content: identifies what ``records`` holds.
+    """
+
+    records: Records
+    order: np.ndarray
+    subjects: np.ndarray
+    silo_offsets: np.ndarray
+    num_subjects: int
+    content: str = ""
+
+    @classmethod
+    def from_assignment(
+        cls,
+        records: Records,
+        subjects: np.ndarray,
+        silos: np.ndarray,
+        num_silos: int,
+        content: str = "",
+        keep: np.ndarray | None = None,
+    ) -> FederatedData:
+        """Sorts records by silo and subject.
+
+        Args:
+          records: where they are read.
+          subjects: int [n], subject of each record.
+          silos: int [n], silo of each record, in 0..num_silos-1.
+          num_silos: silos, of which some may stay empty.
+          content: identifies what ``records`` holds.
+          keep: bool [n], records that may be used; default all.
+
+        Raises:
+          BadInputError: lengths that disagree, or a silo out of range.
+        """
+        subjects, silos = np.asarray(subjects, np.int64), np.asarray(silos, np.int64)
+        if subjects.shape != silos.shape or subjects.ndim != 1:
+            raise BadInputError(
+                f"there are {subjects.shape} subjects but {silos.shape} silos: give one of each "
+                "for every record"
+            )
+        if len(silos) and not 0 <= silos.min() <= silos.max() < num_silos:
+            raise BadInputError(f"a record is assigned to a silo outside 0..{num_silos - 1}")
+        order = np.lexsort((subjects, silos))
+        if keep is not None:
+            order = order[np.asarray(keep, bool)[order]]
+        counts = np.bincount(silos[order], minlength=num_silos)
+        return cls(
+            records=records,
+            order=order,
+            subjects=subjects[order],
+            silo_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+            num_subjects=int(subjects.max()) + 1 if len(subjects) else 0,
+            content=content,
+        )
+
+    @property
+    def num_silos(self) -> int:
+        """Number of silos, empty ones included."""
+        return len(self.silo_offsets) - 1
+
+    @property
+    def num_records(self) -> int:
+        """Number of records in all silos."""
+        return int(self.silo_offsets[-1])
+
+    @functools.cached_property
+    def silos(self) -> tuple[Silo, ...]:
+        """All silos, in order."""
+        return tuple(self._silo(i) for i in range(self.num_silos))
+
+    def _silo(self, index: int) -> Silo:
+        first, stop = int(self.silo_offsets[index]), int(self.silo_offsets[index + 1])
+        mine = self.subjects[first:stop]
+        starts = np.flatnonzero(np.diff(mine, prepend=-1))
+        return Silo(index, first, np.concatenate([starts, [len(mine)]]).astype(np.int64))
+
+    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the records at ``positions`` [m] as arrays [m, ...]."""
+        return self.records.read(self.order[positions])
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hex digest of the content and of who holds what."""
+        digest = hashlib.sha256(self.content.encode())
+        for array in (self.order, self.subjects, self.silo_offsets):
+            digest.update(np.ascontiguousarray(array, np.int64).tobytes())
+        return digest.hexdigest()
+
+    def largest_counts(self) -> np.ndarray:
+        """int64 [num_silos]: most records of one subject in each silo (private; 0 if empty)."""
+        return np.array(
+            [int(np.diff(s.subject_offsets).max(initial=0)) for s in self.silos], np.int64
+        )
+
+    def silos_of_subjects(self) -> np.ndarray:
+        """int64 [num_subjects]: silos in which each subject has a record (private)."""
+        counts = np.zeros(self.num_subjects, np.int64)
+        for i in range(self.num_silos):
+            mine = self.subjects[self.silo_offsets[i] : self.silo_offsets[i + 1]]
+            counts[np.unique(mine)] += 1
+        return counts
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ArrayRecords:
+    """Records held in memory.
+
+    Attributes:
+      arrays: arrays with a common leading axis.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+
+    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the records at ``positions``."""
+        return {name: array[positions] for name, array in self.arrays.items()}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Renamed:
+    """A store whose fields are given other names, for models that expect them.
+
+    Attributes:
+      records: the store.
+      names: old name -> new name; fields not named keep theirs.
+    """
+
+    records: Any
+    names: Mapping[str, str]
+
+    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the records at ``positions``."""
+        found = self.records.read(positions)
+        return {self.names.get(name, name): array for name, array in found.items()}

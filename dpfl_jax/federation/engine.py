@@ -1,0 +1,271 @@
+"""The compiled round: silos are an array axis.
+
+    release(broadcast, opt_states, chunk) -> Released, opt_states, Diagnostics
+
+A chunk holds some silos [silos, ...]: split over devices by ``shard_map``, taken ``width`` at a
+time by ``vmap`` within a device, one group after the other by ``scan``. Sizes, noise, clip norms,
+divisors and numbers of steps are arrays: silos that differ in them share one program.
+
+Noise is added inside the silo at every local step, before its optimiser sees anything. What leaves
+a silo is ``Released``, made of its parameters after the last noised step; ``Diagnostics`` is made
+from private data without noise, and the server's rule is never given it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, PartitionSpec
+
+from dpfl_jax.clipping.result import vary, varying_axes
+from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.noise import GaussianNoise
+from dpfl_jax.training.state import DATA_AXIS
+from dpfl_jax.training.step import StepStats
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """One round's work of some silos. S silos, T local steps, M microbatches of B units.
+
+    Attributes:
+      units: pytree [S, T, M, B, ...].
+      mask: bool [S, T, M, B], False for padding.
+      group: float32 [S, T, M, B], for rules that weight by group.
+      microbatches: int32 [S, T], microbatches that hold units.
+      active: bool [S, T], False for steps that a silo does not take.
+      noise_key: uint32 [S, T, 2], threefry keys, each used once.
+      stddev: float32 [S, T], of the noise on the sum.
+      divisor: float32 [S, T].
+      clip_norm: float32 [S].
+      weight: float32 [S], public weight in the server's average; 0 for padding silos.
+    """
+
+    units: PyTree
+    mask: jax.Array
+    group: jax.Array
+    microbatches: jax.Array
+    active: jax.Array
+    noise_key: jax.Array
+    stddev: jax.Array
+    divisor: jax.Array
+    clip_norm: jax.Array
+    weight: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Released:
+    """What leaves the silos of a chunk, added up.
+
+    Attributes:
+      update: float32 pytree, sum of weight times (end minus start) over usable silos.
+      weight: float32 scalar, sum of their weights.
+      silos: int32 scalar, usable silos.
+      dropped: int32 scalar, silos whose update was not finite. It is a function of noised values.
+    """
+
+    update: PyTree
+    weight: jax.Array
+    silos: jax.Array
+    dropped: jax.Array
+
+
+_PER_STEP = ("units", "mask", "group", "active", "noise_key", "stddev", "divisor")
+
+
+def bounded_sum(
+    mechanism: SiloMechanism, loss_fn: Callable[..., jax.Array], **options: Any
+) -> Callable[..., tuple[PyTree, StepStats]]:
+    """Returns one local step's sum before noise, for one silo.
+
+    ``(params, units [M, B, ...], mask [M, B], group [M, B], microbatches, clip_norm)
+    -> (sum, StepStats)``.
+    """
+    bounded_grad = mechanism.bounded_grad(loss_fn, **options)
+
+    def summed(
+        params: PyTree,
+        units: PyTree,
+        mask: jax.Array,
+        group: jax.Array,
+        microbatches: jax.Array,
+        clip_norm: jax.Array,
+    ) -> tuple[PyTree, StepStats]:
+        def body(i: jax.Array, carry: tuple[PyTree, StepStats]) -> tuple[PyTree, StepStats]:
+            total, stats = carry
+
+            def pick(x: jax.Array) -> jax.Array:
+                return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+            row_mask = pick(mask)
+            bounded = bounded_grad(
+                params, jax.tree.map(pick, units), row_mask, pick(group), clip_norm
+            )
+            real = row_mask.astype(jnp.float32)
+            finite = real * (1.0 - bounded.nonfinite)
+            stats = StepStats(
+                units=stats.units + real.sum(),
+                loss=stats.loss + jnp.where(finite > 0, bounded.losses, 0.0).sum(),
+                clipped=stats.clipped + (finite * (bounded.norms > clip_norm)).sum(),
+                norm=stats.norm + (finite * bounded.norms).sum(),
+                nonfinite=stats.nonfinite + (real * bounded.nonfinite).sum(),
+            )
+            return jax.tree.map(jnp.add, total, bounded.sum), stats
+
+        empty = (jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), _no_stats())
+        empty = vary(empty, varying_axes(mask))
+        return jax.lax.fori_loop(0, microbatches, body, empty)
+
+    return summed
+
+
+def make_release(
+    mechanism: SiloMechanism,
+    loss_fn: Callable[..., jax.Array],
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    *,
+    width: int = 1,
+    keep_state: bool = False,
+    **options: Any,
+) -> Callable[..., tuple[Released, PyTree, StepStats]]:
+    """Returns the compiled ``(params, opt_states, chunk) -> (Released, opt_states, stats)``.
+
+    Args:
+      mechanism: of any of the silos (they differ in numbers only).
+      loss_fn: ``(params, record) -> scalar``.
+      optimizer: the silos' local Optax optimiser; it sees noised gradients only.
+      mesh: silos are split over its ``"data"`` axis.
+      width: silos of a device that are vmapped; the others follow one after the other. 1 is the
+        fastest on a CPU, where XLA has no good convolutions with a batch of kernels.
+      keep_state: whether a silo's optimiser state lives on between its rounds. If not,
+        ``opt_states`` is None and every round starts afresh.
+      **options: passed to ``clipping.bounded_grad``.
+
+    The chunk's number of silos must be a multiple of devices times width; opt_states has a leading
+    silo axis.
+    """
+    summed = bounded_sum(mechanism, loss_fn, **options)
+    unit_noise = GaussianNoise(1.0)
+
+    def one_silo(
+        start: PyTree, opt_state: PyTree, silo: Chunk, microbatches: jax.Array
+    ) -> tuple[PyTree, PyTree, StepStats, jax.Array]:
+        def local_step(carry: tuple[PyTree, PyTree], x: Any) -> tuple[Any, StepStats]:
+            params, state = carry
+            step, rows = x
+            total, stats = summed(
+                params, step["units"], step["mask"], step["group"], rows, silo.clip_norm
+            )
+            key = jax.random.wrap_key_data(step["noise_key"], impl="threefry2x32")
+            noise = unit_noise.sample(key, total)
+            gradient = jax.tree.map(
+                lambda g, z, p: ((g + step["stddev"] * z) / step["divisor"]).astype(p.dtype),
+                total,
+                noise,
+                params,
+            )
+            updates, new_state = optimizer.update(gradient, state, params)
+            new = (optax.apply_updates(params, updates), new_state)
+            kept = jax.tree.map(lambda a, b: jnp.where(step["active"], a, b), new, (params, state))
+            return kept, stats
+
+        steps = {name: getattr(silo, name) for name in _PER_STEP}
+        (end, new_state), stats = jax.lax.scan(
+            local_step, (start, opt_state), (steps, microbatches)
+        )
+        update = jax.tree.map(lambda b, a: (b - a).astype(jnp.float32), end, start)
+        finite = jnp.array(True)
+        for leaf in jax.tree.leaves(update):
+            finite &= jnp.isfinite(leaf).all()
+        if keep_state:  # a silo that diverged starts afresh
+            fresh = optimizer.init(start)
+            new_state = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new_state, fresh)
+        return update, new_state, jax.tree.map(lambda x: x.sum(), stats), finite
+
+    many = jax.vmap(one_silo, in_axes=(None, 0, 0, None))
+
+    def group_of_silos(carry: Released, x: tuple[Chunk, PyTree], start: PyTree) -> Any:
+        chunk, states = x
+        if not keep_state:
+            states = vary(_stacked(optimizer.init(start), width), varying_axes(start))
+        # One number for the group, so that the loop over microbatches is not a batched one.
+        rows = chunk.microbatches.max(axis=0)
+        if width == 1:
+            alone = jax.tree.map(lambda a: a[0], (states, chunk))
+            found = one_silo(start, alone[0], alone[1], rows)
+            update, states, stats, finite = jax.tree.map(lambda a: a[None], found)
+        else:
+            update, states, stats, finite = many(start, states, chunk, rows)
+        weight = jnp.where(finite, chunk.weight, 0.0)
+
+        def add(total: jax.Array, u: jax.Array) -> jax.Array:
+            clean = jnp.where(finite.reshape(-1, *[1] * (u.ndim - 1)), u, 0.0)
+            return total + jnp.tensordot(weight, clean, axes=1, precision="highest")
+
+        real = chunk.weight > 0
+        carry = Released(
+            update=jax.tree.map(add, carry.update, update),
+            weight=carry.weight + weight.sum(),
+            silos=carry.silos + (real & finite).sum(dtype=jnp.int32),
+            dropped=carry.dropped + (real & ~finite).sum(dtype=jnp.int32),
+        )
+        kept = states if keep_state else None
+        return carry, (kept, jax.tree.map(lambda s: s.sum(), stats))
+
+    def on_device(params: PyTree, states: PyTree, chunk: Chunk) -> tuple[Released, Any, StepStats]:
+        axes = frozenset({DATA_AXIS})
+        params = vary(params, axes)
+        nothing = Released(
+            update=jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+            weight=jnp.zeros(()),
+            silos=jnp.zeros((), jnp.int32),
+            dropped=jnp.zeros((), jnp.int32),
+        )
+
+        def split(a: jax.Array) -> jax.Array:
+            return a.reshape(a.shape[0] // width, width, *a.shape[1:])
+
+        released, (new_states, stats) = jax.lax.scan(
+            lambda carry, x: group_of_silos(carry, x, params),
+            vary(nothing, axes),
+            (jax.tree.map(split, chunk), jax.tree.map(split, states)),
+        )
+        new_states = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), new_states)
+        stats = jax.tree.map(lambda s: s.sum(), stats)
+        return jax.lax.psum(released, DATA_AXIS), new_states, jax.lax.psum(stats, DATA_AXIS)
+
+    silo_axis = PartitionSpec(DATA_AXIS)
+    return jax.jit(
+        jax.shard_map(
+            on_device,
+            mesh=mesh,
+            in_specs=(PartitionSpec(), silo_axis, silo_axis),
+            out_specs=(PartitionSpec(), silo_axis, PartitionSpec()),
+            axis_names={DATA_AXIS},
+        )
+    )
+
+
+def mean_update(released: Released) -> PyTree:
+    """Weighted mean over the usable silos; zero if there is none."""
+    weight = jnp.where(released.weight > 0, released.weight, 1.0)
+    return jax.tree.map(lambda u: u / weight, released.update)
+
+
+def _no_stats() -> StepStats:
+    zero = jnp.zeros((), jnp.float32)
+    return StepStats(units=zero, loss=zero, clipped=zero, norm=zero, nonfinite=zero)
+
+
+def _stacked(tree: PyTree, width: int) -> PyTree:
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (width, *jnp.shape(x))), tree)

@@ -1,0 +1,135 @@
+"""A federation: who takes part, with which mechanism, for how many rounds and local steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import Law
+
+
+@dataclasses.dataclass(frozen=True)
+class SiloPlan:
+    """One silo's part: public.
+
+    Attributes:
+      mechanism: what it does at a local step.
+      facts: its public sizes.
+      local_steps: T_i, steps in a round.
+      weight: in the server's average; never computed from private data.
+    """
+
+    mechanism: SiloMechanism
+    facts: SiloFacts
+    local_steps: int
+    weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        if self.local_steps < 1:
+            raise BadInputError(f"local_steps is {self.local_steps}, but it must be at least 1")
+        if not self.weight > 0:
+            raise BadInputError(f"a silo's weight is {self.weight}, but it must be above 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Federation:
+    """Everything that is accounted and run.
+
+    Attributes:
+      silos: one plan per silo of the data; a silo without records takes no part.
+      rounds: R.
+      max_silos_per_subject: H, most silos in which one subject has records. An assumption that no
+        silo can check alone.
+      cohort: law that draws the silos of a round; None: all of them. Who takes part is visible.
+    """
+
+    silos: tuple[SiloPlan, ...]
+    rounds: int
+    max_silos_per_subject: int
+    cohort: Law | None = None
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        if not self.silos:
+            raise BadInputError("the federation has no silos")
+        if self.rounds < 1:
+            raise BadInputError(f"rounds is {self.rounds}, but it must be at least 1")
+        if not 1 <= self.max_silos_per_subject <= len(self.silos):
+            raise BadInputError(
+                f"max_silos_per_subject is {self.max_silos_per_subject}, but it must be between 1 "
+                f"and the {len(self.silos)} silos there are"
+            )
+        if len({plan.mechanism.layout for plan in self.silos}) > 1:
+            raise BadInputError("all silos must run the same kind of mechanism, with its options")
+        if self.cohort is not None and self.cohort.population != len(self.silos):
+            raise BadInputError(
+                f"the cohort is drawn from {self.cohort.population} silos, but there are "
+                f"{len(self.silos)}"
+            )
+
+    @property
+    def mechanism(self) -> SiloMechanism:
+        """That of the first silo: the kind is common."""
+        return self.silos[0].mechanism
+
+    @property
+    def participants(self) -> np.ndarray:
+        """int64: silos that hold records."""
+        return np.flatnonzero([plan.facts.num_records > 0 for plan in self.silos])
+
+    @property
+    def max_local_steps(self) -> int:
+        """Most local steps of any silo."""
+        return max(plan.local_steps for plan in self.silos)
+
+    @property
+    def silos_per_round(self) -> int:
+        """A number of silos that a round's cohort never exceeds."""
+        most = len(self.participants)
+        if self.cohort is None or self.cohort.name != "fixed-size-without-replacement":
+            return most
+        return min(most, self.cohort.size_bound())
+
+    def cohort_of(self, key: RootKey, round_index: int) -> np.ndarray:
+        """Silos of a round, sorted; ``key`` is the run's root key."""
+        if self.cohort is None:
+            return self.participants
+        drawn = self.cohort.indices(key.child("silo-cohort"), round_index)
+        return np.intersect1d(drawn, self.participants)
+
+    def with_noise(self, sigmas: Sequence[float]) -> Federation:
+        """A copy with these noise multipliers, one per silo."""
+        silos = tuple(
+            dataclasses.replace(
+                plan, mechanism=dataclasses.replace(plan.mechanism, noise_multiplier=float(sigma))
+            )
+            for plan, sigma in zip(self.silos, sigmas, strict=True)
+        )
+        return dataclasses.replace(self, silos=silos)
+
+    def check(self, data: FederatedData) -> None:
+        """Raises BadInputError unless the data keep what the plan promises."""
+        if data.num_silos != len(self.silos):
+            raise BadInputError(
+                f"the plan is for {len(self.silos)} silos, but the data have {data.num_silos}"
+            )
+        caps = np.array([plan.mechanism.max_items_per_subject for plan in self.silos])
+        over = np.flatnonzero(data.largest_counts() > caps)
+        if len(over) and self.mechanism.private:
+            raise BadInputError(
+                f"silo {over[0]} holds more than max_items_per_subject={caps[over[0]]} records of "
+                "one subject: cap the data (partition.cap_per_subject) before the run"
+            )
+        most = int(data.silos_of_subjects().max(initial=0))
+        if most > self.max_silos_per_subject and self.mechanism.unit == "subject":
+            raise BadInputError(
+                f"a subject has records in {most} silos, but max_silos_per_subject is "
+                f"{self.max_silos_per_subject}: raise it, or confine subjects"
+            )

@@ -1,0 +1,263 @@
+"""What every silo mechanism is: it draws, bounds, scales its noise, and says what that costs.
+
+One object per silo, so that silos may differ in everything that is a number. All silos of a
+federation have the same kind and options: one compiled program serves them all.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import jax
+import numpy as np
+
+from dpfl_jax.clipping import BoundedSum, Rule, Standard, bounded_grad
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.data import Silo
+from dpfl_jax.mechanisms.base import mean_of_examples, require_positive
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import FixedSize, Poisson
+from dpfl_jax.sampling.base import binomial_bound
+
+PyTree = Any
+LossFn = Callable[..., jax.Array]
+SumFn = Callable[..., BoundedSum]
+
+
+@dataclasses.dataclass(frozen=True)
+class SiloFacts:
+    """What is public about a silo.
+
+    Attributes:
+      num_records: records it holds.
+      num_subjects: subjects it holds.
+    """
+
+    num_records: int
+    num_subjects: int
+
+    @classmethod
+    def of(cls, silo: Silo) -> SiloFacts:
+        """The facts of a silo that is here."""
+        return cls(silo.num_records, silo.num_subjects)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SiloDraw:
+    """The units of one local step, with the noise and divisor that go with them.
+
+    Attributes:
+      positions: int64 [n], or [n, g] for units of several records (-1: none).
+      group: float32 [n], size of each unit's group in the whole step, for rules that need it.
+      noise_multiplier: sigma of this step.
+      divisor: what the noised sum is divided by.
+    """
+
+    positions: np.ndarray
+    group: np.ndarray
+    noise_multiplier: float
+    divisor: float
+
+    @property
+    def size(self) -> int:
+        """Number of units."""
+        return len(self.positions)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SiloMechanism(abc.ABC):
+    """A silo's local step.
+
+    Attributes:
+      batch_size: expected records per local step; give this or ``sampling_prob``.
+      sampling_prob: q, probability of each record in each local step.
+      max_items_per_subject: K, most records of a subject in this silo. Enforced on the data
+        before the run; public.
+      clip_norm: C.
+      noise_multiplier: sigma; the noise on the sum has stddev sigma * C. None until calibrated.
+      sampling: ``"poisson"`` (accounted), or ``"fixed"`` (batches of a fixed size without
+        replacement, as in the papers' pseudo-code; the guarantee then says there is none).
+    """
+
+    batch_size: float | None = None
+    sampling_prob: float | None = None
+    max_items_per_subject: int = 1
+    clip_norm: float = 1.0
+    noise_multiplier: float | None = None
+    sampling: Literal["poisson", "fixed"] = "poisson"
+
+    kind: ClassVar[str]
+    unit: ClassVar[str] = "subject"
+    private: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        require_positive("clip_norm", self.clip_norm)
+        if (self.batch_size is None) == (self.sampling_prob is None):
+            raise BadInputError(
+                f"{self.kind}: give either batch_size or sampling_prob, and only one of them"
+            )
+        if self.batch_size is not None:
+            require_positive("batch_size", self.batch_size)
+        if self.sampling_prob is not None and not 0.0 < self.sampling_prob <= 1.0:
+            raise BadInputError(
+                f"sampling_prob is {self.sampling_prob}, but it must be above 0 and at most 1"
+            )
+        if self.max_items_per_subject < 1:
+            raise BadInputError(
+                f"max_items_per_subject is {self.max_items_per_subject}, but it must be at least 1"
+            )
+        if self.noise_multiplier is not None and not (
+            math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0
+        ):
+            raise BadInputError(
+                f"noise_multiplier is {self.noise_multiplier}, but it must be finite and >= 0"
+            )
+        if self.sampling not in ("poisson", "fixed"):
+            raise BadInputError(f"sampling is {self.sampling!r}: it must be 'poisson' or 'fixed'")
+
+    # ---- what runs -------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """What must be equal in all silos of one compiled program."""
+        return (type(self),)
+
+    def probability(self, facts: SiloFacts) -> float:
+        """Q of each record; a silo smaller than its batch takes all its records at every step."""
+        if self.sampling_prob is not None:
+            return self.sampling_prob
+        assert self.batch_size is not None
+        return min(1.0, self.batch_size / max(facts.num_records, 1))
+
+    def divisor(self, facts: SiloFacts) -> float:
+        """Expected number of units of a step: a constant, never the realised number."""
+        return max(self.probability(facts) * facts.num_records, 1.0)
+
+    def draw(self, silo: Silo, key: RootKey, step: int) -> SiloDraw:
+        """Draws the units of a local step.
+
+        Args:
+          silo: whose records.
+          key: root key of this silo in this round; used for nothing else.
+          step: local step.
+        """
+        return self.assemble(silo, self.select(silo, key, step), key, step)
+
+    def select(self, silo: Silo, key: RootKey, step: int) -> np.ndarray:
+        """Local records of a step, int64 [m], sorted."""
+        if silo.num_records == 0:
+            return np.zeros(0, np.int64)
+        prob = self.probability(SiloFacts.of(silo))
+        if self.sampling == "fixed":
+            size = min(silo.num_records, max(1, round(prob * silo.num_records)))
+            return FixedSize(silo.num_records, size).indices(key, step)
+        return Poisson(silo.num_records, prob).indices(key, step)
+
+    def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
+        """Makes units of the local records ``chosen``; here each is its own."""
+        del key, step
+        return self.plain(silo, silo.first + chosen, np.ones(len(chosen), np.float32))
+
+    def plain(self, silo: Silo, positions: np.ndarray, group: np.ndarray) -> SiloDraw:
+        """A draw with the constant noise and divisor."""
+        return SiloDraw(positions, group, self.sigma, self.divisor(SiloFacts.of(silo)))
+
+    def unit_size(self, silo: Silo) -> int | None:
+        """Records a unit may hold, or None if a unit is one record."""
+        del silo
+        return None
+
+    def size_bound(self, silo: Silo, tail: float = 1e-15) -> int:
+        """A number of units that a draw exceeds with probability at most ``tail``."""
+        return binomial_bound(silo.num_records, self.probability(SiloFacts.of(silo)), tail)
+
+    def rule(self, clip_norm: Any) -> Rule:
+        """The clip rule at a clip norm (a float, or an array on the device)."""
+        return Standard(clip_norm)
+
+    def unit_loss(self, loss_fn: LossFn) -> LossFn:
+        """Turns the loss of one record into the loss of one unit."""
+        return loss_fn
+
+    def bounded_grad(self, loss_fn: LossFn, **options: Any) -> SumFn:
+        """Returns ``(params, units, mask, group, clip_norm) -> BoundedSum``.
+
+        Args:
+          loss_fn: ``(params, record) -> scalar``.
+          **options: passed to ``clipping.bounded_grad``.
+        """
+        bounded = bounded_grad(self.unit_loss(loss_fn), rule=self.rule(self.clip_norm), **options)
+
+        def summed(
+            params: PyTree, units: PyTree, mask: jax.Array, group: jax.Array, clip_norm: jax.Array
+        ) -> BoundedSum:
+            return bounded(params, units, mask, group=group, rule=self.rule(clip_norm))
+
+        return summed
+
+    @property
+    def sigma(self) -> float:
+        """The noise multiplier; raises BadInputError before calibration."""
+        if self.noise_multiplier is None:
+            raise BadInputError(
+                f"this {self.kind} mechanism has no noise multiplier: set noise_multiplier, or "
+                "calibrate the federation"
+            )
+        return self.noise_multiplier
+
+    # ---- what is accounted -----------------------------------------------------------------
+
+    @abc.abstractmethod
+    def event(self, facts: SiloFacts, steps: int) -> Any:
+        """The event of ``steps`` local steps for one unit (``unit``) of this silo."""
+
+    def subject_event(self, facts: SiloFacts, steps: int) -> Any:
+        """The same for one subject, whatever the mechanism's own unit."""
+        return self.event(facts, steps)
+
+    def unsound(self) -> tuple[str, ...]:
+        """Why no guarantee follows from ``event``; empty if one does."""
+        if self.sampling == "fixed":
+            return (
+                "batches have a fixed size, which is not the sampling that is accounted for: "
+                "removing one subject makes room for others' records",
+            )
+        return ()
+
+    def describe(self) -> str:
+        """What the mechanism does, for the report."""
+        return self.kind
+
+
+def runs_of(subjects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Starts and lengths of the runs of equal values in a sorted array."""
+    starts = np.flatnonzero(np.diff(subjects, prepend=-1))
+    return starts, np.diff(np.concatenate([starts, [len(subjects)]]))
+
+
+def grouped_positions(first: int, chosen: np.ndarray, subjects: np.ndarray, size: int) -> Any:
+    """Puts each subject's records in a row: int64 [subjects, size], -1 where there is none."""
+    starts, lengths = runs_of(subjects)
+    rows = np.repeat(np.arange(len(starts)), lengths)
+    columns = np.arange(len(chosen)) - np.repeat(starts, lengths)
+    out = np.full((len(starts), size), -1, np.int64)
+    out[rows, columns] = first + chosen
+    return out
+
+
+__all__ = [
+    "LossFn",
+    "PyTree",
+    "SiloDraw",
+    "SiloFacts",
+    "SiloMechanism",
+    "SumFn",
+    "grouped_positions",
+    "mean_of_examples",
+    "runs_of",
+]

@@ -1,0 +1,118 @@
+"""HiGradAvgDP: each subject contributes the average of its clipped gradients.
+
+Source: Marathe et al., "Subject Granular Differential Privacy in Federated Learning", Algorithm 2;
+"Subject Level Differential Privacy with Hierarchical Gradient Averaging", Algorithm 1.
+
+    S   = each record of the silo independently with probability q
+    g_a = mean over subject a's records in S of clip(grad, C)        # norm <= C
+    g~  = (sum over subjects of g_a + N(0, sigma^2 C^2)) / B
+
+Departures. Sampling is Poisson: with batches of a fixed size a subject's records displace others'
+and the sensitivity is not C. The divisor is the constant B: the number of distinct subjects (the
+first paper's choice, ``denominator="distinct_subjects"``) can be read off the size of the noise.
+A subject is in a batch with probability 1 - (1-q)^K; the second paper accounts for q.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from dpfl_jax.accounting import events
+from dpfl_jax.clipping import GroupAverage, Rule, Standard
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.data import Silo
+from dpfl_jax.federation.mechanisms.base import (
+    LossFn,
+    SiloDraw,
+    SiloFacts,
+    SiloMechanism,
+    grouped_positions,
+    mean_of_examples,
+    runs_of,
+)
+from dpfl_jax.randomness import RootKey
+
+ORDERS = ("clip_then_average", "average_then_clip")
+DENOMINATORS = ("expected_batch", "distinct_subjects")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiGradAvgDP(SiloMechanism):
+    """Hierarchical gradient averaging.
+
+    Attributes:
+      order: ``"clip_then_average"`` (the papers) or ``"average_then_clip"`` (the gradient of the
+        mean loss of the subject's records in the batch, clipped once: same sensitivity).
+      denominator: ``"expected_batch"``, or the first paper's ``"distinct_subjects"`` (not private).
+    """
+
+    order: Literal["clip_then_average", "average_then_clip"] = "clip_then_average"
+    denominator: Literal["expected_batch", "distinct_subjects"] = "expected_batch"
+
+    kind: ClassVar[str] = "hi_grad_avg"
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        super().__post_init__()
+        for name, value, known in (
+            ("order", self.order, ORDERS),
+            ("denominator", self.denominator, DENOMINATORS),
+        ):
+            if value not in known:
+                raise BadInputError(f"{name} is {value!r}, but it must be one of {known}")
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """Kind and order."""
+        return (type(self), self.order)
+
+    def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
+        """Counts each subject's records over the whole batch, before anything is split."""
+        del key, step
+        subjects = silo.subject_of_record[chosen]
+        _, lengths = runs_of(subjects)
+        if self.order == "average_then_clip":
+            positions = grouped_positions(silo.first, chosen, subjects, self.max_items_per_subject)
+            group = np.ones(len(positions), np.float32)
+        else:
+            positions = silo.first + chosen
+            group = np.repeat(lengths, lengths).astype(np.float32)
+        draw = self.plain(silo, positions, group)
+        if self.denominator == "distinct_subjects":
+            return dataclasses.replace(draw, divisor=float(max(len(lengths), 1)))
+        return draw
+
+    def unit_size(self, silo: Silo) -> int | None:
+        """K if subjects are the units."""
+        del silo
+        return self.max_items_per_subject if self.order == "average_then_clip" else None
+
+    def rule(self, clip_norm: Any) -> Rule:
+        """min(1, C/n) over the size of the subject's group."""
+        if self.order == "average_then_clip":
+            return Standard(clip_norm)
+        return GroupAverage(clip_norm)
+
+    def unit_loss(self, loss_fn: LossFn) -> LossFn:
+        """One record's loss, or the mean over a subject's records in the batch."""
+        return mean_of_examples(loss_fn) if self.order == "average_then_clip" else loss_fn
+
+    def event(self, facts: SiloFacts, steps: int) -> Any:
+        """Poisson-subsampled Gaussian at 1 - (1-q)^K."""
+        return events.hi_grad_avg_dp(
+            self.sigma, self.probability(facts), self.max_items_per_subject, steps
+        )
+
+    def unsound(self) -> tuple[str, ...]:
+        """The first paper's denominator scales the noise by a private count."""
+        reasons = super().unsound()
+        if self.denominator == "distinct_subjects":
+            reasons = (
+                *reasons,
+                "the noised sum is divided by the number of distinct subjects in the private "
+                "batch, which can be read off the size of the noise",
+            )
+        return reasons

@@ -1,0 +1,96 @@
+"""LocalGroupDP: DP-SGD inside each silo, with noise for all of a subject's records.
+
+Source: Marathe et al., "Subject Granular Differential Privacy in Federated Learning", Algorithm 1.
+
+    S   = each record of the silo independently with probability q
+    g~  = (sum over S of clip(grad, C) + N(0, sigma^2 C^2)) / B
+
+Departures. The paper picks sigma anew for each batch, for groups of Z = the largest number of
+records of one subject in that batch, with the amplification of one record. That is not private
+(the scale of the noise is a statistic of the private batch) and Z is not the number of records by
+which neighbours differ. Here sigma is one constant, for a subject of up to K records in the silo,
+accounted by the mixture of Gaussians with Binomial(K, q) shifts; ``batch_cap`` is the honest form
+of Z: at most that many records of a subject stay in a batch. ``batch_noise`` reproduces the paper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dpfl_jax.accounting import events
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.data import Silo
+from dpfl_jax.federation.mechanisms.base import SiloDraw, SiloFacts, SiloMechanism, runs_of
+from dpfl_jax.randomness import RootKey
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalGroupDP(SiloMechanism):
+    """Record-clipped DP-SGD accounted for subjects.
+
+    Attributes:
+      batch_cap: most records of one subject in a batch; others are dropped from it at random.
+      batch_noise: the paper's table: sigma for Z = 1, 2, ...; replaces the constant noise.
+    """
+
+    batch_cap: int | None = None
+    batch_noise: tuple[float, ...] | None = None
+
+    kind: ClassVar[str] = "local_group"
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        super().__post_init__()
+        if self.batch_cap is not None and self.batch_cap < 1:
+            raise BadInputError(f"batch_cap is {self.batch_cap}, but it must be at least 1")
+
+    def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
+        """Applies the cap; with the paper's table, takes the noise of the largest group."""
+        subjects = silo.subject_of_record[chosen]
+        if self.batch_cap is not None and len(chosen):
+            ticket = key.numpy("batch-cap", step).random(len(chosen))
+            order = np.lexsort((ticket, subjects))
+            starts, lengths = runs_of(subjects)
+            rank = np.arange(len(chosen)) - np.repeat(starts, lengths)
+            chosen = np.sort(chosen[order[rank < self.batch_cap]])
+        draw = self.plain(silo, silo.first + chosen, np.ones(len(chosen), np.float32))
+        if self.batch_noise is None:
+            return draw
+        largest = int(runs_of(silo.subject_of_record[chosen])[1].max(initial=1))
+        if largest > len(self.batch_noise):
+            raise BadInputError(
+                f"a batch holds {largest} records of one subject, but the table of noise by group "
+                f"ends at {len(self.batch_noise)}: raise max_items_per_subject"
+            )
+        return dataclasses.replace(draw, noise_multiplier=self.batch_noise[largest - 1])
+
+    @property
+    def sigma(self) -> float:
+        """The constant noise multiplier (with the paper's table, its smallest)."""
+        if self.batch_noise is not None:
+            return min(self.batch_noise)
+        return super().sigma
+
+    def event(self, facts: SiloFacts, steps: int) -> Any:
+        """A mixture of Gaussians with shifts min(Binomial(K, q), batch_cap)."""
+        return events.local_group_dp(
+            self.sigma,
+            self.probability(facts),
+            self.max_items_per_subject,
+            steps,
+            self.batch_cap,
+        )
+
+    def unsound(self) -> tuple[str, ...]:
+        """The paper's noise follows the private batch."""
+        reasons = super().unsound()
+        if self.batch_noise is not None:
+            reasons = (
+                *reasons,
+                "the noise multiplier of each step is chosen by the largest group in the private "
+                "batch, so the size of the noise itself tells about the data",
+            )
+        return reasons

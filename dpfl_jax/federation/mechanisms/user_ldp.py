@@ -1,0 +1,68 @@
+"""UserLDP: the gradient of the whole batch is clipped once, and hidden entirely.
+
+Source: Marathe et al., "Subject Granular Differential Privacy in Federated Learning", Algorithm 3;
+"Subject Level Differential Privacy with Hierarchical Gradient Averaging", Algorithm 2.
+
+    S   = each record of the silo independently with probability q
+    g~  = clip(mean over S of grad, C) + N(0, sigma^2 C^2)           # not divided by B
+
+Departure. The papers take C for the sensitivity; two clipped means can point in opposite
+directions, so it is 2C. No amplification by sampling is claimed, as in the papers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dpfl_jax.accounting import events
+from dpfl_jax.federation.data import Silo
+from dpfl_jax.federation.mechanisms.base import (
+    LossFn,
+    SiloDraw,
+    SiloFacts,
+    SiloMechanism,
+    mean_of_examples,
+)
+from dpfl_jax.randomness import RootKey
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UserLDP(SiloMechanism):
+    """One clipped mean gradient per step."""
+
+    kind: ClassVar[str] = "user_ldp"
+
+    def divisor(self, facts: SiloFacts) -> float:
+        """1: what is noised is the mean already."""
+        del facts
+        return 1.0
+
+    def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
+        """All records are one unit."""
+        del key, step
+        return self.plain(silo, (silo.first + chosen)[None, :], np.ones(1, np.float32))
+
+    def unit_size(self, silo: Silo) -> int | None:
+        """The largest batch."""
+        return max(1, super().size_bound(silo))
+
+    def size_bound(self, silo: Silo, tail: float = 1e-15) -> int:
+        """One unit."""
+        del silo, tail
+        return 1
+
+    def unit_loss(self, loss_fn: LossFn) -> LossFn:
+        """The mean over the records of the batch."""
+        return mean_of_examples(loss_fn)
+
+    def event(self, facts: SiloFacts, steps: int) -> Any:
+        """A Gaussian of sensitivity 2C at every step."""
+        del facts
+        return events.user_ldp(self.sigma, steps)
+
+    def unsound(self) -> tuple[str, ...]:
+        """A batch of any kind is hidden entirely: its sampling does not matter."""
+        return ()

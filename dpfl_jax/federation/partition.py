@@ -1,0 +1,195 @@
+"""Spreading subjects over silos, and capping what one subject has in one silo.
+
+Where a record goes and whether it is kept depends on its subject alone (a keyed hash of its id and
+of the record's number within the subject): adding or removing a subject moves nothing of another's.
+
+Source of the skewed spread: Marathe et al., "Subject Granular Differential Privacy in Federated
+Learning", section 5: the power law P(x; a) = a x^(a-1) on [0, 1], a = 1 being uniform. How x picks
+a silo is not said there; here x is drawn per record, its silo is the floor(n x)-th in an order of
+the silos that is permuted independently for each subject (a common order leaves the number of
+subjects in a batch unchanged, which is not what the paper reports).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import numpy as np
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.data import Silo
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import Poisson
+
+Spread = Literal["uniform", "power", "confined"]
+_BLOCK = 1 << 22
+
+
+def mixed(*words: np.ndarray | int) -> np.ndarray:
+    """Mixes uint64 words, broadcast together, into well-spread ones (SplitMix64 rounds)."""
+    state = np.uint64(0x9E3779B97F4A7C15)
+    out = np.zeros((), np.uint64)
+    with np.errstate(over="ignore"):
+        for word in words:
+            out = out ^ np.asarray(word, np.uint64)
+            out = out + state
+            out = (out ^ (out >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            out = (out ^ (out >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            out = out ^ (out >> np.uint64(31))
+    return out
+
+
+def uniforms(*words: np.ndarray | int) -> np.ndarray:
+    """Numbers in [0, 1) that are a fixed function of the words; float64."""
+    return (mixed(*words) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def record_numbers(subjects: np.ndarray) -> np.ndarray:
+    """int64 [n]: how many earlier records the subject of each record has."""
+    order = np.argsort(subjects, kind="stable")
+    ordered = subjects[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=ordered[:1] - 1))
+    run = np.diff(np.concatenate([starts, [len(ordered)]]))
+    numbers = np.empty(len(subjects), np.int64)
+    numbers[order] = np.arange(len(subjects)) - np.repeat(starts, run)
+    return numbers
+
+
+def assign_to_silos(
+    subjects: np.ndarray,
+    subject_keys: np.ndarray,
+    num_silos: int,
+    how: Spread = "uniform",
+    *,
+    alpha: float = 1.0,
+    order: Literal["per_subject", "common"] = "per_subject",
+    seed: int = 0,
+) -> np.ndarray:
+    """Chooses the silo of each record.
+
+    Args:
+      subjects: int [n], subject of each record.
+      subject_keys: uint64 [num_subjects], a hash of each subject's id.
+      num_silos: number of silos.
+      how: ``"uniform"`` (each record anywhere), ``"power"`` (skewed by ``alpha``), ``"confined"``
+        (all records of a subject in one silo).
+      alpha: a >= 1 of the power law; 1 is uniform.
+      order: of the silos that the power law ranks: one per subject, or the same for all.
+      seed: chooses the spread; public.
+
+    Returns:
+      int64 [n], silo of each record.
+
+    Raises:
+      BadInputError: no silo, or alpha below 1.
+    """
+    if num_silos < 1:
+        raise BadInputError(f"federation.silos is {num_silos}, but it must be at least 1")
+    if not alpha >= 1.0:
+        raise BadInputError(f"federation.alpha is {alpha}, but it must be 1 (uniform) or more")
+    subjects = np.asarray(subjects, np.int64)
+    keys = np.asarray(subject_keys, np.uint64)
+    if how == "confined":
+        return np.floor(num_silos * uniforms(keys, seed, 1)).astype(np.int64)[subjects]
+    numbers = record_numbers(subjects)
+    x = uniforms(keys[subjects], numbers, seed, 2)
+    if how == "uniform":
+        return np.floor(num_silos * x).astype(np.int64)
+    if how != "power":
+        raise BadInputError(
+            f"federation.partition is {how!r}, but it must be uniform, power or confined"
+        )
+    rank = np.floor(num_silos * x ** (1.0 / alpha)).astype(np.int64)
+    if order == "common":
+        return rank
+    silos = np.empty(len(subjects), np.int64)
+    step = max(1, _BLOCK // num_silos)
+    by_subject = np.argsort(subjects, kind="stable")
+    ordered = subjects[by_subject]
+    for low in range(0, len(keys), step):
+        block = keys[low : low + step]
+        tickets = uniforms(block[:, None], np.arange(num_silos)[None, :], seed, 3)
+        permuted = np.argsort(tickets, axis=1, kind="stable")
+        begin, end = np.searchsorted(ordered, [low, low + len(block)])
+        some = by_subject[begin:end]
+        silos[some] = permuted[subjects[some] - low, rank[some]]
+    return silos
+
+
+def cap_per_subject(
+    subjects: np.ndarray,
+    silos: np.ndarray,
+    subject_keys: np.ndarray,
+    cap: int,
+    seed: int = 0,
+) -> np.ndarray:
+    """Which records stay when a subject may have at most ``cap`` in each silo.
+
+    The choice ranks a subject's records by a hash of its id and the record's number: it looks at
+    nothing but that subject, so that a cap never makes one person's records depend on another's.
+
+    Args:
+      subjects: int [n], subject of each record.
+      silos: int [n], silo of each record.
+      subject_keys: uint64 [num_subjects], a hash of each subject's id.
+      cap: K, at least 1.
+      seed: chooses the hash; public.
+
+    Returns:
+      bool [n].
+    """
+    if cap < 1:
+        raise BadInputError(f"max_items_per_subject is {cap}, but it must be at least 1")
+    subjects, silos = np.asarray(subjects, np.int64), np.asarray(silos, np.int64)
+    if not len(subjects):
+        return np.zeros(0, bool)
+    ticket = mixed(np.asarray(subject_keys, np.uint64)[subjects], record_numbers(subjects), seed, 4)
+    order = np.lexsort((ticket, subjects, silos))
+    new = np.diff(subjects[order], prepend=-1) != 0
+    new |= np.diff(silos[order], prepend=-1) != 0
+    starts = np.flatnonzero(new)
+    run = np.diff(np.concatenate([starts, [len(order)]]))
+    rank = np.arange(len(order)) - np.repeat(starts, run)
+    keep = np.zeros(len(order), bool)
+    keep[order] = rank < cap
+    return keep
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchStatistics:
+    """What random batches of one silo look like. Computed from private data: never publish it.
+
+    Attributes:
+      largest_group: int64 [draws], Z: most records of one subject in each batch.
+      distinct_subjects: int64 [draws], subjects in each batch.
+      records: int64 [draws], records in each batch.
+    """
+
+    largest_group: np.ndarray
+    distinct_subjects: np.ndarray
+    records: np.ndarray
+
+    @property
+    def dominant_group(self) -> int:
+        """The most frequent Z."""
+        return int(np.bincount(self.largest_group).argmax())
+
+
+def batch_statistics(silo: Silo, prob: float, draws: int, key: RootKey) -> BatchStatistics:
+    """Simulates Poisson batches of one silo.
+
+    Args:
+      silo: whose batches.
+      prob: q, probability of each record.
+      draws: batches.
+      key: root key of the simulation (not of a run).
+    """
+    law = Poisson(silo.num_records, prob)
+    largest, distinct, records = (np.zeros(draws, np.int64) for _ in range(3))
+    for i in range(draws):
+        counts = np.bincount(silo.subject_of_record[law.indices(key, i)])
+        largest[i] = counts.max(initial=0)
+        distinct[i] = np.count_nonzero(counts)
+        records[i] = counts.sum()
+    return BatchStatistics(largest, distinct, records)

@@ -1,0 +1,237 @@
+"""From draws to device buffers: what each silo does in a round, read, padded and shipped.
+
+Buffers have one shape for the whole run: the capacity covers all draws but a fraction 1e-15 of
+them, and a larger one gets a larger buffer (one compilation more), never a truncation.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.federation.engine import Chunk
+from dpfl_jax.federation.federation import Federation
+from dpfl_jax.federation.mechanisms import SiloDraw
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training.state import DATA_AXIS
+
+_BYTES = 192 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One chunk of a round, on the devices.
+
+    Attributes:
+      silos: int64 [k], silos in it (the chunk is padded with silos of weight 0).
+      chunk: their work.
+      num_records: records read for it.
+    """
+
+    silos: np.ndarray
+    chunk: Chunk
+    num_records: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundBuilder:
+    """Builds any chunk of any round, independently of all others.
+
+    Attributes:
+      federation: who does what.
+      data: what the silos hold.
+      key: root key of the run.
+      mesh: silos are split over its ``"data"`` axis.
+      width: silos of a device that are vmapped.
+      microbatch_size: units processed at once.
+      chunk_silos: silos in a chunk; None: as many as 192 MiB of buffers hold.
+    """
+
+    federation: Federation
+    data: FederatedData
+    key: RootKey
+    mesh: Mesh
+    width: int = 1
+    microbatch_size: int = 32
+    chunk_silos: int | None = None
+
+    # ---- shapes ----------------------------------------------------------------------------
+
+    @functools.cached_property
+    def capacity(self) -> int:
+        """Microbatches in a step's buffer."""
+        plans = self.federation.silos
+        bounds = [plans[i].mechanism.size_bound(self.data.silos[i]) for i in self._members]
+        return max(1, math.ceil(max(bounds, default=1) / self.row))
+
+    @functools.cached_property
+    def row(self) -> int:
+        """Units in a microbatch, no more than the largest step needs."""
+        plans = self.federation.silos
+        bounds = [plans[i].mechanism.size_bound(self.data.silos[i]) for i in self._members]
+        return max(1, min(self.microbatch_size, max(bounds, default=1)))
+
+    @functools.cached_property
+    def unit_size(self) -> int | None:
+        """Records in a unit, or None if a unit is a record."""
+        plans = self.federation.silos
+        sizes = [plans[i].mechanism.unit_size(self.data.silos[i]) for i in self._members]
+        known = [size for size in sizes if size is not None]
+        return max(known) if known else None
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Silos in a chunk: a multiple of devices times width."""
+        unit = self.mesh.shape[DATA_AXIS] * self.width
+        most = unit * math.ceil(max(self.federation.silos_per_round, 1) / unit)
+        if self.chunk_silos is not None:
+            return min(most, unit * math.ceil(self.chunk_silos / unit))
+        one = self.data.read(np.zeros(1, np.int64)) if self.data.num_records else {}
+        record = sum(np.asarray(v).nbytes for v in one.values())
+        slots = self.federation.max_local_steps * self.capacity * self.row * (self.unit_size or 1)
+        fit = max(1, _BYTES // max(record * slots * unit, 1))
+        # Chunks of equal size: the last one is padded, and padding is computed.
+        return unit * math.ceil(most / unit / math.ceil(most / unit / fit))
+
+    @functools.cached_property
+    def _members(self) -> list[int]:
+        return self.federation.participants.tolist()
+
+    # ---- building --------------------------------------------------------------------------
+
+    def silo_key(self, silo: int, round_index: int) -> RootKey:
+        """The key of one silo in one round, from which its draws and noise come."""
+        return self.key.child("silo", silo, round_index)
+
+    def draws(self, silo: int, round_index: int) -> list[SiloDraw]:
+        """What a silo draws in a round, one entry per local step."""
+        plan, key = self.federation.silos[silo], self.silo_key(silo, round_index)
+        mine = self.data.silos[silo]
+        return [plan.mechanism.draw(mine, key, t) for t in range(plan.local_steps)]
+
+    def noise_keys(self, silo: int, round_index: int) -> np.ndarray:
+        """uint32 [local steps, 2]: one threefry key per local step."""
+        key = self.silo_key(silo, round_index)
+        steps = self.federation.silos[silo].local_steps
+        return np.stack(
+            [np.frombuffer(key.derive("noise", t)[:8], np.uint32) for t in range(steps)]
+        )
+
+    def build(self, round_index: int, silos: np.ndarray) -> Piece:
+        """Draws, reads and ships the work of ``silos`` (at most ``size``) in a round."""
+        drawn = [self.draws(int(i), round_index) for i in silos]
+        steps, unit_size = self.federation.max_local_steps, self.unit_size
+        most = max((d.size for row in drawn for d in row), default=0)
+        capacity = self.capacity
+        while capacity * self.row < most:
+            capacity *= 2
+        if unit_size is not None:
+            widest = max((d.positions.shape[1] for row in drawn for d in row), default=0)
+            while unit_size < widest:
+                unit_size *= 2
+        shape = (self.size, steps, capacity, self.row)
+        slots, positions = self._slots(drawn, capacity * self.row, unit_size)
+        examples = self.data.read(positions)
+        full = shape if unit_size is None else (*shape, unit_size)
+
+        def scatter(leaf: np.ndarray) -> np.ndarray:
+            out = np.zeros((math.prod(full), *leaf.shape[1:]), leaf.dtype)
+            out[slots] = leaf
+            return out.reshape(*full, *leaf.shape[1:])
+
+        units: Any = {name: scatter(leaf) for name, leaf in examples.items()}
+        present = scatter(np.ones(len(slots), bool))
+        mask = np.zeros((self.size, steps, capacity * self.row), bool)
+        group = np.ones(mask.shape, np.float32)
+        active = np.zeros(shape[:2], bool)
+        keys = np.zeros((*shape[:2], 2), np.uint32)
+        stddev, divisor = np.zeros(shape[:2], np.float32), np.ones(shape[:2], np.float32)
+        clip_norm, weight = np.ones(self.size, np.float32), np.zeros(self.size, np.float32)
+        for s, (i, row) in enumerate(zip(silos.tolist(), drawn)):
+            plan = self.federation.silos[i]
+            clip_norm[s], weight[s] = plan.mechanism.clip_norm, plan.weight
+            active[s, : plan.local_steps] = True
+            keys[s, : plan.local_steps] = self.noise_keys(i, round_index)
+            for t, draw in enumerate(row):
+                mask[s, t, : draw.size] = True
+                group[s, t, : draw.size] = draw.group
+                stddev[s, t] = draw.noise_multiplier * plan.mechanism.clip_norm
+                divisor[s, t] = draw.divisor
+        rows = np.ceil(mask.sum(axis=2) / self.row).astype(np.int32)
+        if unit_size is not None:
+            units = {"examples": units, "mask": present}
+        host: dict[str, Any] = {
+            "units": units,
+            "mask": mask.reshape(shape),
+            "group": group.reshape(shape),
+            "microbatches": rows,
+            "active": active,
+            "noise_key": keys,
+            "stddev": stddev,
+            "divisor": divisor,
+            "clip_norm": clip_norm,
+            "weight": weight,
+        }
+        sharding = NamedSharding(self.mesh, PartitionSpec(DATA_AXIS))
+        return Piece(silos, jax.device_put(Chunk(**host), sharding), len(positions))
+
+    def _slots(
+        self, drawn: list[list[SiloDraw]], units: int, unit_size: int | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Where each record goes in the flat buffer, and its position."""
+        steps = self.federation.max_local_steps
+        slots, positions = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for s, row in enumerate(drawn):
+            for t, draw in enumerate(row):
+                first = (s * steps + t) * units
+                real = draw.positions >= 0
+                if unit_size is None:
+                    where = first + np.flatnonzero(real)
+                else:
+                    unit, column = np.nonzero(real)
+                    where = (first + unit) * unit_size + column
+                slots.append(where)
+                positions.append(draw.positions[real])
+        return np.concatenate(slots), np.concatenate(positions)
+
+    def pieces(self, round_index: int) -> list[np.ndarray]:
+        """The cohort of a round in chunks (none if nobody takes part)."""
+        cohort = self.federation.cohort_of(self.key, round_index)
+        return [cohort[k : k + self.size] for k in range(0, len(cohort), self.size)]
+
+    def prefetch(
+        self, start: int, stop: int, ahead: int = 1
+    ) -> Iterator[tuple[int, Iterator[Piece]]]:
+        """Yields (round, its pieces), building ``ahead`` pieces in advance."""
+        work = ((r, part) for r in range(start, stop) for part in self.pieces(r))
+        counts = {r: len(self.pieces(r)) for r in range(start, stop)}
+        with concurrent.futures.ThreadPoolExecutor(1, "dpfl-rounds") as pool:
+            pending: list[concurrent.futures.Future[Piece]] = []
+
+            def refill() -> None:
+                while len(pending) <= ahead:
+                    following = next(work, None)
+                    if following is None:
+                        return
+                    pending.append(pool.submit(self.build, *following))
+
+            def take(count: int) -> Iterator[Piece]:
+                for _ in range(count):
+                    refill()
+                    yield pending.pop(0).result()
+
+            try:
+                for r in range(start, stop):
+                    yield r, take(counts[r])
+            finally:
+                for future in pending:
+                    future.cancel()
