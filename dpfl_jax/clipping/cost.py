@@ -20,6 +20,8 @@ class Machine:
         memory of what the taps recorded, which they replace.
       scan_traffic: how often a scan over single units moves all parameters through memory for
         each unit, beyond what a batch does.
+      rounding: relative rounding of a float32 operand in a product of default precision (bfloat16
+        on TPUs, TensorFloat-32 on GPUs).
       working_set: bytes book-keeping should hold at a time to be fast; None: the more the better.
     """
 
@@ -27,6 +29,7 @@ class Machine:
     bandwidth: float
     keep_factor: float
     scan_traffic: float
+    rounding: float
     working_set: float | None
 
     def seconds(self, flops: float, moved: float) -> float:
@@ -36,11 +39,28 @@ class Machine:
 
 MACHINES = {
     "cpu": Machine(
-        flops=6e10, bandwidth=1.5e10, keep_factor=2.0, scan_traffic=7.0, working_set=1.2e8
+        flops=6e10,
+        bandwidth=1.5e10,
+        keep_factor=2.0,
+        scan_traffic=7.0,
+        rounding=0.0,
+        working_set=1.2e8,
     ),
-    "gpu": Machine(flops=4e14, bandwidth=3e12, keep_factor=1.0, scan_traffic=7.0, working_set=None),
+    "gpu": Machine(
+        flops=4e14,
+        bandwidth=3e12,
+        keep_factor=1.0,
+        scan_traffic=7.0,
+        rounding=2.0**-11,
+        working_set=None,
+    ),
     "tpu": Machine(
-        flops=1.5e14, bandwidth=8e11, keep_factor=1.0, scan_traffic=7.0, working_set=None
+        flops=1.5e14,
+        bandwidth=8e11,
+        keep_factor=1.0,
+        scan_traffic=7.0,
+        rounding=2.0**-8,
+        working_set=None,
     ),
 }
 

@@ -43,12 +43,25 @@ class Problem:
         """Number of units, padding included."""
         return self.real.shape[0]
 
-    def judge(self, squared: Sequence[jax.Array]) -> Judgement:
-        """Turns squared norms per leaf ([n] each, before masking) into weights."""
+    def judge(
+        self, squared: Sequence[jax.Array], rounded: Sequence[jax.Array | None] | None = None
+    ) -> Judgement:
+        """Turns squared norms per leaf ([n] each, before masking) into weights.
+
+        Args:
+          squared: the leaves' squared norms.
+          rounded: for each leaf, by how much at most (over the weight, [n]) what is summed may
+            differ from the gradient whose norm was taken; None for not at all. It is added to the
+            norm before the rule sees it, so that the bound holds for what is summed.
+        """
         total = sum(squared, start=jnp.zeros((self.num_units,), jnp.float32))
-        finite = jnp.isfinite(total)
+        bounds = list(squared)
+        for i, more in enumerate(rounded or ()):
+            if more is not None:
+                bounds[i] = jnp.square(jnp.sqrt(squared[i]) + more)
+        finite = jnp.isfinite(sum(bounds, start=total))
         keep = self.real & finite
-        safe = [unit_where(keep, s) for s in squared]
+        safe = [unit_where(keep, s) for s in bounds]
         reported, weights = self.rule.leaf_weights(safe, self.names, self.group)
         return Judgement(
             norms=jnp.sqrt(unit_where(keep, total)),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.clipping.bounded import BoundedGrad
+from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.per_unit import solve_vmap
 from dpfl_jax.clipping.problem import Problem
 
@@ -58,7 +59,7 @@ def self_check(
       group: as in a call.
       max_units: more costs memory (per-unit gradients) and finds little more.
       tolerance: largest relative error; default 1e-3, or 5e-2 where the loss computes in less
-        than float32.
+        than float32, as products of default precision do on a TPU or GPU.
 
     Raises:
       SelfCheckError: names the parameter, and what to do.
@@ -70,7 +71,8 @@ def self_check(
     batch = jax.tree.map(lambda x: jnp.asarray(x)[chosen], batch)
     group = None if group is None else jnp.asarray(group)[chosen]
     if tolerance is None:
-        tolerance = TOLERANCE["bfloat16" if _is_low(bounded, params, batch, rng) else "float32"]
+        low = machine_for(bounded.platform).rounding > 0 or _is_low(bounded, params, batch, rng)
+        tolerance = TOLERANCE["bfloat16" if low else "float32"]
 
     problem, _ = bounded.problem(params, batch, None, rng, group)
     names = problem.names
@@ -82,7 +84,7 @@ def self_check(
 
             def judge(squared: Any) -> Any:
                 seen.append(jnp.stack(list(squared)))
-                return Problem.judge(inner, squared)
+                return Problem.judge(inner, squared)  # the same weights for both
 
             watched = _Watched(**_fields(inner), watch=judge)
             solution = solve_vmap(watched) if vmap else bounded.solve(watched, microbatches=False)
@@ -116,7 +118,8 @@ class _Watched(Problem):
 
     watch: Any = None
 
-    def judge(self, squared: Any) -> Any:
+    def judge(self, squared: Any, rounded: Any = None) -> Any:
+        del rounded
         return self.watch(squared)
 
 

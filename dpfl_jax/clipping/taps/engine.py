@@ -23,10 +23,6 @@ from dpfl_jax.clipping.taps.evaluate import Records, Tokens, evaluate
 from dpfl_jax.clipping.taps.factors import Pair, factorise, merge, same_form
 from dpfl_jax.clipping.taps.trace import Analysis, Site, analyse
 
-# Entries of w * d are rounded once more than those of d when d has less than float32's precision:
-# by at most 2^-8 each in bfloat16. This much less weight covers that, unless they cancel.
-_LOW_PRECISION_GUARD = 1.0 - 2.0**-8
-
 
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
@@ -89,10 +85,11 @@ def solve_ghost(
 
     n = problem.num_units
     squared: list[jax.Array] = []
+    rounded: list[jax.Array | None] = []
     finish: list[Callable[[jax.Array, jax.Array], jax.Array]] = []
-    guard = 1.0
     for i, (name, leaf) in enumerate(zip(problem.names, problem.leaves)):
         shape, uses = tuple(leaf.shape), sites.get(i, [])
+        rounded.append(None)
         if i in analysis.copied:
             squared.append(squared_norms([copies[i]])[0])
             finish.append(functools.partial(weighted_sum, copies[i]))
@@ -114,19 +111,14 @@ def solve_ghost(
             entry = LeafReport(name, shape, "zero", 0, "the loss does not depend on it", 0.0, 0.0)
         else:
             pairs = _pairs(uses, records, gradients)
-            # Where weighted factors are rounded to bfloat16 and positions nearly cancel, the
-            # rounded sum can exceed the bound; a kept gradient is what its norm was taken of.
-            rounds = any(leaves.rounds_weights(p) for p in pairs)
-            method = "keep" if rounds and force is None else force
-            choice = leaves.choose(pairs, leaf.size, machine, method)
-            if choice.method != "keep" and rounds:
-                guard = _LOW_PRECISION_GUARD
+            choice = leaves.choose(pairs, leaf.size, machine, force)
             if choice.method == "keep":
                 kept, norm = leaves.kept_gradients(pairs, shape)
                 squared.append(norm)
                 finish.append(functools.partial(weighted_sum, kept))
             else:
-                squared.append(leaves.squared_norm(pairs, shape, choice.method, n))
+                squared.append(leaves.squared_norm(pairs, shape, choice.method, n, machine))
+                rounded[-1] = leaves.rounding(pairs, machine)
                 finish.append(functools.partial(leaves.summed_gradient, pairs, shape))
             entry = LeafReport(
                 name,
@@ -140,12 +132,12 @@ def solve_ghost(
         if report is not None:
             report(entry)
 
-    decided = problem.judge(squared)
-    sums = [f(guard * w, decided.keep) for f, w in zip(finish, decided.weights)]
+    decided = problem.judge(squared, rounded)
+    sums = [f(w, decided.keep) for f, w in zip(finish, decided.weights)]
     return Solution(
         sums=sums,
         norms=decided.norms,
-        weights=guard * decided.reported,
+        weights=decided.reported,
         losses=unit_where(problem.real, losses),
         nonfinite=decided.nonfinite,
         aux=aux,

@@ -46,7 +46,7 @@ class Dense:
         shape = [1] * self.array.ndim
         shape[axis] = -1
         product = self.array * weights.reshape(shape)
-        # bfloat16 has float32's range and is rounded back (the engine allows for that); float16
+        # bfloat16 has the range of float32 and is rounded back (`leaves.rounding` allows for it); float16
         # and less would underflow or overflow, so they stay float32.
         if self.array.dtype == jnp.bfloat16:
             product = product.astype(jnp.bfloat16)

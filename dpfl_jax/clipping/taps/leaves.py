@@ -217,11 +217,15 @@ def summed_gradient(
 
 
 def squared_norm(
-    pairs: Sequence[Pair], leaf_shape: tuple[int, ...], method: Method, num_units: int
+    pairs: Sequence[Pair],
+    leaf_shape: tuple[int, ...],
+    method: Method,
+    num_units: int,
+    machine: Machine,
 ) -> jax.Array:
     """Squared norm of each unit's gradient of the leaf by ``gram`` or ``direct``; float32 [n]."""
     if method == "gram":
-        return _gram(pairs)
+        return _gram(pairs, machine)
 
     def one(i: jax.Array) -> jax.Array:
         return squared_norms([unit_gradients([_unit(p, i) for p in pairs], leaf_shape)])[0][0]
@@ -238,12 +242,38 @@ def _spread(pair: Pair) -> float:
     return 1.0 if pair.site.view.faithful else math.sqrt(math.prod(pair.shape))
 
 
-def rounds_weights(pair: Pair) -> bool:
-    """Whether ``summed_gradient`` rounds weighted entries to less than float32."""
+def rounding(pairs: Sequence[Pair], machine: Machine) -> jax.Array | None:
+    """By how much ``summed_gradient`` may differ from the weighted gradients; over the weight, [n].
+
+    Weighted factors are rounded again where products take less than float32. Where positions
+    cancel, that is not small beside the norm of their sum, so the bound must allow for it. None
+    where nothing is rounded.
+    """
+    parts = [
+        relative * _spread(p) * _bounds(p)[0]
+        for p in pairs
+        if (relative := _weights_rounding(p, machine)) > 0.0
+    ]
+    return sum(parts[1:], start=parts[0]) if parts else None
+
+
+def _weights_rounding(pair: Pair, machine: Machine) -> float:
     if not isinstance(pair.left, Dense):
-        return False
-    scaled = pair.left if pair.left.array.size < pair.right.array.size else pair.right
-    return scaled.array.dtype == jnp.bfloat16
+        return 0.0  # no product follows
+    scaled, other = pair.left, pair.right
+    if scaled.array.size >= other.array.size:
+        scaled, other = other, scaled
+    if scaled.array.dtype == jnp.bfloat16:
+        return 2.0**-8
+    if not _reduced(pair):
+        return 0.0
+    # Both the factor whose norm was taken and the weighted one are rounded.
+    return 2.0 * machine.rounding
+
+
+def _reduced(pair: Pair) -> bool:
+    """Whether a float32 product of this use may be of less than float32 precision."""
+    return precision_of(pair.site) in (None, jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH)
 
 
 def kept_gradients(
@@ -267,13 +297,13 @@ def _unit(pair: Pair, i: jax.Array) -> Pair:
     return dataclasses.replace(pair, left=left, right=right)
 
 
-def _gram(pairs: Sequence[Pair]) -> jax.Array:
+def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
     total: jax.Array | None = None
     for (i, p), (j, q) in itertools.combinations_with_replacement(enumerate(pairs), 2):
         if i != j and p.site.view.apart_from(q.site.view):
             continue
         factor = p.scale * q.scale * (1.0 if i == j else 2.0)
-        terms = factor * _inner_products(p, q)
+        terms = factor * _inner_products(p, q, machine)
         signed = terms.sum(tuple(range(1, terms.ndim)))
         total = signed if total is None else total + signed
     assert total is not None
@@ -308,7 +338,7 @@ def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
     return scale * (left * right).sum(axes), scale * hidden.sum(axes)
 
 
-def _inner_products(p: Pair, q: Pair) -> jax.Array:
+def _inner_products(p: Pair, q: Pair, machine: Machine) -> jax.Array:
     """[n, ...]: for each pair of positions, the product of the factors' inner products."""
     shared = tuple(x for x in p.coordinates if x in _shared(p))
     straight = _form(p)[0] == _form(q)[0]
@@ -318,7 +348,10 @@ def _inner_products(p: Pair, q: Pair) -> jax.Array:
     theirs = tuple(("other", x) for x in q.positions)
     out = (UNIT, *shared, *ours, *theirs)
     rename: dict[Label, Label] = dict(zip(q.positions, theirs))
-    precision = precision_of(p.site)
+    # Terms of both signs cancel: with rounded operands nothing would be left of a small norm.
+    # (Products of bfloat16 operands are exact whatever the precision.)
+    exact = machine.rounding > 0.0 and _reduced(p)
+    precision = jax.lax.Precision.HIGHEST if exact else precision_of(p.site)
     return _inner(*first, rename, out, precision) * _inner(*second, rename, out, precision)
 
 
