@@ -124,8 +124,8 @@ class SiloMechanism(abc.ABC):
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """What must be equal in all silos of one compiled program."""
-        return (type(self),)
+        """What must be equal in all silos: one program and one kind of event serves them."""
+        return (type(self), self.sampling)
 
     def probability(self, facts: SiloFacts) -> float:
         """Q of each record; a silo smaller than its batch takes all its records at every step."""

@@ -66,8 +66,8 @@ class HiGradAvgDP(SiloMechanism):
 
     @property
     def layout(self) -> tuple[Any, ...]:
-        """Kind and order."""
-        return (type(self), self.order)
+        """Kind, order and denominator."""
+        return (*super().layout, self.order, self.denominator)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Counts each subject's records over the whole batch, before anything is split."""

@@ -47,6 +47,11 @@ class LocalGroupDP(SiloMechanism):
         if self.batch_cap is not None and self.batch_cap < 1:
             raise BadInputError(f"batch_cap is {self.batch_cap}, but it must be at least 1")
 
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """Kind and cap."""
+        return (*super().layout, self.batch_cap, self.batch_noise is None)
+
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Applies the cap; with the paper's table, takes the noise of the largest group."""
         subjects = silo.subject_of_record[chosen]

@@ -1,0 +1,245 @@
+"""What a federation costs a subject, and the noise that a target asks for.
+
+A subject's records may lie in H silos, and their losses compose (Marathe et al., "Subject Granular
+Differential Privacy in Federated Learning", Theorem 3.12: averaging hides nothing in the worst
+case). Who took part in a round is visible, so drawing silos amplifies nothing here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting import events
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.federation import Federation, SiloPlan
+
+Mode = Literal["per_silo", "common"]
+
+# A federation with more kinds of silos than this is accounted in classes: probabilities rounded up
+# and noise rounded down to a geometric grid, which can only overstate the cost.
+_MOST_KINDS = 24
+_GRID = 1.01
+
+
+@dataclasses.dataclass(frozen=True)
+class _Profile:
+    """What a silo's event depends on; larger in every field (noise: smaller) costs more."""
+
+    plan: SiloPlan
+    prob: float
+    cap: int
+    sigma: float
+    steps: int
+
+    @classmethod
+    def of(cls, plan: SiloPlan) -> _Profile:
+        mechanism = plan.mechanism
+        return cls(
+            plan,
+            mechanism.probability(plan.facts),
+            mechanism.max_items_per_subject,
+            mechanism.sigma,
+            plan.local_steps,
+        )
+
+    @property
+    def key(self) -> tuple[float, int, float, int]:
+        return (self.prob, self.cap, self.sigma, self.steps)
+
+    def event(self, rounds: int, subject: bool) -> Any:
+        """The silo's event in ``rounds`` rounds."""
+        changes: dict[str, Any] = {
+            "batch_size": None,
+            "sampling_prob": self.prob,
+            "max_items_per_subject": self.cap,
+        }
+        if self.plan.mechanism.sigma != self.sigma:
+            changes["noise_multiplier"] = self.sigma
+        mechanism = dataclasses.replace(self.plan.mechanism, **changes)
+        make = mechanism.subject_event if subject else mechanism.event
+        return make(self.plan.facts, self.steps * rounds)
+
+
+def _coarse(profiles: list[_Profile]) -> list[_Profile]:
+    if len({p.key for p in profiles}) <= _MOST_KINDS:
+        return profiles
+
+    def up(x: float) -> float:
+        return min(1.0, _GRID ** math.ceil(math.log(x) / math.log(_GRID) - 1e-12))
+
+    def down(x: float) -> float:
+        return 0.0 if x == 0 else _GRID ** math.floor(math.log(x) / math.log(_GRID) + 1e-12)
+
+    return [dataclasses.replace(p, prob=up(p.prob), sigma=down(p.sigma)) for p in profiles]
+
+
+def _is_chain(profiles: Sequence[_Profile]) -> bool:
+    """Whether the profiles, from most to least costly, are ordered in every field."""
+    return all(
+        a.prob >= b.prob and a.cap >= b.cap and a.sigma <= b.sigma and a.steps >= b.steps
+        for a, b in itertools.pairwise(profiles)
+    )
+
+
+def _envelope(profiles: Sequence[_Profile]) -> _Profile:
+    """A silo at least as costly as any of these."""
+    return dataclasses.replace(
+        profiles[0],
+        prob=max(p.prob for p in profiles),
+        cap=max(p.cap for p in profiles),
+        sigma=min(p.sigma for p in profiles),
+        steps=max(p.steps for p in profiles),
+    )
+
+
+def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> list[list[Any]]:
+    """Events that bound what the run does to one unit.
+
+    The cost is at most the smallest, over the outer list, of the largest cost in the inner list.
+
+    Args:
+      federation: with its noise.
+      rounds: rounds run.
+      subject: account for subjects even if the mechanism protects records.
+    """
+    profiles = [_Profile.of(federation.silos[i]) for i in federation.participants.tolist()]
+    if not profiles:
+        raise BadInputError("no silo holds any record, so there is nothing to account for")
+    profiles = _coarse(profiles)
+    one_silo = federation.mechanism.unit == "record" and not subject
+    reach = 1 if one_silo else federation.max_silos_per_subject
+    if reach == 1:  # each unit in one silo: parallel composition
+        kinds = {p.key: p for p in profiles}
+        return [[p.event(rounds, subject) for p in kinds.values()]]
+    together = min(reach, federation.silos_per_round)
+    everything = events.horizontal([p.event(rounds, subject) for p in profiles])
+    if together >= len(profiles):
+        return [[everything]]
+    order = sorted(profiles, key=lambda p: (-p.prob, p.sigma, -p.cap, -p.steps))
+    if _is_chain(order):
+        return [[events.horizontal([p.event(rounds, subject) for p in order[:together]])]]
+    worst = _envelope(order).event(rounds, subject)
+    return [[events.horizontal([worst] * together)], [everything]]
+
+
+def federated_epsilon(
+    federation: Federation, delta: float, rounds: int | None = None, subject: bool = False
+) -> float:
+    """Upper bound on epsilon of one unit over the whole federation; ``inf`` without noise.
+
+    Args:
+      federation: with its noise.
+      delta: in (0, 1).
+      rounds: rounds run; default all.
+      subject: account for subjects even if the mechanism protects records.
+    """
+    if not federation.mechanism.private:
+        return math.inf
+    cases = worst_cases(federation, federation.rounds if rounds is None else rounds, subject)
+    return min(max(accounting.epsilon(event, delta) for event in case) for case in cases)
+
+
+def silo_epsilons(federation: Federation, delta: float, rounds: int | None = None) -> list[float]:
+    """Epsilon of one unit in each silo alone (0 for silos that take no part)."""
+    rounds = federation.rounds if rounds is None else rounds
+    members = set(federation.participants.tolist())
+    known: dict[Any, float] = {}
+    out = []
+    for i, plan in enumerate(federation.silos):
+        if i not in members:
+            out.append(0.0)
+            continue
+        if not plan.mechanism.private:
+            out.append(math.inf)
+            continue
+        profile = _Profile.of(plan)
+        if profile.key not in known:
+            known[profile.key] = accounting.epsilon(profile.event(rounds, False), delta)
+        out.append(known[profile.key])
+    return out
+
+
+def calibrate_federation(
+    federation: Federation, epsilon: float, delta: float, mode: Mode | None = None
+) -> Federation:
+    """Sets the noise of all silos so that no unit's epsilon exceeds the target.
+
+    ``"per_silo"``: each silo is calibrated as if all silos of a subject were like it, which
+    makes all spend alike; then all are raised by one factor until the composition of what they
+    really do meets the target (for privacy-loss distributions the first step is not enough).
+    ``"common"``: one noise multiplier for all.
+
+    Args:
+      federation: noise multipliers are replaced.
+      epsilon: target, > 0.
+      delta: target.
+      mode: default per_silo where every silo of the federation may hold a subject, or only one.
+
+    Raises:
+      BadInputError: a target out of reach.
+    """
+    if not federation.mechanism.private:
+        return federation
+    members = federation.participants.tolist()
+    record = federation.mechanism.unit == "record"
+    reach = 1 if record else min(federation.max_silos_per_subject, len(members))
+    together = min(reach, federation.silos_per_round)
+    if mode is None:
+        mode = "per_silo" if reach == 1 or together >= len(members) else "common"
+    if mode == "common":
+
+        def with_common(sigma: float) -> Federation:
+            return federation.with_noise([sigma] * len(federation.silos))
+
+        return with_common(_calibrated(with_common, epsilon, delta))
+    sigmas = _each_alone(federation, together, epsilon, delta)
+
+    def with_factor(factor: float) -> Federation:
+        return federation.with_noise([factor * sigma for sigma in sigmas])
+
+    if reach == 1:
+        return with_factor(1.0)
+    if federated_epsilon(with_factor(1.0), delta) <= epsilon:
+        return with_factor(1.0)
+    return with_factor(_calibrated(with_factor, epsilon, delta))
+
+
+def _calibrated(make: Any, epsilon: float, delta: float) -> float:
+    """Smallest number whose federation meets the target, by any one of its worst cases."""
+    cases = worst_cases(make(1.0), make(1.0).rounds)
+    found = []
+    for number, case in enumerate(cases):
+        needed = 0.0
+        for index in range(len(case)):
+
+            def event(x: float, number: int = number, index: int = index) -> Any:
+                federation = make(x)
+                return worst_cases(federation, federation.rounds)[number][index]
+
+            needed = max(needed, accounting.calibrate_noise_multiplier(event, epsilon, delta))
+        found.append(needed)
+    return min(found)
+
+
+def _each_alone(federation: Federation, copies: int, epsilon: float, delta: float) -> list[float]:
+    """Noise of each silo if ``copies`` of it were all that holds a subject."""
+    members = set(federation.participants.tolist())
+    start = federation.with_noise([1.0] * len(federation.silos))
+    profiles = _coarse([_Profile.of(start.silos[i]) for i in sorted(members)])
+    by_silo = dict(zip(sorted(members), profiles))
+    known: dict[Any, float] = {}
+    for profile in profiles:
+        if profile.key not in known:
+
+            def event(sigma: float, profile: _Profile = profile) -> Any:
+                own = dataclasses.replace(profile, sigma=sigma)
+                return events.horizontal([own.event(federation.rounds, False)] * copies)
+
+            known[profile.key] = accounting.calibrate_noise_multiplier(event, epsilon, delta)
+    largest = max(known.values())
+    return [known[by_silo[i].key] if i in members else largest for i in range(len(start.silos))]
