@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from dpfl_jax.clipping import per_unit
 from dpfl_jax.clipping.auto import Explanation, decide
@@ -43,6 +44,7 @@ class BoundedGrad:
         platform: str | None = None,
         norm_method: str | None = None,
         memory_limit: float | None = None,
+        unit_sharding: NamedSharding | None = None,
     ) -> None:
         self.loss_fn = loss_fn
         self.rule = rule
@@ -53,6 +55,7 @@ class BoundedGrad:
         self.platform = platform
         self.norm_method = norm_method
         self.memory_limit = memory_limit
+        self.unit_sharding = unit_sharding
 
     def __call__(
         self,
@@ -204,6 +207,7 @@ class BoundedGrad:
             real=real,
             group=group,
             rule=self.rule if rule is None else rule,
+            sharding=self.unit_sharding,
         )
         return problem, rebuild
 
@@ -230,6 +234,7 @@ def bounded_grad(
     platform: str | None = None,
     norm_method: Literal["gram", "direct", "keep"] | None = None,
     memory_limit: float | None = None,
+    unit_sharding: NamedSharding | None = None,
 ) -> BoundedGrad:
     """Bounds each unit's gradient and sums them, without forming them where that pays.
 
@@ -251,6 +256,9 @@ def bounded_grad(
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, for whose speeds to choose; default the backend.
       norm_method: the way to norms that ``"ghost"`` takes wherever it can; default by cost.
       memory_limit: bytes ``"auto"`` lets book-keeping hold on to; default half the device's memory.
+      unit_sharding: under automatic sharding of parameters (fully sharded, tensor parallel), how
+        the batch's leading axis is split: keeps what is recorded of a unit where the unit is, so
+        that no activations are sent for norms and sums. Not needed where only units are split.
 
     Returns:
       A ``BoundedGrad``.
@@ -281,4 +289,5 @@ def bounded_grad(
         platform,
         norm_method,
         memory_limit,
+        unit_sharding,
     )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping.result import unit_where
 from dpfl_jax.clipping.rules import Rule
@@ -28,6 +30,7 @@ class Problem:
       real: bool [n]; False for padding.
       group: int or float [n], or None.
       rule: the clip rule.
+      sharding: how the unit axis is split under automatic sharding; None: as the compiler likes.
     """
 
     loss: Callable[[Sequence[jax.Array], PyTree], tuple[jax.Array, PyTree]]
@@ -37,11 +40,32 @@ class Problem:
     real: jax.Array
     group: jax.Array | None
     rule: Rule
+    sharding: NamedSharding | None = None
 
     @property
     def num_units(self) -> int:
         """Number of units, padding included."""
         return self.real.shape[0]
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts the unit axis is split under automatic sharding."""
+        if self.sharding is None or not len(self.sharding.spec):
+            return 1
+        names = self.sharding.spec[0]
+        names = (names,) if isinstance(names, str) else tuple(names or ())
+        parts = math.prod(self.sharding.mesh.shape[name] for name in names)
+        return parts if self.num_units % parts == 0 else 1
+
+    def place(self, x: jax.Array, axis: int = 0) -> jax.Array:
+        """Keeps what belongs to a unit (``axis`` of ``x``) on the devices that hold the unit."""
+        if self.sharding is None:
+            return x
+        free = PartitionSpec.UNCONSTRAINED
+        axes: list[Any] = [free] * x.ndim
+        axes[axis] = self.sharding.spec[0] if len(self.sharding.spec) else None
+        spec = PartitionSpec(*axes)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.sharding.mesh, spec))
 
     def judge(
         self, squared: Sequence[jax.Array], rounded: Sequence[jax.Array | None] | None = None

@@ -131,7 +131,7 @@ def _length(batch: PyTree) -> int:
     return int(np.shape(jax.tree.leaves(batch)[0])[0])
 
 
-def _is_low(bounded: BoundedGrad, params: PyTree, batch: PyTree, rng: jax.Array | None) -> bool:
+def _is_low(bounded: BoundedGrad, params: PyTree, batch: PyTree, rng: Any, group: Any) -> bool:
     """Whether anything in the loss is computed in less than float32."""
-    text = str(jax.make_jaxpr(lambda p, b: bounded(p, b, rng=rng).losses)(params, batch))
+    text = str(jax.make_jaxpr(lambda p, b: bounded(p, b, rng=rng, group=group).losses)(params, batch))
     return any(f"{kind}[" in text for kind in ("bf16", "f16"))

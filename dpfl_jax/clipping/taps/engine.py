@@ -117,7 +117,9 @@ def solve_ghost(
                 squared.append(norm)
                 finish.append(functools.partial(weighted_sum, kept))
             else:
-                squared.append(leaves.squared_norm(pairs, shape, choice.method, n, machine))
+                squared.append(
+                    leaves.squared_norm(pairs, shape, choice.method, n, machine, problem.shards)
+                )
                 rounded[-1] = leaves.rounding(pairs, machine)
                 finish.append(functools.partial(leaves.summed_gradient, pairs, shape))
             entry = LeafReport(
@@ -185,7 +187,11 @@ def _passes(
         has_aux=True,
     )
     copied, gradients = backward(jnp.ones_like(losses))
-    flat = {key: value for group in records.values() for key, value in group.items()}
+    flat = {}
+    for depth, group in records.items():
+        for key, value in group.items():
+            flat[key] = problem.place(value, depth)
+    gradients = {key: problem.place(value, depth_of[key]) for key, value in gradients.items()}
     return losses, aux, copied, flat, gradients
 
 

@@ -46,8 +46,8 @@ class Dense:
         shape = [1] * self.array.ndim
         shape[axis] = -1
         product = self.array * weights.reshape(shape)
-        # bfloat16 has the range of float32 and is rounded back (`leaves.rounding` allows for it); float16
-        # and less would underflow or overflow, so they stay float32.
+        # bfloat16 has the range of float32 and is rounded back (`leaves.rounding` allows for it);
+        # float16 and less would underflow or overflow, so they stay float32.
         if self.array.dtype == jnp.bfloat16:
             product = product.astype(jnp.bfloat16)
         return Dense(unit_where(units, product, axis), self.labels)

@@ -222,15 +222,20 @@ def squared_norm(
     method: Method,
     num_units: int,
     machine: Machine,
+    shards: int = 1,
 ) -> jax.Array:
-    """Squared norm of each unit's gradient of the leaf by ``gram`` or ``direct``; float32 [n]."""
+    """Squared norm of each unit's gradient of the leaf by ``gram`` or ``direct``; float32 [n].
+
+    ``direct`` takes one unit at a time of each of the ``shards`` parts of the unit axis.
+    """
     if method == "gram":
         return _gram(pairs, machine)
 
     def one(i: jax.Array) -> jax.Array:
-        return squared_norms([unit_gradients([_unit(p, i) for p in pairs], leaf_shape)])[0][0]
+        taken = [_units(p, i, shards) for p in pairs]
+        return squared_norms([unit_gradients(taken, leaf_shape)])[0]
 
-    squared = jax.lax.map(one, jnp.arange(num_units))
+    squared = jax.lax.map(one, jnp.arange(num_units // shards)).T.reshape(num_units)
     # The sum is accumulated in another order than this norm: where all cancels but for rounding,
     # the one may be zero and the other not.
     absolute = sum(_spread(p) * _bounds(p)[0] for p in pairs)
@@ -284,10 +289,14 @@ def kept_gradients(
     return gradients, squared_norms([gradients])[0]
 
 
-def _unit(pair: Pair, i: jax.Array) -> Pair:
+def _units(pair: Pair, i: jax.Array, shards: int) -> Pair:
+    """The unit at place ``i`` of each of the ``shards`` equal parts of the unit axis."""
+
     def pick(array: jax.Array, labels: Sequence[Label]) -> jax.Array:
         axis = tuple(labels).index(UNIT)
-        return jax.lax.dynamic_index_in_dim(array, i, axis, keepdims=True)
+        shape = array.shape
+        split = array.reshape(*shape[:axis], shards, -1, *shape[axis + 1 :])
+        return jax.lax.dynamic_index_in_dim(split, i, axis + 1, keepdims=False)
 
     right = Dense(pick(pair.right.array, pair.right.labels), pair.right.labels)
     if isinstance(pair.left, Dense):
