@@ -71,10 +71,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from dpfl_jax.config import load_config
+    from dpfl_jax.config import RunConfig, load_config
     from dpfl_jax.training.experiment import build_mechanism, build_model, make_optimizer
 
     config = load_config(args.config, args.overrides)
+    if not isinstance(config, RunConfig):
+        raise BadInputError("compile: federated configurations are not compiled for slices yet")
     mesh = _mesh(kind, shape, args.topology)
     vocab = args.vocab_size or config.model.overrides.get("vocab_size") or _vocab(config)
     model = build_model(config, vocab)

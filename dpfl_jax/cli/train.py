@@ -35,6 +35,7 @@ examples:
   dpfl train configs/quickstart.yaml mechanism.kind=els train.steps=20 privacy.epsilon=2
   dpfl train configs/quickstart.yaml --run-dir runs/mine
   dpfl train configs/userlevel/stackoverflow_uls.yaml --dry-run
+  dpfl train configs/subject/quickstart.yaml               # silos: a `federation` section
 
 exit status: 0 done; 2 bad input (one sentence on stderr); 1 anything else, interruption included.
 """
@@ -65,21 +66,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Trains, or prices."""
-    from dpfl_jax.config import load_config
-    from dpfl_jax.training import experiment
+    from dpfl_jax.config import RunConfig, load_config
 
     console = Console(stderr=args.json)
     config = load_config(args.config, args.overrides)
+    run_dir = args.run_dir or _new_run_dir(config.name)
+    if isinstance(config, RunConfig):
+        from dpfl_jax.training import experiment
+
+        if args.dry_run:
+            price = experiment.dry_run(config, console)
+        else:
+            report = experiment.run_experiment(config, run_dir, console)
+    else:
+        from dpfl_jax.federation.experiment import dry_run_federated, run_federated
+
+        if args.dry_run:
+            price = dry_run_federated(config, console)
+        else:
+            report = run_federated(config, run_dir, console)
     if args.dry_run:
-        price = experiment.dry_run(config, console)
         _print_price(console, price)
         return price
-    report = experiment.run_experiment(config, args.run_dir or _new_run_dir(config.name), console)
     print_report(console, report)
     if report["status"] != "finished":
         # The report is written; the exit code still says that the run is not done.
         raise StoppedError(
-            f"stopped after {report['steps']} steps; the same command with --run-dir "
+            f"stopped after {report['steps']} {_steps(report)}; the same command with --run-dir "
             f"{report['run_dir']} goes on from there"
         )
     return report
@@ -100,19 +113,31 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     from rich.table import Table
 
     if report["eval"]:
-        table = Table(title="held-out users", title_justify="left")
-        for column in ("", "loss by example", "loss by user"):
+        table = Table(title="held out", title_justify="left")
+        unit = "subject" if "silos" in report else "user"
+        accuracies = any(v.get("accuracy") is not None for v in report["eval"].values())
+        columns = ["", "loss by example", f"loss by {unit}", *["accuracy"] * accuracies]
+        for column in columns:
             table.add_column(column, justify="left" if not column else "right")
         names = {"initial": "before private training", "final": "after private training"}
         rows = [(names[k], v) for k, v in report["eval"].items()]
         rows += list(report.get("baselines", {}).items())
         for name, value in rows:
-            table.add_row(name, f"{value['loss']:.4f}", f"{value['loss_by_user']:.4f}")
+            cells = [f"{value['loss']:.4f}", f"{value['loss_by_user']:.4f}"]
+            if accuracies:
+                accuracy = value.get("accuracy")
+                cells.append("" if accuracy is None else f"{accuracy:.4f}")
+            table.add_row(name, *cells)
         console.print(table)
     console.print(Panel(report["guarantee"], title="guarantee"))
     console.print(
-        f"{report['status']} after {report['steps']} steps: {report['run_dir']}/report.md"
+        f"{report['status']} after {report['steps']} {_steps(report)}: "
+        f"{report['run_dir']}/report.md"
     )
+
+
+def _steps(report: dict[str, Any]) -> str:
+    return "rounds" if "silos" in report else "steps"
 
 
 def _print_price(console: Console, price: dict[str, Any]) -> None:
@@ -120,7 +145,7 @@ def _print_price(console: Console, price: dict[str, Any]) -> None:
 
     table = Table(title=f"{price['name']} (dry run)", title_justify="left", show_header=False)
     for key, value in price.items():
-        if key in ("privacy", "guarantee", "status", "name"):
+        if key in ("privacy", "guarantee", "claim", "status", "name"):
             continue
         if isinstance(value, dict):
             value = ", ".join(f"{k} {v}" for k, v in value.items())

@@ -71,7 +71,9 @@ def self_check(
     batch = jax.tree.map(lambda x: jnp.asarray(x)[chosen], batch)
     group = None if group is None else jnp.asarray(group)[chosen]
     if tolerance is None:
-        low = machine_for(bounded.platform).rounding > 0 or _is_low(bounded, params, batch, rng)
+        low = machine_for(bounded.platform).rounding > 0 or _is_low(
+            bounded, params, batch, rng, group
+        )
         tolerance = TOLERANCE["bfloat16" if low else "float32"]
 
     problem, _ = bounded.problem(params, batch, None, rng, group)
@@ -133,5 +135,9 @@ def _length(batch: PyTree) -> int:
 
 def _is_low(bounded: BoundedGrad, params: PyTree, batch: PyTree, rng: Any, group: Any) -> bool:
     """Whether anything in the loss is computed in less than float32."""
-    text = str(jax.make_jaxpr(lambda p, b: bounded(p, b, rng=rng, group=group).losses)(params, batch))
+
+    def losses(params: PyTree, batch: PyTree) -> jax.Array:
+        return bounded(params, batch, rng=rng, group=group).losses
+
+    text = str(jax.make_jaxpr(losses)(params, batch))
     return any(f"{kind}[" in text for kind in ("bf16", "f16"))

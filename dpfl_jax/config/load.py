@@ -15,14 +15,17 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.config.schema import RunConfig
 from dpfl_jax.errors import BadInputError
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
+AnyConfig = RunConfig | FederatedConfig
 
-def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> RunConfig:
-    """Reads, overrides and validates a configuration.
+
+def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> AnyConfig:
+    """Reads, overrides and validates a configuration; a ``federation`` section makes it federated.
 
     Args:
       path: YAML file.
@@ -49,12 +52,13 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
     return validate_config(_expand(raw, str(file)), str(file))
 
 
-def validate_config(raw: Mapping[str, Any], where: str = "the config") -> RunConfig:
+def validate_config(raw: Mapping[str, Any], where: str = "the config") -> AnyConfig:
     """Validates a mapping; the error names the key, and the nearest known one."""
+    kind: type[AnyConfig] = FederatedConfig if "federation" in raw else RunConfig
     try:
-        return RunConfig.model_validate(raw)
+        return kind.model_validate(raw)
     except ValidationError as error:
-        raise BadInputError(_one_sentence(error, where)) from None
+        raise BadInputError(_one_sentence(error, where, kind)) from None
 
 
 def config_to_dict(config: BaseModel) -> dict[str, Any]:
@@ -62,7 +66,7 @@ def config_to_dict(config: BaseModel) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def config_fingerprint(config: RunConfig) -> str:
+def config_fingerprint(config: AnyConfig) -> str:
     """Identifies what a run computes (its name apart): a resumed run must have the same one."""
     content = config_to_dict(config)
     content.pop("name")
@@ -107,13 +111,13 @@ def _expand(value: Any, where: str) -> Any:
     return _VARIABLE.sub(substitute, value)
 
 
-def _one_sentence(error: ValidationError, where: str) -> str:
+def _one_sentence(error: ValidationError, where: str, kind: type[AnyConfig]) -> str:
     first = error.errors()[0]
     location = [str(part) for part in first["loc"]]
     key = ".".join(location)
     more = f" ({error.error_count() - 1} more after this one)" if error.error_count() > 1 else ""
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = _keys_at(location[:-1])
+        known = _keys_at(location[:-1], kind)
         near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
         return f"unknown key {key!r} in {where}: {hint}{more}"
@@ -128,9 +132,9 @@ def _one_sentence(error: ValidationError, where: str) -> str:
     return f"{where}: {key}: {message}{shown}{more}"
 
 
-def _keys_at(location: list[str]) -> list[str]:
+def _keys_at(location: list[str], kind: type[AnyConfig]) -> list[str]:
     """The keys allowed in the section at ``location``."""
-    section: Any = RunConfig
+    section: Any = kind
     for part in location:
         fields = getattr(section, "model_fields", {})
         if part in fields:

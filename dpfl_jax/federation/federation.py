@@ -11,7 +11,9 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import Law
+from dpfl_jax.sampling import FixedSize, Poisson
+
+Cohort = FixedSize | Poisson
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Federation:
     silos: tuple[SiloPlan, ...]
     rounds: int
     max_silos_per_subject: int
-    cohort: Law | None = None
+    cohort: Cohort | None = None
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -93,7 +95,7 @@ class Federation:
     def silos_per_round(self) -> int:
         """A number of silos that a round's cohort never exceeds."""
         most = len(self.participants)
-        if self.cohort is None or self.cohort.name != "fixed-size-without-replacement":
+        if self.cohort is None or not isinstance(self.cohort, FixedSize):
             return most
         return min(most, self.cohort.size_bound())
 

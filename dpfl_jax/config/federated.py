@@ -1,0 +1,211 @@
+"""The sections of a federated run's configuration: one whose YAML has a ``federation`` section."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from dpfl_jax.config.schema import OptimizerConfig, Section
+
+
+class FederatedDataConfig(Section):
+    """Records with subjects.
+
+    Attributes:
+      source: digits and mnist get declared synthetic writers; in python_source a source file is a
+        subject; femnist (writers) and shakespeare (speaking roles) are LEAF's tasks.
+      path: folder of the files (mnist, femnist, shakespeare), e.g. ``${DPFL_DATA_DIR}/mnist``.
+      records_per_subject: images of a synthetic writer (digits, mnist), mixed labels.
+      max_subjects: keep that many subjects, a choice fixed by their ids.
+      max_records_per_subject: keep each subject's first records, before the spread.
+      seq_len: tokens in a record (python_source), characters in a window (shakespeare).
+      stride: characters between windows (shakespeare).
+      validation_fraction: share held out for evaluation.
+      split: by_subject (held-out subjects are not in training) or by_record (the papers': known
+        subjects, other records).
+      split_seed: chooses what is held out, and the synthetic writers; public.
+    """
+
+    source: Literal["digits", "python_source", "mnist", "femnist", "shakespeare"] = "python_source"
+    path: str | None = None
+    records_per_subject: int = Field(15, gt=0)
+    max_subjects: int | None = Field(None, gt=0)
+    max_records_per_subject: int | None = Field(None, gt=0)
+    seq_len: int = Field(64, gt=1)
+    stride: int = Field(1, gt=0)
+    validation_fraction: float = Field(0.2, gt=0, lt=1)
+    split: Literal["by_subject", "by_record"] = "by_subject"
+    split_seed: int = 0
+
+
+class FederationConfig(Section):
+    """Silos, rounds and optimisers.
+
+    Attributes:
+      silos: number of silos.
+      partition: uniform, power (skewed by alpha) or confined (a subject in one silo).
+      alpha: of the power law; 1 is uniform.
+      partition_seed: chooses who is where; public.
+      rounds: R.
+      local_steps: T, steps of a silo in a round.
+      silos_per_round: silos drawn in each round (fixed number); default all.
+      max_silos_per_subject: H; default all silos (1 if confined).
+      local_optimizer: of the silos.
+      local_state: reset at every round, or keep.
+      server_optimizer: on minus the mean update; sgd with rate 1 is plain averaging.
+      weights: public weights of the silos; default equal.
+    """
+
+    silos: int = Field(16, gt=0)
+    partition: Literal["uniform", "power", "confined"] = "uniform"
+    alpha: float = Field(1.0, ge=1)
+    partition_seed: int = 0
+    rounds: int = Field(gt=0)
+    local_steps: int = Field(gt=0)
+    silos_per_round: int | None = Field(None, gt=0)
+    max_silos_per_subject: int | None = Field(None, gt=0)
+    local_optimizer: OptimizerConfig = OptimizerConfig(name="sgd", learning_rate=0.5)
+    local_state: Literal["reset", "keep"] = "reset"
+    server_optimizer: OptimizerConfig = OptimizerConfig(name="sgd", learning_rate=1.0)
+    weights: tuple[float, ...] | None = None
+
+
+class SiloMechanismConfig(Section):
+    """What a silo does at a local step.
+
+    Attributes:
+      kind: fed_avg (none), local_item, local_group, hi_grad_avg, user_ldp or subject_uls.
+      batch_size: expected records per local step; give this or sampling_prob.
+      sampling_prob: q of each record (subject_uls: of each subject), the same in all silos.
+      max_items_per_subject: K, most records of a subject in a silo; enforced.
+      clip_norm: C.
+      noise_multiplier: sigma in all silos; leave out to calibrate it.
+      sampling: poisson, or fixed (not accounted for: for reproductions).
+      batch_cap: local_group: most records of a subject in a batch.
+      order: hi_grad_avg: clip_then_average or average_then_clip.
+      denominator: hi_grad_avg: expected_batch, or distinct_subjects (not private).
+      group_size: subject_uls: most records of a subject in a step.
+    """
+
+    kind: Literal[
+        "fed_avg", "local_item", "local_group", "hi_grad_avg", "user_ldp", "subject_uls"
+    ] = "hi_grad_avg"
+    batch_size: float | None = Field(None, gt=0)
+    sampling_prob: float | None = Field(None, gt=0, le=1)
+    max_items_per_subject: int = Field(4, ge=1)
+    clip_norm: float = Field(1.0, gt=0)
+    noise_multiplier: float | None = Field(None, gt=0)
+    sampling: Literal["poisson", "fixed"] = "poisson"
+    batch_cap: int | None = Field(None, ge=1)
+    order: Literal["clip_then_average", "average_then_clip"] = "clip_then_average"
+    denominator: Literal["expected_batch", "distinct_subjects"] = "expected_batch"
+    group_size: int = Field(1, ge=1)
+
+
+class FederatedPrivacyConfig(Section):
+    """The target.
+
+    Attributes:
+      epsilon: target for a subject (local_item: for a record) over the whole federation.
+      delta: default (number of training subjects) ** -1.1.
+      recipe: sound, or one of the papers' (paper_batch_z, paper_a, paper_b), which claim the target
+        and cost more: the report says how much.
+      horizontal: how a paper's recipe pays for several silos: paper_sqrt or more_noise.
+    """
+
+    epsilon: float | None = Field(None, gt=0)
+    delta: float | None = Field(None, gt=0, lt=1)
+    recipe: Literal["sound", "paper_batch_z", "paper_a", "paper_b"] = "sound"
+    horizontal: Literal["paper_sqrt", "more_noise"] = "paper_sqrt"
+
+
+class FederatedModelConfig(Section):
+    """The model: its kind, and arguments of its class."""
+
+    kind: Literal["mlp", "cnn", "lstm", "transformer"] = "mlp"
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class FederatedTrainConfig(Section):
+    """How rounds run.
+
+    Attributes:
+      microbatch_size: units processed at once in a silo.
+      width: silos of a device that are vmapped (1 is fastest on a CPU).
+      chunk_silos: silos whose data are on the devices at once; default by size.
+      strategy: how bounded gradients are computed.
+      checkpoint_every: rounds between checkpoints.
+      keep_checkpoints: how many are kept.
+      eval_every: rounds between evaluations; 0 for before and after only.
+    """
+
+    microbatch_size: int = Field(32, gt=0)
+    width: int = Field(1, gt=0)
+    chunk_silos: int | None = Field(None, gt=0)
+    strategy: Literal["auto", "vmap", "scan", "ghost"] = "auto"
+    checkpoint_every: int = Field(5, gt=0)
+    keep_checkpoints: int = Field(2, gt=0)
+    eval_every: int = Field(0, ge=0)
+
+
+class FederatedEvalConfig(Section):
+    """Held-out evaluation: records per device and batch, and how many subjects at most."""
+
+    batch_size: int = Field(256, gt=0)
+    max_subjects: int | None = Field(None, gt=0)
+    max_records_per_subject: int | None = Field(None, gt=0)
+
+
+class FederatedConfig(Section):
+    """A whole federated run.
+
+    Attributes:
+      name: names the run directory.
+      seed: None draws the root key from the operating system and keeps it secret; an integer makes
+        the run reproducible and its noise known to all who read the config.
+      init_seed: of the initial parameters.
+    """
+
+    name: str = "federated-run"
+    seed: int | None = None
+    init_seed: int = 0
+    data: FederatedDataConfig = FederatedDataConfig()
+    federation: FederationConfig
+    model: FederatedModelConfig = FederatedModelConfig()
+    mechanism: SiloMechanismConfig = SiloMechanismConfig()
+    privacy: FederatedPrivacyConfig = FederatedPrivacyConfig()
+    train: FederatedTrainConfig = FederatedTrainConfig()
+    eval: FederatedEvalConfig = FederatedEvalConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> FederatedConfig:
+        mechanism, privacy = self.mechanism, self.privacy
+        if (mechanism.batch_size is None) == (mechanism.sampling_prob is None):
+            raise ValueError(
+                "give either mechanism.batch_size or mechanism.sampling_prob, and only one of them"
+            )
+        if mechanism.kind != "fed_avg":
+            if privacy.epsilon is None and mechanism.noise_multiplier is None:
+                raise ValueError(
+                    "neither privacy.epsilon nor mechanism.noise_multiplier is set: give the "
+                    "target epsilon, or the noise"
+                )
+            if privacy.epsilon is not None and mechanism.noise_multiplier is not None:
+                raise ValueError(
+                    "both privacy.epsilon and mechanism.noise_multiplier are set: keep one, the "
+                    "other follows from it"
+                )
+        federation = self.federation
+        if federation.weights is not None and len(federation.weights) != federation.silos:
+            raise ValueError(
+                f"federation.weights has {len(federation.weights)} numbers for "
+                f"{federation.silos} silos: give one for each"
+            )
+        for name in ("silos_per_round", "max_silos_per_subject"):
+            value = getattr(federation, name)
+            if value is not None and value > federation.silos:
+                raise ValueError(
+                    f"federation.{name} is {value}, but there are {federation.silos} silos"
+                )
+        return self

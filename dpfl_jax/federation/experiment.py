@@ -1,0 +1,399 @@
+"""A federated configuration made into a run: data, silos, noise, rounds, report."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import math
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from dpfl_jax.config import config_fingerprint, config_to_dict
+from dpfl_jax.config.federated import FederatedConfig, SiloMechanismConfig
+from dpfl_jax.data.splits import limit_store
+from dpfl_jax.data.store import Store
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.accountant import silo_epsilons
+from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.federation.evaluate import FederatedEvaluator
+from dpfl_jax.federation.federation import Federation, SiloPlan
+from dpfl_jax.federation.guarantee import federated_guarantee
+from dpfl_jax.federation.loop import FederatedResult, run_rounds
+from dpfl_jax.federation.mechanisms import (
+    FedAvg,
+    HiGradAvgDP,
+    LocalGroupDP,
+    LocalItemDP,
+    SiloFacts,
+    SiloMechanism,
+    SubjectULS,
+    UserLDP,
+)
+from dpfl_jax.federation.partition import assign_to_silos, cap_per_subject
+from dpfl_jax.federation.recipes import Claim, apply_recipe
+from dpfl_jax.federation.report import (
+    EVALUATION_CAVEAT,
+    PRIVATE_METRICS_CAVEAT,
+    TUNING_CAVEAT,
+    write_federated_report,
+)
+from dpfl_jax.federation.server import OptimizerServer
+from dpfl_jax.federation.sources import SubjectData, load_subjects
+from dpfl_jax.models import MLP, LanguageModel, LeafCNN, StackedLSTM, transformer_config
+from dpfl_jax.sampling import FixedSize
+from dpfl_jax.training.experiment import make_optimizer
+from dpfl_jax.training.report import environment
+from dpfl_jax.training.run_dir import FINISHED, RunDirectory
+from dpfl_jax.training.state import data_parallel_mesh
+
+_OWN_OPTIONS: dict[type[SiloMechanism], tuple[str, ...]] = {
+    LocalGroupDP: ("batch_cap",),
+    HiGradAvgDP: ("order", "denominator"),
+    SubjectULS: ("group_size",),
+}
+
+
+def build_silo_mechanism(config: SiloMechanismConfig) -> SiloMechanism:
+    """The mechanism of a config, not yet calibrated.
+
+    Raises:
+      BadInputError: an option that the mechanism does not have.
+    """
+    kinds = (FedAvg, LocalItemDP, LocalGroupDP, HiGradAvgDP, UserLDP, SubjectULS)
+    chosen = next(kind for kind in kinds if kind.kind == config.kind)
+    options: dict[str, Any] = {}
+    for kind, names in _OWN_OPTIONS.items():
+        for name in names:
+            value = getattr(config, name)
+            if kind is chosen:
+                options[name] = value
+            elif value != SiloMechanismConfig.model_fields[name].default:
+                raise BadInputError(
+                    f"mechanism.{name} is an option of {kind.kind}, not of {config.kind}: remove it"
+                )
+    if config.kind != "fed_avg":
+        options["noise_multiplier"] = config.noise_multiplier
+    return chosen(
+        batch_size=config.batch_size,
+        sampling_prob=config.sampling_prob,
+        max_items_per_subject=config.max_items_per_subject,
+        clip_norm=config.clip_norm,
+        sampling=config.sampling,
+        **options,
+    )
+
+
+def build_federated_model(config: FederatedConfig, data: SubjectData) -> Any:
+    """The model of a config; shapes and classes are the data's.
+
+    Raises:
+      BadInputError: a kind that does not fit the data, or options it does not take.
+    """
+    kind, options = config.model.kind, dict(config.model.options)
+    try:
+        if kind == "transformer" and data.vocab_size and not data.num_classes:
+            size = options.pop("size", "tiny")
+            facts = {
+                "vocab_size": data.vocab_size,
+                "bos_id": data.bos_id,
+                "max_seq_len": config.data.seq_len,
+            }
+            return LanguageModel(transformer_config(size, **facts | options))
+        if kind == "lstm" and data.vocab_size and data.num_classes:
+            return StackedLSTM(data.vocab_size, config.data.seq_len, **options)
+        if kind == "cnn" and data.input_shape:
+            return LeafCNN(data.num_classes, input_shape=data.input_shape, **options)
+        if kind == "mlp" and data.input_shape:
+            return MLP(data.input_shape, data.num_classes, **options)
+    except TypeError as error:
+        raise BadInputError(f"model.options do not fit model.kind={kind}: {error}") from None
+    raise BadInputError(
+        f"model.kind={kind} does not fit data.source={config.data.source}: use mlp or cnn for "
+        "images, lstm for shakespeare, transformer for python_source"
+    )
+
+
+def subject_keys(store: Store, seed: int) -> np.ndarray:
+    """uint64 [num_users]: a keyed hash of each subject's id."""
+    key = hashlib.sha256(b"dpfl_jax silo partition %d" % seed).digest()
+    words = [
+        hashlib.blake2b(name.encode(), digest_size=8, key=key).digest()
+        for name in store.user_ids(range(store.num_users))
+    ]
+    return np.frombuffer(b"".join(words), "<u8").copy()
+
+
+def spread(store: Store, config: FederatedConfig) -> FederatedData:
+    """Spreads a store's subjects over silos, and caps them."""
+    section = config.federation
+    subjects = np.repeat(np.arange(store.num_users), store.examples_per_user)
+    keys = subject_keys(store, section.partition_seed)
+    silos = assign_to_silos(subjects, keys, section.silos, section.partition, alpha=section.alpha)
+    cap = config.mechanism.max_items_per_subject
+    keep = (
+        cap_per_subject(subjects, silos, keys, cap) if config.mechanism.kind != "fed_avg" else None
+    )
+    return FederatedData.from_assignment(
+        store, subjects, silos, section.silos, store.fingerprint, keep
+    )
+
+
+def build_federation(config: FederatedConfig, data: FederatedData) -> Federation:
+    """The federation of a config on its data, not yet calibrated."""
+    section, mechanism = config.federation, build_silo_mechanism(config.mechanism)
+    weights = section.weights or (1.0,) * section.silos
+    reach = section.max_silos_per_subject
+    if reach is None:
+        reach = 1 if section.partition == "confined" else section.silos
+    cohort: FixedSize | None = None
+    if section.silos_per_round is not None and section.silos_per_round < section.silos:
+        cohort = FixedSize(section.silos, section.silos_per_round)
+    plans = tuple(
+        SiloPlan(mechanism, SiloFacts.of(silo), section.local_steps, weight)
+        for silo, weight in zip(data.silos, weights, strict=True)
+    )
+    return Federation(plans, section.rounds, reach, cohort)
+
+
+def calibrated(
+    config: FederatedConfig, federation: Federation, delta: float
+) -> tuple[Federation, Claim]:
+    """The federation with its noise, by the config's recipe."""
+    privacy = config.privacy
+    if not federation.mechanism.private or config.mechanism.noise_multiplier is None:
+        epsilon = privacy.epsilon if privacy.epsilon is not None else math.inf
+        return apply_recipe(federation, privacy.recipe, epsilon, delta, privacy.horizontal)
+    made = federated_guarantee(
+        federation,
+        Claim("given", math.inf, delta, math.inf, math.inf, federation.rounds, federation.rounds),
+        delta,
+        federation.rounds,
+    ).epsilon
+    rounds = federation.rounds
+    return federation, Claim("given", made, delta, made, made, rounds, rounds)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedFederation:
+    """Everything a run needs, checked, before anything is written."""
+
+    config: FederatedConfig
+    subjects: SubjectData
+    data: FederatedData
+    federation: Federation
+    claim: Claim
+    delta: float
+    model: Any
+    held_out: Store
+
+
+def prepare(config: FederatedConfig, console: Console) -> PreparedFederation:
+    """Reads the data, spreads it, calibrates.
+
+    Raises:
+      BadInputError: anything wrong with the configuration or the data.
+    """
+    section = config.federation
+    build_silo_mechanism(config.mechanism)
+    make_optimizer(section.local_optimizer, section.rounds * section.local_steps)
+    make_optimizer(section.server_optimizer, section.rounds)
+    with console.status("reading data"):
+        subjects = load_subjects(config.data)
+        data = spread(subjects.train, config)
+    model = build_federated_model(config, subjects)
+    federation = build_federation(config, data)
+    federation.check(data)
+    delta = config.privacy.delta
+    delta = float(subjects.train.num_users) ** -1.1 if delta is None else delta
+    with console.status("calibrating noise"):
+        federation, claim = calibrated(config, federation, delta)
+    held_out = limit_store(
+        subjects.held_out, config.eval.max_subjects, config.eval.max_records_per_subject
+    )
+    return PreparedFederation(config, subjects, data, federation, claim, delta, model, held_out)
+
+
+def run_federated(
+    config: FederatedConfig, run_dir: str | os.PathLike[str], console: Console
+) -> dict[str, Any]:
+    """Runs (or resumes) a federated configuration and returns its report.
+
+    Raises:
+      BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
+    """
+    fingerprint = config_fingerprint(config)
+    RunDirectory.check(run_dir, fingerprint)
+    prepared = prepare(config, console)
+    noise = [p.mechanism.noise_multiplier for p in prepared.federation.silos]
+    facts = {"data": prepared.data.fingerprint, "noise": noise, "delta": prepared.delta}
+    directory = RunDirectory(run_dir, config_to_dict(config), fingerprint, config.seed, facts)
+    try:
+        # A resumed run goes on with the noise it began with, whatever calibration would say today.
+        began = directory.facts["noise"]
+        if all(sigma is not None for sigma in began):
+            federation = prepared.federation.with_noise(began)
+            prepared = dataclasses.replace(prepared, federation=federation)
+        prepared = dataclasses.replace(prepared, delta=directory.facts["delta"])
+        return _run(prepared, directory, console)
+    finally:
+        directory.close()
+
+
+def _run(prepared: PreparedFederation, directory: RunDirectory, console: Console) -> dict[str, Any]:
+    config, federation, model = prepared.config, prepared.federation, prepared.model
+    section, train = config.federation, config.train
+    verb = "resuming" if directory.resumed else "starting"
+    console.print(f"{verb} [bold]{config.name}[/bold] in {directory.path}")
+    console.print(prepared.subjects.description)
+    console.print(
+        f"{section.silos} silos, {prepared.data.num_records} records in training; "
+        f"{config.model.kind} with {model.num_params:,} parameters"
+    )
+    mesh = data_parallel_mesh()
+    evaluator = FederatedEvaluator(model, mesh, config.eval.batch_size)
+    result = run_rounds(
+        loss_fn=model.loss,
+        params=model.init(jax.random.key(config.init_seed)),
+        data=prepared.data,
+        federation=federation,
+        local_optimizer=make_optimizer(
+            section.local_optimizer, section.rounds * section.local_steps
+        ),
+        delta=prepared.delta,
+        server=OptimizerServer(make_optimizer(section.server_optimizer, section.rounds)),
+        keep_local_state=section.local_state == "keep",
+        evaluate=lambda params: evaluator(params, prepared.held_out).to_json(),
+        eval_every=train.eval_every,
+        mesh=mesh,
+        width=train.width,
+        microbatch_size=train.microbatch_size,
+        chunk_silos=train.chunk_silos,
+        strategy=train.strategy,
+        run_dir=directory,
+        checkpoint_every=train.checkpoint_every,
+        keep_checkpoints=train.keep_checkpoints,
+        console=console,
+    )
+    report = _report(prepared, result)
+    report["run_dir"] = str(directory.path)
+    write_federated_report(directory.path, report, result.metrics)
+    return report
+
+
+def _caveats(prepared: PreparedFederation) -> tuple[str, ...]:
+    config = prepared.config
+    evaluation = EVALUATION_CAVEAT[config.data.split]
+    if not prepared.federation.mechanism.private:
+        return ("this run is not private: it is a baseline", evaluation)
+    caveats = [PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT]
+    if config.data.max_subjects is not None:
+        caveats.append(
+            "data.max_subjects keeps a fixed number of subjects, so that adding one to the raw "
+            "data can displace another: the guarantee is for one of the subjects kept"
+        )
+    return tuple(caveats)
+
+
+def _silo_rows(prepared: PreparedFederation) -> list[dict[str, Any]]:
+    federation = prepared.federation
+    alone = silo_epsilons(federation, prepared.delta)
+    unsound = bool(federation.mechanism.unsound())
+    return [
+        {
+            "silo": i,
+            "records": plan.facts.num_records,
+            "subjects": plan.facts.num_subjects,
+            "sampling_prob": plan.mechanism.probability(plan.facts),
+            "local_steps": plan.local_steps,
+            "noise_multiplier": plan.mechanism.sigma,
+            "epsilon_alone": "inf" if unsound or math.isinf(epsilon) else epsilon,
+        }
+        for i, (plan, epsilon) in enumerate(zip(federation.silos, alone))
+    ]
+
+
+def _report(prepared: PreparedFederation, result: FederatedResult) -> dict[str, Any]:
+    config, federation = prepared.config, prepared.federation
+    guarantee = federated_guarantee(
+        federation,
+        prepared.claim,
+        prepared.delta,
+        max(result.rounds, 1),
+        (*_caveats(prepared), *result.caveats),
+    )
+    evaluation = {"initial": result.evaluation(0)}
+    if result.interrupted is None:
+        evaluation["final"] = result.evaluation(result.rounds)
+    rows = [r for r in result.metrics if "outside_guarantee" in r]
+    mechanism = federation.mechanism
+    return {
+        "status": FINISHED if result.interrupted is None else "interrupted",
+        "name": config.name,
+        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "steps": result.rounds,
+        "privacy": guarantee.to_json(),
+        "guarantee": str(guarantee),
+        "claim": prepared.claim.to_json(),
+        "eval": {name: value for name, value in evaluation.items() if value is not None},
+        "throughput": {
+            "examples_per_s": round(result.records / result.seconds, 1) if result.seconds else None,
+            "tokens_per_s": None,
+            "seconds_per_round": round(result.seconds / max(len(rows) - 1, 1), 4),
+        },
+        "outside_guarantee": {
+            "nonfinite_units": sum(r["outside_guarantee"]["nonfinite_units"] for r in rows),
+            "final_train_loss": rows[-1]["outside_guarantee"]["train_loss"] if rows else None,
+        },
+        "dropped_silos": sum(r["dropped_silos"] for r in rows),
+        "silos": _silo_rows(prepared),
+        "model": {"kind": config.model.kind, "parameters": prepared.model.num_params},
+        "data": {
+            "description": prepared.subjects.description,
+            "fingerprint": prepared.data.fingerprint,
+            "silos": prepared.data.num_silos,
+            "records": prepared.data.num_records,
+        },
+        "mechanism": {"kind": mechanism.kind, **dataclasses.asdict(mechanism)},
+        "environment": environment(),
+    }
+
+
+def dry_run_federated(config: FederatedConfig, console: Console) -> dict[str, Any]:
+    """Validates and prices a configuration: parameters, noise, epsilon. Trains nothing."""
+    prepared = prepare(config, console)
+    federation, plan = prepared.federation, prepared.federation.silos[0]
+    guarantee = federated_guarantee(
+        federation, prepared.claim, prepared.delta, federation.rounds, _caveats(prepared)
+    )
+    members = [federation.silos[i] for i in federation.participants.tolist()]
+    sigmas = [p.mechanism.sigma for p in members]
+    divisors = [p.mechanism.divisor(p.facts) for p in members]
+    per_step = sum(p.mechanism.probability(p.facts) * p.facts.num_records for p in members)
+    return {
+        "status": "dry-run",
+        "name": config.name,
+        "population": {
+            "silos": len(members),
+            "subjects": prepared.subjects.train.num_users,
+            "records": prepared.data.num_records,
+            "source": prepared.subjects.description,
+        },
+        "parameters": prepared.model.num_params,
+        "rounds": federation.rounds,
+        "local_steps": plan.local_steps,
+        "records_per_round": per_step * plan.local_steps,
+        "noise_multiplier": {"least": min(sigmas), "most": max(sigmas)},
+        "noise_on_mean": max(
+            s * p.mechanism.clip_norm / d for s, p, d in zip(sigmas, members, divisors)
+        ),
+        "epsilon": guarantee.epsilon if math.isfinite(guarantee.epsilon) else None,
+        "delta": prepared.delta,
+        "claim": prepared.claim.to_json(),
+        "privacy": guarantee.to_json(),
+        "guarantee": str(guarantee),
+    }

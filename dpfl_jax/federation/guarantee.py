@@ -1,0 +1,111 @@
+"""The sentence about what a federated run guarantees."""
+
+from __future__ import annotations
+
+import math
+
+from dpfl_jax import accounting
+from dpfl_jax.federation.accountant import federated_epsilon
+from dpfl_jax.federation.federation import Federation
+from dpfl_jax.federation.recipes import Claim
+
+ASSUMPTIONS = (
+    "every silo knows the subject of each of its records; identities are not linked across silos",
+    "which silos hold records, how many (where a batch size fixes the sampling probability), the "
+    "caps, clip norms, noise, rounds, local steps, weights and cohorts are public constants",
+    "silos that follow the protocol are honest about their own sampling and noise; the server and "
+    "the other silos may be curious",
+    "the root keys of the silos are secret; threefry and HMAC-SHA256 outputs are treated as random "
+    "bits, and float32 Gaussian noise as real-valued Gaussian noise",
+)
+
+
+def federated_guarantee(
+    federation: Federation,
+    claim: Claim,
+    delta: float,
+    rounds: int,
+    caveats: tuple[str, ...] = (),
+) -> accounting.Guarantee:
+    """What ``rounds`` rounds of a calibrated federation guarantee.
+
+    Args:
+      federation: with its noise.
+      claim: of the recipe that made the noise; for papers' recipes the claim becomes a caveat.
+      delta: in (0, 1).
+      rounds: rounds run.
+      caveats: further ones.
+    """
+    mechanism = federation.mechanism
+    sizes = sorted(federation.silos[i].mechanism.sigma for i in federation.participants.tolist())
+    unsound = mechanism.unsound()
+    epsilon = math.inf if unsound else federated_epsilon(federation, delta, rounds)
+    caveats = (*unsound, *caveats)
+    if claim.recipe not in ("sound", "none", "given"):
+        caveats = (
+            f"the recipe {claim.recipe} claims epsilon {claim.epsilon:g} for this run, which is "
+            f"not what the mechanism gives: {'; '.join(claim.why)}",
+            *caveats,
+        )
+    reach = federation.max_silos_per_subject
+    unit = mechanism.unit
+    assumptions: tuple[str, ...] = ASSUMPTIONS
+    if unit == "subject":
+        assumptions = (
+            f"no subject has records in more than {reach} of the {len(federation.silos)} silos "
+            "(no silo can check this alone)",
+            f"no subject has more than {mechanism.max_items_per_subject} records in a silo (the "
+            "silo enforces it by a rule that looks at one subject at a time)",
+            *ASSUMPTIONS,
+        )
+    if unit == "record" and mechanism.private:
+        subject = _subject_epsilon(federation, delta, rounds)
+        caveats = (
+            f"it protects single records: for a subject of up to "
+            f"{mechanism.max_items_per_subject} records in each of up to {reach} silos the same "
+            f"run has epsilon {subject:.4g}",
+            *caveats,
+        )
+    members = len(federation.participants)
+    noise = f"{sizes[0]:.5g}" if sizes[0] == sizes[-1] else f"{sizes[0]:.5g} to {sizes[-1]:.5g}"
+    steps = sorted(federation.silos[i].local_steps for i in federation.participants.tolist())
+    taken = f"{steps[0]}" if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
+    probs = sorted(
+        p.mechanism.probability(p.facts) for p in federation.silos if p.facts.num_records
+    )
+    between = f"{probs[0]:.4g}" if probs[0] == probs[-1] else f"{probs[0]:.4g} to {probs[-1]:.4g}"
+    what = "subjects" if mechanism.kind == "subject_uls" else "records"
+    law = {"poisson": "Poisson", "fixed": "fixed-size"}[mechanism.sampling]
+    cohort = "all silos" if federation.cohort is None else federation.cohort.describe("silos")
+    return accounting.Guarantee(
+        unit=unit,
+        adjacency={
+            "subject": "add-or-remove one subject, with all its records in all silos",
+            "record": "add-or-remove one record of one silo",
+            "none": "none",
+        }[unit],
+        trust="silo-local",
+        epsilon=epsilon,
+        delta=delta,
+        noise_multiplier=sizes[0],
+        steps=rounds * steps[-1],
+        accountant="none"
+        if not mechanism.private
+        else "PLD; each silo's events composed over "
+        + ("one silo (a record is in one)" if unit == "record" else f"at most {reach} silos"),
+        sampling=f"{mechanism.kind}: in each of {members} silos {law} sampling of {what} with "
+        f"probability {between}, {taken} local steps in each of {rounds} rounds of {cohort}; noise "
+        f"multiplier {noise}, added inside the silo at every step",
+        assumptions=assumptions if mechanism.private else (),
+        caveats=caveats,
+        released="every update that a silo sends and every global model",
+    )
+
+
+def _subject_epsilon(federation: Federation, delta: float, rounds: int) -> float:
+    from dpfl_jax.errors import BadInputError
+
+    try:
+        return federated_epsilon(federation, delta, rounds, subject=True)
+    except BadInputError:  # beyond what any accountant will compute
+        return math.inf
