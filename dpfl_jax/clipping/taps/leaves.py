@@ -295,7 +295,8 @@ def _units(pair: Pair, i: jax.Array, shards: int) -> Pair:
     def pick(array: jax.Array, labels: Sequence[Label]) -> jax.Array:
         axis = tuple(labels).index(UNIT)
         shape = array.shape
-        split = array.reshape(*shape[:axis], shards, -1, *shape[axis + 1 :])
+        parts = (shards, shape[axis] // shards)
+        split = array.reshape(*shape[:axis], *parts, *shape[axis + 1 :])
         return jax.lax.dynamic_index_in_dim(split, i, axis + 1, keepdims=False)
 
     right = Dense(pick(pair.right.array, pair.right.labels), pair.right.labels)
