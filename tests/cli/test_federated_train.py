@@ -1,0 +1,224 @@
+"""``dpfl train`` on a federation: report, resume after kill -9, bad input, the papers' recipes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import yaml
+
+from dpfl_jax.cli.main import main
+
+pytest.importorskip("sklearn")
+
+CONFIG = {
+    "name": "small-federation",
+    "seed": 1,
+    "data": {"source": "digits", "records_per_subject": 6},
+    "federation": {
+        "silos": 5,
+        "rounds": 6,
+        "local_steps": 3,
+        "local_state": "keep",
+        "local_optimizer": {"name": "sgd", "learning_rate": 0.5, "options": {"momentum": 0.5}},
+        "server_optimizer": {"name": "sgd", "learning_rate": 1.0, "options": {"momentum": 0.1}},
+    },
+    "model": {"kind": "mlp", "options": {"hidden": [8]}},
+    "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_items_per_subject": 3},
+    "privacy": {"epsilon": 8.0, "delta": 1e-4},
+    "train": {"checkpoint_every": 2, "eval_every": 3, "microbatch_size": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("federation") / "small.yaml"
+    path.write_text(yaml.safe_dump(CONFIG))
+    return path
+
+
+def dpfl(*args):
+    return main([str(a) for a in args])
+
+
+def last_json(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def command(config_file, run_dir, *args):
+    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "dpfl_jax.cli.main", "train", str(config_file),
+         "--run-dir", str(run_dir), *args],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+    )  # fmt: skip
+
+
+def final_state(run_dir):
+    manager = ocp.CheckpointManager(run_dir / "checkpoints", item_names=("state", "progress"))
+    items = ocp.args.Composite(state=ocp.args.StandardRestore())
+    return jax.tree.map(np.asarray, manager.restore(manager.latest_step(), args=items)["state"])
+
+
+@pytest.fixture(scope="module")
+def finished(config_file):
+    run_dir = config_file.parent / "whole"
+    done = command(config_file, run_dir, "--json")
+    output, errors = done.communicate(timeout=300)
+    assert done.returncode == 0, errors
+    return run_dir, last_json(output)
+
+
+def test_the_report_says_what_a_subject_gets(finished):
+    run_dir, report = finished
+    assert (report["status"], report["steps"]) == ("finished", 6)
+    privacy = report["privacy"]
+    assert (privacy["unit"], privacy["trust"]) == ("subject", "silo-local")
+    assert 7.0 < privacy["epsilon"] <= 8.0
+    assert "in all silos" in privacy["adjacency"]
+    assert any("more than 5 of the 5 silos" in a for a in privacy["assumptions"])
+    assert any("seed" in c for c in privacy["caveats"])
+    assert report["claim"]["recipe"] == "sound"
+    assert report["claim"]["real_epsilon"] == pytest.approx(privacy["epsilon"], rel=1e-6)
+    assert len(report["silos"]) == 5
+    assert all(s["epsilon_alone"] < privacy["epsilon"] for s in report["silos"])
+    assert {"initial", "final"} <= report["eval"].keys()
+    assert 0 <= report["eval"]["final"]["accuracy"] <= 1
+    for name in ("config.yaml", "metrics.jsonl", "report.json", "report.md", "curves.png"):
+        assert (run_dir / name).stat().st_size > 0
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rounds = [r for r in rows if "outside_guarantee" in r]
+    assert [r["step"] for r in rounds] == list(range(1, 7))
+    spent = [r["epsilon_spent"] for r in rounds]
+    assert spent == sorted(spent)
+    assert spent[-1] <= 8.0
+    assert sorted(r["step"] for r in rows if "eval" in r) == [0, 3, 6]
+    assert all(r["silos"] == 5 and r["dropped_silos"] == 0 for r in rounds)
+
+
+def test_show_and_a_second_start(finished, config_file, capsys):
+    run_dir, report = finished
+    assert dpfl("show", run_dir, "--json") == 0
+    assert last_json(capsys.readouterr().out)["privacy"] == report["privacy"]
+    assert dpfl("train", config_file, "--run-dir", run_dir) == 2
+    assert "finished" in capsys.readouterr().err
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kill_after", [1, 3])
+def test_kill_9_and_resume_gives_the_same_state(finished, config_file, tmp_path, kill_after):
+    """Parameters, the server's and the silos' optimisers, bit for bit; and the same guarantee."""
+    whole, report = finished
+    run_dir = tmp_path / "killed"
+    process = command(config_file, run_dir)
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if metrics.exists() and metrics.read_text().count("outside_guarantee") >= kill_after:
+            break
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (run_dir / "report.json").exists()
+    resumed = command(config_file, run_dir, "--json")
+    output, errors = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, errors
+    assert last_json(output)["privacy"] == report["privacy"]
+    jax.tree.map(np.testing.assert_array_equal, final_state(run_dir), final_state(whole))
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [r["step"] for r in rows if "outside_guarantee" in r] == list(range(1, 7))
+
+
+def test_the_papers_recipe_claims_one_thing_and_reports_another(config_file, tmp_path, capsys):
+    code = dpfl(
+        "train", config_file, "privacy.recipe=paper_b", "federation.rounds=9",
+        "--run-dir", tmp_path / "b", "--json",
+    )  # fmt: skip
+    report = last_json(capsys.readouterr().out)
+    assert code == 0
+    assert report["steps"] == 4  # 9 / sqrt(5)
+    assert report["claim"]["epsilon"] == 8.0
+    assert report["privacy"]["epsilon"] > 10.0
+    assert any("claims epsilon 8" in caveat for caveat in report["privacy"]["caveats"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit", "extra"),
+    [
+        ("fed_avg", "none", []),
+        ("local_item", "record", []),
+        ("local_group", "subject", ["mechanism.batch_cap=2", "federation.silos_per_round=2"]),
+        ("user_ldp", "subject", ["federation.partition=power", "federation.alpha=4"]),
+        ("subject_uls", "subject", ["federation.partition=confined"]),
+    ],
+)
+def test_other_mechanisms_are_an_override_away(config_file, tmp_path, capsys, kind, unit, extra):
+    code = dpfl(
+        "train", config_file, f"mechanism.kind={kind}", "federation.rounds=2",
+        "privacy.epsilon=4", *extra, "--run-dir", tmp_path / kind, "--json",
+    )  # fmt: skip
+    report = last_json(capsys.readouterr().out)
+    assert code == 0
+    assert report["privacy"]["unit"] == unit
+    if kind == "fed_avg":
+        assert report["privacy"]["epsilon"] == "inf"
+    else:
+        assert 2.5 < report["privacy"]["epsilon"] <= 4.0
+    if kind == "local_item":
+        assert any("protects single records" in c for c in report["privacy"]["caveats"])
+        assert report["claim"]["real_epsilon"] > 4.0
+    if "federation.silos_per_round=2" in extra:
+        rows = (tmp_path / kind / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(r)["silos"] for r in rows if "outside" in r] == [2, 2]
+
+
+def test_unsound_options_leave_no_guarantee(config_file, tmp_path, capsys):
+    code = dpfl(
+        "train", config_file, "mechanism.denominator=distinct_subjects", "federation.rounds=1",
+        "--run-dir", tmp_path / "d", "--json",
+    )  # fmt: skip
+    report = last_json(capsys.readouterr().out)
+    assert code == 0
+    assert report["privacy"]["epsilon"] == "inf"
+    assert "NO differential-privacy guarantee" in report["guarantee"]
+
+
+def test_a_dry_run_prices_without_writing(config_file, tmp_path, capsys):
+    run_dir = tmp_path / "none"
+    assert dpfl("train", config_file, "--dry-run", "--json", "--run-dir", run_dir) == 0
+    price = last_json(capsys.readouterr().out)
+    assert price["epsilon"] <= 8.0
+    assert price["noise_multiplier"]["least"] > 0
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["federation.silo=3"], "did you mean 'silos'"),
+        (["mechanism.batch_size=3"], "only one of them"),
+        (["mechanism.batch_cap=3"], "option of local_group"),
+        (["federation.max_silos_per_subject=2"], "max_silos_per_subject"),
+        (["federation.silos_per_round=9"], "there are 5 silos"),
+        (["federation.weights=[1, 2]"], "weights"),
+        (["privacy.recipe=paper_a", "mechanism.kind=subject_uls"], "paper_a"),
+        (["model.kind=lstm"], "does not fit"),
+        (["data.source=mnist"], "data.path"),
+        (["data.source=mnist", "data.path=/nowhere"], "does not exist"),
+        (["federation.local_optimizer.name=adamm"], "did you mean"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    config_file, tmp_path, capsys, overrides, message
+):
+    code = dpfl("train", config_file, *overrides, "--run-dir", tmp_path / "bad")
+    errors = capsys.readouterr().err.strip()
+    assert code == 2
+    assert message in errors
+    assert len(errors.splitlines()) == 1
