@@ -115,6 +115,8 @@ class ULS(Mechanism):
     ) -> accounting.Guarantee:
         """User-level guarantee of the Poisson-subsampled Gaussian."""
         prob = self.sampling_probability(population)
+        size = self.group_size
+        examples = "one example" if size == 1 else f"up to {size} examples"
         return accounting.Guarantee(
             unit="user",
             adjacency="add-or-remove one user",
@@ -125,7 +127,7 @@ class ULS(Mechanism):
             steps=steps,
             accountant="PLD, Poisson-subsampled Gaussian (exact up to rounding upwards)",
             sampling=f"Poisson over {population.num_users} users, probability {prob:.6g} each, "
-            f"up to {self.group_size} examples of a sampled user per step, {steps} steps",
+            f"{examples} of a sampled user per step, {steps} steps",
             assumptions=COMMON_ASSUMPTIONS,
             caveats=caveats,
         )
