@@ -17,7 +17,7 @@ Times one round of a federation of silos with a small CNN on images of 28 x 28: 
 local steps of private SGD on Poisson batches of its own records. In the same process, in turn:
 
   private        the engine, with the mechanism
-  no privacy     the same engine and sampling, plain gradients (XLA's convolutions), noise of stddev 0
+  no privacy     the same engine and sampling, plain gradients (XLA's own convolutions), no noise
   python loop    the private local step compiled once, called from Python for each silo and step, as
                  a simulator does that handles one client after the other (on --loop-silos of the
                  silos, scaled up)

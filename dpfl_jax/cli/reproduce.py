@@ -1,0 +1,104 @@
+"""``dpfl reproduce``: a paper's figure or table, with a verdict on each of its claims."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import time
+from typing import Any
+
+from rich.console import Console
+
+from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.errors import BadInputError
+
+DESCRIPTION = """\
+Reproduce a figure or a table of a paper: what it claims, what is measured, whether it holds, and
+the figure as a PNG. Reproductions on real data read them from the folder in DPFL_DATA_DIR and fall
+back to smaller, bundled data (which the notes then say).
+
+examples:
+  dpfl reproduce list
+  dpfl reproduce subject/audit --quick
+  dpfl reproduce subject/all --quick --out figures --json
+
+exit status: 0 done, whether the claims hold or not; 2 bad input; 1 anything else.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("figure", metavar="FIGURE", help="PAPER/FIGURE, PAPER/all, or list")
+    parser.add_argument("--quick", action="store_true", help="reduced size, for a laptop")
+    parser.add_argument(
+        "--out", metavar="DIR", default="figures", help="folder for the figures (default: figures)"
+    )
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Lists, or runs."""
+    from dpfl_jax.reproduce import registry
+
+    console = Console(stderr=args.json)
+    known = registry.figures()
+    if args.figure == "list":
+        return _list(console, known)
+    names = [args.figure]
+    if args.figure.endswith("/all"):
+        paper = args.figure.removesuffix("all")
+        names = [name for name in known if name.startswith(paper)]
+        if not names:
+            raise BadInputError(f"there is no paper {paper.rstrip('/')!r}: see dpfl reproduce list")
+    modules = {name: registry.load(name) for name in names}
+    out = pathlib.Path(args.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInputError(f"the folder {out} cannot be made: {error.strerror}") from None
+    data = os.environ.get("DPFL_DATA_DIR")
+    settings = registry.Settings(args.quick, out, console, pathlib.Path(data) if data else None)
+    results = []
+    for name, module in modules.items():
+        console.rule(f"{name}: {module.TITLE}")
+        console.print(f"[dim]{module.SOURCE}[/dim]")
+        start = time.perf_counter()
+        outcome = module.run(settings)
+        result = outcome.to_json(name) | {"seconds": round(time.perf_counter() - start, 1)}
+        _print(console, result)
+        results.append(result)
+    return results[0] if len(names) == 1 else {"figures": results}
+
+
+def _list(console: Console, known: dict[str, str]) -> dict[str, Any]:
+    from rich.table import Table
+
+    from dpfl_jax.reproduce import registry
+
+    table = Table("figure", "what", "source")
+    rows = []
+    for name in known:
+        module = registry.load(name)
+        table.add_row(name, module.TITLE, module.SOURCE)
+        rows.append({"figure": name, "title": module.TITLE, "source": module.SOURCE})
+    console.print(table)
+    return {"figures": rows}
+
+
+def _print(console: Console, result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table("claim", "measured", "expected", "holds")
+    for claim in result["claims"]:
+        verdict = "[green]yes[/green]" if claim["holds"] else "[red]NO[/red]"
+        table.add_row(claim["claim"], _text(claim["measured"]), _text(claim["expected"]), verdict)
+    console.print(table)
+    for note in result["notes"]:
+        console.print(f"note: {note}")
+    files = ", ".join(result["files"])
+    console.print(f"{files} ({result['seconds']} s)")
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
