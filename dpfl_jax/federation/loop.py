@@ -67,11 +67,12 @@ class FederatedResult:
 class _Spent:
     """An upper bound on epsilon after any number of rounds, cheap enough for a progress bar."""
 
-    def __init__(self, federation: Federation, delta: float) -> None:
+    def __init__(self, federation: Federation, delta: float, wanted: bool) -> None:
         rounds = federation.rounds
         self._at = np.unique(np.ceil(np.linspace(0, rounds, _MILESTONES + 1)[1:]).astype(int))
         self._epsilons = np.full(len(self._at), np.inf)
-        if federation.mechanism.private and not federation.mechanism.unsound():
+        mechanism = federation.mechanism
+        if wanted and mechanism.private and not mechanism.unsound():
             counts = [int(m) for m in self._at]
             cases = worst_cases(federation, 1)
             curves = [
@@ -128,6 +129,7 @@ def run_rounds(
     run_dir: RunDirectory | None = None,
     checkpoint_every: int = 5,
     keep_checkpoints: int = 2,
+    show_spent: bool = True,
     console: Console | None = None,
 ) -> FederatedResult:
     """Runs a federation whose noise is set.
@@ -152,6 +154,7 @@ def run_rounds(
       run_dir: where to log and checkpoint; an unfinished one is resumed.
       checkpoint_every: rounds between checkpoints.
       keep_checkpoints: checkpoints kept.
+      show_spent: whether epsilon is computed for the log of every round.
       console: where the progress bar goes; None for none.
 
     Raises:
@@ -214,7 +217,7 @@ def run_rounds(
     builder = RoundBuilder(federation, data, key, mesh, width, microbatch_size, chunk_silos)
     if mechanism.private and start < federation.rounds and strategy not in ("vmap", "scan"):
         _check_norms(builder, loss_fn, params, strategy)
-    spent, meter = _Spent(federation, delta), _Meter()
+    spent, meter = _Spent(federation, delta, show_spent), _Meter()
     quiet = Console(quiet=True)
     done = start
     with (
