@@ -94,18 +94,20 @@ class SiloStates:
     """The optimiser states that silos keep between their rounds, [silos, ...]."""
 
     def __init__(self, optimizer: optax.GradientTransformation, params: PyTree, silos: int) -> None:
-        one = optimizer.init(params)
-        self.all = jax.tree.map(lambda x: jnp.broadcast_to(x, (silos, *jnp.shape(x))).copy(), one)
+        def start(params: PyTree) -> PyTree:
+            one = optimizer.init(params)
+            return jax.tree.map(lambda x: jnp.broadcast_to(x, (silos, *jnp.shape(x))), one)
+
+        self.all = jax.jit(start)(params)
 
     def take(self, silos: np.ndarray, size: int) -> PyTree:
         """States of a chunk; padding silos get a copy of the first one's."""
         index = np.concatenate([silos, np.full(size - len(silos), silos[0])])
-        return jax.tree.map(lambda x: x[index], self.all)
+        return _take(self.all, index)
 
     def put(self, silos: np.ndarray, states: PyTree) -> None:
         """Writes back the states of a chunk's real silos."""
-        count = len(silos)
-        self.all = jax.tree.map(lambda x, s: x.at[silos].set(s[:count]), self.all, states)
+        self.all = _put(self.all, silos, states)
 
 
 def run_rounds(
@@ -267,6 +269,12 @@ def run_rounds(
     )
 
 
+_take = jax.jit(lambda states, index: jax.tree.map(lambda x: x[index], states))
+_put = jax.jit(
+    lambda states, index, new: jax.tree.map(
+        lambda x, n: x.at[index].set(n[: len(index)]), states, new
+    )
+)
 _add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
 
 

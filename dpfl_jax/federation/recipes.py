@@ -36,6 +36,7 @@ from dpfl_jax.randomness import RootKey
 
 Recipe = Literal["sound", "paper_batch_z", "paper_a", "paper_b"]
 Horizontal = Literal["paper_sqrt", "more_noise"]
+_MOST_KINDS = 3
 RECIPES: tuple[Recipe, ...] = ("sound", "paper_batch_z", "paper_a", "paper_b")
 
 
@@ -122,12 +123,7 @@ def apply_recipe(
             )
         else:
             copies = silos
-    plans = []
-    for plan in federation.silos:
-        steps = plan.local_steps * federation.rounds * copies
-        plans.append(
-            dataclasses.replace(plan, mechanism=_paper(plan, recipe, steps, epsilon, delta))
-        )
+    plans = _paper_plans(federation, recipe, copies, epsilon, delta)
     made = dataclasses.replace(federation, silos=tuple(plans), rounds=rounds)
     why += _reasons(made, recipe)
     real = _real(made, delta)
@@ -143,9 +139,28 @@ def apply_recipe(
     )
 
 
-def _paper(plan: SiloPlan, recipe: Recipe, steps: int, epsilon: float, delta: float) -> Any:
+def _paper_plans(
+    federation: Federation, recipe: Recipe, copies: int, epsilon: float, delta: float
+) -> list[SiloPlan]:
+    """Every silo with the paper's noise; many kinds of silos share it in classes of 1 % in q."""
+    probs = [plan.mechanism.probability(plan.facts) for plan in federation.silos]
+    if len(set(probs)) > _MOST_KINDS:
+        probs = [min(1.0, 1.01 ** math.ceil(math.log(p) / math.log(1.01) - 1e-9)) for p in probs]
+    known: dict[Any, Any] = {}
+    plans = []
+    for plan, prob in zip(federation.silos, probs, strict=True):
+        steps = plan.local_steps * federation.rounds * copies
+        key = (plan.mechanism, prob, steps)
+        if key not in known:
+            known[key] = _paper(plan.mechanism, prob, recipe, steps, epsilon, delta)
+        plans.append(dataclasses.replace(plan, mechanism=known[key]))
+    return plans
+
+
+def _paper(
+    mechanism: Any, prob: float, recipe: Recipe, steps: int, epsilon: float, delta: float
+) -> Any:
     """One silo's mechanism with the paper's noise."""
-    mechanism, prob = plan.mechanism, plan.mechanism.probability(plan.facts)
     cap = mechanism.max_items_per_subject
     if isinstance(mechanism, LocalGroupDP):
         largest = min(cap, int(stats.binom.isf(1e-12, cap, prob)) + 1) if prob < 1 else cap

@@ -111,7 +111,7 @@ def test_show_and_a_second_start(finished, config_file, capsys):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kill_after", [1, 3])
+@pytest.mark.parametrize("kill_after", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_9_and_resume_gives_the_same_state(finished, config_file, tmp_path, kill_after):
     """Parameters, the server's and the silos' optimisers, bit for bit; and the same guarantee."""
     whole, report = finished
@@ -138,7 +138,7 @@ def test_kill_9_and_resume_gives_the_same_state(finished, config_file, tmp_path,
 def test_the_papers_recipe_claims_one_thing_and_reports_another(config_file, tmp_path, capsys):
     code = dpfl(
         "train", config_file, "privacy.recipe=paper_b", "federation.rounds=9",
-        "--run-dir", tmp_path / "b", "--json",
+        "federation.local_steps=1", "train.strategy=vmap", "--run-dir", tmp_path / "b", "--json",
     )  # fmt: skip
     report = last_json(capsys.readouterr().out)
     assert code == 0
@@ -161,7 +161,8 @@ def test_the_papers_recipe_claims_one_thing_and_reports_another(config_file, tmp
 def test_other_mechanisms_are_an_override_away(config_file, tmp_path, capsys, kind, unit, extra):
     code = dpfl(
         "train", config_file, f"mechanism.kind={kind}", "federation.rounds=2",
-        "privacy.epsilon=4", *extra, "--run-dir", tmp_path / kind, "--json",
+        "privacy.epsilon=4", "federation.local_state=reset", "train.strategy=vmap", *extra,
+        "--run-dir", tmp_path / kind, "--json",
     )  # fmt: skip
     report = last_json(capsys.readouterr().out)
     assert code == 0
@@ -181,6 +182,7 @@ def test_other_mechanisms_are_an_override_away(config_file, tmp_path, capsys, ki
 def test_unsound_options_leave_no_guarantee(config_file, tmp_path, capsys):
     code = dpfl(
         "train", config_file, "mechanism.denominator=distinct_subjects", "federation.rounds=1",
+        "train.strategy=vmap",
         "--run-dir", tmp_path / "d", "--json",
     )  # fmt: skip
     report = last_json(capsys.readouterr().out)

@@ -42,10 +42,10 @@ def run(settings: Settings) -> Outcome:
         return found[label, last].mean / found[label, first].mean
 
     drops = {item.label: round(1 - kept(item.label), 3) for item in RUNS}
-    item, group, average = (drops[r.label] for r in RUNS)
+    alone, group, average = (drops[r.label] for r in RUNS)
     claims = [
-        Claim("both: LocalItemDP is not significantly affected by skew", item, "<= 0.05",
-              item <= 0.05, "relative loss of accuracy from a=1 to a=16"),
+        Claim("both: LocalItemDP is not significantly affected by skew", alone, "<= 0.05",
+              alone <= 0.05, "relative loss of accuracy from a=1 to a=16"),
         Claim("both: LocalGroupDP loses most", drops, "largest loss", group == max(drops.values())),
         Claim("text B: HiGradAvgDP loses noticeably at a=16, about 5 %", average, "0.01 to 0.15",
               0.01 <= average <= 0.15),
