@@ -1,0 +1,88 @@
+"""Accelerated noisy minibatch SGD (Algorithm 1; AC-SA of Ghadimi and Lan 2012)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax.federation.isrl.minibatch_sgd import Project
+
+
+def accelerated(
+    oracle: Callable[[jax.Array, Any], jax.Array],
+    rows: Any,
+    start: jax.Array,
+    alphas: jax.Array,
+    prox_weights: jax.Array,
+    strong_convexity: jax.Array | float,
+    project: Project,
+) -> jax.Array:
+    """Returns w_R^ag.
+
+    Args:
+      oracle: ``(w, round) -> mean noisy gradient``.
+      rows: rounds 1 to R of a schedule.
+      start: w_0.
+      alphas: float [R], alpha_r.
+      prox_weights: float [R], the paper's eta_r, which is an *inverse* step size.
+      strong_convexity: mu of the loss; 0 if it is only convex.
+      project: on W.
+    """
+    mu = strong_convexity
+
+    def step(carry: tuple[jax.Array, jax.Array], x: Any) -> tuple[Any, None]:
+        w, w_ag = carry
+        row, alpha, prox = x
+        w_md = middle_point(w, w_ag, alpha, prox, mu)
+        w = project(closed_form(oracle(w_md, row), w_md, w, alpha, prox, mu))
+        return (w, alpha * w + (1 - alpha) * w_ag), None
+
+    (_, w_ag), _ = jax.lax.scan(step, (start, start), (rows, alphas, prox_weights))
+    return w_ag
+
+
+def middle_point(w: jax.Array, w_ag: jax.Array, alpha: Any, prox: Any, mu: Any) -> jax.Array:
+    """Where the gradient is taken: a convex combination."""
+    whole = prox + (1 - alpha**2) * mu
+    return ((1 - alpha) * (mu + prox) * w_ag + alpha * ((1 - alpha) * mu + prox) * w) / whole
+
+
+def closed_form(
+    gradient: jax.Array, w_md: jax.Array, w: jax.Array, alpha: Any, prox: Any, mu: Any
+) -> jax.Array:
+    """Argmin of alpha (<g, v> + mu/2 |w_md - v|^2) + ((1-alpha) mu/2 + prox/2) |w - v|^2."""
+    return (alpha * mu * w_md + ((1 - alpha) * mu + prox) * w - alpha * gradient) / (mu + prox)
+
+
+def step_weights(
+    rounds: int, smoothness: float, variance: float, distance: float
+) -> tuple[jax.Array, jax.Array]:
+    """alpha_r = 2/(r+1), and prox weights 4 u / (r (r+1)), which the paper does not print.
+
+    u = max(2 beta, sqrt(2 V^2 R (R+1) (R+2) / (3 D_0^2))) gives a risk of at most
+    2 u D_0^2 / (R (R+1)) + 4 V^2 (R+2) / (3 u), that is beta D^2/R^2 + V D / sqrt(R).
+
+    Args:
+      rounds: R.
+      smoothness: beta.
+      variance: V^2 of the mean noisy gradient.
+      distance: D_0 >= |w_0 - w*|.
+    """
+    r = np.arange(1, rounds + 1, dtype=float)
+    grown = 2 * variance * rounds * (rounds + 1) * (rounds + 2) / (3 * distance**2)
+    scale = max(2 * smoothness, math.sqrt(grown))
+    alphas, prox = 2 / (r + 1), 4 * scale / (r * (r + 1))
+    return jnp.asarray(alphas, jnp.float32), jnp.asarray(prox, jnp.float32)
+
+
+def risk_bound(rounds: int, smoothness: float, variance: float, distance: float) -> float:
+    """The bound that goes with ``step_weights``."""
+    grown = 2 * variance * rounds * (rounds + 1) * (rounds + 2) / (3 * distance**2)
+    scale = max(2 * smoothness, math.sqrt(grown))
+    first = 2 * scale * distance**2 / (rounds * (rounds + 1))
+    return first + 4 * variance * (rounds + 2) / (3 * scale)

@@ -1,0 +1,288 @@
+"""The noise of a silo, three ways, each with the guarantee that it really has.
+
+* ``sound`` (default): Poisson, disjoint or full batches, each record clipped, noise calibrated by
+  privacy-loss distributions under replace-one.
+* ``paper_closed_form``: the theorems' noise (valid, and 30 times too much), same sampling as above.
+* ``as_published``: what the authors' experiments did: sampling with replacement and noise from an
+  asymptotic statement. What it spends is not established.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting import REPLACE, Guarantee, events
+from dpfl_jax.accounting.closed_forms import isrl as closed
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.message import MessageSpec, Sampling
+
+Arm = Literal["sound", "paper_closed_form", "as_published"]
+# jax.random.uniform has 23 random bits: what is compared with it is rounded up to that.
+_BITS = 2**23
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What a silo grants.
+
+    Attributes:
+      epsilon: > 0.
+      delta: in (0, 1); the paper takes 1 / n^2.
+    """
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        if not (math.isfinite(self.epsilon) and self.epsilon > 0):
+            raise BadInputError(f"epsilon is {self.epsilon}, but it must be finite and above 0")
+        if not 0 < self.delta < 1:
+            raise BadInputError(f"delta is {self.delta}, but it must lie between 0 and 1")
+
+
+@dataclasses.dataclass(frozen=True)
+class SiloNoise:
+    """One silo's noise, and the event that it makes.
+
+    Attributes:
+      noise_multiplier: standard deviation on the sum of gradients, over the clip norm.
+      batch: K, the constant divisor.
+      silo_size: n, public.
+      rounds: in which the silo answers, at most.
+      sampling: of records.
+      arm: how the noise was chosen.
+      budget: asked for.
+    """
+
+    noise_multiplier: float
+    batch: float
+    silo_size: int
+    rounds: int
+    sampling: Sampling
+    arm: Arm
+    budget: Budget
+
+    @property
+    def event(self) -> Any:
+        """What a record of the silo goes through, for replace-one accounting.
+
+        With replacement there is none; the event is then that of Poisson sampling at the same rate,
+        for comparison only.
+        """
+        return _event(self.noise_multiplier, self.batch, self.silo_size, self.rounds, self.sampling)
+
+    @property
+    def epsilon(self) -> float:
+        """What ``event`` spends at the budget's delta."""
+        return accounting.epsilon(self.event, self.budget.delta, relation=REPLACE)
+
+
+def _event(noise: float, batch: float, size: int, rounds: int, sampling: Sampling) -> Any:
+    if sampling == "disjoint":  # a record is in one round at most: parallel composition
+        return events.gaussian(noise, 1)
+    if sampling == "full":
+        return events.gaussian(noise, rounds)
+    rate = min(1.0, math.ceil(batch / size * _BITS) / _BITS)
+    return events.isrl_dp(noise, rate, rounds)
+
+
+def silo_noise(
+    budget: Budget,
+    silo_size: int,
+    batch: float,
+    rounds: int,
+    *,
+    arm: Arm = "sound",
+    sampling: Sampling | None = None,
+) -> SiloNoise:
+    """The noise of a silo for its budget.
+
+    Args:
+      budget: of each record of the silo, against everybody outside it.
+      silo_size: n.
+      batch: K; ``"full"`` takes n whatever it is.
+      rounds: R, the most rounds in which the silo answers.
+      arm: see the module.
+      sampling: default Poisson; with replacement ``as_published``.
+
+    Raises:
+      BadInputError: K above n, a combination of arm and sampling that has no formula, or a budget
+        outside the range of the paper's theorem.
+    """
+    if sampling is None:
+        sampling = "with_replacement" if arm == "as_published" else "poisson"
+    if arm == "sound" and sampling == "with_replacement":
+        raise BadInputError(
+            "sampling with replacement may draw a record several times and has no tight "
+            "accountant: use poisson, full or disjoint, or the arm as_published"
+        )
+    if sampling == "full":
+        batch = float(silo_size)
+    if not 0 < batch <= silo_size:
+        raise BadInputError(
+            f"the local batch is {batch}, but a silo of {silo_size} records allows 1 to {silo_size}"
+        )
+    if arm == "sound":
+        noise = accounting.calibrate_noise_multiplier(
+            lambda z: _event(z, batch, silo_size, rounds, sampling),
+            budget.epsilon,
+            budget.delta,
+            relation=REPLACE,
+        )
+    elif arm == "paper_closed_form" and sampling == "disjoint":
+        noise = closed.one_pass_noise(batch, budget.epsilon, budget.delta) * batch
+    elif arm == "paper_closed_form":
+        noise = closed.minibatch_noise(rounds, silo_size, budget.epsilon, budget.delta) * batch
+    elif sampling == "with_replacement":
+        noise = closed.experiment_noise(rounds, silo_size, budget.epsilon, budget.delta) * batch
+    else:
+        raise BadInputError("the arm as_published samples with replacement, as the authors did")
+    return SiloNoise(noise, batch, silo_size, rounds, sampling, arm, budget)
+
+
+def silo_guarantee(noise: SiloNoise, spec: MessageSpec | None = None) -> Guarantee:
+    """What a silo's records have against everybody else.
+
+    Args:
+      noise: of the silo.
+      spec: how its messages were made, if clipping was not per example.
+    """
+    spec = MessageSpec(noise.sampling) if spec is None else spec
+    caveats = [
+        "the clip norm, step sizes, preprocessing and the choice of rounds must be public or paid "
+        "for apart; metrics of silo data are not private"
+    ]
+    if noise.budget.delta >= 1 / noise.silo_size:
+        caveats.append(
+            f"delta {noise.budget.delta:.2g} is not below 1/n = {1 / noise.silo_size:.2g}"
+        )
+    epsilon = noise.epsilon if spec.sound else math.inf
+    if not spec.sound:
+        caveats.append(
+            "NO GUARANTEE IS ESTABLISHED: records are drawn with replacement"
+            if spec.sampling == "with_replacement"
+            else "NO GUARANTEE IS ESTABLISHED: the batch mean is clipped, not each record"
+        )
+    words = {
+        "poisson": f"Poisson inside the silo, probability {noise.batch / noise.silo_size:.6g}",
+        "full": "all records of the silo in every round",
+        "disjoint": "disjoint batches in a random order: each record in one round at most",
+        "with_replacement": f"{noise.batch:g} draws with replacement",
+    }[noise.sampling]
+    return Guarantee(
+        unit="record",
+        adjacency="replace one record",
+        trust="silo-local",
+        epsilon=epsilon,
+        delta=noise.budget.delta,
+        noise_multiplier=noise.noise_multiplier,
+        steps=noise.rounds,
+        accountant="PLD, replace-one (rounded upwards)",
+        sampling=f"{words}, at most {noise.rounds} rounds",
+        assumptions=(
+            "ISRL-DP: the adversary sees all messages of the silo, and may be the server together "
+            "with all other silos",
+            "the silo's size and the rounds in which it answers are public; no amplification by "
+            "the choice of silos is counted",
+            "the divisor of a message is a public constant",
+            "the root key is secret; threefry outputs are treated as random bits, and float32 "
+            "Gaussian noise as real-valued Gaussian noise",
+        ),
+        caveats=tuple(caveats),
+    )
+
+
+def relations(noise: SiloNoise, silos: int) -> list[dict[str, Any]]:
+    """The same run under other notions of privacy (section 2 of the notes on trust).
+
+    Args:
+      noise: of every silo (alike).
+      silos: N.
+
+    Returns:
+      Rows ``notion, trusted, protects, epsilon, delta, note``.
+    """
+    epsilon, delta = noise.epsilon, noise.budget.delta
+    user_epsilon, user_delta = closed.user_level_guarantee(noise.silo_size, epsilon, delta)
+    rows: list[dict[str, Any]] = [
+        {
+            "notion": "ISRL-DP",
+            "trusted": "the record's own silo",
+            "protects": "a record",
+            "epsilon": epsilon,
+            "delta": delta,
+            "note": "what is guaranteed",
+        },
+        {
+            "notion": "central DP",
+            "trusted": "silos and server",
+            "protects": "a record",
+            "epsilon": epsilon,
+            "delta": delta,
+            "note": "implied; a server that adds noise once needs 1/sqrt(N) of it",
+        },
+        {
+            "notion": "user-level DP",
+            "trusted": "the server",
+            "protects": "a silo's whole data",
+            "epsilon": user_epsilon,
+            "delta": min(user_delta, 1.0) if math.isfinite(user_delta) else 1.0,
+            "note": "by group privacy; meaningful only for epsilon <= 1/n",
+        },
+    ]
+    shuffled: float | None = None
+    try:
+        shuffled = closed.shuffled_epsilon(epsilon, silos, noise.silo_size, delta)
+    except BadInputError:
+        note = "outside the range of the shuffling theorem (needs hundreds of silos)"
+    else:
+        note = "one shuffled round (Theorem D.5)"
+    rows.append(
+        {
+            "notion": "shuffle DP",
+            "trusted": "own silo and a shuffler",
+            "protects": "a record",
+            "epsilon": shuffled if shuffled is not None else epsilon,
+            "delta": delta,
+            "note": note,
+        }
+    )
+    local = noise.silo_size == 1
+    rows.append(
+        {
+            "notion": "local DP",
+            "trusted": "nobody",
+            "protects": "a record",
+            "epsilon": epsilon if local else math.inf,
+            "delta": delta if local else 1.0,
+            "note": "the same notion if n = 1" if local else "none: the silo sees its records",
+        }
+    )
+    return rows
+
+
+def federation_noise(
+    budgets: Sequence[Budget],
+    sizes: Sequence[int],
+    batches: Sequence[float],
+    rounds: int,
+    *,
+    arm: Arm = "sound",
+    sampling: Sampling | None = None,
+) -> list[SiloNoise]:
+    """``silo_noise`` of every silo; equal silos are calibrated once."""
+    known: dict[tuple[Any, ...], SiloNoise] = {}
+    found = []
+    for budget, size, batch in zip(budgets, sizes, batches, strict=True):
+        facts = (budget, int(size), float(batch))
+        if facts not in known:
+            known[facts] = silo_noise(
+                budget, int(size), float(batch), rounds, arm=arm, sampling=sampling
+            )
+        found.append(known[facts])
+    return found

@@ -1,0 +1,195 @@
+"""What a silo sends: the noisy gradient of a sample of its records, and nothing else.
+
+The adversary of ISRL-DP sees every message of a silo. So records are read here only, each record's
+gradient is bounded here, and noise is added here, before anything is averaged over silos.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.clipping import Standard, bounded_grad
+from dpfl_jax.errors import BadInputError
+
+PyTree = Any
+Loss = Callable[[jax.Array, PyTree], jax.Array]
+Sampling = Literal["poisson", "full", "disjoint", "with_replacement"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SiloData:
+    """The records of N silos, padded to the largest.
+
+    Attributes:
+      examples: pytree of arrays [N, n_max, ...].
+      sizes: int32 [N], records that are real; the first ones. Public.
+    """
+
+    examples: PyTree
+    sizes: jax.Array
+
+    @property
+    def num_silos(self) -> int:
+        """N."""
+        return self.sizes.shape[0]
+
+    @property
+    def capacity(self) -> int:
+        """n_max."""
+        return jax.tree.leaves(self.examples)[0].shape[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class MessageSpec:
+    """How a silo samples and bounds.
+
+    Attributes:
+      sampling: ``"poisson"`` (each record with probability K/n; the default), ``"full"`` (all),
+        ``"disjoint"`` (each record at most once in the run: one-pass), or ``"with_replacement"``
+        (what the paper prints; it may draw a record several times, so that no accounting of this
+        library covers it).
+      clip: ``"example"``, or ``"batch_mean"``, as two of the authors' scripts do: the bound then
+        holds for the mean, and a record may move it by twice the clip norm, not by 2C/K.
+    """
+
+    sampling: Sampling = "poisson"
+    clip: Literal["example", "batch_mean"] = "example"
+
+    @property
+    def sound(self) -> bool:
+        """Whether the accounting of this library covers it."""
+        return self.sampling != "with_replacement" and self.clip == "example"
+
+
+def make_message(loss: Loss, spec: MessageSpec, batch_capacity: int | None = None) -> Callable:
+    """Returns ``message(w, examples, size, rank, turn, batch, clip_norm, stddev, keys)``.
+
+    Args:
+      loss: ``(w, example) -> scalar`` for one record; w is one array of any shape.
+      spec: sampling and clipping.
+      batch_capacity: largest K; needed with replacement, where K records are drawn.
+
+    The message's arguments are of one silo: w; examples [n_max, ...]; size int; rank int [n_max],
+    the place of each record in a random order drawn before the run; turn int, the rounds in which
+    the silo has answered; batch float, K; clip_norm float; stddev float, of the noise on the *sum*
+    of K gradients; keys uint32 [2, 2], for sampling and for noise. It returns an array like w: the
+    sum of bounded gradients plus noise, over K, which is a constant and never the realised number.
+    """
+    if spec.sampling == "with_replacement" and batch_capacity is None:
+        raise BadInputError("sampling with replacement needs batch_capacity, the largest K")
+
+    def message(
+        w: jax.Array,
+        examples: PyTree,
+        size: jax.Array,
+        rank: jax.Array,
+        turn: jax.Array,
+        batch: jax.Array,
+        clip_norm: jax.Array,
+        stddev: jax.Array,
+        keys: jax.Array,
+    ) -> jax.Array:
+        sample_key, noise_key = (
+            jax.random.wrap_key_data(k, impl="threefry2x32") for k in (keys[0], keys[1])
+        )
+        n = rank.shape[0]
+        real = jnp.arange(n) < size
+        if spec.sampling == "with_replacement":
+            assert batch_capacity is not None
+            chosen = jax.random.randint(sample_key, (batch_capacity,), 0, jnp.maximum(size, 1))
+            units = jax.tree.map(lambda x: x[chosen], examples)
+            mask = (jnp.arange(batch_capacity) < batch) & (size > 0)
+        else:
+            units = examples
+            if spec.sampling == "poisson":
+                mask = real & (jax.random.uniform(sample_key, (n,)) < batch / size)
+            elif spec.sampling == "full":
+                mask = real
+            else:
+                mask = real & (rank >= turn * batch) & (rank < (turn + 1) * batch)
+        total = _bounded_sum(loss, spec, w, units, mask, clip_norm, batch)
+        noise = jax.random.normal(noise_key, w.shape) + jax.random.normal(
+            jax.random.fold_in(noise_key, 1), w.shape
+        )  # two: one float32 normal has no tail beyond 5.2 standard deviations
+        return (total + stddev * jnp.sqrt(0.5) * noise) / jnp.maximum(batch, 1.0)
+
+    return message
+
+
+def _bounded_sum(
+    loss: Loss,
+    spec: MessageSpec,
+    w: jax.Array,
+    units: PyTree,
+    mask: jax.Array,
+    clip_norm: jax.Array,
+    batch: jax.Array,
+) -> jax.Array:
+    def one(params: PyTree, example: PyTree) -> jax.Array:
+        return loss(params["w"], example)
+
+    # Book-keeping: gradients of linear models are products of two vectors, and are never formed.
+    if spec.clip == "example":
+        rule = Standard(clip_norm)  # type: ignore[arg-type]
+        bounded = bounded_grad(one, rule=rule, strategy="ghost")
+        return bounded({"w": w}, units, mask).sum["w"]
+    free = bounded_grad(one, clip_norm=1e30, strategy="ghost")
+    total = free({"w": w}, units, mask).sum["w"]
+    mean_norm = jnp.linalg.norm(total.ravel()) / jnp.maximum(batch, 1.0)
+    return total * jnp.minimum(1.0, clip_norm / jnp.maximum(mean_norm, 1e-30))
+
+
+def make_oracle(
+    loss: Loss,
+    spec: MessageSpec,
+    data: SiloData,
+    *,
+    batch: jax.Array,
+    clip_norm: jax.Array | float,
+    stddev: jax.Array,
+    rank: jax.Array | None = None,
+    silo_weights: jax.Array | None = None,
+    batch_capacity: int | None = None,
+) -> Callable[[jax.Array, PyTree], jax.Array]:
+    """Returns ``oracle(w, round) -> mean of the messages of the silos that answer``.
+
+    Args:
+      loss: of one record.
+      spec: sampling and clipping.
+      data: the silos.
+      batch: float32 [N], K_i.
+      clip_norm: scalar or [N].
+      stddev: float32 [N], of each silo's noise on its sum (noise multiplier times clip norm).
+      rank: int32 [N, n_max], from the schedule; needed by ``"disjoint"``.
+      silo_weights: float32 [N], p_i summing to 1: F = sum p_i F_i (Appendix H: f_i is scaled by
+        N p_i; scaling the noised message is the same). None: all 1/N.
+      batch_capacity: largest K, with replacement.
+
+    ``round`` is one row of ``Schedule``: ``present`` bool [N], ``turn`` int [N], ``keys`` uint32
+    [N, 2, 2]. If nobody answers the mean is zero.
+    """
+    silos = data.num_silos
+    message = make_message(loss, spec, batch_capacity)
+    clip_norms = jnp.broadcast_to(jnp.asarray(clip_norm, jnp.float32), (silos,))
+    if rank is None:
+        if spec.sampling == "disjoint":
+            raise BadInputError("one-pass sampling needs the schedule's random order of records")
+        rank = jnp.zeros((silos, data.capacity), jnp.int32)
+    scale = jnp.ones(silos) if silo_weights is None else silos * silo_weights
+    every = jax.vmap(message, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
+
+    def oracle(w: jax.Array, row: PyTree) -> jax.Array:
+        sent = every(
+            w, data.examples, data.sizes, rank, row["turn"], batch, clip_norms, stddev, row["keys"]
+        )
+        use = row["present"] * scale
+        answered = row["present"].sum()
+        return jnp.tensordot(use, sent, axes=1, precision="highest") / jnp.maximum(answered, 1)
+
+    return oracle

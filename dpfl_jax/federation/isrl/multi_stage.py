@@ -1,0 +1,104 @@
+"""Multi-stage accelerated SGD for strongly convex losses (Appendix E.1; Ghadimi and Lan 2013)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.accelerated import accelerated
+from dpfl_jax.federation.isrl.minibatch_sgd import Project
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One run of Algorithm 1, from where the one before it ended.
+
+    Attributes:
+      rounds: R_k.
+      scale: u_k; prox weights are 4 u_k / (r (r+1)).
+    """
+
+    rounds: int
+    scale: float
+
+
+def stages(
+    rounds: int,
+    smoothness: float,
+    strong_convexity: float,
+    variance: float,
+    gap: float,
+    *,
+    stage_constant: float = 1.0,
+    as_printed: bool = False,
+) -> list[Stage]:
+    """The stages that fit in R rounds; one of length R if not even the first does.
+
+    The paper's u_k has R_k (R_k+1) (R_k+2) in the denominator, so that it is always 2 beta; its
+    own stage bound (D_0^2 <= 2 gap 2^-(k-1) / mu) puts it in the numerator, which is the default.
+
+    Args:
+      rounds: R.
+      smoothness: beta.
+      strong_convexity: mu > 0.
+      variance: V^2 of the mean noisy gradient.
+      gap: Delta >= F(w_0) - F*.
+      stage_constant: scales 128/3, which is very conservative.
+      as_printed: the paper's u_k.
+
+    Raises:
+      BadInputError: mu is not positive.
+    """
+    if strong_convexity <= 0:
+        raise BadInputError(
+            "multi-stage needs a strongly convex loss (mu > 0): use the accelerated algorithm"
+        )
+    found: list[Stage] = []
+    used, k = 0, 1
+    while True:
+        target = gap * 2.0**-k
+        least = 4 * math.sqrt(2 * smoothness / strong_convexity)
+        noise = stage_constant * 128 * variance / (3 * strong_convexity * target / 2)
+        length = math.ceil(max(least, noise, 1.0))
+        if used + length > rounds:
+            break
+        cube = float(length) * (length + 1) * (length + 2)
+        start = gap * 2.0 ** -(k - 1)
+        inner = strong_convexity * variance / (3 * start)
+        inner = inner / cube if as_printed else inner * cube
+        found.append(Stage(length, max(2 * smoothness, math.sqrt(inner))))
+        used, k = used + length, k + 1
+        if k > 60:
+            break
+    if not found:
+        cube = float(rounds) * (rounds + 1) * (rounds + 2)
+        inner = strong_convexity * variance * cube / (3 * gap)
+        return [Stage(rounds, max(2 * smoothness, math.sqrt(inner)))]
+    return found
+
+
+def multi_stage(
+    oracle: Callable[[jax.Array, Any], jax.Array],
+    rows: Any,
+    start: jax.Array,
+    plan: Sequence[Stage],
+    strong_convexity: float,
+    project: Project,
+) -> jax.Array:
+    """Runs the stages over consecutive rounds of a schedule; no round serves twice."""
+    q, first = start, 0
+    for stage in plan:
+        part = jax.tree.map(lambda x, a=first, n=stage.rounds: x[a : a + n], rows)
+        r = np.arange(1, stage.rounds + 1, dtype=float)
+        alphas = jnp.asarray(2 / (r + 1), jnp.float32)
+        prox = jnp.asarray(4 * stage.scale / (r * (r + 1)), jnp.float32)
+        q = accelerated(oracle, part, q, alphas, prox, strong_convexity, project)
+        first += stage.rounds
+    return q

@@ -1,0 +1,100 @@
+"""What is fixed before the run: who answers when, which records are whose turn, and the keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """R rounds of N silos.
+
+    Attributes:
+      present: bool [R, N], who answers. Public.
+      turn: int32 [R, N], rounds in which the silo answered before.
+      keys: uint32 [R, N, 2, 2], threefry keys for sampling and for noise, each used once.
+      rank: int32 [N, n_max], a random order of each silo's records, drawn before the run.
+    """
+
+    present: jax.Array
+    turn: jax.Array
+    keys: jax.Array
+    rank: jax.Array
+
+    @property
+    def rounds(self) -> int:
+        """R."""
+        return self.present.shape[0]
+
+    def rows(self, start: int = 0, stop: int | None = None) -> dict[str, jax.Array]:
+        """Rounds ``start`` to ``stop`` as a pytree to scan over."""
+        part = slice(start, stop)
+        return {
+            "present": self.present[part],
+            "turn": self.turn[part],
+            "keys": self.keys[part],
+        }
+
+
+def make_schedule(
+    key: RootKey,
+    rounds: int,
+    sizes: np.ndarray,
+    *,
+    available: int | Mapping[int, float] | None = None,
+    one_pass_batch: np.ndarray | None = None,
+    most_rounds: int | None = None,
+) -> Schedule:
+    """Draws a schedule.
+
+    Args:
+      key: the run's root key; every (silo, round) gets its own keys from it.
+      rounds: R.
+      sizes: int [N], records of each silo.
+      available: M, silos that answer in every round; or {m: probability}, the law of M_r, which
+        the network decides; None: all. Who they are is uniform and independent of everything.
+      one_pass_batch: K_i [N]: a silo that has no K_i unused records left stays silent.
+      most_rounds: a silo that has answered so often stays silent (its budget is for so many).
+
+    Raises:
+      BadInputError: a law of M_r that is none, or names more silos than there are.
+    """
+    sizes = np.asarray(sizes)
+    silos = len(sizes)
+    law = {silos: 1.0} if available is None else available
+    law = {law: 1.0} if isinstance(law, int) else dict(law)
+    total = sum(law.values())
+    if min(law) < 1 or max(law) > silos or min(law.values()) < 0 or abs(total - 1) > 1e-9:
+        raise BadInputError(
+            f"the silos available in a round are {law}, but it must be a number, or a law of "
+            f"numbers, between 1 and the {silos} silos"
+        )
+    rng = key.numpy("isrl-participation")
+    counts = rng.choice(list(law), size=rounds, p=list(law.values()))
+    order = rng.random((rounds, silos)).argsort(axis=1).argsort(axis=1)
+    present = order < counts[:, None]
+    limit = np.full(silos, rounds if most_rounds is None else most_rounds)
+    if one_pass_batch is not None:
+        limit = np.minimum(limit, sizes // np.maximum(np.asarray(one_pass_batch), 1).astype(int))
+    turn: np.ndarray = np.cumsum(present, axis=0) - present
+    present &= turn < limit
+    keys = key.numpy("isrl-keys").integers(0, 2**32, (rounds, silos, 2, 2), dtype=np.uint32)
+    orders = key.numpy("isrl-order").random((silos, int(sizes.max(initial=0))))
+    # Padding comes last in the order, so that the first n_i places hold real records.
+    orders[np.arange(orders.shape[1]) >= sizes[:, None]] = 2.0
+    rank = orders.argsort(axis=1).argsort(axis=1)
+    return Schedule(
+        present=jnp.asarray(present),
+        turn=jnp.asarray(turn, jnp.int32),
+        keys=jnp.asarray(keys),
+        rank=jnp.asarray(rank, jnp.int32),
+    )

@@ -1,0 +1,259 @@
+"""The algorithms: without noise they are the classical ones; the closed form is the argmin."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from isrl_zoo import logistic, quadratic, silos
+from scipy import optimize
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl import (
+    MessageSpec,
+    accelerated,
+    local_sgd,
+    make_oracle,
+    make_schedule,
+    minibatch_sgd,
+    multi_stage,
+    stages,
+    step_weights,
+    theory,
+)
+from dpfl_jax.federation.isrl import accelerated as _accelerated_function
+from dpfl_jax.federation.isrl.accelerated import closed_form, middle_point, risk_bound
+from dpfl_jax.federation.isrl.minibatch_sgd import (
+    ball,
+    last_weights,
+    strongly_convex_weights,
+    uniform_weights,
+)
+from dpfl_jax.federation.isrl.smoothing import plain, smoothed
+from dpfl_jax.randomness import RootKey
+
+KEY = RootKey.from_seed(11)
+assert callable(_accelerated_function)
+
+
+def full_oracle(loss, data, stddev=0.0):
+    n = data.num_silos
+    return make_oracle(
+        loss,
+        MessageSpec("full"),
+        data,
+        batch=data.sizes.astype(jnp.float32),
+        clip_norm=1e6,
+        stddev=jnp.full(n, stddev),
+    )
+
+
+def test_minibatch_sgd_without_noise_is_gradient_descent():
+    data = silos([5, 8])
+    rounds, eta = 12, 0.3
+    rows = make_schedule(KEY, rounds, np.array([5, 8])).rows()
+    w = np.zeros(3)
+    iterates = [w]
+    parts = [jax.tree.map(lambda x, i=i, n=n: x[i, :n], data.examples) for i, n in ((0, 5), (1, 8))]
+    gradient = jax.vmap(jax.grad(logistic), in_axes=(None, 0))
+    for _ in range(rounds):
+        g = np.mean([np.asarray(gradient(jnp.asarray(w), p)).mean(0) for p in parts], axis=0)
+        w = w - eta * g
+        w = w * min(1.0, 0.4 / np.linalg.norm(w))
+        iterates.append(w)
+    run = lambda weights: minibatch_sgd(  # noqa: E731
+        full_oracle(logistic, data), rows, jnp.zeros(3), jnp.full(rounds, eta), weights, ball(0.4)
+    )
+    np.testing.assert_allclose(run(last_weights(rounds)), iterates[-1], rtol=2e-4, atol=1e-6)
+    np.testing.assert_allclose(
+        run(uniform_weights(rounds)), np.mean(iterates[:-1], axis=0), rtol=2e-4, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        run(last_weights(rounds, 4)), np.mean(iterates[-4:], axis=0), rtol=2e-4, atol=1e-6
+    )
+
+
+def test_growing_weights_are_averaged_in_logs():
+    """gamma_r = (1 - mu eta)^-(r+1) overflows float32 after 2,000 rounds; the mean does not."""
+    rounds = 3000
+    weights = strongly_convex_weights(rounds, 0.5, 0.2)
+    rows = make_schedule(KEY, rounds, np.array([2])).rows()
+    data = silos([2])
+    found = minibatch_sgd(
+        full_oracle(quadratic, data),
+        rows,
+        jnp.zeros(3),
+        jnp.full(rounds, 0.01),
+        weights,
+        ball(None),
+    )
+    np.testing.assert_allclose(found, data.examples["x"][0].mean(0), rtol=1e-3, atol=1e-4)
+    short = np.asarray(strongly_convex_weights(3, 0.5, 0.2))
+    np.testing.assert_allclose(np.exp(short[:3]), 0.9 ** -np.arange(1.0, 4.0), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("alpha", "prox", "mu"), [(1.0, 3.0, 0.0), (0.4, 2.0, 0.7), (0.1, 0.5, 2)])
+def test_closed_form_is_the_argmin(alpha, prox, mu):
+    rng = np.random.default_rng(0)
+    g, w_md, w = rng.normal(size=(3, 4))
+
+    def objective(v):
+        inner = alpha * (g @ v + mu / 2 * np.sum((w_md - v) ** 2))
+        return inner + ((1 - alpha) * mu / 2 + prox / 2) * np.sum((w - v) ** 2)
+
+    best = optimize.minimize(objective, np.zeros(4), tol=1e-12).x
+    found = closed_form(jnp.asarray(g), jnp.asarray(w_md), jnp.asarray(w), alpha, prox, mu)
+    np.testing.assert_allclose(found, best, atol=1e-5)
+
+
+def test_middle_point_is_a_convex_combination():
+    one, zero = jnp.ones(2), jnp.zeros(2)
+    for alpha, prox, mu in ((1.0, 2.0, 0.3), (0.5, 1.0, 0.0), (0.2, 4.0, 1.0)):
+        np.testing.assert_allclose(middle_point(one, one, alpha, prox, mu), one, rtol=1e-6)
+        share = middle_point(one, zero, alpha, prox, mu)[0]
+        assert 0 <= share <= 1
+    np.testing.assert_allclose(middle_point(one, zero, 1.0, 2.0, 0.3), one)  # r = 1: w_0
+
+
+def test_acceleration_without_noise_is_fast():
+    """On a badly conditioned quadratic the error falls like beta D^2 / R^2."""
+    curvatures = jnp.geomspace(1.0, 1e-4, 10)
+    start = jnp.ones(10)
+    rows = {"r": jnp.zeros(400)}
+
+    def risk(rounds):
+        alphas, prox = step_weights(rounds, 1.0, 0.0, float(jnp.linalg.norm(start)))
+        part = jax.tree.map(lambda x: x[:rounds], rows)
+        w = accelerated(lambda w, _: curvatures * w, part, start, alphas, prox, 0.0, ball(None))
+        return float(0.5 * curvatures @ w**2)
+
+    for rounds in (25, 100, 400):
+        assert risk(rounds) <= risk_bound(rounds, 1.0, 0.0, 10**0.5)
+    assert risk(400) < risk(100) / 6
+
+
+@pytest.mark.parametrize(("rounds", "variance"), [(10, 0.01), (50, 0.3), (200, 2.0)])
+def test_risk_stays_below_the_bound_of_the_step_weights(rounds, variance):
+    start, dim = jnp.ones(6), 6
+    alphas, prox = step_weights(rounds, 1.0, variance, 6**0.5)
+
+    def oracle(w, row):
+        key = jax.random.wrap_key_data(row["keys"][0, 1], impl="threefry2x32")
+        return w + jnp.sqrt(variance / dim) * jax.random.normal(key, (dim,))
+
+    risks = []
+    for trial in range(20):
+        rows = make_schedule(RootKey.from_seed(trial), rounds, np.array([1])).rows()
+        w = accelerated(oracle, rows, start, alphas, prox, 0.0, ball(None))
+        risks.append(float(0.5 * jnp.sum(w**2)))
+    assert np.mean(risks) <= risk_bound(rounds, 1.0, variance, 6**0.5)
+
+
+def test_multi_stage_meets_its_targets():
+    mu, beta, variance, gap = 0.05, 1.0, 1e-3, 0.5
+    plan = stages(3000, beta, mu, variance, gap)
+    assert sum(s.rounds for s in plan) <= 3000
+    assert len(plan) >= 3
+    printed = stages(3000, beta, mu, variance, gap, as_printed=True)
+    assert all(s.scale == 2 * beta for s in printed)
+    assert any(s.scale > 2 * beta for s in stages(3000, beta, mu, 1.0, 50.0, stage_constant=1e-2))
+    dim = 5
+    curvature = jnp.linspace(mu, beta, dim)
+    start = jnp.full(dim, float(np.sqrt(2 * gap / curvature.sum())))
+
+    def oracle(w, row):
+        key = jax.random.wrap_key_data(row["keys"][0, 1], impl="threefry2x32")
+        return curvature * w + jnp.sqrt(variance / dim) * jax.random.normal(key, (dim,))
+
+    rows = make_schedule(KEY, 3000, np.array([1])).rows()
+    w = multi_stage(oracle, rows, start, plan, mu, ball(None))
+    assert float(0.5 * curvature @ w**2) <= gap * 2.0 ** -len(plan)
+    assert len(stages(5, beta, mu, variance, gap)) == 1  # too few rounds for one whole stage
+    with pytest.raises(BadInputError, match="strongly convex"):
+        stages(10, 1.0, 0.0, 1.0, 1.0)
+
+
+def test_local_sgd_without_noise_is_fedavg():
+    data = silos([1, 1], dim=2)  # one record: every local step takes it
+    rows = make_schedule(KEY, 3, np.array([1, 1])).rows()
+    found = local_sgd(
+        quadratic,
+        data,
+        rows,
+        jnp.zeros(2),
+        jnp.full(3, 0.1),
+        last_weights(3),
+        local_steps=4,
+        clip_norm=1e6,
+        stddev=jnp.zeros(2),
+    )
+    x = np.asarray(data.examples["x"][:, 0])
+    w = np.zeros(2)
+    for _ in range(3):
+        ends = [x[i] + (w - x[i]) * 0.9**4 for i in range(2)]
+        w = np.mean(ends, axis=0)
+    np.testing.assert_allclose(found, w, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["hinge", "absolute"])
+def test_smoothing_is_the_moreau_envelope(kind):
+    """Against a numerical minimum; gap at most L^2/(2 beta); gradients within L; beta-smooth."""
+    rng = np.random.default_rng(2)
+    for _ in range(6):
+        beta = float(10.0 ** rng.uniform(-1, 2))
+        x, y = rng.normal(size=3), rng.choice([-1.0, 1.0])
+        w = rng.normal(size=3) * 2
+        example = {"x": jnp.asarray(x), "y": jnp.asarray(y)}
+        loss, envelope = plain(kind), smoothed(kind, beta)
+        # The best v lies on the line w + t x: any other part of v - w only adds to the square.
+        t = np.linspace(-20, 20, 400_001)
+        points = w @ x + t * (x @ x)
+        values = np.maximum(0, 1 - y * points) if kind == "hinge" else np.abs(points - y)
+        found = np.min(values + beta / 2 * t**2 * (x @ x))
+        value = float(envelope(jnp.asarray(w), example))
+        assert value == pytest.approx(found, rel=2e-4, abs=2e-5)
+        lipschitz, here = np.linalg.norm(x), float(loss(jnp.asarray(w), example))
+        assert value <= here + 1e-6
+        assert here - value <= lipschitz**2 / (2 * beta) + 1e-6
+        gradient = jax.grad(envelope)(jnp.asarray(w), example)
+        assert float(jnp.linalg.norm(gradient)) <= lipschitz * (1 + 1e-5)
+        other = jnp.asarray(w + rng.normal(size=3) * 0.1)
+        change = jnp.linalg.norm(jax.grad(envelope)(other, example) - gradient)
+        assert float(change) <= beta * float(jnp.linalg.norm(other - w)) * (1 + 1e-4) + 1e-6
+    with pytest.raises(BadInputError, match="closed-form prox"):
+        smoothed("quantile", 1.0)
+
+
+def test_variance_of_the_aggregate_is_lemma_e3():
+    """Monte Carlo over cohorts, batches and noise, within 10 %."""
+    rng = np.random.default_rng(4)
+    silos_, n, dim, batch, cohort, sigma = 6, 400, 4, 20, 2, 0.05
+    x = rng.normal(size=(silos_, n, dim)) * 0.5 + rng.normal(size=(silos_, 1, dim))
+    means = x.mean(1)
+    phi = np.sqrt(np.mean(np.sum((x - means[:, None]) ** 2, axis=2)))
+    upsilon = np.sqrt(np.mean(np.sum((means - means.mean(0)) ** 2, axis=1)))
+    want = theory.variance_sco(
+        phi, upsilon, batch=batch, silos=cohort, num_silos=silos_, dim=dim, sigma=sigma
+    )
+    draws = []
+    for _ in range(4000):
+        who = rng.permutation(silos_)[:cohort]
+        sent = [x[i, rng.integers(0, n, batch)].mean(0) + sigma * rng.normal(size=dim) for i in who]
+        draws.append(np.mean(sent, axis=0) - means.mean(0))
+    assert np.mean(np.sum(np.square(draws), axis=1)) == pytest.approx(want, rel=0.1)
+
+
+def test_theory_at_the_sizes_of_the_experiment():
+    common = {"n": 1238, "silos": 25, "dim": 50, "epsilon": 1.0}
+    lipschitz, beta = 10.85, 10.85**2 / 4
+    rounds = [theory.minibatch_rounds_convex(beta, lipschitz, d, **common) for d in (2, 10)]
+    assert 30_000 < rounds[0] < rounds[1] < 38_000
+    batch = theory.one_pass_batch_convex(beta, lipschitz, 2, delta=1 / 1238**2, **common)
+    assert 30 < batch < 80
+    step = theory.minibatch_step_convex(rounds[0], beta, lipschitz, 2, **common)
+    assert 0 < step <= 1 / beta
+    accelerated_rounds = theory.accelerated_rounds_convex(
+        beta, lipschitz, 10, delta=1e-6, batch=1238, num_silos=25, **common
+    )
+    assert accelerated_rounds <= 100
+    with pytest.raises(BadInputError, match="rounds is 0"):
+        theory.minibatch_step_convex(0, beta, lipschitz, 2, **common)
