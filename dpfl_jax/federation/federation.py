@@ -122,6 +122,15 @@ class Federation:
             raise BadInputError(
                 f"the plan is for {len(self.silos)} silos, but the data have {data.num_silos}"
             )
+        for silo, plan in zip(data.silos, self.silos, strict=True):
+            if plan.facts != SiloFacts.of(silo) and (
+                plan.mechanism.sampling_prob is None or not plan.facts.num_records
+            ):
+                raise BadInputError(
+                    f"the plan says that silo {silo.index} holds {plan.facts.num_records} records "
+                    f"of {plan.facts.num_subjects} subjects, but it holds {silo.num_records} of "
+                    f"{silo.num_subjects}: the probabilities accounted for would not be those run"
+                )
         caps = np.array([plan.mechanism.max_items_per_subject for plan in self.silos])
         over = np.flatnonzero(data.largest_counts() > caps)
         if len(over) and self.mechanism.private:

@@ -26,7 +26,10 @@ def test_the_list_names_every_figure_with_its_source(capsys):
         assert callable(load(name).run)
 
 
-@pytest.mark.parametrize("figure", ["subject/audit", "subject/batch-statistics"])
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "figure", ["subject/audit", "subject/batch-statistics", "subject/empirical-audit"]
+)
 def test_quick_figures_hold_what_they_should(figure, tmp_path, capsys):
     assert dpfl("reproduce", figure, "--quick", "--out", tmp_path, "--json") == 0
     result = last_json(capsys.readouterr().out)
@@ -37,10 +40,26 @@ def test_quick_figures_hold_what_they_should(figure, tmp_path, capsys):
     assert all(c["holds"] for c in others), [c for c in others if not c["holds"]]
     # What the audit is for: no calibration of the papers gives what it claims.
     assert not any(c["holds"] for c in papers)
-    assert len(papers) == (6 if figure == "subject/audit" else 0)
+    expected = {"subject/audit": 6, "subject/empirical-audit": 2}
+    assert len(papers) == expected.get(figure, 0)
     for file in result["files"]:
         with open(file, "rb") as stream:
             assert stream.read(8) == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("figure", ["subject/skew", "subject/few-subjects", "subject/curves"])
+def test_quick_training_figures_run_without_any_files(figure, tmp_path, capsys, monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.delenv("DPFL_DATA_DIR", raising=False)
+    assert dpfl("reproduce", figure, "--quick", "--out", tmp_path, "--json") == 0
+    result = last_json(capsys.readouterr().out)
+    assert any("digits stand in" in note for note in result["notes"])
+    by_claim = {c["claim"]: c for c in result["claims"]}
+    if figure == "subject/curves":
+        assert by_claim["both: LocalItemDP is below FedAvg"]["holds"]
+        assert by_claim["both: UserLDP hardly learns"]["holds"]
+    assert len(result["rows"]) >= 6
 
 
 @pytest.mark.parametrize(
