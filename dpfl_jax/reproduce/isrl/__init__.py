@@ -1,0 +1,1 @@
+"""Lowy and Razaviyayn 2023: private federated learning without a trusted server."""

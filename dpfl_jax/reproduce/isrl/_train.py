@@ -1,0 +1,153 @@
+"""One experiment of the paper: silos, algorithms, arms, step sizes tuned on the training loss.
+
+Everything is vmapped: over silos inside the message, and over lanes (step size, repetition, noise).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax.federation.isrl import MessageSpec, SiloData, make_oracle
+from dpfl_jax.federation.isrl.local_sgd import local_sgd
+from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights, minibatch_sgd
+
+Loss = Callable[[jax.Array, Any], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One draw of an experiment.
+
+    Attributes:
+      loss: of one record.
+      metric: ``(w, train, test) -> scalar``, smaller is better; from all silos' records.
+      train, test: silos.
+      dim: number of parameters (or shape).
+      rounds, batch, cohort: R, K, M.
+    """
+
+    loss: Loss
+    metric: Callable[[jax.Array, SiloData, SiloData], jax.Array]
+    train: SiloData
+    test: SiloData
+    shape: tuple[int, ...]
+    rounds: int
+    batch: int
+    cohort: int
+
+
+def mean_loss(loss: Loss, data: SiloData, w: jax.Array) -> jax.Array:
+    """Mean over silos of the mean loss of their records."""
+    each = jax.vmap(jax.vmap(loss, (None, 0)), (None, 0))(w, data.examples)
+    n = data.capacity
+    real = jnp.arange(n)[None, :] < data.sizes[:, None]
+    return (jnp.where(real, each, 0.0).sum(1) / data.sizes).mean()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _lane(
+    loss: Loss,
+    metric: Any,
+    algorithm: str,
+    spec: MessageSpec,
+    sizes: tuple[int, int, int, int, tuple[int, ...]],
+    train: SiloData,
+    test: SiloData,
+    steps: jax.Array,
+    seeds: jax.Array,
+    clip: jax.Array,
+    multiplier: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """(training loss, metric), each [steps, seeds], at the mean of the last iterates."""
+    rounds, batch, cohort, window, shape = sizes
+    silos = train.num_silos
+    stddev = jnp.full(silos, multiplier * jnp.where(jnp.isfinite(clip), clip, 0.0))
+    weights = last_weights(rounds, window)
+
+    def one(step: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        who, what = jax.random.split(jax.random.key(seed))
+        order = jax.random.uniform(who, (rounds, silos)).argsort(1).argsort(1)
+        rows = {
+            "present": order < cohort,
+            "turn": jnp.zeros((rounds, silos), jnp.int32),
+            "keys": jax.random.bits(what, (rounds, silos, 2, 2), jnp.uint32),
+        }
+        start, etas = jnp.zeros(shape), jnp.full(rounds, step)
+        if algorithm == "local":
+            w = local_sgd(
+                loss,
+                train,
+                rows,
+                start,
+                etas,
+                weights,
+                local_steps=batch,
+                clip_norm=clip,
+                stddev=stddev,
+            )
+        else:
+            oracle = make_oracle(
+                loss,
+                spec,
+                train,
+                batch=jnp.full(silos, float(batch)),
+                clip_norm=clip,
+                stddev=stddev,
+                batch_capacity=batch,
+            )
+            w = minibatch_sgd(oracle, rows, start, etas, weights, ball(None))
+        return mean_loss(loss, train, w), metric(w, train, test)
+
+    return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(steps, seeds)
+
+
+def best_over_steps(
+    task: Task,
+    algorithm: str,
+    spec: MessageSpec,
+    steps: np.ndarray,
+    *,
+    clips: np.ndarray,
+    multiplier: float,
+    repeats: int,
+    seed: int,
+    window: int = 8,
+) -> float:
+    """The metric at the step (and clip norm) of the best mean training loss: not private tuning."""
+    sizes = (task.rounds, task.batch, task.cohort, window, task.shape)
+    seeds = jnp.arange(repeats) + 1000 * seed
+    best, chosen = math.inf, math.nan
+    for clip in clips:
+        losses, metrics = _lane(
+            task.loss,
+            task.metric,
+            algorithm,
+            spec,
+            sizes,
+            task.train,
+            task.test,
+            jnp.asarray(steps, jnp.float32),
+            seeds,
+            jnp.asarray(clip, jnp.float32),
+            jnp.asarray(multiplier, jnp.float32),
+        )
+        mean = np.nan_to_num(np.asarray(losses), nan=np.inf, posinf=np.inf).mean(axis=1)
+        at = int(np.argmin(mean))
+        if mean[at] < best:
+            best, chosen = float(mean[at]), float(np.asarray(metrics)[at].mean())
+    return chosen
+
+
+def summary(values: list[float]) -> tuple[float, float]:
+    """Mean, and standard error of the mean."""
+    array = np.asarray(values)
+    error = array.std(ddof=1) / math.sqrt(len(array)) if len(array) > 1 else math.nan
+    return float(array.mean()), float(error)
