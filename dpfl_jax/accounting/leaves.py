@@ -162,7 +162,8 @@ def _fixed_size_step(event: FixedSizeGaussianDpEvent, grid: float, log_tail: flo
         upper = loss.get_delta_for_epsilon(np.arange(0, high + 1) * grid)
         index = np.abs(np.round(epsilons / grid).astype(int))
         positive = upper[index]
-        return np.where(epsilons >= 0, positive, -np.expm1(epsilons) + np.exp(epsilons) * positive)
+        below = np.minimum(epsilons, 0.0)
+        return np.where(epsilons >= 0, positive, -np.expm1(below) + np.exp(below) * positive)
 
     pmf = discretize.pmf_from_divergence(divergence, grid, -high, high)
     return StepLoss(remove=pmf, add=pmf)

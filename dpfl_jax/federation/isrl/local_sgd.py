@@ -22,7 +22,6 @@ def local_sgd(
     local_steps: int,
     clip_norm: jax.Array | float,
     stddev: jax.Array,
-    sampling: str = "poisson",
 ) -> jax.Array:
     """Rounds of: each silo takes K noisy steps from the global w, the server averages the ends.
 
@@ -36,12 +35,10 @@ def local_sgd(
       local_steps: K.
       clip_norm: bound of a record's gradient, scalar or [N].
       stddev: float [N], of the noise in each local step.
-      sampling: ``"poisson"`` (rate 1/n: one record a step in expectation) or
-        ``"with_replacement"`` (exactly one, as printed).
     """
     silos = data.num_silos
-    spec = MessageSpec(sampling=sampling)  # type: ignore[arg-type]
-    message = make_message(loss, spec, 1)
+    # One record, uniformly: a batch of fixed size without replacement, and accounted as such.
+    message = make_message(loss, MessageSpec("with_replacement"), 1)
     clips = jnp.broadcast_to(jnp.asarray(clip_norm, jnp.float32), (silos,))
     rank = jnp.zeros((data.capacity,), jnp.int32)
 

@@ -83,7 +83,7 @@ def run(settings: Settings) -> Outcome:
         rows,
         [
             "sampling with replacement has no tight accountant: the experiments' noise is accounted "
-            "as if their batches were Poisson at the same rate, at the clip norm L they state",
+            "as if batches were Poisson at the same rate, at the clip norm L they state",
             "local SGD's steps are accounted one by one, as if each were released",
         ],
     )

@@ -137,7 +137,7 @@ def run(settings: Settings) -> Outcome:
         rows,
         [
             f"sound arm, {ROUNDS} full-batch rounds, delta 1e-6, {trials} trials a point",
-            "the convex instance's mean is as small as the noise, which is where the bound is tight",
+            "the convex instance's mean is as small as the noise, where the bound is tight",
         ],
     )
 
