@@ -32,7 +32,9 @@ Make (or reuse) a synthetic store of heavy-tailed users, then measure, for examp
   wait        how long a step of --step-ms waits for its batch (sleeping in between, as a host
               does while an accelerator computes)
 
-A step is sampled by the Poisson law over all examples or users of the store; ELS first limits every
+"raw" ships the stored records and leaves unpacking to the device (Pipeline(compact=True));
+"buckets" does so with users sorted by how many examples they hold. A step is sampled by the Poisson
+law over all examples or users of the store; ELS first limits every
 user to --limit examples.
 
 examples:
@@ -230,8 +232,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             path, built = _store_path(args, work, format, console)
             opened = in_fresh_process(measure_open, path)
             store = open_store(path)
-            for kind, sampler, sizes in _samplers(store, args):
-                pipeline = _pipeline(store, sampler, sizes, args)
+            for kind, sampler, sizes, compact in _samplers(store, args):
+                pipeline = _pipeline(store, sampler, sizes, compact, args)
                 rows.append(
                     {
                         "format": store.manifest.shard_format,
@@ -264,21 +266,24 @@ def _store_path(
     return path, built
 
 
-def _samplers(store: Any, args: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
+def _samplers(store: Any, args: argparse.Namespace) -> Iterator[tuple[str, Any, Any, bool]]:
     from dpfl_jax.data.pipeline import bucket_group_sizes
     from dpfl_jax.randomness import RootKey
     from dpfl_jax.sampling import PoissonExamples, PoissonUsers, limit_contributions
 
     key = RootKey.from_seed(0)
     kept = limit_contributions(key.numpy("contribution"), store.user_offsets, args.limit)
-    yield "ELS", PoissonExamples(kept, min(1.0, args.batch / len(kept)), key), None
+    examples = PoissonExamples(kept, min(1.0, args.batch / len(kept)), key)
+    yield "ELS", examples, None, False
+    yield "ELS, raw", examples, None, True
     prob = min(1.0, args.cohort / store.num_users)
     users = PoissonUsers(store.user_offsets, prob, args.group_size, key)
-    yield "ULS", users, None
-    yield "ULS, buckets", users, bucket_group_sizes(args.group_size)
+    yield "ULS", users, None, False
+    yield "ULS, raw", users, None, True
+    yield "ULS, buckets", users, bucket_group_sizes(args.group_size), True
 
 
-def _pipeline(store: Any, sampler: Any, sizes: Any, args: argparse.Namespace) -> Any:
+def _pipeline(store: Any, sampler: Any, sizes: Any, compact: bool, args: argparse.Namespace) -> Any:
     from dpfl_jax.data.pipeline import Pipeline
 
     mesh = None
@@ -288,7 +293,14 @@ def _pipeline(store: Any, sampler: Any, sizes: Any, args: argparse.Namespace) ->
 
         mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     return Pipeline(
-        store, sampler, args.row, sizes, mesh, threads=args.threads, ahead=2 * args.threads + 2
+        store,
+        sampler,
+        args.row,
+        sizes,
+        mesh,
+        compact=compact,
+        threads=args.threads,
+        ahead=2 * args.threads + 2,
     )
 
 

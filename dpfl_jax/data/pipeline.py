@@ -125,6 +125,8 @@ class Pipeline:
       group_sizes: bucket sizes for users (``bucket_group_sizes``); None for one bucket.
       mesh: a ``jax.sharding.Mesh`` to ship to, or None to keep NumPy arrays.
       axis: mesh axis over which units are split.
+      compact: ship stored records as they are, ``{"records": uint8 [rows, row, ..., bytes]}``, to
+        be unpacked by ``store.schema.unpack_on_device`` inside the step; token stores only.
       threads: threads that read ahead.
       ahead: steps read ahead.
     """
@@ -135,11 +137,14 @@ class Pipeline:
     group_sizes: tuple[int, ...] | None = None
     mesh: Any = None
     axis: str = "data"
+    compact: bool = False
     threads: int = 2
     ahead: int = 4
 
     def __post_init__(self) -> None:
-        """Checks that rows can be split over the devices."""
+        """Checks that rows can be split over the devices, and that records can be shipped."""
+        if self.compact:
+            _ = self.store.schema.seq_len  # raises if the examples are not tokens
         devices = 1 if self.mesh is None else self.mesh.shape[self.axis]
         if self.row < 1 or self.row % devices:
             raise BadInputError(f"a row of {self.row} units cannot be split over {devices} devices")
@@ -178,7 +183,7 @@ class Pipeline:
         rows = padded_rows(draw.size, self.row)
         share = share_of(draw, self.row, self._columns(rows), rows)
         real = share.positions >= 0
-        examples = self.store.read(share.positions[real])
+        examples = self._examples(share.positions[real])
         whole = bool(real.all())
 
         def place(values: np.ndarray) -> np.ndarray:
@@ -193,6 +198,12 @@ class Pipeline:
             "unit_mask": share.slots >= 0,
             "example_mask": real if real.ndim == 3 else None,
         }
+
+    def _examples(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        if not self.compact:
+            return self.store.read(positions)
+        records = self.store.records(positions)
+        return {"records": records.view(np.uint8).reshape(len(positions), -1)}
 
     def _ship(self, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Puts host arrays on the devices of the mesh, as parts of global arrays."""

@@ -107,6 +107,33 @@ class Schema:
             return {"tokens": records["tokens"].astype(np.int32), "mask": mask}
         return {f.name: np.ascontiguousarray(records[f.name]) for f in self.fields}
 
+    def unpack_on_device(self, raw: Any) -> dict[str, Any]:
+        """Turns raw records, uint8 [..., record bytes], into ``tokens`` and ``mask``, inside jit.
+
+        Records cross to the device at two bytes a token instead of five (``"tokens"`` only).
+
+        Args:
+          raw: jax array, the bytes of stored records; all zero where there is no example.
+
+        Returns:
+          ``tokens`` int32 [..., seq_len] and ``mask`` bool [..., seq_len].
+
+        Raises:
+          BadInputError: if the examples are not token sequences.
+        """
+        import jax
+        import jax.numpy as jnp
+
+        seq_len = self.seq_len
+        width = self.record_dtype["tokens"].base.itemsize
+        kind = jnp.uint16 if width == 2 else jnp.uint32
+        lead = raw.shape[:-1]
+        length = jax.lax.bitcast_convert_type(raw[..., :4], jnp.uint32)
+        ids = raw[..., 4:].reshape(*lead, seq_len, width)
+        tokens = jax.lax.bitcast_convert_type(ids, kind).astype(jnp.int32)
+        mask = jnp.arange(seq_len, dtype=jnp.uint32) < length[..., None]
+        return {"tokens": tokens, "mask": mask}
+
     def pack(self, batch: Mapping[str, Any]) -> np.ndarray:
         """Turns a dict of arrays with leading axis n into stored records [n].
 

@@ -4,10 +4,12 @@ import gzip
 import json
 
 import pyarrow as pa
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
 from dpfl_jax.data.documents import expand_paths, read_documents
+from dpfl_jax.data.keys import UserKey
 from dpfl_jax.data.rows import guess_format
 from dpfl_jax.errors import BadInputError
 
@@ -108,3 +110,67 @@ def test_parquet_null_user_is_named_by_row(tmp_path):
         list(read_documents([path]))
     with pytest.raises(BadInputError, match="no column 'author'"):
         list(read_documents([path], user_column="author"))
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_huggingface_folders(tmp_path, saved):
+    """What ``datasets`` writes: Arrow streams, with ``state.json`` giving their order."""
+    table = pa.table({"user": [u for u, _ in ROWS], "text": [t for _, t in ROWS]})
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    for name, part in zip(names, (table.slice(0, 2), table.slice(2))):
+        writer = pa.ipc.new_stream if saved else pa.ipc.new_file
+        with pa.OSFile(str(tmp_path / name), "wb") as file, writer(file, table.schema) as out:
+            out.write_table(part)
+    order = list(ROWS)
+    if saved:
+        state = {"_data_files": [{"filename": n} for n in reversed(names)]}
+        (tmp_path / "state.json").write_text(json.dumps(state))
+        order = [ROWS[2], *ROWS[:2]]
+    assert list(read_documents([tmp_path], "huggingface")) == order
+    with pytest.raises(BadInputError, match=r"arrow: there is no column 'author'"):
+        list(read_documents([tmp_path], "huggingface", "author"))
+    (tmp_path / names[0]).write_bytes(b"ARROW1 no more")
+    with pytest.raises(BadInputError, match=r"00000-of-00002.arrow: not a readable arrow file"):
+        list(read_documents([tmp_path], "huggingface"))
+
+
+def test_huggingface_folder_without_files(tmp_path):
+    with pytest.raises(BadInputError, match=r"holds no \.arrow or \.parquet"):
+        list(read_documents([tmp_path], "huggingface"))
+
+
+def user_of_row(row):
+    """A key function, as a user would write one."""
+    return row["a"]["b"] + "!"
+
+
+def test_key_expressions():
+    row = {"a": {"b": "deep"}, "n": 7, "url": "HTTP://www.X.org/1", "a.b": "flat", "none": None}
+    where = "file, line 3"
+    for expression, user in (
+        ("n", "7"),
+        ("a.b", "flat"),
+        ("{n}/{a.b}", "7/flat"),
+        ("domain(url)", "x.org"),
+        (f"{__name__}:user_of_row", "deep!"),
+    ):
+        assert UserKey(expression)(row, where) == user
+    assert UserKey("a.b")({"a": {"b": "deep"}}, where) == "deep"
+    assert UserKey("{play}/{who.name}").columns == ["play", "who"]
+    assert UserKey(f"{__name__}:user_of_row").columns is None
+    for expression, message in (
+        ("x", "line 3: there is no column 'x'"),
+        ("{n}/{none}", "a user id is None .*line 3"),
+        ("domain(none)", "a user id is None"),
+        ("a", "a user id is {'b': 'deep'}"),
+    ):
+        with pytest.raises(BadInputError, match=message):
+            UserKey(expression)(row, where)
+    with pytest.raises(BadInputError, match=r"domain\(n\) of '///'"):
+        UserKey("domain(n)")({"n": "///"}, where)
+    with pytest.raises(BadInputError, match="unknown function"):
+        UserKey("eval(url)")
+    with pytest.raises(BadInputError, match="is not there"):
+        UserKey("no_module_of_that_name:f")
+    with pytest.raises(BadInputError, match="floating-point"):
+        UserKey("n")({"n": 7.0}, where)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from dpfl_jax.data import ArrayStore
+from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.build import write_store
 from dpfl_jax.data.pipeline import (
     Pipeline,
@@ -90,6 +90,30 @@ def test_resuming_skips_exactly(store):
         whole = [content(b) for b in pipeline.iterate(0, 9)]
         assert [content(b) for b in pipeline.iterate(5, 9)] == whole[5:]
         assert list(pipeline.iterate(9, 9)) == []
+
+
+@pytest.mark.parametrize("vocab_size", [300, 100_000])
+def test_raw_records_unpack_on_the_device(vocab_size):
+    rng = np.random.default_rng(0)
+    schema = Schema.tokens(10, vocab_size)
+
+    def examples(n):
+        mask = np.arange(10) < rng.integers(1, 11, n)[:, None]
+        return {"tokens": np.where(mask, rng.integers(0, vocab_size, (n, 10)), 0), "mask": mask}
+
+    store = ArrayStore.from_users(((f"u{u}", examples(n)) for u, n in enumerate(COUNTS)), schema)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    sampler = PoissonUsers(store.user_offsets, 0.4, 8, KEY)
+    raw = Pipeline(store, sampler, 8, (2, 8), mesh, compact=True)
+    plain = Pipeline(store, sampler, 8, (2, 8), mesh)
+    for step in range(3):
+        for a, b in zip(raw.build(step).buckets, plain.build(step).buckets):
+            unpacked = jax.jit(schema.unpack_on_device)(a.arrays["records"])
+            for name, values in b.arrays.items():
+                assert unpacked[name].dtype == values.dtype
+                np.testing.assert_array_equal(unpacked[name], values)
+    with pytest.raises(BadInputError, match="not token sequences"):
+        Pipeline(make_store(), sampler, 8, compact=True)
 
 
 def test_an_empty_draw_is_a_step_of_padding(store):
