@@ -70,12 +70,18 @@ class Trained:
         """Mean accuracy over seeds."""
         return float(np.mean(self.accuracy))
 
+    @property
+    def loss(self) -> float:
+        """Mean held-out loss after the last round, over seeds."""
+        return float(np.mean([curve[-1][1] for curve in self.curves]))
+
     def row(self) -> dict[str, Any]:
         """For the table of numbers."""
         return {
             "run": self.run.label,
             "accuracy": self.mean,
             "accuracies": self.accuracy,
+            "loss": self.loss,
             "claimed_epsilon": self.claim.epsilon,
             "real_epsilon": self.claim.real_epsilon,
             "if_constant": self.claim.if_constant,
