@@ -82,7 +82,7 @@ def run(settings: Settings) -> Outcome:
         [file],
         rows,
         [
-            "sampling with replacement has no tight accountant: the experiments' noise is accounted "
+            "sampling with replacement has no tight accountant: the published noise is accounted "
             "as if batches were Poisson at the same rate, at the clip norm L they state",
             "local SGD's steps are accounted one by one, as if each were released",
         ],
