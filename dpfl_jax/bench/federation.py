@@ -133,20 +133,20 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     found: dict[str, list[tuple[float, float, int]]] = {}
     for r in range(args.rounds + 1):  # the first one compiles
         for name, (builder, release) in variants.items():
-            start = _clock()
-            pieces = [builder.build(r, part) for part in builder.pieces(r)]
-            jax.block_until_ready([p.chunk for p in pieces])
-            host = _since(start)
-            drawn = sum(p.num_records for p in pieces)
-            start = _clock()
-            for piece in pieces:
+            host, taken, drawn = (0.0, 0.0), (0.0, 0.0), 0
+            for part in builder.pieces(r):
+                start = _clock()
+                piece = builder.build(r, part)
+                jax.block_until_ready(piece.chunk)
+                host = _plus(host, _since(start))
+                start = _clock()
                 jax.block_until_ready(release(params, None, piece.chunk))
-            taken = _since(start)
+                taken = _plus(taken, _since(start))
+                drawn += piece.num_records
             if r:
                 found.setdefault(name, []).append((*taken, drawn))
                 if name == "private":
                     found.setdefault("host", []).append((*host, drawn))
-            del pieces
         if r and args.loop_silos:
             loop = _python_loop(variants["private"][0], private, model, params, optimizer, args, r)
             found.setdefault("python loop", []).append(loop)
@@ -216,6 +216,10 @@ _COMPILED: dict[str, Callable[..., Any]] = {}
 
 def _clock() -> tuple[float, float]:
     return time.perf_counter(), time.process_time()
+
+
+def _plus(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    return a[0] + b[0], a[1] + b[1]
 
 
 def _since(start: tuple[float, float]) -> tuple[float, float]:

@@ -1,1 +1,48 @@
-"""Rounds over silos: local steps of a mechanism in each silo, then a server's rule."""
+"""Rounds over silos: local steps of a mechanism in each silo, then a server's rule.
+
+``data`` and ``partition`` say who holds what, ``mechanisms`` what a silo does at a local step,
+``engine`` is the compiled round, ``rounds`` ships its batches, ``server`` averages, ``loop`` runs
+it all; ``accountant``, ``recipes`` and ``guarantee`` say what it costs a subject.
+"""
+
+from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon
+from dpfl_jax.federation.data import ArrayRecords, FederatedData
+from dpfl_jax.federation.federation import Federation, SiloPlan
+from dpfl_jax.federation.guarantee import federated_guarantee
+from dpfl_jax.federation.loop import FederatedResult, run_rounds
+from dpfl_jax.federation.mechanisms import (
+    FedAvg,
+    HiGradAvgDP,
+    LocalGroupDP,
+    LocalItemDP,
+    SiloFacts,
+    SubjectULS,
+    UserLDP,
+)
+from dpfl_jax.federation.partition import assign_to_silos, cap_per_subject
+from dpfl_jax.federation.recipes import apply_recipe
+from dpfl_jax.federation.server import OptimizerServer, ServerRule
+
+__all__ = [
+    "ArrayRecords",
+    "FedAvg",
+    "FederatedData",
+    "FederatedResult",
+    "Federation",
+    "HiGradAvgDP",
+    "LocalGroupDP",
+    "LocalItemDP",
+    "OptimizerServer",
+    "ServerRule",
+    "SiloFacts",
+    "SiloPlan",
+    "SubjectULS",
+    "UserLDP",
+    "apply_recipe",
+    "assign_to_silos",
+    "calibrate_federation",
+    "cap_per_subject",
+    "federated_epsilon",
+    "federated_guarantee",
+    "run_rounds",
+]
