@@ -94,15 +94,15 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     from dpfl_jax.training.state import data_parallel_mesh
 
     rng = np.random.default_rng(0)
-    count = args.silos * args.records
+    total = args.silos * args.records
     records = ArrayRecords(
         {
-            "x": rng.random((count, 28, 28), dtype=np.float32),
-            "label": rng.integers(0, 10, count).astype(np.int32),
+            "x": rng.random((total, 28, 28), dtype=np.float32),
+            "label": rng.integers(0, 10, total).astype(np.int32),
         }
     )
     silos = np.repeat(np.arange(args.silos), args.records)
-    subjects = np.arange(count) // 2  # two records each
+    subjects = np.arange(total) // 2  # two records each
     data = FederatedData.from_assignment(records, subjects, silos, args.silos)
     private = build_silo_mechanism(
         SiloMechanismConfig(
@@ -155,8 +155,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name in ("private", "no privacy", "python loop", "host"):
         if name in found:
-            seconds, cpu, drawn = (float(np.median(x)) for x in zip(*found[name]))
-            rows.append({"what": name, "seconds": seconds, "cpu_seconds": cpu, "records": drawn})
+            seconds, cpu, count = (float(np.median(x)) for x in zip(*found[name]))
+            rows.append({"what": name, "seconds": seconds, "cpu_seconds": cpu, "records": count})
     return rows
 
 
