@@ -281,6 +281,7 @@ def _run(prepared: PreparedFederation, directory: RunDirectory, console: Console
     )
     report = _report(prepared, result)
     report["run_dir"] = str(directory.path)
+    report["data"]["keyed_digest"] = directory.facts["data"]
     write_federated_report(directory.path, report, result.metrics)
     return report
 
@@ -354,7 +355,6 @@ def _report(prepared: PreparedFederation, result: FederatedResult) -> dict[str, 
         "model": {"kind": config.model.kind, "parameters": prepared.model.num_params},
         "data": {
             "description": prepared.subjects.description,
-            "fingerprint": prepared.data.fingerprint,
             "silos": prepared.data.num_silos,
             "records": prepared.data.num_records,
         },

@@ -27,6 +27,7 @@ from dpfl_jax.training.report import (
     EVALUATION_CAVEAT,
     PRIVATE_METRICS_CAVEAT,
     TUNING_CAVEAT,
+    WITHIN_USER_CAVEAT,
     build_report,
     write_report,
 )
@@ -199,7 +200,7 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
         caveats=run_caveats(config, mechanism),
         console=console,
     )
-    report = _report(prepared, pretrained, result)
+    report = _report(prepared, pretrained, result, directory.facts["data"])
     report["run_dir"] = str(directory.path)
     if ledger is not None and result.interrupted is None:
         ledger.commit(directory.run_id)
@@ -248,11 +249,16 @@ def calibrated(
     return mechanism, delta
 
 
+def evaluation_caveat(config: RunConfig) -> str:
+    """Whose data held-out losses are computed from."""
+    return EVALUATION_CAVEAT if config.data.split == "by_user" else WITHIN_USER_CAVEAT
+
+
 def run_caveats(config: RunConfig, mechanism: Mechanism) -> tuple[str, ...]:
     """What a reader of the guarantee must know about this run."""
     if not mechanism.private:
-        return (EVALUATION_CAVEAT,)
-    caveats = [PRIVATE_METRICS_CAVEAT, EVALUATION_CAVEAT, TUNING_CAVEAT]
+        return (evaluation_caveat(config),)
+    caveats = [PRIVATE_METRICS_CAVEAT, evaluation_caveat(config), TUNING_CAVEAT]
     if config.data.max_users is not None:
         caveats.append(
             "data.max_users keeps a fixed number of users, so that adding a person to the raw data "
@@ -292,7 +298,9 @@ def _pretrain(prepared: Prepared, params: Any, console: Console) -> Pretrained |
     return pretrained
 
 
-def _report(prepared: Prepared, pretrained: Pretrained | None, result: FitResult) -> dict[str, Any]:
+def _report(
+    prepared: Prepared, pretrained: Pretrained | None, result: FitResult, data_digest: str
+) -> dict[str, Any]:
     config, data, population = prepared.config, prepared.data, prepared.population
     baselines = {}
     if data.public is not None and prepared.held_out is not None:
@@ -308,7 +316,7 @@ def _report(prepared: Prepared, pretrained: Pretrained | None, result: FitResult
         model={"size": config.model.size, "parameters": prepared.model.num_params},
         data={
             "description": data.description,
-            "fingerprint": data.train.fingerprint,
+            "keyed_digest": data_digest,
             "users": population.num_users,
             "examples": population.num_examples,
         },

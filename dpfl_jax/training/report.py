@@ -25,6 +25,10 @@ EVALUATION_CAVEAT = (
     "held-out losses are computed without noise on users who are not in the training set: the "
     "guarantee does not cover those users"
 )
+WITHIN_USER_CAVEAT = (
+    "held-out losses are computed without noise on examples set aside from the training users "
+    "themselves: they are outside the guarantee, and the model's choice by them would be too"
+)
 TUNING_CAVEAT = (
     "if the clip norm, the learning rate or other settings were chosen by trying them on these "
     "private data, those trials are not in this epsilon"

@@ -49,7 +49,9 @@ class RunDirectory:
           fingerprint: identifies the configuration.
           seed: public seed, or None for a secret key from the operating system.
           facts: what a resumed run must find unchanged or go on with: ``data`` (fingerprint of
-            the training set) is compared, the rest is kept as it was at the start.
+            the training set) is compared, the rest is kept as it was at the start. The fingerprint
+            itself is a function of private data without noise, by which somebody who knows all
+            users but one could test who that is: only its keyed digest is written.
 
         Raises:
           BadInputError: it holds something else, another configuration, or a finished run, or
@@ -65,7 +67,7 @@ class RunDirectory:
             self.root_key = self._read_key(private)
             known = yaml.safe_load((self.path / "config.yaml").read_text())
             self.run_id, self.facts = str(known["run_id"]), dict(known["facts"])
-            if self.facts.get("data") != (facts or {}).get("data"):
+            if self.facts.get("data") != self._sealed(facts).get("data"):
                 self.close()
                 raise BadInputError(
                     f"the training data are not those that the run in {self.path} began with: "
@@ -76,7 +78,7 @@ class RunDirectory:
             self.root_key = RootKey.generate() if seed is None else RootKey.from_seed(seed)
             self._write_key(private)
             # Last: a directory without config.yaml is not yet a run.
-            self.run_id, self.facts = uuid.uuid4().hex, dict(facts or {})
+            self.run_id, self.facts = uuid.uuid4().hex, self._sealed(facts)
             content = {
                 "fingerprint": fingerprint,
                 "run_id": self.run_id,
@@ -84,6 +86,13 @@ class RunDirectory:
                 "config": dict(config),
             }
             write_atomically(self.path / "config.yaml", yaml.safe_dump(content, sort_keys=False))
+
+    def _sealed(self, facts: Mapping[str, Any] | None) -> dict[str, Any]:
+        sealed = dict(facts or {})
+        if sealed.get("data") is not None:
+            digest = self.root_key.derive("data-fingerprint:" + str(sealed["data"]))
+            sealed["data"] = digest.hex()[:32]
+        return sealed
 
     @staticmethod
     def check(path: str | os.PathLike[str], fingerprint: str) -> None:

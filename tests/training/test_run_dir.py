@@ -1,0 +1,25 @@
+"""What a run directory holds, and what it must not."""
+
+import pytest
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.training.run_dir import RunDirectory
+
+
+def test_the_fingerprint_of_the_data_is_written_only_keyed(tmp_path):
+    """A plain hash of private data would tell whoever knows all users but one who that is."""
+    facts = {"data": "cafe" * 16, "noise_multiplier": 1.0}
+    first = RunDirectory(tmp_path / "run", {}, "c", None, facts)
+    first.close()
+    for file in (tmp_path / "run").rglob("*"):
+        if file.is_file():
+            assert "cafecafe" not in file.read_text()
+    again = RunDirectory(tmp_path / "run", {}, "c", None, facts)
+    assert again.resumed
+    assert again.facts == first.facts
+    again.close()
+    other = RunDirectory(tmp_path / "other", {}, "c", None, facts)
+    assert other.facts["data"] != first.facts["data"]
+    other.close()
+    with pytest.raises(BadInputError, match="training data are not those"):
+        RunDirectory(tmp_path / "run", {}, "c", None, facts | {"data": "beef" * 16})
