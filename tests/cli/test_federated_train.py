@@ -154,8 +154,13 @@ def test_the_papers_recipe_claims_one_thing_and_reports_another(config_file, tmp
         ("fed_avg", "none", []),
         ("local_item", "record", []),
         ("local_group", "subject", ["mechanism.batch_cap=2", "federation.silos_per_round=2"]),
-        ("user_ldp", "subject", ["federation.partition=power", "federation.alpha=4"]),
-        ("subject_uls", "subject", ["federation.partition=confined"]),
+        pytest.param(
+            *("user_ldp", "subject", ["federation.partition=power", "federation.alpha=4"]),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("subject_uls", "subject", ["federation.partition=confined"]), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_other_mechanisms_are_an_override_away(config_file, tmp_path, capsys, kind, unit, extra):

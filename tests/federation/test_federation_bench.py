@@ -2,9 +2,12 @@
 
 import json
 
+import pytest
+
 from dpfl_jax.cli.main import main
 
 
+@pytest.mark.slow
 def test_the_rows_are_those_of_the_manual(capsys):
     code = main(
         ["bench", "federation", "--silos", "3", "--local-steps", "2", "--records", "8",
