@@ -24,6 +24,7 @@ COMMANDS = {
     "data": "build, inspect and verify user-partitioned stores",
     "bench": "measure clipping, accounting and data pipelines",
     "compile": "compile the train step for a TPU slice, without one",
+    "plan": "choose algorithm and group sizes for a compute budget",
     "reproduce": "reproduce a paper's figure or table, with a verdict on each claim",
     "show": "print the report of a run",
 }

@@ -1,0 +1,222 @@
+"""``dpfl plan``: which algorithm and group sizes, for a compute budget."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import Any
+
+from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.errors import BadInputError
+
+HELP = "choose algorithm and group sizes for a compute budget"
+DESCRIPTION = """\
+Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
+size, ULS at each split into M users of G examples. What is compared is the noise on the averaged
+gradient, sigma times the typical gradient norm over the size. Prints a table, the heuristics
+beside the best, and the reason; writes a heat map and a configuration that `dpfl train` runs.
+
+With a `population` section in the configuration no data are read, and gradient norms are assumed to
+fall as G^-DECAY (0: all examples of a user alike; 0.5: orthogonal). Otherwise norms are the medians
+over a sample of users at the starting model: computed from private data without noise, for your own
+eyes or on public data.
+
+examples:
+  dpfl plan configs/quickstart.yaml --compute-budget 256 --out planned.yaml
+  dpfl plan configs/userlevel/stackoverflow_uls.yaml --compute-budget 4096 --png heat.png
+  dpfl plan CONFIG --compute-budget 1024 --epsilon 2 --target-noise 0.01
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML configuration file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key")
+    parser.add_argument("--compute-budget", type=int, help="default: the configuration's")
+    parser.add_argument("--epsilon", type=float, help="default: the configuration's")
+    parser.add_argument(
+        "--decay", type=float, default=0.5, help="assumed fall of gradient norms (default: 0.5)"
+    )
+    parser.add_argument(
+        "--max-group-size", type=int, default=256, help="largest G of ULS (default: 256)"
+    )
+    parser.add_argument("--users", type=int, default=128, help="users sampled for norms")
+    parser.add_argument(
+        "--target-noise", type=float, help="also: smallest epsilon and budget that reach it"
+    )
+    parser.add_argument("--png", type=pathlib.Path, metavar="FILE.png", help="draw the options")
+    parser.add_argument("--out", type=pathlib.Path, metavar="FILE.yaml", help="write the best")
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Plans, prints, writes."""
+    from rich.console import Console
+
+    from dpfl_jax.config import RunConfig, load_config
+
+    console = Console(stderr=args.json)
+    config = load_config(args.config, args.overrides)
+    if not isinstance(config, RunConfig):
+        raise BadInputError("planning is for central runs: this configuration is of a federation")
+    budget = args.compute_budget or int(config.mechanism.compute_budget)
+    epsilon = args.epsilon if args.epsilon is not None else config.privacy.epsilon
+    if epsilon is None:
+        raise BadInputError("the target is not set: give --epsilon, or privacy.epsilon")
+    planner = _planner(config, args, epsilon, console)
+    with console.status("calibrating noise"):
+        plan = planner.plan(budget)
+    result: dict[str, Any] = {
+        "status": "planned",
+        "sensitivities": planner.sensitivities.source,
+        **plan.to_json(),
+    }
+    if args.target_noise is not None:
+        result["inverse"] = _inverse(planner, args.target_noise, budget)
+    _print(console, result)
+    if args.png is not None:
+        _draw(plan, args.png)
+        console.print(f"drawn: {args.png}")
+    if args.out is not None:
+        _write(args, plan, epsilon)
+        console.print(f"written: {args.out}; run it with: dpfl train {args.out}")
+    return result
+
+
+def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any) -> Any:
+    import jax
+    import numpy as np
+
+    from dpfl_jax.planning import Planner, Sensitivities, Users, estimate_sensitivities
+    from dpfl_jax.training.experiment import build_model
+
+    declared = config.population
+    largest = max(1, args.max_group_size)
+    if declared is not None:
+        limited = None
+        if declared.num_limited_examples is not None:
+            limited = {config.mechanism.els.group_size: declared.num_limited_examples}
+        users = Users(declared.num_users, limited=limited)
+        examples = declared.num_examples
+        groups = [2**k for k in range(largest.bit_length())]
+        sensitivities = Sensitivities.assumed(args.decay, groups)
+    else:
+        from dpfl_jax.data import load_dataset
+
+        with console.status("reading data"):
+            data = load_dataset(config.data)
+        sizes = np.diff(data.train.user_offsets)
+        users = Users(len(sizes), sizes=sizes)
+        examples = int(sizes.sum())
+        largest = min(largest, int(sizes.max()))
+        groups = [2**k for k in range(largest.bit_length())]
+        if data.tokenizer is None:
+            raise BadInputError("planning estimates gradients of a language model: give text data")
+        model = build_model(config, data.train.schema.vocab_size, data.tokenizer.bos_id)
+        params = model.init(jax.random.key(config.init_seed))
+        with console.status("gradient norms of sampled users"):
+            sensitivities = estimate_sensitivities(
+                model.loss, params, data.train, groups, users=args.users
+            )
+    delta = config.privacy.delta
+    delta = float(examples) ** -1.1 if delta is None else delta
+    return Planner(users, sensitivities, epsilon=epsilon, delta=delta, steps=config.train.steps)
+
+
+def _inverse(planner: Any, noise: float, budget: int) -> dict[str, Any]:
+    answers: dict[str, Any] = {"target_noise": noise}
+    for name, question in (
+        ("smallest_epsilon", lambda: planner.smallest_epsilon(noise, budget)),
+        ("smallest_budget", lambda: planner.smallest_budget(noise)),
+    ):
+        try:
+            value, option = question()
+            answers[name] = {"value": value, "option": option.to_json()}
+        except BadInputError as error:
+            answers[name] = {"value": None, "reason": str(error)}
+    return answers
+
+
+def _print(console: Any, result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(
+        "algorithm",
+        "G",
+        "size",
+        "probability",
+        "noise multiplier",
+        "noise on the gradient",
+        "",
+        title=f"budget {result['budget']}, epsilon {result['epsilon']:g}, {result['steps']} steps",
+    )
+    marks = {"best": "least noise", "heuristic_els": "median", "heuristic_uls": "double"}
+    for option in sorted(result["options"], key=lambda o: o["noise"]):
+        notes = [words for key, words in marks.items() if result[key] == option]
+        table.add_row(
+            option["kind"].upper(),
+            str(option["group_size"]),
+            str(option["size"]),
+            f"{option['sampling_prob']:.4g}",
+            f"{option['noise_multiplier']:.5g}",
+            f"{option['noise']:.4g}",
+            ", ".join(notes),
+        )
+    console.print(table)
+    console.print(result["reason"])
+    corrected, literal = result["heuristic_uls"], result["literal_uls"]
+    console.print(
+        f"Estimate-and-Double: G={corrected['group_size']}, M={corrected['size']} (noise "
+        f"{corrected['noise']:.4g}); as printed in the paper: G={literal['group_size']}, "
+        f"M={literal['size']} (noise {literal['noise']:.4g})"
+    )
+    console.print(f"gradient norms: {result['sensitivities']}")
+    for name, answer in result.get("inverse", {}).items():
+        console.print(f"{name.replace('_', ' ')}: {answer}")
+
+
+def _draw(plan: Any, file: pathlib.Path) -> None:
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(6, 4))
+    for kind in ("uls", "els"):
+        part = sorted((o for o in plan.options if o.kind == kind), key=lambda o: o.group_size)
+        if part:
+            x, y = [o.group_size for o in part], [o.noise for o in part]
+            ax.loglog(x, y, "o-", base=2, label=kind.upper())
+    ax.plot([plan.best.group_size], [plan.best.noise], "k*", markersize=12, label="least noise")
+    ax.set(xlabel="group size G", ylabel="noise on the averaged gradient")
+    ax.set_title(f"budget {plan.budget}, epsilon {plan.epsilon:g}")
+    ax.legend()
+    figure.tight_layout()
+    try:
+        figure.savefig(file, dpi=150)
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"the plot cannot be written to {file}: {error}") from error
+    finally:
+        plt.close(figure)
+
+
+def _write(args: argparse.Namespace, plan: Any, epsilon: float) -> None:
+    import yaml
+
+    from dpfl_jax.config import config_to_dict, load_config
+
+    best = plan.best
+    budget = best.size * best.group_size if best.kind == "uls" else best.size
+    config = config_to_dict(
+        load_config(
+            args.config,
+            [
+                *args.overrides,
+                f"mechanism.kind={best.kind}",
+                f"mechanism.compute_budget={budget}",
+                f"mechanism.{best.kind}.group_size={best.group_size}",
+                f"privacy.epsilon={epsilon}",
+            ],
+        )
+    )
+    try:
+        args.out.write_text(f"# {plan.reason}.\n" + yaml.safe_dump(config, sort_keys=False))
+    except OSError as error:
+        raise BadInputError(f"cannot write {args.out}: {error.strerror}") from error

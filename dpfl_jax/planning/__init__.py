@@ -1,0 +1,25 @@
+"""Which algorithm and group size, for a compute budget: estimates, planner, inverse questions.
+
+The quantity compared is the standard deviation of the noise on the averaged gradient, for clip
+norms at the size of typical gradients (Charles et al. 2024, section 3, equations (5) to (7)).
+"""
+
+from dpfl_jax.planning.estimates import Sensitivities, estimate_sensitivities, median_group_size
+from dpfl_jax.planning.planner import (
+    Option,
+    Plan,
+    Planner,
+    Users,
+    estimate_and_double,
+)
+
+__all__ = [
+    "Option",
+    "Plan",
+    "Planner",
+    "Sensitivities",
+    "Users",
+    "estimate_and_double",
+    "estimate_sensitivities",
+    "median_group_size",
+]

@@ -1,0 +1,161 @@
+"""What the planner needs to know of data and model: group sizes, and typical gradient norms.
+
+Computed from private data without noise: for planning on public or already paid-for data, or to be
+kept to oneself. The report says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms.base import mean_of_examples
+from dpfl_jax.randomness import RootKey
+
+PyTree = Any
+
+
+def median_group_size(
+    sizes: Sequence[int] | np.ndarray, rounding: Literal["none", "pow2_floor"] = "pow2_floor"
+) -> int:
+    """The ELS group size that Charles et al. 2024 (section 6) found near-best: the median size.
+
+    Args:
+      sizes: int [n], examples of each user.
+      rounding: ``"pow2_floor"`` (183 becomes 128) or ``"none"``.
+
+    Raises:
+      BadInputError: no users.
+    """
+    if len(sizes) == 0:
+        raise BadInputError("there are no users to take a median over")
+    median = max(1, int(np.median(np.asarray(sizes))))
+    return median if rounding == "none" else 2 ** int(math.log2(median))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sensitivities:
+    """Typical gradient norms, which a good clip norm is about.
+
+    Attributes:
+      example: L_ELS, of one example.
+      user: {G: L_ULS(G)}, of the mean over up to G examples of one user.
+      intervals: {G: (low, high)}, 90 % bootstrap intervals of ``user``; 0 for the example's.
+      source: how they were found.
+    """
+
+    example: float
+    user: dict[int, float]
+    intervals: dict[int, tuple[float, float]]
+    source: str
+
+    @classmethod
+    def assumed(cls, decay: float, groups: Sequence[int]) -> Sensitivities:
+        """L_ULS(G) = G^-decay, L_ELS = 1: 0 for identical gradients, 1/2 for orthogonal ones."""
+        if not 0.0 <= decay <= 1.0:
+            raise BadInputError(f"the decay of gradient norms is {decay}: give 0 to 1")
+        found = {int(g): float(g) ** -decay for g in groups}
+        return cls(1.0, found, {}, f"assumed: L_ULS(G) = L_ELS G^-{decay:g}")
+
+    def at(self, group: int) -> float:
+        """L_ULS(G), between known sizes by a power law.
+
+        Raises:
+          BadInputError: beyond the largest known size.
+        """
+        known = sorted(self.user)
+        if group in self.user:
+            return self.user[group]
+        if not known or group > known[-1] or group < known[0]:
+            raise BadInputError(f"gradient norms are not known at group size {group}")
+        high = next(g for g in known if g > group)
+        low = max(g for g in known if g < group)
+        share = math.log(group / low) / math.log(high / low)
+        return float(self.user[low] ** (1 - share) * self.user[high] ** share)
+
+
+def estimate_sensitivities(
+    loss_fn: Callable[..., jax.Array],
+    params: PyTree,
+    store: Any,
+    groups: Sequence[int],
+    *,
+    users: int = 128,
+    key: RootKey | None = None,
+    batch: int = 8,
+) -> Sensitivities:
+    """Median norms of per-example and per-user gradients at ``params``, over a sample of users.
+
+    Each user's examples are one nested sample (the first G of a fixed random order), so that ratios
+    between group sizes are not noise.
+
+    Args:
+      loss_fn: ``(params, example) -> scalar``.
+      params: the starting model.
+      store: ``user_offsets`` and ``read``.
+      groups: group sizes G.
+      users: sampled (the paper: 128).
+      key: of the sample.
+      batch: users at a time.
+    """
+    key = RootKey.from_seed(0) if key is None else key
+    rng = key.numpy("planning-users")
+    offsets = np.asarray(store.user_offsets)
+    if len(offsets) < 2:
+        raise BadInputError("there are no users to estimate gradient norms from")
+    chosen = rng.permutation(len(offsets) - 1)[:users]
+    largest = max(groups)
+    orders = [
+        offsets[u] + key.numpy("planning-order", int(u)).permutation(offsets[u + 1] - offsets[u])
+        for u in chosen
+    ]
+    norm_of = {
+        g: jax.jit(lambda p, b: _norms(mean_of_examples(loss_fn), p, b)) for g in {1, largest}
+    }
+    found: dict[int, np.ndarray] = {}
+    for group in sorted({1, *groups}):
+        function = norm_of.get(group) or jax.jit(
+            lambda p, b: _norms(mean_of_examples(loss_fn), p, b)
+        )
+        norms: list[float] = []
+        for first in range(0, len(chosen), batch):
+            part = orders[first : first + batch]
+            taken = [order[:group] for order in part]
+            mask = np.zeros((batch, group), bool)
+            for row, positions in enumerate(taken):
+                mask[row, : len(positions)] = True
+            examples = store.read(np.concatenate(taken))
+
+            def scatter(leaf: np.ndarray, mask: np.ndarray = mask) -> np.ndarray:
+                full = np.zeros((*mask.shape, *leaf.shape[1:]), leaf.dtype)
+                full[mask] = leaf
+                return full
+
+            units = {"examples": jax.tree.map(scatter, examples), "mask": mask}
+            norms.extend(np.asarray(function(params, units))[: len(part)].tolist())
+        found[group] = np.asarray(norms)
+    resample = np.random.default_rng(0).integers(0, len(chosen), (500, len(chosen)))
+    intervals = {}
+    for group, values in found.items():
+        medians = np.median(values[resample], axis=1)
+        low, high = np.quantile(medians, [0.05, 0.95])
+        intervals[group] = (float(low), float(high))
+    return Sensitivities(
+        example=float(np.median(found[1])),
+        user={g: float(np.median(v)) for g, v in found.items()},
+        intervals=intervals,
+        source=f"median gradient norms of {len(chosen)} users at the starting model, without noise",
+    )
+
+
+def _norms(loss_fn: Callable[..., jax.Array], params: PyTree, units: PyTree) -> jax.Array:
+    real = jnp.asarray(units["mask"]).any(axis=1)
+    return bounded_grad(loss_fn, clip_norm=1e30, strategy="ghost")(params, units, real).norms

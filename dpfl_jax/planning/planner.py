@@ -1,0 +1,423 @@
+"""The planner: noise on the averaged gradient, for every way to spend a compute budget.
+
+A budget B is the expected number of gradient evaluations a step: ELS spends it on B examples, ULS
+on M users of G examples. The noise on the average has standard deviation L_ELS sigma_ELS / B, or
+L_ULS(G) sigma_ULS(M) / M (Charles et al. 2024, equations (5) and (6)).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting import events
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.planning.estimates import Sensitivities
+
+
+@dataclasses.dataclass(frozen=True)
+class Users:
+    """Summary statistics of a training set; no data.
+
+    Attributes:
+      num_users: N.
+      sizes: int [N], examples of each user; or None.
+      limited: {G: examples left with at most G a user}, where ``sizes`` are not known.
+    """
+
+    num_users: int
+    sizes: np.ndarray | None = None
+    limited: dict[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        if self.num_users < 1:
+            raise BadInputError(f"the number of users is {self.num_users}, but it must be positive")
+
+    def left(self, group: int) -> int:
+        """Examples left when every user keeps at most ``group``.
+
+        Raises:
+          BadInputError: neither sizes nor this group size are known.
+        """
+        if self.sizes is not None:
+            return int(np.minimum(self.sizes, group).sum())
+        if self.limited and group in self.limited:
+            return int(self.limited[group])
+        raise BadInputError(
+            f"the number of examples left with at most {group} a user is not known: give the sizes "
+            "of users, or that number (population.num_limited_examples)"
+        )
+
+    def groups(self) -> list[int]:
+        """ELS group sizes that can be priced: known ones, or powers of two up to the largest."""
+        if self.sizes is None:
+            return sorted(self.limited or {})
+        top = int(self.sizes.max(initial=1))
+        return [2**k for k in range(int(math.log2(top)) + 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One way to spend the budget.
+
+    Attributes:
+      kind: "els" or "uls".
+      group_size: G.
+      size: expected examples (ELS) or users (ULS) a step.
+      sampling_prob: of each example or user.
+      noise_multiplier: sigma.
+      sensitivity: L, the typical gradient norm.
+      noise: standard deviation of the noise on the averaged gradient, per coordinate.
+    """
+
+    kind: Literal["els", "uls"]
+    group_size: int
+    size: int
+    sampling_prob: float
+    noise_multiplier: float
+    sensitivity: float
+
+    @property
+    def noise(self) -> float:
+        """L sigma / size."""
+        return self.sensitivity * self.noise_multiplier / self.size
+
+    def to_json(self) -> dict[str, Any]:
+        """Fields, and the noise."""
+        return {**dataclasses.asdict(self), "noise": self.noise}
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """An answer.
+
+    Attributes:
+      budget: B.
+      epsilon, delta, steps: of the guarantee.
+      options: all that were priced.
+      best: of least noise.
+      heuristic_els: median group size, if known.
+      heuristic_uls: Estimate-and-Double.
+      literal_uls: Estimate-and-Double as printed, for comparison.
+      reason: why ``best``, in a sentence.
+    """
+
+    budget: int
+    epsilon: float
+    delta: float
+    steps: int
+    options: list[Option]
+    best: Option
+    heuristic_els: Option | None
+    heuristic_uls: Option
+    literal_uls: Option
+    reason: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return {
+            "budget": self.budget,
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "steps": self.steps,
+            "best": self.best.to_json(),
+            "heuristic_els": None if self.heuristic_els is None else self.heuristic_els.to_json(),
+            "heuristic_uls": self.heuristic_uls.to_json(),
+            "literal_uls": self.literal_uls.to_json(),
+            "reason": self.reason,
+            "options": [option.to_json() for option in self.options],
+        }
+
+
+def estimate_and_double(
+    sensitivity: Callable[[int], float],
+    noise_multiplier: Callable[[int], float],
+    budget: int,
+    *,
+    group: int = 1,
+    cohort: int = 32,
+    most_users: int | None = None,
+    largest_group: int | None = None,
+    literal: bool = False,
+) -> tuple[int, int]:
+    """Estimate-and-Double (Charles et al. 2024, Algorithm 3): (G, M) with G M <= budget.
+
+    As printed (``literal``) it compares L(2G)/L(G) with sigma(2M)/sigma(M). As sigma grows with M
+    the second is above 1 and the first is not, so that G is always doubled, against the paper's
+    own text. The noise on the average is L(G) sigma(M) / M, so that the second ratio must be
+    sigma(2M) / (2 sigma(M)).
+
+    Args:
+      sensitivity: G -> L_ULS(G).
+      noise_multiplier: M -> sigma_ULS(M).
+      budget: B.
+      group: G_0.
+      cohort: M_0.
+      most_users: N, beyond which M cannot grow.
+      largest_group: beyond which G cannot grow.
+      literal: the printed rule.
+    """
+    most = math.inf if most_users is None else most_users
+    largest = math.inf if largest_group is None else largest_group
+    cohort = int(min(cohort, budget, most))
+    while 2 * group * cohort <= budget:
+        may_group, may_cohort = 2 * group <= largest, 2 * cohort <= most
+        if not (may_group or may_cohort):
+            break
+        if may_group and may_cohort:
+            by_group = sensitivity(2 * group) / sensitivity(group)
+            by_cohort = noise_multiplier(2 * cohort) / noise_multiplier(cohort)
+            if not literal:
+                by_cohort /= 2
+            double_group = by_group < by_cohort
+        else:
+            double_group = may_group
+        group, cohort = (2 * group, cohort) if double_group else (group, 2 * cohort)
+    return group, cohort
+
+
+class Planner:
+    """Prices every option for one population, guarantee and model; calibrations are kept."""
+
+    def __init__(
+        self,
+        users: Users,
+        sensitivities: Sensitivities,
+        *,
+        epsilon: float,
+        delta: float,
+        steps: int,
+    ) -> None:
+        """Args: what is known, and the target over all steps."""
+        if steps < 1:
+            raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
+        self.users, self.sensitivities = users, sensitivities
+        self.epsilon, self.delta, self.steps = epsilon, delta, steps
+        self._uls: dict[tuple[int, float], float] = {}
+        self._els: dict[tuple[int, int, float], float] = {}
+
+    # ---- single options --------------------------------------------------------------------
+
+    def uls_noise_multiplier(self, cohort: int, epsilon: float | None = None) -> float:
+        """sigma_ULS(M)."""
+        epsilon = self.epsilon if epsilon is None else epsilon
+        known = (cohort, epsilon)
+        if known not in self._uls:
+            prob = self._probability(cohort, self.users.num_users, "users")
+            self._uls[known] = accounting.calibrate_noise_multiplier(
+                lambda s: events.uls(s, prob, self.steps), epsilon, self.delta
+            )
+        return self._uls[known]
+
+    def uls(self, group: int, cohort: int, epsilon: float | None = None) -> Option:
+        """ULS with G examples of M users.
+
+        Raises:
+          BadInputError: more users than there are, or an epsilon that no noise reaches.
+        """
+        sigma = self.uls_noise_multiplier(cohort, epsilon)
+        prob = cohort / self.users.num_users
+        return Option("uls", group, cohort, prob, sigma, self.sensitivities.at(group))
+
+    def els(self, group: int, batch: int, epsilon: float | None = None) -> Option:
+        """ELS with B examples, at most G of a user in the whole run."""
+        epsilon = self.epsilon if epsilon is None else epsilon
+        left = self.users.left(group)
+        prob = self._probability(batch, left, f"examples left with at most {group} a user")
+        known = (group, batch, epsilon)
+        if known not in self._els:
+            self._els[known] = accounting.calibrate_noise_multiplier(
+                lambda s: events.els(s, prob, group, self.steps), epsilon, self.delta
+            )
+        return Option("els", group, batch, prob, self._els[known], self.sensitivities.example)
+
+    def _probability(self, size: int, population: int, what: str) -> float:
+        if size < 1:
+            raise BadInputError(
+                f"the compute budget pays for {size} a step, less than one: raise it"
+            )
+        if size > population:
+            raise BadInputError(
+                f"{size} a step cannot be drawn from {population} {what}: lower the compute "
+                "budget, or raise the group size"
+            )
+        return size / population
+
+    # ---- plans -----------------------------------------------------------------------------
+
+    def plan(self, budget: int, *, els_groups: Sequence[int] | None = None) -> Plan:
+        """Prices all (G, M) with G M = B, powers of two, and ELS at all group sizes.
+
+        Args:
+          budget: B, gradient evaluations a step.
+          els_groups: ELS group sizes; default all that can be priced.
+        """
+        if budget < 1:
+            raise BadInputError(
+                f"the compute budget is {budget}, less than one gradient a step: raise it"
+            )
+        options: list[Option] = []
+        for group in sorted(self.sensitivities.user):
+            cohort = budget // group
+            if cohort >= 1 and cohort <= self.users.num_users:
+                options.append(self.uls(group, cohort))
+        for group in self.users.groups() if els_groups is None else els_groups:
+            if budget <= self.users.left(group):
+                options.append(self.els(group, budget))
+        if not options:
+            raise BadInputError(
+                f"no way to spend a budget of {budget} a step on {self.users.num_users} users: "
+                "lower it, or allow larger groups"
+            )
+        largest = max(self.sensitivities.user)
+        pair = [
+            estimate_and_double(
+                self.sensitivities.at,
+                self.uls_noise_multiplier,
+                budget,
+                most_users=self.users.num_users,
+                largest_group=largest,
+                literal=literal,
+            )
+            for literal in (False, True)
+        ]
+        heuristic, literal = (self.uls(*found) for found in pair)
+        els = self._median_els(budget)
+        best = min(options, key=lambda option: option.noise)
+        return Plan(
+            budget,
+            self.epsilon,
+            self.delta,
+            self.steps,
+            options,
+            best,
+            els,
+            heuristic,
+            literal,
+            _reason(best, options),
+        )
+
+    def _median_els(self, budget: int) -> Option | None:
+        if self.users.sizes is None:
+            known = self.users.groups()
+            if len(known) != 1 or budget > self.users.left(known[0]):
+                return None
+            return self.els(known[0], budget)
+        from dpfl_jax.planning.estimates import median_group_size
+
+        group = median_group_size(self.users.sizes)
+        return None if budget > self.users.left(group) else self.els(group, budget)
+
+    # ---- inverse questions -----------------------------------------------------------------
+
+    def smallest_epsilon(self, noise: float, budget: int) -> tuple[float, Option]:
+        """The smallest epsilon at which some option has this noise: its noise multiplier is given.
+
+        Raises:
+          BadInputError: no option has a finite epsilon at so little noise.
+        """
+        found = [(self._epsilon(option), option) for option in self._with_noise(noise, budget)]
+        epsilon, option = min(found, key=lambda pair: pair[0])
+        if math.isinf(epsilon):
+            raise BadInputError(
+                f"no useful epsilon brings the noise down to {noise:g} at budget {budget}: raise "
+                "the budget or accept more noise"
+            )
+        return epsilon, option
+
+    def smallest_budget(self, noise: float) -> tuple[int, Option]:
+        """The smallest power-of-two budget at which some option has this noise within the target.
+
+        Raises:
+          BadInputError: no budget reaches it.
+        """
+        budget = 1
+        most = self.users.num_users * max(self.sensitivities.user)
+        while budget <= most:
+            for option in self._with_noise(noise, budget):
+                if self._epsilon(option) <= self.epsilon:
+                    return budget, option
+            budget *= 2
+        raise BadInputError(
+            f"no compute budget brings the noise down to {noise:g} at epsilon {self.epsilon:g}: "
+            "raise epsilon, or find more users"
+        )
+
+    def _with_noise(self, noise: float, budget: int) -> list[Option]:
+        """Every option at this budget, with the noise multiplier that gives this noise."""
+        if not (math.isfinite(noise) and noise > 0):
+            raise BadInputError(f"the target noise is {noise}, but it must be finite and above 0")
+        found: list[Option] = []
+        for group in sorted(self.sensitivities.user):
+            cohort, norm = budget // group, self.sensitivities.at(group)
+            if 1 <= cohort <= self.users.num_users:
+                prob = cohort / self.users.num_users
+                found.append(Option("uls", group, cohort, prob, noise * cohort / norm, norm))
+        norm = self.sensitivities.example
+        for group in self.users.groups():
+            if budget <= self.users.left(group):
+                prob = budget / self.users.left(group)
+                found.append(Option("els", group, budget, prob, noise * budget / norm, norm))
+        if not found:
+            raise BadInputError(f"there is no way to spend a budget of {budget} a step")
+        return found
+
+    def _epsilon(self, option: Option) -> float:
+        sigma, prob = option.noise_multiplier, option.sampling_prob
+        if option.kind == "uls":
+            event = events.uls(sigma, prob, self.steps)
+        else:
+            event = events.els(sigma, prob, option.group_size, self.steps)
+        try:
+            return accounting.epsilon(event, self.delta)
+        except BadInputError:  # far too little noise for any guarantee
+            return math.inf
+
+    def users_at_overtake(self, budget: int, els_group: int, most: int = 2**30) -> int | None:
+        """The number of users from which ULS (best G) no longer has less noise than ELS.
+
+        Users are taken to be alike, with ``els_group`` examples each: ELS gains more from users,
+        ULS more from compute (the paper's Figure 8). None if ULS is ahead up to ``most`` users.
+        """
+        count = max(2, budget)
+        while count <= most:
+            users = Users(count, limited={els_group: count * els_group})
+            other = Planner(
+                users,
+                self.sensitivities,
+                epsilon=self.epsilon,
+                delta=self.delta,
+                steps=self.steps,
+            )
+            uls = min(
+                other.uls(g, budget // g).noise
+                for g in self.sensitivities.user
+                if 1 <= budget // g <= count
+            )
+            if other.els(els_group, budget).noise <= uls:
+                return count
+            count *= 4
+        return None
+
+
+def _reason(best: Option, options: list[Option]) -> str:
+    others = [o for o in options if o.kind != best.kind]
+    name = {"els": "ELS", "uls": "ULS"}[best.kind]
+    what = (
+        f"{best.size} users of up to {best.group_size} examples"
+        if best.kind == "uls"
+        else f"{best.size} examples, at most {best.group_size} of a user in the run"
+    )
+    text = f"{name} with {what} a step has the least noise on the gradient ({best.noise:.4g})"
+    if others:
+        rival = min(others, key=lambda o: o.noise)
+        factor = rival.noise / best.noise
+        rival_name = {"els": "ELS", "uls": "ULS"}[rival.kind]
+        text += f"; the best {rival_name} (G={rival.group_size}) has {factor:.2f} times as much"
+    return text

@@ -1,0 +1,136 @@
+"""The planner: golden noises, the two readings of Estimate-and-Double, inverse questions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpfl_jax.data import ArrayStore
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.planning import (
+    Planner,
+    Sensitivities,
+    Users,
+    estimate_and_double,
+    estimate_sensitivities,
+    median_group_size,
+)
+
+GROUPS = [1, 2, 4, 8, 16, 32]
+
+
+def planner(epsilon=1.0, decay=0.5, users=1024):
+    alike = Users(users, limited={g: users * g for g in GROUPS})
+    assumed = Sensitivities.assumed(decay, GROUPS)
+    return Planner(alike, assumed, epsilon=epsilon, delta=1e-6, steps=1000)
+
+
+def test_noise_golden():
+    """Charles et al. 2024 (Figure 2(b)), computed independently: B = 64, M = 16, epsilon 1."""
+    p = planner()
+    assert p.els(32, 64).noise == pytest.approx(0.1322, rel=3e-3)
+    assert p.uls(4, 16).noise == pytest.approx(0.0708, rel=3e-3)
+    assert planner(decay=0.0).uls(4, 16).noise == pytest.approx(0.1415, rel=3e-3)
+
+
+def test_best_has_the_least_noise_and_the_reason_says_so():
+    plan = planner().plan(512)
+    assert plan.best.noise == min(option.noise for option in plan.options)
+    assert {option.kind for option in plan.options} == {"els", "uls"}
+    assert plan.best.kind == "uls"
+    assert "ULS" in plan.reason
+
+
+def test_estimate_and_double_as_printed_never_grows_the_cohort():
+    """A large population, where M pays first, then G (Charles et al. 2024, section 6)."""
+    p = planner(users=2**15)
+    options = {"most_users": 2**15, "largest_group": 32}
+    args = (p.sensitivities.at, p.uls_noise_multiplier, 1024)
+    corrected = estimate_and_double(*args, **options)
+    printed = estimate_and_double(*args, **options, literal=True)
+    assert printed == (32, 32)
+    assert corrected[1] >= 128
+    assert corrected[0] * corrected[1] == 1024
+    # It is within a few per cent of the best split on the diagonal; the printed one is not.
+    best = min(p.uls(g, 1024 // g).noise for g in GROUPS)
+    assert p.uls(*corrected).noise <= 1.1 * best
+    assert p.uls(*printed).noise > p.uls(*corrected).noise
+
+
+def test_limits_of_doubling():
+    constant = {"sensitivity": lambda g: 1.0, "noise_multiplier": lambda m: 1.0}
+    assert estimate_and_double(**constant, budget=10**6, most_users=64, largest_group=4) == (4, 64)
+    assert estimate_and_double(**constant, budget=100, cohort=32) == (1, 64)
+    assert estimate_and_double(**constant, budget=8, cohort=32) == (1, 8)
+
+
+def test_inverse_questions_are_consistent():
+    p = planner(epsilon=2.0)
+    noise = p.plan(256).best.noise
+    epsilon, option = p.smallest_epsilon(noise, 256)
+    assert epsilon == pytest.approx(2.0, rel=5e-3)
+    assert option.noise == pytest.approx(noise)
+    budget, cheap = p.smallest_budget(noise * (1 + 1e-3))
+    assert budget <= 256
+    assert cheap.noise <= noise * (1 + 2e-3)
+    assert p.smallest_epsilon(noise * (1 + 1e-3), budget // 2)[0] > 2.0
+    with pytest.raises(BadInputError, match="no compute budget"):
+        p.smallest_budget(1e-9)
+    with pytest.raises(BadInputError, match="no useful epsilon"):
+        p.smallest_epsilon(1e-9, 64)
+    with pytest.raises(BadInputError, match="target noise"):
+        p.smallest_budget(0.0)
+
+
+def test_orthogonal_gradients_keep_uls_ahead():
+    assert planner(decay=0.5).users_at_overtake(256, 32, most=1024) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: planner().plan(0), "less than one gradient"),
+        (lambda: planner(users=16).uls(1, 32), "cannot be drawn from 16 users"),
+        (lambda: planner(epsilon=-1.0).plan(64), "epsilon is -1"),
+        (lambda: Users(0), "number of users"),
+        (lambda: Sensitivities.assumed(2.0, [1]), "decay"),
+        (lambda: Sensitivities.assumed(0.5, [1, 4]).at(8), "not known"),
+        (lambda: Users(10).left(4), "not known"),
+        (lambda: median_group_size([]), "no users"),
+    ],
+)
+def test_bad_input_is_one_sentence(make, message):
+    with pytest.raises(BadInputError, match=message):
+        make()
+
+
+def test_sensitivities_between_sizes_follow_a_power_law():
+    found = Sensitivities.assumed(0.5, [1, 4, 16])
+    assert found.at(8) == pytest.approx(8**-0.5)
+
+
+def test_median_group_size():
+    assert median_group_size([100, 183, 400]) == 128
+    assert median_group_size([100, 183, 400], rounding="none") == 183
+    assert median_group_size([1]) == 1
+
+
+def test_estimated_norms_of_orthogonal_and_equal_gradients():
+    """Users whose examples have equal, or orthogonal, gradients: L(G) is 1, or G^-1/2."""
+    eye = np.eye(16, dtype=np.float32)
+
+    def loss(params, example):
+        return jnp.sum(params["w"] * example["x"])
+
+    params = {"w": jnp.zeros(16)}
+    orthogonal = ArrayStore.from_users([(f"u{k}", {"x": eye}) for k in range(12)])
+    alike = ArrayStore.from_users([(f"u{k}", {"x": eye[[0] * 16]}) for k in range(12)])
+    spread = estimate_sensitivities(loss, params, orthogonal, [1, 4, 16], users=10)
+    same = estimate_sensitivities(loss, params, alike, [1, 4, 16], users=10)
+    assert spread.user == pytest.approx({1: 1.0, 4: 0.5, 16: 0.25}, rel=1e-5)
+    assert same.user == pytest.approx({1: 1.0, 4: 1.0, 16: 1.0}, rel=1e-5)
+    assert spread.example == pytest.approx(1.0, rel=1e-5)
+    low, high = spread.intervals[4]
+    assert low <= 0.5 + 1e-5
+    assert high >= 0.5 - 1e-5
+    assert jax.device_count() == 8
