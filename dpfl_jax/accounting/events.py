@@ -18,6 +18,8 @@ from dpfl_jax.accounting.discretize import binomial_weights
 from dpfl_jax.accounting.event_types import FixedSizeGaussianDpEvent, TwoStageSampledDpEvent
 from dpfl_jax.errors import BadInputError
 
+LEAST_NOISE = 1e-6
+
 
 def check_noise(noise_multiplier: float) -> float:
     """Returns it as a float, or raises BadInputError unless finite and >= 0."""
@@ -25,7 +27,8 @@ def check_noise(noise_multiplier: float) -> float:
         raise BadInputError(
             f"the noise multiplier is {noise_multiplier}, but it must be a finite number, 0 or more"
         )
-    return float(noise_multiplier)
+    # Less than a millionth of the sensitivity protects nobody, and its losses overflow: as none.
+    return float(noise_multiplier) if noise_multiplier >= LEAST_NOISE else 0.0
 
 
 def check_prob(prob: float, what: str = "sampling probability") -> float:

@@ -250,3 +250,16 @@ def test_between_the_librarys_own_optimistic_and_pessimistic_compositions(
         return pld.self_compose(steps).get_epsilon_for_delta(delta)
 
     assert library(False) - 1e-9 <= found <= library(True) * (1 + 5e-3) + 1e-5
+
+
+@pytest.mark.parametrize("sigma", [1e-300, 1e-12, 1e-7, 1e-5, 1e-3])
+@pytest.mark.parametrize("prob", [1.0, 0.0625, 1e-4])
+@pytest.mark.parametrize("size", [1, 32])
+def test_absurdly_little_noise_is_infinite_or_one_sentence(sigma, prob, size):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        try:
+            found = accounting.epsilon(events.els(sigma, prob, size, 1000), 1e-6)
+        except BadInputError:
+            return
+    assert found > 1e3
