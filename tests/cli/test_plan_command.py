@@ -16,7 +16,9 @@ def plan(capsys, *arguments):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.parametrize("name", ["stackoverflow_uls", "ccnews_uls"])
+@pytest.mark.parametrize(
+    "name", ["stackoverflow_uls", pytest.param("ccnews_uls", marks=pytest.mark.slow)]
+)
 def test_the_papers_settings_from_statistics_alone(capsys, tmp_path, name):
     png, out = tmp_path / "plan.png", tmp_path / "planned.yaml"
     found = plan(

@@ -122,7 +122,7 @@ def test_show_prints_the_report_again(finished, capsys):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kill_after", [2, 8])
+@pytest.mark.parametrize("kill_after", [8, pytest.param(2, marks=pytest.mark.slow)])
 def test_kill_9_and_resume_gives_the_same_parameters(finished, workspace, tmp_path, kill_after):
     """Bit for bit on a CPU, and with the same guarantee."""
     whole, report = finished
