@@ -337,13 +337,23 @@ class Planner:
         Raises:
           BadInputError: no budget reaches it.
         """
-        budget = 1
-        most = self.users.num_users * max(self.sensitivities.user)
-        while budget <= most:
-            for option in self._with_noise(noise, budget):
-                if self._epsilon(option) <= self.epsilon:
-                    return budget, option
-            budget *= 2
+
+        def fits(power: int) -> Option | None:
+            options = self._with_noise(noise, 2**power)
+            return next((o for o in options if self._epsilon(o) <= self.epsilon), None)
+
+        # More compute never needs more noise: halve the range of powers.
+        low, high = -1, int(math.log2(self.users.num_users * max(self.sensitivities.user)))
+        found = fits(high)
+        while found is not None and high - low > 1:
+            middle = (low + high) // 2
+            option = fits(middle)
+            if option is None:
+                low = middle
+            else:
+                high, found = middle, option
+        if found is not None:
+            return 2**high, found
         raise BadInputError(
             f"no compute budget brings the noise down to {noise:g} at epsilon {self.epsilon:g}: "
             "raise epsilon, or find more users"

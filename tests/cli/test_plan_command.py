@@ -23,7 +23,7 @@ def test_the_papers_settings_from_statistics_alone(capsys, tmp_path, name):
     png, out = tmp_path / "plan.png", tmp_path / "planned.yaml"
     found = plan(
         capsys, CONFIGS / "userlevel" / f"{name}.yaml", "--compute-budget", 1024,
-        "--max-group-size", 16, "--png", png, "--out", out,
+        "--max-group-size", 4, "--png", png, "--out", out,
     )  # fmt: skip
     assert found["best"]["noise"] == min(o["noise"] for o in found["options"])
     assert found["literal_uls"]["noise"] >= found["heuristic_uls"]["noise"]
