@@ -1,11 +1,20 @@
 """Shared fixtures: forced CPU devices and the optional data directory."""
 
+import atexit
 import os
 import pathlib
+import shutil
+import tempfile
 
 # Tests about devices need several; must be set before JAX starts. Everything else uses one.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Programs are compiled once for all workers and for the commands that tests start.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.mkdtemp(prefix="dpfl-tests-")
+    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 import pytest
 

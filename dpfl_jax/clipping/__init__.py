@@ -3,6 +3,7 @@
 from dpfl_jax.clipping.adaptive import AdaptiveClip
 from dpfl_jax.clipping.auto import Explanation
 from dpfl_jax.clipping.bounded import BoundedGrad, bounded_grad
+from dpfl_jax.clipping.probe import Probed, probe
 from dpfl_jax.clipping.result import BoundedSum
 from dpfl_jax.clipping.rules import (
     Automatic,
@@ -26,11 +27,13 @@ __all__ = [
     "Normalized",
     "PerGroup",
     "PerLayer",
+    "Probed",
     "Rule",
     "SelfCheck",
     "SelfCheckError",
     "Standard",
     "bounded_grad",
     "group_sizes",
+    "probe",
     "self_check",
 ]

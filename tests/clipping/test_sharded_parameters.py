@@ -28,7 +28,9 @@ def split(mesh, path, x):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("method", ["gram", "direct", pytest.param("keep", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "method", ["gram", *(pytest.param(m, marks=pytest.mark.slow) for m in ("direct", "keep"))]
+)
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_sharded_parameters(sizes, method):
     kinds = (AxisType.Auto,) * len(sizes)
