@@ -1,8 +1,9 @@
 """Asks the compiler how much memory a bounded gradient takes, before anything runs.
 
-Book-keeping keeps the activations and output gradients of all units at hand alive. ``auto`` estimates
-that from shapes; the compiler knows. ``probe`` compiles what ``auto`` would take for these shapes,
-and, where that does not fit, the same in ever smaller microbatches, and a scan over single units.
+Book-keeping keeps the activations and output gradients of all units at hand alive. ``auto``
+estimates that from shapes; the compiler knows. ``probe`` compiles what ``auto`` would take for these
+shapes, and, where that does not fit, the same in ever smaller microbatches, and a scan over single
+units.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ def probe(
             return Probed(fixed, taken, tuple(tried))
     least = min(taken for _, _, taken in tried)
     raise BadInputError(
-        f"bounded_grad: the gradient of one unit takes {least / 2**20:.0f} MiB of temporary memory, "
-        f"but {limit / 2**20 if limit else 0:.0f} MiB are allowed: shorten the examples, lower the "
+        f"bounded_grad: the gradient of one unit takes {least / 2**20:.0f} MiB of temporary "
+        f"memory, but {(limit or 0) / 2**20:.0f} MiB are allowed: shorten the examples, lower the "
         "group size, turn remat on, or split the parameters over more devices"
     )
 
@@ -112,4 +113,5 @@ def _temp_bytes(
         return bounded(params, batch, mask, rng=rng, group=group)
 
     compiled = jax.jit(call).lower(params, batch, mask, rng, group).compile()
-    return int(compiled.memory_analysis().temp_size_in_bytes)
+    memory = compiled.memory_analysis()
+    return 0 if memory is None else int(memory.temp_size_in_bytes)
