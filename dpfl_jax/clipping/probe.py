@@ -1,9 +1,9 @@
 """Asks the compiler how much memory a bounded gradient takes, before anything runs.
 
 Book-keeping keeps the activations and output gradients of all units at hand alive. ``auto``
-estimates that from shapes; the compiler knows. ``probe`` compiles what ``auto`` would take for these
-shapes, and, where that does not fit, the same in ever smaller microbatches, and a scan over single
-units.
+estimates that from shapes; the compiler knows. ``probe`` compiles what ``auto`` would take for
+these shapes, and, where that does not fit, the same in ever smaller microbatches, and a scan over
+single units.
 """
 
 from __future__ import annotations
