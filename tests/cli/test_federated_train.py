@@ -15,6 +15,8 @@ import yaml
 
 from dpfl_jax.cli.main import main
 
+pytestmark = [pytest.mark.slow, pytest.mark.privacy]  # each run is a process of its own
+
 pytest.importorskip("sklearn")
 
 CONFIG = {

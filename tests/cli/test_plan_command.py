@@ -16,9 +16,8 @@ def plan(capsys, *arguments):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    "name", ["stackoverflow_uls", pytest.param("ccnews_uls", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stackoverflow_uls", "ccnews_uls"])
 def test_the_papers_settings_from_statistics_alone(capsys, tmp_path, name):
     png, out = tmp_path / "plan.png", tmp_path / "planned.yaml"
     found = plan(

@@ -38,9 +38,8 @@ def train(tmp_path, data, capsys, name):
     return final_params(run_dir), report
 
 
-@pytest.mark.parametrize(
-    "store_format", ["arrayrecord", pytest.param("flat", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("store_format", ["arrayrecord", "flat"])
 def test_a_built_store_trains_like_its_files(tmp_path, capsys, store_format):
     rng = np.random.default_rng(0)
     rows = [
@@ -61,6 +60,7 @@ def test_a_built_store_trains_like_its_files(tmp_path, capsys, store_format):
     assert first["privacy"]["epsilon"] == second["privacy"]["epsilon"]
 
 
+@pytest.mark.slow
 def test_speaking_roles_of_shakespeare_end_to_end(tmp_path, capsys, data_dir):
     """Real plays: built by speaker, inspected, and trained for two steps."""
     store = tmp_path / "plays"
