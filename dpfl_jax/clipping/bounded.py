@@ -106,7 +106,11 @@ class BoundedGrad:
 
     def _choose(self, problem: Problem) -> Explanation:
         if self.strategy == "auto" and self.microbatch_size is None:
-            return decide(problem, machine_for(self.platform), self.memory_limit)
+            found = decide(problem, machine_for(self.platform), self.memory_limit)
+            if self.unit_sharding is None:
+                return found
+            # Microbatches would cut across the devices' parts of the unit axis.
+            return Explanation("ghost", None, "units are split over devices", found.leaves)
         strategy = "ghost" if self.strategy == "auto" else self.strategy
         size = self.microbatch_size or (1 if strategy == "scan" else None)
         return Explanation(strategy, size, "asked for")
@@ -275,6 +279,11 @@ def bounded_grad(
     if microbatch_size is not None and microbatch_size < 1:
         raise BadInputError(
             f"bounded_grad: microbatch_size is {microbatch_size}, but it must be at least 1"
+        )
+    if unit_sharding is not None and microbatch_size is not None:
+        raise BadInputError(
+            "bounded_grad: unit_sharding cannot be combined with microbatch_size: cut the batch into "
+            "microbatches outside, so that each is split over the devices like the whole"
         )
     if rule is None:
         assert clip_norm is not None
