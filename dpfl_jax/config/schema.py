@@ -137,6 +137,8 @@ class TrainConfig(Section):
       steps: number of steps T.
       microbatch_size: units per device processed at once.
       strategy: how bounded gradients are computed (auto, vmap, scan, ghost).
+      group_buckets: process users with few examples in buffers with a smaller group axis (1, 2, 4,
+        ...), instead of padding them to uls.group_size: less work, a longer compilation.
       checkpoint_every: steps between checkpoints.
       keep_checkpoints: how many checkpoints are kept.
       eval_every: steps between evaluations on validation users; 0 for only before and after.
@@ -146,6 +148,7 @@ class TrainConfig(Section):
     steps: int = Field(gt=0)
     microbatch_size: int = Field(16, gt=0)
     strategy: Literal["auto", "vmap", "scan", "ghost"] = "auto"
+    group_buckets: bool = False
     checkpoint_every: int = Field(50, gt=0)
     keep_checkpoints: int = Field(2, gt=0)
     eval_every: int = Field(0, ge=0)

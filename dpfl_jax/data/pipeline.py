@@ -3,7 +3,8 @@
 A step's units become one or several *buckets* of fixed shapes [rows, row, ...] with masks; a step
 function loops over the rows that hold units, so a varying number of them never recompiles it. Users
 with few examples go to buckets with a smaller group axis instead of being padded to the largest.
-Every process reads only the columns of its own devices.
+Every process reads only the columns of its own devices. Training and ``dpfl bench data`` both read
+through this; nothing here is random, so resuming is starting at another step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from dpfl_jax.data.store import Store
+from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling import Draw, share_of
 
@@ -61,12 +62,14 @@ class StepBatch:
       buckets: fixed shapes; together they hold every unit once.
       num_units: real units.
       num_examples: real examples.
+      num_tokens: real tokens that this process read (0 if examples are not token sequences).
     """
 
     step: int
     buckets: tuple[Bucket, ...]
     num_units: int
     num_examples: int
+    num_tokens: int
 
 
 def bucket_group_sizes(group_size: int) -> tuple[int, ...]:
@@ -127,24 +130,33 @@ class Pipeline:
       axis: mesh axis over which units are split.
       compact: ship stored records as they are, ``{"records": uint8 [rows, row, ..., bytes]}``, to
         be unpacked by ``store.schema.unpack_on_device`` inside the step; token stores only.
+      capacities: rows of each bucket's buffer, so that every step has the same shapes; one that
+        overflows is doubled (another compilation, never a truncation: leaving units out would be
+        another sampling than the one accounted for). None sizes buffers to the step.
       threads: threads that read ahead.
       ahead: steps read ahead.
     """
 
-    store: Store
+    store: Readable
     sampler: Drawer
     row: int
     group_sizes: tuple[int, ...] | None = None
     mesh: Any = None
     axis: str = "data"
     compact: bool = False
+    capacities: tuple[int, ...] | None = None
     threads: int = 2
     ahead: int = 4
 
     def __post_init__(self) -> None:
         """Checks that rows can be split over the devices, and that records can be shipped."""
-        if self.compact:
-            _ = self.store.schema.seq_len  # raises if the examples are not tokens
+        if self.compact and not is_token_store(self.store):
+            raise BadInputError("compact=True, but the store's examples are not token sequences")
+        if self.capacities is not None and len(self.capacities) != len(self.group_sizes or (1,)):
+            raise BadInputError(
+                f"the capacities {self.capacities} must be one for each of the group sizes "
+                f"{self.group_sizes}"
+            )
         devices = 1 if self.mesh is None else self.mesh.shape[self.axis]
         if self.row < 1 or self.row % devices:
             raise BadInputError(f"a row of {self.row} units cannot be split over {devices} devices")
@@ -153,13 +165,43 @@ class Pipeline:
         """Reads and ships the units of one step, independently of all other steps."""
         draw = self.sampler.draw(step)
         parts = split_into_buckets(draw, self.group_sizes)
-        some = [part for part in parts if part.size] or parts[:1]
-        local = [self._read(part) for part in some]
+        if self.capacities is None:
+            parts = [part for part in parts if part.size] or parts[:1]
+            rows = [padded_rows(part.size, self.row) for part in parts]
+        else:
+            rows = [self._rows(p, capacity) for p, capacity in zip(parts, self.capacities)]
+        local, tokens = [], 0
+        for part, count in zip(parts, rows):
+            tree, real_tokens = self._read(part, count)
+            local.append(tree)
+            tokens += real_tokens
         buckets = tuple(
             Bucket(**tree, num_rows=-(-part.size // self.row), num_units=part.size)
-            for tree, part in zip(self._ship(local), some)
+            for tree, part in zip(self._ship(local), parts)
         )
-        return StepBatch(step, buckets, draw.size, int(draw.example_mask.sum()))
+        return StepBatch(step, buckets, draw.size, int(draw.example_mask.sum()), tokens)
+
+    def _rows(self, part: Draw, capacity: int) -> int:
+        needed = -(-part.size // self.row)
+        while capacity < needed:
+            capacity *= 2
+        return capacity
+
+    def first_units(self, count: int) -> Bucket:
+        """Returns the first ``count`` (or fewer) units of the run's first draws, in one row.
+
+        The arrays stay on the host, at the full group size: this is for looking at examples.
+        """
+        for step in range(10):
+            draw = self.sampler.draw(step)
+            if draw.size:
+                break
+        draw = Draw(draw.units[:count], draw.positions[:count])
+        host = dataclasses.replace(
+            self, row=max(1, draw.size), mesh=None, group_sizes=None, capacities=None
+        )
+        tree, _ = host._read(draw, rows=1)
+        return Bucket(**tree, num_rows=1, num_units=draw.size)
 
     def _columns(self, rows: int) -> range:
         if self.mesh is None:
@@ -178,12 +220,11 @@ class Pipeline:
 
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(None, self.axis))
 
-    def _read(self, draw: Draw) -> dict[str, Any]:
-        """Reads this process's columns of one bucket: host arrays [rows, columns, ...]."""
-        rows = padded_rows(draw.size, self.row)
+    def _read(self, draw: Draw, rows: int) -> tuple[dict[str, Any], int]:
+        """Reads this process's columns of one bucket: host arrays [rows, columns, ...], tokens."""
         share = share_of(draw, self.row, self._columns(rows), rows)
         real = share.positions >= 0
-        examples = self._examples(share.positions[real])
+        examples, tokens = self._examples(share.positions[real])
         whole = bool(real.all())
 
         def place(values: np.ndarray) -> np.ndarray:
@@ -197,13 +238,16 @@ class Pipeline:
             "arrays": {name: place(values) for name, values in examples.items()},
             "unit_mask": share.slots >= 0,
             "example_mask": real if real.ndim == 3 else None,
-        }
+        }, tokens
 
-    def _examples(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+    def _examples(self, positions: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
+        """Returns the examples at these positions, and their real tokens."""
         if not self.compact:
-            return self.store.read(positions)
-        records = self.store.records(positions)
-        return {"records": records.view(np.uint8).reshape(len(positions), -1)}
+            examples = self.store.read(positions)
+            return examples, int(examples["mask"].sum()) if "mask" in examples else 0
+        records = self.store.records(positions)  # type: ignore[attr-defined]
+        raw = records.view(np.uint8).reshape(len(positions), -1)
+        return {"records": raw}, int(records["length"].sum())
 
     def _ship(self, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Puts host arrays on the devices of the mesh, as parts of global arrays."""
@@ -224,12 +268,23 @@ class Pipeline:
     def iterate(self, start: int, stop: int) -> Iterator[StepBatch]:
         """Yields the batches of steps ``start`` to ``stop - 1`` in order, read ahead by Grain.
 
-        Resuming is starting at another step: nothing is replayed.
+        Resuming is starting at another step: nothing is replayed. What goes wrong while reading
+        ahead is raised when its step is due.
         """
         import grain
 
         if stop <= start:
-            return iter(())
+            return
         options = grain.ReadOptions(num_threads=self.threads, prefetch_buffer_size=self.ahead)
         steps = grain.MapDataset.range(start, stop).map(self.build)
-        return iter(steps.to_iter_dataset(options))
+        batches = iter(steps.to_iter_dataset(options))
+        try:
+            yield from batches
+        finally:
+            batches.close()  # no thread goes on reading after a run is interrupted
+
+
+def is_token_store(store: Readable) -> bool:
+    """Whether the examples are token sequences of fixed length, stored as such."""
+    schema = getattr(store, "schema", None)
+    return schema is not None and schema.kind == "tokens" and hasattr(store, "records")

@@ -21,6 +21,17 @@ from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 
 
+class Readable(Protocol):
+    """The least that training needs of a store; anything with these two will do."""
+
+    @property
+    def user_offsets(self) -> np.ndarray:
+        """int64 [num_users + 1]: user u owns positions offsets[u]:offsets[u+1]."""
+
+    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns the examples at ``positions`` [m] as arrays [m, ...]."""
+
+
 @runtime_checkable
 class Store(Protocol):
     """What every store gives; samplers need no more than ``user_offsets``."""

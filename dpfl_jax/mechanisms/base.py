@@ -20,7 +20,7 @@ from dpfl_jax.clipping import Normalized, Rule, Standard, bounded_grad
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import Draw, Sampler
+from dpfl_jax.sampling import Sampler
 
 PyTree = Any
 LossFn = Callable[..., jax.Array]
@@ -110,17 +110,17 @@ class Mechanism(abc.ABC):
         """Turns the loss of one example into the loss of one unit."""
         return loss_fn
 
-    def unit_batch(self, draw: Draw, examples: PyTree) -> PyTree:
-        """Turns the examples read for a draw into a batch of units.
+    def units(self, examples: PyTree, example_mask: Any) -> PyTree:
+        """Turns the examples of some units into what ``unit_loss`` takes.
 
         Args:
-          draw: the draw; ``examples`` were read at ``draw.positions[draw.example_mask]``.
-          examples: pytree of arrays [m, ...].
+          examples: pytree of arrays [..., (group_size,) ...], zero where there is no example.
+          example_mask: bool [..., group_size], or None if a unit is one example.
 
         Returns:
-          Pytree of arrays [draw.size, ...].
+          A pytree of arrays with the same leading axes.
         """
-        del draw
+        del example_mask
         return examples
 
     @property

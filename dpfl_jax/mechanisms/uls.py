@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
 import numpy as np
 
 from dpfl_jax import accounting
@@ -33,7 +32,7 @@ from dpfl_jax.mechanisms.base import (
     require_positive,
 )
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import Draw, PoissonUsers, check_probability
+from dpfl_jax.sampling import PoissonUsers, check_probability
 from dpfl_jax.sampling.contribution import check_group_size
 
 
@@ -94,16 +93,9 @@ class ULS(Mechanism):
         """The mean of the losses of the user's examples."""
         return mean_of_examples(loss_fn)
 
-    def unit_batch(self, draw: Draw, examples: PyTree) -> PyTree:
-        """Scatters examples [m, ...] into ``{"examples": [n, G, ...], "mask": bool [n, G]}``."""
-        mask = draw.example_mask
-
-        def scatter(leaf: np.ndarray) -> np.ndarray:
-            full = np.zeros(mask.shape + leaf.shape[1:], leaf.dtype)
-            full[mask] = leaf
-            return full
-
-        return {"examples": jax.tree.map(scatter, examples), "mask": mask}
+    def units(self, examples: PyTree, example_mask: Any) -> PyTree:
+        """A user is ``{"examples": [group_size, ...], "mask": bool [group_size]}``."""
+        return {"examples": examples, "mask": example_mask}
 
     def event(self, population: Population, steps: int) -> Any:
         """Poisson-subsampled Gaussian over users (Theorem 2); group_size does not matter."""

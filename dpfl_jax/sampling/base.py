@@ -80,3 +80,28 @@ def binomial_bound(population: int, prob: float, tail: float) -> int:
     if population == 0:
         return 0
     return int(stats.binom.isf(tail, population, prob))
+
+
+def bucket_bounds(
+    user_offsets: np.ndarray, sizes: tuple[int, ...], most: int, prob: float | None, tail: float
+) -> tuple[int, ...]:
+    """Bounds, for users sorted by how many examples they hold in a draw, on each sort's number.
+
+    Args:
+      user_offsets: int64 [num_users + 1].
+      sizes: increasing group sizes up to the group size; a user goes to the first that holds all
+        examples it may bring.
+      most: largest number of users in a draw.
+      prob: probability with which each user is drawn independently; None if they are not.
+      tail: probability with which each bound may be exceeded.
+
+    Returns:
+      One number of users per size.
+    """
+    held = np.minimum(np.diff(user_offsets), sizes[-1])
+    held = held[held > 0]  # a user without examples fits anywhere: count it with the smallest
+    counts = np.bincount(np.searchsorted(np.asarray(sizes), held), minlength=len(sizes))
+    counts[0] += len(user_offsets) - 1 - len(held)
+    if prob is None:
+        return tuple(int(min(most, count)) for count in counts)
+    return tuple(min(most, binomial_bound(int(count), prob, tail)) for count in counts)

@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling.base import Draw, binomial_bound, check_probability
+from dpfl_jax.sampling.base import Draw, binomial_bound, bucket_bounds, check_probability
 from dpfl_jax.sampling.contribution import choose_within_users
 
 
@@ -115,6 +115,11 @@ class PoissonUsers:
     def size_bound(self, tail: float = 1e-15) -> int:
         """A number of users that a draw exceeds with probability at most ``tail``."""
         return binomial_bound(self.num_users, self.prob, tail)
+
+    def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
+        """As ``size_bound``, for the users whose examples first fit into each of ``sizes``."""
+        most = self.size_bound(tail)
+        return bucket_bounds(self.user_offsets, sizes, most, self.prob, tail)
 
     def draw(self, step: int) -> Draw:
         """Returns the users of ``step``: units [n], positions [n, group_size] (-1 = none)."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling.base import Draw
+from dpfl_jax.sampling.base import Draw, bucket_bounds
 from dpfl_jax.sampling.contribution import check_group_size, choose_within_users
 from dpfl_jax.sampling.laws import Law
 
@@ -89,6 +89,10 @@ class UserSampler:
     def size_bound(self, tail: float = 1e-15) -> int:
         """A number of users that a draw exceeds with probability at most ``tail``."""
         return self.law.size_bound(tail)
+
+    def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
+        """As ``size_bound``, for the users whose examples first fit into each of ``sizes``."""
+        return bucket_bounds(self.user_offsets, sizes, self.size_bound(tail), None, tail)
 
     def draw(self, step: int) -> Draw:
         """Returns the users of ``step``: units [n], positions [n, group_size] (-1 = none)."""

@@ -1,134 +1,91 @@
-"""From draws to device buffers: reads what was drawn, pads it to whole rows, ships it ahead.
+"""The data pipeline as a training run sets it up: one set of shapes, units in the form of the loss.
 
-A buffer has a fixed shape [capacity, row, ...], row = devices * microbatch. The capacity covers
-all draws but a fraction 1e-15 of them; a larger one gets a larger buffer (one compilation more),
-never a truncation: dropping units would be another sampling than the one accounted for.
+Reading, padding, shipping and reading ahead are ``data.pipeline``'s; here is decided how large its
+buffers are and in which form examples cross to the devices.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
-import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_sizes, is_token_store
+from dpfl_jax.data.store import Readable
 from dpfl_jax.mechanisms import Mechanism
-from dpfl_jax.sampling import Draw, Sampler
+from dpfl_jax.sampling import Sampler
 from dpfl_jax.training.state import DATA_AXIS
 
 PyTree = Any
 
-
-class Readable(Protocol):
-    """The part of a store that training needs."""
-
-    @property
-    def user_offsets(self) -> np.ndarray:
-        """int64 [num_users + 1]."""
-
-    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the examples at ``positions`` [m] as arrays [m, ...]."""
+# A draw outgrows its buffer with this probability; then it gets a larger one.
+_OVERFLOW = 1e-15
 
 
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-    """One step's units on the devices.
+def training_pipeline(
+    sampler: Sampler,
+    store: Readable,
+    mesh: Mesh,
+    microbatch_size: int,
+    group_buckets: bool = False,
+) -> Pipeline:
+    """Returns the pipeline of a run, whose batches all have the same shapes.
 
-    Attributes:
-      units: pytree of arrays [capacity, row, ...], sharded over the second axis.
-      mask: bool [capacity, row], True for real units.
-      num_microbatches: rows that hold real units.
-      num_units: real units.
-      num_examples: real examples in them.
-      num_tokens: real tokens in those (0 if examples carry no token mask).
-    """
-
-    units: PyTree
-    mask: jax.Array
-    num_microbatches: np.int32
-    num_units: int
-    num_examples: int
-    num_tokens: int
-
-
-@dataclasses.dataclass(frozen=True)
-class BufferBuilder:
-    """Builds the buffer of any step, independently of all others.
-
-    Attributes:
-      mechanism: says how examples make up a unit.
-      sampler: says which units each step has.
-      store: where examples are read.
-      mesh: where the buffer goes.
+    Args:
+      sampler: which units each step has.
+      store: where examples are read. Token stores are shipped as stored (``example_loss``).
+      mesh: where batches go.
       microbatch_size: units per device and row.
+      group_buckets: put users with few examples into buffers with a smaller group axis (1, 2, 4,
+        ...) instead of padding them to the group size.
     """
+    row = microbatch_size * mesh.shape[DATA_AXIS]
+    sizes, bounds = None, (sampler.size_bound(_OVERFLOW),)
+    if group_buckets and sampler.group_size is not None:
+        sizes = bucket_group_sizes(sampler.group_size)
+        bounds = sampler.bucket_bounds(sizes, _OVERFLOW)  # type: ignore[attr-defined]
+    return Pipeline(
+        store,
+        sampler,
+        row,
+        sizes,
+        mesh,
+        axis=DATA_AXIS,
+        compact=is_token_store(store),
+        capacities=tuple(max(1, math.ceil(bound / row)) for bound in bounds),
+        ahead=2,
+    )
 
-    mechanism: Mechanism
-    sampler: Sampler
-    store: Readable
-    mesh: Mesh
-    microbatch_size: int
 
-    @property
-    def row(self) -> int:
-        """Units per row over all devices."""
-        return self.microbatch_size * self.mesh.shape[DATA_AXIS]
+def example_loss(loss_fn: Callable[..., jax.Array], store: Readable) -> Callable[..., jax.Array]:
+    """Turns a loss of one example of ``store`` into one of what the pipeline ships of it.
 
-    @property
-    def capacity(self) -> int:
-        """Rows in the usual buffer."""
-        return max(1, math.ceil(self.sampler.size_bound() / self.row))
+    Token sequences cross to the devices as stored (two bytes a token, not five) and are unpacked
+    there, one microbatch at a time.
+    """
+    if not is_token_store(store):
+        return loss_fn
+    unpack = store.schema.unpack_on_device  # type: ignore[attr-defined]
 
-    def build(self, step: int) -> Buffer:
-        """Reads and ships the units of ``step``."""
-        draw = self.sampler.draw(step)
-        examples = self.store.read(draw.positions[draw.example_mask])
-        units = self.mechanism.unit_batch(draw, examples)
-        rows = math.ceil(draw.size / self.row)
-        capacity = self.capacity
-        while capacity < rows:
-            capacity *= 2
-        sharding = NamedSharding(self.mesh, PartitionSpec(None, DATA_AXIS))
+    def loss(params: PyTree, example: PyTree, **kwargs: Any) -> jax.Array:
+        return loss_fn(params, unpack(example["records"]), **kwargs)
 
-        def ship(leaf: np.ndarray) -> jax.Array:
-            padded = np.zeros((capacity * self.row, *leaf.shape[1:]), leaf.dtype)
-            padded[: draw.size] = leaf
-            shaped = padded.reshape(capacity, self.row, *leaf.shape[1:])
-            return jax.device_put(shaped, sharding)
+    return loss
 
-        return Buffer(
-            units=jax.tree.map(ship, units),
-            mask=ship(np.ones(draw.size, bool)),
-            num_microbatches=np.int32(rows),
-            num_units=draw.size,
-            num_examples=int(draw.example_mask.sum()),
-            num_tokens=int(examples["mask"].sum()) if "mask" in examples else 0,
-        )
 
-    def first_units(self, count: int) -> PyTree:
-        """Returns the first ``count`` (or fewer) units of the run's first draws, on the host."""
-        for step in range(10):
-            draw = self.sampler.draw(step)
-            if draw.size:
-                break
-        draw = Draw(draw.units[:count], draw.positions[:count])
-        examples = self.store.read(draw.positions[draw.example_mask])
-        return self.mechanism.unit_batch(draw, examples)
+def step_arguments(mechanism: Mechanism, batch: StepBatch) -> tuple[Any, Any, Any]:
+    """Returns a batch as the train step takes it: units, masks and rows in use, per bucket."""
+    return (
+        tuple(units_of(mechanism, bucket) for bucket in batch.buckets),
+        tuple(bucket.unit_mask for bucket in batch.buckets),
+        tuple(np.int32(bucket.num_rows) for bucket in batch.buckets),
+    )
 
-    def prefetch(self, start: int, stop: int, ahead: int = 2) -> Iterator[tuple[int, Buffer]]:
-        """Yields (step, buffer) for steps start..stop-1, building ``ahead`` of them in advance."""
-        with concurrent.futures.ThreadPoolExecutor(1, "dpfl-batches") as pool:
-            pending: list[concurrent.futures.Future[Buffer]] = []
-            try:
-                for step in range(start, stop):
-                    while len(pending) <= ahead and step + len(pending) < stop:
-                        pending.append(pool.submit(self.build, step + len(pending)))
-                    yield step, pending.pop(0).result()
-            finally:
-                for future in pending:
-                    future.cancel()
+
+def units_of(mechanism: Mechanism, bucket: Bucket) -> PyTree:
+    """Returns the units of a bucket: a pytree of arrays [rows, row, ...]."""
+    return mechanism.units(bucket.arrays, bucket.example_mask)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dpfl_jax.training.batches import Readable
+from dpfl_jax.data.store import Readable
 from dpfl_jax.training.state import DATA_AXIS
 
 PyTree = Any

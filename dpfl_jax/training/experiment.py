@@ -191,6 +191,7 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
         validation=prepared.held_out,
         microbatch_size=config.train.microbatch_size,
         strategy=config.train.strategy,
+        group_buckets=config.train.group_buckets,
         run_dir=directory,
         checkpoint_every=config.train.checkpoint_every,
         keep_checkpoints=config.train.keep_checkpoints,

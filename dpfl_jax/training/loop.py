@@ -15,16 +15,23 @@ from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import self_check
+from dpfl_jax.data.pipeline import StepBatch
+from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.batches import Buffer, BufferBuilder, Readable
+from dpfl_jax.training.batches import (
+    example_loss,
+    step_arguments,
+    training_pipeline,
+    units_of,
+)
 from dpfl_jax.training.checkpoint import Checkpoints
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.interrupt import StopRequest
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
-from dpfl_jax.training.state import TrainState, data_parallel_mesh, hardware, init_state
+from dpfl_jax.training.state import data_parallel_mesh, hardware, init_state
 from dpfl_jax.training.step import StepStats, make_train_step
 
 PyTree = Any
@@ -105,6 +112,7 @@ def fit(
     microbatch_size: int = 16,
     mesh: Mesh | None = None,
     strategy: str = "auto",
+    group_buckets: bool = False,
     run_dir: RunDirectory | None = None,
     checkpoint_every: int = 50,
     keep_checkpoints: int = 2,
@@ -130,6 +138,8 @@ def fit(
       microbatch_size: units per device processed at once.
       mesh: default: data parallel over all devices.
       strategy: how bounded gradients are computed.
+      group_buckets: process users with few examples in buffers with a smaller group axis, instead
+        of padding them to the group size (ULS): less work, a longer compilation.
       run_dir: where to log and checkpoint; an unfinished one is resumed.
       checkpoint_every: steps between checkpoints.
       keep_checkpoints: checkpoints kept.
@@ -178,13 +188,15 @@ def fit(
     if validation is not None and start == 0 and log.evaluation(0) is None:
         log.append({"step": 0, "eval": evaluate(state.params, validation).to_json()})
 
-    step_fn = make_train_step(mechanism, loss_fn, optimizer, mesh, strategy=strategy)
-    builder = BufferBuilder(
-        mechanism, mechanism.sampler(data.user_offsets, key), data, mesh, microbatch_size
-    )
+    shipped_loss = example_loss(loss_fn, data)
+    step_fn = make_train_step(mechanism, shipped_loss, optimizer, mesh, strategy=strategy)
+    sampler = mechanism.sampler(data.user_offsets, key)
+    pipeline = training_pipeline(sampler, data, mesh, microbatch_size, group_buckets)
     if mechanism.private and start < steps and strategy not in ("vmap", "scan"):
-        bounded = mechanism.bounded_grad(loss_fn, strategy=strategy)
-        self_check(bounded, params, builder.first_units(2))
+        bounded = mechanism.bounded_grad(shipped_loss, strategy=strategy)
+        some = pipeline.first_units(2)
+        rows = jax.tree.map(lambda leaf: leaf[0, : some.num_units], units_of(mechanism, some))
+        self_check(bounded, params, rows)
     spent = SpentBudget(mechanism, population, steps, delta)
     meter = _Meter()
     quiet = Console(quiet=True)
@@ -193,10 +205,11 @@ def fit(
         StepProgress(console or quiet, "training", steps, start) as bar,
     ):
         done = start
-        for step, buffer in builder.prefetch(start, steps):
-            state, stats = _take_step(step_fn, state, buffer, key, step)
-            done = step + 1
-            meter.count(buffer)
+        for batch in pipeline.iterate(start, steps):
+            arguments = step_arguments(mechanism, batch)
+            state, stats = step_fn(state, *arguments, key.jax("noise", batch.step))
+            done = batch.step + 1
+            meter.count(batch)
             if done % log_every == 0 or done == steps:
                 row = _row(done, stats, spent(done), mechanism.private)
                 meter.measure(row)
@@ -243,17 +256,6 @@ MOVED_CAVEAT = (
 )
 
 
-def _take_step(
-    step_fn: Callable[..., tuple[TrainState, StepStats]],
-    state: TrainState,
-    buffer: Buffer,
-    key: RootKey,
-    step: int,
-) -> tuple[TrainState, StepStats]:
-    noise_key = key.jax("noise", step)
-    return step_fn(state, buffer.units, buffer.mask, buffer.num_microbatches, noise_key)
-
-
 def _row(step: int, stats: StepStats, epsilon: float | None, private: bool) -> dict[str, Any]:
     """One row of metrics. What is computed from private data without noise is set apart."""
     units, finite = float(stats.units), float(stats.units - stats.nonfinite)
@@ -298,9 +300,9 @@ class _Meter:
         self._last = time.perf_counter()
         self._pending = [0, 0, 0]
 
-    def count(self, buffer: Buffer) -> None:
+    def count(self, batch: StepBatch) -> None:
         """Counts one step."""
-        for i, amount in enumerate((1, buffer.num_examples, buffer.num_tokens)):
+        for i, amount in enumerate((1, batch.num_examples, batch.num_tokens)):
             self._pending[i] += amount
 
     def measure(self, row: dict[str, Any]) -> None:

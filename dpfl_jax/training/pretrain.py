@@ -21,9 +21,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
+from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.batches import Readable
 from dpfl_jax.training.checkpoint import load_params, save_params
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.state import DATA_AXIS, replicated

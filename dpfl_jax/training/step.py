@@ -5,12 +5,14 @@
 ``units`` is a buffer of fixed shape [capacity, devices * microbatch, ...], of which the first
 ``num_microbatches`` rows hold this step's units: a Poisson draw of any size runs without
 recompiling, and rows that hold only padding cost nothing. Each device sums its own share of every
-row; the sums meet in one reduction after the loop.
+row; the sums meet in one reduction after the loop. Units of several shapes (users with few and with
+many examples) come as tuples of such buffers, one after the other.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,13 +66,15 @@ def bounded_sum_over_microbatches(
     clip_norm = mechanism.clip_norm
 
     def local(
-        params: PyTree, units: PyTree, mask: jax.Array, num_microbatches: jax.Array
+        params: PyTree, units: PyTree, mask: Any, num_microbatches: Any
     ) -> tuple[PyTree, StepStats]:
         # Without this cast, the gradient with respect to replicated parameters is summed over
         # devices *before* clipping, and the sensitivity becomes the number of devices.
         params = jax.tree.map(lambda p: jax.lax.pcast(p, DATA_AXIS, to="varying"), params)
 
-        def body(i: jax.Array, carry: tuple[PyTree, StepStats]) -> tuple[PyTree, StepStats]:
+        def body(
+            i: jax.Array, carry: tuple[PyTree, StepStats], units: PyTree, mask: jax.Array
+        ) -> tuple[PyTree, StepStats]:
             total, stats = carry
             row = jax.tree.map(lambda u: jax.lax.dynamic_index_in_dim(u, i, keepdims=False), units)
             row_mask = jax.lax.dynamic_index_in_dim(mask, i, keepdims=False)
@@ -87,12 +91,17 @@ def bounded_sum_over_microbatches(
             return jax.tree.map(jnp.add, total, bounded.sum), stats
 
         zero = jnp.zeros((), jnp.float32)
-        empty = (
+        carry = (
             jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
             StepStats(units=zero, loss=zero, clipped=zero, norm=zero, nonfinite=zero),
         )
-        empty = jax.tree.map(lambda x: jax.lax.pcast(x, DATA_AXIS, to="varying"), empty)
-        return jax.lax.psum(jax.lax.fori_loop(0, num_microbatches, body, empty), DATA_AXIS)
+        carry = jax.tree.map(lambda x: jax.lax.pcast(x, DATA_AXIS, to="varying"), carry)
+        if not isinstance(mask, tuple):
+            units, mask, num_microbatches = (units,), (mask,), (num_microbatches,)
+        for part, part_mask, rows in zip(units, mask, num_microbatches, strict=True):
+            loop = functools.partial(body, units=part, mask=part_mask)
+            carry = jax.lax.fori_loop(0, rows, loop, carry)
+        return jax.lax.psum(carry, DATA_AXIS)
 
     return jax.shard_map(
         local,
@@ -123,6 +132,7 @@ def make_train_step(
       ``step(state, units, mask, num_microbatches, noise_key) -> (state, StepStats)`` with units
       [capacity, devices * microbatch, ...], mask bool [capacity, devices * microbatch],
       num_microbatches int32 scalar <= capacity, and noise_key a JAX key used for this step alone.
+      The first three may be tuples of equal length, for units of several shapes.
     """
     bounded_sum = bounded_sum_over_microbatches(mechanism, loss_fn, mesh, **options)
     noise, divisor = mechanism.noise, mechanism.divisor
@@ -130,8 +140,8 @@ def make_train_step(
     def step(
         state: TrainState,
         units: PyTree,
-        mask: jax.Array,
-        num_microbatches: jax.Array,
+        mask: Any,
+        num_microbatches: Any,
         noise_key: jax.Array,
     ) -> tuple[TrainState, StepStats]:
         total, stats = bounded_sum(state.params, units, mask, num_microbatches)

@@ -88,15 +88,13 @@ def test_a_user_s_loss_is_the_mean_over_their_own_examples():
     assert float(gradient) == 2.0
 
 
-def test_unit_batches_hold_each_user_in_one_row():
-    mechanism = ULS(group_size=3, cohort_size=3, noise_multiplier=1.0)
-    draw = mechanism.sampler(OFFSETS, KEY).draw(0)
-    examples = {"x": draw.positions[draw.example_mask].astype(np.float32)}
-    batch = mechanism.unit_batch(draw, examples)
-    np.testing.assert_array_equal(batch["mask"], draw.example_mask)
-    np.testing.assert_array_equal(
-        batch["examples"]["x"], np.where(draw.example_mask, draw.positions, 0)
-    )
+def test_units_of_users_carry_the_mask_of_their_examples():
+    mask = np.array([[[True, True, False], [True, False, False]]])
+    examples = {"x": np.arange(6.0).reshape(1, 2, 3)}
+    users = ULS(group_size=3, cohort_size=3).units(examples, mask)
+    assert users["examples"] is examples
+    assert users["mask"] is mask
+    assert ELS(group_size=3, batch_size=3).units(examples, None) is examples
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,13 @@ from scipy import stats
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import PoissonExamples, PoissonUsers, poisson_indices
+from dpfl_jax.sampling import (
+    Poisson,
+    PoissonExamples,
+    PoissonUsers,
+    UserSampler,
+    poisson_indices,
+)
 
 pytestmark = pytest.mark.privacy
 
@@ -127,3 +133,26 @@ def test_an_empty_draw_has_the_right_shapes():
     draw = sampler.draw(0)
     assert draw.size == 0
     assert draw.positions.shape == (0, 4)
+
+
+@pytest.mark.parametrize("law", [False, True])
+def test_bounds_on_users_by_how_many_examples_they_hold(law):
+    sizes_of_users = np.repeat([0, 1, 2, 3, 7, 50], [2, 300, 100, 40, 20, 5])
+    offsets = np.r_[0, np.cumsum(sizes_of_users)]
+    sizes, prob = (1, 2, 4, 8), 0.3
+    if law:
+        sampler = UserSampler(Poisson(467, prob), offsets, 8, KEY)
+        # A law may draw users together: no less than all of a sort is sure.
+        assert sampler.bucket_bounds(sizes) == (min(302, sampler.size_bound()), 100, 40, 25)
+    else:
+        sampler = PoissonUsers(offsets, prob, 8, KEY)
+        bounds = sampler.bucket_bounds(sizes, 1e-3)
+        for bound, users in zip(bounds, (302, 100, 40, 25)):
+            assert (
+                stats.binom.sf(bound, users, prob) <= 1e-3 < stats.binom.sf(bound - 1, users, prob)
+            )
+    bounds = sampler.bucket_bounds(sizes)
+    for step in range(200):
+        held = sampler.draw(step).example_mask.sum(axis=1)
+        counts = np.bincount(np.searchsorted(sizes, held), minlength=4)
+        assert (counts <= bounds).all()
