@@ -282,8 +282,8 @@ def bounded_grad(
         )
     if unit_sharding is not None and microbatch_size is not None:
         raise BadInputError(
-            "bounded_grad: unit_sharding cannot be combined with microbatch_size: cut the batch into "
-            "microbatches outside, so that each is split over the devices like the whole"
+            "bounded_grad: unit_sharding cannot be combined with microbatch_size: cut the batch "
+            "into microbatches outside, so that each is split over the devices like the whole"
         )
     if rule is None:
         assert clip_norm is not None
