@@ -12,6 +12,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from dpfl_jax.clipping.rules import SMALLEST_CLIP_NORM
 from dpfl_jax.errors import BadInputError
 
 
@@ -84,7 +85,7 @@ class AdaptiveClip:
     def update(
         self, clip_norm: jax.Array | float, noised_count: jax.Array, expected_units: float
     ) -> jax.Array:
-        """The next clip norm: C exp(-eta (b - quantile)).
+        """The next clip norm: C exp(-eta (b - quantile)), never so small that float32 loses it.
 
         Args:
           clip_norm: C of this step.
@@ -92,4 +93,5 @@ class AdaptiveClip:
           expected_units: expected units a step, a public constant.
         """
         share = noised_count / expected_units + 0.5
-        return clip_norm * jnp.exp(-self.learning_rate * (share - self.quantile))
+        changed = clip_norm * jnp.exp(-self.learning_rate * (share - self.quantile))
+        return jnp.maximum(changed, SMALLEST_CLIP_NORM)

@@ -58,7 +58,7 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
 
     jax.make_jaxpr(ghost)(problem.leaves, problem.units, problem.real, problem.group)
     found = tuple(reports)
-    n = problem.num_units
+    n, parts = problem.num_units, problem.parts
     size = 4.0 * sum(p.size for p in problem.leaves)
     per_unit = sum(r.seconds for r in found)
     held = sum(r.recorded for r in found)
@@ -69,19 +69,21 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
     scan = machine.seconds(0.0, machine.scan_traffic * size)
     remat = _recomputes(analyse(trace_loss(problem)[0].jaxpr, len(problem.leaves)).plan)
     limit = min((x for x in (limit, machine.working_set) if x is not None), default=None)
-    units = n
-    while units > 1 and limit is not None and units * held > limit:
-        units = -(-units // 2)
+    units = n  # in microbatches that every device has an equal part of
+    while units > parts and limit is not None and units * held > limit * parts:
+        units = -(-units // (2 * parts)) * parts
     # Less than all units at a time adds the sum up once for each microbatch.
     book = per_unit + (0.0 if units == n else machine.seconds(0.0, 3.0 * size / units))
     numbers = (
         f"book-keeping costs {book * 1e6:.0f} us a unit over the non-private gradient and holds "
-        f"{n * held / 1e6:.1f} MB, a scan over units {scan * 1e6:.0f} us (estimates)"
+        f"{n / parts * held / 1e6:.1f} MB, a scan over units {scan * 1e6:.0f} us (estimates)"
     )
     if remat and scan < 4 * book:
-        return Explanation("scan", 1, f"the loss recomputes activations to save memory; {numbers}")
+        return Explanation(
+            "scan", parts, f"the loss recomputes activations to save memory; {numbers}"
+        )
     if scan < book:
-        return Explanation("scan", 1, numbers)
+        return Explanation("scan", parts, numbers)
     return Explanation("ghost", None if units == n else units, numbers, found)
 
 

@@ -15,7 +15,7 @@ from dpfl_jax.clipping import per_unit
 from dpfl_jax.clipping.auto import Explanation, decide
 from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.problem import Problem, Solution, count_units, leaf_name, trainable_mask
-from dpfl_jax.clipping.result import BoundedSum, vary, varying_axes
+from dpfl_jax.clipping.result import BoundedSum, axes_of, vary, varying_axes
 from dpfl_jax.clipping.rules import Rule, Standard
 from dpfl_jax.clipping.taps.engine import LeafReport, solve_ghost
 from dpfl_jax.errors import BadInputError
@@ -106,13 +106,9 @@ class BoundedGrad:
 
     def _choose(self, problem: Problem) -> Explanation:
         if self.strategy == "auto" and self.microbatch_size is None:
-            found = decide(problem, machine_for(self.platform), self.memory_limit)
-            if self.unit_sharding is None:
-                return found
-            # Microbatches would cut across the devices' parts of the unit axis.
-            return Explanation("ghost", None, "units are split over devices", found.leaves)
+            return decide(problem, machine_for(self.platform), self.memory_limit)
         strategy = "ghost" if self.strategy == "auto" else self.strategy
-        size = self.microbatch_size or (1 if strategy == "scan" else None)
+        size = self.microbatch_size or (problem.parts if strategy == "scan" else None)
         return Explanation(strategy, size, "asked for")
 
     def explain(
@@ -169,7 +165,7 @@ class BoundedGrad:
         keys = None if rng is None else _unit_keys(rng, n)
         real = jnp.ones((n,), bool) if mask is None else jnp.asarray(mask) != 0
         batch = jax.tree.map(jnp.asarray, batch)
-        axes = varying_axes(batch, real)
+        axes = varying_axes(batch, real, keys, group)
         if split := varying_axes(params) - axes:
             raise BadInputError(
                 f"bounded_grad: parameters vary over the mesh axes {sorted(split)}, but units do "
@@ -199,13 +195,16 @@ class BoundedGrad:
                 )
             return value.astype(jnp.float32), aux
 
+        leaves = [x for t, x in zip(train, everything) if t]
+        _check_captured(loss, leaves, (batch, keys), axes)
+
         def rebuild(sums: list[jax.Array]) -> PyTree:
             trained = iter(sums)
             return tree.unflatten([next(trained) if t else None for t in train])
 
         problem = Problem(
             loss=loss,
-            leaves=[x for t, x in zip(train, everything) if t],
+            leaves=leaves,
             names=[leaf_name(path) for t, (path, _) in zip(train, flat) if t],
             units=(batch, keys),
             real=real,
@@ -214,6 +213,22 @@ class BoundedGrad:
             sharding=self.unit_sharding,
         )
         return problem, rebuild
+
+
+def _check_captured(loss: Any, leaves: list[jax.Array], units: Any, axes: frozenset[str]) -> None:
+    """Refuses a loss that varies over mesh axes over which the units do not.
+
+    It has captured data from outside: its gradient would be summed over those axes before clipping.
+    """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return  # not inside shard_map: nothing varies
+    unit = jax.tree.map(lambda x: x[0], units)
+    traced = jax.make_jaxpr(lambda p, u: loss(p, u)[0])(leaves, unit)
+    if captured := axes_of(traced.out_avals[0]) - axes:
+        raise BadInputError(
+            f"bounded_grad: the loss of a unit varies over the mesh axes {sorted(captured)}, but "
+            "the units passed in do not: the loss uses data from outside; pass them in the batch"
+        )
 
 
 def _unit_keys(rng: jax.Array, n: int) -> jax.Array:
@@ -256,7 +271,8 @@ def bounded_grad(
       has_aux: whether the loss returns ``(value, aux)``.
       trainable: which parameters are trained: a function of their name, or a tree of bools that
         is a prefix of the parameters; default all that are floating point.
-      microbatch_size: units at a time; default 1 for ``"scan"``, else all.
+      microbatch_size: units at a time, over all parts of ``unit_sharding``; default one of each
+        part for ``"scan"``, else all.
       platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, for whose speeds to choose; default the backend.
       norm_method: the way to norms that ``"ghost"`` takes wherever it can; default by cost.
       memory_limit: bytes ``"auto"`` lets book-keeping hold on to; default half the device's memory.
@@ -279,11 +295,6 @@ def bounded_grad(
     if microbatch_size is not None and microbatch_size < 1:
         raise BadInputError(
             f"bounded_grad: microbatch_size is {microbatch_size}, but it must be at least 1"
-        )
-    if unit_sharding is not None and microbatch_size is not None:
-        raise BadInputError(
-            "bounded_grad: unit_sharding cannot be combined with microbatch_size: cut the batch "
-            "into microbatches outside, so that each is split over the devices like the whole"
         )
     if rule is None:
         assert clip_norm is not None

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping.problem import Problem, Solution
 from dpfl_jax.clipping.result import unit_where, vary, varying_axes
+from dpfl_jax.errors import BadInputError
 
 PyTree = Any
 
@@ -58,22 +59,32 @@ def in_microbatches(solve: Any, problem: Problem, microbatch_size: int) -> Solut
       solve: ``Problem -> Solution``.
       problem: any number of units; the last microbatch is filled with padding.
       microbatch_size: units at a time, >= 1.
+
+    Raises:
+      BadInputError: units are split over devices, and a microbatch cannot be.
     """
     n = problem.num_units
     size = min(microbatch_size, n)
+    if size % problem.parts:
+        raise BadInputError(
+            f"bounded_grad: microbatches of {size} units cannot be split over the "
+            f"{problem.parts} parts of unit_sharding; take a multiple"
+        )
     steps = -(-n // size)
 
     def split(x: jax.Array) -> jax.Array:
         # Padding repeats real units rather than inventing zeros, which a loss may choke on.
         filled = jnp.take(x, jnp.arange(steps * size) % n, axis=0) if steps * size != n else x
-        return filled.reshape(steps, size, *x.shape[1:])
+        # Placed at once: left to itself the compiler splits the axis of steps over devices, and its
+        # loop over steps then mixes units.
+        return problem.place(filled.reshape(steps, size, *x.shape[1:]), 1)
 
     real = problem.real
     if steps * size != n:
         real = jnp.take(real, jnp.arange(steps * size) % n) & (jnp.arange(steps * size) < n)
     xs = (
         jax.tree.map(split, problem.units),
-        real.reshape(steps, size),
+        problem.place(real.reshape(steps, size), 1),
         None if problem.group is None else split(problem.group),
     )
 

@@ -48,14 +48,23 @@ class Problem:
         return self.real.shape[0]
 
     @property
-    def shards(self) -> int:
-        """Into how many parts the unit axis is split under automatic sharding."""
-        if self.sharding is None or not len(self.sharding.spec):
+    def parts(self) -> int:
+        """Into how many parts ``sharding`` splits the unit axis."""
+        names = self._unit_axes()
+        if self.sharding is None or names is None or names is PartitionSpec.UNCONSTRAINED:
             return 1
-        names = self.sharding.spec[0]
-        names = (names,) if isinstance(names, str) else tuple(names or ())
-        parts = math.prod(self.sharding.mesh.shape[name] for name in names)
-        return parts if self.num_units % parts == 0 else 1
+        names = (names,) if isinstance(names, str) else tuple(names)
+        return math.prod(self.sharding.mesh.shape[name] for name in names)
+
+    @property
+    def shards(self) -> int:
+        """Into how many equal parts the unit axis is split under automatic sharding."""
+        return self.parts if self.num_units % self.parts == 0 else 1
+
+    def _unit_axes(self) -> Any:
+        if self.sharding is None or not len(self.sharding.spec):
+            return None
+        return self.sharding.spec[0]
 
     def place(self, x: jax.Array, axis: int = 0) -> jax.Array:
         """Keeps what belongs to a unit (``axis`` of ``x``) on the devices that hold the unit."""
@@ -63,7 +72,7 @@ class Problem:
             return x
         free = PartitionSpec.UNCONSTRAINED
         axes: list[Any] = [free] * x.ndim
-        axes[axis] = self.sharding.spec[0] if len(self.sharding.spec) else None
+        axes[axis] = self._unit_axes()
         spec = PartitionSpec(*axes)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.sharding.mesh, spec))
 

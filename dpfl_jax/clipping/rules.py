@@ -16,6 +16,9 @@ import jax.numpy as jnp
 
 from dpfl_jax.errors import BadInputError
 
+# Squares of smaller norms are lost in float32.
+SMALLEST_CLIP_NORM = 1e-12
+
 
 def _check_positive(rule: str, **values: float) -> None:
     for name, value in values.items():
@@ -23,6 +26,11 @@ def _check_positive(rule: str, **values: float) -> None:
             continue
         if not (math.isfinite(value) and value > 0):
             raise BadInputError(f"{rule}: {name} is {value}, but it must be finite and above 0")
+        if value < SMALLEST_CLIP_NORM:
+            raise BadInputError(
+                f"{rule}: {name} is {value}, but float32 loses the squares of norms below "
+                f"{SMALLEST_CLIP_NORM}: scale the loss up"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

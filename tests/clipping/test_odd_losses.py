@@ -328,6 +328,16 @@ def layers_scanned_sliced_and_used_again():
     return loss, params, normal(3, 4, 6, 5)
 
 
+@odd
+def a_parameter_written_into_a_ref():
+    def loss(p, x):
+        box = jax.new_ref(jnp.zeros((5, 3)))
+        box[...] = p["w"]
+        return jnp.sum(jnp.sin(x @ box[...]) @ p["v"])
+
+    return loss, {"w": normal(0, 5, 3), "v": normal(1, 3)}, normal(2, 4, 6, 5)
+
+
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", list(ODD))
 def test_odd_losses_equal_vmap(name):

@@ -155,7 +155,8 @@ class _Walker:
         for position, eqn in enumerate(jaxpr.eqns):
             seen = [view_of(v) for v in eqn.invars]
             used = [(i, view) for i, view in enumerate(seen) if view is not None]
-            if not used or not any(_has_gradient(v) for v in eqn.outvars):
+            # An equation with an effect may hand a parameter on through what it writes to (a Ref).
+            if not used or not (eqn.effects or any(_has_gradient(v) for v in eqn.outvars)):
                 continue
             name = eqn.primitive.name
             if name == "stop_gradient":
