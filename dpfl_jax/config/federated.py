@@ -14,8 +14,13 @@ class FederatedDataConfig(Section):
 
     Attributes:
       source: digits and mnist get declared synthetic writers; in python_source a source file is a
-        subject; femnist (writers) and shakespeare (speaking roles) are LEAF's tasks.
-      path: folder of the files (mnist, femnist, shakespeare), e.g. ``${DPFL_DATA_DIR}/mnist``.
+        subject; femnist (writers) and shakespeare (speaking roles) are LEAF's tasks; store is a
+        folder that `dpfl data build` made of images (from TFDS, say), its users the subjects.
+      path: folder of the files (mnist, femnist, shakespeare), e.g. ``${DPFL_DATA_DIR}/mnist``, or
+        of the store.
+      input_field: field of a store's examples that holds the image; bytes are scaled to 0..1.
+      label_field: field of a store's examples that holds the class, a whole number from 0.
+      num_classes: of a store's labels; a public number.
       records_per_subject: images of a synthetic writer (digits, mnist), mixed labels.
       max_subjects: keep that many subjects, a choice fixed by their ids.
       max_records_per_subject: keep each subject's first records, before the spread.
@@ -27,8 +32,13 @@ class FederatedDataConfig(Section):
       split_seed: chooses what is held out, and the synthetic writers; public.
     """
 
-    source: Literal["digits", "python_source", "mnist", "femnist", "shakespeare"] = "python_source"
+    source: Literal["digits", "python_source", "mnist", "femnist", "shakespeare", "store"] = (
+        "python_source"
+    )
     path: str | None = None
+    input_field: str = "image"
+    label_field: str = "label"
+    num_classes: int | None = Field(None, ge=2)
     records_per_subject: int = Field(15, gt=0)
     max_subjects: int | None = Field(None, gt=0)
     max_records_per_subject: int | None = Field(None, gt=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 from dpfl_jax.config.federated import FederatedDataConfig
 from dpfl_jax.data import ArrayStore, DataConfig, load_dataset, split_by_user, split_within_users
 from dpfl_jax.data.sets import arrays, text
+from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.data.store import Store
 from dpfl_jax.errors import BadInputError
@@ -107,6 +109,8 @@ def _named(config: FederatedDataConfig) -> tuple[list[Subject], str, dict[str, A
         what = f"a subject is a speaking role; the task is the character after {config.seq_len}"
         size = len(LEAF_CHARACTERS) + 1
         return roles, what, {"num_classes": size, "vocab_size": size}
+    elif config.source == "store":
+        return _stored(_path(config), config)
     elif config.source == "femnist":
         writers = {
             name: {"x": d["image"], "label": d["label"]}
@@ -125,6 +129,45 @@ def _named(config: FederatedDataConfig) -> tuple[list[Subject], str, dict[str, A
     )
     subjects = list(_writers(x, y, config.records_per_subject, config.split_seed))
     return subjects, what, {"num_classes": 10, "input_shape": shape}
+
+
+def _stored(
+    path: pathlib.Path, config: FederatedDataConfig
+) -> tuple[list[Subject], str, dict[str, Any]]:
+    """The users of a built store of images with labels."""
+    store, classes = open_store(path), config.num_classes
+    fields = {f.name: f for f in store.schema.fields}
+    for option, name in (("input_field", config.input_field), ("label_field", config.label_field)):
+        if name not in fields:
+            raise BadInputError(
+                f"the examples of {path} have no field {name!r}, but {sorted(fields)}: "
+                f"set data.{option}"
+            )
+    if classes is None:
+        raise BadInputError("data.source=store needs data.num_classes: how many labels there are")
+    shape = tuple(size for size in fields[config.input_field].shape if size != 1)
+
+    def users() -> Iterator[Subject]:
+        names = store.user_ids(range(store.num_users))
+        for name, (start, stop) in zip(names, itertools.pairwise(store.user_offsets)):
+            found = store.read(np.arange(start, stop))
+            x, label = found[config.input_field], found[config.label_field]
+            scale = 255.0 if x.dtype == np.uint8 else 1.0
+            if label.ndim != 1 or not ((label >= 0) & (label < classes)).all():
+                raise BadInputError(
+                    f"{path}: subject {name!r} has labels that are not whole numbers from 0 to "
+                    f"{classes - 1}: check data.label_field and data.num_classes"
+                )
+            yield (
+                name,
+                {
+                    "x": x.reshape(len(x), *shape).astype(np.float32) / scale,
+                    "label": label.astype(np.int32),
+                },
+            )
+
+    facts = {"num_classes": classes, "input_shape": shape}
+    return list(users()), "a subject is a user of the store", facts
 
 
 def _path(config: FederatedDataConfig) -> pathlib.Path:
