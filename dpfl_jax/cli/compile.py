@@ -71,13 +71,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ["JAX_PLATFORMS"] = "cpu"
-    from dpfl_jax.config import RunConfig, load_config
+    from dpfl_jax.config import RunConfig, config_to_dict, load_config
     from dpfl_jax.training.experiment import build_mechanism, build_model, make_optimizer
 
     config = load_config(args.config, args.overrides)
     if not isinstance(config, RunConfig):
         raise BadInputError("compile: federated configurations are not compiled for slices yet")
-    mesh = _mesh(kind, shape, args.topology)
+    mesh = _mesh(kind, shape, args.topology, config_to_dict(config.mesh))
     vocab = args.vocab_size or config.model.overrides.get("vocab_size") or _vocab(config)
     model = build_model(config, vocab)
     mechanism = build_mechanism(config.mechanism)
@@ -89,9 +89,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     group = config.mechanism.uls.group_size if config.mechanism.kind == "uls" else None
     size, length = config.train.microbatch_size, config.data.seq_len
-    units = _Units(mesh.size, size, group, length)
+    from dpfl_jax.training.mesh import unit_parts
+
+    parts = unit_parts(mesh)
+    units = _Units(parts, size, group, length)
     private = _compile(mechanism, model, optimizer, mesh, units, options)
-    plain_units = _Units(mesh.size, size * (group or 1), None, length)
+    plain_units = _Units(parts, size * (group or 1), None, length)
     plain_mechanism = build_mechanism(config.mechanism.model_copy(update={"kind": "none"}))
     plain = _compile(plain_mechanism, model, optimizer, mesh, plain_units, {})
     chosen = _explain(mechanism, model, units, options)
@@ -102,7 +105,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Units:
-    devices: int
+    parts: int
     microbatch: int
     group: int | None
     length: int
@@ -122,10 +125,10 @@ class _Units:
         return {"examples": example, "mask": jax.ShapeDtypeStruct(lead, jnp.bool_)}
 
 
-def _mesh(kind: str, shape: str, topology: str) -> Any:
+def _mesh(kind: str, shape: str, topology: str, axes: dict[str, Any]) -> Any:
     import jax
 
-    from dpfl_jax.training.state import data_parallel_mesh
+    from dpfl_jax.training.mesh import make_mesh
 
     if kind == "cpu":
         if not shape.isdigit() or shape == "0":
@@ -137,7 +140,7 @@ def _mesh(kind: str, shape: str, topology: str) -> Any:
                 f"compile: {topology} needs {shape} devices, but this process has "
                 f"{len(jax.devices())}"
             )
-        return data_parallel_mesh(jax.devices()[: int(shape)])
+        return make_mesh(**axes, devices=jax.devices()[: int(shape)])
     from jax.experimental import topologies
 
     try:
@@ -148,7 +151,7 @@ def _mesh(kind: str, shape: str, topology: str) -> Any:
             f"compile: no TPU compiler for {topology} ({first}): install libtpu, and give a shape "
             "that exists"
         ) from error
-    return data_parallel_mesh(list(found.devices))
+    return make_mesh(**axes, devices=list(found.devices))
 
 
 def _vocab(config: Any) -> int:
@@ -166,11 +169,12 @@ def _compile(
 
     from dpfl_jax.bench._flops import count_flops
     from dpfl_jax.cli._hlo import collectives
-    from dpfl_jax.training.state import DATA_AXIS, TrainState, replicated
+    from dpfl_jax.training.mesh import replicated, unit_axes
+    from dpfl_jax.training.state import TrainState, shardings_of
     from dpfl_jax.training.step import make_train_step
 
     capacity = 2  # any number of microbatches runs in the same loop
-    rows = NamedSharding(mesh, PartitionSpec(None, DATA_AXIS))
+    rows = NamedSharding(mesh, PartitionSpec(None, unit_axes(mesh)))
     whole = replicated(mesh)
 
     def place(tree: Any, sharding: Any) -> Any:
@@ -184,9 +188,13 @@ def _compile(
         opt_state=jax.eval_shape(optimizer.init, params),
         step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
     )
-    lead = (capacity, units.devices * units.microbatch)
+    lead = (capacity, units.parts * units.microbatch)
     arguments = (
-        place(state, whole),
+        jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            state,
+            shardings_of(params, optimizer, mesh),
+        ),
         place(units.shapes(*lead), rows),
         place(jax.ShapeDtypeStruct(lead, jnp.bool_), rows),
         place(jax.ShapeDtypeStruct((), jnp.int32), whole),
@@ -240,6 +248,7 @@ def _report(
     return {
         "topology": args.topology,
         "devices": mesh.size,
+        "mesh": dict(mesh.shape),
         "parameters": model.num_params,
         "mechanism": config.mechanism.kind,
         "microbatch_size": config.train.microbatch_size,

@@ -67,9 +67,10 @@ def config_to_dict(config: BaseModel) -> dict[str, Any]:
 
 
 def config_fingerprint(config: AnyConfig) -> str:
-    """Identifies what a run computes (its name apart): a resumed run must have the same one."""
+    """Identifies what a run computes, whatever its name and devices: resuming needs the same."""
     content = config_to_dict(config)
     content.pop("name")
+    content.pop("mesh", None)
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -155,6 +155,20 @@ class TrainConfig(Section):
     log_every: int = Field(1, gt=0)
 
 
+class MeshConfig(Section):
+    """How devices are arranged; what is trained and the guarantee are the same for every mesh.
+
+    Attributes:
+      data: copies of the parameters, each with its share of the units; default as many as fit.
+      fsdp: parts of parameters, optimiser state, sums and noise; units are split over them too.
+      tensor: parts of each layer's products.
+    """
+
+    data: int | None = Field(None, gt=0)
+    fsdp: int = Field(1, gt=0)
+    tensor: int = Field(1, gt=0)
+
+
 class EvalConfig(Section):
     """Held-out evaluation.
 
@@ -193,6 +207,7 @@ class RunConfig(Section):
     privacy: PrivacyConfig = PrivacyConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig
+    mesh: MeshConfig = MeshConfig()
     eval: EvalConfig = EvalConfig()
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ through this; nothing here is random, so resuming is starting at another step.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -127,7 +128,7 @@ class Pipeline:
       row: units per row over all devices; a multiple of their number.
       group_sizes: bucket sizes for users (``bucket_group_sizes``); None for one bucket.
       mesh: a ``jax.sharding.Mesh`` to ship to, or None to keep NumPy arrays.
-      axis: mesh axis over which units are split.
+      axis: mesh axis (or axes) over which units are split.
       compact: ship stored records as they are, ``{"records": uint8 [rows, row, ..., bytes]}``, to
         be unpacked by ``store.schema.unpack_on_device`` inside the step; token stores only.
       capacities: rows of each bucket's buffer, so that every step has the same shapes; one that
@@ -142,7 +143,7 @@ class Pipeline:
     row: int
     group_sizes: tuple[int, ...] | None = None
     mesh: Any = None
-    axis: str = "data"
+    axis: str | tuple[str, ...] = "data"
     compact: bool = False
     capacities: tuple[int, ...] | None = None
     threads: int = 2
@@ -157,9 +158,10 @@ class Pipeline:
                 f"the capacities {self.capacities} must be one for each of the group sizes "
                 f"{self.group_sizes}"
             )
-        devices = 1 if self.mesh is None else self.mesh.shape[self.axis]
-        if self.row < 1 or self.row % devices:
-            raise BadInputError(f"a row of {self.row} units cannot be split over {devices} devices")
+        axes = (self.axis,) if isinstance(self.axis, str) else self.axis
+        parts = 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
+        if self.row < 1 or self.row % parts:
+            raise BadInputError(f"a row of {self.row} units cannot be split over {parts} devices")
 
     def build(self, step: int) -> StepBatch:
         """Reads and ships the units of one step, independently of all other steps."""

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, PartitionSpec
 from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.federation.mechanisms import SiloMechanism
 from dpfl_jax.noise import GaussianNoise
-from dpfl_jax.training.state import DATA_AXIS
+from dpfl_jax.training.mesh import DATA_AXIS
 from dpfl_jax.training.step import StepStats
 
 PyTree = Any

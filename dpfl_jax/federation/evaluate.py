@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.data.store import Store
 from dpfl_jax.training.evaluate import summarize
-from dpfl_jax.training.state import DATA_AXIS
+from dpfl_jax.training.mesh import DATA_AXIS
 
 PyTree = Any
 

@@ -47,9 +47,9 @@ from dpfl_jax.federation.sources import SubjectData, load_subjects
 from dpfl_jax.models import MLP, LanguageModel, LeafCNN, StackedLSTM, transformer_config
 from dpfl_jax.sampling import FixedSize
 from dpfl_jax.training.experiment import make_optimizer
+from dpfl_jax.training.mesh import data_parallel_mesh
 from dpfl_jax.training.report import environment
 from dpfl_jax.training.run_dir import FINISHED, RunDirectory
-from dpfl_jax.training.state import data_parallel_mesh
 
 _OWN_OPTIONS: dict[type[SiloMechanism], tuple[str, ...]] = {
     LocalGroupDP: ("batch_cap",),

@@ -28,9 +28,10 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.checkpoint import Checkpoints
 from dpfl_jax.training.interrupt import StopRequest
 from dpfl_jax.training.loop import MOVED_CAVEAT, PUBLIC_KEY_CAVEAT
+from dpfl_jax.training.mesh import data_parallel_mesh, replicated
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
-from dpfl_jax.training.state import TrainState, data_parallel_mesh, hardware, replicated
+from dpfl_jax.training.state import TrainState, hardware
 from dpfl_jax.training.step import StepStats
 
 PyTree = Any

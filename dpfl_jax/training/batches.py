@@ -18,7 +18,7 @@ from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_siz
 from dpfl_jax.data.store import Readable
 from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.sampling import Sampler
-from dpfl_jax.training.state import DATA_AXIS
+from dpfl_jax.training.mesh import unit_axes, unit_parts
 
 PyTree = Any
 
@@ -43,7 +43,7 @@ def training_pipeline(
       group_buckets: put users with few examples into buffers with a smaller group axis (1, 2, 4,
         ...) instead of padding them to the group size.
     """
-    row = microbatch_size * mesh.shape[DATA_AXIS]
+    row = microbatch_size * unit_parts(mesh)
     sizes, bounds = None, (sampler.size_bound(_OVERFLOW),)
     if group_buckets and sampler.group_size is not None:
         sizes = bucket_group_sizes(sampler.group_size)
@@ -54,7 +54,7 @@ def training_pipeline(
         row,
         sizes,
         mesh,
-        axis=DATA_AXIS,
+        axis=unit_axes(mesh),
         compact=is_token_store(store),
         capacities=tuple(max(1, math.ceil(bound / row)) for bound in bounds),
         ahead=2,

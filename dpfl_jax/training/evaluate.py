@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.data.store import Readable
-from dpfl_jax.training.state import DATA_AXIS
+from dpfl_jax.training.mesh import unit_axes, unit_parts
 
 PyTree = Any
 
@@ -65,11 +65,11 @@ class Evaluator:
 
         Args:
           loss_fn: ``(params, example) -> scalar`` for one example.
-          mesh: examples are split over its ``"data"`` axis.
+          mesh: examples are split over its unit axes.
           batch_size: examples per device and batch.
         """
-        self._batch = batch_size * mesh.shape[DATA_AXIS]
-        self._sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+        self._batch = batch_size * unit_parts(mesh)
+        self._sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
         self._losses = jax.jit(jax.vmap(loss_fn, in_axes=(None, 0)))
 
     def losses(self, params: PyTree, store: Readable) -> np.ndarray:

@@ -10,6 +10,7 @@ import pathlib
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax import accounting
@@ -21,6 +22,7 @@ from dpfl_jax.mechanisms import ELS, ULS, Mechanism, NonPrivate, Population
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.training.evaluate import summarize
 from dpfl_jax.training.loop import FitResult, fit
+from dpfl_jax.training.mesh import make_mesh
 from dpfl_jax.training.optimizers import build_optimizer
 from dpfl_jax.training.pretrain import Pretrained, pretrain
 from dpfl_jax.training.report import (
@@ -32,7 +34,6 @@ from dpfl_jax.training.report import (
     write_report,
 )
 from dpfl_jax.training.run_dir import RunDirectory
-from dpfl_jax.training.state import data_parallel_mesh
 
 
 def build_mechanism(config: MechanismConfig) -> Mechanism:
@@ -166,6 +167,7 @@ def run_experiment(
 
 def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[str, Any]:
     config, data, mechanism = prepared.config, prepared.data, prepared.mechanism
+    mesh = make_mesh(**config_to_dict(config.mesh))
     verb = "resuming" if directory.resumed else "starting"
     console.print(f"{verb} [bold]{config.name}[/bold] in {directory.path}")
     console.print(data.description)
@@ -177,7 +179,7 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
         )
     ledger = _reserve(prepared, directory, console)
     params = prepared.model.init(jax.random.key(config.init_seed))
-    pretrained = _pretrain(prepared, params, console)
+    pretrained = _pretrain(prepared, params, mesh, console)
     if pretrained is not None:
         params = pretrained.params
     result = fit(
@@ -190,6 +192,7 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
         delta=prepared.delta,
         validation=prepared.held_out,
         microbatch_size=config.train.microbatch_size,
+        mesh=mesh,
         strategy=config.train.strategy,
         group_buckets=config.train.group_buckets,
         run_dir=directory,
@@ -273,7 +276,7 @@ def run_caveats(config: RunConfig, mechanism: Mechanism) -> tuple[str, ...]:
     return tuple(caveats)
 
 
-def _pretrain(prepared: Prepared, params: Any, console: Console) -> Pretrained | None:
+def _pretrain(prepared: Prepared, params: Any, mesh: Mesh, console: Console) -> Pretrained | None:
     section, public = prepared.config.pretrain, prepared.data.public
     if section is None or public is None:
         return None
@@ -290,7 +293,7 @@ def _pretrain(prepared: Prepared, params: Any, console: Console) -> Pretrained |
             "corpus": public.fingerprint,
             "optimizer": config_to_dict(section.optimizer),
         },
-        mesh=data_parallel_mesh(),
+        mesh=mesh,
         cache_dir=pathlib.Path(section.cache_dir) if section.cache_dir else None,
         console=console,
     )

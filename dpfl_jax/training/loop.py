@@ -29,9 +29,10 @@ from dpfl_jax.training.batches import (
 from dpfl_jax.training.checkpoint import Checkpoints
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.interrupt import StopRequest
+from dpfl_jax.training.mesh import data_parallel_mesh
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
-from dpfl_jax.training.state import data_parallel_mesh, hardware, init_state
+from dpfl_jax.training.state import hardware, init_state
 from dpfl_jax.training.step import StepStats, make_train_step
 
 PyTree = Any

@@ -25,8 +25,9 @@ from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.checkpoint import load_params, save_params
+from dpfl_jax.training.mesh import parameter_shardings, unit_axes, unit_parts
 from dpfl_jax.training.progress import StepProgress
-from dpfl_jax.training.state import DATA_AXIS, replicated
+from dpfl_jax.training.state import shardings_of
 
 PyTree = Any
 
@@ -79,7 +80,7 @@ def pretrain(
       batch_size: examples per step, rounded up to a multiple of the devices.
       seed: seed of the shuffle (public).
       identity: plain JSON that identifies model, corpus and settings: the cache's key.
-      mesh: data parallel over its ``"data"`` axis.
+      mesh: from ``mesh.make_mesh``.
       cache_dir: default ``default_cache_dir()``.
       console: where the progress bar goes.
 
@@ -89,7 +90,7 @@ def pretrain(
     identity = {**identity, "steps": steps, "batch_size": batch_size, "seed": seed, "format": 1}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     path = (cache_dir or default_cache_dir()) / "pretrained" / digest
-    params = jax.device_put(params, replicated(mesh))
+    params = jax.device_put(params, parameter_shardings(params, mesh))
     if path.exists():
         try:
             return Pretrained(load_params(path, params), path, cached=True)
@@ -99,9 +100,9 @@ def pretrain(
     if stop <= first:
         raise BadInputError("the public corpus is empty: remove the pretrain section, or add data")
 
-    devices = mesh.shape[DATA_AXIS]
-    rows = -(-batch_size // devices) * devices
-    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    parts = unit_parts(mesh)
+    rows = -(-batch_size // parts) * parts
+    sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
 
     def mean_loss(params: PyTree, batch: PyTree) -> jax.Array:
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
@@ -112,7 +113,9 @@ def pretrain(
         updates, opt_state = optimizer.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    opt_state = jax.jit(optimizer.init, out_shardings=replicated(mesh))(params)
+    opt_state = jax.jit(
+        optimizer.init, out_shardings=shardings_of(params, optimizer, mesh).opt_state
+    )(params)
     key = RootKey.from_seed(seed)
     started, tokens = time.perf_counter(), 0
     with StepProgress(console or Console(quiet=True), "pre-training (public)", steps) as bar:

@@ -1,4 +1,4 @@
-"""The state of a training run that lives on devices, and the mesh it lives on."""
+"""The state of a training run that lives on devices."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
+
+from dpfl_jax.training.mesh import (
+    parameter_shardings,
+    replicated,
+    splits_parameters,
+    state_shardings,
+)
 
 PyTree = Any
-
-DATA_AXIS = "data"
 
 
 @jax.tree_util.register_dataclass
@@ -32,30 +36,40 @@ class TrainState:
     step: jax.Array
 
 
-def data_parallel_mesh(devices: list[jax.Device] | None = None) -> Mesh:
-    """A one-axis mesh (``"data"``) over ``devices`` (default: all of them)."""
-    chosen = np.array(jax.devices() if devices is None else devices)
-    return Mesh(chosen, (DATA_AXIS,), axis_types=(AxisType.Auto,))
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """The sharding of what every device holds whole."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
 def hardware(mesh: Mesh) -> str:
     """What the steps of a run are computed with: the same string rounds the same way."""
     device = mesh.devices.flat[0]
-    return f"{mesh.size} x {device.platform} ({device.device_kind}), jax {jax.__version__}"
+    layout = ""
+    if splits_parameters(mesh):
+        layout = " as " + ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return f"{mesh.size} x {device.platform} ({device.device_kind}){layout}, jax {jax.__version__}"
 
 
 def init_state(params: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
-    """Returns the state before the first step, replicated over ``mesh``.
+    """Returns the state before the first step, split over ``mesh`` as its axes say.
 
     The parameters are copied: the step donates its state, and the caller's arrays must live on.
     """
-    sharding = replicated(mesh)
-    params = jax.tree.map(lambda p: jax.device_put(jnp.array(p, copy=True), sharding), params)
-    opt_state = jax.jit(optimizer.init, out_shardings=sharding)(params)
-    step = jax.device_put(jnp.zeros((), jnp.int32), sharding)
+    places = shardings_of(params, optimizer, mesh)
+    params = jax.tree.map(
+        lambda p, place: jax.device_put(jnp.array(p, copy=True), place), params, places.params
+    )
+    opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
+    step = jax.device_put(jnp.zeros((), jnp.int32), places.step)
     return TrainState(params=params, opt_state=opt_state, step=step)
+
+
+def shardings_of(params: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+    """Returns the NamedSharding of each array of a state.
+
+    Args:
+      params: pytree of arrays or ShapeDtypeStructs.
+      optimizer: the optimiser whose state it is.
+      mesh: from ``mesh.make_mesh``.
+    """
+    opt_state = jax.eval_shape(optimizer.init, params)
+    return TrainState(
+        params=parameter_shardings(params, mesh),
+        opt_state=state_shardings(params, opt_state, mesh),
+        step=replicated(mesh),  # type: ignore[arg-type]
+    )

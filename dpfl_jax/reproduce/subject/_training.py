@@ -25,7 +25,7 @@ from dpfl_jax.federation.sources import SubjectData, load_subjects
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.reproduce.registry import Settings
 from dpfl_jax.training.experiment import make_optimizer
-from dpfl_jax.training.state import data_parallel_mesh
+from dpfl_jax.training.mesh import data_parallel_mesh
 
 
 @dataclasses.dataclass(frozen=True)

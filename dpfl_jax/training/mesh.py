@@ -1,0 +1,158 @@
+"""The mesh of devices a run lives on, and how parameters and units are split over it.
+
+Three axes, each of any length: ``data`` (units split, parameters copied), ``fsdp`` (units and
+parameters split), ``tensor`` (parameters split, every device sees all units of its row). What is
+trained, and the guarantee, are the same on every mesh.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from dpfl_jax.errors import BadInputError
+
+PyTree = Any
+
+DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
+
+# Layers whose product is summed over the tensor axis take it on their inputs; all others on their
+# outputs, so that one reduction is needed for two layers (Shoeybi et al. 2019, "Megatron-LM").
+_TENSOR_ON_INPUTS = ("out", "down", "embedding")
+
+
+def data_parallel_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """A one-axis mesh (``"data"``) over ``devices`` (default: all of them)."""
+    chosen = np.array(jax.devices() if devices is None else devices)
+    return Mesh(chosen, (DATA_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def make_mesh(
+    data: int | None = None,
+    fsdp: int = 1,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | None = None,
+) -> Mesh:
+    """A mesh over all devices.
+
+    Args:
+      data: copies of the (split) parameters; None: as many as there are devices for.
+      fsdp: parts of parameters, optimiser state, sums and noise.
+      tensor: parts of each layer's products.
+      devices: default all.
+
+    Returns:
+      The one-axis data mesh if nothing else is asked for, else one with axes data, fsdp, tensor.
+
+    Raises:
+      BadInputError: the devices do not divide up.
+    """
+    chosen = list(jax.devices() if devices is None else devices)
+    parts = fsdp * tensor
+    if data is None:
+        data = max(1, len(chosen) // parts)
+    if data * parts != len(chosen):
+        raise BadInputError(
+            f"mesh: data {data} x fsdp {fsdp} x tensor {tensor} are {data * parts} devices, but "
+            f"there are {len(chosen)}: change the mesh section"
+        )
+    if parts == 1:
+        return data_parallel_mesh(chosen)
+    return jax.make_mesh(
+        (data, fsdp, tensor),
+        (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS),
+        axis_types=(AxisType.Auto,) * 3,
+        devices=chosen,
+    )
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The sharding of what every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def splits_parameters(mesh: Mesh) -> bool:
+    """Whether parameters are split, not only units."""
+    return any(mesh.shape.get(axis, 1) > 1 for axis in (FSDP_AXIS, TENSOR_AXIS))
+
+
+def unit_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes over which the units of a row are split."""
+    return tuple(axis for axis in (DATA_AXIS, FSDP_AXIS) if axis in mesh.axis_names)
+
+
+def unit_parts(mesh: Mesh) -> int:
+    """Into how many parts a row of units is split."""
+    return math.prod(mesh.shape[axis] for axis in unit_axes(mesh))
+
+
+def parameter_shardings(params: PyTree, mesh: Mesh) -> PyTree:
+    """How each parameter is split: a pytree of NamedShardings like ``params``.
+
+    Matrices (and stacks of them: the last two axes) are split over ``tensor`` on their outputs, or
+    on their inputs if their name says that they close a block or embed, and over ``fsdp`` on the
+    other side; an axis that does not divide stays whole. Vectors are copied: they are small.
+
+    Args:
+      params: pytree of arrays or ShapeDtypeStructs.
+      mesh: from ``make_mesh``.
+    """
+
+    def one(path: Any, x: Any) -> NamedSharding:
+        return NamedSharding(mesh, _spec(jax.tree_util.keystr(path), tuple(x.shape), mesh))
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
+    if not splits_parameters(mesh) or len(shape) < 2 or min(shape[-2:]) == 1:
+        return PartitionSpec()
+    if "scale" in name or "bias" in name:
+        return PartitionSpec()  # vectors of stacked layers
+    axes: list[str | None] = [None] * len(shape)
+    inputs, outputs = len(shape) - 2, len(shape) - 1
+    inward = any(part in name for part in _TENSOR_ON_INPUTS)
+    for axis, at in (
+        (TENSOR_AXIS, inputs if inward else outputs),
+        (FSDP_AXIS, outputs if inward else inputs),
+    ):
+        if mesh.shape[axis] > 1 and shape[at] % mesh.shape[axis] == 0:
+            axes[at] = axis
+    while axes and axes[-1] is None:
+        axes.pop()  # as the compiler writes it: another spelling would compile the step again
+    return PartitionSpec(*axes)
+
+
+def state_shardings(params: PyTree, opt_state: PyTree, mesh: Mesh) -> PyTree:
+    """How an optimiser's state is split: what has a parameter's shape, as that parameter.
+
+    Args:
+      params: pytree of arrays or ShapeDtypeStructs.
+      opt_state: ``jax.eval_shape(optimizer.init, params)``.
+      mesh: from ``make_mesh``.
+    """
+    # By the end of the path, so that it works for any optimiser: `mu/blocks/up/kernel` is like
+    # `blocks/up/kernel`. Anything else (counters, factored moments) is copied.
+    known = {
+        tuple(map(str, path)): (tuple(x.shape), sharding)
+        for (path, x), sharding in zip(
+            jax.tree_util.tree_flatten_with_path(params)[0],
+            jax.tree.leaves(parameter_shardings(params, mesh)),
+            strict=True,
+        )
+    }
+
+    def one(path: Any, x: Any) -> NamedSharding:
+        steps = tuple(map(str, path))
+        for start in range(len(steps) + 1):
+            shape, sharding = known.get(steps[start:], (None, None))
+            if sharding is not None and shape == tuple(x.shape):
+                return sharding
+        return replicated(mesh)
+
+    return jax.tree_util.tree_map_with_path(one, opt_state)

@@ -1,0 +1,177 @@
+"""The bounded sum over a step's units: microbatches in a loop, one reduction over ``data``.
+
+Where only units are split, each device sums its own share by hand (``shard_map``). Where parameters
+are split too, the compiler places everything, and each data-parallel part has a sum of its own, so
+that gradients still meet over ``data`` once, after the loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from dpfl_jax.mechanisms import Mechanism
+from dpfl_jax.training.mesh import (
+    DATA_AXIS,
+    FSDP_AXIS,
+    parameter_shardings,
+    replicated,
+    splits_parameters,
+)
+
+PyTree = Any
+Sum = Callable[..., tuple[PyTree, "StepStats"]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StepStats:
+    """Sums over the units of one step. Computed from private data without noise.
+
+    Attributes (float32 scalars):
+      units: units drawn.
+      loss: sum of unit losses over finite ones.
+      clipped: units whose gradient norm was above the clip norm.
+      norm: sum of unit gradient norms.
+      nonfinite: units whose gradient had a NaN or infinity and was replaced by zero.
+    """
+
+    units: jax.Array
+    loss: jax.Array
+    clipped: jax.Array
+    norm: jax.Array
+    nonfinite: jax.Array
+
+
+def bounded_sum_over_microbatches(
+    mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, **options: Any
+) -> Sum:
+    """Returns ``(params, units, mask, num_microbatches) -> (sum, stats)``, the sum before noise.
+
+    Args:
+      mechanism: bounds the gradients.
+      loss_fn: ``(params, example) -> scalar`` for one example.
+      mesh: from ``mesh.make_mesh``; the rows of ``units`` are split over its unit axes.
+      **options: passed to ``clipping.bounded_grad``.
+    """
+    if splits_parameters(mesh):
+        return _automatic(mechanism, loss_fn, mesh, options)
+    return _by_hand(mechanism, loss_fn, mesh, options)
+
+
+def _by_hand(
+    mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, options: dict[str, Any]
+) -> Sum:
+    """Every device has all parameters."""
+    bounded_grad = mechanism.bounded_grad(loss_fn, **options)
+    rows = PartitionSpec(None, DATA_AXIS)
+
+    def local(
+        params: PyTree, units: PyTree, mask: Any, num_microbatches: Any
+    ) -> tuple[PyTree, StepStats]:
+        # Without this cast, the gradient with respect to replicated parameters is summed over
+        # devices *before* clipping, and the sensitivity becomes the number of devices.
+        params = jax.tree.map(lambda p: jax.lax.pcast(p, DATA_AXIS, to="varying"), params)
+
+        def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
+            bounded = bounded_grad(params, row, mask)
+            return bounded.sum, _stats(bounded, mask, mechanism.clip_norm)
+
+        zero = jnp.zeros((), jnp.float32)
+        carry = (
+            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
+            StepStats(units=zero, loss=zero, clipped=zero, norm=zero, nonfinite=zero),
+        )
+        carry = jax.tree.map(lambda x: jax.lax.pcast(x, DATA_AXIS, to="varying"), carry)
+        return jax.lax.psum(_loop(one, carry, units, mask, num_microbatches), DATA_AXIS)
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), rows, rows, PartitionSpec()),
+        out_specs=PartitionSpec(),
+        axis_names={DATA_AXIS},
+    )
+
+
+def _automatic(
+    mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, options: dict[str, Any]
+) -> Sum:
+    """Parameters are split; the units of a row [row, ...] become [data, row / data, ...]."""
+    inner = NamedSharding(mesh, PartitionSpec(FSDP_AXIS))
+    outer = NamedSharding(mesh, PartitionSpec(DATA_AXIS, FSDP_AXIS))
+    bounded_grad = mechanism.bounded_grad(loss_fn, unit_sharding=inner, **options)
+    parts = mesh.shape[DATA_AXIS]
+
+    def total(
+        params: PyTree, units: PyTree, mask: Any, num_microbatches: Any
+    ) -> tuple[PyTree, StepStats]:
+        places = parameter_shardings(params, mesh)
+
+        def placed(tree: PyTree, *lead: str) -> PyTree:
+            def one(x: jax.Array, place: NamedSharding) -> jax.Array:
+                spec = PartitionSpec(*lead, *place.spec)
+                return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+            return jax.tree.map(one, tree, places)
+
+        def part(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
+            bounded = bounded_grad(params, row, mask)
+            return bounded.sum, _stats(bounded, mask, mechanism.clip_norm)
+
+        def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
+            def split(x: jax.Array) -> jax.Array:
+                x = x.reshape(parts, x.shape[0] // parts, *x.shape[1:])
+                return jax.lax.with_sharding_constraint(x, outer)
+
+            every = jax.vmap(part, spmd_axis_name=DATA_AXIS)
+            sums, stats = every(jax.tree.map(split, row), split(mask))
+            return placed(sums, DATA_AXIS), stats
+
+        zero = jnp.zeros((parts,), jnp.float32)
+        sums = jax.tree.map(lambda p: jnp.zeros((parts, *p.shape), jnp.float32), params)
+        stats = StepStats(units=zero, loss=zero, clipped=zero, norm=zero, nonfinite=zero)
+        carry = _loop(one, (placed(sums, DATA_AXIS), stats), units, mask, num_microbatches)
+        sums, stats = jax.tree.map(lambda x: x.sum(axis=0), carry)
+        whole = replicated(mesh)
+        return placed(sums), jax.lax.with_sharding_constraint(stats, whole)
+
+    return total
+
+
+def _loop(
+    one: Callable[..., Any], carry: Any, units: PyTree, mask: Any, num_microbatches: Any
+) -> Any:
+    """Adds up ``one(row, mask)`` over the rows in use of each buffer."""
+    if not isinstance(mask, tuple):
+        units, mask, num_microbatches = (units,), (mask,), (num_microbatches,)
+
+    def body(i: jax.Array, carry: Any, units: PyTree, mask: jax.Array) -> Any:
+        row = jax.tree.map(lambda u: jax.lax.dynamic_index_in_dim(u, i, keepdims=False), units)
+        return jax.tree.map(
+            jnp.add, carry, one(row, jax.lax.dynamic_index_in_dim(mask, i, keepdims=False))
+        )
+
+    for part, part_mask, rows in zip(units, mask, num_microbatches, strict=True):
+        carry = jax.lax.fori_loop(
+            0, rows, functools.partial(body, units=part, mask=part_mask), carry
+        )
+    return carry
+
+
+def _stats(bounded: Any, mask: jax.Array, clip_norm: float) -> StepStats:
+    real = mask.astype(jnp.float32)
+    finite = real * (1.0 - bounded.nonfinite)
+    return StepStats(
+        units=real.sum(),
+        loss=jnp.where(finite > 0, bounded.losses, 0.0).sum(),
+        clipped=(finite * (bounded.norms > clip_norm)).sum(),
+        norm=(finite * bounded.norms).sum(),
+        nonfinite=(real * bounded.nonfinite).sum(),
+    )

@@ -1,0 +1,253 @@
+"""Every layout of devices: the same sums, noise, parameters and sensitivity."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from dpfl_jax.cli._hlo import collectives
+from dpfl_jax.data import ArrayStore, Schema
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.models import LanguageModel, TransformerConfig
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training import fit
+from dpfl_jax.training.mesh import (
+    make_mesh,
+    parameter_shardings,
+    state_shardings,
+    unit_axes,
+    unit_parts,
+)
+from dpfl_jax.training.run_dir import RunDirectory
+from dpfl_jax.training.state import init_state
+from dpfl_jax.training.step import make_train_step
+from dpfl_jax.training.sums import bounded_sum_over_microbatches
+
+pytestmark = pytest.mark.privacy
+
+LAYOUTS = {
+    "data": {},
+    "fsdp": {"fsdp": 8},
+    "mixed": {"data": 2, "fsdp": 2, "tensor": 2},
+    "tensor": {"data": 4, "tensor": 2},
+}
+LENGTH, VOCAB, CLIP = 16, 64, 0.1
+MODEL = LanguageModel(
+    TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, vocab_size=VOCAB, max_seq_len=LENGTH)
+)
+MECHANISMS = {
+    "els": ELS(group_size=2, batch_size=20, clip_norm=CLIP, noise_multiplier=0.7),
+    "uls": ULS(group_size=2, cohort_size=20, clip_norm=CLIP, noise_multiplier=0.7),
+}
+
+
+def buffers(mechanism, rows=3, row=16, used=2, scale=1):
+    """Two rows in use of three, the second half full."""
+    group = () if mechanism.kind == "els" else (2,)
+    tokens = jax.random.randint(jax.random.key(1), (rows, row, *group, LENGTH), 0, VOCAB)
+    examples = {"tokens": tokens // scale, "mask": jnp.ones(tokens.shape, bool)}
+    mask = jnp.arange(rows * row).reshape(rows, row) < used * row - row // 2
+    if not group:
+        return examples, mask, np.int32(used)
+    some = jnp.broadcast_to(jnp.arange(2) < 2, (rows, row, 2)).at[0, 3, 1].set(False)
+    return {"examples": examples, "mask": some}, mask, np.int32(used)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return MODEL.init(jax.random.key(0))
+
+
+def norm(tree):
+    return float(jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree))))
+
+
+def close(a, b, atol):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("els", marks=pytest.mark.slow), "uls"])
+def test_sums_and_sensitivity_are_the_same_on_every_layout(kind, params):
+    mechanism = MECHANISMS[kind]
+    units, mask, used = buffers(mechanism)
+    want = None
+    for name, sizes in LAYOUTS.items():
+        mesh = make_mesh(**sizes)
+        total = jax.jit(bounded_sum_over_microbatches(mechanism, MODEL.loss, mesh))
+        placed = jax.device_put(params, parameter_shardings(params, mesh))
+        got, stats = total(placed, units, mask, used)
+        want = (got, stats) if want is None else want
+        close(got, want[0], 3e-6)
+        close(stats, want[1], 2e-4)
+        assert float(stats.units) == 24
+        for unit in ((0, 0), (0, 15), (1, 7)):
+            less, _ = total(placed, units, mask.at[unit].set(False), used)
+            moved = norm(jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), got, less))
+            assert moved <= CLIP * (1 + 1e-4), name
+            assert moved >= CLIP * (1 - 1e-2), name  # every unit here is above the clip norm
+
+
+def test_a_step_draws_the_same_noise_and_trains_the_same_parameters(params):
+    mechanism, optimizer = MECHANISMS["uls"], optax.adam(1e-2)
+    batch = buffers(mechanism)
+    results = {}
+    for name, sizes in LAYOUTS.items():
+        mesh = make_mesh(**sizes)
+        state = init_state(params, optimizer, mesh)
+        step = make_train_step(mechanism, MODEL.loss, optimizer, mesh)
+        for i in range(2):
+            state, _ = step(state, *batch, jax.random.key(i))
+        results[name] = jax.tree.map(np.asarray, state.params)
+        places = parameter_shardings(params, mesh)
+        for x, place in zip(jax.tree.leaves(state.params), jax.tree.leaves(places)):
+            assert x.sharding.is_equivalent_to(place, x.ndim), name
+        # The optimiser's moments are split like the parameters.
+        for x, place in zip(jax.tree.leaves(state.opt_state[0].mu), jax.tree.leaves(places)):
+            assert x.sharding.is_equivalent_to(place, x.ndim), name
+        assert step._cache_size() == 1, name
+    for name in LAYOUTS:
+        close(results[name], results["data"], 2e-5)  # Adam's steps are 1e-2
+
+
+def test_noise_is_drawn_in_place(params):
+    """The same numbers on every layout, and no device draws (or receives) all of them."""
+    noise = MECHANISMS["els"].noise
+    like = {"w": jax.ShapeDtypeStruct((64, 96), jnp.float32)}
+    want = jax.jit(lambda k: noise.sample(k, like))(jax.random.key(5))["w"]
+    for name in ("fsdp", "mixed"):
+        mesh = make_mesh(**LAYOUTS[name])
+        places = parameter_shardings(like, mesh)
+        drawn = jax.jit(lambda k: noise.sample(k, like), out_shardings=places)
+        compiled = drawn.lower(jax.random.key(5)).compile()
+        assert not collectives(compiled.as_text())
+        got = compiled(jax.random.key(5))["w"]
+        np.testing.assert_allclose(got, want, atol=1e-7)  # fused otherwise: the last bit
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"fsdp": 2, "tensor": 2},
+        *(pytest.param({a: 4}, marks=pytest.mark.slow) for a in ("tensor", "fsdp")),
+    ],
+)
+def test_gradients_meet_over_data_once_a_step(sizes, params):
+    """A second copy of the parameters sends nothing more inside the loop over microbatches."""
+    mechanism = MECHANISMS["els"]
+
+    def sent(devices):
+        mesh = make_mesh(**sizes, devices=jax.devices()[:devices])
+        total = bounded_sum_over_microbatches(mechanism, MODEL.loss, mesh)
+        places = parameter_shardings(params, mesh)
+        rows = NamedSharding(mesh, PartitionSpec(None, unit_axes(mesh)))
+        units, mask, used = buffers(mechanism, row=2 * devices)
+        arguments = (
+            jax.device_put(params, places),
+            jax.device_put(units, rows),
+            jax.device_put(mask, rows),
+            used,
+        )
+        found = collectives(jax.jit(total).lower(*arguments).compile().as_text())
+        return [sum(c.bytes for c in found if c.in_loop is inside) for inside in (True, False)]
+
+    (one_inside, one_after), (two_inside, two_after) = sent(4), sent(8)
+    assert one_inside > 0
+    assert two_inside <= 1.05 * one_inside
+    assert two_after > one_after + 4 * MODEL.num_params / 4  # the reduction over data
+
+
+def store():
+    rng = np.random.default_rng(0)
+
+    def examples(n):
+        return {
+            "tokens": rng.integers(1, VOCAB, (n, LENGTH)).astype(np.int32),
+            "mask": np.ones((n, LENGTH), bool),
+        }
+
+    users = ((f"u{u}", examples(1 + u % 3)) for u in range(60))
+    return ArrayStore.from_users(users, Schema.tokens(LENGTH, VOCAB))
+
+
+def train(data, sizes, params, run_dir=None, **options):
+    return fit(
+        loss_fn=MODEL.loss,
+        params=params,
+        data=data,
+        mechanism=MECHANISMS["uls"],
+        optimizer=optax.sgd(0.5),
+        steps=4,
+        delta=1e-3,
+        key=RootKey.from_seed(3),
+        validation=data,
+        microbatch_size=2,
+        mesh=make_mesh(**sizes),
+        run_dir=run_dir,
+        checkpoint_every=2,
+        **options,
+    )
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_layout(params, tmp_path, monkeypatch):
+    data = store()
+    want = train(data, {}, params)
+    whole = train(data, LAYOUTS["mixed"], params)
+    close(whole.params, want.params, 1e-5)
+    assert whole.guarantee.epsilon == want.guarantee.epsilon
+    assert whole.final.loss == pytest.approx(want.final.loss, rel=1e-4)
+
+    def directory():
+        return RunDirectory(tmp_path / "run", {}, "same", 3, {})
+
+    import dpfl_jax.training.loop as loop
+
+    stop_after = loop.step_arguments
+
+    def dies(mechanism, batch):
+        if batch.step == 3:
+            raise KeyboardInterrupt
+        return stop_after(mechanism, batch)
+
+    monkeypatch.setattr(loop, "step_arguments", dies)
+    run = directory()
+    with pytest.raises(KeyboardInterrupt):
+        train(data, LAYOUTS["fsdp"], params, run)
+    run.close()
+    monkeypatch.setattr(loop, "step_arguments", stop_after)
+    run = directory()
+    resumed = train(data, LAYOUTS["tensor"], params, run)
+    run.close()
+    close(resumed.params, want.params, 1e-5)
+    assert any("other hardware" in caveat for caveat in resumed.guarantee.caveats)
+
+
+def test_layouts_that_do_not_divide_up_are_refused():
+    with pytest.raises(BadInputError, match="there are 8"):
+        make_mesh(fsdp=3)
+    with pytest.raises(BadInputError, match="are 16 devices"):
+        make_mesh(data=4, fsdp=4)
+
+
+def test_what_does_not_divide_stays_whole():
+    mesh = make_mesh(data=1, fsdp=4, tensor=2)
+    tree = {
+        "up": {"kernel": jnp.zeros((3, 8, 6))},
+        "down": {"kernel": jnp.zeros((3, 6, 8))},
+        "odd": {"kernel": jnp.zeros((5, 7))},
+        "norm": {"scale": jnp.zeros((4, 8))},
+        "bias": jnp.zeros(8),
+    }
+    specs = jax.tree.map(lambda s: tuple(s.spec), parameter_shardings(tree, mesh))
+    assert specs["up"]["kernel"] == (None, "fsdp", "tensor")
+    assert specs["down"]["kernel"] == (None, "tensor", "fsdp")
+    assert specs["odd"]["kernel"] == ()
+    assert specs["norm"]["scale"] == specs["bias"] == ()
+    assert unit_parts(mesh) == 4
+    state = jax.eval_shape(optax.adafactor(1e-3).init, tree)
+    found = state_shardings(tree, state, mesh)
+    for x, place in zip(jax.tree.leaves(state), jax.tree.leaves(found)):
+        assert len(place.spec) <= x.ndim
