@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "measure clipping, accounting and data pipelines",
     "compile": "compile the train step for a TPU slice, without one",
     "plan": "choose algorithm and group sizes for a compute budget",
+    "sweep": "run a grid of configurations and tabulate the best",
     "reproduce": "reproduce a paper's figure or table, with a verdict on each claim",
     "show": "print the report of a run",
 }

@@ -84,11 +84,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any) -> Any:
-    import jax
     import numpy as np
 
     from dpfl_jax.planning import Planner, Sensitivities, Users, estimate_sensitivities
-    from dpfl_jax.training.experiment import build_model
 
     declared = config.population
     largest = max(1, args.max_group_size)
@@ -101,19 +99,16 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
         groups = [2**k for k in range(largest.bit_length())]
         sensitivities = Sensitivities.assumed(args.decay, groups)
     else:
-        from dpfl_jax.data import load_dataset
+        from dpfl_jax.training.experiment import read_data, starting_params
+        from dpfl_jax.training.mesh import make_mesh
 
-        with console.status("reading data"):
-            data = load_dataset(config.data)
+        data, model = read_data(config, console)
         sizes = np.diff(data.train.user_offsets)
         users = Users(len(sizes), sizes=sizes)
         examples = int(sizes.sum())
         largest = min(largest, int(sizes.max()))
         groups = [2**k for k in range(largest.bit_length())]
-        if data.tokenizer is None:
-            raise BadInputError("planning estimates gradients of a language model: give text data")
-        model = build_model(config, data.train.schema.vocab_size, data.tokenizer.bos_id)
-        params = model.init(jax.random.key(config.init_seed))
+        params, _ = starting_params(config, data, model, make_mesh(), console)
         with console.status("gradient norms of sampled users"):
             sensitivities = estimate_sensitivities(
                 model.loss, params, data.train, groups, users=args.users

@@ -185,6 +185,21 @@ class EvalConfig(Section):
     split: Literal["validation", "test"] = "validation"
 
 
+class SweepConfig(Section):
+    """The grid of ``dpfl sweep``; ``dpfl train`` takes no notice of it.
+
+    Attributes:
+      grid: values by axis (kind, budget, epsilon, group_size, cohort_size, clip_norm,
+        learning_rate, steps, or section.key).
+      tune: axes whose best value is taken at every combination of the others.
+      repeats: runs of each cell.
+    """
+
+    grid: dict[str, list[Any]]
+    tune: list[str] = []
+    repeats: int = Field(1, ge=1)
+
+
 class RunConfig(Section):
     """A whole run.
 
@@ -209,6 +224,7 @@ class RunConfig(Section):
     train: TrainConfig
     mesh: MeshConfig = MeshConfig()
     eval: EvalConfig = EvalConfig()
+    sweep: SweepConfig | None = None
 
     @model_validator(mode="after")
     def _check_privacy(self) -> RunConfig:

@@ -7,6 +7,7 @@ import datetime
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from rich.console import Console
 from dpfl_jax import accounting
 from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
 from dpfl_jax.config.schema import MechanismConfig, OptimizerConfig
-from dpfl_jax.data import Dataset, Store, limit_store, load_dataset, load_tokenizer
+from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, Mechanism, NonPrivate, Population
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
@@ -34,6 +35,8 @@ from dpfl_jax.training.report import (
     write_report,
 )
 from dpfl_jax.training.run_dir import RunDirectory
+
+LoadData = Callable[[DataConfig], Dataset]
 
 
 def build_mechanism(config: MechanismConfig) -> Mechanism:
@@ -104,19 +107,42 @@ class Prepared:
     optimizer: Any
 
 
-def prepare(config: RunConfig, console: Console) -> Prepared:
+def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) -> Prepared:
     """Reads the data and builds everything that the configuration describes.
+
+    Args:
+      config: the configuration.
+      console: for people.
+      load: reads the data (a sweep keeps them from one run to the next).
 
     Raises:
       BadInputError: anything wrong with the configuration or the data.
     """
     mechanism = build_mechanism(config.mechanism)
     optimizer = make_optimizer(config.optimizer, config.train.steps)
+    data, model = read_data(config, console, load)
+    population = mechanism.population(data.train.user_offsets)
+    with console.status("calibrating noise"):
+        mechanism, delta = calibrated(config, mechanism, population)
+    held_out: Store | None = getattr(data, config.eval.split)
+    if held_out is not None:
+        held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
+    return Prepared(config, data, held_out, mechanism, population, delta, model, optimizer)
+
+
+def read_data(
+    config: RunConfig, console: Console, load: LoadData = load_dataset
+) -> tuple[Dataset, LanguageModel]:
+    """Reads the data of a configuration; returns them and the model that fits them.
+
+    Raises:
+      BadInputError: anything wrong with the sections data, model or pretrain.
+    """
     if config.pretrain is not None:
         make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
     transformer_config(config.model.size)
     with console.status("reading data"):
-        data = load_dataset(config.data)
+        data = load(config.data)
     if config.pretrain is not None and data.public is None:
         raise BadInputError(
             f"pretrain needs a public corpus, but data.source={config.data.source} has none: "
@@ -127,27 +153,29 @@ def prepare(config: RunConfig, console: Console) -> Prepared:
             f"data.source={config.data.source} holds no token sequences, and a language model "
             "needs them: give text, or a store built from text"
         )
-    model = build_model(config, data.train.schema.vocab_size, data.tokenizer.bos_id)
-    population = mechanism.population(data.train.user_offsets)
-    with console.status("calibrating noise"):
-        mechanism, delta = calibrated(config, mechanism, population)
-    held_out: Store | None = getattr(data, config.eval.split)
-    if held_out is not None:
-        held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
-    return Prepared(config, data, held_out, mechanism, population, delta, model, optimizer)
+    return data, build_model(config, data.train.schema.vocab_size, data.tokenizer.bos_id)
 
 
 def run_experiment(
-    config: RunConfig, run_dir: str | os.PathLike[str], console: Console
+    config: RunConfig,
+    run_dir: str | os.PathLike[str],
+    console: Console,
+    load: LoadData = load_dataset,
 ) -> dict[str, Any]:
     """Runs (or resumes) a configuration and returns its report.
+
+    Args:
+      config: the configuration.
+      run_dir: where the run lives.
+      console: for people.
+      load: reads the data.
 
     Raises:
       BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
     """
     identity = (config_to_dict(config), config_fingerprint(config), config.seed)
     RunDirectory.check(run_dir, identity[1])
-    prepared = prepare(config, console)
+    prepared = prepare(config, console, load)
     facts = {
         "data": prepared.data.train.fingerprint,
         "noise_multiplier": prepared.mechanism.noise_multiplier,
@@ -178,10 +206,7 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
             f"delta {prepared.delta:.3g}, {config.train.steps} steps"
         )
     ledger = _reserve(prepared, directory, console)
-    params = prepared.model.init(jax.random.key(config.init_seed))
-    pretrained = _pretrain(prepared, params, mesh, console)
-    if pretrained is not None:
-        params = pretrained.params
+    params, pretrained = starting_params(config, data, prepared.model, mesh, console)
     result = fit(
         loss_fn=prepared.model.loss,
         params=params,
@@ -276,20 +301,24 @@ def run_caveats(config: RunConfig, mechanism: Mechanism) -> tuple[str, ...]:
     return tuple(caveats)
 
 
-def _pretrain(prepared: Prepared, params: Any, mesh: Mesh, console: Console) -> Pretrained | None:
-    section, public = prepared.config.pretrain, prepared.data.public
+def starting_params(
+    config: RunConfig, data: Dataset, model: LanguageModel, mesh: Mesh, console: Console
+) -> tuple[Any, Pretrained | None]:
+    """Where the private phase starts: the pre-trained checkpoint, or the initial parameters."""
+    params = model.init(jax.random.key(config.init_seed))
+    section, public = config.pretrain, data.public
     if section is None or public is None:
-        return None
+        return params, None
     pretrained = pretrain(
-        loss_fn=prepared.model.loss,
+        loss_fn=model.loss,
         params=params,
         public=public,
         optimizer=make_optimizer(section.optimizer, section.steps),
         steps=section.steps,
         batch_size=section.batch_size,
-        seed=prepared.config.init_seed,
+        seed=config.init_seed,
         identity={
-            "model": dataclasses.asdict(prepared.model.config),
+            "model": dataclasses.asdict(model.config),
             "corpus": public.fingerprint,
             "optimizer": config_to_dict(section.optimizer),
         },
@@ -299,7 +328,7 @@ def _pretrain(prepared: Prepared, params: Any, mesh: Mesh, console: Console) -> 
     )
     verb = "found" if pretrained.cached else "kept"
     console.print(f"pre-trained checkpoint {verb}: {pretrained.path}")
-    return pretrained
+    return pretrained.params, pretrained
 
 
 def _report(

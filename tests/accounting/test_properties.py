@@ -229,6 +229,8 @@ def test_each_user_spends_their_own_epsilon():
         accounting.els_epsilons(2.0, 0.01, [], 200, 1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.privacy
 @settings(derandomize=True, deadline=None, max_examples=6)
 @given(st.floats(0.7, 8.0), st.floats(0.005, 0.3), st.integers(1, 8), st.integers(1, 40), DELTA)
 def test_between_the_librarys_own_optimistic_and_pessimistic_compositions(

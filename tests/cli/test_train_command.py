@@ -122,7 +122,8 @@ def test_show_prints_the_report_again(finished, capsys):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize("kill_after", [8, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kill_after", [8, 2])
 def test_kill_9_and_resume_gives_the_same_parameters(finished, workspace, tmp_path, kill_after):
     """Bit for bit on a CPU, and with the same guarantee."""
     whole, report = finished
@@ -146,6 +147,8 @@ def test_kill_9_and_resume_gives_the_same_parameters(finished, workspace, tmp_pa
     assert [r["step"] for r in rows if "outside_guarantee" in r] == list(range(1, 13))
 
 
+@pytest.mark.slow
+@pytest.mark.privacy
 def test_sigterm_saves_and_the_run_goes_on(finished, workspace, tmp_path):
     whole, _ = finished
     run_dir = tmp_path / "stopped"

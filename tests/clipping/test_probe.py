@@ -10,6 +10,7 @@ from dpfl_jax.clipping.probe import probe
 from dpfl_jax.errors import BadInputError
 
 
+@pytest.mark.slow
 def test_less_memory_means_smaller_microbatches():
     params, (_, _, batch) = transformer_params(), ZOO["transformer"]()
     units = jax.tree.leaves(batch)[0].shape[0]

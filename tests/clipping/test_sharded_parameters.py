@@ -31,7 +31,11 @@ def split(mesh, path, x):
 @pytest.mark.parametrize(
     "method", ["gram", *(pytest.param(m, marks=pytest.mark.slow) for m in ("direct", "keep"))]
 )
-@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(MESHES["fully sharded"], marks=pytest.mark.slow), MESHES["mixed"]],
+    ids=MESHES,
+)
 def test_sharded_parameters(sizes, method):
     kinds = (AxisType.Auto,) * len(sizes)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)

@@ -224,7 +224,9 @@ def test_initialisation():
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.03
 
 
-@pytest.mark.parametrize("remat", ["none", "light", "full"])
+@pytest.mark.parametrize(
+    "remat", ["none", *(pytest.param(r, marks=pytest.mark.slow) for r in ("light", "full"))]
+)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_bounded_gradients_know_every_layer(name, remat):
     """Book-keeping needs no per-unit copy of any parameter, and agrees with plain vmap."""

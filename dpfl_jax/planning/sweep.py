@@ -1,0 +1,338 @@
+"""Sweeps: one run per cell of a grid, restartable, over any number of processes.
+
+A sweep is a folder. ``cells/`` holds a run directory per cell (an interrupted one is resumed),
+``results/`` one small file per finished cell, written at once, so that processes need not know of
+each other: process r of n takes every n-th cell. The table is made of whatever results there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+import pathlib
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from dpfl_jax.config import RunConfig, config_fingerprint, load_config
+from dpfl_jax.data import load_dataset
+from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.training.run_dir import write_atomically
+
+# Short names of the axes of a compute-budget study; any other key of a configuration works too.
+ALIASES = {
+    "kind": "mechanism.kind",
+    "budget": "mechanism.compute_budget",
+    "epsilon": "privacy.epsilon",
+    "clip_norm": "mechanism.clip_norm",
+    "learning_rate": "optimizer.learning_rate",
+    "steps": "train.steps",
+}
+# Set together, once the mechanism's kind is known.
+SIZES = ("group_size", "cohort_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run: a value for each axis, and a repetition.
+
+    Attributes:
+      values: by axis, as given.
+      repeat: number of the repetition; its seed of sampling and noise.
+    """
+
+    values: Mapping[str, Any]
+    repeat: int
+
+    def overrides(self, config: RunConfig) -> list[str]:
+        """What differs from the base configuration, as ``key=value``."""
+        out = [
+            f"{ALIASES.get(axis, axis)}={json.dumps(value)}"
+            for axis, value in self.values.items()
+            if axis not in SIZES
+        ]
+        kind = self.values.get("kind", config.mechanism.kind)
+        group = self.values.get("group_size")
+        if group is not None and kind != "none":
+            out.append(f"mechanism.{kind}.group_size={group}")
+        cohort = self.values.get("cohort_size")
+        if cohort is not None:
+            if kind == "uls":
+                cohort *= group if group is not None else config.mechanism.uls.group_size
+            out.append(f"mechanism.compute_budget={cohort}")
+        return [*out, f"seed={self.repeat}", "sweep=null"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep:
+    """A grid of runs.
+
+    Attributes:
+      directory: where everything lives.
+      config: YAML file of the base configuration.
+      axes: values by axis: a key of the configuration, an alias (``ALIASES``), ``group_size`` or
+        ``cohort_size`` (users a step; with ELS examples a step).
+      overrides: of the base configuration, for all cells.
+      repeats: runs of each cell, with different sampling and noise.
+      tuned: axes whose best value is taken at every combination of the others.
+      keep_runs: whether checkpoints of finished cells are kept.
+    """
+
+    directory: pathlib.Path
+    config: pathlib.Path
+    axes: Mapping[str, Sequence[Any]]
+    overrides: tuple[str, ...] = ()
+    repeats: int = 1
+    tuned: tuple[str, ...] = ()
+    keep_runs: bool = False
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        if not self.axes or any(not values for values in self.axes.values()):
+            raise BadInputError("a sweep needs at least one axis, with at least one value each")
+        if {"cohort_size", "budget"} <= set(self.axes):
+            raise BadInputError("cohort_size and budget set the same number: keep one of the axes")
+        if self.repeats < 1:
+            raise BadInputError(f"the number of repeats is {self.repeats}: give at least 1")
+        for axis in self.tuned:
+            if axis not in self.axes:
+                raise BadInputError(f"{axis!r} is to be tuned but is no axis of the sweep")
+
+    @functools.cached_property
+    def base(self) -> RunConfig:
+        """The base configuration.
+
+        Raises:
+          BadInputError: it is of a federation, or wrong.
+        """
+        config = load_config(self.config, [*self.overrides, "sweep=null"])
+        if not isinstance(config, RunConfig):
+            raise BadInputError("sweeps are of central runs: this configuration is of a federation")
+        return config
+
+    def cells(self) -> list[Cell]:
+        """All cells, in a fixed order that mixes cheap and dear ones over processes."""
+        grid = itertools.product(*self.axes.values())
+        found = [
+            Cell(dict(zip(self.axes, values)), repeat)
+            for values in grid
+            for repeat in range(self.repeats)
+        ]
+        return sorted(found, key=self.digest)
+
+    def cell_config(self, cell: Cell) -> RunConfig:
+        """The configuration of a cell.
+
+        Raises:
+          BadInputError: an axis that is no key, or a value that does not fit.
+        """
+        config = load_config(self.config, [*self.overrides, *cell.overrides(self.base)])
+        assert isinstance(config, RunConfig)
+        return config
+
+    def digest(self, cell: Cell) -> str:
+        """Names a cell's files: the same for the same configuration, whatever the grid."""
+        content = json.dumps([config_fingerprint(self.base), dict(cell.values), cell.repeat])
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+    # ---- running ---------------------------------------------------------------------------
+
+    def run(self, console: Console, rank: int = 0, of: int = 1) -> int:
+        """Runs the cells of one process that have no result yet; returns how many it ran.
+
+        A cell that cannot be (a cohort larger than the population, an unreachable epsilon) is
+        recorded with the reason.
+
+        Raises:
+          StoppedError: interrupted; the same call goes on.
+        """
+        from dpfl_jax.training.progress import StepProgress
+
+        if not 0 <= rank < of:
+            raise BadInputError(f"rank {rank} of {of} processes: ranks go from 0 to {of - 1}")
+        mine = [cell for i, cell in enumerate(self.cells()) if i % of == rank]
+        left = [cell for cell in mine if not self._result(cell).exists()]
+        for cell in left:  # what is wrong with an axis is said before the first run
+            self.cell_config(cell)
+        load = functools.lru_cache(maxsize=1)(load_dataset)
+        if (
+            getattr(jax.config, "jax_compilation_cache_dir", None) is None
+        ):  # cells share most compiled programs
+            jax.config.update("jax_compilation_cache_dir", str(self.directory / "compiled"))
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        with StepProgress(console, "cells", len(mine), len(mine) - len(left)) as bar:
+            for number, cell in enumerate(left, len(mine) - len(left) + 1):
+                row = self._run_cell(cell, load)
+                self._result(cell).parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(self._result(cell), json.dumps(row))
+                shown = ", ".join(f"{axis} {value}" for axis, value in cell.values.items())
+                loss = "infeasible" if row["loss"] is None else f"loss {row['loss']:.4f}"
+                bar.update(number, f"{shown}: {loss}")
+        return len(left)
+
+    def _run_cell(self, cell: Cell, load: Any) -> dict[str, Any]:
+        from dpfl_jax.training.experiment import run_experiment
+
+        config = self.cell_config(cell)
+        path = self.directory / "cells" / self.digest(cell)
+        row: dict[str, Any] = {**cell.values, "repeat": cell.repeat}
+        started = time.perf_counter()
+        try:
+            report = run_experiment(config, path, Console(quiet=True), load=load)
+        except BadInputError as error:
+            return {**row, "status": "infeasible", "reason": str(error), "loss": None}
+        if report["status"] != "finished":
+            raise StoppedError("the sweep was stopped; the same command goes on from there")
+        if not self.keep_runs:
+            shutil.rmtree(path / "checkpoints", ignore_errors=True)
+        final, initial = report["eval"].get("final"), report["eval"].get("initial")
+        if final is None:
+            raise BadInputError(
+                "a sweep compares held-out losses, but nothing is held out: set "
+                "data.validation_fraction"
+            )
+        return {
+            **row,
+            "status": "finished",
+            "reason": None,
+            "loss": final["loss"],
+            "loss_by_user": final["loss_by_user"],
+            "initial_loss": initial["loss"],
+            "epsilon_spent": report["privacy"]["epsilon"],
+            "delta": report["privacy"]["delta"],
+            "noise_multiplier": report["privacy"]["noise_multiplier"],
+            "seconds": round(time.perf_counter() - started, 2),
+            "run": str(path),
+        }
+
+    def _result(self, cell: Cell) -> pathlib.Path:
+        return self.directory / "results" / f"{self.digest(cell)}.json"
+
+    # ---- results ---------------------------------------------------------------------------
+
+    def table(self) -> list[dict[str, Any]]:
+        """The rows of all cells that have a result."""
+        files = (self._result(cell) for cell in self.cells())
+        return [json.loads(file.read_text()) for file in files if file.exists()]
+
+    def best(self) -> list[dict[str, Any]]:
+        """For every combination of axes that are not tuned, the best of those that are.
+
+        A row holds the axes, ``loss`` (mean over repeats), ``low`` and ``high`` (a 90 % interval of
+        the mean, Student's t; None with one repeat), ``repeats``, and whether a tuned value lies on
+        the ``edge`` of its axis.
+        """
+        return best_rows(self.table(), self.axes, self.tuned)
+
+    def write_tables(self) -> list[pathlib.Path]:
+        """Writes ``table.parquet``, ``table.jsonl`` and ``best.jsonl``; returns their paths."""
+        import pyarrow
+        import pyarrow.parquet
+
+        self.directory.mkdir(parents=True, exist_ok=True)
+        rows, files = self.table(), []
+        for name, content in (("table", rows), ("best", self.best())):
+            file = self.directory / f"{name}.jsonl"
+            write_atomically(file, "".join(json.dumps(row) + "\n" for row in content))
+            files.append(file)
+        if rows:
+            columns = sorted({key for row in rows for key in row})
+            table = pyarrow.table({key: [row.get(key) for row in rows] for key in columns})
+            file = self.directory / "table.parquet"
+            pyarrow.parquet.write_table(table, file)
+            files.append(file)
+        return files
+
+
+def best_rows(
+    rows: Iterable[Mapping[str, Any]], axes: Mapping[str, Sequence[Any]], tuned: Sequence[str]
+) -> list[dict[str, Any]]:
+    """See ``Sweep.best``."""
+    losses: dict[tuple[Any, ...], list[float]] = {}
+    for row in rows:
+        if row["loss"] is not None and math.isfinite(row["loss"]):
+            losses.setdefault(tuple(row[axis] for axis in axes), []).append(row["loss"])
+    fixed = [axis for axis in axes if axis not in tuned]
+    chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for values, found in losses.items():
+        point = dict(zip(axes, values))
+        key = tuple(point[axis] for axis in fixed)
+        if key in chosen and chosen[key]["loss"] <= np.mean(found):
+            continue
+        low, high = _interval(found)
+        edge = [
+            axis
+            for axis in tuned
+            if len(axes[axis]) > 1 and point[axis] in (axes[axis][0], axes[axis][-1])
+        ]
+        chosen[key] = {
+            **point,
+            "loss": float(np.mean(found)),
+            "low": low,
+            "high": high,
+            "repeats": len(found),
+            "edge": edge,
+        }
+    return list(chosen.values())
+
+
+def _interval(values: Sequence[float]) -> tuple[float | None, float | None]:
+    if len(values) < 2:
+        return None, None
+    from scipy import stats
+
+    half = stats.t.ppf(0.95, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values))
+    return float(np.mean(values) - half), float(np.mean(values) + half)
+
+
+def draw(best: Sequence[Mapping[str, Any]], axes: Sequence[str], file: pathlib.Path) -> None:
+    """Draws the best loss over the axes that are not tuned.
+
+    Two axes ``group_size`` and ``cohort_size`` make a heat map; else the first numeric axis is x,
+    with a line (and a band, where there are repeats) for every combination of the others.
+    """
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(6.5, 4.5))
+    if set(axes) == set(SIZES):
+        groups, cohorts = (sorted({row[axis] for row in best}) for axis in SIZES)
+        image = np.full((len(groups), len(cohorts)), np.nan)
+        for row in best:
+            place = groups.index(row["group_size"]), cohorts.index(row["cohort_size"])
+            image[place] = row["loss"]
+            ax.text(place[1], place[0], f"{row['loss']:.3f}", ha="center", va="center", fontsize=7)
+        shown = ax.imshow(image, origin="lower", cmap="viridis_r", aspect="auto")
+        ax.set_xticks(range(len(cohorts)), [str(m) for m in cohorts])
+        ax.set_yticks(range(len(groups)), [str(g) for g in groups])
+        ax.set(xlabel="cohort size M", ylabel="group size G")
+        figure.colorbar(shown, label="held-out loss")
+    elif best:
+        numeric = [a for a in axes if isinstance(best[0][a], int | float)]
+        x_axis = next((a for a in numeric if len({row[a] for row in best}) > 1), axes[0])
+        others = [a for a in axes if a != x_axis]
+        for key in sorted({tuple(row[a] for a in others) for row in best}, key=str):
+            part = [row for row in best if tuple(row[a] for a in others) == key]
+            part.sort(key=lambda row: row[x_axis])
+            x = [row[x_axis] for row in part]
+            label = ", ".join(f"{a} {v}" for a, v in zip(others, key)) or None
+            (line,) = ax.plot(x, [row["loss"] for row in part], "o-", label=label)
+            if all(row["low"] is not None for row in part):
+                low, high = ([row[k] for row in part] for k in ("low", "high"))
+                ax.fill_between(x, low, high, alpha=0.2, color=line.get_color())
+        if x_axis in numeric and min(row[x_axis] for row in best) > 0:
+            ax.set_xscale("log")
+        ax.set(xlabel=x_axis, ylabel="held-out loss")
+        if others:
+            ax.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=150)
+    plt.close(figure)
