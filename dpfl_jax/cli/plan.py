@@ -42,9 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--users", type=int, default=128, help="users sampled for norms")
     parser.add_argument(
+        "--private-median",
+        type=float,
+        metavar="EPSILON",
+        help="release the median group size with this epsilon of its own (default: the exact one)",
+    )
+    parser.add_argument(
         "--target-noise", type=float, help="also: smallest epsilon and budget that reach it"
     )
-    parser.add_argument("--png", type=pathlib.Path, metavar="FILE.png", help="draw the options")
+    parser.add_argument(
+        "--png", type=pathlib.Path, metavar="FILE.png", help="heat map over G and M"
+    )
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.yaml", help="write the best")
     add_json_flag(parser)
 
@@ -75,7 +83,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result["inverse"] = _inverse(planner, args.target_noise, budget)
     _print(console, result)
     if args.png is not None:
-        _draw(plan, args.png)
+        with console.status("calibrating the heat map"):
+            _draw(planner, plan, args.png)
         console.print(f"drawn: {args.png}")
     if args.out is not None:
         _write(args, plan, epsilon)
@@ -86,7 +95,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any) -> Any:
     import numpy as np
 
-    from dpfl_jax.planning import Planner, Sensitivities, Users, estimate_sensitivities
+    from dpfl_jax.planning import (
+        Planner,
+        Sensitivities,
+        Users,
+        estimate_sensitivities,
+        private_median_group_size,
+    )
+    from dpfl_jax.randomness import RootKey
 
     declared = config.population
     largest = max(1, args.max_group_size)
@@ -113,9 +129,26 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
             sensitivities = estimate_sensitivities(
                 model.loss, params, data.train, groups, users=args.users
             )
+    median = None
+    if args.private_median is not None:
+        if users.sizes is None:
+            raise BadInputError("--private-median needs data: this configuration has statistics")
+        rng = RootKey.generate().numpy("planning-median")
+        median = private_median_group_size(users.sizes, args.private_median, 1 << 20, rng)
+        console.print(
+            f"median group size {median} (power of two), released with epsilon "
+            f"{args.private_median:g} for a user, to be added to the run's"
+        )
     delta = config.privacy.delta
     delta = float(examples) ** -1.1 if delta is None else delta
-    return Planner(users, sensitivities, epsilon=epsilon, delta=delta, steps=config.train.steps)
+    return Planner(
+        users,
+        sensitivities,
+        epsilon=epsilon,
+        delta=delta,
+        steps=config.train.steps,
+        els_group=median,
+    )
 
 
 def _inverse(planner: Any, noise: float, budget: int) -> dict[str, Any]:
@@ -170,19 +203,35 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         console.print(f"{name.replace('_', ' ')}: {answer}")
 
 
-def _draw(plan: Any, file: pathlib.Path) -> None:
-    import matplotlib.pyplot as plt
+def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
+    """Predicted noise of ULS over (G, M); the budget's cells outlined, the best marked."""
+    import math
 
-    figure, ax = plt.subplots(figsize=(6, 4))
-    for kind in ("uls", "els"):
-        part = sorted((o for o in plan.options if o.kind == kind), key=lambda o: o.group_size)
-        if part:
-            x, y = [o.group_size for o in part], [o.noise for o in part]
-            ax.loglog(x, y, "o-", base=2, label=kind.upper())
-    ax.plot([plan.best.group_size], [plan.best.noise], "k*", markersize=12, label="least noise")
-    ax.set(xlabel="group size G", ylabel="noise on the averaged gradient")
-    ax.set_title(f"budget {plan.budget}, epsilon {plan.epsilon:g}")
-    ax.legend()
+    import matplotlib.pyplot as plt
+    import numpy as np
+    from matplotlib.patches import Rectangle
+
+    groups = sorted(planner.sensitivities.user)
+    top = int(math.log2(min(planner.users.num_users, 4 * plan.budget)))
+    cohorts = [2**k for k in range(max(0, top - 5), top + 1)]
+    found = {(o.group_size, o.size): o.noise for o in planner.heat_map(cohorts)}
+    image = np.array([[found[g, m] for m in cohorts] for g in groups])
+    figure, ax = plt.subplots(figsize=(7, 5))
+    shown = ax.imshow(np.log10(image), origin="lower", cmap="viridis_r", aspect="auto")
+    for i, g in enumerate(groups):
+        for j, m in enumerate(cohorts):
+            ax.text(j, i, f"{image[i, j]:.2g}", ha="center", va="center", fontsize=7)
+            if g * m == plan.budget:
+                ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, linewidth=2))
+    ax.set_xticks(range(len(cohorts)), [str(m) for m in cohorts])
+    ax.set_yticks(range(len(groups)), [str(g) for g in groups])
+    ax.set(xlabel="cohort size M", ylabel="group size G")
+    rival = min((o for o in plan.options if o.kind == "els"), key=lambda o: o.noise, default=None)
+    title = f"ULS: noise on the averaged gradient; outlined: budget {plan.budget}"
+    if rival is not None:
+        title += f"\nELS at that budget: {rival.noise:.3g} (G = {rival.group_size})"
+    ax.set_title(title, fontsize=9)
+    figure.colorbar(shown, label="log10 noise")
     figure.tight_layout()
     try:
         figure.savefig(file, dpi=150)

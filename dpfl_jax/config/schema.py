@@ -104,7 +104,7 @@ class PrivacyConfig(Section):
       epsilon: target; the noise multiplier is calibrated to it.
       delta: default (number of training examples) ** -1.1, as in Charles et al. 2024.
       ledger: file that records what the users of a data set have spent over all runs.
-      account: name of the data set in the ledger; default its fingerprint. Give one name to all
+      account: name of the people in the ledger. Give one name to all
         versions of a data set that hold the same people.
       budget: largest epsilon (at ``delta``) the ledger may reach; the run is refused beyond it.
     """
@@ -251,4 +251,14 @@ class RunConfig(Section):
                 )
         if privacy.budget is not None and privacy.ledger is None:
             raise ValueError("privacy.budget needs privacy.ledger, the file it is charged to")
+        if privacy.ledger is not None and privacy.account is None:
+            raise ValueError(
+                "privacy.ledger needs privacy.account: one name for these people, the same in "
+                "every run on them, however their data are cut"
+            )
+        if privacy.ledger is not None and self.seed is not None:
+            raise ValueError(
+                "privacy.ledger adds up independent runs, but seed makes sampling and noise known "
+                "and the same in every run with it: leave seed unset"
+            )
         return self

@@ -182,9 +182,11 @@ class Mechanism(abc.ABC):
 
 COMMON_ASSUMPTIONS = (
     "every example belongs to exactly one user, and removing a user removes all their examples",
-    "the number of users, the number of examples, the group size, the expected size, the clip "
-    "norm and the number of steps are public constants, fixed before looking at one user's data",
-    "the root key is secret; threefry and HMAC-SHA256 outputs are treated as random bits, and "
+    "the numbers of users, of examples and of examples left by the group size, the group size, the "
+    "expected size, the clip norm and the number of steps are public constants, fixed before "
+    "looking at one user's data",
+    "the root key is secret; threefry (64-bit keys, one a step) and HMAC-SHA256 outputs are "
+    "treated as random bits, and "
     "float32 Gaussian noise as real-valued Gaussian noise",
 )
 

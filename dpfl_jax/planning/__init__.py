@@ -4,7 +4,12 @@ The quantity compared is the standard deviation of the noise on the averaged gra
 norms at the size of typical gradients (Charles et al. 2024, section 3, equations (5) to (7)).
 """
 
-from dpfl_jax.planning.estimates import Sensitivities, estimate_sensitivities, median_group_size
+from dpfl_jax.planning.estimates import (
+    Sensitivities,
+    estimate_sensitivities,
+    median_group_size,
+    private_median_group_size,
+)
 from dpfl_jax.planning.planner import (
     Option,
     Plan,
@@ -22,4 +27,5 @@ __all__ = [
     "estimate_and_double",
     "estimate_sensitivities",
     "median_group_size",
+    "private_median_group_size",
 ]

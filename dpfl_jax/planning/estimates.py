@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.data.private_quantiles import private_quantile
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import mean_of_examples
 from dpfl_jax.randomness import RootKey
@@ -39,6 +40,29 @@ def median_group_size(
         raise BadInputError("there are no users to take a median over")
     median = max(1, int(np.median(np.asarray(sizes))))
     return median if rounding == "none" else 2 ** int(math.log2(median))
+
+
+def private_median_group_size(
+    sizes: Sequence[int] | np.ndarray,
+    epsilon: float,
+    largest: int,
+    rng: np.random.Generator,
+    rounding: Literal["none", "pow2_floor"] = "pow2_floor",
+) -> int:
+    """``median_group_size`` with a guarantee of its own: epsilon-DP for adding or removing a user.
+
+    Args:
+      sizes: int [n], examples of each user.
+      epsilon: of the release; it adds to the run's.
+      largest: public upper bound.
+      rng: secret randomness.
+      rounding: see ``median_group_size``.
+
+    Raises:
+      BadInputError: epsilon or the bound is out of range.
+    """
+    found = private_quantile(np.asarray(sizes), 0.5, epsilon, largest, rng)
+    return median_group_size([found], rounding)
 
 
 @dataclasses.dataclass(frozen=True)

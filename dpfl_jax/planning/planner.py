@@ -193,8 +193,20 @@ class Planner:
         epsilon: float,
         delta: float,
         steps: int,
+        els_group: int | None = None,
     ) -> None:
-        """Args: what is known, and the target over all steps."""
+        """Prepares; nothing is calibrated yet.
+
+        Args:
+          users: what is known of the training set.
+          sensitivities: typical gradient norms.
+          epsilon: target over all steps.
+          delta: of the target.
+          steps: T.
+          els_group: ELS's group size by the median heuristic, if it was found otherwise than from
+            ``users.sizes`` (a private median).
+        """
+        self.els_group = els_group
         if steps < 1:
             raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
         self.users, self.sensitivities = users, sensitivities
@@ -248,6 +260,19 @@ class Planner:
                 "budget, or raise the group size"
             )
         return size / population
+
+    def heat_map(self, cohorts: Sequence[int]) -> list[Option]:
+        """ULS at every known group size and these cohorts, whatever it costs: G M varies.
+
+        Args:
+          cohorts: numbers of users a step; those above the population are left out.
+        """
+        return [
+            self.uls(group, cohort)
+            for group in sorted(self.sensitivities.user)
+            for cohort in cohorts
+            if 1 <= cohort <= self.users.num_users
+        ]
 
     # ---- plans -----------------------------------------------------------------------------
 
@@ -304,6 +329,9 @@ class Planner:
         )
 
     def _median_els(self, budget: int) -> Option | None:
+        if self.els_group is not None:
+            group = self.els_group
+            return None if budget > self.users.left(group) else self.els(group, budget)
         if self.users.sizes is None:
             known = self.users.groups()
             if len(known) != 1 or budget > self.users.left(known[0]):

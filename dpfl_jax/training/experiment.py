@@ -245,7 +245,8 @@ def _reserve(
     if privacy.ledger is None:
         return None
     ledger = accounting.Ledger(privacy.ledger)
-    account = accounting.Account(dataset=privacy.account or prepared.data.train.fingerprint)
+    assert privacy.account is not None  # the config is validated
+    account = accounting.Account(dataset=privacy.account)
     reservation = ledger.reserve(
         account,
         directory.run_id,

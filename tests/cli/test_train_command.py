@@ -205,6 +205,7 @@ def test_without_a_seed_the_key_is_secret(workspace, tmp_path, capsys):
 
 def test_the_ledger_refuses_what_the_budget_does_not_allow(workspace, tmp_path, capsys):
     common = [
+        "seed=null",
         "train.steps=1",
         "privacy.epsilon=2",
         f"privacy.ledger={tmp_path / 'ledger.jsonl'}",

@@ -52,6 +52,7 @@ def test_overrides_reach_any_key(minimal):
         ("train.steps", "must look like section.key=value"),
         ("name.first=x", "goes below 'name'"),
         ("privacy.budget=3", "privacy.ledger"),
+        ("privacy.ledger=spent.jsonl", "privacy.account"),
     ],
 )
 def test_each_mistake_is_one_sentence(minimal, override, message):
