@@ -11,8 +11,9 @@ from dpfl_jax.federation.recipes import Claim
 
 ASSUMPTIONS = (
     "every silo knows the subject of each of its records; identities are not linked across silos",
-    "which silos hold records, how many (where a batch size fixes the sampling probability), the "
-    "caps, clip norms, noise, rounds, local steps, weights and cohorts are public constants",
+    "which silos take part, the numbers of records and subjects of every silo and in all, the "
+    "sampling probabilities, caps, clip norms, noise, rounds, local steps, weights and cohorts are "
+    "public constants, held when a unit is added or removed",
     "silos that follow the protocol are honest about their own sampling and noise; the server and "
     "the other silos may be curious",
     "the root keys of the silos are secret; threefry and HMAC-SHA256 outputs are treated as random "
@@ -48,22 +49,25 @@ def federated_guarantee(
             *caveats,
         )
     reach = federation.max_silos_per_subject
+    cap = max(plan.mechanism.max_items_per_subject for plan in federation.silos)
     unit = mechanism.unit
     assumptions: tuple[str, ...] = ASSUMPTIONS
     if unit == "subject":
         assumptions = (
             f"no subject has records in more than {reach} of the {len(federation.silos)} silos "
-            "(no silo can check this alone)",
-            f"no subject has more than {mechanism.max_items_per_subject} records in a silo (the "
-            "silo enforces it by a rule that looks at one subject at a time)",
+            "(no silo can check this alone; where all silos are simulated in one place it was "
+            "checked)",
+            f"no subject has more than {cap} records in a silo (the silo enforces it by a rule "
+            "that looks at one subject at a time)",
             *ASSUMPTIONS,
         )
     if unit == "record" and mechanism.private:
         subject = _subject_epsilon(federation, delta, rounds)
         caveats = (
-            f"it protects single records: for a subject of up to "
-            f"{mechanism.max_items_per_subject} records in each of up to {reach} silos the same "
-            f"run has epsilon {subject:.4g}",
+            f"it protects single records: for a subject of up to {cap} records in each of up to "
+            f"{reach} silos the same run has epsilon {subject:.4g}",
+            "a record is one of those in a silo after the spread over silos and the cap: in the "
+            "data before, a record inserted between others of its subject can move those too",
             *caveats,
         )
     members = len(federation.participants)

@@ -165,7 +165,8 @@ class RoundBuilder:
                 mask[s, t, : draw.size] = True
                 group[s, t, : draw.size] = draw.group
                 stddev[s, t] = draw.noise_multiplier * plan.mechanism.clip_norm
-                divisor[s, t] = draw.divisor
+                constant = plan.mechanism.divisor(plan.facts)
+                divisor[s, t] = constant if draw.divisor is None else draw.divisor
         rows = np.ceil(mask.sum(axis=2) / self.row).astype(np.int32)
         if unit_size is not None:
             units = {"examples": units, "mask": present}

@@ -127,8 +127,9 @@ def reference_round(federation, builder, params, optimizer, silos, poison=()):
             key = jax.random.wrap_key_data(jnp.asarray(keys[t]))
             noise = GaussianNoise(1.0).sample(key, local)
             stddev = draws[t].noise_multiplier * plan.mechanism.clip_norm
+            divisor = draws[t].divisor or plan.mechanism.divisor(plan.facts)
             grad = jax.tree.map(
-                lambda g, z, s=stddev, d=draws[t].divisor: jnp.asarray(
+                lambda g, z, s=stddev, d=divisor: jnp.asarray(
                     (g + s * np.asarray(z)) / d, jnp.float32
                 ),
                 total,

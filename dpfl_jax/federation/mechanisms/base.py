@@ -54,13 +54,14 @@ class SiloDraw:
       positions: int64 [n], or [n, g] for units of several records (-1: none).
       group: float32 [n], size of each unit's group in the whole step, for rules that need it.
       noise_multiplier: sigma of this step.
-      divisor: what the noised sum is divided by.
+      divisor: what the noised sum is divided by; None for the mechanism's, which is a constant of
+        the plan. The noise shows it: a number counted in the data would be released with it.
     """
 
     positions: np.ndarray
     group: np.ndarray
     noise_multiplier: float
-    divisor: float
+    divisor: float | None
 
     @property
     def size(self) -> int:
@@ -165,7 +166,8 @@ class SiloMechanism(abc.ABC):
 
     def plain(self, silo: Silo, positions: np.ndarray, group: np.ndarray) -> SiloDraw:
         """A draw with the constant noise and divisor."""
-        return SiloDraw(positions, group, self.sigma, self.divisor(SiloFacts.of(silo)))
+        del silo
+        return SiloDraw(positions, group, self.sigma, None)
 
     def unit_size(self, silo: Silo) -> int | None:
         """Records a unit may hold, or None if a unit is one record."""
