@@ -7,7 +7,10 @@ import shutil
 import tempfile
 
 # Tests about devices need several; must be set before JAX starts. Everything else uses one.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Programs are compiled once for all workers and for the commands that tests start.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
