@@ -41,6 +41,7 @@ def calibrate_noise_multiplier(
     *,
     relation: NeighboringRelation = ADD_OR_REMOVE,
     relative_tolerance: float = 1e-5,
+    start: float | None = None,
     use_cache: bool = True,
 ) -> float:
     """Smallest noise multiplier whose event satisfies (epsilon, delta), rounded up.
@@ -51,6 +52,8 @@ def calibrate_noise_multiplier(
       delta: target, in (0, 1).
       relation: adjacency.
       relative_tolerance: most by which the answer exceeds the smallest, on the fine grid.
+      start: where to begin, for example a neighbouring answer; by default where the central limit
+        theorem puts it, which is far off for tiny sampling probabilities. It saves time, no more.
       use_cache: look the answer up on disk first (and certify it again), store it after.
 
     Returns:
@@ -82,7 +85,7 @@ def calibrate_noise_multiplier(
             and certified(known)
         ):
             return known
-    sigma = _search_noise(make_event, epsilon, delta, relation, relative_tolerance)
+    sigma = _search_noise(make_event, epsilon, delta, relation, relative_tolerance, start)
     if sigma == 0.0:
         return 0.0
     step = relative_tolerance
@@ -99,6 +102,7 @@ def _search_noise(
     delta: float,
     relation: NeighboringRelation,
     relative_tolerance: float,
+    near: float | None = None,
 ) -> float:
     """The noise multiplier on the fine grid, not yet certified; 0.0 if none is needed."""
 
@@ -110,7 +114,8 @@ def _search_noise(
     mu = clt_signal(make_event(1.0), relation)
     if mu == 0.0:
         return 0.0
-    start = min(max(mu / gaussian_signal(epsilon, delta), SMALLEST_NOISE), LARGEST_NOISE)
+    start = mu / gaussian_signal(epsilon, delta) if near is None else near
+    start = min(max(start, SMALLEST_NOISE), LARGEST_NOISE)
     quick = _newton(lambda s: excess(s, FINE), start, relative_tolerance)
     if quick is not None:
         return _round_up(quick)
@@ -119,10 +124,12 @@ def _search_noise(
             f"no noise multiplier gives epsilon {epsilon:g} at delta {delta:g}: part of the run "
             "spends more than that whatever the noise; raise the target or drop that part"
         )
-    low, high = _bracket(lambda s: excess(s, 0.1), start)
+    low, high = _bracket(lambda s: excess(s, 0.1), start, 1.25 if near is None else 1.06)
     sigma = _refine(lambda s: excess(s, 0.1), low, high, 1e-3)
     # The medium grid overstates the noise by up to about 0.2 %.
     tolerance = relative_tolerance
+    if grid_is_limited(make_event(sigma), delta, relation, 0.1):
+        return _round_up(sigma)  # a finer grid is not to be had
     if grid_is_limited(make_event(sigma), delta, relation, FINE):
         # Rare, very large losses: tables are at their largest, and precision costs seconds.
         tolerance = max(tolerance, 2e-3)

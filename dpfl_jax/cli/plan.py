@@ -25,6 +25,7 @@ examples:
   dpfl plan configs/quickstart.yaml --compute-budget 256 --out planned.yaml
   dpfl plan configs/userlevel/stackoverflow_uls.yaml --compute-budget 4096 --png heat.png
   dpfl plan CONFIG --compute-budget 1024 --epsilon 2 --target-noise 0.01
+  dpfl plan CONFIG --compute-budget 1024 --private-median 0.1 --overtake 32
 """
 
 
@@ -49,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--target-noise", type=float, help="also: smallest epsilon and budget that reach it"
+    )
+    parser.add_argument(
+        "--overtake",
+        type=int,
+        metavar="G",
+        help="also: the number of users, of G examples each, from which ELS has less noise",
     )
     parser.add_argument(
         "--png", type=pathlib.Path, metavar="FILE.png", help="heat map over G and M"
@@ -81,6 +88,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.target_noise is not None:
         result["inverse"] = _inverse(planner, args.target_noise, budget)
+    if args.overtake is not None:
+        if args.overtake < 1:
+            raise BadInputError(f"--overtake is {args.overtake}, but users have 1 example or more")
+        with console.status("calibrating larger populations"):
+            found = planner.users_at_overtake(budget, args.overtake)
+        result["overtake"] = {"examples_per_user": args.overtake, "users": found}
     _print(console, result)
     if args.png is not None:
         with console.status("calibrating the heat map"):
@@ -199,6 +212,12 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         f"M={literal['size']} (noise {literal['noise']:.4g})"
     )
     console.print(f"gradient norms: {result['sensitivities']}")
+    if "overtake" in result:
+        each, users = result["overtake"]["examples_per_user"], result["overtake"]["users"]
+        console.print(
+            f"with {each} examples of every user, "
+            + ("ULS stays ahead" if users is None else f"ELS has less noise from {users} users on")
+        )
     for name, answer in result.get("inverse", {}).items():
         console.print(f"{name.replace('_', ' ')}: {answer}")
 

@@ -45,12 +45,33 @@ def test_from_data(capsys):
     assert "smallest_epsilon" in found["inverse"]
 
 
+@pytest.mark.slow
+def test_a_private_median_chooses_the_group_of_els(capsys, tmp_path):
+    png = tmp_path / "heat.png"
+    found = plan(
+        capsys, CONFIGS / "quickstart.yaml", "data.max_users=300", "pretrain=null",
+        "--compute-budget", 32, "--users", 8, "--private-median", 50, "--max-group-size", 4,
+        "--overtake", 2, "--png", png,
+    )  # fmt: skip
+    # So large an epsilon finds the power of two of the exact median.
+    exact = plan(
+        capsys, CONFIGS / "quickstart.yaml", "data.max_users=300", "pretrain=null",
+        "--compute-budget", 32, "--users", 8, "--max-group-size", 4,
+    )  # fmt: skip
+    private, plain = found["heuristic_els"]["group_size"], exact["heuristic_els"]["group_size"]
+    assert 0.5 <= private / plain <= 2
+    assert set(found["overtake"]) == {"examples_per_user", "users"}
+    assert png.stat().st_size > 1000
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         ["--compute-budget", "-3"],
         ["--compute-budget", "64", "--epsilon", "0"],
         ["--compute-budget", "64", "--decay", "7"],
+        ["--compute-budget", "64", "--private-median", "1"],
+        ["--compute-budget", "400000000"],
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments):
