@@ -442,13 +442,16 @@ class Planner:
                 delta=self.delta,
                 steps=self.steps,
             )
-            uls = min(
-                other.uls(g, budget // g).noise
-                for g in self.sensitivities.user
-                if 1 <= budget // g <= count
-            )
-            if other.els(els_group, budget).noise <= uls:
-                return count
+            try:
+                uls = min(
+                    other.uls(g, budget // g).noise
+                    for g in self.sensitivities.user
+                    if 1 <= budget // g <= count
+                )
+                if other.els(els_group, budget).noise <= uls:
+                    return count
+            except BadInputError:  # so many users that hardly anyone is ever drawn: no noise
+                return None
             count *= 4
         return None
 
