@@ -36,6 +36,7 @@ examples:
   dpfl train configs/quickstart.yaml --run-dir runs/mine
   dpfl train configs/userlevel/stackoverflow_uls.yaml --dry-run
   dpfl train configs/subject/quickstart.yaml               # silos: a `federation` section
+  dpfl train configs/isrl/quickstart.yaml                  # no trusted server: an `isrl` section
 
 exit status: 0 done; 2 bad input (one sentence on stderr); 1 anything else, interruption included.
 """
@@ -66,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Trains, or prices."""
-    from dpfl_jax.config import RunConfig, load_config
+    from dpfl_jax.config import IsrlConfig, RunConfig, load_config
 
     console = Console(stderr=args.json)
     config = load_config(args.config, args.overrides)
@@ -78,6 +79,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             price = experiment.dry_run(config, console)
         else:
             report = experiment.run_experiment(config, run_dir, console)
+    elif isinstance(config, IsrlConfig):
+        from dpfl_jax.federation.isrl.runs import experiment as isrl_experiment
+
+        if args.dry_run:
+            price = isrl_experiment.dry_run_isrl(config, console)
+        else:
+            report = isrl_experiment.run_isrl(config, run_dir, console)
     else:
         from dpfl_jax.federation.experiment import dry_run_federated, run_federated
 
@@ -115,6 +123,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     if report["eval"]:
         table = Table(title="held out", title_justify="left")
         unit = "subject" if "silos" in report else "user"
+        unit = "silo" if "parameters" in report else unit
         accuracies = any(v.get("accuracy") is not None for v in report["eval"].values())
         columns = ["", "loss by example", f"loss by {unit}", *["accuracy"] * accuracies]
         for column in columns:
@@ -123,7 +132,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         rows = [(names[k], v) for k, v in report["eval"].items()]
         rows += list(report.get("baselines", {}).items())
         for name, value in rows:
-            cells = [f"{value['loss']:.4f}", f"{value['loss_by_user']:.4f}"]
+            apart = value["loss_by_silo"] if unit == "silo" else value["loss_by_user"]
+            cells = [f"{value['loss']:.4f}", f"{apart:.4f}"]
             if accuracies:
                 accuracy = value.get("accuracy")
                 cells.append("" if accuracy is None else f"{accuracy:.4f}")

@@ -16,16 +16,19 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from dpfl_jax.config.federated import FederatedConfig
+from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.config.schema import RunConfig
 from dpfl_jax.errors import BadInputError
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
-AnyConfig = RunConfig | FederatedConfig
+AnyConfig = RunConfig | FederatedConfig | IsrlConfig
 
 
 def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> AnyConfig:
-    """Reads, overrides and validates a configuration; a ``federation`` section makes it federated.
+    """Reads, overrides and validates a configuration.
+
+    A ``federation`` section makes it federated, an ``isrl`` section a federation without trust.
 
     Args:
       path: YAML file.
@@ -54,7 +57,11 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
 
 def validate_config(raw: Mapping[str, Any], where: str = "the config") -> AnyConfig:
     """Validates a mapping; the error names the key, and the nearest known one."""
-    kind: type[AnyConfig] = FederatedConfig if "federation" in raw else RunConfig
+    kind: type[AnyConfig] = RunConfig
+    if "isrl" in raw:
+        kind = IsrlConfig
+    elif "federation" in raw:
+        kind = FederatedConfig
     try:
         return kind.model_validate(raw)
     except ValidationError as error:

@@ -72,7 +72,9 @@ def user_level_budget(silo_size: int, epsilon: float, delta: float) -> tuple[flo
 
 def user_level_guarantee(silo_size: int, epsilon: float, delta: float) -> tuple[float, float]:
     """Record-level (e0, d0) gives the whole silo (n e0, n e^((n-1) e0) d0)."""
-    return silo_size * epsilon, silo_size * math.exp((silo_size - 1) * epsilon) * delta
+    grown = (silo_size - 1) * epsilon
+    factor = math.exp(grown) if grown < 700 else math.inf
+    return silo_size * epsilon, silo_size * factor * delta
 
 
 def shuffled_epsilon(epsilon: float, silos: int, silo_size: int, delta: float) -> float:

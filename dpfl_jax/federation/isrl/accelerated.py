@@ -33,17 +33,29 @@ def accelerated(
       strong_convexity: mu of the loss; 0 if it is only convex.
       project: on W.
     """
-    mu = strong_convexity
 
     def step(carry: tuple[jax.Array, jax.Array], x: Any) -> tuple[Any, None]:
-        w, w_ag = carry
         row, alpha, prox = x
-        w_md = middle_point(w, w_ag, alpha, prox, mu)
-        w = project(closed_form(oracle(w_md, row), w_md, w, alpha, prox, mu))
-        return (w, alpha * w + (1 - alpha) * w_ag), None
+        return accelerated_step(oracle, row, carry, alpha, prox, strong_convexity, project), None
 
     (_, w_ag), _ = jax.lax.scan(step, (start, start), (rows, alphas, prox_weights))
     return w_ag
+
+
+def accelerated_step(
+    oracle: Callable[[jax.Array, Any], jax.Array],
+    row: Any,
+    state: tuple[jax.Array, jax.Array],
+    alpha: Any,
+    prox: Any,
+    strong_convexity: jax.Array | float,
+    project: Project,
+) -> tuple[jax.Array, jax.Array]:
+    """One round: (w, w_ag) -> (w, w_ag)."""
+    (w, w_ag), mu = state, strong_convexity
+    w_md = middle_point(w, w_ag, alpha, prox, mu)
+    w = project(closed_form(oracle(w_md, row), w_md, w, alpha, prox, mu))
+    return w, alpha * w + (1 - alpha) * w_ag
 
 
 def middle_point(w: jax.Array, w_ag: jax.Array, alpha: Any, prox: Any, mu: Any) -> jax.Array:

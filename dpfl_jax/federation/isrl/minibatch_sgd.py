@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,15 +43,44 @@ def minibatch_sgd(
       project: on W.
     """
 
-    def step(carry: tuple[jax.Array, jax.Array, jax.Array], x: Any) -> tuple[Any, None]:
-        w, mean, log_total = carry
+    def step(carry: MinibatchState, x: Any) -> tuple[MinibatchState, None]:
         row, eta, log_weight = x
-        mean, log_total = _averaged(mean, log_total, w, log_weight)
-        return (project(w - eta * oracle(w, row)), mean, log_total), None
+        return minibatch_step(oracle, row, carry, eta, log_weight, project), None
 
-    carry = (start, start, jnp.asarray(-jnp.inf))
-    (w, mean, log_total), _ = jax.lax.scan(step, carry, (rows, step_sizes, log_weights[:-1]))
-    return _averaged(mean, log_total, w, log_weights[-1])[0]
+    xs = (rows, step_sizes, log_weights[:-1])
+    state, _ = jax.lax.scan(step, minibatch_start(start), xs)
+    return minibatch_output(state, log_weights[-1])
+
+
+class MinibatchState(NamedTuple):
+    """w_r, and the weighted mean of what came before it."""
+
+    w: jax.Array
+    mean: jax.Array
+    log_total: jax.Array
+
+
+def minibatch_start(start: jax.Array) -> MinibatchState:
+    """The state before round 0."""
+    return MinibatchState(start, start, jnp.asarray(-jnp.inf))
+
+
+def minibatch_step(
+    oracle: Callable[[jax.Array, Any], jax.Array],
+    row: Any,
+    state: MinibatchState,
+    eta: jax.Array,
+    log_weight: jax.Array,
+    project: Project,
+) -> MinibatchState:
+    """One round."""
+    mean, log_total = _averaged(state.mean, state.log_total, state.w, log_weight)
+    return MinibatchState(project(state.w - eta * oracle(state.w, row)), mean, log_total)
+
+
+def minibatch_output(state: MinibatchState, log_weight: jax.Array) -> jax.Array:
+    """The weighted mean, with w_R's weight."""
+    return _averaged(state.mean, state.log_total, state.w, log_weight)[0]
 
 
 def _averaged(

@@ -94,11 +94,19 @@ def multi_stage(
 ) -> jax.Array:
     """Runs the stages over consecutive rounds of a schedule; no round serves twice."""
     q, first = start, 0
+    alphas, prox, _ = stage_weights(plan)
     for stage in plan:
-        part = jax.tree.map(lambda x, a=first, n=stage.rounds: x[a : a + n], rows)
-        r = np.arange(1, stage.rounds + 1, dtype=float)
-        alphas = jnp.asarray(2 / (r + 1), jnp.float32)
-        prox = jnp.asarray(4 * stage.scale / (r * (r + 1)), jnp.float32)
-        q = accelerated(oracle, part, q, alphas, prox, strong_convexity, project)
+        here = slice(first, first + stage.rounds)
+        part = jax.tree.map(lambda x, here=here: x[here], rows)
+        q = accelerated(oracle, part, q, alphas[here], prox[here], strong_convexity, project)
         first += stage.rounds
     return q
+
+
+def stage_weights(plan: Sequence[Stage]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """alpha_r and prox weights of every round, and where a stage begins (bool): w is then w_ag."""
+    rounds = [np.arange(1, stage.rounds + 1, dtype=float) for stage in plan]
+    alphas = np.concatenate([2 / (r + 1) for r in rounds])
+    prox = np.concatenate([4 * s.scale / (r * (r + 1)) for s, r in zip(plan, rounds, strict=True)])
+    begins = np.concatenate([r == 1 for r in rounds])
+    return jnp.asarray(alphas, jnp.float32), jnp.asarray(prox, jnp.float32), jnp.asarray(begins)

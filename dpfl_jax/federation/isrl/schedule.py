@@ -45,6 +45,29 @@ class Schedule:
         }
 
 
+def participation_law(available: int | Mapping[int, float] | None, silos: int) -> dict[int, float]:
+    """{m: probability} of the number of silos that answer in a round.
+
+    Raises:
+      BadInputError: a law that is none, or names more silos than there are.
+    """
+    law = {silos: 1.0} if available is None else available
+    law = {law: 1.0} if isinstance(law, int) else dict(law)
+    total = sum(law.values())
+    if (
+        not law
+        or min(law) < 1
+        or max(law) > silos
+        or min(law.values()) < 0
+        or abs(total - 1) > 1e-9
+    ):
+        raise BadInputError(
+            f"the silos available in a round are {law}, but it must be a number, or a law of "
+            f"numbers, between 1 and the {silos} silos"
+        )
+    return law
+
+
 def make_schedule(
     key: RootKey,
     rounds: int,
@@ -70,14 +93,7 @@ def make_schedule(
     """
     sizes = np.asarray(sizes)
     silos = len(sizes)
-    law = {silos: 1.0} if available is None else available
-    law = {law: 1.0} if isinstance(law, int) else dict(law)
-    total = sum(law.values())
-    if min(law) < 1 or max(law) > silos or min(law.values()) < 0 or abs(total - 1) > 1e-9:
-        raise BadInputError(
-            f"the silos available in a round are {law}, but it must be a number, or a law of "
-            f"numbers, between 1 and the {silos} silos"
-        )
+    law = participation_law(available, silos)
     rng = key.numpy("isrl-participation")
     counts = rng.choice(list(law), size=rounds, p=list(law.values()))
     order = rng.random((rounds, silos)).argsort(axis=1).argsort(axis=1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -107,6 +108,53 @@ def run(settings: Settings) -> Outcome:
     )
 
 
+Work = tuple[str, str, float, float, float]
+
+
+def work(epsilons: tuple[float, ...]) -> list[Work]:
+    """What a trial trains: arm, algorithm, epsilon, noise multiplier, clip norm over max |x|."""
+    n = int(0.8 * 2 * PER_DIGIT)
+    noise: list[Work] = []
+    for epsilon in epsilons:
+        budget = Budget(epsilon, 1.0 / n**2)
+        # The authors' L is twice the bound of a logistic gradient.
+        for arm, scale in (("as_published", 2.0), ("paper_closed_form", 1.0), ("sound", 1.0)):
+            z = silo_noise(budget, n, BATCH, ROUNDS, arm=arm).noise_multiplier  # type: ignore[arg-type]
+            noise.append((arm, "minibatch", epsilon, z, scale))
+        for arm, scale in (("as_published", 2.0), ("sound", 1.0)):
+            z, _ = local_sgd_noise(budget, n, BATCH, ROUNDS, arm=arm)  # type: ignore[arg-type]
+            noise.append((arm, "local", epsilon, z, scale))
+    noise.append(("as_published", "minibatch", math.inf, 0.0, 2.0))
+    noise.append(("as_published", "local", math.inf, 0.0, 2.0))
+    return noise
+
+
+def one_trial(
+    x: np.ndarray, digits: np.ndarray, cohort: int, noise: list[Work], trial: int, repeats: int
+) -> Iterator[tuple[tuple[str, str, float], float]]:
+    """Draws silos anew and yields the test error of each piece of work."""
+    # MB-SGD of the authors' code sums over silos: its steps act M times larger.
+    steps = {
+        "minibatch": np.exp(np.linspace(-6, 0, 10)) * cohort,
+        "local": np.exp(np.linspace(-8, -1, 10)),
+    }
+    train, test, largest = draw(x, digits, np.random.default_rng(trial))
+    task = Task(logistic, error_rate, train, test, (DIM,), ROUNDS, BATCH, cohort)
+    for arm, algorithm, epsilon, multiplier, scale in noise:
+        spec = MessageSpec("with_replacement" if arm == "as_published" else "poisson")
+        error = best_over_steps(
+            task,
+            algorithm,
+            spec,
+            steps[algorithm],
+            clips=np.array([scale * largest]),
+            multiplier=multiplier,
+            repeats=repeats,
+            seed=trial,
+        )
+        yield (arm, algorithm, epsilon), error
+
+
 def _arms(
     settings: Settings,
     x: np.ndarray,
@@ -116,47 +164,15 @@ def _arms(
     trials: int,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    n = int(0.8 * 2 * PER_DIGIT)
-    delta = 1.0 / n**2
-    # MB-SGD of the authors' code sums over silos: its steps act M times larger.
-    steps = np.exp(np.linspace(-6, 0, 10)) * cohort
-    local_steps = np.exp(np.linspace(-8, -1, 10))
-    noise: list[tuple[str, str, float, float, float]] = []
-    for epsilon in epsilons:
-        budget = Budget(epsilon, delta)
-        published = silo_noise(budget, n, BATCH, ROUNDS, arm="as_published")
-        closed = silo_noise(budget, n, BATCH, ROUNDS, arm="paper_closed_form")
-        sound = silo_noise(budget, n, BATCH, ROUNDS)
-        noise.append(("as_published", "minibatch", epsilon, published.noise_multiplier, 2.0))
-        noise.append(("paper_closed_form", "minibatch", epsilon, closed.noise_multiplier, 1.0))
-        noise.append(("sound", "minibatch", epsilon, sound.noise_multiplier, 1.0))
-        for arm, scale in (("as_published", 2.0), ("sound", 1.0)):
-            z, _ = local_sgd_noise(budget, n, BATCH, ROUNDS, arm=arm)  # type: ignore[arg-type]
-            noise.append((arm, "local", epsilon, z, scale))
-    noise.append(("as_published", "minibatch", math.inf, 0.0, 2.0))
-    noise.append(("as_published", "local", math.inf, 0.0, 2.0))
+    noise = work(epsilons)
     found: dict[tuple[str, str, float], list[float]] = {}
     from rich.progress import Progress
 
     with Progress(console=settings.console) as progress:
         bar = progress.add_task(f"MNIST, M = {cohort}", total=trials * len(noise))
         for trial in range(trials):
-            rng = np.random.default_rng(trial)
-            train, test, largest = draw(x, digits, rng)
-            task = Task(logistic, error_rate, train, test, (DIM,), ROUNDS, BATCH, cohort)
-            for arm, algorithm, epsilon, multiplier, scale in noise:
-                spec = MessageSpec("with_replacement" if arm == "as_published" else "poisson")
-                value = best_over_steps(
-                    task,
-                    algorithm,
-                    spec,
-                    local_steps if algorithm == "local" else steps,
-                    clips=np.array([scale * largest]),
-                    multiplier=multiplier,
-                    repeats=repeats,
-                    seed=trial,
-                )
-                found.setdefault((arm, algorithm, epsilon), []).append(value)
+            for key, value in one_trial(x, digits, cohort, noise, trial, repeats):
+                found.setdefault(key, []).append(value)
                 progress.advance(bar)
     rows = []
     for (arm, algorithm, epsilon), values in found.items():

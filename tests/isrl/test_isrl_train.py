@@ -1,0 +1,171 @@
+"""``dpfl train`` without a trusted server: report, resume, what is refused."""
+
+import json
+import pathlib
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import yaml
+
+from dpfl_jax.cli.main import main
+from dpfl_jax.config import load_config
+from dpfl_jax.federation.isrl.runs import loop
+
+pytest.importorskip("sklearn")
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "isrl"
+SMALL = {
+    "name": "small-isrl",
+    "seed": 1,
+    "data": {"source": "digits", "silos": 5, "partition": "pairs", "max_records": 600},
+    "isrl": {"algorithm": "minibatch_sgd", "rounds": 8, "step_size": 0.5, "average_last": 4},
+    "privacy": {"epsilon": 8.0},
+    "train": {"rounds_per_block": 2, "checkpoint_every": 1, "eval_every": 2},
+}
+ACCELERATED = {"algorithm": "accelerated", "sampling": "disjoint", "batch_fraction": 0.12}
+STAGES = {"algorithm": "multi_stage", "sampling": "full", "rounds": 60, "stage_constant": 1e-3}
+
+
+def dpfl(*args):
+    return main([str(a) for a in args])
+
+
+def written(tmp_path, isrl=None, **sections):
+    path = tmp_path / "config.yaml"
+    content = SMALL | ({} if isrl is None else {"isrl": isrl}) | sections
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def last_json(text):
+    return json.loads(text.strip().splitlines()[-1])
+
+
+def final_state(run_dir):
+    manager = ocp.CheckpointManager(run_dir / "checkpoints", item_names=("state", "progress"))
+    items = ocp.args.Composite(state=ocp.args.StandardRestore())
+    return jax.tree.map(np.asarray, manager.restore(manager.latest_step(), args=items)["state"])
+
+
+class StopAtOnce(loop.StopRequest):
+    """As if a signal had come during the first block."""
+
+    def __enter__(self):
+        super().__enter__()
+        self.requested = "SIGTERM"
+        return self
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "isrl",
+    [
+        pytest.param(None, id="minibatch"),
+        pytest.param(ACCELERATED, id="one-pass", marks=pytest.mark.slow),
+        pytest.param(STAGES, id="multi-stage", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_reports_its_guarantee_and_goes_on_where_it_stopped(
+    tmp_path, monkeypatch, capsys, isrl
+):
+    model = {"loss": "logistic", "regularization": 0.1 if isrl is STAGES else 0.0}
+    config = written(tmp_path, isrl, model=model)
+    assert dpfl("train", config, "--run-dir", tmp_path / "whole", "--json") == 0
+    report = last_json(capsys.readouterr().out)
+    assert report["status"] == "finished"
+    privacy = report["privacy"]
+    assert privacy["unit"] == "record"
+    assert privacy["adjacency"] == "replace one record"
+    assert privacy["trust"] == "silo-local"
+    assert privacy["assumptions"][0].startswith("ISRL-DP: the adversary sees all messages")
+    assert 0 < privacy["epsilon"] <= 8.0
+    assert privacy["epsilon"] == max(row["epsilon"] for row in report["silos"])
+    assert all(row["epsilon"] <= row["target_epsilon"] for row in report["silos"])
+    assert all(row["delta"] == row["records"] ** -2.0 for row in report["silos"])
+    assert report["eval"]["final"]["loss"] < report["eval"]["initial"]["loss"]
+    assert {row["notion"] for row in report["relations"]} >= {"ISRL-DP", "central DP"}
+    assert {"rounds", "variance", "clip_norm"} <= set(report["parameters"])
+    for name in ("report.md", "report.json", "curves.png", "metrics.jsonl", "config.yaml"):
+        assert (tmp_path / "whole" / name).stat().st_size > 0
+    rows = [json.loads(r) for r in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
+    spent = [r["epsilon_spent"] for r in rows if "epsilon_spent" in r]
+    assert spent == sorted(spent)
+    assert spent[-1] == pytest.approx(privacy["epsilon"], rel=1e-6)
+
+    # Stopped in the first block, and gone on with.
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "StopRequest", StopAtOnce)
+        assert dpfl("train", config, "--run-dir", tmp_path / "parts") == 1
+    half = json.loads((tmp_path / "parts" / "report.json").read_text())
+    assert half["status"] == "interrupted"
+    assert half["steps"] == 2
+    if isrl is not ACCELERATED:  # one pass: whoever has answered once has spent it all
+        assert half["privacy"]["epsilon"] < privacy["epsilon"]
+    assert dpfl("train", config, "--run-dir", tmp_path / "parts", "--json") == 0
+    again = last_json(capsys.readouterr().out)
+    assert again["privacy"]["epsilon"] == privacy["epsilon"]
+    assert again["eval"]["final"] == report["eval"]["final"]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        final_state(tmp_path / "whole"),
+        final_state(tmp_path / "parts"),
+    )
+    # A finished run is not overwritten, and other data are other data.
+    assert dpfl("train", config, "--run-dir", tmp_path / "whole") == 2
+
+
+@pytest.mark.privacy
+def test_silos_may_grant_different_budgets(tmp_path, capsys):
+    config = written(tmp_path, privacy={"epsilon": [8, 8, 8, 8, 2]})
+    assert dpfl("train", config, "--dry-run", "--json") == 0
+    price = last_json(capsys.readouterr().out)
+    assert [row["target_epsilon"] for row in price["silos"]] == [8, 8, 8, 8, 2]
+    assert price["silos"][4]["epsilon"] <= 2
+    noise = [row["noise_multiplier"] for row in price["silos"]]
+    assert noise[4] > 2 * max(noise[:4])
+    upper, lower, central = (row["privacy"] for row in price["possible_risk"])
+    assert upper >= lower > central > 0
+
+
+def test_what_was_published_has_no_guarantee(tmp_path, capsys):
+    config = written(tmp_path)
+    arm = ("isrl.arm=as_published", "isrl.sampling=with_replacement")
+    assert dpfl("train", config, *arm, "--dry-run", "--json") == 0
+    price = last_json(capsys.readouterr().out)
+    assert price["privacy"]["epsilon"] == "inf"
+    assert "NO GUARANTEE" in price["guarantee"]
+    assert dpfl("train", config, "privacy.epsilon=null", "--dry-run", "--json") == 0
+    assert last_json(capsys.readouterr().out)["privacy"]["unit"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("isrl.algorithm=multi_stage", "strongly convex"),
+        ("isrl.arm=as_published", "go together"),
+        ("isrl.algoritm=accelerated", "did you mean 'algorithm'"),
+        ("isrl.silo_weights=[0.5, 0.5]", "2 numbers for 5 silos"),
+        ("isrl.sampling=disjoint", "one pass"),
+        ("model.loss=squared", "does not fit"),
+        ("data.source=mnist", "data.path"),
+        ("data.silos=7", "5 or 25 silos"),
+        ("isrl.available=6", "between 1 and the 5 silos"),
+        ("isrl.arm=paper_closed_form; isrl.batch_fraction=0.01", "Theorem D.1"),
+    ],
+)
+def test_bad_input_is_one_sentence(tmp_path, capsys, override, words):
+    config = written(tmp_path, SMALL["isrl"] | {"rounds": 30, "batch_fraction": 0.5})
+    assert dpfl("train", config, *override.split("; "), "--run-dir", tmp_path / "run") == 2
+    text = " ".join(capsys.readouterr().err.split())
+    assert words in text
+    assert "Traceback" not in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_shipped_configurations_are_valid():
+    names = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    assert names == ["accelerated", "multi_stage", "one_pass", "quickstart"]
+    for name in names:
+        assert load_config(CONFIGS / f"{name}.yaml").isrl is not None
