@@ -69,7 +69,8 @@ def _lane(
     """(training loss, metric), each [steps, seeds], at the mean of the last iterates."""
     rounds, batch, cohort, window, shape = sizes
     silos = train.num_silos
-    stddev = jnp.full(silos, multiplier * jnp.where(jnp.isfinite(clip), clip, 0.0))
+    own = 0.0 if algorithm == "server_noise" else multiplier
+    stddev = jnp.full(silos, own * jnp.where(jnp.isfinite(clip), clip, 0.0))
     weights = last_weights(rounds, window)
 
     def one(step: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -103,10 +104,23 @@ def _lane(
                 stddev=stddev,
                 batch_capacity=batch,
             )
+            if algorithm == "server_noise":
+                oracle = _summed_with_server_noise(oracle, batch, multiplier * clip / batch)
             w = minibatch_sgd(oracle, rows, start, etas, weights, ball(None))
         return mean_loss(loss, train, w), metric(w, train, test)
 
     return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(steps, seeds)
+
+
+def _summed_with_server_noise(oracle: Any, batch: int, sigma: Any) -> Any:
+    """As one of the authors' scripts: sums instead of means, and noise once, at the server."""
+
+    def summed(w: jax.Array, row: Any) -> jax.Array:
+        key = jax.random.wrap_key_data(row["keys"][0, 1], impl="threefry2x32")
+        noise = sigma * jax.random.normal(jax.random.fold_in(key, 2), w.shape)
+        return batch * oracle(w, row) + noise
+
+    return summed
 
 
 def best_over_steps(

@@ -14,6 +14,7 @@ from dpfl_jax.data.sets.arrays import read_medical_cost
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
 from dpfl_jax.federation.isrl.arms import local_sgd_noise, silo_noise
+from dpfl_jax.federation.isrl.runs.sources import padded
 from dpfl_jax.reproduce.isrl._train import Task, best_over_steps, summary
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings
 
@@ -51,17 +52,6 @@ def relative_rmse(w: jax.Array, train: SiloData, test: SiloData) -> jax.Array:
     off = jnp.square(test.examples["x"] @ w - test.examples["y"])
     naive = jnp.square(test.examples["y"] - mean)
     return jnp.sqrt(jnp.where(there, off, 0.0).sum() / jnp.where(there, naive, 0.0).sum())
-
-
-def padded(parts: list[tuple[np.ndarray, np.ndarray]]) -> SiloData:
-    """Silos of unequal sizes."""
-    n = max(len(y) for _, y in parts)
-    x = np.zeros((len(parts), n, parts[0][0].shape[1]), np.float32)
-    y = np.zeros((len(parts), n), np.float32)
-    for i, (a, b) in enumerate(parts):
-        x[i, : len(b)], y[i, : len(b)] = a, b
-    sizes = jnp.asarray([len(b) for _, b in parts], jnp.int32)
-    return SiloData({"x": jnp.asarray(x), "y": jnp.asarray(y)}, sizes)
 
 
 def draw(

@@ -1,0 +1,103 @@
+"""Mean estimation over synthetic silos: a strongly convex instance whose minimiser is known."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax.federation.isrl import MessageSpec, SiloData, make_oracle
+from dpfl_jax.federation.isrl.message import Sampling
+
+
+def quadratic(w: jax.Array, example: Any) -> jax.Array:
+    """1/2 |w - x|^2: beta = mu = 1, and the minimiser is the mean."""
+    return 0.5 * jnp.sum(jnp.square(w - example["x"]))
+
+
+def rows_of(seed: jax.Array, rounds: int, silos: int, counts: jax.Array | None = None) -> Any:
+    """A schedule made of one jax seed, so that trials can be vmapped.
+
+    Args:
+      seed: int.
+      rounds: R.
+      silos: N.
+      counts: int [R], M_r; default all.
+    """
+    who, what = jax.random.split(jax.random.key(seed))
+    order = jax.random.uniform(who, (rounds, silos)).argsort(1).argsort(1)
+    limit = jnp.full(rounds, silos) if counts is None else counts
+    present = order < limit[:, None]
+    turn = jnp.cumsum(present, axis=0) - present
+    return {
+        "present": present,
+        "turn": turn.astype(jnp.int32),
+        "keys": jax.random.bits(what, (rounds, silos, 2, 2), jnp.uint32),
+    }
+
+
+def drawn(seed: jax.Array, means: jax.Array, n: int, spread: float) -> SiloData:
+    """Fresh records: uniform on {-spread, spread}^d about the mean of their silo."""
+    silos, dim = means.shape
+    signs = jax.random.rademacher(
+        jax.random.fold_in(jax.random.key(seed), 77), (silos, n, dim), jnp.float32
+    )
+    x = means[:, None, :] + spread * signs
+    return SiloData({"x": x}, jnp.full(silos, n, jnp.int32))
+
+
+def oracle_of(
+    data: SiloData,
+    sampling: Sampling,
+    batch: Any,
+    clip: float,
+    multipliers: np.ndarray,
+    **options: Any,
+) -> Any:
+    """The mean of the silos' messages; ``multipliers`` [N] are their noise over the clip norm."""
+    silos = data.num_silos
+    rank = jnp.broadcast_to(jnp.arange(data.capacity), (silos, data.capacity))
+    return make_oracle(
+        quadratic,
+        MessageSpec(sampling),
+        data,
+        batch=jnp.broadcast_to(jnp.asarray(batch, jnp.float32), (silos,)),
+        clip_norm=clip,
+        stddev=jnp.asarray(np.asarray(multipliers) * clip, jnp.float32),
+        rank=rank.astype(jnp.int32),
+        **options,
+    )
+
+
+def averaged_descent(oracle: Any, rows: Any, start: jax.Array) -> jax.Array:
+    """Steps of 1/(r+1), by which the last iterate is the mean of all rounds' estimates."""
+    rounds = rows["present"].shape[0]
+
+    def step(w: jax.Array, x: Any) -> tuple[jax.Array, None]:
+        row, eta = x
+        return w - eta * oracle(w, row), None
+
+    etas = 1.0 / (1.0 + jnp.arange(rounds))
+    return jax.lax.scan(step, start, (rows, etas))[0]
+
+
+def many(one: Any, trials: int, seed: int) -> tuple[np.ndarray, float, float]:
+    """Values of vmapped trials, their mean and its standard error."""
+    found = np.asarray(_vmapped(one)(jnp.arange(trials) + 100_000 * seed), np.float64)
+    return found, float(found.mean()), float(found.std(ddof=1) / math.sqrt(trials))
+
+
+def _vmapped(one: Any) -> Any:
+    return jax.jit(functools.partial(jax.lax.map, one, batch_size=20))
+
+
+def opposed_means(silos: int, dim: int, upsilon: float) -> jax.Array:
+    """Silo means that sum to 0 and have mean square upsilon^2."""
+    rng = np.random.default_rng(5)
+    half = rng.normal(size=(silos // 2, dim))
+    half *= upsilon / np.linalg.norm(half, axis=1, keepdims=True)
+    return jnp.asarray(np.concatenate([half, -half]), jnp.float32)
