@@ -1,5 +1,6 @@
 """Noise and guarantees of the three arms; the vector protocol; other notions of privacy."""
 
+import dataclasses
 import math
 
 import jax
@@ -16,17 +17,25 @@ from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import Budget, MessageSpec, bounds, make_schedule
 from dpfl_jax.federation.isrl.arms import (
+    SiloNoise,
     federation_noise,
-    relations,
     silo_guarantee,
     silo_noise,
 )
+from dpfl_jax.federation.isrl.baselines import (
+    alone,
+    central_guarantee,
+    central_noise,
+    make_central_oracle,
+)
+from dpfl_jax.federation.isrl.relations import relations, shuffled_view
 from dpfl_jax.federation.isrl.shuffled import shuffled_guarantee, shuffled_noise
 from dpfl_jax.federation.isrl.vector_protocol import (
     VectorProtocol,
     calibrate_protocol,
     make_vector_oracle,
     protocol_epsilon,
+    protocol_guarantee,
 )
 from dpfl_jax.randomness import RootKey
 
@@ -104,14 +113,93 @@ def test_budgets_differ_between_silos():
 
 def test_relations_to_other_notions():
     noise = silo_noise(Budget(0.01, 1e-6), 100, 100, 5, sampling="full")
-    rows = {row["notion"]: row for row in relations(noise, 5000)}
+    rows = {row["notion"]: row for row in relations(noise, 25)}
     assert rows["user-level DP"]["epsilon"] == pytest.approx(100 * noise.epsilon)
     assert rows["central DP"]["epsilon"] == rows["ISRL-DP"]["epsilon"] == noise.epsilon
     assert rows["local DP"]["epsilon"] == math.inf
-    assert rows["shuffle DP"]["epsilon"] < noise.epsilon
-    few = {row["notion"]: row for row in relations(noise, 25)}
-    assert few["shuffle DP"]["epsilon"] == noise.epsilon
-    assert "outside" in few["shuffle DP"]["note"]
+    assert rows["shuffle DP"]["epsilon"] == noise.epsilon
+    assert "adds nothing" in rows["shuffle DP"]["note"]
+
+
+def test_shuffling_a_run_pays_for_its_delta():
+    """Theorem D.5 by hand for one round; it helps with very many silos, at the same delta."""
+    noise = silo_noise(Budget(0.5, 1e-6), 1, 1, 1, sampling="full")
+    silos_ = 100_000
+    found = shuffled_view(noise, silos_)
+    assert found < 0.2 * noise.epsilon
+    shuffle_delta = 1e-6 / 4
+    limit = silos_ / (16 * math.log(2 / shuffle_delta))
+    silo_delta = shuffle_delta / (2 * silos_ * limit)
+    own = accounting.epsilon(noise.event, silo_delta, relation=REPLACE)
+    assert own > noise.epsilon  # a smaller delta costs epsilon
+    grown = math.exp(own)
+    inner = 8 * math.sqrt(grown * math.log(4 / shuffle_delta) / silos_) + 8 * grown / silos_
+    assert found == pytest.approx(math.log1p((grown - 1) / (grown + 1) * inner), rel=1e-6)
+    assert shuffle_delta + 2 * silos_ * silo_delta <= 1e-6
+    # Rounds compose: more than one, less than their sum.
+    many = silo_noise(Budget(0.5, 1e-6), 1, 1, 4, sampling="full")
+    each = shuffled_view(dataclasses.replace(many, rounds=1), silos_)
+    assert each < shuffled_view(many, silos_) < 4.5 * each
+    assert shuffled_view(noise, 25) == math.inf
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.floats(0.001, 1.0), st.integers(1, 10_000))
+def test_poisson_draws_no_more_often_than_accounted(share, n):
+    """What float32 makes of K and K/n, on the grid of jax.random.uniform."""
+    batch = max(share * n, 1e-3)
+    drawn = np.float32(batch) / np.float32(n)
+    probability = math.ceil(float(drawn) * 2**23) / 2**23  # of a uniform multiple of 2^-23 below
+    noise = SiloNoise(1.0, batch, n, 1, "poisson", "sound", Budget(1.0, 1e-5))
+    assert noise.rate >= min(probability, 1.0)
+    assert noise.rate <= batch / n + 3 / 2**23
+
+
+@pytest.mark.parametrize("sampling", ["full", "poisson"])
+def test_a_trusted_server_adds_noise_once_and_enough(sampling):
+    """Brute force: a record moves the mean of N silos by at most 2 C / (N K_min)."""
+    sizes, batches, clip = [6, 4], [3.0, 2.0], 0.7
+    data = silos(sizes, dim=2)
+    if sampling == "full":
+        batches = [6.0, 4.0]
+    spec, rng = MessageSpec(sampling), np.random.default_rng(0)
+    schedule = make_schedule(RootKey.from_seed(4), 6, np.array(sizes))
+    options = {"batch": jnp.asarray(batches), "clip_norm": clip}
+    rows, w, worst = schedule.rows(), jnp.asarray([0.2, -0.1]), 0.0
+
+    @jax.jit
+    def clean(x, row):
+        changed = type(data)({**data.examples, "x": x}, data.sizes)
+        return make_central_oracle(quadratic, spec, changed, noise_multiplier=0.0, **options)(
+            w, row
+        )
+
+    for trial in range(24):
+        i = trial % 2
+        j = int(rng.integers(sizes[i]))
+        row = {k: v[trial % 6] for k, v in rows.items()}
+        far = [data.examples["x"].at[i, j].set(s * 1e3 * rng.random(2)) for s in (-1.0, 1.0)]
+        sent = [clean(x, row) for x in far]
+        worst = max(worst, float(jnp.linalg.norm(sent[0] - sent[1])))
+    bound = 2 * clip / (2 * min(batches))
+    assert 0.8 * bound < worst <= bound * (1 + 1e-4)
+    # The noise: of one coordinate over many rounds, against z C / (N K_min); false alarms 1e-3.
+    noise = central_noise(Budget(1.0, 1e-5), sizes, batches, 3, sampling=sampling)
+    row = {k: v[0] for k, v in rows.items()}
+    oracle = make_central_oracle(
+        quadratic, MessageSpec("full"), data, noise_multiplier=noise.noise_multiplier, **options
+    )
+    keys = rng.integers(0, 2**32, (1000, 2, 2, 2), dtype=np.uint32)
+    out = np.asarray(jax.vmap(lambda k: oracle(w, {**row, "keys": k}))(jnp.asarray(keys)))
+    square = ((out - out.mean(0)) ** 2).sum() / (noise.noise_multiplier * bound / 2) ** 2
+    assert 5e-4 < stats.chi2.cdf(square, 2 * 999) < 1 - 5e-4
+    guarantee = central_guarantee(noise)
+    assert guarantee.trust == "central"
+    assert guarantee.epsilon <= 1.0
+    with pytest.raises(BadInputError, match="clipping per example"):
+        make_central_oracle(
+            quadratic, MessageSpec("full", "batch_mean"), data, noise_multiplier=1.0, **options
+        )
 
 
 def test_shuffled_noise_meets_its_target_and_helps_with_many_silos():
@@ -172,7 +260,7 @@ def test_vector_protocol_is_calibrated_and_runs():
     schedule = make_schedule(
         RootKey.from_seed(1), 2, np.full(10, 40), one_pass_batch=np.full(10, 20)
     )
-    oracle = make_vector_oracle(quadratic, data, schedule.rank, protocol, batch=20, cohort=10)
+    oracle = make_vector_oracle(quadratic, data, schedule, protocol, batch=20, cohort=10)
     row = {k: v[0] for k, v in schedule.rows().items()}
     w = jnp.zeros(5)
     found = jax.vmap(lambda s: oracle(w, {**row, "keys": row["keys"] + s}))(
@@ -186,6 +274,111 @@ def test_vector_protocol_is_calibrated_and_runs():
     assert np.all(np.abs(np.asarray(found).mean(0) - want) < 4.5 * scale / math.sqrt(200) + 1e-3)
     with pytest.raises(BadInputError):
         calibrate_protocol(1e-4, 1e-9, reports=1, dim=100, bound=1.0)
+
+
+def test_vector_protocol_refuses_rounds_that_lack_reports():
+    """The noise comes with the reports: with fewer of them there would be less of it."""
+    protocol = calibrate_protocol(2.0, 1e-6, reports=80, dim=5, bound=1.0)
+    data, sizes = silos([40] * 4, dim=5), np.full(4, 40)
+    key = RootKey.from_seed(1)
+    for rounds, available in ((3, None), (2, 3)):
+        schedule = make_schedule(
+            key, rounds, sizes, available=available, one_pass_batch=np.full(4, 20)
+        )
+        with pytest.raises(BadInputError, match="P_vec is calibrated for 4 silos"):
+            make_vector_oracle(quadratic, data, schedule, protocol, batch=20, cohort=4)
+    unaware = make_schedule(key, 3, sizes)
+    with pytest.raises(BadInputError, match="in round 2 there are 0"):
+        make_vector_oracle(quadratic, data, unaware, protocol, batch=20, cohort=4)
+
+
+def test_vector_protocol_guarantee_names_both_adversaries():
+    protocol = calibrate_protocol(1.0, 1e-6, reports=400, dim=4, bound=1.0)
+    guarantee = protocol_guarantee(protocol, batch=20, cohort=20, dim=4, delta=1e-6, rounds=2)
+    assert guarantee.epsilon <= 1.0
+    assert guarantee.trust == "shuffle"
+    own = protocol_epsilon(protocol, 20, 4, 1e-6)
+    assert own > 2 * guarantee.epsilon
+    assert f"{own:.3g}" in guarantee.caveats[0]
+
+
+def test_a_silo_alone():
+    data = silos([3, 5, 4])
+    part = alone(data, 1)
+    assert part.num_silos == 1
+    assert int(part.sizes[0]) == 5
+    np.testing.assert_array_equal(part.examples["x"][0], data.examples["x"][1])
+
+
+def test_bounds_follow_their_theorems():
+    """Log-log slopes of the private parts in n, N, d and epsilon, exactly."""
+    base = {"n": 1000.0, "silos": 50.0, "dim": 10, "epsilon": 0.2}
+    logs = {"delta": 1e-6}
+
+    def slopes(bound, **fixed):
+        def at(**change):
+            return bound(**(base | change), **fixed).private
+
+        return [
+            round(math.log(at(**{k: 2 * base[k]}) / at()) / math.log(2), 6)
+            for k in ("n", "silos", "dim", "epsilon")
+        ]
+
+    flat = {"lipschitz": 1.0, "diameter": 2.0}
+    strong = {"lipschitz": 1.0, "mu": 0.1}
+    assert slopes(bounds.iid_convex, **flat, **logs) == [-1, -0.5, 0.5, -1]
+    assert slopes(bounds.erm_convex, **flat, **logs) == [-1, -0.5, 0.5, -1]
+    assert slopes(bounds.iid_strongly_convex, **strong, **logs) == [-2, -1, 1, -2]
+    one_pass = {"phi": 1.0, "beta": 1.0, **logs}
+    assert slopes(bounds.one_pass_convex, **flat, **one_pass) == [-0.8, -0.4, 0.4, -0.8]
+    assert slopes(bounds.one_pass_strongly_convex, **strong, **one_pass) == [-2, -1, 1, -2]
+    assert slopes(bounds.central_convex, phi=1.0, **flat) == [-1, -1, 0.5, -1]
+    whole = strong | {"phi": 1.0, "diameter": 2.0}
+    assert slopes(bounds.lower_strongly_convex, **whole) == [-2, -1, 1, -2]
+    assert slopes(bounds.central_strongly_convex, **whole) == [-2, -2, 1, -2]
+    assert slopes(bounds.vector_strongly_convex, **strong, **one_pass) == [-2, -2, 1, -2]
+    vector = slopes(bounds.vector_convex, **flat, **one_pass)
+    assert [vector[0], vector[1], vector[3]] == [-0.8, -0.8, -0.8]
+    user = slopes(bounds.user_level_convex, **flat, **logs)
+    assert 0 <= user[0] < 0.05  # more records in a silo do not help
+    assert user[1:] == [-0.5, 0.5, -1]
+    # All silos in the shuffle model: the trusted server's rate.
+    shuffle = bounds.shuffled_convex(**flat, n=1000, silos=50, num_silos=50, dim=10, epsilon=0.2,
+                                     **logs)  # fmt: skip
+    isrl = bounds.iid_convex(**flat, **base, **logs)
+    assert shuffle.private == pytest.approx(isrl.private / math.sqrt(50))
+    assert bounds.shuffled_strongly_convex(
+        1.0, 0.1, 1000, 50, 50, 10, 0.2, 1e-6
+    ).private == pytest.approx(
+        bounds.iid_strongly_convex(1.0, 0.1, 1000, 50, 10, 0.2, 1e-6).private / 50
+    )
+    assert bounds.local_convex(1.0, 2.0, 50, 10, 0.5).private > isrl.private
+    # Absent silos cost heterogeneity; if all answer nothing does.
+    absent = (1.0, 1.0, 1.0, 2.0, 1000)
+    assert bounds.absent_convex(*absent, 50, 50, 10, 0.2, 1e-6) == 0
+    assert bounds.absent_convex(*absent, 25, 50, 10, 0.2, 1e-6) > 0
+    assert bounds.absent_strongly_convex(1.0, 1.0, 0.25, 25, 50) == pytest.approx(
+        1 / (0.25 * 2 * 25) * 25 / 49
+    )
+
+
+def test_a_random_number_of_silos_by_hand():
+    """Appendix H: Xi and 1/M' of M_r in {1, 2} with probability 1/2 each."""
+    sizes, epsilons, deltas = [100, 100], [1.0, 0.5], [1e-6, 1e-6]
+    xi = [math.log(2.5 * 10 / 1e-6) * math.log(2 / 1e-6) / (100 * e) ** 2 for e in (0.5, 1.0)]
+    average = math.sqrt(0.5 * xi[0] ** 2 + 0.5 * (sum(xi) / 2) ** 2)
+    want = min(average * math.sqrt(0.5 + 0.5 / 4), xi[0] * 0.75)
+    law = {1: 0.5, 2: 0.5}
+    assert bounds.unbalanced_term(sizes, epsilons, deltas, 10, law) == pytest.approx(want)
+    fixed = bounds.unbalanced_term(sizes, epsilons, deltas, 10)
+    assert fixed == pytest.approx(sum(xi) / 4)  # the average, over M
+    facts = {"dim": 5, "sizes": sizes, "epsilons": epsilons, "deltas": deltas, "rounds": 10}
+    assert bounds.unbalanced_convex(1.0, 2.0, **facts).private == pytest.approx(
+        2 * math.sqrt(5 * fixed)
+    )
+    assert bounds.unbalanced_strongly_convex(1.0, 0.5, **facts).private == pytest.approx(
+        2 * 5 * fixed
+    )
 
 
 def test_bounds_say_when_privacy_is_free():

@@ -77,6 +77,11 @@ class SiloNoise:
         return _event(self.noise_multiplier, self.batch, self.silo_size, self.rounds, self.sampling)
 
     @property
+    def rate(self) -> float:
+        """How often a record is in a batch, at most."""
+        return _rate(self.batch, self.silo_size)
+
+    @property
     def epsilon(self) -> float:
         """What ``event`` spends at the budget's delta."""
         return accounting.epsilon(self.event, self.budget.delta, relation=REPLACE)
@@ -87,8 +92,12 @@ def _event(noise: float, batch: float, size: int, rounds: int, sampling: Samplin
         return events.gaussian(noise, 1)
     if sampling == "full":
         return events.gaussian(noise, rounds)
-    rate = min(1.0, math.ceil(batch / size * _BITS) / _BITS)
-    return events.isrl_dp(noise, rate, rounds)
+    return events.isrl_dp(noise, _rate(batch, size), rounds)
+
+
+def _rate(batch: float, size: int) -> float:
+    # One more for what float32 may add to K and to K / n.
+    return min(1.0, (math.ceil(batch / size * _BITS) + 1) / _BITS)
 
 
 def silo_noise(
@@ -226,75 +235,6 @@ def silo_guarantee(noise: SiloNoise, spec: MessageSpec | None = None) -> Guarant
         ),
         caveats=tuple(caveats),
     )
-
-
-def relations(noise: SiloNoise, silos: int) -> list[dict[str, Any]]:
-    """The same run under other notions of privacy (section 2 of the notes on trust).
-
-    Args:
-      noise: of every silo (alike).
-      silos: N.
-
-    Returns:
-      Rows ``notion, trusted, protects, epsilon, delta, note``.
-    """
-    epsilon, delta = noise.epsilon, noise.budget.delta
-    user_epsilon, user_delta = closed.user_level_guarantee(noise.silo_size, epsilon, delta)
-    rows: list[dict[str, Any]] = [
-        {
-            "notion": "ISRL-DP",
-            "trusted": "the record's own silo",
-            "protects": "a record",
-            "epsilon": epsilon,
-            "delta": delta,
-            "note": "what is guaranteed",
-        },
-        {
-            "notion": "central DP",
-            "trusted": "silos and server",
-            "protects": "a record",
-            "epsilon": epsilon,
-            "delta": delta,
-            "note": "implied; a server that adds noise once needs 1/sqrt(N) of it",
-        },
-        {
-            "notion": "user-level DP",
-            "trusted": "the server",
-            "protects": "a silo's whole data",
-            "epsilon": user_epsilon,
-            "delta": min(user_delta, 1.0) if math.isfinite(user_delta) else 1.0,
-            "note": "by group privacy; meaningful only for epsilon <= 1/n",
-        },
-    ]
-    shuffled: float | None = None
-    try:
-        shuffled = closed.shuffled_epsilon(epsilon, silos, noise.silo_size, delta)
-    except BadInputError:
-        note = "outside the range of the shuffling theorem (needs hundreds of silos)"
-    else:
-        note = "one shuffled round (Theorem D.5)"
-    rows.append(
-        {
-            "notion": "shuffle DP",
-            "trusted": "own silo and a shuffler",
-            "protects": "a record",
-            "epsilon": shuffled if shuffled is not None else epsilon,
-            "delta": delta,
-            "note": note,
-        }
-    )
-    local = noise.silo_size == 1
-    rows.append(
-        {
-            "notion": "local DP",
-            "trusted": "nobody",
-            "protects": "a record",
-            "epsilon": epsilon if local else math.inf,
-            "delta": delta if local else 1.0,
-            "note": "the same notion if n = 1" if local else "none: the silo sees its records",
-        }
-    )
-    return rows
 
 
 def federation_noise(

@@ -21,7 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
+from dpfl_jax.accounting import Guarantee
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.schedule import Schedule
 
 _ORDERS = np.concatenate([np.linspace(1.2, 8, 18), np.geomspace(9, 2000, 30)])
 _MOST_TRIALS = 2**24
@@ -175,10 +177,48 @@ def calibrate_protocol(
     return VectorProtocol(g, high, 0.5, bound)
 
 
+def protocol_guarantee(
+    protocol: VectorProtocol, *, batch: int, cohort: int, dim: int, delta: float, rounds: int
+) -> Guarantee:
+    """What a one-pass run through P_vec gives every record: it is in one round at most.
+
+    Args:
+      protocol: whose noise ran.
+      batch: K records of each of the ``cohort`` silos report in a round.
+      cohort: M.
+      dim: d.
+      delta: in (0, 1).
+      rounds: R, for the record.
+    """
+    own = protocol_epsilon(protocol, batch, dim, delta)
+    return Guarantee(
+        unit="record",
+        adjacency="replace one record",
+        trust="shuffle",
+        epsilon=protocol_epsilon(protocol, batch * cohort, dim, delta),
+        delta=delta,
+        noise_multiplier=math.sqrt(protocol.variance(batch * cohort)) / protocol.bound,
+        steps=rounds,
+        accountant="Renyi divergence of binomial counts, computed from their probabilities",
+        sampling="disjoint batches in a random order: each record in one round at most",
+        assumptions=(
+            "the shuffler is secure and mixes the bits of all records of a round",
+            "all silos that were to answer do: nobody drops out",
+            "the root key is secret; threefry outputs are treated as random bits, and the binomial "
+            "sampler of jax.random as exact",
+        ),
+        caveats=(
+            f"against a server that sees a silo's bits apart, epsilon is {own:.3g}: from that "
+            "silo's own noise bits alone",
+        ),
+        released="the sum of every round, hence every model",
+    )
+
+
 def make_vector_oracle(
     loss: Callable[[jax.Array, Any], jax.Array],
     data: Any,
-    rank: jax.Array,
+    schedule: Schedule,
     protocol: VectorProtocol,
     *,
     batch: int,
@@ -189,17 +229,34 @@ def make_vector_oracle(
     Args:
       loss: of one record.
       data: ``SiloData``.
-      rank: random order of each silo's records, from the schedule.
+      schedule: made with ``one_pass_batch``; its random order says whose turn it is.
       protocol: calibrated for ``batch * cohort`` reports.
       batch: K, alike in all silos.
       cohort: M, silos that answer in every round (fixed: the protocol's noise is for it).
+
+    Raises:
+      BadInputError: a round in which another number of silos answers, or a silo without K unused
+        records: its noise bits would be missing.
     """
     reports = batch * cohort
+    present, turn = np.asarray(schedule.present), np.asarray(schedule.turn)
+    counts = present.sum(axis=1)
+    short = present & ((turn + 1) * batch > np.asarray(data.sizes)[None, :])
+    if (counts != cohort).any() or short.any():
+        at = int(np.argmax((counts != cohort) | short.any(axis=1)))
+        raise BadInputError(
+            f"P_vec is calibrated for {cohort} silos with {batch} unused records each, but in "
+            f"round {at} there are {int((present[at] & ~short[at]).sum())}: take fewer rounds or a "
+            "smaller batch, and make the schedule with one_pass_batch"
+        )
+    rank = schedule.rank
 
     def clipped(w: jax.Array, example: Any) -> jax.Array:
         gradient = jax.grad(loss)(w, example)
         norm = jnp.linalg.norm(gradient)
-        return gradient * jnp.minimum(1.0, protocol.bound / jnp.maximum(norm, 1e-30))
+        bounded = gradient * jnp.minimum(1.0, protocol.bound / jnp.maximum(norm, 1e-30))
+        # A record without a finite gradient would be told by the sum: it counts as zero.
+        return jnp.where(jnp.isfinite(norm), bounded, 0.0)
 
     def oracle(w: jax.Array, row: Any) -> jax.Array:
         turn, present = row["turn"][:, None], row["present"][:, None]

@@ -47,7 +47,9 @@ def drawn(seed: jax.Array, means: jax.Array, n: int, spread: float) -> SiloData:
         jax.random.fold_in(jax.random.key(seed), 77), (silos, n, dim), jnp.float32
     )
     x = means[:, None, :] + spread * signs
-    return SiloData({"x": x}, jnp.full(silos, n, jnp.int32))
+    with jax.ensure_compile_time_eval():  # sizes are public: known outside of every trace
+        sizes = jnp.full(silos, n, jnp.int32)
+    return SiloData({"x": x}, sizes)
 
 
 def oracle_of(

@@ -30,15 +30,17 @@ Q = BATCH / RECORDS
 CONFIDENCE = 0.99
 
 
-def lower_bound(hits: int, false_alarms: int, trials: int) -> float:
+def lower_bound(hits: int, false_alarms: int, trials: int, delta: float = DELTA) -> float:
     """Epsilon that the rates imply at least, with confidence 0.99."""
     slack = (1 - CONFIDENCE) / 2
     least = stats.beta.ppf(slack, hits, trials - hits + 1) if hits else 0.0
     most = stats.beta.ppf(1 - slack, false_alarms + 1, trials - false_alarms)
-    return float(max(0.0, math.log(max(least - DELTA, 1e-300) / most)))
+    return float(max(0.0, math.log(max(least - delta, 1e-300) / most)))
 
 
-def attack(score: Callable[[np.random.Generator, bool], np.ndarray], trials: int) -> float:
+def attack(
+    score: Callable[[np.random.Generator, bool], np.ndarray], trials: int, delta: float = DELTA
+) -> float:
     """The best lower bound: the threshold is chosen on one half, the bound taken on the other."""
     rng = np.random.default_rng(0)
     inside, outside = score(rng, True), score(rng, False)
@@ -47,7 +49,10 @@ def attack(score: Callable[[np.random.Generator, bool], np.ndarray], trials: int
 
     def bound(threshold: float, part: slice) -> float:
         return lower_bound(
-            int((inside[part] > threshold).sum()), int((outside[part] > threshold).sum()), half
+            int((inside[part] > threshold).sum()),
+            int((outside[part] > threshold).sum()),
+            half,
+            delta,
         )
 
     best = max(candidates, key=lambda t: bound(float(t), slice(0, half)))

@@ -1,0 +1,112 @@
+"""What ISRL-DP is compared with: a trusted server that adds noise once, and a silo all alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.accounting import Guarantee
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, silo_guarantee, silo_noise
+from dpfl_jax.federation.isrl.message import Loss, MessageSpec, Sampling, SiloData, make_oracle
+
+
+def central_noise(
+    budget: Budget,
+    sizes: Sequence[int],
+    batches: Sequence[float],
+    rounds: int,
+    *,
+    sampling: Sampling = "poisson",
+) -> SiloNoise:
+    """The noise of a trusted server, over the clip norm, on the sum over N silos of min K records.
+
+    A record of silo i moves the mean of the silos' messages by at most 2 C / (N K_i): the smallest
+    batch sets the noise, the largest rate the accounting.
+
+    Args:
+      budget: of every record, against whoever sees the models.
+      sizes: n_i, public.
+      batches: K_i.
+      rounds: R.
+      sampling: poisson, full or disjoint.
+    """
+    if sampling == "full":
+        batches = [float(n) for n in sizes]
+    rates = [k / n for k, n in zip(batches, sizes, strict=True)]
+    at = max(range(len(rates)), key=rates.__getitem__)
+    return silo_noise(budget, int(sizes[at]), batches[at], rounds, sampling=sampling)
+
+
+def make_central_oracle(
+    loss: Loss,
+    spec: MessageSpec,
+    data: SiloData,
+    *,
+    batch: jax.Array,
+    clip_norm: float | jax.Array,
+    noise_multiplier: float | jax.Array,
+    rank: jax.Array | None = None,
+) -> Callable[[jax.Array, Any], jax.Array]:
+    """Returns ``oracle(w, round)``: the mean of all silos' clean messages, plus noise once.
+
+    NOT ISRL-DP: the server sees every silo's clean gradient. Arguments as of ``make_oracle``;
+    ``noise_multiplier`` is ``central_noise``'s.
+
+    Raises:
+      BadInputError: sampling or clipping that no accounting covers.
+    """
+    if not spec.sound:
+        raise BadInputError(
+            "the central baseline needs poisson, full or disjoint batches and clipping per example"
+        )
+    silos = data.num_silos
+    clean = make_oracle(
+        loss,
+        spec,
+        data,
+        batch=batch,
+        clip_norm=clip_norm,
+        stddev=jnp.zeros(silos),
+        rank=rank,
+    )
+    largest = jnp.max(jnp.asarray(clip_norm, jnp.float32))
+
+    def oracle(w: jax.Array, row: Any) -> jax.Array:
+        key = jax.random.wrap_key_data(row["keys"][0, 1], impl="threefry2x32")
+        one, two = (jax.random.normal(jax.random.fold_in(key, t), w.shape) for t in (2, 3))
+        answered = jnp.maximum(row["present"].sum(), 1)
+        scale = noise_multiplier * largest / (answered * batch.min())
+        return clean(w, row) + scale * jnp.sqrt(0.5) * (one + two)
+
+    return oracle
+
+
+def central_guarantee(noise: SiloNoise) -> Guarantee:
+    """What a trusted server's run gives every record of every silo."""
+    own = silo_guarantee(noise)
+    return Guarantee(
+        unit=own.unit,
+        adjacency=own.adjacency,
+        trust="central",
+        epsilon=own.epsilon,
+        delta=own.delta,
+        noise_multiplier=own.noise_multiplier,
+        steps=own.steps,
+        accountant=own.accountant,
+        sampling=own.sampling,
+        assumptions=(
+            "the server is trusted: it sees each silo's clean gradients and adds noise once",
+            *own.assumptions[1:],
+        ),
+        caveats=own.caveats,
+    )
+
+
+def alone(data: SiloData, silo: int) -> SiloData:
+    """One silo's records as a federation of one: what it can learn without the others."""
+    part = slice(silo, silo + 1)
+    return SiloData(jax.tree.map(lambda x: x[part], data.examples), data.sizes[part])
