@@ -1,0 +1,1 @@
+"""From an ISRL-DP configuration to a run: tasks, sources, parameters, loop, report."""
