@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal
@@ -24,23 +25,27 @@ def poisson_gaussian(orders: Sequence[int] | np.ndarray, prob: float, sigma: flo
 
     log sum_k C(a,k) (1-q)^(a-k) q^k e^(k (k-1) / (2 sigma^2)) / (a-1); a / (2 sigma^2) at q = 1.
     """
-    out = []
-    for order in np.asarray(orders, dtype=int):
-        if order < 2:
-            raise BadInputError("Lemma 9 holds at integer orders from 2 on")
-        k = np.arange(order + 1)
-        exponent = k * (k - 1) / (2 * sigma**2)
-        if prob >= 1.0:
-            out.append(order / (2 * sigma**2))
-            continue
-        if prob == 0.0:
-            out.append(0.0)
-            continue
-        binomial = special.gammaln(order + 1) - special.gammaln(k + 1)
-        binomial -= special.gammaln(order - k + 1)
-        terms = binomial + (order - k) * math.log1p(-prob) + k * math.log(prob) + exponent
-        out.append(max(float(special.logsumexp(terms)), 0.0) / (order - 1))
-    return np.asarray(out)
+    wanted = tuple(int(order) for order in np.asarray(orders, dtype=int))
+    if min(wanted, default=2) < 2:
+        raise BadInputError("Lemma 9 holds at integer orders from 2 on")
+    array = np.asarray(wanted, dtype=float)
+    if prob >= 1.0:
+        return array / (2 * sigma**2)
+    if prob == 0.0:
+        return np.zeros(len(wanted))
+    binomial, k = _log_binomials(wanted)
+    terms = binomial + k * (math.log(prob) - math.log1p(-prob) + (k - 1) / (2 * sigma**2))
+    logs = special.logsumexp(terms, axis=1) + array * math.log1p(-prob)
+    return np.maximum(logs, 0.0) / (array - 1)
+
+
+@functools.lru_cache(maxsize=16)
+def _log_binomials(orders: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Log of C(a, k), float64 [orders, largest + 1] (-inf for k > a), and all k."""
+    a, k = np.asarray(orders, dtype=float)[:, None], np.arange(max(orders) + 1.0)[None, :]
+    with np.errstate(invalid="ignore", divide="ignore"):
+        logs = special.gammaln(a + 1) - special.gammaln(k + 1) - special.gammaln(a - k + 1)
+    return np.where(k <= a, logs, -np.inf), k
 
 
 def two_stage(

@@ -1,0 +1,154 @@
+"""Each record's epsilon: the paper's distributions, and numbers that come with the data.
+
+Source: Liu et al. 2024, section 7.1. A distribution stands for a public policy: a record's budget
+is drawn by a keyed hash of the record alone, so that adding one record changes nobody else's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, Protocol
+
+import numpy as np
+from scipy import special, stats
+
+from dpfl_jax.accounting.rates import check_budgets
+from dpfl_jax.errors import BadInputError
+
+
+class BudgetDistribution(Protocol):
+    """How budgets are distributed in the population: public."""
+
+    def quantiles(self, u: np.ndarray) -> np.ndarray:
+        """The budgets of uniform numbers ``u`` [n] in [0, 1): float64 [n]."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ThreeLevels:
+    """Strict, moderate and relaxed records; any number of levels.
+
+    Attributes:
+      levels: their epsilons.
+      shares: their shares, which sum to 1.
+    """
+
+    levels: tuple[float, ...] = (0.1, 1.0, 5.0)
+    shares: tuple[float, ...] = (0.7, 0.2, 0.1)
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        check_shares(self.levels, self.shares)
+
+    def quantiles(self, u: np.ndarray) -> np.ndarray:
+        """The level of each."""
+        return np.asarray(self.levels)[component(u, self.shares)[0]]
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundedMixGauss:
+    """A mixture of normal distributions, values outside the bounds set to the bound.
+
+    Attributes:
+      means: of the components.
+      stds: the paper's 0.01, 0.05, 0.5; its code has 0.05, 0.1, 0.5.
+      shares: of the components.
+      bounds: least and largest budget.
+    """
+
+    means: tuple[float, ...] = (0.1, 1.0, 5.0)
+    stds: tuple[float, ...] = (0.01, 0.05, 0.5)
+    shares: tuple[float, ...] = (0.7, 0.2, 0.1)
+    bounds: tuple[float, float] = (0.1, 10.0)
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        check_shares(self.means, self.shares)
+        if len(self.stds) != len(self.means) or min(self.stds) < 0:
+            raise BadInputError("a mixture of normals needs one standard deviation >= 0 per mean")
+        check_bounds(self.bounds)
+
+    def quantiles(self, u: np.ndarray) -> np.ndarray:
+        """The component by the share that ``u`` falls in, the value by where in it."""
+        index, rest = component(u, self.shares)
+        normal = special.ndtri(np.clip(rest, 1e-12, 1 - 1e-12))
+        return np.clip(np.asarray(self.means)[index] + np.asarray(self.stds)[index] * normal,
+                       *self.bounds)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundedPareto:
+    """A heavy tail of relaxed records, values above the bound set to it.
+
+    Attributes:
+      shape: 1 in the paper (classical); the authors' code has 4 (lomax).
+      kind: ``classical``: bounds[0] times a Pareto; ``lomax``: bounds[0] plus one shifted to 0.
+      bounds: least and largest budget.
+    """
+
+    shape: float = 1.0
+    kind: Literal["classical", "lomax"] = "classical"
+    bounds: tuple[float, float] = (0.1, 10.0)
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        if not self.shape > 0:
+            raise BadInputError(f"the shape of a Pareto is {self.shape}, but it must be above 0")
+        check_bounds(self.bounds)
+
+    def quantiles(self, u: np.ndarray) -> np.ndarray:
+        """By inversion."""
+        tail = stats.pareto.ppf(u, self.shape)
+        low, high = self.bounds
+        return np.clip(low * tail if self.kind == "classical" else low + tail - 1.0, low, high)
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """The same budget for all."""
+
+    epsilon: float = 1.0
+
+    def quantiles(self, u: np.ndarray) -> np.ndarray:
+        """The budget."""
+        return np.full(len(u), float(self.epsilon))
+
+
+def component(u: np.ndarray, shares: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Which share of [0, 1) each number falls in, and where within it."""
+    edges = np.concatenate([[0.0], np.cumsum(shares)])
+    index = np.clip(np.searchsorted(edges, u, "right") - 1, 0, len(shares) - 1)
+    width = np.asarray(shares)[index]
+    return index, np.where(width > 0, (u - edges[index]) / np.where(width > 0, width, 1.0), 0.0)
+
+
+def check_shares(values: tuple[float, ...], shares: tuple[float, ...]) -> None:
+    """Raises BadInputError unless there is a share for each value and they sum to 1."""
+    check_budgets(np.asarray(values))
+    if len(values) != len(shares) or min(shares) < 0 or abs(sum(shares) - 1) > 1e-9:
+        raise BadInputError(
+            f"{len(values)} budgets need as many shares, which sum to 1; got {list(shares)}"
+        )
+
+
+def check_bounds(bounds: tuple[float, float]) -> None:
+    """Raises BadInputError unless they are two increasing numbers above 0."""
+    if len(bounds) != 2 or not 0 < bounds[0] < bounds[1]:
+        raise BadInputError(f"the bounds of budgets are {list(bounds)}: give two, 0 < low < high")
+
+
+def mean_over(distribution: BudgetDistribution, points: int = 4096) -> np.ndarray:
+    """Evenly spread quantiles: a public stand-in for the secret list of budgets."""
+    return distribution.quantiles((np.arange(points) + 0.5) / points)
+
+
+def budgets_of_column(values: np.ndarray, column: str) -> np.ndarray:
+    """Budgets from a column of the data, float64 [n].
+
+    Raises:
+      BadInputError: a value that is no number >= 0 (the row is named).
+    """
+    try:
+        numbers = np.asarray(values, dtype=np.float64).reshape(-1)
+    except (TypeError, ValueError):
+        raise BadInputError(f"the budgets in column {column!r} are not numbers") from None
+    return check_budgets(numbers)
