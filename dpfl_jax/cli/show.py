@@ -18,8 +18,13 @@ Print the report of a run: guarantee, held-out losses, throughput, environment.
 A run that has not written a report yet (still going, or killed) is described by its last line of
 metrics.
 
+With --records: what each record of a run with personal budgets (mechanism.kind=rpdp) asked for, the
+rate it was sampled with, after how many rounds it left and what it has spent. That table belongs to
+the silos: do not publish it.
+
 examples:
   dpfl show runs/mine
+  dpfl show runs/mine --records
   dpfl show runs/mine --json
 """
 
@@ -27,6 +32,18 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument(
+        "--records",
+        action="store_true",
+        help="the table of records of a run with personal budgets (private)",
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=20,
+        metavar="N",
+        help="records shown with --records (default 20)",
+    )
     add_json_flag(parser)
 
 
@@ -36,6 +53,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     console = Console(stderr=args.json)
     directory = pathlib.Path(args.run)
+    if args.records:
+        return _records(directory, args.limit, console)
     report_file = directory / "report.json"
     if report_file.exists():
         report = json.loads(report_file.read_text())
@@ -54,3 +73,32 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         f"--run-dir {directory} goes on"
     )
     return {"status": "unfinished", "run_dir": str(directory), "last": last}
+
+
+def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str, Any]:
+    """Prints the table of records; JSON has all rows."""
+    from rich.table import Table
+
+    from dpfl_jax.federation.personal.records import COLUMNS, read_records
+
+    summary, rows = read_records(directory)
+    console.print(
+        f"{summary['records']} records after {summary['rounds']} rounds, policy "
+        f"{summary['policy']}; {summary['over_budget']} over their budget, "
+        f"{summary['never_sampled']} never sampled, {summary['left_early']} left early"
+    )
+    spent, budget = summary["epsilon_spent"], summary["budget"]
+    console.print(
+        f"epsilon spent from {spent['least']:.4g} to {spent['most']:.4g} (budgets from "
+        f"{budget['least']:.4g} to {budget['most']:.4g}); at most "
+        f"{summary['largest_share_of_budget']:.1%} of a budget"
+    )
+    console.print("[bold]private: this table belongs to the silos[/bold]")
+    table = Table(*COLUMNS)
+    for row in rows[: max(limit, 0)]:
+        numbers = (f"{float(row[name]):.6g}" for name in COLUMNS[1:])
+        table.add_row(row[COLUMNS[0]], *numbers)
+    console.print(table)
+    if limit < len(rows):
+        console.print(f"{len(rows) - limit} more in {directory / 'private' / 'records.csv'}")
+    return {"summary": summary, "records": rows}

@@ -14,8 +14,9 @@ class FederatedDataConfig(Section):
 
     Attributes:
       source: digits and mnist get declared synthetic writers; in python_source a source file is a
-        subject; femnist (writers) and shakespeare (speaking roles) are LEAF's tasks; store is a
-        folder that `dpfl data build` made of images (from TFDS, say), its users the subjects.
+        subject; breast_cancer and heart_disease (four hospitals) hold one record of each patient;
+        femnist (writers) and shakespeare (speaking roles) are LEAF's tasks; store is a folder that
+        `dpfl data build` made of images (from TFDS, say), its users the subjects.
       path: folder of the files (mnist, femnist, shakespeare), e.g. ``${DPFL_DATA_DIR}/mnist``, or
         of the store.
       input_field: field of a store's examples that holds the image; bytes are scaled to 0..1.
@@ -32,9 +33,16 @@ class FederatedDataConfig(Section):
       split_seed: chooses what is held out, and the synthetic writers; public.
     """
 
-    source: Literal["digits", "python_source", "mnist", "femnist", "shakespeare", "store"] = (
-        "python_source"
-    )
+    source: Literal[
+        "digits",
+        "breast_cancer",
+        "heart_disease",
+        "python_source",
+        "mnist",
+        "femnist",
+        "shakespeare",
+        "store",
+    ] = "python_source"
     path: str | None = None
     input_field: str = "image"
     label_field: str = "label"
@@ -49,17 +57,49 @@ class FederatedDataConfig(Section):
     split_seed: int = 0
 
 
+class BudgetConfig(Section):
+    """Each record's own epsilon (mechanism.kind=rpdp; Liu et al. 2024, section 7.1).
+
+    Attributes:
+      kind: three_levels, mix_gauss, pareto, constant (the first of levels), or column.
+      levels: epsilons of the levels, means of the mixture.
+      shares: of the levels or components.
+      stds: of the mixture; the authors' code has 0.05, 0.1, 0.5.
+      shape: of the Pareto distribution; the authors' code has a lomax one of shape 4.
+      pareto: classical, or lomax (shifted to start at 0).
+      bounds: least and largest budget of mixture and Pareto.
+      column: a field of the data, or of the CSV file ``path``.
+      path: CSV file with a column ``record`` (the record's id) and the column of budgets.
+      declared: typical budgets, public, where the real ones come from a column.
+      seed: of drawn budgets; public.
+    """
+
+    kind: Literal["three_levels", "mix_gauss", "pareto", "constant", "column"] = "three_levels"
+    levels: tuple[float, ...] = Field((0.1, 1.0, 5.0), min_length=1)
+    shares: tuple[float, ...] = (0.7, 0.2, 0.1)
+    stds: tuple[float, ...] = (0.01, 0.05, 0.5)
+    shape: float = Field(1.0, gt=0)
+    pareto: Literal["classical", "lomax"] = "classical"
+    bounds: tuple[float, float] = (0.1, 10.0)
+    column: str = "epsilon"
+    path: str | None = None
+    declared: tuple[float, ...] | None = Field(None, min_length=1)
+    seed: int = Field(0, ge=0)
+
+
 class FederationConfig(Section):
     """Silos, rounds and optimisers.
 
     Attributes:
       silos: number of silos.
-      partition: uniform, power (skewed by alpha) or confined (a subject in one silo).
+      partition: uniform, power (skewed by alpha), confined (a subject in one silo), natural (the
+        data's own silos) or labels (each silo holds half of the classes).
       alpha: of the power law; 1 is uniform.
       partition_seed: chooses who is where; public.
       rounds: R.
       local_steps: T, steps of a silo in a round.
       silos_per_round: silos drawn in each round (fixed number); default all.
+      participation_prob: of each silo in each round, instead of a fixed number.
       max_silos_per_subject: H; default all silos (1 if confined).
       local_optimizer: of the silos.
       local_state: reset at every round, or keep.
@@ -68,12 +108,13 @@ class FederationConfig(Section):
     """
 
     silos: int = Field(16, gt=0)
-    partition: Literal["uniform", "power", "confined"] = "uniform"
+    partition: Literal["uniform", "power", "confined", "natural", "labels"] = "uniform"
     alpha: float = Field(1.0, ge=1)
     partition_seed: int = 0
     rounds: int = Field(gt=0)
     local_steps: int = Field(gt=0)
     silos_per_round: int | None = Field(None, gt=0)
+    participation_prob: float | None = Field(None, gt=0, le=1)
     max_silos_per_subject: int | None = Field(None, gt=0)
     local_optimizer: OptimizerConfig = OptimizerConfig(name="sgd", learning_rate=0.5)
     local_state: Literal["reset", "keep"] = "reset"
@@ -85,8 +126,10 @@ class SiloMechanismConfig(Section):
     """What a silo does at a local step.
 
     Attributes:
-      kind: fed_avg (none), local_item, local_group, hi_grad_avg, user_ldp or subject_uls.
-      batch_size: expected records per local step; give this or sampling_prob.
+      kind: fed_avg (none), local_item, local_group, hi_grad_avg, user_ldp, subject_uls or rpdp
+        (every record has a budget of its own: privacy.budgets).
+      batch_size: expected records per local step; give this or sampling_prob. rpdp: the public
+        divisor; default from the public distribution of budgets.
       sampling_prob: q of each record (subject_uls: of each subject), the same in all silos.
       max_items_per_subject: K, most records of a subject in a silo; enforced.
       clip_norm: C.
@@ -99,7 +142,13 @@ class SiloMechanismConfig(Section):
     """
 
     kind: Literal[
-        "fed_avg", "local_item", "local_group", "hi_grad_avg", "user_ldp", "subject_uls"
+        "fed_avg",
+        "local_item",
+        "local_group",
+        "hi_grad_avg",
+        "user_ldp",
+        "subject_uls",
+        "rpdp",
     ] = "hi_grad_avg"
     batch_size: float | None = Field(None, gt=0)
     sampling_prob: float | None = Field(None, gt=0, le=1)
@@ -117,23 +166,33 @@ class FederatedPrivacyConfig(Section):
     """The target.
 
     Attributes:
-      epsilon: target for a subject (local_item: for a record) over the whole federation.
+      epsilon: target for a subject (local_item: for a record) over the whole federation; rpdp: the
+        public cap, a record of that budget is always sampled.
       delta: default (number of training subjects) ** -1.1.
       recipe: sound, or one of the papers' (paper_batch_z, paper_a, paper_b), which claim the target
         and cost more: the report says how much.
+      budgets: rpdp: of the records.
+      policy: rpdp: how rates follow from budgets; certified, curve_fit or bisection (personal),
+        minimum, dropout or uniform (baselines: one rate).
+      unreachable: rpdp: what to do with a budget that no sampling rate keeps: error or exclude.
       horizontal: how a paper's recipe pays for several silos: paper_sqrt or more_noise.
     """
 
     epsilon: float | None = Field(None, gt=0)
     delta: float | None = Field(None, gt=0, lt=1)
     recipe: Literal["sound", "paper_batch_z", "paper_a", "paper_b"] = "sound"
+    budgets: BudgetConfig = BudgetConfig()
+    policy: Literal["certified", "curve_fit", "bisection", "minimum", "dropout", "uniform"] = (
+        "certified"
+    )
+    unreachable: Literal["error", "exclude"] = "error"
     horizontal: Literal["paper_sqrt", "more_noise"] = "paper_sqrt"
 
 
 class FederatedModelConfig(Section):
     """The model: its kind, and arguments of its class."""
 
-    kind: Literal["mlp", "cnn", "lstm", "transformer"] = "mlp"
+    kind: Literal["mlp", "logistic", "cnn", "lstm", "transformer"] = "mlp"
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -191,7 +250,20 @@ class FederatedConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> FederatedConfig:
         mechanism, privacy = self.mechanism, self.privacy
-        if (mechanism.batch_size is None) == (mechanism.sampling_prob is None):
+        if mechanism.kind == "rpdp":
+            if mechanism.sampling_prob is not None:
+                raise ValueError(
+                    "mechanism.sampling_prob does not go with rpdp: every record's rate follows "
+                    "from its budget (privacy.budgets); remove it"
+                )
+            if mechanism.max_items_per_subject != 1:
+                raise ValueError("rpdp protects records: set mechanism.max_items_per_subject to 1")
+            if privacy.recipe != "sound":
+                raise ValueError(
+                    f"privacy.recipe={privacy.recipe} belongs to other mechanisms: remove it, and "
+                    "choose privacy.policy for rpdp"
+                )
+        elif (mechanism.batch_size is None) == (mechanism.sampling_prob is None):
             raise ValueError(
                 "give either mechanism.batch_size or mechanism.sampling_prob, and only one of them"
             )
@@ -207,6 +279,11 @@ class FederatedConfig(Section):
                     "other follows from it"
                 )
         federation = self.federation
+        if federation.participation_prob is not None and federation.silos_per_round is not None:
+            raise ValueError(
+                "both federation.participation_prob and federation.silos_per_round are set: keep "
+                "one of them"
+            )
         if federation.weights is not None and len(federation.weights) != federation.silos:
             raise ValueError(
                 f"federation.weights has {len(federation.weights)} numbers for "

@@ -11,6 +11,7 @@ from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.loop import FederatedResult, run_rounds
 from dpfl_jax.federation.mechanisms import (
+    RPDP,
     FedAvg,
     HiGradAvgDP,
     LocalGroupDP,
@@ -24,6 +25,7 @@ from dpfl_jax.federation.recipes import apply_recipe
 from dpfl_jax.federation.server import OptimizerServer, ServerRule
 
 __all__ = [
+    "RPDP",
     "ArrayRecords",
     "FedAvg",
     "FederatedData",

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
 import math
 import os
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
+from dpfl_jax.accounting import Guarantee
 from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.config.federated import FederatedConfig, SiloMechanismConfig
 from dpfl_jax.data.splits import limit_store
@@ -25,6 +24,7 @@ from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.loop import FederatedResult, run_rounds
 from dpfl_jax.federation.mechanisms import (
+    RPDP,
     FedAvg,
     HiGradAvgDP,
     LocalGroupDP,
@@ -34,7 +34,9 @@ from dpfl_jax.federation.mechanisms import (
     SubjectULS,
     UserLDP,
 )
-from dpfl_jax.federation.partition import assign_to_silos, cap_per_subject
+from dpfl_jax.federation.personal.personalise import personal_guarantee, personalise
+from dpfl_jax.federation.personal.records import Personal
+from dpfl_jax.federation.placement import spread, subject_keys
 from dpfl_jax.federation.recipes import Claim, apply_recipe
 from dpfl_jax.federation.report import (
     EVALUATION_CAVEAT,
@@ -44,8 +46,15 @@ from dpfl_jax.federation.report import (
 )
 from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.federation.sources import SubjectData, load_subjects
-from dpfl_jax.models import MLP, LanguageModel, LeafCNN, StackedLSTM, transformer_config
-from dpfl_jax.sampling import FixedSize
+from dpfl_jax.models import (
+    MLP,
+    LanguageModel,
+    LeafCNN,
+    LogisticRegression,
+    StackedLSTM,
+    transformer_config,
+)
+from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.training.experiment import make_optimizer
 from dpfl_jax.training.mesh import data_parallel_mesh
 from dpfl_jax.training.report import environment
@@ -64,7 +73,7 @@ def build_silo_mechanism(config: SiloMechanismConfig) -> SiloMechanism:
     Raises:
       BadInputError: an option that the mechanism does not have.
     """
-    kinds = (FedAvg, LocalItemDP, LocalGroupDP, HiGradAvgDP, UserLDP, SubjectULS)
+    kinds = (FedAvg, LocalItemDP, LocalGroupDP, HiGradAvgDP, UserLDP, SubjectULS, RPDP)
     chosen = next(kind for kind in kinds if kind.kind == config.kind)
     options: dict[str, Any] = {}
     for kind, names in _OWN_OPTIONS.items():
@@ -78,9 +87,9 @@ def build_silo_mechanism(config: SiloMechanismConfig) -> SiloMechanism:
                 )
     if config.kind != "fed_avg":
         options["noise_multiplier"] = config.noise_multiplier
+    if chosen is not RPDP:  # its rates and its divisor follow from the budgets
+        options |= {"batch_size": config.batch_size, "sampling_prob": config.sampling_prob}
     return chosen(
-        batch_size=config.batch_size,
-        sampling_prob=config.sampling_prob,
         max_items_per_subject=config.max_items_per_subject,
         clip_norm=config.clip_norm,
         sampling=config.sampling,
@@ -108,38 +117,16 @@ def build_federated_model(config: FederatedConfig, data: SubjectData) -> Any:
             return StackedLSTM(data.vocab_size, config.data.seq_len, **options)
         if kind == "cnn" and data.input_shape:
             return LeafCNN(data.num_classes, input_shape=data.input_shape, **options)
+        if kind == "logistic" and len(data.input_shape) == 1 and data.num_classes == 2:
+            return LogisticRegression(data.input_shape[0], **options)
         if kind == "mlp" and data.input_shape:
             return MLP(data.input_shape, data.num_classes, **options)
     except TypeError as error:
         raise BadInputError(f"model.options do not fit model.kind={kind}: {error}") from None
     raise BadInputError(
         f"model.kind={kind} does not fit data.source={config.data.source}: use mlp or cnn for "
-        "images, lstm for shakespeare, transformer for python_source"
-    )
-
-
-def subject_keys(store: Store, seed: int) -> np.ndarray:
-    """uint64 [num_users]: a keyed hash of each subject's id."""
-    key = hashlib.sha256(b"dpfl_jax silo partition %d" % seed).digest()
-    words = [
-        hashlib.blake2b(name.encode(), digest_size=8, key=key).digest()
-        for name in store.user_ids(range(store.num_users))
-    ]
-    return np.frombuffer(b"".join(words), "<u8").copy()
-
-
-def spread(store: Store, config: FederatedConfig) -> FederatedData:
-    """Spreads a store's subjects over silos, and caps them."""
-    section = config.federation
-    subjects = np.repeat(np.arange(store.num_users), store.examples_per_user)
-    keys = subject_keys(store, section.partition_seed)
-    silos = assign_to_silos(subjects, keys, section.silos, section.partition, alpha=section.alpha)
-    cap = config.mechanism.max_items_per_subject
-    keep = (
-        cap_per_subject(subjects, silos, keys, cap) if config.mechanism.kind != "fed_avg" else None
-    )
-    return FederatedData.from_assignment(
-        store, subjects, silos, section.silos, store.fingerprint, keep
+        "images, mlp or logistic for breast_cancer and heart_disease, lstm for shakespeare, "
+        "transformer for python_source"
     )
 
 
@@ -150,7 +137,9 @@ def build_federation(config: FederatedConfig, data: FederatedData) -> Federation
     reach = section.max_silos_per_subject
     if reach is None:
         reach = 1 if section.partition == "confined" else section.silos
-    cohort: FixedSize | None = None
+    cohort: FixedSize | Poisson | None = None
+    if section.participation_prob is not None and section.participation_prob < 1:
+        cohort = Poisson(section.silos, section.participation_prob)
     if section.silos_per_round is not None and section.silos_per_round < section.silos:
         cohort = FixedSize(section.silos, section.silos_per_round)
     plans = tuple(
@@ -190,6 +179,39 @@ class PreparedFederation:
     delta: float
     model: Any
     held_out: Store
+    personal: Personal | None = None
+
+    def with_noise(self, sigmas: list[float]) -> PreparedFederation:
+        """With the noise that a run began with; personal rates follow it."""
+        if self.personal is not None:
+            return _personalised(self, sigmas[0])
+        return dataclasses.replace(self, federation=self.federation.with_noise(sigmas))
+
+
+def _personalised(prepared: PreparedFederation, noise: float | None = None) -> PreparedFederation:
+    """Sets noise and rates of a federation with personal budgets."""
+    config, store = prepared.config, prepared.subjects.train
+    keys = subject_keys(store, config.federation.partition_seed)
+    federation, personal = personalise(
+        config, prepared.federation, prepared.data, store, keys, prepared.delta, noise
+    )
+    sigma, rounds = personal.setting.noise_multiplier, federation.rounds
+    given = config.mechanism.noise_multiplier is not None
+    real = personal.setting.epsilon(1.0)
+    claim = Claim(
+        recipe="given" if given else "sound",
+        epsilon=real if given else config.privacy.epsilon or real,
+        delta=prepared.delta,
+        real_epsilon=real,
+        if_constant=real,
+        rounds_calibrated=rounds,
+        rounds=rounds,
+        why=(
+            f"noise multiplier {sigma:.6g}: a record that is always sampled spends the above; "
+            "every other record keeps its own budget",
+        ),
+    )
+    return dataclasses.replace(prepared, federation=federation, personal=personal, claim=claim)
 
 
 def prepare(config: FederatedConfig, console: Console) -> PreparedFederation:
@@ -204,18 +226,23 @@ def prepare(config: FederatedConfig, console: Console) -> PreparedFederation:
     make_optimizer(section.server_optimizer, section.rounds)
     with console.status("reading data"):
         subjects = load_subjects(config.data)
-        data = spread(subjects.train, config)
+        data = spread(subjects.train, config, subjects.num_classes or None)
     model = build_federated_model(config, subjects)
     federation = build_federation(config, data)
     federation.check(data)
     delta = config.privacy.delta
     delta = float(subjects.train.num_users) ** -1.1 if delta is None else delta
-    with console.status("calibrating noise"):
-        federation, claim = calibrated(config, federation, delta)
     held_out = limit_store(
         subjects.held_out, config.eval.max_subjects, config.eval.max_records_per_subject
     )
-    return PreparedFederation(config, subjects, data, federation, claim, delta, model, held_out)
+    rounds = federation.rounds
+    none = Claim("none", math.inf, delta, math.inf, math.inf, rounds, rounds)
+    prepared = PreparedFederation(config, subjects, data, federation, none, delta, model, held_out)
+    with console.status("calibrating noise"):
+        if config.mechanism.kind == "rpdp":
+            return _personalised(prepared)
+        federation, claim = calibrated(config, federation, delta)
+    return dataclasses.replace(prepared, federation=federation, claim=claim)
 
 
 def run_federated(
@@ -235,10 +262,9 @@ def run_federated(
     try:
         # A resumed run goes on with the noise it began with, whatever calibration would say today.
         began = directory.facts["noise"]
-        if all(sigma is not None for sigma in began):
-            federation = prepared.federation.with_noise(began)
-            prepared = dataclasses.replace(prepared, federation=federation)
         prepared = dataclasses.replace(prepared, delta=directory.facts["delta"])
+        if directory.resumed and all(sigma is not None for sigma in began):
+            prepared = prepared.with_noise(began)
         return _run(prepared, directory, console)
     finally:
         directory.close()
@@ -282,6 +308,9 @@ def _run(prepared: PreparedFederation, directory: RunDirectory, console: Console
     report = _report(prepared, result)
     report["run_dir"] = str(directory.path)
     report["data"]["keyed_digest"] = directory.facts["data"]
+    if prepared.personal is not None:
+        summary = prepared.personal.write(directory.path, result.rounds)
+        report["outside_guarantee"]["personal"] = summary
     write_federated_report(directory.path, report, result.metrics)
     return report
 
@@ -318,15 +347,18 @@ def _silo_rows(prepared: PreparedFederation) -> list[dict[str, Any]]:
     ]
 
 
+def _guarantee(
+    prepared: PreparedFederation, rounds: int, caveats: tuple[str, ...] = ()
+) -> Guarantee:
+    caveats = (*_caveats(prepared), *caveats)
+    if prepared.personal is not None:
+        return personal_guarantee(prepared.personal, rounds, caveats)
+    return federated_guarantee(prepared.federation, prepared.claim, prepared.delta, rounds, caveats)
+
+
 def _report(prepared: PreparedFederation, result: FederatedResult) -> dict[str, Any]:
     config, federation = prepared.config, prepared.federation
-    guarantee = federated_guarantee(
-        federation,
-        prepared.claim,
-        prepared.delta,
-        max(result.rounds, 1),
-        (*_caveats(prepared), *result.caveats),
-    )
+    guarantee = _guarantee(prepared, max(result.rounds, 1), result.caveats)
     evaluation = {"initial": result.evaluation(0)}
     if result.interrupted is None:
         evaluation["final"] = result.evaluation(result.rounds)
@@ -358,7 +390,7 @@ def _report(prepared: PreparedFederation, result: FederatedResult) -> dict[str, 
             "silos": prepared.data.num_silos,
             "records": prepared.data.num_records,
         },
-        "mechanism": {"kind": mechanism.kind, **dataclasses.asdict(mechanism)},
+        "mechanism": mechanism.to_json(),
         "environment": environment(),
     }
 
@@ -367,9 +399,7 @@ def dry_run_federated(config: FederatedConfig, console: Console) -> dict[str, An
     """Validates and prices a configuration: parameters, noise, epsilon. Trains nothing."""
     prepared = prepare(config, console)
     federation, plan = prepared.federation, prepared.federation.silos[0]
-    guarantee = federated_guarantee(
-        federation, prepared.claim, prepared.delta, federation.rounds, _caveats(prepared)
-    )
+    guarantee = _guarantee(prepared, federation.rounds)
     members = [federation.silos[i] for i in federation.participants.tolist()]
     sigmas = [p.mechanism.sigma for p in members]
     divisors = [p.mechanism.divisor(p.facts) for p in members]

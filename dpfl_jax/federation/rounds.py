@@ -116,7 +116,8 @@ class RoundBuilder:
         """What a silo draws in a round, one entry per local step."""
         plan, key = self.federation.silos[silo], self.silo_key(silo, round_index)
         mine = self.data.silos[silo]
-        return [plan.mechanism.draw(mine, key, t) for t in range(plan.local_steps)]
+        mechanism = plan.mechanism.at_round(round_index)
+        return [mechanism.draw(mine, key, t) for t in range(plan.local_steps)]
 
     def noise_keys(self, silo: int, round_index: int) -> np.ndarray:
         """uint32 [local steps, 2]: one threefry key per local step."""

@@ -18,6 +18,7 @@ from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.data.store import Store
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation import tabular
 
 Subject = tuple[str, dict[str, np.ndarray]]
 
@@ -104,6 +105,13 @@ def _named(config: FederatedDataConfig) -> tuple[list[Subject], str, dict[str, A
     if config.source == "digits":
         x, y = _digits()
         shape: tuple[int, ...] = (8, 8)
+    elif config.source == "breast_cancer":
+        facts = {"num_classes": 2, "input_shape": (30,)}
+        return list(tabular.breast_cancer()), "a subject is a patient with one record", facts
+    elif config.source == "heart_disease":
+        patients = list(tabular.heart_disease(_path(config)))
+        what = f"a subject is a patient with one record, of {len(arrays.HOSPITALS)} hospitals"
+        return patients, what, {"num_classes": 2, "input_shape": (13,)}
     elif config.source == "shakespeare":
         roles = list(_windows(_path(config), config))
         what = f"a subject is a speaking role; the task is the character after {config.seq_len}"
@@ -158,13 +166,12 @@ def _stored(
                     f"{path}: subject {name!r} has labels that are not whole numbers from 0 to "
                     f"{classes - 1}: check data.label_field and data.num_classes"
                 )
-            yield (
-                name,
-                {
-                    "x": x.reshape(len(x), *shape).astype(np.float32) / scale,
-                    "label": label.astype(np.int32),
-                },
-            )
+            own = {"x": x.reshape(len(x), *shape).astype(np.float32) / scale,
+                   "label": label.astype(np.int32)}  # fmt: skip
+            # Other numbers of a record: its silo, or its budget.
+            used = (config.input_field, config.label_field)
+            rest = {n: a for n, a in found.items() if a.ndim == 1 and n not in used}
+            yield name, rest | own
 
     facts = {"num_classes": classes, "input_shape": shape}
     return list(users()), "a subject is a user of the store", facts

@@ -139,6 +139,11 @@ class SiloMechanism(abc.ABC):
         """Expected number of units of a step: a constant, never the realised number."""
         return max(self.probability(facts) * facts.num_records, 1.0)
 
+    def at_round(self, round_index: int) -> SiloMechanism:
+        """The mechanism in a round; only mechanisms whose units may leave differ by round."""
+        del round_index
+        return self
+
     def draw(self, silo: Silo, key: RootKey, step: int) -> SiloDraw:
         """Draws the units of a local step.
 
@@ -230,6 +235,10 @@ class SiloMechanism(abc.ABC):
                 "removing one subject makes room for others' records",
             )
         return ()
+
+    def to_json(self) -> dict[str, Any]:
+        """What a report says of the mechanism: its public options."""
+        return {"kind": self.kind, **dataclasses.asdict(self)}
 
     def describe(self) -> str:
         """What the mechanism does, for the report."""

@@ -1,0 +1,233 @@
+"""A federation of silos made personal: noise, budgets, rates, and the guarantee in words."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import pathlib
+
+import numpy as np
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting.rates import TwoStage
+from dpfl_jax.config.federated import BudgetConfig, FederatedConfig
+from dpfl_jax.data.store import Store
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.federation.federation import Federation
+from dpfl_jax.federation.guarantee import ASSUMPTIONS
+from dpfl_jax.federation.mechanisms.rpdp import RPDP
+from dpfl_jax.federation.partition import record_numbers, uniforms
+from dpfl_jax.federation.personal import budgets as laws
+from dpfl_jax.federation.personal.policies import Policy, assign, public_batch
+from dpfl_jax.federation.personal.records import Personal
+from dpfl_jax.sampling import FixedSize
+
+
+def participation(federation: Federation) -> float:
+    """Probability with which a silo takes part in a round."""
+    cohort = federation.cohort
+    if cohort is None:
+        return 1.0
+    if isinstance(cohort, FixedSize):
+        return cohort.size / cohort.population
+    return float(cohort.prob)
+
+
+def distribution(config: BudgetConfig) -> laws.BudgetDistribution | None:
+    """The distribution of a config; None where budgets come from a column."""
+    if config.kind == "three_levels":
+        return laws.ThreeLevels(config.levels, config.shares)
+    if config.kind == "mix_gauss":
+        return laws.BoundedMixGauss(config.levels, config.stds, config.shares, config.bounds)
+    if config.kind == "pareto":
+        return laws.BoundedPareto(config.shape, config.pareto, config.bounds)
+    if config.kind == "constant":
+        return laws.Constant(config.levels[0])
+    return None
+
+
+def column_budgets(config: BudgetConfig, store: Store) -> np.ndarray:
+    """Budgets of a store's records, from a field of the data or a CSV file by record id."""
+    if config.path is None:
+        records = store.read(np.arange(store.num_examples))
+        if config.column not in records:
+            raise BadInputError(
+                f"the data have no field {config.column!r} (they have {', '.join(records)}): name "
+                "one in privacy.budgets.column, or give privacy.budgets.path"
+            )
+        return laws.budgets_of_column(records[config.column], config.column)
+    path = pathlib.Path(config.path)
+    if not path.is_file():
+        raise BadInputError(f"{path} does not exist: put the CSV file of budgets there")
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if not {"record", config.column} <= set(reader.fieldnames or ()):
+            raise BadInputError(f"{path} needs the columns 'record' and {config.column!r}")
+        known = {row["record"]: row[config.column] for row in reader}
+    names = store.user_ids(range(store.num_users))
+    missing = next((name for name in names if name not in known), None)
+    if missing is not None:
+        raise BadInputError(f"{path} has no budget for the record {missing!r}: give it a row")
+    values = laws.budgets_of_column(np.array([known[name] for name in names]), config.column)
+    return np.repeat(values, store.examples_per_user)
+
+
+def record_budgets(
+    config: BudgetConfig, store: Store, data: FederatedData, keys: np.ndarray
+) -> np.ndarray:
+    """Each record's epsilon, in the order of ``data``: float64 [num_records].
+
+    A drawn budget is a function of the record's id and the public seed: it tells nothing of others.
+    """
+    law = distribution(config)
+    if law is None:
+        return column_budgets(config, store)[data.order]
+    subjects = np.repeat(np.arange(store.num_users), store.examples_per_user)
+    u = uniforms(np.asarray(keys, np.uint64)[subjects], record_numbers(subjects), config.seed, 7)
+    return law.quantiles(u)[data.order]
+
+
+def public_quantiles(config: BudgetConfig) -> np.ndarray | None:
+    """The public distribution of budgets as quantiles; None if none is declared."""
+    law = distribution(config)
+    if law is not None:
+        return laws.mean_over(law)
+    if config.declared is None:
+        return None
+    return laws.check_budgets(np.asarray(config.declared, np.float64))
+
+
+def personalise(
+    config: FederatedConfig,
+    federation: Federation,
+    data: FederatedData,
+    store: Store,
+    keys: np.ndarray,
+    delta: float,
+    noise: float | None = None,
+) -> tuple[Federation, Personal]:
+    """Sets noise and personal rates.
+
+    Args:
+      config: its ``privacy.epsilon`` is the public cap: a record with that budget is always
+        sampled. ``mechanism.noise_multiplier`` replaces it.
+      federation: of ``RPDP`` mechanisms, not yet calibrated.
+      data: what the silos hold.
+      store: where the records come from.
+      keys: uint64 [users of the store], keyed hashes of record ids.
+      delta: of every record.
+      noise: noise multiplier of a run that is resumed.
+
+    Raises:
+      BadInputError: budgets that are missing, bad or out of reach, or no public batch size.
+    """
+    privacy, budgets_config = config.privacy, config.privacy.budgets
+    tau, rounds, lam = config.federation.local_steps, federation.rounds, participation(federation)
+    sigma = noise if noise is not None else config.mechanism.noise_multiplier
+    if sigma is None:
+        assert privacy.epsilon is not None
+        sigma = accounting.calibrate_noise_multiplier(
+            lambda s: accounting.events.two_stage(s, 1.0, lam, tau, rounds), privacy.epsilon, delta
+        )
+    setting = TwoStage(float(sigma), tau, rounds, lam, delta)
+    budgets = record_budgets(budgets_config, store, data, keys)
+    public = public_quantiles(budgets_config)
+    policy: Policy = privacy.policy
+    if public is None and policy in ("minimum", "dropout", "uniform"):
+        raise BadInputError(
+            f"privacy.policy={policy} compares with the distribution of budgets, which must be "
+            "public: list typical budgets in privacy.budgets.declared"
+        )
+    known = budgets if public is None else public
+    assignment = assign(policy, budgets, known, setting, privacy.unreachable)
+    batch = config.mechanism.batch_size
+    if batch is None and public is None:
+        raise BadInputError(
+            "budgets from a column are secret, so the batch size cannot follow from them: set "
+            "mechanism.batch_size, or list typical budgets in privacy.budgets.declared"
+        )
+    share = 0.0 if public is None else public_batch(policy, public, setting, privacy.unreachable)
+    plans = []
+    for plan, silo in zip(federation.silos, data.silos, strict=True):
+        mine = slice(silo.first, silo.first + silo.num_records)
+        # The plan's number, a declared constant: it stays when a record is added or removed.
+        expected = batch if batch is not None else max(1.0, share * plan.facts.num_records)
+        assert isinstance(plan.mechanism, RPDP)
+        mechanism = dataclasses.replace(
+            plan.mechanism,
+            noise_multiplier=setting.noise_multiplier,
+            rates=assignment.rates[mine],
+            stay=assignment.stay[mine],
+            setting=setting,
+            expected_batch=float(expected),
+        )
+        plans.append(dataclasses.replace(plan, mechanism=mechanism))
+    silos = np.repeat(np.arange(data.num_silos), np.diff(data.silo_offsets))
+    names = store.user_ids(range(store.num_users))
+    owned = tuple(names[s] for s in data.subjects.tolist())
+    made = dataclasses.replace(federation, silos=tuple(plans))
+    declared = None if public is None else (float(public.min()), float(public.max()))
+    return made, Personal(setting, budgets, assignment, silos, owned, declared)
+
+
+HOW = {
+    "certified": "the largest rate its own epsilon allows",
+    "curve_fit": "the rate of a fitted curve, leaving when its own epsilon is used up",
+    "bisection": "the rate its own epsilon allows by Renyi accounting",
+    "minimum": "the rate of the least declared budget, whatever its own",
+    "dropout": "the rate of the mean declared budget, or never if its own is less",
+    "uniform": "the rate of the mean declared budget, leaving when its own epsilon is used up",
+}
+
+
+def personal_guarantee(
+    personal: Personal, rounds: int, caveats: tuple[str, ...] = ()
+) -> accounting.Guarantee:
+    """What ``rounds`` rounds guarantee: each record its own epsilon; the number is the cap's.
+
+    The single epsilon is what a record that is always sampled spends: public, and a bound for all.
+    Each record's own is in the table of records, which belongs to the silos.
+    """
+    personal.check(rounds)
+    setting = personal.setting
+    cap = accounting.epsilon(setting.event(1.0, rounds), setting.delta)
+    if personal.declared is None:
+        declared = "budgets come from a column, which is not published"
+    else:
+        low, high = personal.declared
+        declared = f"budgets are declared to be spread between {low:.4g} and {high:.4g}"
+    extra = []
+    if len(personal.budgets) > 0 and setting.delta * len(personal.budgets) >= 1:
+        extra.append(
+            f"delta {setting.delta:g} is not below one over the {len(personal.budgets)} records"
+        )
+    if setting.participation_prob < 1:
+        extra.append(
+            "participation of silos is random and observed: epsilon counts its randomness, drawn "
+            "honestly, and holds for the law of all rounds together"
+        )
+    return accounting.Guarantee(
+        unit="record",
+        adjacency="add-or-remove one record of one silo",
+        trust="silo-local",
+        epsilon=cap,
+        delta=setting.delta,
+        noise_multiplier=setting.noise_multiplier,
+        steps=rounds * setting.local_steps,
+        accountant="PLD of two-stage sampling (silos, then the record by its own rate), each "
+        "record's rate certified",
+        sampling=f"rpdp ({personal.assignment.policy}): each record by its own Poisson coin, with "
+        f"{HOW[personal.assignment.policy]}; {setting.local_steps} local steps in each of "
+        f"{rounds} rounds, each silo in a round with probability "
+        f"{setting.participation_prob:.4g}; the epsilon above is that of a record that is always "
+        f"sampled, every record keeps its own ({declared}; the silos' table of records has what "
+        "each spent); noise added inside the silo at every step",
+        assumptions=(
+            "a record's budget does not depend on other records, and is not itself protected",
+            "each person owns one record",
+            *ASSUMPTIONS,
+        ),
+        caveats=(*extra, *caveats),
+        released="every update that a silo sends, which silos took part, and every global model",
+    )

@@ -1,0 +1,113 @@
+"""The table of what every record asked for and spent. It belongs to the silos: private."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from dpfl_jax.accounting.rates import TwoStage, solver
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.personal.policies import Assignment
+from dpfl_jax.training.run_dir import write_atomically
+
+FILE = "private/records.csv"
+SUMMARY = "private/records.json"
+COLUMNS = ("record", "silo", "budget", "rate", "rounds", "epsilon_spent")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Personal:
+    """Budgets, rates and stays of all records, in the order of the federation's data.
+
+    Attributes:
+      setting: what is accounted.
+      budgets: float64 [n].
+      assignment: rates and stays.
+      silos: int64 [n], silo of each record.
+      names: id of each record.
+      declared: least and largest budget of the public distribution; None if there is none.
+    """
+
+    setting: TwoStage
+    budgets: np.ndarray
+    assignment: Assignment
+    silos: np.ndarray
+    names: tuple[str, ...]
+    declared: tuple[float, float] | None = None
+
+    def spent(self, rounds: int) -> np.ndarray:
+        """Upper bounds on the epsilon of every record after ``rounds`` rounds, float64 [n]."""
+        return solver(self.setting).spent_after(self.assignment.rates, self.assignment.stay, rounds)
+
+    def check(self, rounds: int) -> np.ndarray:
+        """``spent``, after making sure that nobody exceeds its budget."""
+        spent = self.spent(rounds)
+        over = np.flatnonzero(spent > self.budgets)
+        if len(over):
+            row = int(over[0])
+            raise RuntimeError(
+                f"record {self.names[row]} has spent {spent[row]:.6g} of {self.budgets[row]:.6g}"
+            )
+        return spent
+
+    def summary(self, rounds: int) -> dict[str, Any]:
+        """Counts and extremes (private: computed from the list of budgets)."""
+        spent = self.check(rounds)
+        rates, stay = self.assignment.rates, np.minimum(self.assignment.stay, rounds)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            used = np.nan_to_num(spent / self.budgets)
+        return {
+            "policy": self.assignment.policy,
+            "records": len(rates),
+            "rounds": rounds,
+            "over_budget": int((spent > self.budgets).sum()),
+            "never_sampled": int(((rates == 0) | (stay == 0)).sum()),
+            "left_early": int(((stay < rounds) & (rates > 0)).sum()),
+            "budget": _spread(self.budgets),
+            "rate": _spread(rates),
+            "epsilon_spent": _spread(spent),
+            "largest_share_of_budget": float(used.max(initial=0.0)),
+            **self.assignment.facts,
+        }
+
+    def write(self, directory: pathlib.Path, rounds: int) -> dict[str, Any]:
+        """Writes the table and its summary under ``private/`` (owner only); returns the summary."""
+        summary = self.summary(rounds)
+        spent, stay = self.spent(rounds), np.minimum(self.assignment.stay, rounds)
+        text = io.StringIO()
+        writer = csv.writer(text)
+        writer.writerow(COLUMNS)
+        columns = (self.silos, self.budgets, self.assignment.rates, stay, spent)
+        writer.writerows(zip(self.names, *(c.tolist() for c in columns)))
+        (directory / "private").mkdir(mode=0o700, exist_ok=True)
+        write_atomically(directory / FILE, text.getvalue(), mode=0o600)
+        write_atomically(directory / SUMMARY, json.dumps(summary, indent=2) + "\n", mode=0o600)
+        return summary
+
+
+def _spread(values: np.ndarray) -> dict[str, float]:
+    names = ("least", "median", "mean", "most")
+    found = (values.min(), np.median(values), values.mean(), values.max())
+    return {name: float(value) for name, value in zip(names, found)}
+
+
+def read_records(directory: pathlib.Path) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """The summary and the rows of a finished run.
+
+    Raises:
+      BadInputError: the run has no such table.
+    """
+    if not (directory / FILE).exists():
+        raise BadInputError(
+            f"{directory} holds no table of records: only runs with personal budgets "
+            "(mechanism.kind=rpdp) that have written their report do"
+        )
+    summary = json.loads((directory / SUMMARY).read_text())
+    with (directory / FILE).open(newline="") as file:
+        return summary, list(csv.DictReader(file))
