@@ -36,6 +36,18 @@ LEAST_RATE = 1e-6
 Unreachable = Literal["error", "exclude"]
 
 
+class UnreachableBudgetError(BadInputError):
+    """A budget that no sampling rate keeps.
+
+    Attributes:
+      row: of the first such record.
+    """
+
+    def __init__(self, message: str, row: int) -> None:
+        super().__init__(message)
+        self.row = row
+
+
 @dataclasses.dataclass(frozen=True)
 class TwoStage:
     """What is common to all records of a run.
@@ -169,10 +181,11 @@ class RateSolver:
         if short.any():
             row = int(np.flatnonzero(short[inverse])[0])
             if unreachable == "error":
-                raise BadInputError(
+                raise UnreachableBudgetError(
                     f"row {row} asks for epsilon {budgets[row]:g}, but a record that is sampled as "
                     f"rarely as {self.grid[-1]:.2g} spends {self.smallest:.4g}, the smallest that "
-                    "can be reached here: raise its budget or the noise multiplier, or exclude it"
+                    "can be reached here: raise its budget or the noise multiplier, or exclude it",
+                    row,
                 )
             rates, costs = np.where(short, 0.0, rates), np.where(short, 0.0, costs)
         return PersonalRates(rates[inverse], costs[inverse])

@@ -9,7 +9,7 @@ import pathlib
 import numpy as np
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting.rates import TwoStage
+from dpfl_jax.accounting.rates import TwoStage, UnreachableBudgetError
 from dpfl_jax.config.federated import BudgetConfig, FederatedConfig
 from dpfl_jax.data.store import Store
 from dpfl_jax.errors import BadInputError
@@ -140,7 +140,15 @@ def personalise(
             "public: list typical budgets in privacy.budgets.declared"
         )
     known = budgets if public is None else public
-    assignment = assign(policy, budgets, known, setting, privacy.unreachable)
+    names = store.user_ids(range(store.num_users))
+    owned = tuple(names[s] for s in data.subjects.tolist())
+    try:
+        assignment = assign(policy, budgets, known, setting, privacy.unreachable)
+    except UnreachableBudgetError as error:
+        which = owned[error.row] if policy not in ("minimum", "dropout", "uniform") else "declared"
+        raise BadInputError(
+            f"record {which!r}: {error} (privacy.unreachable=exclude leaves such records out)"
+        ) from None
     batch = config.mechanism.batch_size
     if batch is None and public is None:
         raise BadInputError(
@@ -164,8 +172,6 @@ def personalise(
         )
         plans.append(dataclasses.replace(plan, mechanism=mechanism))
     silos = np.repeat(np.arange(data.num_silos), np.diff(data.silo_offsets))
-    names = store.user_ids(range(store.num_users))
-    owned = tuple(names[s] for s in data.subjects.tolist())
     made = dataclasses.replace(federation, silos=tuple(plans))
     declared = None if public is None else (float(public.min()), float(public.max()))
     return made, Personal(setting, budgets, assignment, silos, owned, declared)
