@@ -403,7 +403,7 @@ def dry_run_federated(config: FederatedConfig, console: Console) -> dict[str, An
     members = [federation.silos[i] for i in federation.participants.tolist()]
     sigmas = [p.mechanism.sigma for p in members]
     divisors = [p.mechanism.divisor(p.facts) for p in members]
-    per_step = sum(p.mechanism.probability(p.facts) * p.facts.num_records for p in members)
+    per_step = sum(p.mechanism.expected_records(p.facts) for p in members)
     return {
         "status": "dry-run",
         "name": config.name,

@@ -135,6 +135,10 @@ class SiloMechanism(abc.ABC):
         assert self.batch_size is not None
         return min(1.0, self.batch_size / max(facts.num_records, 1))
 
+    def expected_records(self, facts: SiloFacts) -> float:
+        """Expected records of a local step, for estimates of cost."""
+        return self.probability(facts) * facts.num_records
+
     def divisor(self, facts: SiloFacts) -> float:
         """Expected number of units of a step: a constant, never the realised number."""
         return max(self.probability(facts) * facts.num_records, 1.0)

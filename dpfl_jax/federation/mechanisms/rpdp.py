@@ -85,6 +85,10 @@ class RPDP(SiloMechanism):
             return 0
         return PersonalizedPoisson(self._rates(silo)).size_bound(tail)
 
+    def expected_records(self, facts: SiloFacts) -> float:
+        """The declared number."""
+        return min(self.expected_batch, facts.num_records)
+
     def divisor(self, facts: SiloFacts) -> float:
         """The public constant b."""
         del facts

@@ -1,0 +1,173 @@
+"""Tables of patients, their own silos, silos of half of the classes, budgets from columns."""
+
+import csv
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dpfl_jax.config.federated import BudgetConfig, FederatedConfig, FederatedDataConfig
+from dpfl_jax.data import ArrayStore
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.experiment import prepare
+from dpfl_jax.federation.partition import assign_by_labels
+from dpfl_jax.federation.personal.personalise import column_budgets, record_budgets
+from dpfl_jax.federation.placement import own_silos, spread, subject_keys
+from dpfl_jax.federation.sources import load_subjects
+
+pytest.importorskip("sklearn")
+RPDP = {"kind": "rpdp", "max_items_per_subject": 1}
+
+
+def config(**sections):
+    base = {
+        "data": {"source": "breast_cancer", "validation_fraction": 0.34},
+        "federation": {"silos": 4, "rounds": 3, "local_steps": 2},
+        "model": {"kind": "logistic"},
+        "mechanism": dict(RPDP),
+        "privacy": {"epsilon": 10.0, "delta": 1e-3},
+    }
+    for name, section in sections.items():
+        base[name] = base[name] | section
+    return FederatedConfig.model_validate(base)
+
+
+def test_the_embedded_patients_are_real_and_of_order_one():
+    data = load_subjects(FederatedDataConfig(source="breast_cancer", validation_fraction=0.34))
+    assert data.train.num_users + data.held_out.num_users == 569
+    records = data.train.read(np.arange(data.train.num_examples))
+    assert records["x"].shape == (data.train.num_examples, 30)
+    assert np.abs(records["x"]).max() <= 1.0
+    assert 0.55 < records["label"].mean() < 0.7  # 357 of 569 are benign
+
+
+def test_hospitals_are_their_own_silos(data_dir):
+    path = str(data_dir / "heart_disease")
+    found = config(
+        data={"source": "heart_disease", "path": path, "validation_fraction": 0.34},
+        federation={"partition": "natural"},
+    )
+    prepared = prepare(found, Console(quiet=True))
+    sizes = [plan.facts.num_records for plan in prepared.federation.silos]
+    # 303, 261, 46 and 130 patients, two thirds of each in training (by hash: not exactly).
+    for size, whole in zip(sizes, (303, 261, 46, 130), strict=True):
+        assert abs(size - 0.66 * whole) < 4 * np.sqrt(whole * 0.66 * 0.34)
+    for i, silo in enumerate(prepared.data.silos):
+        read = prepared.data.read(np.arange(silo.first, silo.first + silo.num_records))
+        assert set(read["silo"].tolist()) == {i}
+        assert np.abs(read["x"]).mean() < 1.5
+    names = prepared.personal.names
+    hospitals = ("cleveland", "hungarian", "switzerland", "va")
+    assert all(n.startswith(hospitals[s]) for n, s in zip(names, prepared.personal.silos))
+
+
+def test_silos_of_half_of_the_classes():
+    labels = np.random.default_rng(0).integers(0, 10, 4000)
+    keys = np.random.default_rng(1).integers(0, 2**63, 4000).astype(np.uint64)
+    silos = assign_by_labels(np.arange(4000), keys, labels, 10, 10)
+    for silo in range(10):
+        held = set(labels[silos == silo].tolist())
+        assert held == {(silo + j) % 10 for j in range(5)}
+        assert 280 < np.sum(silos == silo) < 520
+    # A record's place is its own: taking others away moves nobody.
+    keep = np.arange(4000) % 3 != 0
+    again = assign_by_labels(np.arange(keep.sum()), keys[keep], labels[keep], 10, 10)
+    assert again.tolist() == silos[keep].tolist()
+    for silo_count, classes in ((3, 10), (4, 2), (2, 3)):
+        some = labels % classes
+        spread_over = assign_by_labels(np.arange(4000), keys, some, silo_count, classes)
+        assert set(spread_over.tolist()) == set(range(silo_count))
+    with pytest.raises(BadInputError, match=r"federation\.silos to 2 or more"):
+        assign_by_labels(np.arange(4000), keys, labels, 1, 10)
+    with pytest.raises(BadInputError, match=r"labels in 0\.\.4"):
+        assign_by_labels(np.arange(4000), keys, labels, 4, 5)
+
+
+def stored(**fields):
+    count = len(next(iter(fields.values())))
+    return ArrayStore.from_users(
+        (f"p{i}", {k: np.asarray(v)[i : i + 1] for k, v in fields.items()}) for i in range(count)
+    )
+
+
+def test_natural_silos_and_missing_fields_are_one_sentence():
+    store = stored(x=np.zeros((4, 2), np.float32), silo=np.array([0, 1, 2, 1], np.int32))
+    assert sorted(own_silos(store, 3).tolist()) == [0, 1, 1, 2]
+    with pytest.raises(BadInputError, match=r"set federation\.silos to 3"):
+        own_silos(store, 2)
+    patients = load_subjects(FederatedDataConfig(source="breast_cancer")).train
+    with pytest.raises(BadInputError, match="partition=natural needs a field 'silo'"):
+        spread(patients, config(federation={"partition": "natural"}))
+
+
+def test_budgets_from_a_field_or_a_file_follow_their_records(tmp_path):
+    asked = np.array([0.5, 1.5, 2.5, 3.5, 4.5])
+    store = stored(x=np.arange(5.0, dtype=np.float32)[:, None], eps=asked)
+    setting = config(federation={"silos": 2})
+    data = spread(store, setting)
+    keys = subject_keys(store, 0)
+    field = BudgetConfig(kind="column", column="eps")
+    found = record_budgets(field, store, data, keys)
+    read = data.read(np.arange(5))
+    assert found.tolist() == (read["x"][:, 0] + 0.5).tolist()
+    file = tmp_path / "budgets.csv"
+    with file.open("w", newline="") as stream:
+        rows = csv.writer(stream)
+        rows.writerows([["record", "eps"], *((f"p{i}", asked[i]) for i in (3, 0, 4, 1, 2))])
+    listed = BudgetConfig(kind="column", column="eps", path=str(file))
+    assert record_budgets(listed, store, data, keys).tolist() == found.tolist()
+    with pytest.raises(BadInputError, match="no field 'epsilon'"):
+        column_budgets(BudgetConfig(kind="column"), store)
+    with pytest.raises(BadInputError, match="needs the columns 'record' and 'epsilon'"):
+        column_budgets(BudgetConfig(kind="column", path=str(file)), store)
+    file.write_text("record,eps\np0,1\n")
+    with pytest.raises(BadInputError, match="no budget for the record"):
+        column_budgets(listed, store)
+    with pytest.raises(BadInputError, match="does not exist"):
+        column_budgets(BudgetConfig(kind="column", path=str(tmp_path / "none.csv")), store)
+
+
+def test_a_drawn_budget_depends_on_its_record_alone():
+    store = stored(x=np.zeros((300, 1), np.float32))
+    fewer = ArrayStore.from_users(
+        (f"p{i}", {"x": np.zeros((1, 1), np.float32)}) for i in range(300) if i % 4
+    )
+    budgets = BudgetConfig(kind="mix_gauss")
+    tables = []
+    for people in (store, fewer):
+        data = spread(people, config())
+        values = record_budgets(budgets, people, data, subject_keys(people, 0))
+        names = people.user_ids(range(people.num_users))
+        tables.append({names[s]: v for s, v in zip(data.subjects, values, strict=True)})
+    assert len(tables[1]) == 225
+    assert all(tables[0][name] == value for name, value in tables[1].items())
+    assert abs(np.mean([v < 0.2 for v in tables[0].values()]) - 0.7) < 0.12
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mechanism": {"sampling_prob": 0.1}}, "does not go with rpdp"),
+        ({"mechanism": {"max_items_per_subject": 2}}, "rpdp protects records"),
+        ({"privacy": {"recipe": "paper_a"}}, "belongs to other mechanisms"),
+        ({"federation": {"participation_prob": 0.5, "silos_per_round": 2}}, "keep one of them"),
+    ],
+)
+def test_contradictions_are_one_sentence(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+def test_secret_budgets_need_a_declared_batch_or_typical_budgets(tmp_path):
+    file = tmp_path / "budgets.csv"
+    rows = "\n".join(f"patient {i:05d},{1 + i % 3}" for i in range(569))
+    file.write_text(f"record,epsilon\n{rows}\n")
+    secret = {"budgets": {"kind": "column", "path": str(file)}}
+    quiet = Console(quiet=True)
+    with pytest.raises(BadInputError, match=r"set mechanism\.batch_size"):
+        prepare(config(privacy=secret), quiet)
+    with pytest.raises(BadInputError, match=r"privacy\.budgets\.declared"):
+        prepare(config(privacy=secret | {"policy": "minimum"}), quiet)
+    prepared = prepare(config(privacy=secret, mechanism={"batch_size": 30}), quiet)
+    assert {p.mechanism.expected_batch for p in prepared.federation.silos} == {30.0}
+    assert prepared.personal.declared is None
