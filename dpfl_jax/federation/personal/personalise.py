@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from dpfl_jax.federation.guarantee import ASSUMPTIONS
 from dpfl_jax.federation.mechanisms.rpdp import RPDP
 from dpfl_jax.federation.partition import record_numbers, uniforms
 from dpfl_jax.federation.personal import budgets as laws
-from dpfl_jax.federation.personal.policies import Policy, assign, public_batch
+from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, public_batch
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.sampling import FixedSize
 
@@ -98,6 +99,38 @@ def public_quantiles(config: BudgetConfig) -> np.ndarray | None:
     return laws.check_budgets(np.asarray(config.declared, np.float64))
 
 
+def with_rates(
+    federation: Federation,
+    data: FederatedData,
+    assignment: Assignment,
+    setting: TwoStage,
+    expected: Sequence[float],
+) -> Federation:
+    """A federation of ``RPDP`` mechanisms with noise, rates, stays and public divisors.
+
+    Args:
+      federation: who takes part.
+      data: what the silos hold.
+      assignment: rates and stays of all records, in the order of ``data``.
+      setting: what is accounted.
+      expected: b of each silo, public: never computed from records or their budgets.
+    """
+    plans = []
+    for plan, silo, batch in zip(federation.silos, data.silos, expected, strict=True):
+        mine = slice(silo.first, silo.first + silo.num_records)
+        assert isinstance(plan.mechanism, RPDP)
+        mechanism = dataclasses.replace(
+            plan.mechanism,
+            noise_multiplier=setting.noise_multiplier,
+            rates=assignment.rates[mine],
+            stay=assignment.stay[mine],
+            setting=setting,
+            expected_batch=float(batch),
+        )
+        plans.append(dataclasses.replace(plan, mechanism=mechanism))
+    return dataclasses.replace(federation, silos=tuple(plans))
+
+
 def personalise(
     config: FederatedConfig,
     federation: Federation,
@@ -156,23 +189,13 @@ def personalise(
             "mechanism.batch_size, or list typical budgets in privacy.budgets.declared"
         )
     share = 0.0 if public is None else public_batch(policy, public, setting, privacy.unreachable)
-    plans = []
-    for plan, silo in zip(federation.silos, data.silos, strict=True):
-        mine = slice(silo.first, silo.first + silo.num_records)
-        # The plan's number, a declared constant: it stays when a record is added or removed.
-        expected = batch if batch is not None else max(1.0, share * plan.facts.num_records)
-        assert isinstance(plan.mechanism, RPDP)
-        mechanism = dataclasses.replace(
-            plan.mechanism,
-            noise_multiplier=setting.noise_multiplier,
-            rates=assignment.rates[mine],
-            stay=assignment.stay[mine],
-            setting=setting,
-            expected_batch=float(expected),
-        )
-        plans.append(dataclasses.replace(plan, mechanism=mechanism))
+    # The plan's numbers, declared constants: they stay when a record is added or removed.
+    expected = [
+        batch if batch is not None else max(1.0, share * plan.facts.num_records)
+        for plan in federation.silos
+    ]
+    made = with_rates(federation, data, assignment, setting, expected)
     silos = np.repeat(np.arange(data.num_silos), np.diff(data.silo_offsets))
-    made = dataclasses.replace(federation, silos=tuple(plans))
     declared = None if public is None else (float(public.min()), float(public.max()))
     return made, Personal(setting, budgets, assignment, silos, owned, declared)
 

@@ -1,0 +1,222 @@
+"""One compiled program for many short runs: policies, budgets and seeds on one federation."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting.rates import TwoStage
+from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.federation.engine import make_release, mean_update
+from dpfl_jax.federation.federation import Federation, SiloPlan
+from dpfl_jax.federation.loop import SiloStates
+from dpfl_jax.federation.mechanisms import RPDP, FedAvg, LocalItemDP, SiloFacts, SiloMechanism
+from dpfl_jax.federation.personal.budgets import BudgetDistribution, mean_over
+from dpfl_jax.federation.personal.personalise import with_rates
+from dpfl_jax.federation.personal.policies import Policy, assign
+from dpfl_jax.federation.personal.records import Personal
+from dpfl_jax.federation.rounds import RoundBuilder
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.reproduce.registry import Claim
+from dpfl_jax.sampling import Poisson
+from dpfl_jax.training.mesh import data_parallel_mesh
+
+LAST = 3  # accuracy is the mean over this many last rounds
+
+
+class _Buffers(RoundBuilder):
+    """Buffers rounded up to powers of two, so that runs share programs; nothing is cut off."""
+
+    @functools.cached_property
+    def row(self) -> int:
+        return self.microbatch_size
+
+    @functools.cached_property
+    def capacity(self) -> int:
+        plans = self.federation.silos
+        bounds = [plans[i].mechanism.size_bound(self.data.silos[i]) for i in self._members]
+        return 1 << max(0, math.ceil(math.log2(max(1, max(bounds, default=1)) / self.row)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A federation of one seed under one policy.
+
+    Attributes:
+      federation: with noise and rates.
+      personal: what every record asked for and spends; None without personal budgets.
+    """
+
+    federation: Federation
+    personal: Personal | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Bench:
+    """What all runs share.
+
+    Attributes:
+      model: with ``loss`` and ``predict``.
+      data: what the silos hold.
+      test: arrays ``x`` and ``label`` of all silos' test records.
+      optimizer: of the silos; its state is kept between rounds.
+      local_steps: tau.
+      rounds: T.
+      participation: lambda.
+      weights: of the silos in the server's average, public.
+      microbatch_size: records processed at once.
+    """
+
+    model: Any
+    data: FederatedData
+    test: dict[str, np.ndarray]
+    optimizer: optax.GradientTransformation
+    local_steps: int
+    rounds: int
+    participation: float
+    weights: Sequence[float]
+    microbatch_size: int = 32
+
+    def __post_init__(self) -> None:
+        """Compiles nothing yet."""
+        self._mesh = data_parallel_mesh(jax.devices()[:1])
+        self._release: dict[bool, Any] = {}
+        test = jax.tree.map(jnp.asarray, self.test)
+
+        def accuracy(params: Any) -> jax.Array:
+            guess = jax.lax.map(lambda x: self.model.predict(params, x), test["x"], batch_size=1024)
+            return (guess == test["label"]).mean()
+
+        self._accuracy = jax.jit(accuracy)
+
+    def _federation(self, mechanism: SiloMechanism) -> Federation:
+        plans = tuple(
+            SiloPlan(mechanism, SiloFacts.of(silo), self.local_steps, weight)
+            for silo, weight in zip(self.data.silos, self.weights, strict=True)
+        )
+        cohort = None
+        if self.participation < 1:
+            cohort = Poisson(self.data.num_silos, self.participation)
+        return Federation(plans, self.rounds, 1, cohort)
+
+    def personal(
+        self, setting: TwoStage, law: BudgetDistribution, policy: Policy, seed: int
+    ) -> Made:
+        """The federation of a policy; budgets are drawn by the seed."""
+        budgets = law.quantiles(np.random.default_rng(seed).random(self.data.num_records))
+        public = mean_over(law)
+        assignment = assign(policy, budgets, public, setting)
+        share = float(assign(policy, public, public, setting).rates.mean())
+        federation = self._federation(RPDP())
+        expected = [max(1.0, share * plan.facts.num_records) for plan in federation.silos]
+        silos = np.repeat(np.arange(self.data.num_silos), np.diff(self.data.silo_offsets))
+        names = tuple(str(i) for i in range(self.data.num_records))
+        made = with_rates(federation, self.data, assignment, setting, expected)
+        return Made(made, Personal(setting, budgets, assignment, silos, names))
+
+    def one_rate(self, batch_size: int, epsilon: float, delta: float) -> Made:
+        """Minimum as in the authors' code: q = B / (smallest silo), noise for the least budget."""
+        least = min(silo.num_records for silo in self.data.silos)
+        rate = min(1.0, batch_size / least)
+        sigma = accounting.calibrate_noise_multiplier(
+            lambda s: accounting.events.two_stage(
+                s, rate, self.participation, self.local_steps, self.rounds
+            ),
+            epsilon,
+            delta,
+        )
+        mechanism = LocalItemDP(sampling_prob=rate, clip_norm=1.0, noise_multiplier=float(sigma))
+        return Made(self._federation(mechanism))
+
+    def non_private(self, batch_size: int) -> Made:
+        """FedAvg without clipping and noise."""
+        return Made(self._federation(FedAvg(batch_size=batch_size)))
+
+    def run(self, made: Made, params: Any, seed: int) -> np.ndarray:
+        """Trains; returns test accuracy after every round, float64 [rounds]."""
+        federation = made.federation
+        private = federation.mechanism.private
+        if private not in self._release:
+            self._release[private] = make_release(
+                federation.mechanism,
+                self.model.loss,
+                self.optimizer,
+                self._mesh,
+                keep_state=True,
+            )
+        release = self._release[private]
+        builder = _Buffers(
+            federation,
+            self.data,
+            RootKey.from_seed(seed),
+            self._mesh,
+            1,
+            self.microbatch_size,
+        )
+        states = SiloStates(self.optimizer, params, self.data.num_silos)
+        found = []
+        for _, pieces in builder.prefetch(0, self.rounds):
+            total = None
+            for piece in pieces:
+                kept = states.take(piece.silos, builder.size)
+                released, kept, _ = release(params, kept, piece.chunk)
+                states.put(piece.silos, kept)
+                total = released if total is None else jax.tree.map(jnp.add, total, released)
+            if total is not None:
+                params = jax.tree.map(jnp.add, params, mean_update(total))
+            found.append(float(self._accuracy(params)))
+        if made.personal is not None:
+            made.personal.check(self.rounds)
+        return np.array(found)
+
+
+def torch_init(params: Any, seed: int) -> Any:
+    """Dense layers as PyTorch starts them: uniform within 1 / sqrt(inputs), biases too."""
+    rng = np.random.default_rng([seed, 1])
+
+    def layer(tree: Any) -> Any:
+        if "kernel" not in tree:
+            return {name: layer(part) for name, part in tree.items()}
+        bound = 1 / math.sqrt(np.prod(tree["kernel"].shape[:-1]))
+        return {
+            name: jnp.asarray(rng.uniform(-bound, bound, leaf.shape), jnp.float32)
+            for name, leaf in tree.items()
+        }
+
+    return layer(params)
+
+
+def row(label: str, law: str, curves: list[np.ndarray], **more: Any) -> dict[str, Any]:
+    """A line of a table: accuracy over the last rounds, its spread over seeds."""
+    last = np.array([curve[-LAST:].mean() for curve in curves])
+    return {
+        "run": label,
+        "budgets": law,
+        "accuracy": float(last.mean()),
+        "std": float(last.std(ddof=1)) if len(last) > 1 else 0.0,
+        "seeds": len(last),
+        "curve": [round(float(a), 4) for a in np.mean(curves, axis=0)],
+        **more,
+    }
+
+
+def beside(found: dict[str, Any], mean: float, std: float, seeds: int, claim: str) -> Claim:
+    """A published or independently measured mean within two standard errors of the difference."""
+    error = math.hypot(found["std"] / math.sqrt(found["seeds"]), std / math.sqrt(seeds))
+    gap = found["accuracy"] - mean
+    return Claim(
+        claim,
+        round(found["accuracy"], 4),
+        mean,
+        abs(gap) <= 2 * error,
+        f"{gap / error:+.1f} standard errors of the difference ({error:.4f}); at most 2",
+    )
