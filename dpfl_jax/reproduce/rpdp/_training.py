@@ -22,7 +22,7 @@ from dpfl_jax.federation.loop import SiloStates
 from dpfl_jax.federation.mechanisms import RPDP, FedAvg, LocalItemDP, SiloFacts, SiloMechanism
 from dpfl_jax.federation.personal.budgets import BudgetDistribution, mean_over
 from dpfl_jax.federation.personal.personalise import with_rates
-from dpfl_jax.federation.personal.policies import Policy, assign
+from dpfl_jax.federation.personal.policies import Policy, assign, public_batch
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.randomness import RootKey
@@ -115,7 +115,7 @@ class Bench:
         budgets = law.quantiles(np.random.default_rng(seed).random(self.data.num_records))
         public = mean_over(law)
         assignment = assign(policy, budgets, public, setting)
-        share = float(assign(policy, public, public, setting).rates.mean())
+        share = public_batch(policy, public, setting)
         federation = self._federation(RPDP())
         expected = [max(1.0, share * plan.facts.num_records) for plan in federation.silos]
         silos = np.repeat(np.arange(self.data.num_silos), np.diff(self.data.silo_offsets))
