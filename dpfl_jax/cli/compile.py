@@ -72,7 +72,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ["JAX_PLATFORMS"] = "cpu"
     from dpfl_jax.config import RunConfig, config_to_dict, load_config
-    from dpfl_jax.training.experiment import build_mechanism, build_model, make_optimizer
+    from dpfl_jax.training.experiment import build_mechanism
+    from dpfl_jax.training.start import build_model, make_optimizer
 
     config = load_config(args.config, args.overrides)
     if not isinstance(config, RunConfig):

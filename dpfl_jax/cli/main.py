@@ -28,6 +28,8 @@ COMMANDS = {
     "sweep": "run a grid of configurations and tabulate the best",
     "reproduce": "reproduce a paper's figure or table, with a verdict on each claim",
     "show": "print the report of a run",
+    "export": "write a run's model for `transformers`, with its guarantee",
+    "sample": "let the model of a run go on with a prompt",
 }
 
 

@@ -128,8 +128,9 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
         groups = [2**k for k in range(largest.bit_length())]
         sensitivities = Sensitivities.assumed(args.decay, groups)
     else:
-        from dpfl_jax.training.experiment import read_data, starting_params
+        from dpfl_jax.training.experiment import read_data
         from dpfl_jax.training.mesh import make_mesh
+        from dpfl_jax.training.start import starting_params
 
         data, model = read_data(config, console)
         sizes = np.diff(data.train.user_offsets)

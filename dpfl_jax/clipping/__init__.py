@@ -16,6 +16,7 @@ from dpfl_jax.clipping.rules import (
     group_sizes,
 )
 from dpfl_jax.clipping.self_check import SelfCheck, SelfCheckError, self_check
+from dpfl_jax.clipping.trainable import Trainable, join, split
 
 __all__ = [
     "AdaptiveClip",
@@ -32,8 +33,11 @@ __all__ = [
     "SelfCheck",
     "SelfCheckError",
     "Standard",
+    "Trainable",
     "bounded_grad",
     "group_sizes",
+    "join",
     "probe",
     "self_check",
+    "split",
 ]

@@ -37,11 +37,55 @@ class OptimizerConfig(Section):
     options: dict[str, Any] = {}
 
 
+class LoraConfig(Section):
+    """Low-rank adapters beside projections.
+
+    Attributes:
+      rank: of an adapter.
+      alpha: scale of an adapter times rank.
+      targets: shell patterns of the projections that get one, e.g. "*/attention/*" or
+        "*/mlp/down".
+    """
+
+    rank: int = Field(8, ge=1)
+    alpha: float = Field(16.0, gt=0)
+    targets: tuple[str, ...] = Field(("*/attention/*",), min_length=1)
+
+
 class ModelConfig(Section):
-    """The transformer: a named size, and fields of TransformerConfig that differ from it."""
+    """The transformer, and which of its parameters are trained privately.
+
+    Attributes:
+      size: a named size; not beside a checkpoint.
+      checkpoint: directory in the Hugging Face layout (config.json and safetensors files) of a
+        GPT-2, Llama or Gemma model, taken as public.
+      overrides: fields of TransformerConfig; beside a checkpoint dtype, remat and scan_layers.
+      lora: adapters; null for none.
+      trainable: all, lora, biases, last_layers, or shell patterns of parameter names; default lora
+        if there are adapters, else all. The others are never differentiated, noised or updated.
+      last_layers: blocks that ``trainable: last_layers`` trains (with the last norm).
+      frozen_dtype: of parameters of a checkpoint that are not trained.
+    """
 
     size: str = "tiny"
+    checkpoint: str | None = None
     overrides: dict[str, Any] = {}
+    lora: LoraConfig | None = None
+    trainable: Literal["all", "lora", "biases", "last_layers"] | tuple[str, ...] | None = None
+    last_layers: int = Field(1, ge=1)
+    frozen_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> ModelConfig:
+        if self.checkpoint is not None and "size" in self.model_fields_set and self.size != "tiny":
+            raise ValueError("both model.size and model.checkpoint are set: keep one")
+        if self.trainable == "lora" and self.lora is None:
+            raise ValueError("model.trainable=lora needs model.lora, e.g. model.lora.rank=8")
+        if self.lora is not None and self.trainable in ("biases", "last_layers"):
+            raise ValueError(
+                "model.lora adds adapters, but model.trainable leaves them untrained: remove one"
+            )
+        return self
 
 
 class PretrainConfig(Section):
@@ -249,6 +293,10 @@ class RunConfig(Section):
                     "both privacy.epsilon and mechanism.noise_multiplier are set: keep one, the "
                     "other follows from it"
                 )
+        if self.pretrain is not None and self.model.checkpoint is not None:
+            raise ValueError(
+                "both pretrain and model.checkpoint are set: the private phase starts from one"
+            )
         if privacy.budget is not None and privacy.ledger is None:
             raise ValueError("privacy.budget needs privacy.ledger, the file it is charged to")
         if privacy.ledger is not None and privacy.account is None:

@@ -48,7 +48,8 @@ class DataConfig:
         huggingface).
       text_column: column of the text (the same sources).
       seq_len: tokens in an example (a store keeps its own).
-      tokenizer: ``"bytes"``, a tokenizers ``.json`` or a SentencePiece ``.model`` file.
+      tokenizer: ``"bytes"``, a tokenizers ``.json`` or a SentencePiece ``.model`` file; in a run's
+        configuration also ``"checkpoint"``, that of model.checkpoint.
       validation_fraction: expected share of users held out for tuning.
       test_fraction: expected share of users held out for the report.
       split_seed: chooses which users.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax import accounting
-from dpfl_jax.clipping import BoundedSum
+from dpfl_jax.clipping import BoundedSum, join, split
 from dpfl_jax.mechanisms.base import LossFn, Mechanism, Population, PyTree, require_positive
 from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.randomness import RootKey
@@ -65,15 +65,20 @@ class NonPrivate(Mechanism):
 
     def bounded_grad(self, loss_fn: LossFn, **options: Any) -> Any:
         """The plain gradient of the sum of losses, in the shape of a bounded sum."""
-        del options
+        trainable = options.get("trainable")
 
-        def total(params: PyTree, batch: PyTree, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def total(
+            trained: PyTree, frozen: PyTree, batch: PyTree, mask: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            params = join(trained, frozen)
             losses = jax.vmap(lambda example: loss_fn(params, example))(batch)
             losses = jnp.where(mask, losses, 0.0)
             return losses.sum(), losses
 
         def summed(params: PyTree, batch: PyTree, mask: jax.Array) -> BoundedSum:
-            (_, losses), grad = jax.value_and_grad(total, has_aux=True)(params, batch, mask)
+            trained, frozen = split(params, trainable)
+            gradient = jax.value_and_grad(total, has_aux=True)
+            (_, losses), grad = gradient(trained, frozen, batch, mask)
             grad = jax.tree.map(lambda g: g.astype(jnp.float32), grad)
             weights = mask.astype(jnp.float32)
             return BoundedSum(

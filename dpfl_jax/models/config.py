@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import fnmatch
 import math
 from typing import Any, ClassVar, Literal, get_args
 
@@ -14,6 +15,70 @@ Norm = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "light", "full"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Rotary frequencies of a model made for longer sequences than it was first trained on.
+
+    Attributes:
+      kind: ``"linear"``: all frequencies divided by ``factor`` (Chen et al. 2023); ``"llama3"``:
+        only the low ones (Llama 3.1), with a smooth passage.
+      factor: > 0.
+      low_freq_factor: llama3: wavelengths above original_max_len / this are divided.
+      high_freq_factor: llama3: wavelengths below original_max_len / this are kept.
+      original_max_len: llama3: length of the first training.
+    """
+
+    kind: Literal["linear", "llama3"] = "linear"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_len: int = 8192
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        if self.kind not in ("linear", "llama3"):
+            raise BadInputError(
+                f"model: rope_scaling kind {self.kind!r} is not one of linear, llama3"
+            )
+        if not (self.factor > 0 and self.high_freq_factor > self.low_freq_factor > 0):
+            raise BadInputError(
+                "model: rope_scaling needs factor > 0 and high_freq_factor > low_freq_factor > 0"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank adapters beside projections (Hu et al. 2021): y = x W + (alpha / rank) x A B.
+
+    Attributes:
+      rank: columns of A.
+      alpha: scale of the adapter times rank.
+      targets: shell patterns of the projections that get one, matched against their path, e.g.
+        ``"*/attention/*"`` or ``"block_3/mlp/down"``.
+    """
+
+    rank: int = 8
+    alpha: float = 16.0
+    targets: tuple[str, ...] = ("*/attention/*",)
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        object.__setattr__(self, "targets", tuple(self.targets))
+        if self.rank < 1 or not 0 < self.alpha < math.inf:
+            raise BadInputError(
+                f"model: adapters need rank >= 1 and alpha > 0, got {self.rank} and {self.alpha}"
+            )
+
+    @property
+    def scale(self) -> float:
+        """Alpha / rank."""
+        return self.alpha / self.rank
+
+    def covers(self, path: str) -> bool:
+        """Whether the projection called ``path`` gets an adapter."""
+        return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.targets)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,16 +98,26 @@ class TransformerConfig:
       activation: gelu, swiglu or geglu.
       norm: rms or layer.
       norm_eps: added to the variance.
+      norm_plus_one: norms multiply by 1 + scale, not by scale (Gemma).
+      post_norms: also normalise what attention and MLP add to the stream (Gemma 2).
       positions: rotary or learned.
       rope_theta: base of the rotary frequencies.
+      rope_scaling: for long sequences (a mapping is taken too).
+      query_scale: queries are multiplied by it; default head width ** -0.5.
+      attention_softcap: scores become cap * tanh(scores / cap) (Gemma 2); None: as they are.
+      logit_softcap: the same for logits.
+      scale_embeddings: embeddings are multiplied by the root of embed_dim (Gemma).
       use_bias: biases in projections.
       tie_embeddings: the output head is the transposed embedding.
       scan_layers: one compiled block run num_layers times (compile time does not grow with depth).
+      last_layers: that many of the last blocks are a stack of their own, ``last_blocks``, so that
+        they can be trained alone; 0: one stack.
       remat: what the backward pass recomputes instead of storing. ``"light"``: all of a block but
         the results of its projections, so that no attention matrix is ever stored (also the
         fastest on a CPU); ``"full"`` (or true): the whole block; ``"none"`` (or false): nothing.
       dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
       bos_id: put before every sequence by the model.
+      lora: adapters (a mapping is taken too); None: no adapters.
     """
 
     vocab_size: int
@@ -56,14 +131,23 @@ class TransformerConfig:
     activation: Activation = "gelu"
     norm: Norm = "rms"
     norm_eps: float = 1e-6
+    norm_plus_one: bool = False
+    post_norms: bool = False
     positions: Positions = "rotary"
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    query_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    scale_embeddings: bool = False
     use_bias: bool = False
     tie_embeddings: bool = True
     scan_layers: bool = True
+    last_layers: int = 0
     remat: Remat | bool = "light"
     dtype: str = "float32"
     bos_id: int = 1
+    lora: Lora | None = None
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
@@ -71,6 +155,10 @@ class TransformerConfig:
         """Validates the shape; one sentence for what does not fit."""
         if isinstance(self.remat, bool):
             object.__setattr__(self, "remat", "full" if self.remat else "none")
+        for name, kind in (("rope_scaling", RopeScaling), ("lora", Lora)):
+            value = getattr(self, name)
+            if isinstance(value, dict):
+                object.__setattr__(self, name, _parsed(name, kind, value))
         optional = ("num_kv_heads", "head_dim", "mlp_dim")
         for name in (
             "vocab_size",
@@ -104,6 +192,15 @@ class TransformerConfig:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise BadInputError(f"model: {name} is {value!r}, but it must be a number > 0")
+        for name in ("query_scale", "attention_softcap", "logit_softcap"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise BadInputError(f"model: {name} is {value!r}, but it must be a number > 0")
+        if not (type(self.last_layers) is int and 0 <= self.last_layers < self.num_layers):
+            raise BadInputError(
+                f"model: last_layers is {self.last_layers!r}, but it must be an integer from 0 to "
+                f"below num_layers ({self.num_layers})"
+            )
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise BadInputError(
                 f"model: embed_dim {self.embed_dim} is not a multiple of num_heads "
@@ -146,6 +243,29 @@ class TransformerConfig:
         if self.gated:
             return -(-8 * self.embed_dim // 3 // 32) * 32
         return 4 * self.embed_dim
+
+    @property
+    def stacks(self) -> tuple[tuple[str, int], ...]:
+        """Names and lengths of the stacks of blocks under ``scan_layers``."""
+        stacks = (("blocks", self.num_layers - self.last_layers), ("last_blocks", self.last_layers))
+        return stacks if self.last_layers else stacks[:1]
+
+    def place_of_block(self, block: int) -> tuple[str, int | None]:
+        """Where the parameters of a block are: their name, and the row if they are stacked."""
+        if not self.scan_layers:
+            return f"block_{block}", None
+        body = self.num_layers - self.last_layers
+        return ("blocks", block) if block < body else ("last_blocks", block - body)
+
+
+def _parsed(name: str, kind: type, value: dict[str, Any]) -> Any:
+    try:
+        return kind(**value)
+    except TypeError:
+        known = ", ".join(f.name for f in dataclasses.fields(kind))
+        raise BadInputError(
+            f"model: {name} has an unknown field in {sorted(value)}: known are {known}"
+        ) from None
 
 
 # Parameters without embeddings are about 12 x num_layers x embed_dim^2.

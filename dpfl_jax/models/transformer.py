@@ -18,6 +18,7 @@ from flax import linen as nn
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.config import TransformerConfig
+from dpfl_jax.models.rotary import frequencies, rotate, tables
 
 PyTree = Any
 Initializer = Callable[..., jax.Array]
@@ -41,6 +42,12 @@ class Linear(nn.Module):
         if self.config.use_bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(x.dtype)
+        lora = self.config.lora
+        if lora is not None and lora.covers("/".join(self.path)):
+            down = nn.initializers.normal(x.shape[-1] ** -0.5)
+            a = self.param("lora_a", down, (x.shape[-1], lora.rank))
+            b = self.param("lora_b", nn.initializers.zeros, (lora.rank, self.features))
+            y = y + (x @ a.astype(x.dtype)) @ b.astype(x.dtype) * lora.scale
         return y
 
 
@@ -56,27 +63,25 @@ class Norm(nn.Module):
         if self.config.norm == "layer":
             y = y - y.mean(axis=-1, keepdims=True)
         y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.config.norm_eps)
-        y = y * self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        if self.config.norm_plus_one:  # written so that the parameter meets data, not 1
+            y = y + y * self.param("scale", nn.initializers.zeros, (x.shape[-1],))
+        else:
+            y = y * self.param("scale", nn.initializers.ones, (x.shape[-1],))
         if self.config.norm == "layer":
             y = y + self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         return y.astype(x.dtype)
 
 
-def rotate(x: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions (Su et al. 2021), halves convention; x [heads, length, width]."""
-    _, length, width = x.shape
-    frequencies = theta ** (-np.arange(0, width, 2) / width)
-    angles = np.arange(length)[:, None] * frequencies
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
-
-
 class Attention(nn.Module):
-    """Causal self-attention, optionally with fewer key and value heads."""
+    """Causal self-attention, optionally with fewer key and value heads.
+
+    Attributes:
+      config: the model's shape.
+      decode: go on from a cache: keys and values of up to max_seq_len earlier positions.
+    """
 
     config: TransformerConfig
+    decode: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -89,19 +94,54 @@ class Attention(nn.Module):
             y = Linear(count * c.width, c, name=name)(x)
             return y.reshape(length, count, c.width).transpose(1, 0, 2)
 
-        q = heads("query", c.num_heads) * c.width**-0.5
+        scale = c.width**-0.5 if c.query_scale is None else c.query_scale
+        q = heads("query", c.num_heads) * scale
         k, v = heads("key", c.kv_heads), heads("value", c.kv_heads)
-        if c.positions == "rotary":
-            q, k = rotate(q, c.rope_theta), rotate(k, c.rope_theta)
+        # Finite, so that nothing is ever inf - inf; its exponential is exactly 0.
+        future: Any
+        if self.decode:
+            q, k, v, future = self._cached(q, k, v)
+        else:
+            q, k = self._placed(q, k, 0)
+            future = np.triu(np.full((length, length), -1e30, np.float32), 1)
         # Query heads in groups that share one key and value head.
         q = q.reshape(c.kv_heads, c.num_heads // c.kv_heads, length, c.width)
         scores = jnp.einsum("kgtw,ksw->kgts", q, k, preferred_element_type=jnp.float32)
-        # Finite, so that nothing is ever inf - inf; its exponential is exactly 0.
-        future = np.triu(np.full((length, length), -1e30, np.float32), 1)
+        if c.attention_softcap is not None:
+            scores = c.attention_softcap * jnp.tanh(scores / c.attention_softcap)
         weights = jax.nn.softmax(scores + future, axis=-1).astype(x.dtype)
         mixed = jnp.einsum("kgts,ksw->kgtw", weights, v)
         mixed = mixed.reshape(c.num_heads, length, c.width).transpose(1, 0, 2).reshape(length, -1)
         return Linear(c.embed_dim, c, _STDDEV / math.sqrt(2 * c.num_layers), name="out")(mixed)
+
+    def _placed(self, q: jax.Array, k: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:
+        """Rotates queries and keys [heads, length, width] of the positions from ``start`` on."""
+        c, length = self.config, q.shape[1]
+        if c.positions != "rotary":
+            return q, k
+        freqs = frequencies(c.width, c.rope_theta, c.rope_scaling)
+        angles: Any = tables(c.max_seq_len if self.decode else length, freqs)
+        if self.decode:
+            angles = (
+                jax.lax.dynamic_slice_in_dim(jnp.asarray(table), start, length) for table in angles
+            )
+        cos, sin = angles
+        return rotate(q, cos, sin), rotate(k, cos, sin)
+
+    def _cached(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        """Appends to the cache; returns queries, all keys and values, and the mask."""
+        c, length = self.config, q.shape[1]
+        shape = (c.kv_heads, c.max_seq_len, c.width)
+        keys = self.variable("cache", "keys", jnp.zeros, shape, k.dtype)
+        values = self.variable("cache", "values", jnp.zeros, shape, v.dtype)
+        at = self.variable("cache", "index", jnp.zeros, (), jnp.int32)
+        start = at.value
+        q, k = self._placed(q, k, start)
+        keys.value = jax.lax.dynamic_update_slice_in_dim(keys.value, k, start, axis=1)
+        values.value = jax.lax.dynamic_update_slice_in_dim(values.value, v, start, axis=1)
+        at.value = start + length
+        seen = jnp.arange(c.max_seq_len)[None, :] <= start + jnp.arange(length)[:, None]
+        return q, keys.value, values.value, jnp.where(seen, 0.0, -1e30)
 
 
 class Mlp(nn.Module):
@@ -126,22 +166,28 @@ class Block(nn.Module):
     """One pre-norm block, in the form that ``nn.scan`` wants: (carry, nothing)."""
 
     config: TransformerConfig
+    decode: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
         """X [length, embed_dim] -> (the same shape, None)."""
-        x = x + Attention(self.config, name="attention")(Norm(self.config, name="norm1")(x))
-        return x + Mlp(self.config, name="mlp")(Norm(self.config, name="norm2")(x)), None
+        c = self.config
+        y = Attention(c, self.decode, name="attention")(Norm(c, name="norm1")(x))
+        x = x + (Norm(c, name="post_norm1")(y) if c.post_norms else y)
+        y = Mlp(c, name="mlp")(Norm(c, name="norm2")(x))
+        return x + (Norm(c, name="post_norm2")(y) if c.post_norms else y), None
 
 
 class Transformer(nn.Module):
     """tokens int32 [length] -> logits float32 [length, vocab_size] for the *same* positions.
 
     The input is shifted right behind the beginning-of-sequence id, so that position t predicts
-    token t from the tokens before it.
+    token t from the tokens before it. With ``decode`` it is not shifted: the model goes on from its
+    cache, and position t predicts what follows token t.
     """
 
     config: TransformerConfig
+    decode: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -150,37 +196,51 @@ class Transformer(nn.Module):
         dtype = jnp.dtype(c.dtype)
         init = nn.initializers.normal(_STDDEV)
         embedding = self.param("embedding", init, (c.vocab_size, c.embed_dim))
-        bos = jnp.full((1,), c.bos_id, tokens.dtype)
-        inputs = jnp.concatenate([bos, tokens[:-1]])
+        inputs = tokens
+        if not self.decode:
+            bos = jnp.full((1,), c.bos_id, tokens.dtype)
+            inputs = jnp.concatenate([bos, tokens[:-1]])
         # Rows before the cast (casting the table would cost its size), and NaN, not another row,
         # for an id outside the vocabulary: a wrong tokeniser must not go unnoticed.
         x = jnp.take(embedding, inputs, axis=0, mode="fill").astype(dtype)
         if c.positions == "learned":
             positions = self.param("positions", init, (c.max_seq_len, c.embed_dim))
-            x = x + positions[: tokens.shape[0]].astype(dtype)
+            if self.decode:
+                at = self.variable("cache", "index", jnp.zeros, (), jnp.int32)
+                here = jax.lax.dynamic_slice_in_dim(positions, at.value, tokens.shape[0])
+                at.value = at.value + tokens.shape[0]
+            else:
+                here = positions[: tokens.shape[0]]
+            x = x + here.astype(dtype)
+        if c.scale_embeddings:
+            x = x * jnp.asarray(math.sqrt(c.embed_dim), dtype)
         block = Block
-        if c.remat != "none":
+        if c.remat != "none" and not self.decode:
             # Projections are the matrix products without batch axes (the others have heads).
             kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
             policy = kept if c.remat == "light" else None
             block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=policy)
         if c.scan_layers:
-            stack = nn.scan(
-                block,
-                variable_axes={"params": 0},
-                split_rngs={"params": True},
-                length=c.num_layers,
-            )
-            x, _ = stack(c, name="blocks")(x, None)
+            for name, length in c.stacks:
+                stack = nn.scan(
+                    block,
+                    variable_axes={"params": 0, "cache": 0},
+                    split_rngs={"params": True},
+                    length=length,
+                )
+                x, _ = stack(c, self.decode, name=name)(x, None)
         else:
             for i in range(c.num_layers):
-                x, _ = block(c, name=f"block_{i}")(x)
+                x, _ = block(c, self.decode, name=f"block_{i}")(x)
         x = Norm(c, name="final_norm")(x)
         if c.tie_embeddings:
             head = embedding.T
         else:
             head = self.param("head", init, (c.embed_dim, c.vocab_size))
-        return jnp.matmul(x, head.astype(dtype), preferred_element_type=jnp.float32)
+        logits = jnp.matmul(x, head.astype(dtype), preferred_element_type=jnp.float32)
+        if c.logit_softcap is not None:
+            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
+        return logits
 
 
 class LanguageModel:
@@ -193,10 +253,11 @@ class LanguageModel:
     def __init__(self, config: TransformerConfig) -> None:
         self.config = config
         self._module = Transformer(config)
+        self._decoder = Transformer(config, decode=True)
 
     def init(self, key: jax.Array) -> PyTree:
         """Returns fresh parameters: a nested dict of float32 arrays."""
-        tokens = jnp.zeros((self.config.max_seq_len,), jnp.int32)
+        tokens = jnp.zeros((min(8, self.config.max_seq_len),), jnp.int32)  # any length will do
         return self._module.init(key, tokens)["params"]
 
     def logits(self, params: PyTree, tokens: jax.Array) -> jax.Array:
@@ -240,6 +301,33 @@ class LanguageModel:
         picked = jnp.where(target, logits, 0.0).sum(axis=-1)
         losses = jnp.where(real, jax.nn.logsumexp(logits, axis=-1) - picked, 0.0)
         return losses.sum() / jnp.maximum(real.sum(), 1).astype(jnp.float32)
+
+    def start(self, params: PyTree) -> PyTree:
+        """Returns an empty cache for ``next_logits``, of max_seq_len positions."""
+        tokens = jax.ShapeDtypeStruct((1,), jnp.int32)
+        shapes = jax.eval_shape(
+            lambda p, t: self._decoder.apply({"params": p}, t, mutable=["cache"]), params, tokens
+        )
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes[1]["cache"])
+
+    def next_logits(
+        self, params: PyTree, cache: PyTree, tokens: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        """Reads some more tokens.
+
+        Args:
+          params: as returned by ``init``.
+          cache: what was read before: ``start(params)``, or as returned by the last call. It holds
+            max_seq_len positions; the caller must not read more.
+          tokens: int32 [length]; the first of a sequence is bos_id.
+
+        Returns:
+          float32 [length, vocab_size], row t for what follows token t; and the new cache.
+        """
+        logits, changed = self._decoder.apply(
+            {"params": params, "cache": cache}, tokens, mutable=["cache"]
+        )
+        return logits, changed["cache"]
 
     @functools.cached_property
     def num_params(self) -> int:

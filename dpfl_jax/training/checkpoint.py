@@ -72,7 +72,26 @@ class Checkpoints:
         Raises:
           BadInputError: it belongs to another root key, or cannot be read.
         """
+        state, progress = self.read(like)
+        if progress["root_key"] != key.fingerprint:
+            raise BadInputError(
+                f"the checkpoint of step {progress['step']} was made with another root key than "
+                "the one in private/: noise would be reused or lost, so this run cannot go on"
+            )
+        return state, progress["hardware"]
+
+    def read(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
+        """Reads the newest checkpoint, whoever made it: the state and its ``progress``.
+
+        Args:
+          like: gives shapes, dtypes and shardings (arrays or ShapeDtypeStructs).
+
+        Raises:
+          BadInputError: there is none, or it cannot be read.
+        """
         step = self.latest_step()
+        if step is None:
+            raise BadInputError(f"there is no checkpoint in {self._manager.directory}")
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _to_tree(like))
         try:
             restored = self._manager.restore(
@@ -88,12 +107,7 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self._manager.directory} cannot be restored: "
                 f"{reason}; remove it to go on from the one before"
             ) from None
-        if restored["progress"]["root_key"] != key.fingerprint:
-            raise BadInputError(
-                f"the checkpoint of step {step} was made with another root key than the one in "
-                "private/: noise would be reused or lost, so this run cannot go on"
-            )
-        return TrainState(**restored["state"]), restored["progress"]["hardware"]
+        return TrainState(**restored["state"]), restored["progress"]
 
     def close(self) -> None:
         """Waits for writing to finish."""

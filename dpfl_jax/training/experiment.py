@@ -6,27 +6,25 @@ import dataclasses
 import datetime
 import math
 import os
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import jax
-from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
-from dpfl_jax.config.schema import MechanismConfig, OptimizerConfig
+from dpfl_jax.config.schema import MechanismConfig
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, Mechanism, NonPrivate, Population
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
+from dpfl_jax.models.checkpoint import fingerprint
 from dpfl_jax.training.evaluate import summarize
 from dpfl_jax.training.loop import FitResult, fit
 from dpfl_jax.training.mesh import make_mesh
-from dpfl_jax.training.optimizers import build_optimizer
-from dpfl_jax.training.pretrain import Pretrained, pretrain
+from dpfl_jax.training.pretrain import Pretrained
 from dpfl_jax.training.report import (
+    BASE_CAVEAT,
     EVALUATION_CAVEAT,
     PRIVATE_METRICS_CAVEAT,
     TUNING_CAVEAT,
@@ -35,6 +33,14 @@ from dpfl_jax.training.report import (
     write_report,
 )
 from dpfl_jax.training.run_dir import RunDirectory
+from dpfl_jax.training.start import (
+    build_model,
+    check_trainable,
+    data_section,
+    make_optimizer,
+    starting_params,
+    trained_by_name,
+)
 
 LoadData = Callable[[DataConfig], Dataset]
 
@@ -62,24 +68,6 @@ def build_mechanism(config: MechanismConfig) -> Mechanism:
             **common,
         )
     return NonPrivate(batch_size=config.compute_budget)
-
-
-def build_model(config: RunConfig, vocab_size: int, bos_id: int = 1) -> LanguageModel:
-    """The transformer of a config; its vocabulary, special id and length are the data's."""
-    fields = {"vocab_size": vocab_size, "bos_id": bos_id, "max_seq_len": config.data.seq_len}
-    return LanguageModel(transformer_config(config.model.size, **fields | config.model.overrides))
-
-
-def make_optimizer(config: OptimizerConfig, steps: int) -> Any:
-    """The Optax optimiser of a config section."""
-    return build_optimizer(
-        config.name,
-        config.learning_rate,
-        steps,
-        config.schedule,
-        config.warmup_steps,
-        dict(config.options),
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,9 +128,10 @@ def read_data(
     """
     if config.pretrain is not None:
         make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
-    transformer_config(config.model.size)
+    if config.model.checkpoint is None:
+        transformer_config(config.model.size)
     with console.status("reading data"):
-        data = load(config.data)
+        data = load(data_section(config))
     if config.pretrain is not None and data.public is None:
         raise BadInputError(
             f"pretrain needs a public corpus, but data.source={config.data.source} has none: "
@@ -153,7 +142,9 @@ def read_data(
             f"data.source={config.data.source} holds no token sequences, and a language model "
             "needs them: give text, or a store built from text"
         )
-    return data, build_model(config, data.train.schema.vocab_size, data.tokenizer.bos_id)
+    model = build_model(config, data.train.schema.vocab_size, data.tokenizer.bos_id)
+    check_trainable(config.model, model)
+    return data, model
 
 
 def run_experiment(
@@ -181,7 +172,15 @@ def run_experiment(
         "noise_multiplier": prepared.mechanism.noise_multiplier,
         "delta": prepared.delta,
     }
+    if config.model.checkpoint is not None:
+        facts["checkpoint"] = fingerprint(config.model.checkpoint)
     directory = RunDirectory(run_dir, *identity, facts)
+    if directory.facts.get("checkpoint") != facts.get("checkpoint"):
+        directory.close()
+        raise BadInputError(
+            f"the checkpoint {config.model.checkpoint} is not the one that the run in "
+            f"{directory.path} began with: bring it back, or start another run"
+        )
     # A resumed run goes on with the noise it began with, whatever calibration would say today.
     mechanism = dataclasses.replace(
         prepared.mechanism, noise_multiplier=directory.facts["noise_multiplier"]
@@ -199,7 +198,11 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
     verb = "resuming" if directory.resumed else "starting"
     console.print(f"{verb} [bold]{config.name}[/bold] in {directory.path}")
     console.print(data.description)
-    console.print(f"transformer {config.model.size}: {prepared.model.num_params:,} parameters")
+    facts = model_facts(config, prepared.model)
+    console.print(
+        f"transformer {facts.get('checkpoint', facts.get('size'))}: {facts['parameters']:,} "
+        f"parameters, {facts['trained']:,} of them trained"
+    )
     if mechanism.private:
         console.print(
             f"{mechanism.kind.upper()} with noise multiplier {mechanism.noise_multiplier:.5g}, "
@@ -214,6 +217,7 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
         mechanism=mechanism,
         optimizer=prepared.optimizer,
         steps=config.train.steps,
+        trainable=trained_by_name(config.model, prepared.model.config),
         delta=prepared.delta,
         validation=prepared.held_out,
         microbatch_size=config.train.microbatch_size,
@@ -289,6 +293,8 @@ def run_caveats(config: RunConfig, mechanism: Mechanism) -> tuple[str, ...]:
     if not mechanism.private:
         return (evaluation_caveat(config),)
     caveats = [PRIVATE_METRICS_CAVEAT, evaluation_caveat(config), TUNING_CAVEAT]
+    if config.model.checkpoint is not None:
+        caveats.append(BASE_CAVEAT)
     if config.data.max_users is not None:
         caveats.append(
             "data.max_users keeps a fixed number of users, so that adding a person to the raw data "
@@ -300,36 +306,6 @@ def run_caveats(config: RunConfig, mechanism: Mechanism) -> tuple[str, ...]:
             "a user, and there are fewer users than examples: set privacy.delta for a stricter one"
         )
     return tuple(caveats)
-
-
-def starting_params(
-    config: RunConfig, data: Dataset, model: LanguageModel, mesh: Mesh, console: Console
-) -> tuple[Any, Pretrained | None]:
-    """Where the private phase starts: the pre-trained checkpoint, or the initial parameters."""
-    params = model.init(jax.random.key(config.init_seed))
-    section, public = config.pretrain, data.public
-    if section is None or public is None:
-        return params, None
-    pretrained = pretrain(
-        loss_fn=model.loss,
-        params=params,
-        public=public,
-        optimizer=make_optimizer(section.optimizer, section.steps),
-        steps=section.steps,
-        batch_size=section.batch_size,
-        seed=config.init_seed,
-        identity={
-            "model": dataclasses.asdict(model.config),
-            "corpus": public.fingerprint,
-            "optimizer": config_to_dict(section.optimizer),
-        },
-        mesh=mesh,
-        cache_dir=pathlib.Path(section.cache_dir) if section.cache_dir else None,
-        console=console,
-    )
-    verb = "found" if pretrained.cached else "kept"
-    console.print(f"pre-trained checkpoint {verb}: {pretrained.path}")
-    return pretrained.params, pretrained
 
 
 def _report(
@@ -347,7 +323,7 @@ def _report(
         name=config.name,
         finished_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         baselines=baselines,
-        model={"size": config.model.size, "parameters": prepared.model.num_params},
+        model=model_facts(config, prepared.model),
         data={
             "description": data.description,
             "keyed_digest": data_digest,
@@ -396,6 +372,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         "name": config.name,
         "population": {**dataclasses.asdict(population), "source": source},
         "parameters": model.num_params,
+        "trained_parameters": check_trainable(config.model, model),
         "steps": steps,
         "examples_per_step": budget,
         "tokens": budget * seq_len * steps,
@@ -413,10 +390,22 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
     }
 
 
+def model_facts(config: RunConfig, model: LanguageModel) -> dict[str, Any]:
+    """What a report says of the model."""
+    section = config.model
+    name = {"size": section.size}
+    if section.checkpoint is not None:
+        name = {"checkpoint": section.checkpoint}
+    trained = check_trainable(section, model)
+    return {**name, "parameters": model.num_params, "trained": trained}
+
+
 def _declared_model(config: RunConfig) -> LanguageModel:
+    if config.model.checkpoint is not None:
+        return build_model(config, 1)
     if "vocab_size" in config.model.overrides:  # the tokeniser's file need not be here
         return build_model(config, config.model.overrides["vocab_size"], bos_id=1)
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    tokenizer = load_tokenizer(data_section(config).tokenizer)
     return build_model(config, tokenizer.vocab_size, tokenizer.bos_id)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax import accounting
-from dpfl_jax.clipping import self_check
+from dpfl_jax.clipping import Trainable, join, self_check, split
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
@@ -29,10 +29,10 @@ from dpfl_jax.training.batches import (
 from dpfl_jax.training.checkpoint import Checkpoints
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.interrupt import StopRequest
-from dpfl_jax.training.mesh import data_parallel_mesh
+from dpfl_jax.training.mesh import data_parallel_mesh, parameter_shardings
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
-from dpfl_jax.training.state import hardware, init_state
+from dpfl_jax.training.state import TrainState, hardware, init_state
 from dpfl_jax.training.step import StepStats, make_train_step
 
 PyTree = Any
@@ -106,6 +106,7 @@ def fit(
     mechanism: Mechanism,
     optimizer: optax.GradientTransformation,
     steps: int,
+    trainable: Trainable = None,
     epsilon: float | None = None,
     delta: float | None = None,
     key: RootKey | None = None,
@@ -127,11 +128,15 @@ def fit(
 
     Args:
       loss_fn: ``(params, example) -> float32 scalar`` for one example.
-      params: pytree of arrays; not modified.
+      params: pytree of arrays, split over the mesh already if they should never be whole; not
+        modified.
       data: a store: ``user_offsets`` and ``read(positions)``.
       mechanism: ELS, ULS, NonPrivate, ...; calibrated here if it has no noise multiplier.
       optimizer: any Optax transformation.
       steps: number of steps T.
+      trainable: which parameters are trained: a function of their name (``blocks/mlp/up/kernel``),
+        or a tree of bools that is a prefix of the parameters; default all. Only these have
+        gradients, norms, noise, optimiser state and checkpoints.
       epsilon: target, if the mechanism has no noise multiplier.
       delta: default (number of examples) ** -1.1.
       key: root key of sampling and noise; default a fresh secret one (or the run directory's).
@@ -174,7 +179,13 @@ def fit(
         caveats = (*caveats, PUBLIC_KEY_CAVEAT)
 
     evaluate = Evaluator(loss_fn, mesh, eval_batch_size)
-    state = init_state(params, optimizer, mesh)
+    trained, frozen = split(params, trainable)
+    frozen = jax.device_put(frozen, parameter_shardings(frozen, mesh))
+    state = init_state(trained, optimizer, mesh)
+
+    def whole(state: TrainState) -> PyTree:
+        return join(state.params, frozen)
+
     log = _Log(run_dir)
     checkpoints, used = None, [hardware(mesh)]
     if run_dir is not None:
@@ -187,14 +198,15 @@ def fit(
         log.start_at(int(state.step))
     start = int(state.step)
     if validation is not None and start == 0 and log.evaluation(0) is None:
-        log.append({"step": 0, "eval": evaluate(state.params, validation).to_json()})
+        log.append({"step": 0, "eval": evaluate(whole(state), validation).to_json()})
 
     shipped_loss = example_loss(loss_fn, data)
-    step_fn = make_train_step(mechanism, shipped_loss, optimizer, mesh, strategy=strategy)
+    options = {"strategy": strategy, "trainable": trainable}
+    step_fn = make_train_step(mechanism, shipped_loss, optimizer, mesh, **options)
     sampler = mechanism.sampler(data.user_offsets, key)
     pipeline = training_pipeline(sampler, data, mesh, microbatch_size, group_buckets)
     if mechanism.private and start < steps and strategy not in ("vmap", "scan"):
-        bounded = mechanism.bounded_grad(shipped_loss, strategy=strategy)
+        bounded = mechanism.bounded_grad(shipped_loss, **options)
         some = pipeline.first_units(2)
         rows = jax.tree.map(lambda leaf: leaf[0, : some.num_units], units_of(mechanism, some))
         self_check(bounded, params, rows)
@@ -208,7 +220,7 @@ def fit(
         done = start
         for batch in pipeline.iterate(start, steps):
             arguments = step_arguments(mechanism, batch)
-            state, stats = step_fn(state, *arguments, key.jax("noise", batch.step))
+            state, stats = step_fn(state, *arguments, key.jax("noise", batch.step), frozen)
             done = batch.step + 1
             meter.count(batch)
             if done % log_every == 0 or done == steps:
@@ -218,7 +230,7 @@ def fit(
                 bar.update(done, _status(row))
             last = done == steps
             if validation is not None and eval_every and done % eval_every == 0 and not last:
-                log.append({"step": done, "eval": evaluate(state.params, validation).to_json()})
+                log.append({"step": done, "eval": evaluate(whole(state), validation).to_json()})
                 meter.restart()
             if checkpoints is not None and (done % checkpoint_every == 0 or last or stop.requested):
                 checkpoints.save(state, key, {"epsilon": spent(done), "delta": delta}, used)
@@ -229,9 +241,9 @@ def fit(
         checkpoints.close()
     finished = done == steps
     if finished and validation is not None and log.evaluation(steps) is None:
-        log.append({"step": steps, "eval": evaluate(state.params, validation).to_json()})
+        log.append({"step": steps, "eval": evaluate(whole(state), validation).to_json()})
     return FitResult(
-        params=state.params,
+        params=whole(state),
         steps=done,
         guarantee=mechanism.guarantee(population, max(done, 1), delta, caveats),
         initial=log.evaluation(0),

@@ -29,6 +29,10 @@ WITHIN_USER_CAVEAT = (
     "held-out losses are computed without noise on examples set aside from the training users "
     "themselves: they are outside the guarantee, and the model's choice by them would be too"
 )
+BASE_CAVEAT = (
+    "the checkpoint that training started from is taken as public: nobody whose data it was made "
+    "of is protected by this guarantee, whether or not they are users here too"
+)
 TUNING_CAVEAT = (
     "if the clip norm, the learning rate or other settings were chosen by trying them on these "
     "private data, those trials are not in this epsilon"

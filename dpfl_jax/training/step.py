@@ -1,12 +1,14 @@
 """The private training step: bounded sum over microbatches, one reduction, noise, optimiser.
 
-    step(state, units, mask, num_microbatches, noise_key) -> state, stats
+    step(state, units, mask, num_microbatches, noise_key, frozen) -> state, stats
 
 ``units`` is a buffer of fixed shape [capacity, parts * microbatch, ...], of which the first
 ``num_microbatches`` rows hold this step's units: a Poisson draw of any size runs without
 recompiling, and rows that hold only padding cost nothing. Each device sums its own share of every
 row; the sums meet in one reduction after the loop (``sums``). Units of several shapes (users with
-few and with many examples) come as tuples of such buffers, one after the other.
+few and with many examples) come as tuples of such buffers, one after the other. Parameters that are
+not trained are an argument of their own: split over devices like the others, but never
+differentiated, noised or updated.
 """
 
 from __future__ import annotations
@@ -43,10 +45,11 @@ def make_train_step(
       loss_fn: ``(params, example) -> scalar`` for one example.
       optimizer: any Optax transformation; it sees only the noised, averaged gradient.
       mesh: from ``mesh.make_mesh``.
-      **options: passed to ``clipping.bounded_grad`` (e.g. ``strategy``).
+      **options: passed to ``clipping.bounded_grad`` (e.g. ``strategy``, ``trainable``).
 
     Returns:
-      ``step(state, units, mask, num_microbatches, noise_key) -> (state, StepStats)`` with units
+      ``step(state, units, mask, num_microbatches, noise_key, frozen=None) -> (state, StepStats)``
+      with state.params and frozen the parts of ``clipping.split(params, trainable)``, units
       [capacity, parts * microbatch, ...] and mask bool [capacity, parts * microbatch], both split
       over the mesh's unit axes, num_microbatches int32 scalar <= capacity, and noise_key a JAX key
       used for this step alone. The first three may be tuples of equal length, for units of several
@@ -61,8 +64,9 @@ def make_train_step(
         mask: Any,
         num_microbatches: Any,
         noise_key: jax.Array,
+        frozen: PyTree = None,
     ) -> tuple[TrainState, StepStats]:
-        total, stats = bounded_sum(state.params, units, mask, num_microbatches)
+        total, stats = bounded_sum(state.params, units, mask, num_microbatches, frozen)
         # Each device draws the noise of its own part of the sum: the numbers are the same for every
         # layout, and no device holds them all.
         noised = jax.lax.with_sharding_constraint(

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dpfl_jax.clipping import join
 from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.training.mesh import (
     DATA_AXIS,
@@ -52,13 +53,16 @@ class StepStats:
 def bounded_sum_over_microbatches(
     mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, **options: Any
 ) -> Sum:
-    """Returns ``(params, units, mask, num_microbatches) -> (sum, stats)``, the sum before noise.
+    """Returns ``(params, units, mask, num_microbatches, frozen) -> (sum, stats)``, before noise.
+
+    ``params`` and ``frozen`` are the two parts of ``clipping.split`` (frozen may be left out); the
+    sum has the structure of ``params``.
 
     Args:
       mechanism: bounds the gradients.
       loss_fn: ``(params, example) -> scalar`` for one example.
       mesh: from ``mesh.make_mesh``; the rows of ``units`` are split over its unit axes.
-      **options: passed to ``clipping.bounded_grad``.
+      **options: passed to ``clipping.bounded_grad``; ``trainable`` as the parameters were split.
     """
     if splits_parameters(mesh):
         return _automatic(mechanism, loss_fn, mesh, options)
@@ -73,14 +77,14 @@ def _by_hand(
     rows = PartitionSpec(None, DATA_AXIS)
 
     def local(
-        params: PyTree, units: PyTree, mask: Any, num_microbatches: Any
+        params: PyTree, units: PyTree, mask: Any, num_microbatches: Any, frozen: PyTree
     ) -> tuple[PyTree, StepStats]:
         # Without this cast, the gradient with respect to replicated parameters is summed over
         # devices *before* clipping, and the sensitivity becomes the number of devices.
         params = jax.tree.map(lambda p: jax.lax.pcast(p, DATA_AXIS, to="varying"), params)
 
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
-            bounded = bounded_grad(params, row, mask)
+            bounded = bounded_grad(join(params, frozen), row, mask)
             return bounded.sum, _stats(bounded, mask, mechanism.clip_norm)
 
         zero = jnp.zeros((), jnp.float32)
@@ -91,13 +95,20 @@ def _by_hand(
         carry = jax.tree.map(lambda x: jax.lax.pcast(x, DATA_AXIS, to="varying"), carry)
         return jax.lax.psum(_loop(one, carry, units, mask, num_microbatches), DATA_AXIS)
 
-    return jax.shard_map(
+    mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(PartitionSpec(), rows, rows, PartitionSpec()),
+        in_specs=(PartitionSpec(), rows, rows, PartitionSpec(), PartitionSpec()),
         out_specs=PartitionSpec(),
         axis_names={DATA_AXIS},
     )
+
+    def total(
+        params: PyTree, units: PyTree, mask: Any, num_microbatches: Any, frozen: PyTree = None
+    ) -> tuple[PyTree, StepStats]:
+        return mapped(params, units, mask, num_microbatches, frozen)
+
+    return total
 
 
 def _automatic(
@@ -110,7 +121,7 @@ def _automatic(
     parts = mesh.shape[DATA_AXIS]
 
     def total(
-        params: PyTree, units: PyTree, mask: Any, num_microbatches: Any
+        params: PyTree, units: PyTree, mask: Any, num_microbatches: Any, frozen: PyTree = None
     ) -> tuple[PyTree, StepStats]:
         places = parameter_shardings(params, mesh)
 
@@ -122,7 +133,7 @@ def _automatic(
             return jax.tree.map(one, tree, places)
 
         def part(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
-            bounded = bounded_grad(params, row, mask)
+            bounded = bounded_grad(join(params, frozen), row, mask)
             return bounded.sum, _stats(bounded, mask, mechanism.clip_norm)
 
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:

@@ -24,8 +24,9 @@ from dpfl_jax.planning import Sensitivities, estimate_sensitivities, median_grou
 from dpfl_jax.planning.sweep import Sweep
 from dpfl_jax.reproduce.registry import Settings
 from dpfl_jax.training.evaluate import Evaluator
-from dpfl_jax.training.experiment import read_data, starting_params
+from dpfl_jax.training.experiment import read_data
 from dpfl_jax.training.mesh import make_mesh
+from dpfl_jax.training.start import starting_params
 
 NOTE = (
     "a one-layer byte model on the embedded corpus (a user is a source file) instead of 350 M "

@@ -1,0 +1,87 @@
+"""``dpfl sample``: text from a run's model, or from a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import Any
+
+from dpfl_jax.cli.main import add_json_flag
+
+DESCRIPTION = """\
+Let a language model go on with a prompt: the model of a finished run, or a checkpoint in the
+Hugging Face layout (an exported one, or the one that fine-tuning started from).
+
+What is sampled is post-processing of the model: the guarantee of the run covers it.
+
+examples:
+  dpfl sample runs/mine --prompt "First Citizen:"
+  dpfl sample exported --prompt "Dear" --max-tokens 100 --temperature 0.7 --top-k 40
+  dpfl sample checkpoints/gpt2 --prompt "Dear" --temperature 0
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("run", metavar="RUN", help="run directory, or a checkpoint's")
+    parser.add_argument("--prompt", default="", help="what the text begins with")
+    parser.add_argument("--max-tokens", type=int, default=64, help="most tokens that are sampled")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the most likely tokens")
+    parser.add_argument("--top-k", type=int, help="draw from the k most likely tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--tokenizer", help="a tokeniser's file, or bytes; default the run's or checkpoint's own"
+    )
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Samples, printing text as it comes."""
+    import sys
+
+    import jax
+
+    from dpfl_jax.models.generate import generate
+
+    model, params, tokenizer = _load(pathlib.Path(args.run), args.tokenizer)
+    out = sys.stderr if args.json else sys.stdout
+    tokens: list[int] = []
+    shown = ""
+    print(args.prompt, end="", file=out, flush=True)
+    for token in generate(
+        model,
+        params,
+        tokenizer.encode(args.prompt),
+        max_tokens=args.max_tokens,
+        key=jax.random.key(args.seed),
+        temperature=args.temperature,
+        top_k=args.top_k,
+        stop_id=tokenizer.eos_id,
+    ):
+        tokens.append(token)
+        text = tokenizer.decode(tokens)
+        if text.startswith(shown) and not text.endswith("\ufffd"):  # half a character may follow
+            print(text[len(shown) :], end="", file=out, flush=True)
+            shown = text
+    text = tokenizer.decode(tokens)
+    print(text[len(shown) :], file=out)
+    return {"prompt": args.prompt, "text": text, "tokens": tokens}
+
+
+def _load(path: pathlib.Path, tokenizer: str | None) -> tuple[Any, Any, Any]:
+    """The model, its parameters and the tokeniser."""
+    import jax
+
+    from dpfl_jax.data import load_tokenizer
+    from dpfl_jax.models import LanguageModel
+    from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
+    from dpfl_jax.training.trained import load_trained
+
+    if not (path / "config.json").exists():
+        trained = load_trained(path)
+        named = load_tokenizer(tokenizer) if tokenizer else trained.tokenizer
+        return trained.model, trained.params, named
+    named = load_tokenizer(tokenizer or tokenizer_file(path))
+    model = LanguageModel(read_config(path))
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return model, load_checkpoint(path, model.config, shapes), named

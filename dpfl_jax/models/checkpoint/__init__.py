@@ -1,0 +1,11 @@
+"""Checkpoints in the Hugging Face layout: GPT-2, Llama 2 and 3, Gemma 1 and 2.
+
+Directories with config.json and safetensors files, read by slices and written; never a pickle,
+never code, never a download.
+"""
+
+from dpfl_jax.models.checkpoint.files import tokenizer_file
+from dpfl_jax.models.checkpoint.load import fingerprint, load_checkpoint, read_config
+from dpfl_jax.models.checkpoint.save import save_checkpoint
+
+__all__ = ["fingerprint", "load_checkpoint", "read_config", "save_checkpoint", "tokenizer_file"]

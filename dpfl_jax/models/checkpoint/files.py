@@ -1,0 +1,232 @@
+"""A directory of safetensors files: one, or several with an index. Nothing else is ever opened."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from dpfl_jax.errors import BadInputError
+
+CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+# Copied along when a model is exported; none of them is code.
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+class TensorFiles:
+    """The tensors of a checkpoint, read by slices.
+
+    Attributes:
+      path: the directory.
+      config: content of config.json.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Opens the files (memory mapped: nothing is read yet).
+
+        Raises:
+          BadInputError: no such checkpoint, or one that is not in safetensors files.
+        """
+        self.path = pathlib.Path(path)
+        self.config: dict[str, Any] = read_json(self.path / CONFIG, "checkpoint")
+        self._file_of: dict[str, str] = {}
+        self._open: dict[str, Any] = {}
+        for file in self._names():
+            try:
+                opened = safe_open(self.path / file, framework="numpy")
+                opened.__enter__()
+            except FileNotFoundError:
+                raise BadInputError(
+                    f"{self.path / INDEX} names the file {file}, which is not there"
+                ) from None
+            except (OSError, SafetensorError) as error:
+                raise BadInputError(
+                    f"{self.path / file} cannot be read as a safetensors file: {error}"
+                ) from None
+            self._open[file] = opened
+            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                if name in self._file_of:
+                    raise BadInputError(
+                        f"the tensor {name!r} is in two files of {self.path}, "
+                        f"{self._file_of[name]} and {file}"
+                    )
+                self._file_of[name] = file
+
+    def _names(self) -> list[str]:
+        if (self.path / INDEX).exists():
+            index = read_json(self.path / INDEX, "index")
+            if not isinstance(index.get("weight_map"), dict):
+                raise BadInputError(f"{self.path / INDEX} has no weight_map")
+            names = sorted(set(map(str, index["weight_map"].values())))
+            for name in names:
+                if pathlib.PurePath(name).name != name:
+                    raise BadInputError(f"{self.path / INDEX} names a file elsewhere: {name!r}")
+            return names
+        if (self.path / SINGLE).exists():
+            return [SINGLE]
+        pickled = [p.name for p in self.path.glob("*.bin")]
+        hint = f" ({pickled[0]} is a pickle, which is never opened)" if pickled else ""
+        raise BadInputError(f"{self.path} holds no {SINGLE} and no {INDEX}{hint}")
+
+    def __iter__(self) -> Iterator[str]:
+        """Names of the tensors."""
+        return iter(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        return name in self._file_of
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor.
+
+        Raises:
+          BadInputError: it does not hold floating-point numbers.
+        """
+        found = self._slice(name)
+        if found.get_dtype() not in _FLOATS:
+            raise BadInputError(
+                f"the tensor {name!r} of {self.path} has type {found.get_dtype()}, but only "
+                f"{', '.join(_FLOATS)} are known (quantised checkpoints are not)"
+            )
+        return tuple(found.get_shape())
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads a part of a tensor, in its own type."""
+        return self._slice(name)[index]
+
+    def _slice(self, name: str) -> Any:
+        return self._open[self._file_of[name]].get_slice(name)
+
+    def fingerprint(self) -> str:
+        """Identifies the checkpoint: its configuration, names, shapes and some of each tensor."""
+        digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
+        for name in sorted(self):
+            some = self._slice(name)
+            shape = tuple(some.get_shape())
+            first = tuple(slice(0, 1) for _ in shape[:-1]) + (slice(0, 64),) * bool(shape)
+            digest.update(f"{name} {shape} {some.get_dtype()}".encode())
+            digest.update(np.ascontiguousarray(some[first]).tobytes())
+        return digest.hexdigest()[:32]
+
+    def close(self) -> None:
+        """Lets go of the files."""
+        for opened in self._open.values():
+            opened.__exit__(None, None, None)
+        self._open = {}
+
+
+class TensorWriter:
+    """Writes a directory of safetensors files, one file of at most ``limit`` bytes in memory."""
+
+    def __init__(self, path: pathlib.Path, limit: int) -> None:
+        """Creates the directory.
+
+        Raises:
+          BadInputError: it holds something.
+        """
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise BadInputError(f"{path} exists and is not an empty directory: choose another name")
+        path.mkdir(parents=True, exist_ok=True)
+        self.path, self.limit = path, limit
+        self._pending: dict[str, np.ndarray] = {}
+        self._files: list[list[str]] = []
+        self._size = self._total = 0
+
+    def add(self, name: str, value: np.ndarray) -> None:
+        """Adds a tensor."""
+        if self._pending and self._size + value.nbytes > self.limit:
+            self._flush()
+        self._pending[name] = np.ascontiguousarray(value)
+        self._size += value.nbytes
+        self._total += value.nbytes
+
+    def finish(self, config: dict[str, Any]) -> None:
+        """Writes what is left, the index, and last config.json, which makes it a checkpoint."""
+        self._flush()
+        count = len(self._files)
+        if count == 1:
+            (self.path / _part(0)).rename(self.path / SINGLE)
+        else:
+            weight_map: dict[str, str] = {}
+            for i, names in enumerate(self._files):
+                final = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
+                (self.path / _part(i)).rename(self.path / final)
+                weight_map |= dict.fromkeys(names, final)
+            index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
+            (self.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
+        (self.path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        name = _part(len(self._files))
+        save_file(self._pending, self.path / name, metadata={"format": "pt"})
+        self._files.append(list(self._pending))
+        self._pending, self._size = {}, 0
+
+
+def _part(i: int) -> str:
+    return f"part-{i}.safetensors"
+
+
+def copy_companions(source: pathlib.Path, target: pathlib.Path) -> list[str]:
+    """Copies tokeniser files; returns their names."""
+    found = [name for name in COMPANIONS if (source / name).is_file()]
+    for name in found:
+        shutil.copyfile(source / name, target / name)
+    return found
+
+
+def tokenizer_file(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The tokeniser in a checkpoint's directory.
+
+    Raises:
+      BadInputError: there is none.
+    """
+    names: Iterable[str] = ("tokenizer.json", "tokenizer.model")
+    for name in names:
+        if (pathlib.Path(path) / name).is_file():
+            return pathlib.Path(path) / name
+    raise BadInputError(
+        f"{path} holds no tokenizer.json and no tokenizer.model: name a tokeniser as "
+        "data.tokenizer, or bytes"
+    )
+
+
+def read_json(path: pathlib.Path, what: str) -> dict[str, Any]:
+    """Reads a JSON object; ``what`` is the word for it in messages.
+
+    Raises:
+      BadInputError: it is not there, or is something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise BadInputError(f"there is no {what} in {path.parent}: it has no {path.name}") from None
+    except (OSError, ValueError) as error:
+        raise BadInputError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise BadInputError(f"{path} does not hold a JSON object")
+    return found

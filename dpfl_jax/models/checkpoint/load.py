@@ -1,0 +1,176 @@
+"""From a checkpoint to our parameters, each device reading its own part."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.models.checkpoint.families import FAMILIES, Entry, Family, entries, full_shape
+from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, read_json
+from dpfl_jax.models.checkpoint.hf_config import to_transformer
+from dpfl_jax.models.config import TransformerConfig
+from dpfl_jax.models.lora import without_adapters
+
+PyTree = Any
+Place = Callable[[PyTree], PyTree]
+
+
+def read_config(path: Any) -> TransformerConfig:
+    """The transformer of a checkpoint, from its config.json alone.
+
+    Raises:
+      BadInputError: no checkpoint, or of a family that is not known.
+    """
+    file = pathlib.Path(path) / CONFIG
+    return to_transformer(read_json(file, "checkpoint"), str(file))
+
+
+def fingerprint(path: Any) -> str:
+    """Identifies a checkpoint by its configuration and some of every tensor."""
+    files = TensorFiles(path)
+    try:
+        return files.fingerprint()
+    finally:
+        files.close()
+
+
+def load_checkpoint(
+    path: Any,
+    config: TransformerConfig,
+    shapes: PyTree,
+    shardings: PyTree | None = None,
+    dtype: str | Callable[[str], str] = "float32",
+) -> PyTree:
+    """Reads the parameters of a model.
+
+    Every device's part of every parameter is read from the files on its own: no host ever holds
+    more than its devices do, and one parameter's part in passing.
+
+    Args:
+      path: directory with config.json and safetensors files.
+      config: the model's shape: the checkpoint's own, perhaps stacked otherwise and with adapters.
+      shapes: ``jax.eval_shape(model.init, key)``.
+      shardings: a NamedSharding for each parameter; default all on the first device.
+      dtype: what parameters become: float32 or bfloat16, or a function of their path.
+
+    Returns:
+      A tree like ``shapes`` without adapters (they are not in a checkpoint).
+
+    Raises:
+      BadInputError: a tensor is missing, has no place, or has another shape.
+    """
+    files = TensorFiles(path)
+    try:
+        to_transformer(files.config, str(files.path / CONFIG))  # refuses what is not known
+        family = FAMILIES[files.config["model_type"]]
+        wanted = flat_paths(without_adapters(shapes))
+        places = None if shardings is None else flat_paths(without_adapters(shardings))
+        sources = _sources(files, config, family, wanted)
+        choose = dtype if callable(dtype) else (lambda _: dtype)
+        loaded = {}
+        for name, like in wanted.items():
+            place = places[name] if places is not None else _first_device()
+            reader = _Reader(files, sources[name], tuple(like.shape), DTYPES[choose(name)])
+            loaded[name] = jax.make_array_from_callback(tuple(like.shape), place, reader)
+            loaded[name].block_until_ready()  # the host's copy can go
+        return nested(loaded)
+    finally:
+        files.close()
+
+
+def _first_device() -> Any:
+    return jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+def _sources(
+    files: TensorFiles, config: TransformerConfig, family: Family, wanted: Mapping[str, Any]
+) -> dict[str, list[Entry]]:
+    """For each parameter its tensors, block by block, after comparing both sides."""
+    prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
+    sources: dict[str, list[Entry]] = {name: [] for name in wanted}
+    known = set()
+    for entry in entries(config, family, set(wanted), prefix):
+        name = entry.tensor.name
+        known.add(name)
+        if name not in files:
+            raise BadInputError(
+                f"the checkpoint {files.path} has no tensor {name!r}, which its {CONFIG} asks for"
+            )
+        expected = full_shape(entry, tuple(wanted[entry.path].shape))
+        if files.shape(name) != expected:
+            raise BadInputError(
+                f"the tensor {name!r} of {files.path} has shape {files.shape(name)}, but its "
+                f"{CONFIG} asks for {expected}"
+            )
+        sources[entry.path].append(entry)
+    if unknown := [name for name, found in sources.items() if not found]:
+        raise BadInputError(
+            f"a {family.model_type} checkpoint has no tensor for the parameter {unknown[0]!r}"
+        )
+    for name in files:
+        tied = name == family.head and config.tie_embeddings
+        if name not in known and not tied and not name.endswith(family.buffers):
+            raise BadInputError(
+                f"the checkpoint {files.path} has a tensor {name!r}, for which a model of its "
+                f"{CONFIG} has no place"
+            )
+    return sources
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Reads any part of one (perhaps stacked) parameter."""
+
+    files: TensorFiles
+    entries: list[Entry]
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    def __call__(self, index: tuple[slice, ...] | None) -> np.ndarray:
+        whole = index or ()
+        cut = [slice(*s.indices(n)) for s, n in zip(whole, self.shape)]
+        cut += [slice(0, n) for n in self.shape[len(cut) :]]
+        if self.entries[0].row is None:
+            return self._one(self.entries[0], cut)
+        rows = cut[0]
+        out = np.empty([s.stop - s.start for s in cut], self.dtype)
+        for entry in self.entries:
+            assert entry.row is not None
+            if rows.start <= entry.row < rows.stop:
+                out[entry.row - rows.start] = self._one(entry, cut[1:])
+        return out
+
+    def _one(self, entry: Entry, cut: list[slice]) -> np.ndarray:
+        part, _ = entry.tensor.part
+        last = cut[-1]
+        offset = part * self.shape[-1]
+        cut = [*cut[:-1], slice(last.start + offset, last.stop + offset)]
+        if entry.tensor.transposed:
+            found = self.files.read(entry.tensor.name, tuple(cut[::-1])).T
+        else:
+            found = self.files.read(entry.tensor.name, tuple(cut))
+        return np.ascontiguousarray(found.astype(self.dtype))
+
+
+def flat_paths(tree: PyTree) -> dict[str, Any]:
+    """``{"blocks/mlp/up/kernel": leaf}`` of a nested dict."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): x for p, x in flat}
+
+
+def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dict of ``flat_paths``."""
+    out: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = path.split("/")
+        node = out
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = value
+    return out

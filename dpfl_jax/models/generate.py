@@ -1,0 +1,106 @@
+"""Sampling text from a language model, one token at a time with a cache of keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.models.transformer import LanguageModel
+
+PyTree = Any
+
+
+def generate(
+    model: LanguageModel,
+    params: PyTree,
+    prompt: Sequence[int] | np.ndarray,
+    *,
+    max_tokens: int,
+    key: jax.Array,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    stop_id: int | None = None,
+) -> Iterator[int]:
+    """Yields tokens that follow a prompt.
+
+    Args:
+      model: the model.
+      params: its parameters.
+      prompt: ids, without the beginning-of-sequence id; may be empty.
+      max_tokens: at most so many are sampled.
+      key: of the draws.
+      temperature: logits are divided by it; 0: always the most likely token.
+      top_k: draw from the k most likely tokens; None: from all.
+      stop_id: ends the text, and is not yielded.
+
+    Raises:
+      BadInputError: nothing to sample, prompt and sample are longer than the model takes, a token
+        outside the vocabulary, or settings that make no sense.
+    """
+    config = model.config
+    tokens = np.concatenate([[config.bos_id], np.asarray(prompt, np.int64)])
+    length = len(tokens) + max_tokens
+    if max_tokens < 1:
+        raise BadInputError(f"the number of tokens to sample is {max_tokens}, but at least 1")
+    if length > config.max_seq_len + 1:  # the last token sampled is not read again
+        raise BadInputError(
+            f"prompt and sample are {length - 1} tokens long, but the model takes at most "
+            f"{config.max_seq_len}: shorten one of them"
+        )
+    if tokens.min() < 0 or tokens.max() >= config.vocab_size:
+        raise BadInputError(
+            f"the prompt has a token id outside the model's vocabulary of {config.vocab_size}"
+        )
+    if not temperature >= 0 or (top_k is not None and top_k < 1):
+        raise BadInputError(
+            f"temperature must be >= 0 and top_k >= 1, but they are {temperature} and {top_k}"
+        )
+    if config.positions == "rotary":  # the cache need not be longer than this text
+        model = LanguageModel(dataclasses.replace(config, max_seq_len=length))
+    return _tokens(model, params, tokens, max_tokens, key, temperature, top_k, stop_id)
+
+
+def _tokens(
+    model: LanguageModel,
+    params: PyTree,
+    tokens: np.ndarray,
+    max_tokens: int,
+    key: jax.Array,
+    temperature: float,
+    top_k: int | None,
+    stop_id: int | None,
+) -> Iterator[int]:
+    @functools.partial(jax.jit, donate_argnums=1)
+    def read(
+        params: PyTree, cache: PyTree, tokens: jax.Array, key: jax.Array
+    ) -> tuple[jax.Array, PyTree]:
+        logits, cache = model.next_logits(params, cache, tokens)
+        return draw(logits[-1], key, temperature, top_k), cache
+
+    cache, some = model.start(params), jnp.asarray(tokens, jnp.int32)
+    for i in range(max_tokens):
+        drawn, cache = read(params, cache, some, jax.random.fold_in(key, i))
+        token = int(drawn)
+        if token == stop_id:
+            return
+        yield token
+        some = drawn[None]
+
+
+def draw(
+    logits: jax.Array, key: jax.Array, temperature: float = 1.0, top_k: int | None = None
+) -> jax.Array:
+    """Draws one token, int32 scalar, from logits [vocab_size]."""
+    if temperature == 0:
+        return jnp.argmax(logits).astype(jnp.int32)
+    if top_k is not None and top_k < logits.shape[0]:
+        smallest = jax.lax.top_k(logits, top_k)[0][-1]
+        logits = jnp.where(logits < smallest, -jnp.inf, logits)
+    return jax.random.categorical(key, logits / temperature).astype(jnp.int32)

@@ -1,0 +1,49 @@
+"""Low-rank adapters (Hu et al. 2021, "LoRA"): putting them beside a base, and merging them in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.models.config import Lora
+
+PyTree = Any
+ADAPTERS = ("lora_a", "lora_b")
+
+
+def is_adapter(path: str) -> bool:
+    """Whether a parameter's path is an adapter's."""
+    return path.rpartition("/")[2] in ADAPTERS
+
+
+def without_adapters(params: PyTree) -> PyTree:
+    """The base alone: a nested dict without its adapters."""
+    if not isinstance(params, dict):
+        return params
+    return {k: without_adapters(v) for k, v in params.items() if k not in ADAPTERS}
+
+
+def merge(params: PyTree, lora: Lora | None) -> PyTree:
+    """The same function without adapters: every kernel becomes W + (alpha / rank) A B, float32.
+
+    Args:
+      params: a model's parameters, stacked or not.
+      lora: of the model's configuration.
+
+    Raises:
+      BadInputError: adapters, but no configuration of them.
+    """
+    if not isinstance(params, dict):
+        return params
+    if "lora_a" not in params:
+        return {k: merge(v, lora) for k, v in params.items()}
+    if lora is None:
+        raise BadInputError("the parameters have adapters, but the model's configuration has none")
+    a, b = (params[name].astype(jnp.float32) for name in ADAPTERS)
+    kernel = params["kernel"].astype(jnp.float32) + lora.scale * jnp.matmul(
+        a, b, precision="highest"
+    )
+    rest = {k: v for k, v in params.items() if k not in (*ADAPTERS, "kernel")}
+    return {"kernel": kernel, **rest}

@@ -1,0 +1,66 @@
+"""From a finished run to a directory for others: weights, tokeniser, guarantee."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from dpfl_jax import __version__
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.models.checkpoint import save_checkpoint
+from dpfl_jax.training.run_dir import write_atomically
+from dpfl_jax.training.trained import load_trained
+
+GUARANTEE = "guarantee.json"
+
+
+def export(
+    run: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    dtype: str = "float32",
+    max_file_bytes: int = 5 * 10**9,
+) -> dict[str, Any]:
+    """Writes a run's model in the Hugging Face layout, adapters merged.
+
+    Args:
+      run: run directory, finished.
+      out: a directory that does not exist or is empty.
+      dtype: of the tensors, float32 or bfloat16.
+      max_file_bytes: more go into several files.
+
+    Returns:
+      out, parameters, guarantee (in words) and privacy (its fields).
+
+    Raises:
+      BadInputError: the run is not finished, its base is gone, or the model is of no known family.
+    """
+    if max_file_bytes < 1:
+        raise BadInputError("the size of a weights file must be above 0")
+    trained = load_trained(run)
+    base = trained.config.model.checkpoint
+    target = save_checkpoint(
+        out,
+        trained.model.config,
+        trained.params,
+        like=base,
+        dtype=dtype,
+        max_file_bytes=max_file_bytes,
+    )
+    report = trained.report
+    guarantee = {
+        "guarantee": report["guarantee"],
+        "privacy": report["privacy"],
+        "run": report["name"],
+        "steps": report["steps"],
+        "finished_at": report["finished_at"],
+        "model": report["model"],
+        "dpfl_jax": __version__,
+    }
+    write_atomically(target / GUARANTEE, json.dumps(guarantee, indent=2) + "\n")
+    return {
+        "out": str(target),
+        "parameters": trained.model.num_params,
+        "guarantee": report["guarantee"],
+        "privacy": report["privacy"],
+    }

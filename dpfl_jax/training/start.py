@@ -1,0 +1,208 @@
+"""Where the private phase starts, and which of the parameters it changes.
+
+The model is that of a checkpoint in the Hugging Face layout, or one of the named sizes; what is not
+trained comes from the checkpoint, from pre-training on the public corpus, or from the initial key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from dpfl_jax.config import RunConfig, config_to_dict
+from dpfl_jax.config.schema import ModelConfig, OptimizerConfig
+from dpfl_jax.data import DataConfig, Dataset
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.models import LanguageModel, TransformerConfig, transformer_config
+from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
+from dpfl_jax.models.checkpoint.load import flat_paths, nested
+from dpfl_jax.models.lora import is_adapter
+from dpfl_jax.training.mesh import parameter_shardings
+from dpfl_jax.training.optimizers import build_optimizer
+from dpfl_jax.training.pretrain import Pretrained, pretrain
+
+PyTree = Any
+# A checkpoint says what the function is; these say how it is computed.
+_COMPUTED = ("dtype", "remat", "scan_layers")
+
+
+def build_model(config: RunConfig, vocab_size: int, bos_id: int = 1) -> LanguageModel:
+    """The transformer of a config.
+
+    Args:
+      config: the configuration.
+      vocab_size: of the data's tokeniser.
+      bos_id: of the data's tokeniser (a checkpoint has its own).
+
+    Raises:
+      BadInputError: data and checkpoint do not fit, or a setting is unknown.
+    """
+    section = config.model
+    more: dict[str, Any] = {}
+    if section.lora is not None:
+        more["lora"] = config_to_dict(section.lora)
+    if section.trainable == "last_layers":
+        more["last_layers"] = section.last_layers
+    if section.checkpoint is None:
+        fields = {"vocab_size": vocab_size, "bos_id": bos_id, "max_seq_len": config.data.seq_len}
+        return LanguageModel(transformer_config(section.size, **fields | section.overrides | more))
+    for name in section.overrides:
+        if name not in _COMPUTED:
+            raise BadInputError(
+                f"model.overrides.{name} is fixed by the checkpoint: only {', '.join(_COMPUTED)} "
+                "can be set beside model.checkpoint"
+            )
+    found = read_config(section.checkpoint)
+    # A tokeniser without a beginning id was given one behind its vocabulary, which is never read.
+    needed = vocab_size - 1 if bos_id == vocab_size - 1 else vocab_size
+    if needed > found.vocab_size:
+        raise BadInputError(
+            f"the data's tokeniser has {needed} ids, but the checkpoint {section.checkpoint} only "
+            f"{found.vocab_size}: set data.tokenizer=checkpoint to use its own"
+        )
+    if config.data.seq_len > found.max_seq_len:
+        raise BadInputError(
+            f"data.seq_len is {config.data.seq_len}, but the checkpoint {section.checkpoint} takes "
+            f"at most {found.max_seq_len} tokens"
+        )
+    return LanguageModel(dataclasses.replace(found, **section.overrides, **more))
+
+
+def data_section(config: RunConfig) -> DataConfig:
+    """The data section, with the checkpoint's tokeniser in the place of its name."""
+    if config.data.tokenizer != "checkpoint":
+        return config.data
+    if config.model.checkpoint is None:
+        raise BadInputError("data.tokenizer=checkpoint needs model.checkpoint")
+    return dataclasses.replace(config.data, tokenizer=str(tokenizer_file(config.model.checkpoint)))
+
+
+def trained_by_name(section: ModelConfig, model: TransformerConfig) -> Callable[[str], bool] | None:
+    """Whether the parameter of a name is trained; None for all.
+
+    Args:
+      section: ``trainable`` of it is the choice.
+      model: the model's shape.
+    """
+    choice = section.trainable or ("lora" if section.lora is not None else "all")
+    if choice == "all":
+        return None
+    if choice == "lora":
+        return is_adapter
+    if choice == "biases":
+        return lambda name: name.rpartition("/")[2] == "bias"
+    if choice == "last_layers":
+        first = model.num_layers - section.last_layers
+        last = {model.place_of_block(i)[0] for i in range(first, model.num_layers)}
+        return lambda name: name.partition("/")[0] in {*last, "final_norm"}
+    patterns = tuple(choice)
+    return lambda name: any(fnmatch.fnmatchcase(name, p) for p in patterns)
+
+
+def check_trainable(section: ModelConfig, model: LanguageModel) -> int:
+    """How many parameters are trained.
+
+    Raises:
+      BadInputError: none, or a pattern that fits none.
+    """
+    shapes = flat_paths(jax.eval_shape(model.init, jax.random.key(0)))
+    chosen = trained_by_name(section, model.config) or (lambda _: True)
+    if isinstance(section.trainable, tuple):
+        for pattern in section.trainable:
+            if not fnmatch.filter(shapes, pattern):
+                raise BadInputError(
+                    f"model.trainable: no parameter is called {pattern!r}; they are called "
+                    f"{', '.join(list(shapes)[:4])}, ..."
+                )
+    total = sum(x.size for name, x in shapes.items() if chosen(name))
+    if section.lora is not None and not any(map(is_adapter, shapes)):
+        raise BadInputError(
+            f"model.lora.targets {list(section.lora.targets)} fit no projection: they are called, "
+            "for example, blocks/attention/query and blocks/mlp/up"
+        )
+    if not total:
+        raise BadInputError(f"model.trainable={section.trainable} leaves no parameter to train")
+    return int(total)
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> Any:
+    """The Optax optimiser of a config section."""
+    return build_optimizer(
+        config.name,
+        config.learning_rate,
+        steps,
+        config.schedule,
+        config.warmup_steps,
+        dict(config.options),
+    )
+
+
+def starting_params(
+    config: RunConfig, data: Dataset, model: LanguageModel, mesh: Mesh, console: Console
+) -> tuple[PyTree, Pretrained | None]:
+    """All parameters before the first private step, on ``mesh``."""
+    key = jax.random.key(config.init_seed)
+    if config.model.checkpoint is not None:
+        with console.status("reading the checkpoint"):
+            base = base_from_checkpoint(config, model, mesh)
+        return _with_adapters(base, model, key, mesh), None
+    section, public = config.pretrain, data.public
+    if section is None or public is None:
+        return model.init(key), None
+    plain = LanguageModel(dataclasses.replace(model.config, lora=None))
+    pretrained = pretrain(
+        loss_fn=plain.loss,
+        params=plain.init(key),
+        public=public,
+        optimizer=make_optimizer(section.optimizer, section.steps),
+        steps=section.steps,
+        batch_size=section.batch_size,
+        seed=config.init_seed,
+        identity={
+            "model": dataclasses.asdict(plain.config),
+            "corpus": public.fingerprint,
+            "optimizer": config_to_dict(section.optimizer),
+        },
+        mesh=mesh,
+        cache_dir=pathlib.Path(section.cache_dir) if section.cache_dir else None,
+        console=console,
+    )
+    verb = "found" if pretrained.cached else "kept"
+    console.print(f"pre-trained checkpoint {verb}: {pretrained.path}")
+    return _with_adapters(pretrained.params, model, key, mesh), pretrained
+
+
+def base_from_checkpoint(config: RunConfig, model: LanguageModel, mesh: Mesh) -> PyTree:
+    """The checkpoint's parameters, each device's part read by itself; frozen ones in their type."""
+    assert config.model.checkpoint is not None
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    trained = trained_by_name(config.model, model.config) or (lambda _: True)
+    low = config.model.frozen_dtype
+    return load_checkpoint(
+        config.model.checkpoint,
+        model.config,
+        shapes,
+        parameter_shardings(shapes, mesh),
+        dtype=lambda name: "float32" if trained(name) else low,
+    )
+
+
+def _with_adapters(base: PyTree, model: LanguageModel, key: jax.Array, mesh: Mesh) -> PyTree:
+    """``base`` with fresh adapters, if the model has any; the rest is never initialised."""
+    if model.config.lora is None:
+        return base
+
+    def adapters(key: jax.Array) -> PyTree:
+        return {k: v for k, v in flat_paths(model.init(key)).items() if is_adapter(k)}
+
+    places = flat_paths(parameter_shardings(jax.eval_shape(model.init, key), mesh))
+    wanted = {k: places[k] for k in jax.eval_shape(adapters, key)}
+    fresh = jax.jit(adapters, out_shardings=wanted)(key)
+    return nested({**flat_paths(base), **fresh})

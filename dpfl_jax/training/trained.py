@@ -1,0 +1,141 @@
+"""The model of a finished run, read from its directory: for export and sampling."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import yaml
+from jax.sharding import Mesh
+
+from dpfl_jax.clipping import split
+from dpfl_jax.config import RunConfig, validate_config
+from dpfl_jax.data import load_tokenizer
+from dpfl_jax.data.tokenizers import Tokenizer
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.models import LanguageModel
+from dpfl_jax.models.checkpoint import fingerprint
+from dpfl_jax.models.checkpoint.load import flat_paths, nested
+from dpfl_jax.models.lora import merge, without_adapters
+from dpfl_jax.training.checkpoint import Checkpoints, load_params
+from dpfl_jax.training.mesh import make_mesh, parameter_shardings
+from dpfl_jax.training.run_dir import FINISHED
+from dpfl_jax.training.start import (
+    base_from_checkpoint,
+    build_model,
+    data_section,
+    make_optimizer,
+    trained_by_name,
+)
+from dpfl_jax.training.state import TrainState, shardings_of
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainedModel:
+    """What a run ended with.
+
+    Attributes:
+      config: of the run.
+      model: without adapters.
+      params: with the run's adapters merged.
+      tokenizer: of its data.
+      report: content of report.json.
+    """
+
+    config: RunConfig
+    model: LanguageModel
+    params: PyTree
+    tokenizer: Tokenizer
+    report: dict[str, Any]
+
+
+def load_trained(run: str | os.PathLike[str], mesh: Mesh | None = None) -> TrainedModel:
+    """Reads the model that a finished run left.
+
+    Args:
+      run: run directory.
+      mesh: where the parameters go; default the first device.
+
+    Raises:
+      BadInputError: no finished run of a language model, or its base is not there any more.
+    """
+    directory = pathlib.Path(run)
+    config, report = _read(directory)
+    mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
+    tokenizer = load_tokenizer(data_section(config).tokenizer)
+    model = build_model(config, tokenizer.vocab_size, tokenizer.bos_id)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    trainable = trained_by_name(config.model, model.config)
+    like, frozen = split(shapes, trainable)
+    chosen = flat_paths(_newest(directory, config, like, mesh))
+    if jax.tree.leaves(frozen):
+        chosen = {**flat_paths(_base(config, report, model, mesh)), **chosen}
+    params = merge(nested(chosen), model.config.lora)
+    plain = LanguageModel(dataclasses.replace(model.config, lora=None))
+    return TrainedModel(config, plain, params, tokenizer, report)
+
+
+def _read(directory: pathlib.Path) -> tuple[RunConfig, dict[str, Any]]:
+    if not (directory / "config.yaml").exists():
+        raise BadInputError(f"{directory} is not a run directory: it has no config.yaml")
+    report_file = directory / "report.json"
+    report = json.loads(report_file.read_text()) if report_file.exists() else {}
+    if report.get("status") != FINISHED:
+        raise BadInputError(
+            f"the run in {directory} is not finished: go on with `dpfl train` and its --run-dir"
+        )
+    known = yaml.safe_load((directory / "config.yaml").read_text())
+    config = validate_config(known["config"], str(directory / "config.yaml"))
+    if not isinstance(config, RunConfig):
+        raise BadInputError(f"the run in {directory} is federated: its model cannot be exported")
+    path = config.model.checkpoint
+    if path is not None and fingerprint(path) != known["facts"].get("checkpoint"):
+        raise BadInputError(
+            f"the checkpoint {path} is not the one that the run in {directory} began with"
+        )
+    return config, report
+
+
+def _newest(directory: pathlib.Path, config: RunConfig, like: PyTree, mesh: Mesh) -> PyTree:
+    """The trained parameters of the newest checkpoint."""
+    optimizer = make_optimizer(config.optimizer, config.train.steps)
+    state = TrainState(
+        params=like,
+        opt_state=jax.eval_shape(optimizer.init, like),
+        step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
+    )
+    state = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        state,
+        shardings_of(like, optimizer, mesh),
+    )
+    checkpoints = Checkpoints(directory / "checkpoints", config.train.keep_checkpoints)
+    try:
+        return checkpoints.read(state)[0].params
+    finally:
+        checkpoints.close()
+
+
+def _base(config: RunConfig, report: dict[str, Any], model: LanguageModel, mesh: Mesh) -> PyTree:
+    """All parameters but adapters, as they were before the private phase."""
+    if config.model.checkpoint is not None:
+        return base_from_checkpoint(config, model, mesh)
+    shapes = without_adapters(jax.eval_shape(model.init, jax.random.key(0)))
+    if config.pretrain is None:
+        return model.init(jax.random.key(config.init_seed))
+    like = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+        shapes,
+        parameter_shardings(shapes, mesh),
+    )
+    path = pathlib.Path(report["pretrain"]["path"])
+    if not path.exists():
+        raise BadInputError(f"the pre-trained checkpoint {path} of this run is not there any more")
+    return load_params(path, like)

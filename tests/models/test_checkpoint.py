@@ -1,0 +1,318 @@
+"""Checkpoints against ``transformers`` itself: the same logits, both ways; and what is refused."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file, save_file
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.models import LanguageModel, TransformerConfig
+from dpfl_jax.models.checkpoint import load_checkpoint, read_config, save_checkpoint
+from dpfl_jax.models.checkpoint.files import TensorFiles
+from dpfl_jax.models.checkpoint.load import flat_paths
+from dpfl_jax.training.mesh import parameter_shardings
+
+LLAMA = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+GEMMA = LLAMA | {"head_dim": 16, "num_key_value_heads": 1, "num_attention_heads": 4}
+# Large weights, so that an error in any of them shows in the logits.
+FAMILIES = {
+    "gpt2": {
+        "vocab_size": 61,
+        "n_embd": 24,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "gpt2_untied": {
+        "vocab_size": 61,
+        "n_embd": 24,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "n_inner": 50,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "tie_word_embeddings": False,
+    },
+    "llama": LLAMA,
+    "llama_tied_scaled": LLAMA | {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
+    "llama_linear_biases": LLAMA
+    | {
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
+    },
+    "gemma": GEMMA,
+    "gemma2": GEMMA
+    | {
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "sliding_window": 64,
+    },
+}
+
+
+def saved_by_transformers(name, path, **options):
+    """A randomly initialised model of a family, saved by ``transformers``."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    config_class, model_class = {
+        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+        "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
+        "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
+    }[name.split("_")[0]]
+    torch.manual_seed(0)
+    model = model_class(config_class(**FAMILIES[name], attn_implementation="eager")).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.15 * torch.randn_like(parameter))
+    model.save_pretrained(path, **options)
+    return model
+
+
+def torch_logits(model, tokens):
+    torch = pytest.importorskip("torch")
+    with torch.no_grad():
+        return model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+
+
+def load(path, **changes):
+    config = dataclasses.replace(read_config(path), **changes)
+    model = LanguageModel(config)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return model, load_checkpoint(path, config, shapes)
+
+
+def some_tokens(length=40):
+    return np.random.default_rng(0).integers(3, 61, length)
+
+
+def our_logits(model, params, tokens):
+    """Row t: what follows tokens[:t + 1], as transformers has it."""
+    shifted = jnp.asarray([*tokens[1:], 0], jnp.int32)  # the model itself puts bos_id first
+    model = LanguageModel(dataclasses.replace(model.config, bos_id=int(tokens[0])))
+    return jax.jit(model.logits)(params, shifted)
+
+
+def assert_same(a, b):
+    for name, leaf in flat_paths(a).items():
+        np.testing.assert_array_equal(leaf, flat_paths(b)[name], err_msg=name)
+
+
+QUICK = ("gpt2", "llama_tied_scaled", "gemma")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+)
+def test_logits_equal_those_of_transformers(name, tmp_path):
+    theirs = saved_by_transformers(name, tmp_path / "theirs")
+    tokens = some_tokens()
+    expected = torch_logits(theirs, tokens)
+    assert expected.std() > 0.3
+    model, params = load(tmp_path / "theirs", remat="none")
+    np.testing.assert_allclose(our_logits(model, params, tokens), expected, atol=1e-4)
+    assert model.num_params == sum(p.numel() for p in theirs.parameters())
+
+    # Back, with nothing but our own configuration, and once more to us.
+    save_checkpoint(tmp_path / "ours", model.config, params)
+    transformers = pytest.importorskip("transformers")
+    opened = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", attn_implementation="eager"
+    ).eval()
+    np.testing.assert_allclose(torch_logits(opened, tokens), expected, atol=1e-5)
+    again, read = load(tmp_path / "ours", remat="none")
+    assert again.config == model.config
+    assert_same(params, read)
+
+
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+def test_files_and_stacks_of_any_number_hold_the_same_model(name, tmp_path):
+    saved_by_transformers(name, tmp_path / "one")
+    saved_by_transformers(name, tmp_path / "many", max_shard_size="20KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    model, params = load(tmp_path / "one")
+    assert_same(params, load(tmp_path / "many")[1])
+    # Written in several files, with the source's configuration and tokeniser.
+    (tmp_path / "one" / "tokenizer.json").write_text("{}")
+    save_checkpoint(
+        tmp_path / "back", model.config, params, like=tmp_path / "one", max_file_bytes=20_000
+    )
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
+    assert (tmp_path / "back" / "tokenizer.json").exists()
+    original, back = (
+        json.loads((tmp_path / d / "config.json").read_text()) for d in ("one", "back")
+    )
+    assert original == back
+    assert_same(params, load(tmp_path / "back")[1])
+    # Other arrangements of the same blocks.
+    tokens = some_tokens(20)
+    expected = our_logits(model, params, tokens)
+    for change in ({"last_layers": 1}, {"scan_layers": False}):
+        other, arranged = load(tmp_path / "one", **change)
+        np.testing.assert_allclose(our_logits(other, arranged, tokens), expected, atol=1e-5)
+        save_checkpoint(tmp_path / str(change), other.config, arranged)
+        assert_same(params, load(tmp_path / str(change))[1])
+
+
+def own_checkpoint(path, **changes):
+    """A checkpoint written by ourselves, for what needs no ``transformers``."""
+    config = TransformerConfig(
+        vocab_size=32,
+        max_seq_len=16,
+        embed_dim=16,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        mlp_dim=24,
+        activation="swiglu",
+        tie_embeddings=False,
+        **changes,
+    )
+    model = LanguageModel(config)
+    params = jax.jit(model.init)(jax.random.key(0))
+    save_checkpoint(path, config, params)
+    return model, params
+
+
+def test_each_device_reads_its_own_part(tmp_path):
+    own_checkpoint(tmp_path / "c")
+    model, whole = load(tmp_path / "c")
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    places = parameter_shardings(shapes, mesh)
+    split = load_checkpoint(tmp_path / "c", model.config, shapes, places)
+    assert_same(whole, split)
+    up = split["blocks"]["mlp"]["up"]["kernel"]
+    assert up.sharding == NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
+    assert up.addressable_shards[0].data.size == up.size // 4
+
+
+def test_type_is_a_choice(tmp_path):
+    model, params = own_checkpoint(tmp_path / "c")
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    low = load_checkpoint(
+        tmp_path / "c",
+        model.config,
+        shapes,
+        dtype=lambda path: "bfloat16" if "kernel" in path else "float32",
+    )
+    for name, leaf in flat_paths(low).items():
+        full = flat_paths(params)[name]
+        wanted = full.astype(jnp.bfloat16) if "kernel" in name else full
+        assert leaf.dtype == wanted.dtype
+        np.testing.assert_array_equal(leaf, wanted)
+    save_checkpoint(tmp_path / "low", model.config, params, dtype="bfloat16")
+    tensors = load_file(tmp_path / "low" / "model.safetensors")
+    assert {str(t.dtype) for t in tensors.values()} == {"bfloat16"}
+    assert json.loads((tmp_path / "low" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def edit_tensors(path, change):
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def edit_config(path, **changes):
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda t: t.pop(DOWN), f"no tensor '{DOWN}'"),
+        (lambda t: t.update({"model.more": t[DOWN]}), "tensor 'model.more', for which"),
+        (
+            lambda t: t.update({DOWN: t[DOWN][:, :-1].copy()}),
+            rf"'{DOWN}' of .* has shape \(16, 23\), but .* \(16, 24\)",
+        ),
+        (lambda t: t.update({DOWN: t[DOWN].astype(np.int8)}), f"'{DOWN}' of .* has type I8"),
+    ],
+    ids=["missing", "extra", "shape", "type"],
+)
+def test_a_tensor_that_does_not_fit_is_named(damage, message, tmp_path):
+    own_checkpoint(tmp_path / "c")
+    edit_tensors(tmp_path / "c", damage)
+    with pytest.raises(BadInputError, match=message):
+        load(tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "bert"}, "model_type 'bert', but only gpt2, llama, gemma, gemma2"),
+        ({"hidden_act": "relu"}, "hidden_act 'relu', but only 'silu'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn'"),
+        ({"rope_scaling": {"type": "linear"}}, "has no factor"),
+        ({"attention_bias": True}, "biases in attention or in the MLP"),
+        ({"hidden_size": None}, "no number hidden_size"),
+        ({"bos_token_id": None}, "no bos_token_id"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused(changes, message, tmp_path):
+    own_checkpoint(tmp_path / "c")
+    edit_config(tmp_path / "c", **changes)
+    with pytest.raises(BadInputError, match=message):
+        load(tmp_path / "c")
+
+
+def test_no_checkpoint_no_pickle_nothing_elsewhere(tmp_path):
+    with pytest.raises(BadInputError, match=r"no checkpoint in .*: it has no config\.json"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(BadInputError, match="a pickle, which is never opened"):
+        TensorFiles(tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "../a.safetensors"}}))
+    with pytest.raises(BadInputError, match="names a file elsewhere"):
+        TensorFiles(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"a": "a.safetensors"}}))
+    with pytest.raises(BadInputError, match="which is not there"):
+        TensorFiles(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(b"not safetensors at all")
+    with pytest.raises(BadInputError, match="cannot be read as a safetensors file"):
+        TensorFiles(tmp_path)
+
+
+def test_models_of_no_family_and_full_directories_are_refused(tmp_path):
+    odd = TransformerConfig(vocab_size=32, max_seq_len=8, embed_dim=8, num_layers=1, num_heads=2)
+    params = jax.eval_shape(LanguageModel(odd).init, jax.random.key(0))
+    with pytest.raises(BadInputError, match="belongs to none of the families"):
+        save_checkpoint(tmp_path / "new", odd, params)
+    own_checkpoint(tmp_path / "c")
+    with pytest.raises(BadInputError, match="not an empty directory"):
+        own_checkpoint(tmp_path / "c")

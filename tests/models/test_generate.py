@@ -1,0 +1,96 @@
+"""Sampling with a cache: the same logits as reading everything at once, and the right draws."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.models import LanguageModel, TransformerConfig
+from dpfl_jax.models.generate import draw, generate
+
+SMALL = TransformerConfig(vocab_size=23, max_seq_len=12, embed_dim=16, num_layers=2, num_heads=4)
+VARIANTS = {
+    "gpt2": {"positions": "learned", "norm": "layer", "use_bias": True},
+    "llama": {"activation": "swiglu", "num_kv_heads": 2, "tie_embeddings": False},
+    "gemma2": {
+        "activation": "geglu",
+        "norm_plus_one": True,
+        "scale_embeddings": True,
+        "post_norms": True,
+        "attention_softcap": 2.0,
+        "logit_softcap": 3.0,
+        "scan_layers": False,
+    },
+}
+
+
+def make(name="llama"):
+    model = LanguageModel(dataclasses.replace(SMALL, **VARIANTS[name]))
+    params = jax.jit(lambda key: jax.tree.map(lambda x: 6 * x, model.init(key)))
+    return model, params(jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_with_a_cache_are_those_without(name):
+    model, params = make(name)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(2, 23, 12), jnp.int32)
+    expected = jax.jit(model.logits)(params, tokens)
+    assert float(expected.std()) > 0.3
+    cache, rows = model.start(params), []
+    next_logits = jax.jit(model.next_logits)
+    read = jnp.concatenate([jnp.asarray([model.config.bos_id]), tokens[:-1]])
+    for part in (read[:5], read[5:6], read[6:11], read[11:]):  # a prompt, then pieces
+        logits, cache = next_logits(params, cache, part)
+        rows.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(rows), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_the_most_likely_text_is_found_token_by_token(name):
+    model, params = make(name)
+    prompt = [5, 9, 3]
+    options = {"max_tokens": 9, "key": jax.random.key(0), "temperature": 0.0}
+    sampled = list(generate(model, params, prompt, **options))
+    text, logits = list(prompt), jax.jit(model.logits)
+    for _ in range(9):
+        padded = jnp.asarray([*text, *[0] * (12 - len(text))], jnp.int32)
+        text.append(int(logits(params, padded)[len(text)].argmax()))
+    assert sampled == text[3:]
+    stopped = generate(model, params, prompt, stop_id=sampled[4], **options)
+    assert list(stopped) == sampled[: sampled.index(sampled[4])]
+
+
+def test_draws_follow_the_logits():
+    """10,000 draws: the share of each token is within 5 standard deviations (1e-5 false alarms)."""
+    logits = jnp.log(jnp.asarray([0.1, 0.2, 0.3, 0.4]))
+    keys = jax.random.split(jax.random.key(0), 10_000)
+
+    def shares(**options):
+        drawn = jax.vmap(lambda k: draw(logits, k, **options))(keys)
+        return np.bincount(drawn, minlength=4) / len(keys)
+
+    np.testing.assert_allclose(shares(), [0.1, 0.2, 0.3, 0.4], atol=0.025)
+    squared = np.array([0.1, 0.2, 0.3, 0.4]) ** 2
+    np.testing.assert_allclose(shares(temperature=0.5), squared / squared.sum(), atol=0.025)
+    np.testing.assert_allclose(shares(top_k=2), [0, 0, 3 / 7, 4 / 7], atol=0.025)
+    assert shares(top_k=2)[:2].sum() == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_tokens": 11}, "are 13 tokens long, but the model takes at most 12"),
+        ({"max_tokens": 0}, "at least 1"),
+        ({"prompt": [23]}, "outside the model's vocabulary of 23"),
+        ({"temperature": -1.0}, "temperature must be >= 0"),
+        ({"top_k": 0}, "top_k >= 1"),
+    ],
+)
+def test_bad_settings(change, message):
+    model, params = make()
+    settings = {"prompt": [4, 5], "max_tokens": 2, "key": jax.random.key(0)} | change
+    with pytest.raises(BadInputError, match=message):
+        generate(model, params, **settings)
