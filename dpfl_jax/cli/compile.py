@@ -73,20 +73,24 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     os.environ["JAX_PLATFORMS"] = "cpu"
     from dpfl_jax.config import RunConfig, config_to_dict, load_config
     from dpfl_jax.training.experiment import build_mechanism
-    from dpfl_jax.training.start import build_model, make_optimizer
+    from dpfl_jax.training.start import build_model, make_optimizer, trained_by_name
 
     config = load_config(args.config, args.overrides)
     if not isinstance(config, RunConfig):
         raise BadInputError("compile: federated configurations are not compiled for slices yet")
     mesh = _mesh(kind, shape, args.topology, config_to_dict(config.mesh))
-    vocab = args.vocab_size or config.model.overrides.get("vocab_size") or _vocab(config)
-    model = build_model(config, vocab)
+    if config.model.checkpoint is not None:
+        model = build_model(config, args.vocab_size or 1)  # its own vocabulary
+    else:
+        vocab = args.vocab_size or config.model.overrides.get("vocab_size") or _vocab(config)
+        model = build_model(config, vocab)
     mechanism = build_mechanism(config.mechanism)
     if mechanism.private and mechanism.noise_multiplier is None:
         mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)  # any value: same step
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     platform = "cpu" if kind == "cpu" else "tpu"
-    options = {"strategy": config.train.strategy, "platform": platform}
+    trainable = trained_by_name(config.model, model.config)
+    options = {"strategy": config.train.strategy, "platform": platform, "trainable": trainable}
 
     group = config.mechanism.uls.group_size if config.mechanism.kind == "uls" else None
     size, length = config.train.microbatch_size, config.data.seq_len
@@ -94,10 +98,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     parts = unit_parts(mesh)
     units = _Units(parts, size, group, length)
-    private = _compile(mechanism, model, optimizer, mesh, units, options)
+    low = config.model.frozen_dtype
+    private = _compile(mechanism, model, optimizer, mesh, units, options, low)
     plain_units = _Units(parts, size * (group or 1), None, length)
     plain_mechanism = build_mechanism(config.mechanism.model_copy(update={"kind": "none"}))
-    plain = _compile(plain_mechanism, model, optimizer, mesh, plain_units, {})
+    plain_options = {"trainable": trainable}
+    plain = _compile(plain_mechanism, model, optimizer, mesh, plain_units, plain_options, low)
     chosen = _explain(mechanism, model, units, options)
     result = _report(args, config, model, mesh, kind, private, plain, chosen)
     _print(result, args.json)
@@ -162,7 +168,13 @@ def _vocab(config: Any) -> int:
 
 
 def _compile(
-    mechanism: Any, model: Any, optimizer: Any, mesh: Any, units: _Units, options: dict[str, Any]
+    mechanism: Any,
+    model: Any,
+    optimizer: Any,
+    mesh: Any,
+    units: _Units,
+    options: dict[str, Any],
+    frozen_dtype: str = "float32",
 ) -> Compiled:
     import jax
     import jax.numpy as jnp
@@ -170,7 +182,8 @@ def _compile(
 
     from dpfl_jax.bench._flops import count_flops
     from dpfl_jax.cli._hlo import collectives
-    from dpfl_jax.training.mesh import replicated, unit_axes
+    from dpfl_jax.clipping import split
+    from dpfl_jax.training.mesh import parameter_shardings, replicated, unit_axes
     from dpfl_jax.training.state import TrainState, shardings_of
     from dpfl_jax.training.step import make_train_step
 
@@ -183,7 +196,12 @@ def _compile(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
         )
 
-    params = jax.eval_shape(model.init, jax.random.key(0))
+    params, frozen = split(jax.eval_shape(model.init, jax.random.key(0)), options.get("trainable"))
+    frozen = jax.tree.map(
+        lambda x, place: jax.ShapeDtypeStruct(x.shape, frozen_dtype, sharding=place),
+        frozen,
+        parameter_shardings(frozen, mesh),
+    )
     state = TrainState(
         params=params,
         opt_state=jax.eval_shape(optimizer.init, params),
@@ -200,6 +218,7 @@ def _compile(
         place(jax.ShapeDtypeStruct(lead, jnp.bool_), rows),
         place(jax.ShapeDtypeStruct((), jnp.int32), whole),
         place(jax.eval_shape(lambda: jax.random.key(0)), whole),
+        frozen,
     )
     step = make_train_step(mechanism, model.loss, optimizer, mesh, **options)
     start = time.perf_counter()
@@ -245,12 +264,15 @@ def _report(
     plain: Compiled,
     chosen: str,
 ) -> dict[str, Any]:
+    from dpfl_jax.training.start import check_trainable
+
     limit = None if kind == "cpu" else _HBM[kind] * 2**30
     return {
         "topology": args.topology,
         "devices": mesh.size,
         "mesh": dict(mesh.shape),
         "parameters": model.num_params,
+        "trained_parameters": check_trainable(config.model, model),
         "mechanism": config.mechanism.kind,
         "microbatch_size": config.train.microbatch_size,
         "seq_len": config.data.seq_len,

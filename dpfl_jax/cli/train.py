@@ -125,7 +125,9 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         unit = "subject" if "silos" in report else "user"
         unit = "silo" if "parameters" in report else unit
         accuracies = any(v.get("accuracy") is not None for v in report["eval"].values())
+        perplexities = any("perplexity" in v for v in report["eval"].values())
         columns = ["", "loss by example", f"loss by {unit}", *["accuracy"] * accuracies]
+        columns += ["perplexity"] * perplexities
         for column in columns:
             table.add_column(column, justify="left" if not column else "right")
         names = {"initial": "before private training", "final": "after private training"}
@@ -137,6 +139,9 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             if accuracies:
                 accuracy = value.get("accuracy")
                 cells.append("" if accuracy is None else f"{accuracy:.4f}")
+            if perplexities:
+                perplexity = value.get("perplexity")
+                cells.append("" if perplexity is None else f"{perplexity:,.2f}")
             table.add_row(name, *cells)
         console.print(table)
     console.print(Panel(report["guarantee"], title="guarantee"))

@@ -30,6 +30,7 @@ from dpfl_jax.training.report import (
     TUNING_CAVEAT,
     WITHIN_USER_CAVEAT,
     build_report,
+    with_perplexity,
     write_report,
 )
 from dpfl_jax.training.run_dir import RunDirectory
@@ -318,7 +319,7 @@ def _report(
         losses = unigram.losses(prepared.held_out)
         evaluation = summarize(losses, prepared.held_out.user_offsets)
         baselines["unigram model of the public corpus"] = evaluation.to_json()
-    return build_report(
+    report = build_report(
         result,
         name=config.name,
         finished_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -335,6 +336,8 @@ def _report(
         if pretrained is None
         else {"path": str(pretrained.path), "cached": pretrained.cached},
     )
+    report["eval"] = {name: with_perplexity(value) for name, value in report["eval"].items()}
+    return report
 
 
 # ---- dry run -------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pathlib
 import platform
 from collections.abc import Sequence
@@ -99,19 +100,34 @@ def write_report(
     write_atomically(directory / "report.json", json.dumps(report, indent=2, default=str) + "\n")
 
 
+def with_perplexity(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation of a language model (losses in nats per token) with perplexities."""
+    return {
+        **evaluation,
+        "perplexity": _exp(evaluation["loss"]),
+        "perplexity_by_user": _exp(evaluation["loss_by_user"]),
+    }
+
+
+def _exp(loss: float) -> float | None:
+    return math.exp(loss) if loss < 700 else None  # NaN and overflow have no perplexity
+
+
 def render_markdown(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     lines = [f"# {report.get('name', 'run')}: {report['status']} after {report['steps']} steps", ""]
     lines += ["## Guarantee", "", report["guarantee"], ""]
     evaluation = report["eval"]
     if evaluation:
-        lines += ["## Held-out users", "", "| | loss by example | loss by user | users |"]
-        lines += ["|---|---|---|---|"]
+        spoken = any("perplexity" in value for value in evaluation.values())
+        more = " perplexity |" if spoken else ""
+        lines += ["## Held-out users", "", "| | loss by example | loss by user | users |" + more]
+        lines += ["|---|---|---|---|" + "---|" * spoken]
         names = {"initial": "before private training", "final": "after private training"}
         for name, value in evaluation.items():
             lines.append(
                 f"| {names[name]} | {value['loss']:.4f} | {value['loss_by_user']:.4f} "
-                f"| {value['users']} |"
+                f"| {value['users']} |" + (f" {_short(value['perplexity'])} |" if spoken else "")
             )
         for name, value in report.get("baselines", {}).items():
             lines.append(f"| {name} | {value['loss']:.4f} | {value['loss_by_user']:.4f} | |")

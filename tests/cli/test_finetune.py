@@ -1,0 +1,274 @@
+"""From a checkpoint to an exported model with a guarantee: the commands of docs/finetune.md."""
+
+import json
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import yaml
+
+from dpfl_jax.cli.main import main
+from dpfl_jax.config import load_config
+from dpfl_jax.data import load_dataset
+from dpfl_jax.models import LanguageModel, TransformerConfig
+from dpfl_jax.models.checkpoint import load_checkpoint, read_config, save_checkpoint
+from dpfl_jax.models.checkpoint.load import flat_paths
+from dpfl_jax.training.evaluate import Evaluator
+from dpfl_jax.training.mesh import data_parallel_mesh
+from dpfl_jax.training.start import data_section
+
+WORDS = ["river", "stone", "lamp", "green", "quiet", "seven", "horse", "under"]
+LLAMA = TransformerConfig(
+    vocab_size=16,
+    max_seq_len=32,
+    embed_dim=24,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=32,
+    activation="swiglu",
+    tie_embeddings=False,
+    remat="none",
+)
+
+
+def write_tokenizer(path):
+    import tokenizers
+
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {w: i + 3 for i, w in enumerate(WORDS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(path))
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A tiny Llama-style checkpoint with a tokeniser, and posts of 150 people."""
+    folder = tmp_path_factory.mktemp("finetune")
+    params = jax.jit(LanguageModel(LLAMA).init)(jax.random.key(0))
+    # Larger than fresh weights are, as those of a trained model.
+    params = jax.tree.map(lambda x: np.asarray(x) * (1.0 if x.ndim < 3 else 5.0), params)
+    save_checkpoint(folder / "base", LLAMA, params)
+    write_tokenizer(folder / "base" / "tokenizer.json")
+    rng = np.random.default_rng(0)
+    rows = []
+    for user in range(150):
+        for _ in range(int(rng.integers(1, 5))):
+            start = rng.integers(8)  # words follow one another in a circle
+            text = " ".join(WORDS[(start + i) % 8] for i in range(10))
+            rows.append(json.dumps({"user": f"u{user}", "text": text}))
+    (folder / "posts.jsonl").write_text("\n".join(rows))
+    config = {
+        "name": "finetune",
+        "seed": 1,
+        "data": {
+            "source": "jsonl",
+            "path": str(folder / "posts.jsonl"),
+            "seq_len": 12,
+            "tokenizer": "checkpoint",
+            "validation_fraction": 0.2,
+            "test_fraction": 0.0,
+        },
+        "model": {
+            "checkpoint": str(folder / "base"),
+            "lora": {"rank": 4, "alpha": 8.0, "targets": ["*/attention/*", "*/mlp/*"]},
+            "overrides": {"remat": "none"},
+        },
+        "mechanism": {
+            "kind": "uls",
+            "compute_budget": 64,
+            "clip_norm": 0.5,
+            "uls": {"group_size": 2},
+            "els": {"group_size": 2},
+        },
+        "privacy": {"epsilon": 8.0, "delta": 1e-3},
+        "optimizer": {"name": "adam", "learning_rate": 0.03},
+        "train": {"steps": 25, "microbatch_size": 8, "checkpoint_every": 100},
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def dpfl(capsys, *args):
+    """Runs a command; returns its JSON and what a person would have read."""
+    capsys.readouterr()
+    assert main([*map(str, args), "--json"]) == 0
+    captured = capsys.readouterr()
+    return json.loads(captured.out.splitlines()[-1]), captured.err
+
+
+def refused(capsys, *args):
+    assert main([*map(str, args)]) == 2
+    message = capsys.readouterr().err
+    assert message.count("\n") == 1
+    return message
+
+
+def held_out(folder):
+    return load_dataset(data_section(load_config(folder / "config.yaml"))).validation
+
+
+def opened(path):
+    model = LanguageModel(read_config(path))
+    return model, load_checkpoint(path, model.config, jax.eval_shape(model.init, jax.random.key(0)))
+
+
+def loss_in_transformers(path, store):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+    examples = store.read(np.arange(store.user_offsets[0], store.user_offsets[-1]))
+    tokens = torch.from_numpy(np.asarray(examples["tokens"], np.int64))
+    real = torch.from_numpy(np.asarray(examples["mask"], bool))
+    read = torch.cat([torch.full((len(tokens), 1), model.config.bos_token_id), tokens[:, :-1]], 1)
+    with torch.no_grad():
+        log_probs = model(read).logits.log_softmax(-1)
+    each = -log_probs.gather(-1, tokens[..., None])[..., 0] * real
+    return float((each.sum(-1) / real.sum(-1)).mean())
+
+
+@pytest.mark.parametrize("kind", ["els", pytest.param("uls", marks=pytest.mark.slow)])
+def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp_path, capsys):
+    run = tmp_path / "run"
+    report, shown = dpfl(
+        capsys, "train", workspace / "config.yaml", f"mechanism.kind={kind}", "--run-dir", run
+    )
+    before, after = (report["eval"][when]["loss"] for when in ("initial", "final"))
+    assert after < before - 0.3
+    assert report["privacy"]["unit"] == "user"
+    assert report["privacy"]["epsilon"] <= 8.0
+    assert "differential privacy for each" in shown
+    assert "taken as public" in report["guarantee"]
+
+    # What was trained, and kept: adapters. Seven projections in each of two blocks.
+    widths = [(24, 24), (24, 12), (24, 12), (24, 24), (24, 32), (24, 32), (32, 24)]
+    assert report["model"]["trained"] == 2 * 4 * sum(i + o for i, o in widths)
+    manager = ocp.CheckpointManager(run / "checkpoints", item_names=("state", "progress"))
+    items = ocp.args.Composite(state=ocp.args.StandardRestore())
+    state = manager.restore(manager.latest_step(), args=items)["state"]
+    sizes = [np.size(x) for x in jax.tree.leaves(state["params"])]
+    assert sum(sizes) == report["model"]["trained"]
+    kept = sum(np.size(x) for x in jax.tree.leaves(state["opt_state"]) if np.size(x) > 1)
+    assert kept == 2 * sum(sizes)
+
+    # Out, and in again.
+    result, _ = dpfl(capsys, "export", run, tmp_path / "out")
+    beside = json.loads((tmp_path / "out" / "guarantee.json").read_text())
+    assert beside["privacy"] == report["privacy"] == result["privacy"]
+    assert (tmp_path / "out" / "tokenizer.json").exists()
+    store = held_out(workspace)
+    model, params = opened(tmp_path / "out")
+    evaluate = Evaluator(model.loss, data_parallel_mesh(jax.devices()[:1]))
+    assert evaluate(params, store).loss == pytest.approx(after, abs=1e-4)
+    base = flat_paths(opened(workspace / "base")[1])
+    for name, leaf in flat_paths(params).items():
+        changed = "attention" in name or "mlp" in name
+        assert np.array_equal(leaf, base[name]) != changed, name
+
+    # Text: the same from the run and from what it was exported to.
+    options = ["--prompt", "stone lamp", "--max-tokens", 6, "--temperature", 0]
+    from_run, _ = dpfl(capsys, "sample", run, *options)
+    from_export, _ = dpfl(capsys, "sample", tmp_path / "out", *options)
+    assert from_run["tokens"] == from_export["tokens"]
+    assert set(from_run["text"].split()) <= set(WORDS)
+
+    assert loss_in_transformers(tmp_path / "out", store) == pytest.approx(after, abs=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choice", ["all", "last_layers", "[final_norm/scale, head]"])
+def test_other_choices_change_nothing_else(choice, workspace, tmp_path, capsys):
+    run = tmp_path / "run"
+    changes = ["model.lora=null", f"model.trainable={choice}", "train.steps=3"]
+    dpfl(capsys, "train", workspace / "config.yaml", *changes, "--run-dir", run)
+    dpfl(capsys, "export", run, tmp_path / "out")
+    base, new = (flat_paths(opened(p)[1]) for p in (workspace / "base", tmp_path / "out"))
+    for name, leaf in new.items():
+        rows = [not np.array_equal(a, b) for a, b in zip(leaf, base[name])]
+        if choice == "all":
+            assert all(rows[3:11]) if name == "embedding" else any(rows), name
+        elif choice == "last_layers":
+            blocks = name.startswith("blocks")
+            assert rows == [False, True] if blocks else any(rows) == (name == "final_norm/scale")
+        else:
+            assert any(rows) == (name in ("final_norm/scale", "head")), name
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_same_base_alone(workspace, tmp_path, capsys):
+    """Resumed from adapters and the base's files; refused if these have changed."""
+    config = yaml.safe_load((workspace / "config.yaml").read_text())
+    copy = tmp_path / "base"
+    copy.mkdir()
+    for file in (workspace / "base").iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    config["model"]["checkpoint"] = str(copy)
+    config["train"] |= {"steps": 4, "checkpoint_every": 2}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    whole, _ = dpfl(capsys, "train", file, "--run-dir", tmp_path / "whole")
+    dpfl(capsys, "train", file, "--run-dir", tmp_path / "cut")
+    # As a kill after step 2 would have left it.
+    (tmp_path / "cut" / "report.json").unlink()
+    for path in sorted((tmp_path / "cut" / "checkpoints" / "4").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    (tmp_path / "cut" / "checkpoints" / "4").rmdir()
+    again, _ = dpfl(capsys, "train", file, "--run-dir", tmp_path / "cut")
+    assert again["eval"]["final"] == whole["eval"]["final"]
+    (tmp_path / "cut" / "report.json").unlink()
+    text = json.loads((copy / "config.json").read_text()) | {"rms_norm_eps": 1e-3}
+    (copy / "config.json").write_text(json.dumps(text))
+    message = refused(capsys, "train", file, "--run-dir", tmp_path / "cut")
+    assert "is not the one that the run" in message
+
+
+def test_pricing_needs_no_weights(workspace, tmp_path, capsys):
+    """A dry run on declared statistics reads config.json alone."""
+    (tmp_path / "config.json").write_bytes((workspace / "base" / "config.json").read_bytes())
+    price, _ = dpfl(
+        capsys,
+        "train",
+        workspace / "config.yaml",
+        f"model.checkpoint={tmp_path}",
+        "population={num_users: 1000, num_examples: 5000}",
+        "--dry-run",
+    )
+    assert price["trained_parameters"] == 2 * 4 * (48 + 36 + 36 + 48 + 56 + 56 + 56)
+    assert price["parameters"] > price["trained_parameters"]
+    assert price["epsilon"] <= 8.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("model.lora.targets=[attn]", "model.lora.targets ['attn'] fit no projection"),
+        ("model.lora=null model.trainable=biases", "leaves no parameter to train"),
+        ("model.lora=null model.trainable=[nothing/*]", "no parameter is called 'nothing/*'"),
+        ("model.lora=null model.trainable=lora", "needs model.lora"),
+        ("model.trainable=biases", "leaves them untrained"),
+        ("model.size=350m", "both model.size and model.checkpoint"),
+        ("model.overrides.num_layers=3", "model.overrides.num_layers is fixed by the checkpoint"),
+        ("data.tokenizer=bytes", "tokeniser has 259 ids, but the checkpoint"),
+        ("data.seq_len=33", "takes at most 32 tokens"),
+        ("pretrain={steps: 3}", "both pretrain and model.checkpoint"),
+        ("model.checkpoint=null", "data.tokenizer=checkpoint needs model.checkpoint"),
+        ("model.checkpoint=nowhere", "nowhere holds no tokenizer.json"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(change, message, workspace, tmp_path, capsys):
+    arguments = change.split(" model.") if " model." in change else [change]
+    arguments = [arguments[0], *("model." + a for a in arguments[1:])]
+    if change.startswith("pretrain"):
+        arguments.append("data.public=stdlib")
+    run = tmp_path / "run"
+    assert message in refused(
+        capsys, "train", workspace / "config.yaml", *arguments, "--run-dir", run
+    )
+    assert not run.exists()
+
+
+def test_only_finished_runs_are_exported_and_sampled(tmp_path, capsys):
+    assert "is not a run directory" in refused(capsys, "export", tmp_path, tmp_path / "out")
+    (tmp_path / "config.yaml").write_text("{}")
+    assert "is not finished" in refused(capsys, "sample", tmp_path, "--prompt", "a")
