@@ -21,6 +21,7 @@ dry_run=0
 case "${1:-}" in
   -h | --help) usage; exit 0 ;;
   --dry-run) dry_run=1; shift ;;
+  --*) echo "until_done: unknown option $1 (see --help)" >&2; exit 2 ;;
 esac
 if [ $# -lt 2 ]; then usage >&2; exit 2; fi
 command=(dpfl train "$1" --run-dir "$2" "${@:3}")

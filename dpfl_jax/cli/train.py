@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import pathlib
 from typing import Any
 
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser)
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Trains, or prices."""
     from dpfl_jax.config import IsrlConfig, RunConfig, load_config
 
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if args.dry_run:
             price = experiment.dry_run(config, console)
         else:
-            report = experiment.run_experiment(config, run_dir, console)
+            return _train(args, config, run_dir, console)
     elif isinstance(config, IsrlConfig):
         from dpfl_jax.federation.isrl.runs import experiment as isrl_experiment
 
@@ -89,6 +90,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         from dpfl_jax.federation.experiment import dry_run_federated, run_federated
 
+        if os.environ.get("DPFL_NUM_PROCESSES", "1") != "1":
+            raise BadInputError(
+                "federated configurations are trained by one process (it uses all of its devices): "
+                "start it once, without DPFL_NUM_PROCESSES"
+            )
         if args.dry_run:
             price = dry_run_federated(config, console)
         else:
@@ -97,13 +103,38 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         _print_price(console, price)
         return price
     print_report(console, report)
+    _check_finished(report)
+    return report
+
+
+def _train(
+    args: argparse.Namespace, config: Any, run_dir: Any, console: Console
+) -> dict[str, Any] | None:
+    """Trains, alone or as one of many processes; only process 0 speaks."""
+    from dpfl_jax.training import experiment, processes
+
+    processes.start(config.processes)
+    with processes.ending_together(f"--run-dir {run_dir}", config.processes):
+        if not processes.is_primary():
+            console = Console(quiet=True)
+        run_dir = processes.broadcast(str(run_dir))
+        if processes.many():
+            console.print(f"{processes.count()} processes")
+        report = experiment.run_experiment(config, run_dir, console)
+        if processes.is_primary():
+            print_report(console, report)
+        processes.broadcast(None)  # a launcher may kill process 0 once another has ended
+        _check_finished(report)
+    return report if processes.is_primary() else None
+
+
+def _check_finished(report: dict[str, Any]) -> None:
     if report["status"] != "finished":
         # The report is written; the exit code still says that the run is not done.
         raise StoppedError(
             f"stopped after {report['steps']} {_steps(report)}; the same command with --run-dir "
             f"{report['run_dir']} goes on from there"
         )
-    return report
 
 
 def _new_run_dir(name: str) -> pathlib.Path:

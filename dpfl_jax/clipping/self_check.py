@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping.bounded import BoundedGrad
 from dpfl_jax.clipping.cost import machine_for
@@ -76,6 +77,11 @@ def self_check(
         )
         tolerance = TOLERANCE["bfloat16" if low else "float32"]
 
+    places = None
+    if remote := [x for x in jax.tree.leaves(params) if _is_remote(x)]:
+        # Over several processes, what the host looks at must be whole in each of them.
+        places = (NamedSharding(remote[0].sharding.mesh, PartitionSpec()), None)
+        batch = jax.tree.map(np.asarray, batch)
     problem, _ = bounded.problem(params, batch, None, rng, group)
     names = problem.names
 
@@ -92,7 +98,7 @@ def self_check(
             solution = solve_vmap(watched) if vmap else bounded.solve(watched, microbatches=False)
             return seen[-1], solution.sums  # `auto` looks first, then runs
 
-        return jax.jit(go)(params, batch)
+        return jax.jit(go, out_shardings=places)(params, batch)
 
     got, got_sums = run(vmap=False)
     want, want_sums = run(vmap=True)
@@ -127,6 +133,10 @@ class _Watched(Problem):
 
 def _fields(problem: Problem) -> dict[str, Any]:
     return {f.name: getattr(problem, f.name) for f in dataclasses.fields(Problem)}
+
+
+def _is_remote(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
 def _length(batch: PyTree) -> int:

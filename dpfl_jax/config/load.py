@@ -78,6 +78,7 @@ def config_fingerprint(config: AnyConfig) -> str:
     content = config_to_dict(config)
     content.pop("name")
     content.pop("mesh", None)
+    content.pop("processes", None)
     content.pop("sweep", None)
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -213,6 +213,30 @@ class MeshConfig(Section):
     tensor: int = Field(1, gt=0)
 
 
+class ProcessesConfig(Section):
+    """One run in many processes; where and how many is no part of what a run computes.
+
+    What is left open is taken from the variables DPFL_COORDINATOR, DPFL_NUM_PROCESSES and
+    DPFL_PROCESS_ID, and then from the cluster.
+
+    Attributes:
+      mode: auto joins others if the section, the variables or the cluster announce them (SLURM,
+        Open MPI, TPU workers); detect always asks the cluster (TPU slices); one never does.
+      coordinator: HOST:PORT at which process 0 is reached.
+      num_processes: how many there are.
+      process_id: which one this is, from 0.
+      start_timeout_s: how long to wait for the others at the start.
+      lost_after_s: silence after which a process counts as lost.
+    """
+
+    mode: Literal["auto", "detect", "one"] = "auto"
+    coordinator: str | None = Field(None, pattern=r"^.+:\d+$")
+    num_processes: int | None = Field(None, gt=0)
+    process_id: int | None = Field(None, ge=0)
+    start_timeout_s: int = Field(300, gt=0)
+    lost_after_s: int = Field(100, gt=0)
+
+
 class EvalConfig(Section):
     """Held-out evaluation.
 
@@ -267,6 +291,7 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig
     mesh: MeshConfig = MeshConfig()
+    processes: ProcessesConfig = ProcessesConfig()
     eval: EvalConfig = EvalConfig()
     sweep: SweepConfig | None = None
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling import Draw, share_of
@@ -64,6 +65,7 @@ class StepBatch:
       num_units: real units.
       num_examples: real examples.
       num_tokens: real tokens that this process read (0 if examples are not token sequences).
+      columns: columns of each row that this process read.
     """
 
     step: int
@@ -71,6 +73,7 @@ class StepBatch:
     num_units: int
     num_examples: int
     num_tokens: int
+    columns: int
 
 
 def bucket_group_sizes(group_size: int) -> tuple[int, ...]:
@@ -181,7 +184,8 @@ class Pipeline:
             Bucket(**tree, num_rows=-(-part.size // self.row), num_units=part.size)
             for tree, part in zip(self._ship(local), parts)
         )
-        return StepBatch(step, buckets, draw.size, int(draw.example_mask.sum()), tokens)
+        examples = int(draw.example_mask.sum())
+        return StepBatch(step, buckets, draw.size, examples, tokens, len(self._columns()))
 
     def _rows(self, part: Draw, capacity: int) -> int:
         needed = -(-part.size // self.row)
@@ -205,17 +209,11 @@ class Pipeline:
         tree, _ = host._read(draw, rows=1)
         return Bucket(**tree, num_rows=1, num_units=draw.size)
 
-    def _columns(self, rows: int) -> range:
+    def _columns(self) -> np.ndarray:
+        """The columns of this process's devices."""
         if self.mesh is None:
-            return range(self.row)
-        indices = self._sharding().addressable_devices_indices_map((rows, self.row))
-        bounds = sorted((s[1].start or 0, s[1].stop or self.row) for s in indices.values())
-        first, last = bounds[0][0], max(stop for _, stop in bounds)
-        if sum(stop - start for start, stop in set(bounds)) != last - first:
-            raise BadInputError(
-                f"the devices of this process are not neighbours on the mesh axis {self.axis!r}"
-            )
-        return range(first, last)
+            return np.arange(self.row)
+        return local_columns(self._sharding(), self.row, axis=1)
 
     def _sharding(self) -> Any:
         import jax
@@ -224,7 +222,7 @@ class Pipeline:
 
     def _read(self, draw: Draw, rows: int) -> tuple[dict[str, Any], int]:
         """Reads this process's columns of one bucket: host arrays [rows, columns, ...], tokens."""
-        share = share_of(draw, self.row, self._columns(rows), rows)
+        share = share_of(draw, self.row, self._columns(), rows)
         real = share.positions >= 0
         examples, tokens = self._examples(share.positions[real])
         whole = bool(real.all())
@@ -255,17 +253,7 @@ class Pipeline:
         """Puts host arrays on the devices of the mesh, as parts of global arrays."""
         if self.mesh is None:
             return trees
-        import jax
-
-        sharding = self._sharding()
-        if jax.process_count() == 1:
-            return jax.device_put(trees, sharding)  # all arrays in one call: small ones are many
-
-        def to_global(local: np.ndarray) -> Any:
-            shape = (local.shape[0], self.row, *local.shape[2:])
-            return jax.make_array_from_process_local_data(sharding, local, shape)
-
-        return jax.tree.map(to_global, trees)
+        return ship_columns(trees, self._columns(), self.row, 1, self._sharding())
 
     def iterate(self, start: int, stop: int) -> Iterator[StepBatch]:
         """Yields the batches of steps ``start`` to ``stop - 1`` in order, read ahead by Grain.

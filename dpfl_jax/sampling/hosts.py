@@ -1,12 +1,13 @@
 """Sharing a draw among hosts: every host computes the same draw and reads only its part.
 
 A step's units fill rows of a global buffer [rows, row]: unit i lies in row i // row, column
-i % row. The columns are split evenly over hosts, as the data axis of a mesh is.
+i % row. Each host reads the columns of its own devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -26,13 +27,15 @@ class Share:
     positions: np.ndarray
 
 
-def share_of(draw: Draw, row: int, columns: range, rows: int | None = None) -> Share:
+def share_of(
+    draw: Draw, row: int, columns: Sequence[int] | np.ndarray, rows: int | None = None
+) -> Share:
     """Returns the units of some columns of the global buffer.
 
     Args:
       draw: the whole draw (every host has it: it costs no reading).
       row: units per row over all hosts.
-      columns: the columns of this host.
+      columns: the columns of this host, increasing.
       rows: rows of the buffer; default as many as the draw fills.
 
     Raises:
@@ -40,11 +43,12 @@ def share_of(draw: Draw, row: int, columns: range, rows: int | None = None) -> S
     """
     needed = -(-draw.size // row)
     rows = needed if rows is None else rows
-    if not 0 <= columns.start <= columns.stop <= row:
-        raise ValueError(f"columns {columns} lie outside a row of {row}")
+    chosen = np.asarray(columns, dtype=np.int64)
+    if chosen.size and not (chosen[0] >= 0 and chosen[-1] < row and (np.diff(chosen) > 0).all()):
+        raise ValueError(f"columns {columns} lie outside a row of {row}, or do not increase")
     if rows < needed:
         raise ValueError(f"{draw.size} units do not fit into {rows} rows of {row}")
-    slots = np.arange(rows, dtype=np.int64)[:, None] * row + np.asarray(columns, dtype=np.int64)
+    slots = np.arange(rows, dtype=np.int64)[:, None] * row + chosen
     real = slots < draw.size
     slots = np.where(real, slots, -1)
     positions = np.full((*slots.shape, *draw.positions.shape[1:]), -1, np.int64)

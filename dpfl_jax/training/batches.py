@@ -6,6 +6,7 @@ buffers are and in which form examples cross to the devices.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from jax.sharding import Mesh
 from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_sizes, is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.mechanisms import Mechanism
+from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Sampler
 from dpfl_jax.training.mesh import unit_axes, unit_parts
 
@@ -89,3 +91,17 @@ def step_arguments(mechanism: Mechanism, batch: StepBatch) -> tuple[Any, Any, An
 def units_of(mechanism: Mechanism, bucket: Bucket) -> PyTree:
     """Returns the units of a bucket: a pytree of arrays [rows, row, ...]."""
     return mechanism.units(bucket.arrays, bucket.example_mask)
+
+
+def draw_digest(sampler: Sampler, key: RootKey, step: int) -> str:
+    """Identifies which examples a step has, for processes to compare; tells nobody without the key.
+
+    Args:
+      sampler: which units each step has.
+      key: root key of the run.
+      step: a step number.
+    """
+    draw = sampler.draw(step)
+    content = hashlib.sha256(np.ascontiguousarray(draw.units).tobytes())
+    content.update(np.ascontiguousarray(draw.positions).tobytes())
+    return key.derive("draw-digest:" + content.hexdigest()).hex()[:32]

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.training import processes
 from dpfl_jax.training.state import TrainState
 
 
@@ -29,6 +30,10 @@ class Checkpoints:
     def latest_step(self) -> int | None:
         """The step of the newest finished checkpoint, or None."""
         return self._manager.latest_step()
+
+    def resumed_step(self) -> int | None:
+        """The step to go on from, as process 0 sees it: shared storage may show it late."""
+        return processes.broadcast(self._manager.latest_step())
 
     def save(
         self, state: TrainState, key: RootKey, spent: dict[str, Any], hardware: list[str]
@@ -59,12 +64,15 @@ class Checkpoints:
             ),
         )
 
-    def restore(self, like: TrainState, key: RootKey) -> tuple[TrainState, list[str]]:
-        """Reads the newest checkpoint.
+    def restore(
+        self, like: TrainState, key: RootKey, step: int | None = None
+    ) -> tuple[TrainState, list[str]]:
+        """Reads a checkpoint, whatever number of processes wrote it.
 
         Args:
           like: gives shapes, dtypes and shardings.
           key: root key of the run.
+          step: ``resumed_step()``, or None for the newest this process sees.
 
         Returns:
           The state, and all hardware the run was computed with until then.
@@ -72,7 +80,7 @@ class Checkpoints:
         Raises:
           BadInputError: it belongs to another root key, or cannot be read.
         """
-        state, progress = self.read(like)
+        state, progress = self.read(like, step)
         if progress["root_key"] != key.fingerprint:
             raise BadInputError(
                 f"the checkpoint of step {progress['step']} was made with another root key than "
@@ -80,16 +88,17 @@ class Checkpoints:
             )
         return state, progress["hardware"]
 
-    def read(self, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-        """Reads the newest checkpoint, whoever made it: the state and its ``progress``.
+    def read(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+        """Reads a checkpoint, whoever made it: the state and its ``progress``.
 
         Args:
           like: gives shapes, dtypes and shardings (arrays or ShapeDtypeStructs).
+          step: which; default the newest this process sees.
 
         Raises:
           BadInputError: there is none, or it cannot be read.
         """
-        step = self.latest_step()
+        step = self.latest_step() if step is None else step
         if step is None:
             raise BadInputError(f"there is no checkpoint in {self._manager.directory}")
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _to_tree(like))

@@ -10,8 +10,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
-from dpfl_jax.training.mesh import unit_axes, unit_parts
+from dpfl_jax.training.mesh import replicated, unit_axes, unit_parts
 
 PyTree = Any
 
@@ -70,16 +71,21 @@ class Evaluator:
         """
         self._batch = batch_size * unit_parts(mesh)
         self._sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
-        self._losses = jax.jit(jax.vmap(loss_fn, in_axes=(None, 0)))
+        # Whole on every device: each process then has all losses.
+        whole = None if self._sharding.is_fully_addressable else replicated(mesh)
+        self._losses = jax.jit(jax.vmap(loss_fn, in_axes=(None, 0)), out_shardings=whole)
 
     def losses(self, params: PyTree, store: Readable) -> np.ndarray:
         """Returns the loss of each example, float32 [n], in store order."""
         first, stop = int(store.user_offsets[0]), int(store.user_offsets[-1])
+        mine = local_columns(self._sharding, self._batch, axis=0)
         parts = []
         for start in range(first, stop, self._batch):
             # The last batch repeats its last example instead of compiling for another shape.
             positions = np.minimum(np.arange(start, start + self._batch), stop - 1)
-            examples = jax.device_put(store.read(positions), self._sharding)
+            examples = ship_columns(
+                store.read(positions[mine]), mine, self._batch, 0, self._sharding
+            )
             parts.append(self._losses(params, examples))
         return np.concatenate([np.asarray(p) for p in parts]).astype(np.float32)[: stop - first]
 

@@ -19,6 +19,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, Mechanism, NonPrivate, Population
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import fingerprint
+from dpfl_jax.training import processes
 from dpfl_jax.training.evaluate import summarize
 from dpfl_jax.training.loop import FitResult, fit
 from dpfl_jax.training.mesh import make_mesh
@@ -33,7 +34,7 @@ from dpfl_jax.training.report import (
     with_perplexity,
     write_report,
 )
-from dpfl_jax.training.run_dir import RunDirectory
+from dpfl_jax.training.run_dir import FINISHED, RunDirectory
 from dpfl_jax.training.start import (
     build_model,
     check_trainable,
@@ -165,9 +166,12 @@ def run_experiment(
     Raises:
       BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
     """
-    identity = (config_to_dict(config), config_fingerprint(config), config.seed)
-    RunDirectory.check(run_dir, identity[1])
-    prepared = prepare(config, console, load)
+    kept = config_to_dict(config)
+    kept.pop("processes", None)  # where a run computes is no part of it
+    identity = (kept, config_fingerprint(config), config.seed)
+    processes.check_same({"configuration": identity[1]})
+    processes.primary_first(lambda: RunDirectory.check(run_dir, identity[1]))
+    prepared = processes.together(lambda: prepare(config, console, load))
     facts = {
         "data": prepared.data.train.fingerprint,
         "noise_multiplier": prepared.mechanism.noise_multiplier,
@@ -175,22 +179,35 @@ def run_experiment(
     }
     if config.model.checkpoint is not None:
         facts["checkpoint"] = fingerprint(config.model.checkpoint)
-    directory = RunDirectory(run_dir, *identity, facts)
-    if directory.facts.get("checkpoint") != facts.get("checkpoint"):
-        directory.close()
-        raise BadInputError(
-            f"the checkpoint {config.model.checkpoint} is not the one that the run in "
-            f"{directory.path} began with: bring it back, or start another run"
-        )
+    directory = _open_directory(run_dir, identity, facts)
+
+    def check_checkpoint() -> None:
+        if directory.facts.get("checkpoint") != facts.get("checkpoint"):
+            raise BadInputError(
+                f"the checkpoint {config.model.checkpoint} is not the one that the run in "
+                f"{directory.path} began with: bring it back, or start another run"
+            )
+
     # A resumed run goes on with the noise it began with, whatever calibration would say today.
     mechanism = dataclasses.replace(
         prepared.mechanism, noise_multiplier=directory.facts["noise_multiplier"]
     )
     prepared = dataclasses.replace(prepared, mechanism=mechanism, delta=directory.facts["delta"])
     try:
+        processes.together(check_checkpoint)
         return _run(prepared, directory, console)
     finally:
         directory.close()
+
+
+def _open_directory(
+    run_dir: str | os.PathLike[str], identity: tuple[Any, ...], facts: dict[str, Any]
+) -> RunDirectory:
+    """Process 0 opens (and locks) the directory, the others read the same one."""
+    content, fingerprint, seed = identity
+    mine = processes.primary_first(lambda: RunDirectory(run_dir, content, fingerprint, seed, facts))
+    introduction = processes.broadcast(None if mine is None else mine.introduction())
+    return processes.together(lambda: mine or RunDirectory.join(introduction, facts))
 
 
 def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[str, Any]:
@@ -209,7 +226,7 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
             f"{mechanism.kind.upper()} with noise multiplier {mechanism.noise_multiplier:.5g}, "
             f"delta {prepared.delta:.3g}, {config.train.steps} steps"
         )
-    ledger = _reserve(prepared, directory, console)
+    ledger = processes.primary_first(lambda: _reserve(prepared, directory, console))
     params, pretrained = starting_params(config, data, prepared.model, mesh, console)
     result = fit(
         loss_fn=prepared.model.loss,
@@ -234,6 +251,9 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
         caveats=run_caveats(config, mechanism),
         console=console,
     )
+    if not directory.writes:
+        status = FINISHED if result.interrupted is None else "interrupted"
+        return {"status": status, "steps": result.steps, "run_dir": str(directory.path)}
     report = _report(prepared, pretrained, result, directory.facts["data"])
     report["run_dir"] = str(directory.path)
     if ledger is not None and result.interrupted is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,9 @@ from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.training import processes
 from dpfl_jax.training.batches import (
+    draw_digest,
     example_loss,
     step_arguments,
     training_pipeline,
@@ -174,7 +177,7 @@ def fit(
         if epsilon is None:
             raise BadInputError("neither epsilon nor the mechanism's noise_multiplier is set")
         mechanism = mechanism.calibrate(population, steps, epsilon, delta)
-    key = run_dir.root_key if run_dir is not None else key or RootKey.generate()
+    key = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
     if key.public and mechanism.private:
         caveats = (*caveats, PUBLIC_KEY_CAVEAT)
 
@@ -190,8 +193,9 @@ def fit(
     checkpoints, used = None, [hardware(mesh)]
     if run_dir is not None:
         checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
-        if checkpoints.latest_step() is not None:
-            state, used = checkpoints.restore(state, key)
+        resumed = checkpoints.resumed_step()
+        if resumed is not None:
+            state, used = checkpoints.restore(state, key, resumed)
             if hardware(mesh) not in used:
                 used.append(hardware(mesh))
             caveats = (*caveats, MOVED_CAVEAT) if len(used) > 1 else caveats
@@ -205,37 +209,48 @@ def fit(
     step_fn = make_train_step(mechanism, shipped_loss, optimizer, mesh, **options)
     sampler = mechanism.sampler(data.user_offsets, key)
     pipeline = training_pipeline(sampler, data, mesh, microbatch_size, group_buckets)
+    processes.check_same(
+        {
+            "root key": key.fingerprint,
+            "number of steps": [start, steps],
+            "mechanism": repr(mechanism),
+            "draw": draw_digest(sampler, key, start),
+        }
+    )
     if mechanism.private and start < steps and strategy not in ("vmap", "scan"):
         bounded = mechanism.bounded_grad(shipped_loss, **options)
         some = pipeline.first_units(2)
         rows = jax.tree.map(lambda leaf: leaf[0, : some.num_units], units_of(mechanism, some))
         self_check(bounded, params, rows)
     spent = SpentBudget(mechanism, population, steps, delta)
-    meter = _Meter()
+    meter = _Meter(pipeline.row)
     quiet = Console(quiet=True)
     with (
         StopRequest() as stop,
         StepProgress(console or quiet, "training", steps, start) as bar,
     ):
-        done = start
+        done, stopping = start, None
         for batch in pipeline.iterate(start, steps):
             arguments = step_arguments(mechanism, batch)
             state, stats = step_fn(state, *arguments, key.jax("noise", batch.step), frozen)
             done = batch.step + 1
             meter.count(batch)
-            if done % log_every == 0 or done == steps:
+            last = done == steps
+            logs, saves = done % log_every == 0 or last, done % checkpoint_every == 0 or last
+            if logs or saves or not processes.many():  # else they would wait for each other
+                stopping = meter.exchange(stop.requested)
+            if logs:
                 row = _row(done, stats, spent(done), mechanism.private)
                 meter.measure(row)
                 log.append(row)
                 bar.update(done, _status(row))
-            last = done == steps
             if validation is not None and eval_every and done % eval_every == 0 and not last:
                 log.append({"step": done, "eval": evaluate(whole(state), validation).to_json()})
                 meter.restart()
-            if checkpoints is not None and (done % checkpoint_every == 0 or last or stop.requested):
+            if checkpoints is not None and (saves or stopping):
                 checkpoints.save(state, key, {"epsilon": spent(done), "delta": delta}, used)
                 meter.restart()
-            if stop.requested:
+            if stopping:
                 break
     if checkpoints is not None:
         checkpoints.close()
@@ -249,7 +264,7 @@ def fit(
         initial=log.evaluation(0),
         final=log.evaluation(steps) if finished else None,
         metrics=log.rows,
-        interrupted=None if finished else stop.requested,
+        interrupted=None if finished else stopping,
         seconds=meter.seconds,
         examples=meter.examples,
         tokens=meter.tokens,
@@ -302,12 +317,15 @@ def _status(row: dict[str, Any]) -> str:
 class _Meter:
     """Examples and tokens per second, compilation, evaluation and checkpoints left out."""
 
-    def __init__(self) -> None:
+    def __init__(self, row: int) -> None:
         self.seconds = 0.0
         self.examples = 0
         self.tokens = 0
+        self._row = row
         self._last: float | None = None
         self._pending = [0, 0, 0]
+        self._columns = row
+        self._seen_tokens = 0
 
     def restart(self) -> None:
         """Leaves out the time since the last measurement, and the steps in it."""
@@ -318,11 +336,29 @@ class _Meter:
         """Counts one step."""
         for i, amount in enumerate((1, batch.num_examples, batch.num_tokens)):
             self._pending[i] += amount
+        self._columns = batch.columns
+
+    def exchange(self, stop: str | None) -> str | None:
+        """Adds up what the processes read since the last measurement; all must call it.
+
+        Args:
+          stop: name of the signal that asks this process to stop, if one does.
+
+        Returns:
+          The name of a signal that asks any process to stop: all then stop at the same step.
+        """
+        tokens = self._pending[2]
+        found = processes.gather_numbers(tokens, self._columns, getattr(signal, stop or "", 0))
+        # Columns that several processes hold (tensor parallel over hosts) were counted by each.
+        self._seen_tokens = round(found[:, 0].sum() * self._row / found[:, 1].sum())
+        heard = int(found[:, 2].max())
+        return signal.Signals(heard).name if heard else None
 
     def measure(self, row: dict[str, Any]) -> None:
         """Adds the steps since the last call to ``row`` (the first call, which compiles, not)."""
         if self._last is not None:
-            steps, examples, tokens = self._pending
+            steps, examples, _ = self._pending
+            tokens = self._seen_tokens
             elapsed = time.perf_counter() - self._last
             self.seconds += elapsed
             self.examples += examples
@@ -341,9 +377,17 @@ class _Log:
         self.rows: list[dict[str, Any]] = []
 
     def start_at(self, step: int) -> None:
+        """Goes on from what the run's directory holds.
+
+        Every process must decide alike what is still to be evaluated: process 0 tells them.
+        """
         assert self._run_dir is not None
         self._run_dir.drop_metrics_after(step)
-        self.rows = self._run_dir.read_metrics()
+        if self._run_dir.writes:
+            self.rows = self._run_dir.read_metrics()
+        told = processes.broadcast([row for row in self.rows if "eval" in row])
+        if not self._run_dir.writes:
+            self.rows = told
 
     def append(self, row: dict[str, Any]) -> None:
         self.rows.append(row)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -27,8 +28,12 @@ _TENSOR_ON_INPUTS = ("out", "down", "embedding")
 
 
 def data_parallel_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A one-axis mesh (``"data"``) over ``devices`` (default: all of them)."""
-    chosen = np.array(jax.devices() if devices is None else devices)
+    """A one-axis mesh (``"data"``) over ``devices`` (default: all of them).
+
+    Those of one process are neighbours, so that each reads whole stretches of a row.
+    """
+    found = jax.devices() if devices is None else devices
+    chosen = np.array(sorted(found, key=lambda device: device.process_index))
     return Mesh(chosen, (DATA_AXIS,), axis_types=(AxisType.Auto,))
 
 
@@ -74,6 +79,25 @@ def make_mesh(
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of what every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def place(tree: PyTree, shardings: PyTree) -> PyTree:
+    """Copies arrays to where they belong, on this process's devices and on others'.
+
+    Args:
+      tree: pytree of arrays: the same ones in every process, or already global.
+      shardings: pytree of NamedShardings like ``tree``.
+    """
+
+    def one(x: Any, sharding: NamedSharding) -> jax.Array:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            return jax.jit(jnp.copy, out_shardings=sharding)(x)
+        if sharding.is_fully_addressable:
+            return jax.device_put(jnp.array(x, copy=True), sharding)
+        host = np.asarray(x)  # every process has it whole, and ships its devices' parts
+        return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+    return jax.tree.map(one, tree, shardings)
 
 
 def splits_parameters(mesh: Mesh) -> bool:

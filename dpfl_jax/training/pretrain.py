@@ -21,11 +21,13 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
+from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.training import processes
 from dpfl_jax.training.checkpoint import load_params, save_params
-from dpfl_jax.training.mesh import parameter_shardings, unit_axes, unit_parts
+from dpfl_jax.training.mesh import parameter_shardings, place, unit_axes, unit_parts
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.state import shardings_of
 
@@ -90,11 +92,16 @@ def pretrain(
     identity = {**identity, "steps": steps, "batch_size": batch_size, "seed": seed, "format": 1}
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     path = (cache_dir or default_cache_dir()) / "pretrained" / digest
-    params = jax.device_put(params, parameter_shardings(params, mesh))
-    if path.exists():
+    params = place(params, parameter_shardings(params, mesh))
+    if processes.broadcast(path.exists()):
         try:
             return Pretrained(load_params(path, params), path, cached=True)
         except (ValueError, OSError, KeyError):
+            if processes.many():
+                raise BadInputError(
+                    f"the pre-trained checkpoint {path} cannot be read by every process: put "
+                    "pretrain.cache_dir on storage that all share, or remove it if it is damaged"
+                ) from None
             shutil.rmtree(path, ignore_errors=True)  # a damaged cache entry is made again
     first, stop = int(public.user_offsets[0]), int(public.user_offsets[-1])
     if stop <= first:
@@ -103,6 +110,7 @@ def pretrain(
     parts = unit_parts(mesh)
     rows = -(-batch_size // parts) * parts
     sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
+    mine = local_columns(sharding, rows, axis=0)
 
     def mean_loss(params: PyTree, batch: PyTree) -> jax.Array:
         return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
@@ -121,14 +129,16 @@ def pretrain(
     with StepProgress(console or Console(quiet=True), "pre-training (public)", steps) as bar:
         for i in range(steps):
             positions = _shuffled(key, first, stop, rows, i)
-            batch = public.read(positions)
+            batch = public.read(positions[mine])
             tokens += int(batch["mask"].sum()) if "mask" in batch else 0
-            params, opt_state, loss = step(params, opt_state, jax.device_put(batch, sharding))
-            rate = tokens / (time.perf_counter() - started)
+            batch = ship_columns(batch, mine, rows, 0, sharding)
+            params, opt_state, loss = step(params, opt_state, batch)
+            rate = tokens * rows / len(mine) / (time.perf_counter() - started)
             bar.update(i + 1, f"loss {float(loss):.3f}  {rate:,.0f} tok/s")
     path.parent.mkdir(parents=True, exist_ok=True)
     save_params(path, params)
-    (path / "identity.json").write_text(json.dumps(identity, indent=2, sort_keys=True))
+    if processes.is_primary():
+        (path / "identity.json").write_text(json.dumps(identity, indent=2, sort_keys=True))
     return Pretrained(params, path, cached=False)
 
 

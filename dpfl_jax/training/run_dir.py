@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import pathlib
+import time
 import uuid
 from collections.abc import Mapping
 from typing import IO, Any
@@ -31,7 +32,16 @@ class RunDirectory:
       resumed: True if the directory existed before.
       run_id: unique to this run, also among runs that had the same path.
       facts: what the run was started with beyond its configuration.
+      writes: whether this process writes into it (of many processes, one does).
     """
+
+    path: pathlib.Path
+    root_key: RootKey
+    resumed: bool
+    run_id: str
+    facts: dict[str, Any]
+    writes: bool
+    _lock: IO[str] | None
 
     def __init__(
         self,
@@ -57,7 +67,7 @@ class RunDirectory:
           BadInputError: it holds something else, another configuration, or a finished run, or
             another process works in it.
         """
-        self.path = pathlib.Path(path).absolute()
+        self.path, self.writes = pathlib.Path(path).absolute(), True
         self.check(self.path, fingerprint)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._acquire_lock()
@@ -86,6 +96,57 @@ class RunDirectory:
                 "config": dict(config),
             }
             write_atomically(self.path / "config.yaml", yaml.safe_dump(content, sort_keys=False))
+
+    def introduction(self) -> dict[str, Any]:
+        """What another process needs to ``join``: plain JSON, nothing secret."""
+        return {
+            "path": str(self.path),
+            "run_id": self.run_id,
+            "resumed": self.resumed,
+            "facts": self.facts,
+            "root_key": self.root_key.fingerprint,
+        }
+
+    @classmethod
+    def join(
+        cls,
+        introduction: Mapping[str, Any],
+        facts: Mapping[str, Any] | None = None,
+        patience_s: float = 60.0,
+    ) -> RunDirectory:
+        """Opens, for reading, the directory that another process has opened.
+
+        Args:
+          introduction: by the process that holds the directory.
+          facts: as this process knows them; ``data`` is compared.
+          patience_s: how long shared storage may take to show a new file.
+
+        Raises:
+          BadInputError: the directory is not the same here, or the data are not.
+        """
+        self = cls.__new__(cls)
+        self.path, self.writes, self._lock = pathlib.Path(introduction["path"]), False, None
+        self.run_id, self.facts = introduction["run_id"], dict(introduction["facts"])
+        self.resumed = introduction["resumed"]
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                self.root_key = self._read_key(self.path / "private")
+                if self.root_key.fingerprint == introduction["root_key"]:
+                    break
+            except BadInputError:
+                pass
+            if time.monotonic() > deadline:
+                raise BadInputError(
+                    f"the run directory {self.path} of process 0 is not the one that this process "
+                    "sees: put --run-dir on storage that all processes share"
+                )
+            time.sleep(0.2)
+        if self.facts.get("data") != self._sealed(facts).get("data"):
+            raise BadInputError(
+                "the training data of this process are not those of process 0: give all the same"
+            )
+        return self
 
     def _sealed(self, facts: Mapping[str, Any] | None) -> dict[str, Any]:
         sealed = dict(facts or {})
@@ -123,7 +184,8 @@ class RunDirectory:
 
     def close(self) -> None:
         """Releases the lock."""
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _acquire_lock(self) -> IO[str]:
         lock = (self.path / "run.lock").open("w")
@@ -160,6 +222,8 @@ class RunDirectory:
 
     def append_metrics(self, row: Mapping[str, Any]) -> None:
         """Appends one line."""
+        if not self.writes:
+            return
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -176,6 +240,8 @@ class RunDirectory:
 
     def drop_metrics_after(self, step: int) -> None:
         """Forgets what was logged after the checkpoint that a run resumes from."""
+        if not self.writes:
+            return
         kept = [row for row in self.read_metrics() if row["step"] <= step]
         write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
 

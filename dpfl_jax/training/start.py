@@ -24,7 +24,7 @@ from dpfl_jax.models import LanguageModel, TransformerConfig, transformer_config
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
 from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.lora import is_adapter
-from dpfl_jax.training.mesh import parameter_shardings
+from dpfl_jax.training.mesh import parameter_shardings, splits_parameters
 from dpfl_jax.training.optimizers import build_optimizer
 from dpfl_jax.training.pretrain import Pretrained, pretrain
 
@@ -155,11 +155,11 @@ def starting_params(
         return _with_adapters(base, model, key, mesh), None
     section, public = config.pretrain, data.public
     if section is None or public is None:
-        return model.init(key), None
+        return initial_params(model, key, mesh), None
     plain = LanguageModel(dataclasses.replace(model.config, lora=None))
     pretrained = pretrain(
         loss_fn=plain.loss,
-        params=plain.init(key),
+        params=initial_params(plain, key, mesh),
         public=public,
         optimizer=make_optimizer(section.optimizer, section.steps),
         steps=section.steps,
@@ -177,6 +177,14 @@ def starting_params(
     verb = "found" if pretrained.cached else "kept"
     console.print(f"pre-trained checkpoint {verb}: {pretrained.path}")
     return _with_adapters(pretrained.params, model, key, mesh), pretrained
+
+
+def initial_params(model: LanguageModel, key: jax.Array, mesh: Mesh) -> PyTree:
+    """Initial parameters; where they are split, none is ever whole on one device."""
+    if not splits_parameters(mesh):
+        return model.init(key)
+    places = parameter_shardings(jax.eval_shape(model.init, key), mesh)
+    return jax.jit(model.init, out_shardings=places)(key)
 
 
 def base_from_checkpoint(config: RunConfig, model: LanguageModel, mesh: Mesh) -> PyTree:

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 from dpfl_jax.training.mesh import (
     parameter_shardings,
+    place,
     replicated,
     splits_parameters,
     state_shardings,
@@ -42,6 +43,9 @@ def hardware(mesh: Mesh) -> str:
     layout = ""
     if splits_parameters(mesh):
         layout = " as " + ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    processes = len({d.process_index for d in mesh.devices.flat})
+    if processes > 1:
+        layout += f" in {processes} processes"
     return f"{mesh.size} x {device.platform} ({device.device_kind}){layout}, jax {jax.__version__}"
 
 
@@ -51,11 +55,9 @@ def init_state(params: PyTree, optimizer: optax.GradientTransformation, mesh: Me
     The parameters are copied: the step donates its state, and the caller's arrays must live on.
     """
     places = shardings_of(params, optimizer, mesh)
-    params = jax.tree.map(
-        lambda p, place: jax.device_put(jnp.array(p, copy=True), place), params, places.params
-    )
+    params = place(params, places.params)
     opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
-    step = jax.device_put(jnp.zeros((), jnp.int32), places.step)
+    step = place(jnp.zeros((), jnp.int32), places.step)
     return TrainState(params=params, opt_state=opt_state, step=step)
 
 

@@ -1,0 +1,304 @@
+"""One run in many processes: how they find, inform and outlive each other.
+
+Every process runs the same program. Process 0 alone writes the report, the metrics and the ledger;
+what only it can decide (is this run new?) it tells the others, and what may go wrong in one of them
+is told to all, so that a bad input ends every process with one sentence instead of leaving the rest
+waiting. The secret root key is never sent: it is read from the run directory, which all share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from dpfl_jax.config.schema import ProcessesConfig
+from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training.watch import LastWords, Watch, say_and_leave, sentence
+
+T = TypeVar("T")
+
+ENVIRONMENT = {
+    "coordinator": "DPFL_COORDINATOR",
+    "num_processes": "DPFL_NUM_PROCESSES",
+    "process_id": "DPFL_PROCESS_ID",
+}
+MODE = "DPFL_PROCESSES"
+
+
+class AgreedError(BadInputError):
+    """A bad input that every process has heard of, so that all end by themselves."""
+
+
+def is_primary() -> bool:
+    """Whether this process writes what is written once (process 0)."""
+    return jax.process_index() == 0
+
+
+def many() -> bool:
+    """Whether the run has more than one process."""
+    return jax.process_count() > 1
+
+
+def count() -> int:
+    """How many processes the run has."""
+    return jax.process_count()
+
+
+def start(section: ProcessesConfig) -> bool:
+    """Joins the other processes, if there are any; must come before JAX's first use of a device.
+
+    Args:
+      section: where the others are; what it leaves open is taken from ``DPFL_COORDINATOR``,
+        ``DPFL_NUM_PROCESSES`` and ``DPFL_PROCESS_ID``, and then from the cluster (``mode``).
+
+    Returns:
+      Whether this is one of several processes.
+
+    Raises:
+      BadInputError: not enough is known, or the others did not come in time.
+    """
+    known = {name: getattr(section, name) for name in ENVIRONMENT}
+    for name, variable in ENVIRONMENT.items():
+        if known[name] is None and os.environ.get(variable):
+            text = os.environ[variable]
+            if name != "coordinator" and not text.isdigit():
+                raise BadInputError(f"{variable} is {text!r}, but it must be a whole number")
+            known[name] = text if name == "coordinator" else int(text)
+    mode = section.mode
+    if mode == "auto" and os.environ.get(MODE):
+        mode = os.environ[MODE]  # type: ignore[assignment]
+        if mode not in ("auto", "detect", "one"):
+            raise BadInputError(f"{MODE} is {mode!r}, but it must be auto, detect or one")
+    given = [name for name, value in known.items() if value is not None]
+    if mode == "one" or (mode == "auto" and not given and not _many_are_announced()):
+        return False
+    if given and len(given) < len(known):
+        missing = next(name for name in ENVIRONMENT if name not in given)
+        raise BadInputError(
+            f"processes.{given[0]} is set, but processes.{missing} ({ENVIRONMENT[missing]}) is "
+            "not: give all three, or none where the cluster tells them (TPU slices, SLURM, Open "
+            "MPI)"
+        )
+    if given and not known["process_id"] < known["num_processes"]:
+        raise BadInputError(
+            f"processes.process_id is {known['process_id']}, but it must be below "
+            f"processes.num_processes, {known['num_processes']}"
+        )
+    if known["num_processes"] == 1:
+        return False
+    options: dict[str, Any] = {
+        "initialization_timeout": section.start_timeout_s,
+        # Later than our own: JAX's ends the process without saying how to go on.
+        "heartbeat_timeout_seconds": 2 * section.lost_after_s,
+        "shutdown_timeout_seconds": section.start_timeout_s,
+    }
+    if given:
+        options |= {
+            "coordinator_address": known["coordinator"],
+            "num_processes": known["num_processes"],
+            "process_id": known["process_id"],
+            "cluster_detection_method": "deactivate",
+        }
+    # SIGTERM is the run's own affair (``interrupt``): it stops all processes at the same step.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # Programs that send to each other must run in the same order everywhere; on accelerators a
+    # stream sees to that.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+    try:
+        jax.distributed.initialize(**options)
+    except (RuntimeError, ValueError, OSError, KeyError) as error:
+        where = f"at {known['coordinator']}" if given else "of this cluster"
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInputError(
+            f"the processes {where} could not be joined ({reason}): check the section processes, "
+            "and that all are started with the same coordinator within "
+            f"processes.start_timeout_s = {section.start_timeout_s} s"
+        ) from None
+    return many()
+
+
+def _many_are_announced() -> bool:
+    """Whether the environment says that this is one of several processes."""
+    for count, own in (
+        ("SLURM_NTASKS", "SLURM_STEP_NODELIST"),
+        ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ):
+        if own in os.environ and os.environ.get(count, "1").isdigit():
+            return int(os.environ.get(count, "1")) > 1
+    if "JAX_COORDINATOR_ADDRESS" in os.environ or "MEGASCALE_COORDINATOR_ADDRESS" in os.environ:
+        return True
+    return "," in os.environ.get("TPU_WORKER_HOSTNAMES", "")
+
+
+# ---- telling each other --------------------------------------------------------------------
+
+
+def gather(value: Any) -> list[Any]:
+    """Returns the values (plain JSON) of all processes, in their order. All must call it."""
+    if not many():
+        return [json.loads(json.dumps(value))]
+    from jax.experimental import multihost_utils
+
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    lengths = np.asarray(multihost_utils.process_allgather(np.int32(len(data)))).reshape(-1)
+    padded = np.zeros(int(lengths.max()), np.uint8)
+    padded[: len(data)] = data
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(row[:n].tobytes()) for row, n in zip(rows, lengths)]
+
+
+def broadcast(value: Any) -> Any:
+    """Returns process 0's value (plain JSON) in every process. All must call it."""
+    return gather(value if is_primary() else None)[0]
+
+
+def gather_numbers(*values: int) -> np.ndarray:
+    """Returns small numbers of all processes, int32 [processes, len(values)]. All must call it."""
+    mine = np.array(values, np.int32)
+    if not many():
+        return mine[None]
+    from jax.experimental import multihost_utils
+
+    return np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, len(values))
+
+
+def fresh_key() -> RootKey:
+    """A new secret root key, the same in every process (for runs without a directory).
+
+    It crosses the network between the processes; a run with a directory reads it there instead.
+    """
+    secret = broadcast(RootKey.generate().secret.hex() if is_primary() else None)
+    return RootKey(bytes.fromhex(secret))
+
+
+def together(action: Callable[[], T]) -> T:
+    """Runs ``action`` in every process; a bad input in one of them is one in all.
+
+    Raises:
+      AgreedError: the first process's sentence, if any process has one.
+    """
+    return _agreed(action, everywhere=True)
+
+
+def primary_first(action: Callable[[], T]) -> T | None:
+    """Runs ``action`` in process 0 while the others wait; returns its result there, None here.
+
+    Raises:
+      AgreedError: in every process, with process 0's sentence.
+    """
+    return _agreed(action, everywhere=False)
+
+
+def _agreed(action: Callable[[], Any], everywhere: bool) -> Any:
+    if not many():
+        return action()
+    result, sentence = None, None
+    try:
+        if everywhere or is_primary():
+            result = action()
+    except BadInputError as error:
+        sentence = str(error)
+    sentences = gather(sentence)
+    for process, found in enumerate(sentences):
+        if found is not None:
+            where = f" (process {process})" if process else ""
+            raise AgreedError(f"{found}{where}")
+    return result
+
+
+def check_same(facts: Mapping[str, Any]) -> None:
+    """Checks that all processes hold the same facts (plain JSON; nothing secret).
+
+    Raises:
+      AgreedError: names the first that differs. Training on would sample by another law than the
+        one accounted, or add noise that does not fit together.
+    """
+    if not many():
+        return
+    found = gather(dict(facts))
+    for process, other in enumerate(found[1:], start=1):
+        for name, value in found[0].items():
+            if other.get(name) != value:
+                raise AgreedError(
+                    f"process {process} has another {name} than process 0: give all processes the "
+                    "same command, package versions, data and run directory"
+                )
+
+
+# ---- ending --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def ending_together(how: str, section: ProcessesConfig) -> Iterator[None]:
+    """What goes wrong in one process of many ends the job with one sentence, and at once.
+
+    An error that all have agreed on, or a stop that all have heard of, passes through. Anything
+    else ends this process without waiting for the others, who would otherwise wait for it; they
+    hear of it (``watch``) and end too.
+
+    Args:
+      how: how to go on, for the sentence, e.g. ``--run-dir runs/mine``.
+      section: how long a process may be silent.
+    """
+    if not many():
+        yield
+        return
+    last = LastWords(how)
+
+    def leave(text: str, status: int) -> None:
+        last.unsaid()
+        say_and_leave(text, status)
+
+    watch = Watch(section.lost_after_s, lambda lost: leave(sentence(lost, how), 1))
+    try:
+        yield
+    except (AgreedError, StoppedError) as error:
+        watch.stop()
+        last.unsaid()
+        if not is_primary():
+            raise SystemExit(2 if isinstance(error, AgreedError) else 1) from None
+        raise
+    except BaseException as error:
+        if isinstance(error, BadInputError):
+            leave(f"error: {error} (process {jax.process_index()})", 2)
+        if _is_about_others(error):
+            leave(sentence(None, how), 1)
+        traceback.print_exc()
+        leave(f"process {jax.process_index()} failed, and the others will stop too", 1)
+    watch.stop()
+    last.unsaid()
+
+
+_ABOUT_OTHERS = (
+    "gloo",
+    "nccl",
+    "connection",
+    "heartbeat",
+    "coordination",
+    "unavailable",
+    "deadline",
+    "aborted",
+    "barrier",
+    "peer",
+)
+
+
+def _is_about_others(error: BaseException) -> bool:
+    """Whether an error of the runtime says that another process is gone."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, jax.errors.JaxRuntimeError | RuntimeError | OSError):
+            text = str(seen).lower()
+            if any(word in text for word in _ABOUT_OTHERS):
+                return True
+        seen = seen.__cause__ or seen.__context__
+    return False

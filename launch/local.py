@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+"""One run in several processes on this machine, over interruptions.
+
+Starts N times `dpfl train CONFIG --run-dir RUN_DIR key=value ...`, which find each other on a local
+port; prints what they print, each line with its process. If one of them is lost, the others are
+stopped and one sentence says so; with --restarts the run then goes on from its last checkpoint.
+Use it to try out what will run on many machines, or to give each GPU of this one its own process.
+
+examples:
+  launch/local.py configs/quickstart.yaml runs/two --processes 2 --cpu-devices 2
+  launch/local.py configs/quickstart.yaml runs/gpus --processes 8 --gpus-per-process 1
+  launch/local.py configs/quickstart.yaml runs/two --dry-run
+
+Exit status: 0 the run is finished; 2 bad input (never repeated); 1 stopped or a process was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from typing import IO
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The arguments."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", metavar="CONFIG")
+    parser.add_argument("run_dir", metavar="RUN_DIR")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--processes", type=int, default=2, help="how many (default 2)")
+    parser.add_argument(
+        "--cpu-devices", type=int, metavar="D", help="train on the CPU, D devices a process"
+    )
+    parser.add_argument(
+        "--gpus-per-process", type=int, metavar="G", help="process i gets GPUs i*G to i*G+G-1"
+    )
+    parser.add_argument("--port", type=int, help="of process 0 (default: a free one)")
+    parser.add_argument(
+        "--restarts", type=int, default=0, help="go on after interruptions, at most so often"
+    )
+    parser.add_argument(
+        "--grace", type=float, default=60.0, help="seconds before a stopped process is killed"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="print the commands and stop")
+    args = parser.parse_args(argv)
+    if args.processes < 1:
+        parser.error("--processes must be at least 1")
+    return args
+
+
+def environment(args: argparse.Namespace, process: int, port: int) -> dict[str, str]:
+    """What process number ``process`` finds in its environment beyond ours."""
+    variables = {
+        "DPFL_COORDINATOR": f"127.0.0.1:{port}",
+        "DPFL_NUM_PROCESSES": str(args.processes),
+        "DPFL_PROCESS_ID": str(process),
+    }
+    if args.cpu_devices:
+        variables["JAX_PLATFORMS"] = "cpu"
+        variables["JAX_NUM_CPU_DEVICES"] = str(args.cpu_devices)
+    if args.gpus_per_process:
+        first = process * args.gpus_per_process
+        chosen = range(first, first + args.gpus_per_process)
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, chosen))
+    return variables
+
+
+def command(args: argparse.Namespace) -> list[str]:
+    """The same for every process."""
+    return ["dpfl", "train", args.config, "--run-dir", args.run_dir, *args.overrides]
+
+
+def _say(text: str) -> None:
+    print(f"local: {text}", file=sys.stderr, flush=True)
+
+
+def _relay(stream: IO[str], process: int) -> None:
+    for line in stream:
+        sys.stdout.write(f"[{process}] {line}")
+        sys.stdout.flush()
+
+
+def run_once(args: argparse.Namespace) -> int:
+    """Runs all processes to their end, or to the loss of one."""
+    port = args.port or _free_port()
+    executable = [sys.executable, "-m", "dpfl_jax.cli.main", *command(args)[1:]]
+    running = []
+    for process in range(args.processes):
+        child = subprocess.Popen(
+            executable,
+            env=os.environ | environment(args, process, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        assert child.stdout is not None
+        threading.Thread(target=_relay, args=(child.stdout, process), daemon=True).start()
+        running.append(child)
+    _say(f"{args.processes} processes: " + ", ".join(str(child.pid) for child in running))
+
+    def forward(number: int, frame: object) -> None:
+        for child in running:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
+    while True:
+        codes = [child.poll() for child in running]
+        if all(code is not None for code in codes):
+            break
+        if any(code not in (None, 0) for code in codes):
+            _end(running, args.grace)
+            break
+        time.sleep(0.1)
+    return _verdict([child.wait() for child in running], args.run_dir)
+
+
+def _end(running: list[subprocess.Popen[str]], grace: float) -> None:
+    """Lets the others notice by themselves for a while, then stops them."""
+    deadline = time.monotonic() + grace
+    asked = False
+    while any(child.poll() is None for child in running):
+        left = deadline - time.monotonic()
+        for child in running:
+            if child.poll() is None and (left < 0 or (left < grace / 2 and not asked)):
+                child.send_signal(signal.SIGKILL if left < 0 else signal.SIGTERM)
+        asked = asked or left < grace / 2
+        time.sleep(0.1)
+
+
+def _verdict(codes: list[int], run_dir: str) -> int:
+    if not any(codes):
+        return 0
+    if 2 in codes:
+        return 2
+    killed = [i for i, code in enumerate(codes) if code < 0]
+    if killed:
+        name = signal.Signals(-codes[killed[0]]).name
+        _say(
+            f"process {killed[0]} was lost ({name}) and the others were stopped; the same command "
+            f"goes on in {run_dir} from its last checkpoint, and counts nothing twice"
+        )
+    return 1
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs, and runs again."""
+    args = parse(argv)
+    if args.dry_run:
+        for process in range(args.processes):
+            found = environment(args, process, args.port or 8476).items()
+            words = [f"{name}={value}" for name, value in found] + command(args)
+            print(" ".join(map(shlex.quote, words)))
+        return 0
+    for attempt in range(args.restarts + 1):
+        status = run_once(args)
+        if status in (0, 2) or attempt == args.restarts:
+            return status
+        _say(f"going on ({attempt + 1} of at most {args.restarts} restarts)")
+        time.sleep(1.0)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The launch scripts say what they would do, and do nothing else on a dry run."""
+
+import pathlib
+import shlex
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
+SCRIPTS = sorted(path.name for path in LAUNCH.iterdir() if path.suffix in (".py", ".sh"))
+
+
+def launch(name, *args):
+    start = [sys.executable] if name.endswith(".py") else ["bash"]
+    return subprocess.run(
+        [*start, str(LAUNCH / name), *args], capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_help_says_how_to_use_it(name):
+    done = launch(name, "--help")
+    assert done.returncode == 0, done.stderr
+    assert name in done.stdout
+    assert "--dry-run" in done.stdout
+    assert "RUN_DIR" in done.stdout
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_bad_arguments_are_exit_code_2(name):
+    assert launch(name).returncode == 2
+    assert launch(name, "--no-such-option", "job.yaml", "runs/mine").returncode == 2
+
+
+def test_local_runs_one_command_in_every_process():
+    done = launch("local.py", "job.yaml", "runs/a b", "train.steps=3", "--processes", "3",
+                  "--gpus-per-process", "2", "--dry-run")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    lines = [shlex.split(line) for line in done.stdout.splitlines()]
+    assert len(lines) == 3
+    for process, words in enumerate(lines):
+        assert words[-6:] == ["dpfl", "train", "job.yaml", "--run-dir", "runs/a b", "train.steps=3"]
+        known = dict(word.split("=", 1) for word in words[:-6])
+        assert known["DPFL_PROCESS_ID"] == str(process)
+        assert known["DPFL_NUM_PROCESSES"] == "3"
+        assert known["DPFL_COORDINATOR"] == lines[0][0].split("=")[1]
+        assert known["CUDA_VISIBLE_DEVICES"] == f"{2 * process},{2 * process + 1}"
+
+
+def test_a_tpu_slice_is_reached_by_ssh_to_all_workers():
+    done = launch("tpu_pod.sh", "--tpu", "mine", "--zone", "europe-west4-b", "--install",
+                  "--dry-run", "job.yaml", "/shared/a b", "train.steps=3")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    copy, install, run = (shlex.split(line) for line in done.stdout.splitlines())
+    assert copy[:5] == ["gcloud", "compute", "tpus", "tpu-vm", "scp"]
+    assert "pip install '.[tpu]'" in install[-1]
+    for words in (copy, install, run):
+        assert "--worker=all" in words
+        assert words[words.index("--zone") + 1] == "europe-west4-b"
+    remote = run[run.index("--command") + 1]
+    assert "DPFL_PROCESSES=detect" in remote
+    words = shlex.split(remote)
+    assert words[words.index("dpfl") :] == [
+        "dpfl", "train", "job.yaml", "--run-dir", "/shared/a b", "train.steps=3",
+    ]  # fmt: skip
+
+
+def test_slurm_submits_one_task_per_gpu_that_stops_before_its_time():
+    done = launch("slurm.sh", "--nodes", "4", "--gpus-per-node", "8", "--partition", "big",
+                  "--setup", "source venv/bin/activate", "--restarts", "7", "--dry-run",
+                  "job.yaml", "/shared/a b", "train.steps=3")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    script = done.stdout
+    options = dict(
+        line.removeprefix("#SBATCH --").split("=", 1)
+        for line in script.splitlines()
+        if line.startswith("#SBATCH") and "=" in line
+    )
+    assert options["nodes"] == "4"
+    assert options["ntasks-per-node"] == options["gpus-per-node"] == "8"
+    assert options["signal"] == "TERM@120"
+    assert options["partition"] == "big"
+    assert "source venv/bin/activate" in script
+    (srun,) = (line for line in script.splitlines() if line.startswith("srun"))
+    words = shlex.split(srun)
+    assert "--kill-on-bad-exit=1" in words
+    assert words[words.index("dpfl") :] == [
+        "dpfl", "train", "job.yaml", "--run-dir", "/shared/a b", "train.steps=3",
+    ]  # fmt: skip
+    assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "restarted", "requeued"),
+    [(0, 0, False), (2, 0, False), (1, 0, True), (137, 6, True), (1, 7, False)],
+)
+def test_slurm_requeues_what_was_interrupted(end, restarted, requeued, tmp_path):
+    script = launch("slurm.sh", "--restarts", "7", "--dry-run", "job.yaml", "run").stdout
+    for name, body in (("srun", f"exit {end}"), ("scontrol", 'echo "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin",
+        "SLURM_JOB_ID": "5",
+        "SLURM_RESTART_COUNT": str(restarted),
+    }
+    done = subprocess.run(
+        ["bash"], input=script, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == end
+    assert ("requeue 5" in done.stdout) is requeued
+
+
+@pytest.mark.parametrize(
+    ("where", "hosts", "limit"),
+    [
+        (["--tpu", "v5e:4x4"], 4, {"google.com/tpu": 4}),
+        (["--tpu", "v5p:4x4x4"], 16, {"google.com/tpu": 4}),
+        (["--gpus", "8", "--hosts", "2"], 2, {"nvidia.com/gpu": 8}),
+    ],
+)
+def test_kubernetes_tells_every_pod_who_it_is(where, hosts, limit):
+    done = launch("kubernetes.py", "--name", "mine", "--image", "image:1", "--claim", "disk",
+                  *where, "--dry-run", "/shared/job.yaml", "/shared/run",
+                  "train.steps=3")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = yaml.safe_load(done.stdout)
+    assert found["kind"] == "JobSet"
+    (part,) = found["spec"]["replicatedJobs"]
+    job = part["template"]["spec"]
+    assert job["completionMode"] == "Indexed"
+    assert job["completions"] == job["parallelism"] == hosts
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"] == [
+        "dpfl", "train", "/shared/job.yaml", "--run-dir", "/shared/run", "train.steps=3",
+    ]  # fmt: skip
+    assert container["resources"]["limits"] == limit
+    known = {entry["name"]: entry.get("value") for entry in container["env"]}
+    # The first pod of the only job of the set: NAME-JOB-0-0, in the set's own subdomain.
+    assert known["DPFL_COORDINATOR"] == f"mine-{part['name']}-0-0.mine:8476"
+    assert known["DPFL_NUM_PROCESSES"] == str(hosts)
+    assert "DPFL_PROCESS_ID" in known
+    # Bad input is not repeated, whatever else goes wrong is.
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2]
+    assert found["spec"]["failurePolicy"]["maxRestarts"] > 0
+    if where[0] == "--tpu":
+        topology = pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"]
+        assert topology == where[1].split(":")[1]
+
+
+def test_kubernetes_refuses_what_does_not_divide():
+    common = ["--name", "mine", "--image", "i", "--claim", "c", "--dry-run", "a.yaml", "run"]
+    assert launch("kubernetes.py", "--tpu", "v5e:abc", *common).returncode == 2
+    assert launch("kubernetes.py", "--tpu", "v5e:4x4", "--hosts", "3", *common).returncode == 2
+    assert launch("kubernetes.py", "--gpus", "8", *common).returncode == 2

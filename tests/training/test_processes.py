@@ -1,0 +1,300 @@
+"""Many processes: what they agree on, whom they miss, and what a lost one costs (nothing)."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from dpfl_jax.accounting import Account, Ledger
+from dpfl_jax.config import load_config
+from dpfl_jax.config.schema import ProcessesConfig
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training import processes
+from dpfl_jax.training.checkpoint import Checkpoints
+from dpfl_jax.training.experiment import build_model, make_optimizer
+from dpfl_jax.training.mesh import make_mesh
+from dpfl_jax.training.run_dir import RunDirectory
+from dpfl_jax.training.state import init_state
+from dpfl_jax.training.watch import LastWords, Roll
+
+LOCAL = pathlib.Path(__file__).parents[2] / "launch" / "local.py"
+WORDS = ["river", "stone", "lamp", "green", "quiet", "seven", "horse", "under"]
+
+
+# ---- alone -----------------------------------------------------------------------------------
+
+
+def clean(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("DPFL_", "SLURM_", "OMPI_")):
+            monkeypatch.delenv(name)
+
+
+def test_one_process_is_not_joined_to_anything(monkeypatch):
+    clean(monkeypatch)
+    assert processes.start(ProcessesConfig()) is False
+    assert (
+        processes.start(ProcessesConfig(num_processes=1, process_id=0, coordinator="a:1")) is False
+    )
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node1")
+    assert processes.start(ProcessesConfig()) is False
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables", "message"),
+    [
+        ({"num_processes": 2}, {}, "processes.coordinator"),
+        ({}, {"DPFL_COORDINATOR": "a:1", "DPFL_NUM_PROCESSES": "2"}, "DPFL_PROCESS_ID"),
+        ({}, {"DPFL_NUM_PROCESSES": "two"}, "whole number"),
+        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, {}, "must be below"),
+        ({}, {"DPFL_PROCESSES": "maybe"}, "auto, detect or one"),
+    ],
+)
+def test_half_an_address_is_refused(fields, variables, message, monkeypatch):
+    clean(monkeypatch)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(BadInputError, match=message):
+        processes.start(ProcessesConfig(**fields))
+
+
+def test_alone_one_agrees_with_oneself():
+    assert processes.gather({"a": 1}) == [{"a": 1}]
+    assert processes.broadcast("b") == "b"
+    assert processes.primary_first(lambda: 3) == processes.together(lambda: 3) == 3
+    processes.check_same({"a": 1})
+    assert processes.fresh_key() != processes.fresh_key()
+    with processes.ending_together("", ProcessesConfig()), pytest.raises(KeyError):
+        raise KeyError
+
+
+def test_who_is_silent_for_too_long_is_lost():
+    roll = Roll(3, patience_s=10, now=0.0)
+    roll.hear({0: "1", 1: "1", 2: "1"}, now=1.0)
+    roll.hear({0: "2", 1: "1", 2: "done"}, now=8.0)
+    assert roll.lost(now=11.0) is None
+    assert roll.lost(now=11.1) == 1  # 2 has left by itself
+    roll.hear({1: "2"}, now=11.2)
+    assert roll.lost(now=18.1) == 0
+
+
+@pytest.mark.parametrize("unsaid", [True, False])
+def test_last_words_are_said_only_for_the_dead(unsaid, capfd):
+    last = LastWords("--run-dir runs/mine")
+    if unsaid:
+        last.unsaid()
+    else:
+        last._shell.stdin.close()
+    last._shell.wait(timeout=10)
+    said = capfd.readouterr().err
+    assert ("--run-dir runs/mine" in said) is not unsaid
+
+
+@pytest.mark.privacy
+def test_other_processes_read_the_key_from_the_directory_and_nowhere_else(tmp_path):
+    run = RunDirectory(tmp_path / "run", {}, "same", None, {"data": "abc", "noise_multiplier": 2.0})
+    introduction = json.loads(json.dumps(run.introduction()))
+    assert run.root_key.secret.hex() not in json.dumps(introduction)
+    other = RunDirectory.join(introduction, {"data": "abc", "noise_multiplier": 2.1})
+    assert other.root_key == run.root_key
+    assert (other.run_id, other.facts) == (run.run_id, run.facts)  # process 0's noise
+    other.append_metrics({"step": 1})
+    other.drop_metrics_after(0)
+    assert run.read_metrics() == []
+    with pytest.raises(BadInputError, match="training data"):
+        RunDirectory.join(introduction, {"data": "abd"})
+    with pytest.raises(BadInputError, match="storage that all processes share"):
+        RunDirectory.join(introduction | {"path": str(tmp_path / "else")}, {}, patience_s=0.0)
+    with pytest.raises(BadInputError, match="storage that all processes share"):
+        RunDirectory.join(introduction | {"root_key": "0" * 16}, {}, patience_s=0.0)
+    run.close()
+    other.close()
+
+
+# ---- together --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("many")
+    rng = np.random.default_rng(0)
+    rows = [
+        json.dumps({"user": f"u{user}", "text": " ".join(rng.choice(WORDS, size=8))})
+        for user in range(40)
+        for _ in range(int(rng.integers(1, 4)))
+    ]
+    (folder / "posts.jsonl").write_text("\n".join(rows))
+    config = {
+        "name": "small",
+        "data": {
+            "source": "jsonl",
+            "path": str(folder / "posts.jsonl"),
+            "seq_len": 16,
+            "validation_fraction": 0.2,
+            "test_fraction": 0.0,
+        },
+        "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
+        "mechanism": {"kind": "uls", "compute_budget": 16, "uls": {"group_size": 2}},
+        "privacy": {
+            "epsilon": 8.0,
+            "delta": 1e-3,
+            "account": "people",
+            "ledger": str(folder / "ledger.jsonl"),
+        },
+        # Plain SGD: rounding stays rounding (Adam divides by what may be nothing but rounding).
+        "optimizer": {"name": "sgd", "learning_rate": 0.5},
+        "processes": {"lost_after_s": 10},
+        "train": {"steps": 12, "microbatch_size": 2, "checkpoint_every": 4},
+    }
+    (folder / "small.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def start(workspace, run_dir, count, devices, *more):
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("DPFL_")}
+    return subprocess.Popen(
+        [sys.executable, str(LOCAL), str(workspace / "small.yaml"), str(run_dir), *more,
+         "--processes", str(count), "--cpu-devices", str(devices)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=environment | {"XLA_FLAGS": ""},
+    )  # fmt: skip
+
+
+def with_key_of(run_dir, other):
+    """A run that has begun, at step 0, with the secret key of another one."""
+    private = run_dir / "private"
+    private.mkdir(parents=True)
+    (private / "root_key.json").write_text((other / "private" / "root_key.json").read_text())
+    known = yaml.safe_load((other / "config.yaml").read_text()) | {"run_id": run_dir.name}
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(known))
+
+
+def final(workspace, run_dir):
+    """The state in the newest checkpoint, and all hardware it was computed with."""
+    config = load_config(workspace / "small.yaml")
+    secret = json.loads((run_dir / "private" / "root_key.json").read_text())["secret"]
+    params = build_model(config, 259).init(jax.random.key(0))
+    like = init_state(params, make_optimizer(config.optimizer, 12), make_mesh())
+    checkpoints = Checkpoints(run_dir / "checkpoints", 2)
+    state, used = checkpoints.restore(like, RootKey(bytes.fromhex(secret)))
+    checkpoints.close()
+    return jax.tree.map(np.asarray, state), used
+
+
+def same(a, b):
+    assert a.step == b.step == 12
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=3e-6), a.params, b.params)
+
+
+def wait_for_steps(run_dir, steps, job):
+    metrics = run_dir / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and job.poll() is None:
+        if metrics.exists() and metrics.read_text().count("outside_guarantee") >= steps:
+            return
+        time.sleep(0.01)
+    raise AssertionError(job.communicate()[0])
+
+
+@pytest.fixture(scope="module")
+def whole(workspace):
+    """One process with four devices, never interrupted."""
+    run_dir = workspace / "whole"
+    job = start(workspace, run_dir, 1, 4)
+    output, _ = job.communicate(timeout=400)
+    assert job.returncode == 0, output
+    return run_dir
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_two_processes_train_what_one_does(workspace, whole):
+    run_dir = workspace / "two"
+    with_key_of(run_dir, whole)
+    job = start(workspace, run_dir, 2, 2)
+    output, _ = job.communicate(timeout=400)
+    assert job.returncode == 0, output
+    (alone, _), (together, used) = final(workspace, whole), final(workspace, run_dir)
+    same(alone, together)
+    assert "in 2 processes" in used[0]
+    assert output.count("finished after") == 1  # process 0 alone speaks
+    reports = [json.loads((d / "report.json").read_text()) for d in (whole, run_dir)]
+    assert reports[0]["privacy"]["epsilon"] == reports[1]["privacy"]["epsilon"]
+    assert reports[0]["eval"]["final"]["loss"] == pytest.approx(
+        reports[1]["eval"]["final"]["loss"], rel=1e-5
+    )
+    secret = json.loads((run_dir / "private" / "root_key.json").read_text())["secret"]
+    for file in (run_dir / "checkpoints").rglob("*"):
+        if file.is_file():
+            content = file.read_bytes()
+            assert secret.encode() not in content
+            assert bytes.fromhex(secret) not in content
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize("victim", [1, 0])
+def test_kill_9_of_one_process_costs_nothing(workspace, whole, victim):
+    run_dir = workspace / f"killed{victim}"
+    with_key_of(run_dir, whole)
+    job = start(workspace, run_dir, 2, 2)
+    wait_for_steps(run_dir, 5, job)
+    children = subprocess.run(
+        ["ps", "-o", "pid=,args=", "--ppid", str(job.pid)], capture_output=True, text=True
+    ).stdout.splitlines()
+    pids = sorted(int(line.split()[0]) for line in children if "dpfl_jax" in line)
+    os.kill(pids[victim], signal.SIGKILL)
+    output, _ = job.communicate(timeout=200)
+    assert job.returncode == 1, output
+    assert not (run_dir / "report.json").exists(), "the run ended before it was killed"
+    # The survivor says it in one sentence, and so does the launcher.
+    said = [line for line in output.splitlines() if "counts nothing twice" in line]
+    assert any(f"[{1 - victim}]" in line and str(run_dir) in line for line in said), output
+    assert any(f"process {victim} was lost" in line for line in said), output
+
+    resumed = start(workspace, run_dir, 1, 4)
+    output, _ = resumed.communicate(timeout=400)
+    assert resumed.returncode == 0, output
+    (alone, _), (together, used) = final(workspace, whole), final(workspace, run_dir)
+    same(alone, together)
+    assert len(used) == 2
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "outside_guarantee" in row] == list(range(1, 13))
+    privacy = json.loads((run_dir / "report.json").read_text())["privacy"]
+    assert any("other hardware" in caveat for caveat in privacy["caveats"])
+    # Reserved once and committed once, whatever happened in between.
+    records = [json.loads(line) for line in (workspace / "ledger.jsonl").read_text().splitlines()]
+    kinds = [record["kind"] for record in records if record["run"] == run_dir.name]
+    assert kinds == ["reserve", "commit"]
+    assert run_dir.name in Ledger(workspace / "ledger.jsonl").runs(Account("people"))
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_bad_input_and_stops_are_told_to_all(workspace, whole):
+    """A finished run is refused by both with one sentence; SIGTERM stops both at one step."""
+    refused = start(workspace, whole, 2, 2)
+    output, _ = refused.communicate(timeout=200)
+    assert refused.returncode == 2
+    assert output.count("is finished and is not overwritten") == 1
+
+    run_dir = workspace / "stopped"
+    job = start(workspace, run_dir, 2, 2)
+    wait_for_steps(run_dir, 2, job)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=200)
+    assert job.returncode == 1, output
+    report = json.loads((run_dir / "report.json").read_text())
+    assert report["status"] == "interrupted"
+    assert (run_dir / "checkpoints" / str(report["steps"])).is_dir()
+    assert output.count("goes on from there") == 1
