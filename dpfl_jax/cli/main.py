@@ -74,12 +74,22 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parses; overrides may stand anywhere, which argparse allows only before the first option."""
+    args, rest = parser.parse_known_args(argv)
+    if rest and hasattr(args, "overrides") and not any(a.startswith("-") for a in rest):
+        args.overrides = [*args.overrides, *rest]
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0 done, 2 bad input, 1 anything else."""
     argv = list(sys.argv[1:] if argv is None else argv)
     command = next((a for a in argv if not a.startswith("-")), None)
     try:
-        args = build_parser(command).parse_args(argv)
+        args = _parse(build_parser(command), argv)
         result = args.handler(args)
     except BadInputError as error:
         print(f"dpfl: error: {error}", file=sys.stderr)
