@@ -130,7 +130,7 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
     else:
         from dpfl_jax.training.experiment import read_data
         from dpfl_jax.training.mesh import make_mesh
-        from dpfl_jax.training.start import starting_params
+        from dpfl_jax.training.start import starting_params, trained_by_name
 
         data, model = read_data(config, console)
         sizes = np.diff(data.train.user_offsets)
@@ -141,7 +141,12 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
         params, _ = starting_params(config, data, model, make_mesh(), console)
         with console.status("gradient norms of sampled users"):
             sensitivities = estimate_sensitivities(
-                model.loss, params, data.train, groups, users=args.users
+                model.loss,
+                params,
+                data.train,
+                groups,
+                users=args.users,
+                trainable=trained_by_name(config.model, model.config),
             )
     median = None
     if args.private_median is not None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import Trainable, bounded_grad
 from dpfl_jax.data.private_quantiles import private_quantile
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import mean_of_examples
@@ -115,6 +115,7 @@ def estimate_sensitivities(
     users: int = 128,
     key: RootKey | None = None,
     batch: int = 8,
+    trainable: Trainable = None,
 ) -> Sensitivities:
     """Median norms of per-example and per-user gradients at ``params``, over a sample of users.
 
@@ -129,6 +130,7 @@ def estimate_sensitivities(
       users: sampled (the paper: 128).
       key: of the sample.
       batch: users at a time.
+      trainable: which parameters are trained, as in ``fit``: norms are of these alone.
     """
     key = RootKey.from_seed(0) if key is None else key
     rng = key.numpy("planning-users")
@@ -142,12 +144,13 @@ def estimate_sensitivities(
         for u in chosen
     ]
     norm_of = {
-        g: jax.jit(lambda p, b: _norms(mean_of_examples(loss_fn), p, b)) for g in {1, largest}
+        g: jax.jit(lambda p, b: _norms(mean_of_examples(loss_fn), p, b, trainable))
+        for g in {1, largest}
     }
     found: dict[int, np.ndarray] = {}
     for group in sorted({1, *groups}):
         function = norm_of.get(group) or jax.jit(
-            lambda p, b: _norms(mean_of_examples(loss_fn), p, b)
+            lambda p, b: _norms(mean_of_examples(loss_fn), p, b, trainable)
         )
         norms: list[float] = []
         for first in range(0, len(chosen), batch):
@@ -180,6 +183,9 @@ def estimate_sensitivities(
     )
 
 
-def _norms(loss_fn: Callable[..., jax.Array], params: PyTree, units: PyTree) -> jax.Array:
+def _norms(
+    loss_fn: Callable[..., jax.Array], params: PyTree, units: PyTree, trainable: Trainable
+) -> jax.Array:
     real = jnp.asarray(units["mask"]).any(axis=1)
-    return bounded_grad(loss_fn, clip_norm=1e30, strategy="ghost")(params, units, real).norms
+    bounded = bounded_grad(loss_fn, clip_norm=1e30, strategy="ghost", trainable=trainable)
+    return bounded(params, units, real).norms

@@ -46,12 +46,16 @@ def write_tokenizer(path):
 def workspace(tmp_path_factory):
     """A tiny Llama-style checkpoint with a tokeniser, and posts of 150 people."""
     folder = tmp_path_factory.mktemp("finetune")
-    params = jax.jit(LanguageModel(LLAMA).init)(jax.random.key(0))
-    # Larger than fresh weights are, as those of a trained model.
-    params = jax.tree.map(lambda x: np.asarray(x) * (1.0 if x.ndim < 3 else 5.0), params)
+    shapes = jax.eval_shape(LanguageModel(LLAMA).init, jax.random.key(0))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32) * 0.2, shapes)
+    for block in ("blocks", "norm1"), ("blocks", "norm2"), ("final_norm",):
+        node = params
+        for name in block:
+            node = node[name]
+        node["scale"] = np.ones_like(node["scale"])
     save_checkpoint(folder / "base", LLAMA, params)
     write_tokenizer(folder / "base" / "tokenizer.json")
-    rng = np.random.default_rng(0)
     rows = []
     for user in range(150):
         for _ in range(int(rng.integers(1, 5))):
