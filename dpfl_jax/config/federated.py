@@ -192,7 +192,7 @@ class FederatedPrivacyConfig(Section):
 class FederatedModelConfig(Section):
     """The model: its kind, and arguments of its class."""
 
-    kind: Literal["mlp", "logistic", "cnn", "lstm", "transformer"] = "mlp"
+    kind: Literal["mlp", "logistic", "cnn", "small_cnn", "lstm", "transformer"] = "mlp"
     options: dict[str, Any] = Field(default_factory=dict)
 
 

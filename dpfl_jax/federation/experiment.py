@@ -51,6 +51,7 @@ from dpfl_jax.models import (
     LanguageModel,
     LeafCNN,
     LogisticRegression,
+    SmallCNN,
     StackedLSTM,
     transformer_config,
 )
@@ -117,6 +118,8 @@ def build_federated_model(config: FederatedConfig, data: SubjectData) -> Any:
             return StackedLSTM(data.vocab_size, config.data.seq_len, **options)
         if kind == "cnn" and data.input_shape:
             return LeafCNN(data.num_classes, input_shape=data.input_shape, **options)
+        if kind == "small_cnn" and data.input_shape:
+            return SmallCNN(data.num_classes, data.input_shape, **options)
         if kind == "logistic" and len(data.input_shape) == 1 and data.num_classes == 2:
             return LogisticRegression(data.input_shape[0], **options)
         if kind == "mlp" and data.input_shape:
@@ -124,9 +127,9 @@ def build_federated_model(config: FederatedConfig, data: SubjectData) -> Any:
     except TypeError as error:
         raise BadInputError(f"model.options do not fit model.kind={kind}: {error}") from None
     raise BadInputError(
-        f"model.kind={kind} does not fit data.source={config.data.source}: use mlp or cnn for "
-        "images, mlp or logistic for breast_cancer and heart_disease, lstm for shakespeare, "
-        "transformer for python_source"
+        f"model.kind={kind} does not fit data.source={config.data.source}: use mlp, cnn or "
+        "small_cnn for images, mlp or logistic for breast_cancer and heart_disease, lstm for "
+        "shakespeare, transformer for python_source"
     )
 
 

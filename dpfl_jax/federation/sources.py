@@ -103,7 +103,7 @@ def _split(store: Store, config: FederatedDataConfig) -> tuple[Store, Store]:
 
 def _named(config: FederatedDataConfig) -> tuple[list[Subject], str, dict[str, Any]]:
     if config.source == "digits":
-        x, y = _digits()
+        x, y = digits()
         shape: tuple[int, ...] = (8, 8)
     elif config.source == "breast_cancer":
         facts = {"num_classes": 2, "input_shape": (30,)}
@@ -188,7 +188,7 @@ def _path(config: FederatedDataConfig) -> pathlib.Path:
     return path
 
 
-def _digits() -> tuple[np.ndarray, np.ndarray]:
+def digits() -> tuple[np.ndarray, np.ndarray]:
     """1,797 real images of 8 x 8, bundled with scikit-learn; float32 in 0..1 and int32."""
     try:
         from sklearn.datasets import load_digits

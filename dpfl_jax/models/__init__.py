@@ -1,6 +1,6 @@
 """What is trained: models as pure functions of their parameters. Knows nothing of privacy."""
 
-from dpfl_jax.models.cnn import LeafCNN
+from dpfl_jax.models.cnn import LeafCNN, SmallCNN
 from dpfl_jax.models.config import SIZES, TransformerConfig, transformer_config
 from dpfl_jax.models.dense import MLP, LinearRegression, LogisticRegression
 from dpfl_jax.models.functional import Classifier, FunctionalModel
@@ -17,6 +17,7 @@ __all__ = [
     "LeafCNN",
     "LinearRegression",
     "LogisticRegression",
+    "SmallCNN",
     "StackedLSTM",
     "TransformerConfig",
     "UnigramModel",

@@ -113,7 +113,12 @@ class Bench:
     ) -> Made:
         """The federation of a policy; budgets are drawn by the seed."""
         budgets = law.quantiles(np.random.default_rng(seed).random(self.data.num_records))
-        public = mean_over(law)
+        return self.with_budgets(setting, budgets, mean_over(law), policy)
+
+    def with_budgets(
+        self, setting: TwoStage, budgets: np.ndarray, public: np.ndarray, policy: Policy
+    ) -> Made:
+        """The federation of a policy, for given budgets and their public quantiles."""
         assignment = assign(policy, budgets, public, setting)
         share = public_batch(policy, public, setting)
         federation = self._federation(RPDP())

@@ -36,7 +36,6 @@ POLICIES: dict[str, Policy] = {
     "curve fit (paper)": "curve_fit",
     "certified": "certified",
     "bisection": "bisection",
-    "uniform": "uniform",
     "dropout": "dropout",
     "minimum (a)": "minimum",
 }
