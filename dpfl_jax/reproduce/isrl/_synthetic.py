@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,7 +56,7 @@ def oracle_of(
     sampling: Sampling,
     batch: Any,
     clip: float,
-    multipliers: np.ndarray,
+    multipliers: Any,
     **options: Any,
 ) -> Any:
     """The mean of the silos' messages; ``multipliers`` [N] are their noise over the clip norm."""
@@ -69,7 +68,7 @@ def oracle_of(
         data,
         batch=jnp.broadcast_to(jnp.asarray(batch, jnp.float32), (silos,)),
         clip_norm=clip,
-        stddev=jnp.asarray(np.asarray(multipliers) * clip, jnp.float32),
+        stddev=jnp.asarray(multipliers, jnp.float32) * clip,
         rank=rank.astype(jnp.int32),
         **options,
     )
@@ -87,14 +86,17 @@ def averaged_descent(oracle: Any, rows: Any, start: jax.Array) -> jax.Array:
     return jax.lax.scan(step, start, (rows, etas))[0]
 
 
-def many(one: Any, trials: int, seed: int) -> tuple[np.ndarray, float, float]:
-    """Values of vmapped trials, their mean and its standard error."""
-    found = np.asarray(_vmapped(one)(jnp.arange(trials) + 100_000 * seed), np.float64)
-    return found, float(found.mean()), float(found.std(ddof=1) / math.sqrt(trials))
+def repeated(one: Callable[..., jax.Array]) -> Callable[..., np.ndarray]:
+    """``f(trials, seed, *facts)``: values [trials, ...] of ``one(seed, *facts)``, compiled once."""
 
+    @jax.jit
+    def run(seeds: jax.Array, *facts: Any) -> jax.Array:
+        return jax.lax.map(lambda s: one(s, *facts), seeds, batch_size=20)
 
-def _vmapped(one: Any) -> Any:
-    return jax.jit(functools.partial(jax.lax.map, one, batch_size=20))
+    def many(trials: int, seed: int, *facts: Any) -> np.ndarray:
+        return np.asarray(run(jnp.arange(trials) + 100_000 * seed, *facts), np.float64)
+
+    return many
 
 
 def opposed_means(silos: int, dim: int, upsilon: float) -> jax.Array:

@@ -8,7 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
+from dpfl_jax.federation.isrl.accelerated import (
+    accelerated,
+    accelerated_step,
+    step_weights,
+)
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
 from dpfl_jax.federation.isrl.multi_stage import multi_stage, stages
 from dpfl_jax.reproduce.isrl.rates import slope
@@ -48,6 +52,27 @@ def plain_rounds(kappa: float, noise: float, seeds: jax.Array) -> int:
     return int(below[0]) + 1 if len(below) else int(8 * kappa)
 
 
+@jax.jit
+def _ended(h: Any, noise: Any, start: Any, weights: Any, active: Any, seeds: Any) -> jax.Array:
+    """Mean risk after the active rounds of Algorithm 1."""
+
+    def oracle(w: jax.Array, key: jax.Array) -> jax.Array:
+        return h * w + noise * jax.random.normal(key, (DIM,))
+
+    def one(seed: jax.Array) -> jax.Array:
+        keys = jax.random.split(jax.random.key(seed), len(active))
+
+        def step(state: Any, x: Any) -> tuple[Any, None]:
+            key, alpha, prox, on = x
+            new = accelerated_step(oracle, key, state, alpha, prox, 0.0, ball(None))
+            return jax.tree.map(lambda a, b: jnp.where(on, a, b), new, state), None
+
+        (_, w), _ = jax.lax.scan(step, (start, start), (keys, *weights, active))
+        return 0.5 * h @ w**2
+
+    return jax.vmap(one)(seeds).mean()
+
+
 def accelerated_rounds(kappa: float, noise: float, seeds: jax.Array) -> int:
     """The least R whose run of Algorithm 1 (its steps depend on R) ends below the floor."""
     h = curvatures(kappa)
@@ -56,18 +81,11 @@ def accelerated_rounds(kappa: float, noise: float, seeds: jax.Array) -> int:
 
     def risk(rounds: int) -> float:
         alphas, prox = step_weights(rounds, 1.0, DIM * noise**2, distance)
-
-        def one(seed: jax.Array) -> jax.Array:
-            keys = jax.random.key_data(jax.random.split(jax.random.key(seed), rounds))
-
-            def oracle(w: jax.Array, row: jax.Array) -> jax.Array:
-                key = jax.random.wrap_key_data(row)
-                return h * w + noise * jax.random.normal(key, (DIM,))
-
-            w = accelerated(oracle, keys, start, alphas, prox, 0.0, ball(None))
-            return 0.5 * h @ w**2
-
-        return float(jax.jit(jax.vmap(one))(seeds).mean())
+        # Padded to a power of two, so that few lengths are compiled.
+        spare = (0, (1 << (rounds - 1).bit_length()) - rounds)
+        padded = (jnp.pad(alphas, spare), jnp.pad(prox, spare, constant_values=1.0))
+        active = jnp.arange(len(padded[0])) < rounds
+        return float(_ended(h, noise, start, padded, active, seeds))
 
     low, high = 1, 4
     while risk(high) > FLOOR:

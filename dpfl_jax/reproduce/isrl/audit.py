@@ -9,6 +9,7 @@ with 99 % confidence (Clopper-Pearson).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -26,7 +27,7 @@ from dpfl_jax.reproduce.subject.empirical_audit import CONFIDENCE, attack
 TITLE = "an attack on a silo's messages"
 SOURCE = "Lowy and Razaviyayn 2023, Definition 5 and Theorem D.1; likelihood-ratio attack"
 
-SIZE, BATCH, ROUNDS, DELTA, CLIP = 40, 10, 8, 1e-5, 1.0
+SIZE, BATCH, ROUNDS, DELTA, CLIP = 20, 5, 8, 1e-3, 1.0
 EPSILONS = (1.0, 3.0)
 HUGE = 1e4  # a record's gradient before clipping
 
@@ -57,33 +58,29 @@ class Silo:
 
 def transcripts(silo: Silo, sign: float, trials: int, seed: int) -> np.ndarray:
     """Messages over their noise [trials, R], of the silo whose first record has this sign."""
-    n, z, batch = SIZE, silo.noise.noise_multiplier, silo.noise.batch
-    x = jnp.zeros((n, 1)).at[0, 0].set(sign * HUGE)
-    message = make_message(_loss, silo.spec, BATCH)
+    keys = jax.random.split(jax.random.key(seed), trials)
+    noise = silo.noise
+    found = _sent(silo.spec, keys, sign, noise.noise_multiplier, float(noise.batch))
+    return np.asarray(found, np.float64)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _sent(spec: MessageSpec, keys: jax.Array, sign: Any, z: Any, batch: Any) -> jax.Array:
+    x = jnp.zeros((SIZE, 1)).at[0, 0].set(sign * HUGE)
+    message = make_message(_loss, spec, BATCH)
 
     def one(key: jax.Array) -> jax.Array:
         order, draws = jax.random.split(key)
-        rank = jax.random.permutation(order, n).astype(jnp.int32)
-        keys = jax.random.bits(draws, (ROUNDS, 2, 2), jnp.uint32)
+        rank = jax.random.permutation(order, SIZE).astype(jnp.int32)
+        pairs = jax.random.bits(draws, (ROUNDS, 2, 2), jnp.uint32)
 
         def sent(turn: jax.Array, pair: jax.Array) -> jax.Array:
-            return message(
-                jnp.zeros(1),
-                {"x": x},
-                jnp.asarray(n),
-                rank,
-                turn,
-                jnp.asarray(batch, jnp.float32),
-                jnp.asarray(CLIP, jnp.float32),
-                jnp.asarray(z * CLIP, jnp.float32),
-                pair,
-            )[0]
+            size, clip = jnp.asarray(SIZE), jnp.asarray(CLIP, jnp.float32)
+            return message(jnp.zeros(1), {"x": x}, size, rank, turn, batch, clip, z * CLIP, pair)[0]
 
-        return jax.vmap(sent)(jnp.arange(ROUNDS), keys) * batch / (z * CLIP)
+        return jax.vmap(sent)(jnp.arange(ROUNDS), pairs) * batch / (z * CLIP)
 
-    keys = jax.random.split(jax.random.key(seed), trials)
-    run = jax.jit(lambda k: jax.lax.map(one, k, batch_size=1000))
-    return np.asarray(run(keys), np.float64)
+    return jax.lax.map(one, keys, batch_size=1000)
 
 
 def likelihood(silo: Silo, y: np.ndarray, sign: float) -> np.ndarray:
@@ -180,11 +177,11 @@ def run(settings: Settings) -> Outcome:
     sharp = [
         row["attack"] / row["claimed"]
         for row in rows
-        if row["silo"].startswith("sound") and row["silo"] != "sound, disjoint"
+        if row["silo"] in ("sound, poisson", "sound, full") and row["target"] == EPSILONS[-1]
     ]
     claims.append(
         Claim(
-            "the attack is a strong one: it finds a good part of what the sound arm claims",
+            f"a strong attack: it finds a good part of what sound arms claim at {EPSILONS[-1]:g}",
             round(min(sharp), 2),
             ">= 0.4",
             min(sharp) >= 0.4,

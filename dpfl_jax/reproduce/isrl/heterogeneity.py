@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ from dpfl_jax.federation.isrl.accelerated import accelerated, risk_bound, step_w
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
 from dpfl_jax.federation.isrl.theory import variance_sco
-from dpfl_jax.reproduce.isrl._synthetic import drawn, many, opposed_means, oracle_of, rows_of
+from dpfl_jax.reproduce.isrl._synthetic import drawn, opposed_means, oracle_of, repeated, rows_of
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings, near
 
 TITLE = "heterogeneous silos: one-pass accelerated MB-SGD"
@@ -46,35 +47,32 @@ def run(settings: Settings) -> Outcome:
     noise = silo_noise(BUDGET, n, BATCH, ROUNDS, sampling="disjoint")
     multipliers = np.full(SILOS, noise.noise_multiplier)
     start = jnp.zeros(DIM).at[0].set(1.0)
+
+    def one(s: jax.Array, means: jax.Array, counts: jax.Array, a: jax.Array, p: Any) -> jax.Array:
+        oracle = oracle_of(drawn(s, means, n, SPREAD), "disjoint", BATCH, CLIP, multipliers)
+        w = accelerated(oracle, rows_of(s, ROUNDS, SILOS, counts), start, a, p, 0, ball(None))
+        first = jax.tree.map(lambda x: x[0], rows_of(s, 1, SILOS, counts[:1]))
+        off = oracle(start, first) - start
+        return jnp.stack([0.5 * jnp.sum(w**2), jnp.sum(jnp.square(off))])
+
+    sample = repeated(one)
     rows: list[dict[str, Any]] = []
-    seed = 0
-    for cohort in COHORTS:
-        for upsilon in UPSILONS:
-            means, seed = opposed_means(SILOS, DIM, upsilon), seed + 1
-            variance = facts(cohort, upsilon, noise.noise_multiplier)
-            alphas, prox = step_weights(ROUNDS, 1.0, variance, 1.0)
-
-            def one(s: jax.Array, means: Any = means, a: Any = alphas, p: Any = prox) -> jax.Array:
-                counts = jnp.full(ROUNDS, cohort)  # noqa: B023
-                oracle = oracle_of(drawn(s, means, n, SPREAD), "disjoint", BATCH, CLIP, multipliers)
-                w = accelerated(
-                    oracle, rows_of(s, ROUNDS, SILOS, counts), start, a, p, 0, ball(None)
-                )
-                off = oracle(start, jax.tree.map(lambda x: x[0], rows_of(s, 1, SILOS, counts[:1])))
-                return jnp.stack([0.5 * jnp.sum(w**2), jnp.sum(jnp.square(off - start))])
-
-            found, _, _ = many(one, trials, seed)
-            rows.append(
-                {
-                    "cohort": cohort,
-                    "upsilon": upsilon,
-                    "risk": float(found[:, 0].mean()),
-                    "risk_error": float(found[:, 0].std() / math.sqrt(trials)),
-                    "variance": float(found[:, 1].mean()),
-                    "lemma": variance,
-                    "bound": risk_bound(ROUNDS, 1.0, variance, 1.0),
-                }
-            )
+    for seed, (cohort, upsilon) in enumerate(itertools.product(COHORTS, UPSILONS), start=1):
+        variance = facts(cohort, upsilon, noise.noise_multiplier)
+        steps = step_weights(ROUNDS, 1.0, variance, 1.0)
+        counts = jnp.full(ROUNDS, cohort)
+        found = sample(trials, seed, opposed_means(SILOS, DIM, upsilon), counts, *steps)
+        rows.append(
+            {
+                "cohort": cohort,
+                "upsilon": upsilon,
+                "risk": float(found[:, 0].mean()),
+                "risk_error": float(found[:, 0].std() / math.sqrt(trials)),
+                "variance": float(found[:, 1].mean()),
+                "lemma": variance,
+                "bound": risk_bound(ROUNDS, 1.0, variance, 1.0),
+            }
+        )
     at = {(r["cohort"], r["upsilon"]): r for r in rows}
     claims = [
         near(

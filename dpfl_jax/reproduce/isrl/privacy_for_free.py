@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,8 +18,8 @@ from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.reproduce.isrl._synthetic import (
     averaged_descent,
     drawn,
-    many,
     oracle_of,
+    repeated,
     rows_of,
 )
 from dpfl_jax.reproduce.isrl.rates import slope
@@ -33,20 +34,19 @@ SIZES = (50, 100, 200, 400, 800)
 USER = Budget(1.0, 1e-5)
 
 
-def risks(n: int, noise: float, rounds: int, trials: int, seed: int) -> tuple[float, float]:
-    """Excess population risk of full batches with this noise multiplier, and without noise."""
+def sampler(n: int, rounds: int) -> Callable[..., np.ndarray]:
+    """Excess population risk of full batches, with a noise multiplier and without noise."""
 
-    def one(s: jax.Array) -> jax.Array:
+    def one(s: jax.Array, noise: jax.Array) -> jax.Array:
         data = drawn(s, jnp.zeros((SILOS, DIM)), n, SPREAD)
         found = []
         for multiplier in (noise, 0.0):
-            oracle = oracle_of(data, "full", n, CLIP, np.full(SILOS, multiplier))
+            oracle = oracle_of(data, "full", n, CLIP, multiplier * jnp.ones(SILOS))
             w = averaged_descent(oracle, rows_of(s, rounds, SILOS), jnp.zeros(DIM))
             found.append(0.5 * jnp.sum(w**2))
         return jnp.stack(found)
 
-    mean = many(one, trials, seed)[0].mean(0)
-    return float(mean[0]), float(mean[1])
+    return repeated(one)
 
 
 def run(settings: Settings) -> Outcome:
@@ -54,10 +54,11 @@ def run(settings: Settings) -> Outcome:
     trials = 200 if settings.quick else 2000
     rows: list[dict[str, Any]] = []
     n = 400
+    sample = sampler(n, ROUNDS)
     with settings.console.status("privacy for free"):
         for seed, epsilon in enumerate(EPSILONS):
             noise = silo_noise(Budget(epsilon, DELTA), n, n, ROUNDS, sampling="full")
-            private, plain = risks(n, noise.noise_multiplier, ROUNDS, trials, seed)
+            private, plain = sample(trials, seed, noise.noise_multiplier).mean(0)
             rows.append(
                 {
                     "part": "free",
@@ -71,7 +72,7 @@ def run(settings: Settings) -> Outcome:
         for seed, size in enumerate(SIZES):
             own = Budget(*closed.user_level_budget(size, USER.epsilon, USER.delta))
             noise = silo_noise(own, size, size, 1, sampling="full")
-            private, plain = risks(size, noise.noise_multiplier, 1, trials, 50 + seed)
+            private, plain = sampler(size, 1)(trials, 50 + seed, noise.noise_multiplier).mean(0)
             # Replacing all records of a full batch moves its sum n times as far: one Gaussian.
             direct = size * accounting.calibrate_noise_multiplier(
                 lambda z: events.gaussian(z, 1), USER.epsilon, USER.delta, relation=REPLACE

@@ -14,7 +14,13 @@ from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.baselines import alone, central_noise, make_central_oracle
 from dpfl_jax.federation.isrl.schedule import Schedule
 from dpfl_jax.federation.isrl.vector_protocol import calibrate_protocol, make_vector_oracle
-from dpfl_jax.reproduce.isrl._synthetic import drawn, many, oracle_of, quadratic, rows_of
+from dpfl_jax.reproduce.isrl._synthetic import (
+    drawn,
+    oracle_of,
+    quadratic,
+    repeated,
+    rows_of,
+)
 from dpfl_jax.reproduce.isrl.rates import slope
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings
 
@@ -85,21 +91,22 @@ def makers(silos: int, n: int) -> dict[str, tuple[Callable[[SiloData], Oracle], 
     }
 
 
-def price(maker: Callable[[SiloData], Oracle], seen: int, silos: int, n: int, trials: int) -> Any:
-    """Excess empirical risk of privacy, and excess population risk, mean over trials."""
+def prices(silos: int, n: int, trials: int) -> dict[str, np.ndarray]:
+    """Notion -> excess empirical risk (the price of privacy), population risk, and its floor."""
+    made = makers(silos, n)
 
     def one(s: jax.Array) -> jax.Array:
-        data = drawn(s, jnp.zeros((silos, DIM)), n, SPREAD)
-        start = jnp.zeros(DIM)
-        row = jax.tree.map(lambda x: x[0], rows_of(s, 1, seen))
-        w = start - maker(data)(start, row)
-        used = alone(data, 0) if seen == 1 else data
-        best = used.examples["x"].mean((0, 1))
-        empirical, population = jnp.sum(jnp.square(w - best)), jnp.sum(jnp.square(w))
-        return 0.5 * jnp.stack([empirical, population, jnp.sum(jnp.square(best))])
+        data, start = drawn(s, jnp.zeros((silos, DIM)), n, SPREAD), jnp.zeros(DIM)
+        found = []
+        for maker, seen in made.values():
+            row = jax.tree.map(lambda x: x[0], rows_of(s, 1, seen))
+            w = start - maker(data)(start, row)
+            used = alone(data, 0) if seen == 1 else data
+            best = used.examples["x"].mean((0, 1))
+            found.append(jnp.stack([jnp.sum(jnp.square(v)) for v in (w - best, w, best)]))
+        return 0.5 * jnp.stack(found)
 
-    found, _, _ = many(one, trials, 1)
-    return found.mean(0)
+    return dict(zip(made, repeated(one)(trials, 1).mean(0), strict=True))
 
 
 def run(settings: Settings) -> Outcome:
@@ -111,8 +118,7 @@ def run(settings: Settings) -> Outcome:
     rows: list[dict[str, Any]] = []
     for name, value in track(points, "trust", console=settings.console):
         setting = BASE | {name: value}
-        for notion, (maker, seen) in makers(**setting).items():
-            empirical, population, floor = price(maker, seen, **setting, trials=trials)
+        for notion, (empirical, population, floor) in prices(**setting, trials=trials).items():
             rows.append(
                 {
                     "varied": name,

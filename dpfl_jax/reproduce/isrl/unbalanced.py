@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.federation.isrl import Budget, bounds
+from dpfl_jax.federation.isrl import Budget, SiloData, bounds
 from dpfl_jax.federation.isrl.arms import federation_noise
 from dpfl_jax.reproduce.isrl._synthetic import (
     averaged_descent,
     drawn,
-    many,
     opposed_means,
     oracle_of,
+    repeated,
     rows_of,
 )
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings, near
@@ -33,14 +35,18 @@ def private_risk(epsilons: list[float], trials: int, seed: int) -> tuple[float, 
     noise = federation_noise(budgets, [SIZE] * SILOS, [SIZE] * SILOS, ROUNDS, sampling="full")
     multipliers = np.array([z.noise_multiplier for z in noise])
     data = drawn(jnp.asarray(seed), opposed_means(SILOS, DIM, 0.1), SIZE, 0.2)
-    mean = data.examples["x"].mean((0, 1))
-    oracle = oracle_of(data, "full", SIZE, CLIP, multipliers)
+    risks = _sample()(trials, seed, data, multipliers)
+    return float(risks.mean()), float(np.mean(multipliers**2))
 
-    def one(s: jax.Array) -> jax.Array:
+
+@functools.cache
+def _sample() -> Callable[..., np.ndarray]:
+    def one(s: jax.Array, data: SiloData, multipliers: jax.Array) -> jax.Array:
+        oracle = oracle_of(data, "full", SIZE, CLIP, multipliers)
         w = averaged_descent(oracle, rows_of(s, ROUNDS, SILOS), jnp.zeros(DIM))
-        return 0.5 * jnp.sum(jnp.square(w - mean))
+        return 0.5 * jnp.sum(jnp.square(w - data.examples["x"].mean((0, 1))))
 
-    return many(one, trials, seed)[1], float(np.mean(multipliers**2))
+    return repeated(one)
 
 
 def participation(trials: int) -> tuple[float, float]:
@@ -57,8 +63,7 @@ def participation(trials: int) -> tuple[float, float]:
             both.append(jnp.sum(jnp.square(oracle(jnp.zeros(DIM), row))))
         return jnp.stack(both)
 
-    found, _, _ = many(one, trials, 8)
-    mean = found.mean(0)
+    mean = repeated(one)(trials, 8).mean(0)
     return float(mean[0] / mean[1]), sum(p * SILOS / m for m, p in LAW.items())
 
 

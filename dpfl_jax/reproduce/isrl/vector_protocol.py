@@ -23,10 +23,10 @@ from dpfl_jax.federation.isrl.vector_protocol import (
 )
 from dpfl_jax.reproduce.isrl._synthetic import (
     drawn,
-    many,
     opposed_means,
     oracle_of,
     quadratic,
+    repeated,
     rows_of,
 )
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings, near
@@ -59,7 +59,7 @@ def moments(trials: int) -> tuple[float, float, float]:
     def one(seed: jax.Array) -> jax.Array:
         return protocol.sum(x, real, reports, jax.random.key(seed)) - x.sum(0)
 
-    found, _, _ = many(one, trials, 2)
+    found = repeated(one)(trials, 2)
     error = found.std(0) / math.sqrt(trials)
     unit = 2 * CLIP / protocol.levels
     binomial = unit**2 * reports * protocol.noise_bits / 4
@@ -105,8 +105,7 @@ def one_pass(epsilon: float, upsilon: float, trials: int, seed: int) -> dict[str
             risks.append(0.5 * jnp.sum(w**2))
         return jnp.stack(risks)
 
-    found, _, _ = many(one, trials, seed)
-    shuffle, isrl = found.mean(0)
+    shuffle, isrl = repeated(one)(trials, seed).mean(0)
     return {
         "epsilon": epsilon,
         "upsilon": upsilon,
