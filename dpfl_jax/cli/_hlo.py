@@ -18,6 +18,7 @@ _LINE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-st
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _CALLED = re.compile(r"(?:body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-, %]+)")
+_TRIPS = re.compile(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Collective:
       in_loop: whether it runs in every iteration of a loop.
       count: instructions (one may carry many arrays).
       bytes: of all arrays of those instructions, per device.
+      executed_bytes: the same, each times how often it runs in one turn of the loops whose length
+        is not known (those over microbatches).
       largest: bytes of the largest instruction.
     """
 
@@ -36,6 +39,7 @@ class Collective:
     in_loop: bool
     count: int
     bytes: int
+    executed_bytes: int
     largest: int
 
 
@@ -49,7 +53,8 @@ def collectives(hlo: str) -> list[Collective]:
             current = opened.group(1)
         bodies.setdefault(current, []).append(line)
     looped = _reached_from_loops(bodies)
-    found: dict[tuple[str, bool], list[int]] = {}
+    turns = _turns(bodies)
+    found: dict[tuple[str, bool], list[tuple[int, int]]] = {}
     for name, lines in bodies.items():
         for line in lines:
             match = _LINE.search(line)
@@ -57,9 +62,17 @@ def collectives(hlo: str) -> list[Collective]:
                 size = _size(match.group("shape"))
                 if match.group("start") and match.group("kind") != "all-reduce":
                     size //= 2  # the shape holds operands and results
-                found.setdefault((match.group("kind"), name in looped), []).append(size)
+                key = (match.group("kind"), name in looped)
+                found.setdefault(key, []).append((size, turns.get(name, 1)))
     return [
-        Collective(kind, in_loop, len(sizes), sum(sizes), max(sizes))
+        Collective(
+            kind,
+            in_loop,
+            len(sizes),
+            sum(size for size, _ in sizes),
+            sum(size * times for size, times in sizes),
+            max(size for size, _ in sizes),
+        )
         for (kind, in_loop), sizes in sorted(found.items())
     ]
 
@@ -72,6 +85,28 @@ def _size(shape: str) -> int:
             count *= int(dim) if dim else 1
         total += count * _BYTES.get(kind, 4 if kind not in ("token",) else 0)
     return total
+
+
+def _turns(bodies: dict[str, list[str]]) -> dict[str, int]:
+    """How often each computation runs: the product of the known lengths of the loops around it."""
+    called: dict[str, set[tuple[str, int]]] = {}
+    for name, lines in bodies.items():
+        for line in lines:
+            count = _TRIPS.search(line) if " while(" in line else None
+            for group in _CALLED.findall(line):
+                for callee in group.split(","):
+                    called.setdefault(callee.strip(" %"), set()).add(
+                        (name, int(count[1]) if count else 1)
+                    )
+    known: dict[str, int] = {}
+
+    def turns(name: str) -> int:
+        if name not in known:
+            known[name] = 1  # what calls itself is not expected
+            known[name] = max((n * turns(caller) for caller, n in called.get(name, ())), default=1)
+        return known[name]
+
+    return {name: turns(name) for name in bodies}
 
 
 def _reached_from_loops(bodies: dict[str, list[str]]) -> set[str]:

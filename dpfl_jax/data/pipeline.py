@@ -246,7 +246,9 @@ class Pipeline:
             examples = self.store.read(positions)
             return examples, int(examples["mask"].sum()) if "mask" in examples else 0
         records = self.store.records(positions)  # type: ignore[attr-defined]
-        raw = records.view(np.uint8).reshape(len(positions), -1)
+        # Its length is said: a step, or a process's share of one, may hold no example at all.
+        raw = np.ascontiguousarray(records).view(np.uint8)
+        raw = raw.reshape(len(positions), records.dtype.itemsize)
         return {"records": raw}, int(records["length"].sum())
 
     def _ship(self, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from dpfl_jax.cli._hlo import collectives
+from dpfl_jax.cli._slices import largest_that_fits
 from dpfl_jax.cli.main import main
 
 CONFIG = """
@@ -52,11 +53,11 @@ HLO = """
   %c = f32[4]{0} call(%x), to_apply=%inner
 }
 ENTRY %main (a: f32[8,2]) -> f32[8,2] {
-  %w = (s32[], f32[4]{0}) while(%init), condition=%cond, body=%body
+  %w = (s32[], f32[4]{0}) while(%init), condition=%cond, body=%body, TRIPS
   %g = (bf16[8,2]{1,0}, f32[3]{0}) all-reduce(%a, %b), to_apply=%add
   %h = f32[16]{0} all-gather(%g), dimensions={0}
 }
-"""
+""".replace("TRIPS", 'backend_config={"known_trip_count":{"n":"12"}}')
 
 
 def test_reads_collectives_by_kind_and_place():
@@ -66,3 +67,22 @@ def test_reads_collectives_by_kind_and_place():
         ("all-reduce", False): (1, 8 * 2 * 2 + 12),
         ("all-gather", False): (1, 64),
     }
+    executed = {(c.kind, c.in_loop): c.executed_bytes for c in collectives(HLO)}
+    assert executed[("all-reduce", True)] == 12 * 16
+    assert executed[("all-gather", False)] == 64
+
+
+@pytest.mark.parametrize("limit", range(0, 40, 3))
+@pytest.mark.parametrize("start", [1, 4])
+def test_the_largest_microbatch_is_found_in_few_trials(limit, start):
+    tried = []
+
+    def peak(size):
+        tried.append(size)
+        return None if size > 64 else 5 + size  # refused by the compiler above 64
+
+    found, known = largest_that_fits(peak, limit, start)
+    want = max((2**k for k in range(7) if 5 + 2**k <= limit), default=0)
+    assert found == want
+    assert found == 0 or known[found] <= limit
+    assert len(tried) == len(set(tried)) <= 5

@@ -115,6 +115,18 @@ def test_raw_records_unpack_on_the_device(vocab_size):
     with pytest.raises(BadInputError, match="not token sequences"):
         Pipeline(make_store(), sampler, 8, compact=True)
 
+    class Nothing:
+        def draw(self, step):
+            return Draw(np.zeros(0, np.int64), np.zeros((0, 8), np.int64))
+
+    (bucket,) = (
+        Pipeline(store, Nothing(), 8, mesh=mesh, compact=True, capacities=(2,)).build(0).buckets
+    )
+    assert bucket.num_rows == 0
+    width = schema.record_dtype.itemsize
+    assert bucket.arrays["records"].shape == (2, 8, 8, width)
+    assert not np.asarray(bucket.arrays["records"]).any()
+
 
 def test_an_empty_draw_is_a_step_of_padding(store):
     class Nothing:

@@ -1,0 +1,267 @@
+"""``dpfl bench pods``: which fine-tuning jobs fit on which TPU slices, without a slice."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.errors import BadInputError
+
+HELP = "fine-tuning jobs compiled for TPU slices: what fits, what it costs"
+DESCRIPTION = """\
+Compile the real train step of each job for each slice, on a machine that has none, and tabulate:
+
+  split     copies x parts of the parameters (mesh.data x mesh.fsdp)
+  fits      whether it fits at one unit a device, and the memory of one device it takes then
+  largest   the largest microbatch that fits (units a device, a power of two; with --suggest)
+  FLOPs     over the same step without privacy, at that microbatch
+  sent      bytes a device sends and receives once a step, and in each microbatch, by kind
+
+Jobs are full fine-tuning at --seq-len tokens, bfloat16 compute with float32 parameters, norms, sums
+and noise, blocks recomputed in the backward pass, Adafactor. A unit is an example (els) or a user
+with --group-size examples (uls). Parameters are copied where they take less than an eighth of a
+device, and split over as many devices as that needs where they do not.
+
+Each row is compiled in a process of its own and appended to --out, so that an interrupted table
+goes on where it stopped. A row takes one to several minutes of one core. Needs the TPU compiler:
+pip install libtpu.
+
+examples:
+  dpfl bench pods                                                   # everything: hours
+  dpfl bench pods --models gpt2-124m --units els --topologies v5e:4x4 --suggest
+  dpfl bench pods --out rows.jsonl --markdown table.md --time-limit 0   # only what is there
+"""
+
+# Shapes of well-known families, as this library's transformer has them.
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2-124m": {
+        "vocab_size": 50257, "num_layers": 12, "embed_dim": 768, "num_heads": 12,
+        "norm": "layer", "positions": "learned", "use_bias": True,
+    },
+    "350m": {"vocab_size": 32000, "num_layers": 24, "embed_dim": 1024, "num_heads": 16},
+    "llama-1b": {
+        "vocab_size": 128256, "num_layers": 16, "embed_dim": 2048, "num_heads": 32,
+        "num_kv_heads": 8, "mlp_dim": 8192, "activation": "swiglu",
+    },
+    "gemma-2b": {
+        "vocab_size": 256000, "num_layers": 18, "embed_dim": 2048, "num_heads": 8,
+        "num_kv_heads": 1, "head_dim": 256, "mlp_dim": 16384, "activation": "geglu",
+    },
+    "llama-8b": {
+        "vocab_size": 128256, "num_layers": 32, "embed_dim": 4096, "num_heads": 32,
+        "num_kv_heads": 8, "mlp_dim": 14336, "activation": "swiglu", "tie_embeddings": False,
+    },
+}  # fmt: skip
+TOPOLOGIES = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v3:16x16", "v6e:4x4", "v6e:16x16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One row of the table."""
+
+    model: str
+    unit: str
+    topology: str
+    seq_len: int
+    group_size: int
+    suggest: bool
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Its configuration; data and calibrated noise do not matter to the compiler."""
+        kind = {"group_size": self.group_size}
+        return {
+            "name": "pods",
+            "data": {"source": "jsonl", "path": "unread", "seq_len": self.seq_len},
+            "model": {
+                "size": "tiny",
+                "overrides": {
+                    **MODELS[self.model],
+                    "dtype": "bfloat16",
+                    "remat": "light",
+                    "scan_layers": True,
+                },
+            },
+            "mechanism": {
+                "kind": self.unit,
+                "noise_multiplier": 1.0,
+                "compute_budget": 1024 * self.group_size,
+                self.unit: kind,
+            },
+            "optimizer": {"name": "adafactor", "learning_rate": 1e-4},
+            "train": {"steps": 10, "microbatch_size": 1},
+        }
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the choice of rows."""
+    parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
+    parser.add_argument("--units", nargs="+", default=["els", "uls"], choices=["els", "uls"])
+    parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), metavar="KIND:SHAPE")
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--group-size", type=int, default=4, help="examples of a user (uls)")
+    parser.add_argument("--fsdp", type=int, help="parts of the parameters (default: as needed)")
+    parser.add_argument("--suggest", action="store_true", help="look for the largest microbatch")
+    parser.add_argument("--out", help="append rows to this file, and skip those it holds")
+    parser.add_argument("--markdown", help="write the table here, too")
+    parser.add_argument(
+        "--time-limit", type=float, default=3600.0, help="seconds for one row; 0 compiles nothing"
+    )
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Compiles every row that is not known yet, and prints the table."""
+    from rich.console import Console
+
+    unknown = [name for name in args.models if name not in MODELS]
+    if unknown:
+        raise BadInputError(f"bench pods: model {unknown[0]!r} is not one of {', '.join(MODELS)}")
+    console = Console(stderr=args.json)
+    out = pathlib.Path(args.out) if args.out else None
+    known = {} if out is None or not out.exists() else _known(out)
+    rows = []
+    for job in _jobs(args):
+        key = json.dumps([dataclasses.asdict(job), args.fsdp], sort_keys=True)
+        row = known.get(key)
+        if row is None and args.time_limit > 0:
+            console.print(f"compiling {job.model} {job.unit} for {job.topology}")
+            row = _compile(job, args.fsdp, args.time_limit)
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(json.dumps({"key": key, "row": row}) + "\n")
+        if row is not None:
+            rows.append(row)
+    text = to_markdown(rows)
+    if args.markdown:
+        pathlib.Path(args.markdown).write_text(text)
+    console.print(text, highlight=False, soft_wrap=True, markup=False)
+    return {"rows": rows}
+
+
+def _jobs(args: argparse.Namespace) -> Iterator[Job]:
+    for model, topology, unit in itertools.product(args.models, args.topologies, args.units):
+        group = args.group_size if unit == "uls" else 1
+        yield Job(model, unit, topology, args.seq_len, group, args.suggest)
+
+
+def _known(path: pathlib.Path) -> dict[str, Any]:
+    found = {}
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # cut short by an interruption
+        found[record["key"]] = record["row"]
+    return found
+
+
+def parts_needed(parameters: int, memory: int, devices: int) -> int:
+    """Into how many parts the parameters must be split: a power of two.
+
+    They are float32, and so are their sum of gradients, the noise and the update: a device that
+    spends an eighth of its memory on its part of the parameters has half left for activations.
+    """
+    parts = 1
+    while 4 * parameters / parts > memory / 8 and parts < devices:
+        parts *= 2
+    return parts
+
+
+def _compile(job: Job, fsdp: int | None, time_limit: float) -> dict[str, Any]:
+    """Runs ``dpfl compile`` in another process: the compiler keeps what it has taken."""
+    from dpfl_jax.cli._slices import HBM, kind_of
+
+    row: dict[str, Any] = dataclasses.asdict(job)
+    kind = kind_of(job.topology)
+    devices = _devices(job.topology)
+    parts = fsdp or parts_needed(_parameters(job), HBM.get(kind, 16) * 2**30, devices)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "pods.yaml"
+        path.write_text(yaml.safe_dump(job.config))
+        command = [sys.executable, "-m", "dpfl_jax.cli.main", "compile", str(path), "--json",
+                   "--no-baseline", "--topology", job.topology,
+                   "--vocab-size", str(MODELS[job.model]["vocab_size"]), f"mesh.fsdp={parts}",
+                   *(["--suggest"] if job.suggest else [])]  # fmt: skip
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=time_limit,
+                env=os.environ | {"XLA_FLAGS": ""},
+            )
+        except subprocess.TimeoutExpired:
+            return {**row, "error": f"not compiled within {time_limit:.0f} s"}
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {**row, "error": last}
+    return {**row, **json.loads(done.stdout.splitlines()[-1])}
+
+
+def _devices(topology: str) -> int:
+    kind, _, shape = topology.partition(":")
+    count = 1
+    for side in shape.split("x"):
+        if not side.isdigit():
+            raise BadInputError(f"bench pods: topology {topology!r} is not like v5e:4x4")
+        count *= int(side)
+    return count * (2 if kind in ("v2", "v3") else 1)  # two devices a chip
+
+
+def _parameters(job: Job) -> int:
+    from dpfl_jax.models import LanguageModel, transformer_config
+
+    fields = job.config["model"]["overrides"] | {"max_seq_len": job.seq_len}
+    return LanguageModel(transformer_config("tiny", **fields)).num_params
+
+
+def to_markdown(rows: list[dict[str, Any]]) -> str:
+    """The table, one line per job."""
+    lines = [
+        "| model | unit | slice | split | fits | memory a device, GiB | microbatch "
+        "| FLOPs over non-private | sent once a step, MiB | sent each microbatch, MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        unit = "example" if row["unit"] == "els" else f"user of {row['group_size']}"
+        name = row["model"]
+        if "parameters" in row:
+            name += f" ({row['parameters'] / 1e6:,.0f} M)"
+        start = f"| {name} | {unit} | {row['topology']} "
+        if "error" in row:
+            lines.append(f"{start}| | {row['error']} | | | | | |")
+            continue
+        mesh = row["mesh"]
+        split = f"{mesh.get('data', 1)} x {mesh.get('fsdp', 1)}"
+        largest = row["largest_microbatch_size"]
+        size = str(row["microbatch_size"])
+        if largest is not None:
+            size = f"{largest} (the largest)" if largest else f"{size} (none fits)"
+        memory = f"{row['peak_bytes'] / 2**30:.1f} of {row['hbm_bytes'] / 2**30:.0f}"
+        lines.append(
+            f"{start}| {split} | {'yes' if row['fits'] else 'no'} | {memory} | {size} "
+            f"| {row['flops_ratio']:.2f} | {_sent(row, False)} | {_sent(row, True)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _sent(row: dict[str, Any], in_loop: bool) -> str:
+    parts = [
+        f"{c['kind']} {c['executed_bytes'] / 2**20:,.1f}"
+        for c in row["collectives"]
+        if c["in_loop"] is in_loop and c["executed_bytes"] >= 2**14
+    ]
+    return ", ".join(parts) or "nothing"

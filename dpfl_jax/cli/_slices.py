@@ -1,0 +1,296 @@
+"""The real train step, compiled for devices that are not there: memory, operations, messages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+from dpfl_jax.errors import BadInputError
+
+# Memory of one device, in GiB. A v3 chip has two devices, which JAX shows apart.
+HBM = {"v2": 8, "v3": 16, "v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 96}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """One compiled step: bytes and operations of one device.
+
+    Attributes:
+      flops: of products and convolutions of one microbatch.
+      temp_bytes: the compiler's temporaries; all it needs, where it found no room.
+      argument_bytes: state and a buffer of two microbatches.
+      output_bytes: the new state.
+      alias_bytes: of results that take the place of arguments.
+      collectives: by kind and place (``_hlo.Collective``).
+      seconds: it took to compile.
+      refused: the compiler found no room.
+    """
+
+    flops: float
+    temp_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    collectives: list[dict[str, Any]]
+    seconds: float
+    refused: bool = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """Arguments, results that do not reuse them, and temporaries."""
+        return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Units:
+    """The shape of one microbatch: ``parts`` devices with ``microbatch`` units each."""
+
+    parts: int
+    microbatch: int
+    group: int | None
+    length: int
+
+    def shapes(self, *lead: int) -> Any:
+        """Shapes of a batch of units with these leading axes."""
+        import jax
+        import jax.numpy as jnp
+
+        lead = lead if self.group is None else (*lead, self.group)
+        example = {
+            "tokens": jax.ShapeDtypeStruct((*lead, self.length), jnp.int32),
+            "mask": jax.ShapeDtypeStruct((*lead, self.length), jnp.bool_),
+        }
+        if self.group is None:
+            return example
+        return {"examples": example, "mask": jax.ShapeDtypeStruct(lead, jnp.bool_)}
+
+
+def kind_of(topology: str) -> str:
+    """The kind of device of a topology such as ``v5e:4x4``.
+
+    Raises:
+      BadInputError: it is not written like one.
+    """
+    kind, _, shape = topology.partition(":")
+    if kind not in (*HBM, "cpu") or not shape:
+        raise BadInputError(
+            f"compile: topology is {topology!r}, but it must be KIND:SHAPE with KIND one of "
+            f"{', '.join(HBM)} or cpu, e.g. v5e:4x4"
+        )
+    return kind
+
+
+def memory_of(topology: str) -> int | None:
+    """Bytes of memory of one device, or None for a CPU."""
+    kind = kind_of(topology)
+    return None if kind == "cpu" else HBM[kind] * 2**30
+
+
+def slice_mesh(topology: str, axes: dict[str, Any]) -> Any:
+    """A mesh over the devices of a slice; must come before JAX's first use of a device.
+
+    Args:
+      topology: e.g. v5e:4x4, or cpu:8.
+      axes: the configuration's section mesh.
+
+    Raises:
+      BadInputError: there is no such slice, no compiler for it, or the axes do not fit.
+    """
+    kind, shape = kind_of(topology), topology.partition(":")[2]
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    from dpfl_jax.training.mesh import make_mesh
+
+    if kind == "cpu":
+        if not shape.isdigit() or shape == "0":
+            raise BadInputError(f"compile: topology {topology!r} needs a number of devices")
+        with contextlib.suppress(RuntimeError):  # JAX is running already, with what it has
+            jax.config.update("jax_num_cpu_devices", int(shape))
+        if len(jax.devices()) < int(shape):
+            raise BadInputError(
+                f"compile: {topology} needs {shape} devices, but this process has "
+                f"{len(jax.devices())}"
+            )
+        return make_mesh(**axes, devices=jax.devices()[: int(shape)])
+    from jax.experimental import topologies
+
+    try:
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    except Exception as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise BadInputError(
+            f"compile: no TPU compiler for {topology} ({first}): install libtpu, and give a shape "
+            "that exists"
+        ) from error
+    return make_mesh(**axes, devices=list(found.devices))
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A train step that can be compiled at any microbatch size.
+
+    Attributes:
+      mechanism, model, optimizer, mesh: of the step.
+      options: of the bounded gradient; ``trainable`` says which parameters are trained.
+      frozen_dtype: of the others.
+    """
+
+    mechanism: Any
+    model: Any
+    optimizer: Any
+    mesh: Any
+    options: dict[str, Any]
+    frozen_dtype: str = "float32"
+
+    def flops(self, units: Units) -> float:
+        """Operations of one microbatch on one device, counted before the compiler sees them."""
+        from dpfl_jax.bench._flops import count_flops
+        from dpfl_jax.training.mesh import splits_parameters
+
+        step, arguments = self._lowerable(units)
+        counted = count_flops(step, *arguments)
+        # Where the compiler places everything, the count is of all devices together.
+        return counted / self.mesh.size if splits_parameters(self.mesh) else counted
+
+    def compile(self, units: Units) -> Compiled:
+        """Compiles it."""
+        import jax
+
+        from dpfl_jax.cli._hlo import collectives
+
+        step, arguments = self._lowerable(units)
+        start = time.perf_counter()
+        flops = self.flops(units)
+        try:
+            compiled = step.lower(*arguments).compile()
+        except jax.errors.JaxRuntimeError as error:
+            needed = re.search(r"temporaries \(([\d.]+)([KMG])\)", str(error))
+            needed = needed or re.search(r"[Uu]sed ([\d.]+)([KMG]) of", str(error))
+            if needed is None:
+                raise
+            size = int(float(needed[1]) * 2 ** {"K": 10, "M": 20, "G": 30}[needed[2]])
+            seconds = time.perf_counter() - start
+            return Compiled(flops, size, 0, 0, 0, [], seconds, refused=True)
+        seconds = time.perf_counter() - start
+        memory = compiled.memory_analysis()
+        return Compiled(
+            flops=flops,
+            temp_bytes=int(memory.temp_size_in_bytes),
+            argument_bytes=int(memory.argument_size_in_bytes),
+            output_bytes=int(memory.output_size_in_bytes),
+            alias_bytes=int(memory.alias_size_in_bytes),
+            collectives=[dataclasses.asdict(c) for c in collectives(compiled.as_text())],
+            seconds=seconds,
+        )
+
+    def _lowerable(self, units: Units) -> tuple[Any, tuple[Any, ...]]:
+        import jax
+        import jax.numpy as jnp
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        from dpfl_jax.clipping import split
+        from dpfl_jax.training.mesh import parameter_shardings, replicated, unit_axes
+        from dpfl_jax.training.state import TrainState, shardings_of
+        from dpfl_jax.training.step import make_train_step
+
+        capacity = 2  # any number of microbatches runs in the same loop
+        rows = NamedSharding(self.mesh, PartitionSpec(None, unit_axes(self.mesh)))
+        whole = replicated(self.mesh)
+
+        def place(tree: Any, sharding: Any) -> Any:
+            return jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+            )
+
+        shapes = jax.eval_shape(self.model.init, jax.random.key(0))
+        params, frozen = split(shapes, self.options.get("trainable"))
+        frozen = jax.tree.map(
+            lambda x, place: jax.ShapeDtypeStruct(x.shape, self.frozen_dtype, sharding=place),
+            frozen,
+            parameter_shardings(frozen, self.mesh),
+        )
+        state = TrainState(
+            params=params,
+            opt_state=jax.eval_shape(self.optimizer.init, params),
+            step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
+        )
+        lead = (capacity, units.parts * units.microbatch)
+        arguments = (
+            jax.tree.map(
+                lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                state,
+                shardings_of(params, self.optimizer, self.mesh),
+            ),
+            place(units.shapes(*lead), rows),
+            place(jax.ShapeDtypeStruct(lead, jnp.bool_), rows),
+            place(jax.ShapeDtypeStruct((), jnp.int32), whole),
+            place(jax.eval_shape(lambda: jax.random.key(0)), whole),
+            frozen,
+        )
+        step = make_train_step(
+            self.mechanism, self.model.loss, self.optimizer, self.mesh, **self.options
+        )
+        return step, arguments
+
+
+def largest_that_fits(
+    peak: Callable[[int], int | None], limit: int, start: int = 1, most: int = 256
+) -> tuple[int, dict[int, int | None]]:
+    """The largest power of two at which a step fits, by few trials.
+
+    Args:
+      peak: memory at a microbatch size; None where it cannot be had.
+      limit: bytes of one device.
+      start: where to begin.
+      most: where to stop looking.
+
+    Returns:
+      The size (0 if not even one unit fits), and what was tried. Every size returned was tried and
+      found to fit.
+    """
+    tried: dict[int, int | None] = {}
+
+    def fits(size: int) -> bool:
+        if size not in tried:
+            tried[size] = peak(size)
+        found = tried[size]
+        return found is not None and found <= limit
+
+    size = start
+    if fits(size):
+        while size * 2 <= most:
+            jump = _guess(tried, limit, size, most)
+            if jump > 2 * size and not fits(jump):
+                most = jump // 2  # it fits here and not there
+                if most <= size:
+                    break
+                continue
+            if not fits(max(jump, 2 * size)):
+                break
+            size = max(jump, 2 * size)
+        return size, tried
+    while size > 1:
+        size //= 2
+        if fits(size):
+            return size, tried
+    return 0, tried
+
+
+def _guess(tried: dict[int, int | None], limit: int, size: int, most: int) -> int:
+    """Memory grows about linearly: from two sizes, the largest that should fit."""
+    known = sorted((s, b) for s, b in tried.items() if b is not None)
+    if len(known) < 2:
+        return 2 * size
+    (s0, b0), (s1, b1) = known[0], known[-1]
+    slope = max((b1 - b0) / (s1 - s0), 1.0)
+    guess = 2 * size
+    while guess * 2 <= most and b0 + slope * (2 * guess - s0) <= limit:
+        guess *= 2
+    return guess
