@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding
 from dpfl_jax.clipping import per_unit
 from dpfl_jax.clipping.auto import Explanation, decide
 from dpfl_jax.clipping.cost import machine_for
+from dpfl_jax.clipping.isolation import check_isolated
 from dpfl_jax.clipping.problem import Problem, Solution, count_units, leaf_name, trainable_mask
-from dpfl_jax.clipping.result import BoundedSum, axes_of, vary, varying_axes
+from dpfl_jax.clipping.result import BoundedSum, vary, varying_axes
 from dpfl_jax.clipping.rules import Rule, Standard
 from dpfl_jax.clipping.taps.engine import LeafReport, solve_ghost
 from dpfl_jax.errors import BadInputError
@@ -196,7 +197,7 @@ class BoundedGrad:
             return value.astype(jnp.float32), aux
 
         leaves = [x for t, x in zip(train, everything) if t]
-        _check_captured(loss, leaves, (batch, keys), axes)
+        check_isolated(loss, leaves, (batch, keys), axes)
 
         def rebuild(sums: list[jax.Array]) -> PyTree:
             trained = iter(sums)
@@ -213,22 +214,6 @@ class BoundedGrad:
             sharding=self.unit_sharding,
         )
         return problem, rebuild
-
-
-def _check_captured(loss: Any, leaves: list[jax.Array], units: Any, axes: frozenset[str]) -> None:
-    """Refuses a loss that varies over mesh axes over which the units do not.
-
-    It has captured data from outside: its gradient would be summed over those axes before clipping.
-    """
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return  # not inside shard_map: nothing varies
-    unit = jax.tree.map(lambda x: x[0], units)
-    traced = jax.make_jaxpr(lambda p, u: loss(p, u)[0])(leaves, unit)
-    if captured := axes_of(traced.out_avals[0]) - axes:
-        raise BadInputError(
-            f"bounded_grad: the loss of a unit varies over the mesh axes {sorted(captured)}, but "
-            "the units passed in do not: the loss uses data from outside; pass them in the batch"
-        )
 
 
 def _unit_keys(rng: jax.Array, n: int) -> jax.Array:
@@ -273,7 +258,8 @@ def bounded_grad(
         is a prefix of the parameters; default all that are floating point.
       microbatch_size: units at a time, over all parts of ``unit_sharding``; default one of each
         part for ``"scan"``, else all.
-      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, for whose speeds to choose; default the backend.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, for whose speeds and rounding to choose (no
+        less rounding than that of any device that is there); default the backend.
       norm_method: the way to norms that ``"ghost"`` takes wherever it can; default by cost.
       memory_limit: bytes ``"auto"`` lets book-keeping hold on to; default half the device's memory.
       unit_sharding: under automatic sharding of parameters (fully sharded, tensor parallel), how

@@ -1,8 +1,14 @@
-"""Rough speeds of machines, from which ways are chosen: a wrong guess costs time, nothing else."""
+"""Rough speeds of machines, from which ways are chosen: a wrong guess costs time, nothing else.
+
+Their rounding is another matter: the bound allows for it, so it is never taken for less than that
+of any device that is there.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 
@@ -37,6 +43,9 @@ class Machine:
         return flops / self.flops + moved / self.bandwidth
 
 
+# Settings of jax_default_matmul_precision that round no more than the default does.
+_AS_USUAL = (None, "default", "high", "highest", "float32", "tensorfloat32", "bfloat16_3x")
+
 MACHINES = {
     "cpu": Machine(
         flops=6e10,
@@ -51,7 +60,7 @@ MACHINES = {
         bandwidth=3e12,
         keep_factor=1.0,
         scan_traffic=7.0,
-        rounding=2.0**-11,
+        rounding=2.0**-10,  # TensorFloat-32; some units cut operands off instead of rounding them
         working_set=None,
     ),
     "tpu": Machine(
@@ -77,4 +86,26 @@ def machine_for(platform: str | None) -> Machine:
         raise BadInputError(
             f"bounded_grad: platform is {name!r}, but it must be one of {sorted(MACHINES)}"
         )
-    return MACHINES[name]
+    machine = MACHINES[name]
+    return dataclasses.replace(machine, rounding=max(machine.rounding, _least_rounding()))
+
+
+def _least_rounding() -> float:
+    """Of float32 products by default, on the worst of the devices that are there."""
+    worst = max(MACHINES[name].rounding for name in _attached())
+    asked: Any = jax.config
+    if asked.jax_default_matmul_precision not in _AS_USUAL:
+        worst = max(worst, 2.0**-8)  # a preset such as BF16_BF16_F32
+    return worst
+
+
+@functools.cache
+def _attached() -> tuple[str, ...]:
+    found = ["cpu"]
+    for name in ("gpu", "tpu"):
+        try:
+            if jax.devices(name):
+                found.append(name)
+        except RuntimeError:  # none of that kind
+            continue
+    return tuple(found)

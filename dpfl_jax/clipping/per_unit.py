@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpfl_jax.clipping import accumulate
 from dpfl_jax.clipping.problem import Problem, Solution
 from dpfl_jax.clipping.result import unit_where, vary, varying_axes
 from dpfl_jax.errors import BadInputError
@@ -88,14 +89,17 @@ def in_microbatches(solve: Any, problem: Problem, microbatch_size: int) -> Solut
         None if problem.group is None else split(problem.group),
     )
 
-    def body(sums: list[jax.Array], chunk: Any) -> tuple[list[jax.Array], Solution]:
+    def body(carry: Any, chunk: Any) -> tuple[Any, Solution]:
         units, chunk_real, group = chunk
         part = solve(dataclasses.replace(problem, units=units, real=chunk_real, group=group))
-        total = [a + b for a, b in zip(sums, part.sums)]
-        return total, dataclasses.replace(part, sums=[])
+        sums, errors = carry
+        return accumulate.add(sums, errors, part.sums), dataclasses.replace(part, sums=[])
 
     axes = varying_axes(problem.leaves, xs)
     zeros = vary([jnp.zeros(p.shape, jnp.float32) for p in problem.leaves], axes)
-    sums, parts = jax.lax.scan(body, zeros, xs)
+    errors = accumulate.start(zeros, accumulate.needs_compensation(n, steps))
+    carry, parts = jax.lax.scan(body, (zeros, errors), xs)
+    sums, errors = carry
+    sums = accumulate.finish(sums, errors)
     merged = jax.tree.map(lambda x: x.reshape(steps * size, *x.shape[2:])[:n], parts)
     return dataclasses.replace(merged, sums=sums)

@@ -22,7 +22,7 @@ SMALLEST_CLIP_NORM = 1e-12
 
 def _check_positive(rule: str, **values: float) -> None:
     for name, value in values.items():
-        if isinstance(value, jax.Array):  # a clip norm that adapts is known only on the device
+        if isinstance(value, jax.core.Tracer):  # known only on the device: see ``_trusted``
             continue
         if not (math.isfinite(value) and value > 0):
             raise BadInputError(f"{rule}: {name} is {value}, but it must be finite and above 0")
@@ -31,6 +31,13 @@ def _check_positive(rule: str, **values: float) -> None:
                 f"{rule}: {name} is {value}, but float32 loses the squares of norms below "
                 f"{SMALLEST_CLIP_NORM}: scale the loss up"
             )
+
+
+def _trusted(weights: jax.Array, *values: jax.Array | float) -> jax.Array:
+    """``weights``, or zero where a number that they rest on is not finite."""
+    for value in values:
+        weights = jnp.where(jnp.isfinite(value), weights, 0.0)
+    return weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +102,8 @@ class Standard(Rule):
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
         """See ``Rule.weights``."""
         del group
-        return jnp.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
+        weights = jnp.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
+        return _trusted(weights, self.clip_norm)
 
     @property
     def sensitivity(self) -> float:
@@ -122,7 +130,7 @@ class Normalized(Rule):
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
         """See ``Rule.weights``."""
         del group
-        return 1.0 / jnp.maximum(norms, self.clip_norm)
+        return _trusted(1.0 / jnp.maximum(norms, self.clip_norm), self.clip_norm)
 
     @property
     def sensitivity(self) -> float:
@@ -149,7 +157,7 @@ class Automatic(Rule):
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
         """See ``Rule.weights``."""
         del group
-        return self.clip_norm / (norms + self.gamma)
+        return _trusted(self.clip_norm / (norms + self.gamma), self.clip_norm, self.gamma)
 
     @property
     def sensitivity(self) -> float:
@@ -187,7 +195,8 @@ class GroupAverage(Rule):
             raise BadInputError(
                 "GroupAverage: needs `group`, the number of units of each unit's group in the step"
             )
-        return Standard(self.clip_norm).weights(norms) / jnp.maximum(group, 1)
+        weights = Standard(self.clip_norm).weights(norms) / jnp.maximum(group, 1)
+        return _trusted(weights, group)
 
     @property
     def sensitivity(self) -> float:

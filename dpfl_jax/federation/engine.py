@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, PartitionSpec
 
+from dpfl_jax.clipping import accumulate
 from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.federation.mechanisms import SiloMechanism
 from dpfl_jax.noise import GaussianNoise
@@ -100,8 +101,8 @@ def bounded_sum(
         microbatches: jax.Array,
         clip_norm: jax.Array,
     ) -> tuple[PyTree, StepStats]:
-        def body(i: jax.Array, carry: tuple[PyTree, StepStats]) -> tuple[PyTree, StepStats]:
-            total, stats = carry
+        def body(i: jax.Array, carry: tuple[PyTree, PyTree, StepStats]) -> Any:
+            total, errors, stats = carry
 
             def pick(x: jax.Array) -> jax.Array:
                 return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
@@ -119,11 +120,14 @@ def bounded_sum(
                 norm=stats.norm + (finite * bounded.norms).sum(),
                 nonfinite=stats.nonfinite + (real * bounded.nonfinite).sum(),
             )
-            return jax.tree.map(jnp.add, total, bounded.sum), stats
+            return (*accumulate.add(total, errors, bounded.sum), stats)
 
-        empty = (jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params), _no_stats())
-        empty = vary(empty, varying_axes(mask))
-        return jax.lax.fori_loop(0, microbatches, body, empty)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        zeros, nothing = vary((zeros, _no_stats()), varying_axes(mask))
+        compensated = accumulate.needs_compensation(mask.size, mask.shape[0])
+        start = (zeros, accumulate.start(zeros, compensated), nothing)
+        total, errors, stats = jax.lax.fori_loop(0, microbatches, body, start)
+        return accumulate.finish(total, errors), stats
 
     return summed
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping import join
+from dpfl_jax.clipping import accumulate, join
 from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.training.mesh import (
     DATA_AXIS,
@@ -148,7 +148,7 @@ def _automatic(
         zero = jnp.zeros((parts,), jnp.float32)
         sums = jax.tree.map(lambda p: jnp.zeros((parts, *p.shape), jnp.float32), params)
         stats = StepStats(units=zero, loss=zero, clipped=zero, norm=zero, nonfinite=zero)
-        carry = _loop(one, (placed(sums, DATA_AXIS), stats), units, mask, num_microbatches)
+        carry = _loop(one, (placed(sums, DATA_AXIS), stats), units, mask, num_microbatches, parts)
         sums, stats = jax.tree.map(lambda x: x.sum(axis=0), carry)
         whole = replicated(mesh)
         return placed(sums), jax.lax.with_sharding_constraint(stats, whole)
@@ -157,23 +157,32 @@ def _automatic(
 
 
 def _loop(
-    one: Callable[..., Any], carry: Any, units: PyTree, mask: Any, num_microbatches: Any
-) -> Any:
-    """Adds up ``one(row, mask)`` over the rows in use of each buffer."""
+    one: Callable[..., Any],
+    carry: tuple[PyTree, StepStats],
+    units: PyTree,
+    mask: Any,
+    num_microbatches: Any,
+    parts: int = 1,
+) -> tuple[PyTree, StepStats]:
+    """Adds up ``one(row, mask)`` over the rows in use of each buffer; ``parts`` share a row."""
     if not isinstance(mask, tuple):
         units, mask, num_microbatches = (units,), (mask,), (num_microbatches,)
+    most = sum(m.size for m in mask) // parts, sum(m.shape[0] for m in mask)
+    sums, stats = carry
+    state = (sums, accumulate.start(sums, accumulate.needs_compensation(*most)), stats)
 
-    def body(i: jax.Array, carry: Any, units: PyTree, mask: jax.Array) -> Any:
+    def body(i: jax.Array, state: Any, units: PyTree, mask: jax.Array) -> Any:
+        sums, errors, stats = state
         row = jax.tree.map(lambda u: jax.lax.dynamic_index_in_dim(u, i, keepdims=False), units)
-        return jax.tree.map(
-            jnp.add, carry, one(row, jax.lax.dynamic_index_in_dim(mask, i, keepdims=False))
-        )
+        more, seen = one(row, jax.lax.dynamic_index_in_dim(mask, i, keepdims=False))
+        return (*accumulate.add(sums, errors, more), jax.tree.map(jnp.add, stats, seen))
 
     for part, part_mask, rows in zip(units, mask, num_microbatches, strict=True):
-        carry = jax.lax.fori_loop(
-            0, rows, functools.partial(body, units=part, mask=part_mask), carry
+        state = jax.lax.fori_loop(
+            0, rows, functools.partial(body, units=part, mask=part_mask), state
         )
-    return carry
+    sums, errors, stats = state
+    return accumulate.finish(sums, errors), stats
 
 
 def _stats(bounded: Any, mask: jax.Array, clip_norm: float) -> StepStats:

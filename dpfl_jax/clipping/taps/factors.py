@@ -185,7 +185,7 @@ def _gather(site: Site, indices: jax.Array, d: jax.Array, lead: tuple[Label, ...
         else:
             positions.append(("position", site.index, i))
             labels.append(positions[-1])
-    if "FILL" in mode:  # out of range reads a constant: no gradient
+    if "CLIP" not in mode:  # out of range: no gradient, whatever was read
         shape = iter(indices.shape[len(lead) :])
         spread = [1 if i in numbers.offset_dims else next(shape) for i in range(rank)]
         found = inside.reshape(*indices.shape[: len(lead)], *spread)

@@ -33,6 +33,11 @@ _FLOOR = 32 * float(jnp.finfo(jnp.float32).eps)
 # is random, of about eps/2 sqrt(K) sum_k |L_k| |R_k|; 128 times that, added in squares, leaves less
 # than 1e-4 of the norm uncovered where positions cancel, and changes nothing where they do not.
 _ORDER = 64 * float(jnp.finfo(jnp.float32).eps)
+# The contributions of unlike uses of a parameter are summed over all units apart, and only then
+# meet. If those of one unit cancel, its weight may be large, and each alone hides what others add
+# in float32: of n units and K positions at most n K eps/2 of its size. Uses are therefore taken not
+# to cancel below the size at which that is a 32nd of the bound.
+_ABSORBED = 16 * float(jnp.finfo(jnp.float32).eps)
 # Inner products of vectors smaller than this lose their squares to underflow, while their product
 # with the other factor may be of any size: such positions are counted by an upper bound.
 _UNDERFLOW = 1e-15
@@ -194,11 +199,15 @@ def _aligned(array: jax.Array, labels: Sequence[Label], wanted: Sequence[Label])
 
 def unit_gradients(pairs: Sequence[Pair], leaf_shape: tuple[int, ...]) -> jax.Array:
     """Per-unit gradients of the leaf, float32 [n, *leaf_shape]."""
-    parts = [
+    parts = _gradients_of_uses(pairs, leaf_shape)
+    return sum(parts[1:], start=parts[0])
+
+
+def _gradients_of_uses(pairs: Sequence[Pair], leaf_shape: tuple[int, ...]) -> list[jax.Array]:
+    return [
         jax.vmap(lambda g, p=p: p.site.view.to_leaf(g, leaf_shape))(product(p, per_unit=True))
         for p in pairs
     ]
-    return sum(parts[1:], start=parts[0])
 
 
 def summed_gradient(
@@ -235,12 +244,19 @@ def squared_norm(
     if method == "gram":
         return _gram(pairs, machine)
 
-    def one(i: jax.Array) -> jax.Array:
-        taken = [_units(p, i, shards) for p in pairs]
-        return squared_norms([unit_gradients(taken, leaf_shape)])[0]
+    def one(i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        parts = _gradients_of_uses([_units(p, i, shards) for p in pairs], leaf_shape)
+        whole = sum(parts[1:], start=parts[0])
+        if len(parts) == 1:
+            return (square := squared_norms([whole])[0]), 0.0 * square
+        own = [jnp.sqrt(squared_norms([x])[0]) for x in parts]
+        return squared_norms([whole])[0], sum(own[1:], start=own[0])
 
-    squared = jax.lax.map(one, jnp.arange(num_units // shards)).T.reshape(num_units)
-    return squared + jnp.square(_order(pairs))
+    squared, uses = jax.lax.map(one, jnp.arange(num_units // shards))
+    squared = squared.T.reshape(num_units) + jnp.square(_order(pairs))
+    if len(pairs) == 1:
+        return squared
+    return squared + jnp.square(_absorbed(pairs, num_units) * uses.T.reshape(num_units))
 
 
 def _spread(pair: Pair) -> float:
@@ -256,6 +272,12 @@ def _order(pairs: Sequence[Pair]) -> jax.Array:
         positions = math.prod(sizes[x] for x in p.positions)
         parts.append(_ORDER * math.sqrt(max(1, positions)) * _absolute(p))
     return sum(parts[1:], start=parts[0])
+
+
+def _absorbed(pairs: Sequence[Pair], num_units: int) -> float:
+    """Share of the uses' own norms below which their sum is not trusted; see ``_ABSORBED``."""
+    positions = max(math.prod(_sizes(p)[x] for x in p.positions) for p in pairs)
+    return min(1.0, _ABSORBED * num_units * positions)
 
 
 def _absolute(pair: Pair) -> jax.Array:
@@ -323,6 +345,7 @@ def _units(pair: Pair, i: jax.Array, shards: int) -> Pair:
 
 def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
     total: jax.Array | None = None
+    own: list[jax.Array] = []
     for (i, p), (j, q) in itertools.combinations_with_replacement(enumerate(pairs), 2):
         if i != j and p.site.view.apart_from(q.site.view):
             continue
@@ -330,12 +353,23 @@ def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
         terms = factor * _inner_products(p, q, machine)
         signed = terms.sum(tuple(range(1, terms.ndim)))
         total = signed if total is None else total + signed
+        if i == j:
+            own.append(jnp.sqrt(_at_least_zero(signed)))
     assert total is not None
     bounds = [_bounds(p) for p in pairs]
     absolute = sum((x for x, _ in bounds[1:]), start=bounds[0][0])
     lost = sum((x for _, x in bounds[1:]), start=bounds[0][1])
-    seen = jnp.hypot(jnp.maximum(total, 0.0), _FLOOR * absolute * absolute)
-    return jnp.square(jnp.sqrt(seen) + lost) + jnp.square(_order(pairs))
+    seen = jnp.hypot(_at_least_zero(total), _FLOOR * absolute * absolute)
+    squared = jnp.square(jnp.sqrt(seen) + lost) + jnp.square(_order(pairs))
+    if len(pairs) == 1:
+        return squared
+    uses = sum(own[1:], start=own[0])
+    return squared + jnp.square(_absorbed(pairs, len(total)) * uses)
+
+
+def _at_least_zero(x: jax.Array) -> jax.Array:
+    """What rounding has made negative is zero; what has overflown, to either side, is infinite."""
+    return jnp.where(jnp.isfinite(x), jnp.maximum(x, 0.0), jnp.inf)
 
 
 def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,100 @@
+"""What a unit's loss may depend on: its parameters and its own data, and nothing of other units.
+
+Nothing in the norms could tell: a loss that reads other units through a collective, or data of
+other devices that it has captured, has a gradient that many units move at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.extend as jex
+
+from dpfl_jax.clipping.result import axes_of
+from dpfl_jax.errors import BadInputError
+
+# They name an axis and send nothing over it.
+_SILENT = {"axis_index", "pvary", "pcast"}
+
+
+def check_isolated(
+    loss: Callable[..., Any], leaves: Sequence[jax.Array], units: Any, axes: frozenset[str]
+) -> None:
+    """Refuses a loss that other units can reach.
+
+    Args:
+      loss: ``(leaves, unit) -> (scalar, aux)``.
+      leaves: trained parameters.
+      units: pytree of arrays [n, ...].
+      axes: the mesh axes over which the units vary.
+
+    Raises:
+      BadInputError: the loss varies over other mesh axes than the units (it has captured data: its
+        gradient would be summed over those axes before clipping), or it, or its gradient,
+        communicates over an axis that is bound outside of it.
+    """
+    if not _axes_are_bound():
+        return  # neither inside shard_map nor inside vmap with a named axis
+    unit = jax.tree.map(lambda x: x[0], units)
+    value = jax.make_jaxpr(lambda p, u: loss(p, u)[0])(leaves, unit)
+    if captured := axes_of(value.out_avals[0]) - axes:
+        raise BadInputError(
+            f"bounded_grad: the loss of a unit varies over the mesh axes {sorted(captured)}, but "
+            "the units passed in do not: the loss uses data from outside; pass them in the batch"
+        )
+    # The gradient too: rules of its own (custom_vjp) show only there.
+    gradient = jax.make_jaxpr(jax.grad(loss, has_aux=True))(leaves, unit)
+    for name, over in _messages(gradient.jaxpr, frozenset()):
+        raise BadInputError(
+            f"bounded_grad: the loss of a unit, or its gradient, communicates over the axis "
+            f"{over!r} ({name}): it would depend on other units (a statistic of the batch?) or "
+            "hold only a part of this one, and the clip norm would bound neither; make the loss a "
+            "function of one unit, and leave the splitting of parameters to automatic sharding"
+        )
+
+
+def _axes_are_bound() -> bool:
+    """Whether a collective could be written here at all."""
+    try:  # not public; without it, everything is looked at
+        from jax._src.core import get_axis_env
+
+        return bool(get_axis_env().axis_sizes)
+    except (ImportError, AttributeError):
+        return True
+
+
+def _messages(jaxpr: Any, inner: frozenset[Any]) -> Iterator[tuple[str, Any]]:
+    """Primitives that communicate over named axes bound outside, with the axis."""
+    for eqn in jaxpr.eqns:
+        bound = inner
+        if eqn.primitive.name == "shard_map":
+            mesh = eqn.params["mesh"]
+            bound = inner | frozenset(eqn.params.get("manual_axes", mesh.axis_names))
+        elif isinstance(eqn.params.get("axis_name"), str) and "call_jaxpr" in eqn.params:
+            bound = inner | {eqn.params["axis_name"]}
+        if bound is inner and eqn.primitive.name not in _SILENT:
+            for axis in _named_axes(eqn.params):
+                if axis not in inner:
+                    yield eqn.primitive.name, axis
+        for sub in _jaxprs(eqn.params.values()):
+            yield from _messages(sub, bound)
+
+
+def _named_axes(params: dict[str, Any]) -> Iterator[str]:
+    for key in ("axes", "axis_name", "axis_names", "axis"):
+        value = params.get(key)
+        for axis in value if isinstance(value, (tuple, list, frozenset, set)) else (value,):
+            if isinstance(axis, str):
+                yield axis
+
+
+def _jaxprs(values: Any) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, jex.core.ClosedJaxpr):
+            yield value.jaxpr
+        elif isinstance(value, jex.core.Jaxpr):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _jaxprs(value)
