@@ -8,7 +8,14 @@ import pytest
 
 from dpfl_jax.clipping import bounded_grad
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.models import MLP, LeafCNN, LinearRegression, LogisticRegression, StackedLSTM
+from dpfl_jax.models import (
+    MLP,
+    LeafCNN,
+    LinearRegression,
+    LogisticRegression,
+    SmallCNN,
+    StackedLSTM,
+)
 
 MODELS = {
     "cnn": LeafCNN(num_classes=5, channels=(3, 4), hidden=6, input_shape=(8, 8)),
@@ -158,3 +165,14 @@ def test_bad_inputs():
         StackedLSTM(hidden=0)
     with pytest.raises(BadInputError, match="num_features is 0"):
         LinearRegression(0)
+
+
+def test_the_small_network_of_private_mnist_has_26010_parameters():
+    model = SmallCNN()
+    assert model.num_params == 26_010
+    params = model.init(jax.random.key(0))
+    image = {"x": jnp.linspace(0, 1, 784).reshape(28, 28), "label": jnp.int32(3)}
+    assert jnp.isfinite(model.loss(params, image))
+    assert 0 <= int(model.predict(params, image["x"])) < 10
+    with pytest.raises(BadInputError, match="too small for the strides"):
+        SmallCNN(10, (8, 8))
