@@ -10,6 +10,7 @@ from scipy import optimize
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import (
     MessageSpec,
+    Stage,
     accelerated,
     local_sgd,
     make_oracle,
@@ -103,6 +104,61 @@ def test_closed_form_is_the_argmin(alpha, prox, mu):
     best = optimize.minimize(objective, np.zeros(4), tol=1e-12).x
     found = closed_form(jnp.asarray(g), jnp.asarray(w_md), jnp.asarray(w), alpha, prox, mu)
     np.testing.assert_allclose(found, best, atol=1e-5)
+
+
+@pytest.mark.parametrize(("mu", "radius"), [(0.0, 0.9), (0.3, 0.7)])
+def test_accelerated_rounds_solve_the_constrained_problem_of_algorithm_1(mu, radius):
+    """Without noise, against the printed recursion with each argmin over W found numerically."""
+    rng = np.random.default_rng(3)
+    curvature, target = np.array([1.0, 0.4, 0.1]), rng.normal(size=3) * 2
+    alphas, prox = step_weights(4, 1.0, 0.0, 1.0)
+    rows = {"r": jnp.zeros(4)}
+
+    def gradient(w):
+        return curvature * (w - target)
+
+    w = w_ag = np.zeros(3)
+    for a, e in zip(np.asarray(alphas, float), np.asarray(prox, float)):
+        whole = e + (1 - a * a) * mu
+        w_md = (1 - a) * (mu + e) / whole * w_ag + a * ((1 - a) * mu + e) / whole * w
+        g = gradient(w_md)
+
+        def objective(v, a=a, e=e, g=g, w_md=w_md, w=w):
+            inner = a * (g @ v + mu / 2 * np.sum((w_md - v) ** 2))
+            return inner + ((1 - a) * mu / 2 + e / 2) * np.sum((w - v) ** 2)
+
+        inside = {"type": "ineq", "fun": lambda v: radius**2 - v @ v}
+        w = optimize.minimize(
+            objective, np.zeros(3), constraints=inside, method="SLSQP", options={"ftol": 1e-14}
+        ).x
+        w_ag = a * w + (1 - a) * w_ag
+    found = accelerated(
+        lambda w, _: jnp.asarray(curvature) * (w - jnp.asarray(target)),
+        rows,
+        jnp.zeros(3),
+        alphas,
+        prox,
+        mu,
+        ball(radius),
+    )
+    assert np.linalg.norm(w) == pytest.approx(radius, rel=1e-4)  # the constraint is active
+    np.testing.assert_allclose(found, w_ag, atol=2e-5)
+
+
+@pytest.mark.privacy
+def test_no_round_serves_two_stages():
+    """One pass over the records stays one pass: the stages' rounds are disjoint and in order."""
+    seen = []
+
+    def oracle(w, row):
+        jax.debug.callback(lambda r: seen.append(int(r)), row["r"], ordered=True)
+        return w
+
+    plan = [Stage(3, 2.0), Stage(2, 2.0), Stage(4, 2.0)]
+    rows = {"r": jnp.arange(12)}
+    jax.block_until_ready(multi_stage(oracle, rows, jnp.ones(2), plan, 0.1, ball(None)))
+    jax.effects_barrier()
+    assert seen == list(range(9))
 
 
 def test_middle_point_is_a_convex_combination():
