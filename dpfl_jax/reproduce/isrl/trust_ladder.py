@@ -113,7 +113,7 @@ def run(settings: Settings) -> Outcome:
     """Sweeps the number of silos, and of records, for every notion."""
     from rich.progress import track
 
-    trials = 200 if settings.quick else 2000
+    trials = 100 if settings.quick else 2000
     points = [(name, value) for name, values in SWEEPS.items() for value in values]
     rows: list[dict[str, Any]] = []
     for name, value in track(points, "trust", console=settings.console):
