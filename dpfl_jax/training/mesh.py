@@ -141,11 +141,13 @@ def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     axes: list[str | None] = [None] * len(shape)
     inputs, outputs = len(shape) - 2, len(shape) - 1
     inward = any(part in name for part in _TENSOR_ON_INPUTS)
+    # The rank of an adapter is short: its product is whole where it is needed.
+    rank = outputs if "lora_a" in name else inputs if "lora_b" in name else None
     for axis, at in (
         (TENSOR_AXIS, inputs if inward else outputs),
         (FSDP_AXIS, outputs if inward else inputs),
     ):
-        if mesh.shape[axis] > 1 and shape[at] % mesh.shape[axis] == 0:
+        if at != rank and mesh.shape[axis] > 1 and shape[at] % mesh.shape[axis] == 0:
             axes[at] = axis
     while axes and axes[-1] is None:
         axes.pop()  # as the compiler writes it: another spelling would compile the step again

@@ -181,6 +181,58 @@ def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["els", "uls"])
+def test_speaking_roles_of_shakespeare(kind, tmp_path, capsys, data_dir):
+    """A Llama saved by ``transformers`` itself, bytes as tokens, real people of a play."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = transformers.LlamaConfig(
+        vocab_size=259,
+        hidden_size=48,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.15,
+    )
+    transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path / "base", max_shard_size="80KB")
+    plays = next(p for p in sorted(data_dir.iterdir()) if p.name.startswith("shakespeare"))
+    config = {
+        "name": "plays",
+        "seed": 1,
+        "data": {
+            "source": "shakespeare",
+            "path": str(plays),
+            "seq_len": 32,
+            "max_users": 300,
+            "max_examples_per_user": 8,
+        },
+        "model": {
+            "checkpoint": str(tmp_path / "base"),
+            "lora": {"rank": 8, "targets": ["*/attention/*", "*/mlp/*"]},
+            "overrides": {"remat": "none"},
+        },
+        "mechanism": {"kind": kind, "compute_budget": 128, "clip_norm": 0.5},
+        "privacy": {"epsilon": 8.0, "delta": 1e-4},
+        "optimizer": {"name": "adam", "learning_rate": 0.02},
+        "train": {"steps": 15, "microbatch_size": 16, "checkpoint_every": 100},
+    }
+    file = tmp_path / "plays.yaml"
+    file.write_text(yaml.safe_dump(config))
+    report, shown = dpfl(capsys, "train", file, "--run-dir", tmp_path / "run")
+    before, after = (report["eval"][when]["loss"] for when in ("initial", "final"))
+    assert after < before - 0.5
+    assert "(8, 0.0001)-differential privacy for each user" in " ".join(shown.split())
+    dpfl(capsys, "export", tmp_path / "run", tmp_path / "out", "--max-file-size", 1e-4)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    store = load_dataset(data_section(load_config(file))).validation
+    assert loss_in_transformers(tmp_path / "out", store) == pytest.approx(after, abs=1e-4)
+    print(f"{kind}: {before:.4f} -> {after:.4f}")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["all", "last_layers", "[final_norm/scale, head]"])
 def test_other_choices_change_nothing_else(choice, workspace, tmp_path, capsys):
     run = tmp_path / "run"
