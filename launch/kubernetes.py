@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 r"""One run on many hosts of a Kubernetes cluster (GKE or other), as a JobSet.
 
-Submits a JobSet whose pods all run `dpfl train CONFIG --run-dir RUN_DIR key=value ...`: one pod
+Submits a JobSet whose pods all run `dpfl train CONFIG key=value ... --run-dir RUN_DIR`: one pod
 per host, with its TPU chips or GPUs. CONFIG, the data and RUN_DIR are paths in the pods; RUN_DIR
 must be on a volume that all of them mount for writing (--claim, mounted at --mount). If a pod is
 lost all are started again, at most --restarts times, and go on from the last checkpoint; bad input
@@ -53,7 +53,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, help="how many (a slice says it itself)")
     parser.add_argument("--restarts", type=int, default=20)
     parser.add_argument("--dry-run", action="store_true", help="print the manifest and stop")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.tpu:
         generation, _, shape = args.tpu.partition(":")
         sides = shape.split("x")
@@ -85,7 +85,7 @@ def manifest(args: argparse.Namespace) -> dict[str, Any]:
     container = {
         "name": "dpfl",
         "image": args.image,
-        "command": ["dpfl", "train", args.config, "--run-dir", args.run_dir, *args.overrides],
+        "command": ["dpfl", "train", args.config, *args.overrides, "--run-dir", args.run_dir],
         "env": [
             {"name": "DPFL_COORDINATOR", "value": f"{args.name}-run-0-0.{args.name}:{PORT}"},
             {"name": "DPFL_NUM_PROCESSES", "value": str(args.hosts)},

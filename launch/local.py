@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """One run in several processes on this machine, over interruptions.
 
-Starts N times `dpfl train CONFIG --run-dir RUN_DIR key=value ...`, which find each other on a local
+Starts N times `dpfl train CONFIG key=value ... --run-dir RUN_DIR`, which find each other on a local
 port; prints what they print, each line with its process. If one of them is lost, the others are
 stopped and one sentence says so; with --restarts the run then goes on from its last checkpoint.
 Use it to try out what will run on many machines, or to give each GPU of this one its own process.
@@ -51,7 +51,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--grace", type=float, default=60.0, help="seconds before a stopped process is killed"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and stop")
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     if args.processes < 1:
         parser.error("--processes must be at least 1")
     return args
@@ -76,7 +76,7 @@ def environment(args: argparse.Namespace, process: int, port: int) -> dict[str, 
 
 def command(args: argparse.Namespace) -> list[str]:
     """The same for every process."""
-    return ["dpfl", "train", args.config, "--run-dir", args.run_dir, *args.overrides]
+    return ["dpfl", "train", args.config, *args.overrides, "--run-dir", args.run_dir]
 
 
 def _say(text: str) -> None:

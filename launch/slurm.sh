@@ -6,7 +6,7 @@ usage() {
   cat <<'TEXT'
 usage: launch/slurm.sh [options] CONFIG RUN_DIR [key=value ...]
 
-Submits a job that runs `dpfl train CONFIG --run-dir RUN_DIR key=value ...` with one process per
+Submits a job that runs `dpfl train CONFIG key=value ... --run-dir RUN_DIR` with one process per
 GPU, on all nodes at once; SLURM tells them how to find each other. RUN_DIR must be on storage that
 all nodes share. Two minutes before its time limit (or its preemption) the job saves a checkpoint at
 a step on which all processes agree, is requeued, and goes on. If a process is lost the job ends on
@@ -43,7 +43,7 @@ if [ $# -lt 2 ]; then usage >&2; exit 2; fi
 for number in "$nodes" "$gpus_per_node" "$cpus_per_gpu" "$restarts"; do
   case "$number" in '' | *[!0-9]*) echo "slurm: $number is no whole number" >&2; exit 2 ;; esac
 done
-printf -v train '%q ' dpfl train "$1" --run-dir "$2" "${@:3}"
+printf -v train '%q ' dpfl train "$1" "${@:3}" --run-dir "$2"
 
 script() {
   cat <<TEXT

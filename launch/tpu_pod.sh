@@ -6,7 +6,7 @@ usage() {
   cat <<'TEXT'
 usage: launch/tpu_pod.sh --tpu NAME --zone ZONE [options] CONFIG RUN_DIR [key=value ...]
 
-Runs `dpfl train CONFIG --run-dir RUN_DIR key=value ...` on every worker of the slice NAME at once.
+Runs `dpfl train CONFIG key=value ... --run-dir RUN_DIR` on every worker of the slice NAME at once.
 The workers find each other by the slice's own metadata; each reads its share of every batch; worker
 0 writes the report. CONFIG, the data and RUN_DIR are paths on the workers: RUN_DIR (and
 pretrain.cache_dir) must be on storage that all of them share, such as a Filestore mount. If a worker
@@ -43,7 +43,7 @@ case "$restarts" in '' | *[!0-9]*) echo "tpu_pod: --restarts must be a number" >
 where=(--zone "$zone" --worker=all)
 if [ -n "$project" ]; then where+=(--project "$project"); fi
 vm=(gcloud compute tpus tpu-vm)
-printf -v train '%q ' dpfl train "$1" --run-dir "$2" "${@:3}"
+printf -v train '%q ' dpfl train "$1" "${@:3}" --run-dir "$2"
 # The tilde must reach the workers' shell.
 remote="cd $workdir && export PATH=\$HOME/.local/bin:\$PATH DPFL_PROCESSES=detect && $train"
 

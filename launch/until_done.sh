@@ -8,7 +8,7 @@ usage() {
   cat <<'TEXT'
 usage: launch/until_done.sh [--dry-run] CONFIG RUN_DIR [key=value ...]
 
-Runs `dpfl train CONFIG --run-dir RUN_DIR key=value ...` and repeats it after every interruption,
+Runs `dpfl train CONFIG key=value ... --run-dir RUN_DIR` and repeats it after every interruption,
 up to DPFL_MAX_RESTARTS times (default 100), waiting DPFL_RESTART_WAIT seconds (default 10) between.
 
   --dry-run   print the command and stop
@@ -24,7 +24,7 @@ case "${1:-}" in
   --*) echo "until_done: unknown option $1 (see --help)" >&2; exit 2 ;;
 esac
 if [ $# -lt 2 ]; then usage >&2; exit 2; fi
-command=(dpfl train "$1" --run-dir "$2" "${@:3}")
+command=(dpfl train "$1" "${@:3}" --run-dir "$2")
 if [ "$dry_run" = 1 ]; then printf '%q ' "${command[@]}"; echo; exit 0; fi
 
 for attempt in $(seq 0 "${DPFL_MAX_RESTARTS:-100}"); do

@@ -8,6 +8,8 @@ import sys
 import pytest
 import yaml
 
+from dpfl_jax.cli.main import build_parser
+
 LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
 SCRIPTS = sorted(path.name for path in LAUNCH.iterdir() if path.suffix in (".py", ".sh"))
 
@@ -17,6 +19,13 @@ def launch(name, *args):
     return subprocess.run(
         [*start, str(LAUNCH / name), *args], capture_output=True, text=True, timeout=60
     )
+
+
+def understood(words, config, run_dir):
+    """The command is one that `dpfl` itself takes, and takes as meant."""
+    assert words[:2] == ["dpfl", "train"]
+    args = build_parser("train").parse_args(words[1:])
+    assert (args.config, args.run_dir, args.overrides) == (config, run_dir, ["train.steps=3"])
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -41,8 +50,9 @@ def test_local_runs_one_command_in_every_process():
     lines = [shlex.split(line) for line in done.stdout.splitlines()]
     assert len(lines) == 3
     for process, words in enumerate(lines):
-        assert words[-6:] == ["dpfl", "train", "job.yaml", "--run-dir", "runs/a b", "train.steps=3"]
-        known = dict(word.split("=", 1) for word in words[:-6])
+        first = words.index("dpfl")
+        understood(words[first:], "job.yaml", "runs/a b")
+        known = dict(word.split("=", 1) for word in words[:first])
         assert known["DPFL_PROCESS_ID"] == str(process)
         assert known["DPFL_NUM_PROCESSES"] == "3"
         assert known["DPFL_COORDINATOR"] == lines[0][0].split("=")[1]
@@ -62,9 +72,7 @@ def test_a_tpu_slice_is_reached_by_ssh_to_all_workers():
     remote = run[run.index("--command") + 1]
     assert "DPFL_PROCESSES=detect" in remote
     words = shlex.split(remote)
-    assert words[words.index("dpfl") :] == [
-        "dpfl", "train", "job.yaml", "--run-dir", "/shared/a b", "train.steps=3",
-    ]  # fmt: skip
+    understood(words[words.index("dpfl") :], "job.yaml", "/shared/a b")
 
 
 def test_slurm_submits_one_task_per_gpu_that_stops_before_its_time():
@@ -86,9 +94,7 @@ def test_slurm_submits_one_task_per_gpu_that_stops_before_its_time():
     (srun,) = (line for line in script.splitlines() if line.startswith("srun"))
     words = shlex.split(srun)
     assert "--kill-on-bad-exit=1" in words
-    assert words[words.index("dpfl") :] == [
-        "dpfl", "train", "job.yaml", "--run-dir", "/shared/a b", "train.steps=3",
-    ]  # fmt: skip
+    understood(words[words.index("dpfl") :], "job.yaml", "/shared/a b")
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
 
 
@@ -134,9 +140,7 @@ def test_kubernetes_tells_every_pod_who_it_is(where, hosts, limit):
     assert job["completions"] == job["parallelism"] == hosts
     pod = job["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["command"] == [
-        "dpfl", "train", "/shared/job.yaml", "--run-dir", "/shared/run", "train.steps=3",
-    ]  # fmt: skip
+    understood(container["command"], "/shared/job.yaml", "/shared/run")
     assert container["resources"]["limits"] == limit
     known = {entry["name"]: entry.get("value") for entry in container["env"]}
     # The first pod of the only job of the set: NAME-JOB-0-0, in the set's own subdomain.
@@ -156,3 +160,8 @@ def test_kubernetes_refuses_what_does_not_divide():
     assert launch("kubernetes.py", "--tpu", "v5e:abc", *common).returncode == 2
     assert launch("kubernetes.py", "--tpu", "v5e:4x4", "--hosts", "3", *common).returncode == 2
     assert launch("kubernetes.py", "--gpus", "8", *common).returncode == 2
+
+
+def test_a_run_is_repeated_until_it_is_done(tmp_path):
+    done = launch("until_done.sh", "--dry-run", "job.yaml", "runs/a b", "train.steps=3")
+    understood(shlex.split(done.stdout), "job.yaml", "runs/a b")
