@@ -29,10 +29,11 @@ Compile the real train step of each job for each slice, on a machine that has no
   FLOPs     over the same step without privacy, at that microbatch
   sent      bytes a device sends and receives once a step, and in each microbatch, by kind
 
-Jobs are full fine-tuning at --seq-len tokens, bfloat16 compute with float32 parameters, norms, sums
-and noise, blocks recomputed in the backward pass, Adafactor. A unit is an example (els) or a user
-with --group-size examples (uls). Parameters are copied where they take less than an eighth of a
-device, and split over as many devices as that needs where they do not.
+Jobs are fine-tuning at --seq-len tokens, of all parameters (full: float32) or of adapters of rank
+16 on the attention's projections (lora: the rest frozen, in bfloat16); bfloat16 compute with
+float32 norms, sums and noise, blocks recomputed in the backward pass, Adafactor. A unit is an
+example (els) or a user with --group-size examples (uls). Parameters are copied where they take less
+than an eighth of a device (a quarter, where frozen), else split over as many devices as that needs.
 
 Each row is compiled in a process of its own and appended to --out, so that an interrupted table
 goes on where it stopped. A row takes one to several minutes of one core. Needs the TPU compiler:
@@ -72,6 +73,7 @@ class Job:
     """One row of the table."""
 
     model: str
+    trains: str
     unit: str
     topology: str
     seq_len: int
@@ -82,10 +84,12 @@ class Job:
     def config(self) -> dict[str, Any]:
         """Its configuration; data and calibrated noise do not matter to the compiler."""
         kind = {"group_size": self.group_size}
+        adapters: dict[str, Any] = {"lora": {"rank": 16}, "frozen_dtype": "bfloat16"}
         return {
             "name": "pods",
             "data": {"source": "jsonl", "path": "unread", "seq_len": self.seq_len},
             "model": {
+                **(adapters if self.trains == "lora" else {}),
                 "size": "tiny",
                 "overrides": {
                     **MODELS[self.model],
@@ -108,6 +112,7 @@ class Job:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the choice of rows."""
     parser.add_argument("--models", nargs="+", default=list(MODELS), metavar="NAME")
+    parser.add_argument("--train", nargs="+", default=["full", "lora"], choices=["full", "lora"])
     parser.add_argument("--units", nargs="+", default=["els", "uls"], choices=["els", "uls"])
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), metavar="KIND:SHAPE")
     parser.add_argument("--seq-len", type=int, default=1024)
@@ -126,9 +131,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Compiles every row that is not known yet, and prints the table."""
     from rich.console import Console
 
+    from dpfl_jax.cli._slices import kind_of
+
     unknown = [name for name in args.models if name not in MODELS]
     if unknown:
         raise BadInputError(f"bench pods: model {unknown[0]!r} is not one of {', '.join(MODELS)}")
+    for topology in args.topologies:
+        kind_of(topology)
+        _devices(topology)
     console = Console(stderr=args.json)
     out = pathlib.Path(args.out) if args.out else None
     known = {} if out is None or not out.exists() else _known(out)
@@ -137,9 +147,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         key = json.dumps([dataclasses.asdict(job), args.fsdp], sort_keys=True)
         row = known.get(key)
         if row is None and args.time_limit > 0:
-            console.print(f"compiling {job.model} {job.unit} for {job.topology}")
+            console.print(f"compiling {job.model} {job.trains} {job.unit} for {job.topology}")
             row = _compile(job, args.fsdp, args.time_limit)
-            if out is not None:
+            if out is not None and "error" not in row:
                 with out.open("a") as file:
                     file.write(json.dumps({"key": key, "row": row}) + "\n")
         if row is not None:
@@ -152,9 +162,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:
-    for model, topology, unit in itertools.product(args.models, args.topologies, args.units):
+    choices = itertools.product(args.models, args.train, args.topologies, args.units)
+    for model, trains, topology, unit in choices:
         group = args.group_size if unit == "uls" else 1
-        yield Job(model, unit, topology, args.seq_len, group, args.suggest)
+        yield Job(model, trains, unit, topology, args.seq_len, group, args.suggest)
 
 
 def _known(path: pathlib.Path) -> dict[str, Any]:
@@ -168,14 +179,16 @@ def _known(path: pathlib.Path) -> dict[str, Any]:
     return found
 
 
-def parts_needed(parameters: int, memory: int, devices: int) -> int:
+def parts_needed(parameters: int, trains: str, memory: int, devices: int) -> int:
     """Into how many parts the parameters must be split: a power of two.
 
-    They are float32, and so are their sum of gradients, the noise and the update: a device that
-    spends an eighth of its memory on its part of the parameters has half left for activations.
+    Where all are trained they are float32, and so are their sum of gradients, the noise and the
+    update: a device that spends an eighth of its memory on its part of the parameters has half left
+    for activations. Frozen ones take two bytes, once.
     """
+    size, room = (4, memory / 8) if trains == "full" else (2, memory / 4)
     parts = 1
-    while 4 * parameters / parts > memory / 8 and parts < devices:
+    while size * parameters / parts > room and parts < devices:
         parts *= 2
     return parts
 
@@ -187,7 +200,8 @@ def _compile(job: Job, fsdp: int | None, time_limit: float) -> dict[str, Any]:
     row: dict[str, Any] = dataclasses.asdict(job)
     kind = kind_of(job.topology)
     devices = _devices(job.topology)
-    parts = fsdp or parts_needed(_parameters(job), HBM.get(kind, 16) * 2**30, devices)
+    memory = HBM.get(kind, 16) * 2**30
+    parts = fsdp or parts_needed(_parameters(job), job.trains, memory, devices)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "pods.yaml"
         path.write_text(yaml.safe_dump(job.config))
@@ -231,16 +245,16 @@ def _parameters(job: Job) -> int:
 def to_markdown(rows: list[dict[str, Any]]) -> str:
     """The table, one line per job."""
     lines = [
-        "| model | unit | slice | split | fits | memory a device, GiB | microbatch "
+        "| model | trained | unit | slice | split | fits | memory a device, GiB | microbatch "
         "| FLOPs over non-private | sent once a step, MiB | sent each microbatch, MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         unit = "example" if row["unit"] == "els" else f"user of {row['group_size']}"
         name = row["model"]
         if "parameters" in row:
             name += f" ({row['parameters'] / 1e6:,.0f} M)"
-        start = f"| {name} | {unit} | {row['topology']} "
+        start = f"| {name} | {row['trains']} | {unit} | {row['topology']} "
         if "error" in row:
             lines.append(f"{start}| | {row['error']} | | | | | |")
             continue

@@ -103,6 +103,8 @@ def slice_mesh(topology: str, axes: dict[str, Any]) -> Any:
     """
     kind, shape = kind_of(topology), topology.partition(":")[2]
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # No chip is touched, so others may compile (or train) here at the same time.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 

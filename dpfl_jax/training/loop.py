@@ -32,7 +32,7 @@ from dpfl_jax.training.batches import (
 from dpfl_jax.training.checkpoint import Checkpoints
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.interrupt import StopRequest
-from dpfl_jax.training.mesh import data_parallel_mesh, parameter_shardings
+from dpfl_jax.training.mesh import data_parallel_mesh, parameter_shardings, place
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.state import TrainState, hardware, init_state
@@ -183,7 +183,7 @@ def fit(
 
     evaluate = Evaluator(loss_fn, mesh, eval_batch_size)
     trained, frozen = split(params, trainable)
-    frozen = jax.device_put(frozen, parameter_shardings(frozen, mesh))
+    frozen = place(frozen, parameter_shardings(frozen, mesh), copy=False)
     state = init_state(trained, optimizer, mesh)
 
     def whole(state: TrainState) -> PyTree:

@@ -81,19 +81,22 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def place(tree: PyTree, shardings: PyTree) -> PyTree:
-    """Copies arrays to where they belong, on this process's devices and on others'.
+def place(tree: PyTree, shardings: PyTree, copy: bool = True) -> PyTree:
+    """Puts arrays where they belong, on this process's devices and on others'.
 
     Args:
       tree: pytree of arrays: the same ones in every process, or already global.
       shardings: pytree of NamedShardings like ``tree``.
+      copy: whether the result must be independent of ``tree`` even where that is in place.
     """
 
     def one(x: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(x, jax.Array) and not x.is_fully_addressable:
+            if not copy and x.sharding.is_equivalent_to(sharding, x.ndim):
+                return x
             return jax.jit(jnp.copy, out_shardings=sharding)(x)
         if sharding.is_fully_addressable:
-            return jax.device_put(jnp.array(x, copy=True), sharding)
+            return jax.device_put(jnp.array(x, copy=True) if copy else x, sharding)
         host = np.asarray(x)  # every process has it whole, and ships its devices' parts
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
