@@ -79,6 +79,11 @@ def start(section: ProcessesConfig) -> bool:
             raise BadInputError(f"{MODE} is {mode!r}, but it must be auto, detect or one")
     given = [name for name, value in known.items() if value is not None]
     if mode == "one" or (mode == "auto" and not given and not _many_are_announced()):
+        if jax.process_count() > 1:  # the accelerators of a slice know of each other
+            raise BadInputError(
+                f"this is one of {jax.process_count()} processes of a slice, but they were not "
+                f"joined: set {MODE}=detect in all of them"
+            )
         return False
     if given and len(given) < len(known):
         missing = next(name for name in ENVIRONMENT if name not in given)
@@ -281,14 +286,13 @@ def ending_together(how: str, section: ProcessesConfig) -> Iterator[None]:
 _ABOUT_OTHERS = (
     "gloo",
     "nccl",
-    "connection",
     "heartbeat",
     "coordination",
     "unavailable",
     "deadline",
-    "aborted",
     "barrier",
-    "peer",
+    "connection reset",
+    "connection closed",
 )
 
 
@@ -296,9 +300,8 @@ def _is_about_others(error: BaseException) -> bool:
     """Whether an error of the runtime says that another process is gone."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, jax.errors.JaxRuntimeError | RuntimeError | OSError):
-            text = str(seen).lower()
-            if any(word in text for word in _ABOUT_OTHERS):
-                return True
+        text = str(seen).lower()
+        if isinstance(seen, jax.errors.JaxRuntimeError) and any(w in text for w in _ABOUT_OTHERS):
+            return True
         seen = seen.__cause__ or seen.__context__
     return False
