@@ -243,8 +243,7 @@ def test_two_processes_train_what_one_does(workspace, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
-@pytest.mark.parametrize("victim", [1, 0])
+@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.privacy), 0])
 def test_kill_9_of_one_process_costs_nothing(workspace, whole, victim):
     run_dir = workspace / f"killed{victim}"
     with_key_of(run_dir, whole)
@@ -281,7 +280,6 @@ def test_kill_9_of_one_process_costs_nothing(workspace, whole, victim):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_bad_input_and_stops_are_told_to_all(workspace, whole):
     """A finished run is refused by both with one sentence; SIGTERM stops both at one step."""
     refused = start(workspace, whole, 2, 2)
