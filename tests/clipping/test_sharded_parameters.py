@@ -27,15 +27,10 @@ def split(mesh, path, x):
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
-@pytest.mark.parametrize(
-    "method", ["gram", *(pytest.param(m, marks=pytest.mark.slow) for m in ("direct", "keep"))]
-)
-@pytest.mark.parametrize(
-    "sizes",
-    [pytest.param(MESHES["fully sharded"], marks=pytest.mark.slow), MESHES["mixed"]],
-    ids=MESHES,
-)
+@pytest.mark.parametrize("method", ["gram", "direct", "keep"])
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 def test_sharded_parameters(sizes, method):
     kinds = (AxisType.Auto,) * len(sizes)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
