@@ -141,7 +141,7 @@ class _FastMixtureLoss(privacy_loss_mechanism.MixtureGaussianPrivacyLoss):
             excess = loss - targets[left]
             low_end = np.where(excess > 0, np.maximum(low_end, here), low_end)
             high_end = np.where(excess < 0, np.minimum(high_end, here), high_end)
-            with np.errstate(divide="ignore", invalid="ignore"):
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
                 step = here - excess / slope
             inside = np.isfinite(step) & (step >= low_end) & (step <= high_end)
             new = np.where(inside, step, 0.5 * (low_end + high_end))
