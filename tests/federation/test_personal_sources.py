@@ -171,3 +171,15 @@ def test_secret_budgets_need_a_declared_batch_or_typical_budgets(tmp_path):
     prepared = prepare(config(privacy=secret, mechanism={"batch_size": 30}), quiet)
     assert {p.mechanism.expected_batch for p in prepared.federation.silos} == {30.0}
     assert prepared.personal.declared is None
+
+
+def test_a_resumed_run_keeps_its_noise_and_rates_follow_it():
+    prepared = prepare(config(), Console(quiet=True))
+    began = 1.5 * prepared.personal.setting.noise_multiplier
+    resumed = prepared.with_noise([began] * 4)
+    assert {p.mechanism.sigma for p in resumed.federation.silos} == {began}
+    assert resumed.personal.setting.noise_multiplier == began
+    ours, before = resumed.personal.assignment.rates, prepared.personal.assignment.rates
+    assert np.all(ours > before)
+    assert np.all(resumed.personal.check(3) <= resumed.personal.budgets)
+    assert resumed.claim.real_epsilon < prepared.claim.real_epsilon

@@ -56,6 +56,14 @@ def test_distributions_of_budgets_on_embedded_data(tmp_path):
 
 
 @pytest.mark.slow
+def test_one_silo_against_the_filter(tmp_path):
+    pytest.importorskip("sklearn")
+    found = outcome("rpdp/centralised", tmp_path)
+    assert next(c for c in found.claims if "nobody exceeds" in c.claim).holds
+    assert {r["run"] for r in found.rows} == {"certified", "filter"}
+
+
+@pytest.mark.slow
 def test_hospitals(tmp_path, data_dir):
     found = outcome("rpdp/heart", tmp_path, data_dir)
     ours = [claim for claim in found.claims if not claim.claim.startswith("paper: figure 8")]

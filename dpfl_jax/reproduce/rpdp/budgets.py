@@ -42,7 +42,9 @@ def run(settings: Settings) -> Outcome:
     seeds = 3 if settings.quick else 20
     sigma = rpdp.noise_for_cap(CAP, TAU, ROUNDS, 1.0, DELTA)
     setting = TwoStage(sigma, TAU, ROUNDS, 1.0, DELTA)
-    bench = _patients()
+    data, test = patients()
+    weights = (1.0,) * data.num_silos
+    bench = Bench(LogisticRegression(30), data, test, optax.adam(0.02), TAU, ROUNDS, 1.0, weights)
     start = bench.model.init(jax.random.key(0))
     rows: list[dict[str, Any]] = []
     with Progress(console=settings.console) as progress:
@@ -83,7 +85,8 @@ def run(settings: Settings) -> Outcome:
     )
 
 
-def _patients() -> Bench:
+def patients() -> tuple[FederatedData, dict[str, np.ndarray]]:
+    """The bundled patients over four silos in turn, two thirds of them to train on."""
     found = load_subjects(
         FederatedDataConfig(source="breast_cancer", validation_fraction=0.34, split_seed=1)
     )
@@ -91,7 +94,7 @@ def _patients() -> Bench:
     test = found.held_out.read(np.arange(found.held_out.num_examples))
     silos = np.arange(len(train["x"])) % 4
     data = FederatedData.from_assignment(ArrayRecords(train), np.arange(len(silos)), silos, 4)
-    return Bench(LogisticRegression(30), data, test, optax.adam(0.02), TAU, ROUNDS, 1.0, (1.0,) * 4)
+    return data, test
 
 
 def _row(
