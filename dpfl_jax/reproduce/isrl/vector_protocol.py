@@ -14,7 +14,8 @@ from dpfl_jax.federation.isrl.accelerated import accelerated, risk_bound, step_w
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
 from dpfl_jax.federation.isrl.schedule import Schedule
-from dpfl_jax.federation.isrl.theory import variance_sco, variance_vector
+from dpfl_jax.federation.isrl.theory import variance_sco
+from dpfl_jax.federation.isrl.theory_shuffle import variance_vector
 from dpfl_jax.federation.isrl.vector_protocol import (
     VectorProtocol,
     calibrate_protocol,
