@@ -245,12 +245,15 @@ class EvalConfig(Section):
       max_users: at most this many held-out users (a choice fixed by their ids); None for all.
       max_examples_per_user: only the first examples of each; None for all.
       split: which held-out users, validation (while tuning) or test (for the report).
+      personalize: at the end, also tune a copy of the trained parameters for each held-out user on
+        half of their examples and score the other half (Charles et al. 2024, Appendix G.2).
     """
 
     batch_size: int = Field(64, gt=0)
     max_users: int | None = Field(None, gt=0)
     max_examples_per_user: int | None = Field(None, gt=0)
     split: Literal["validation", "test"] = "validation"
+    personalize: bool = False
 
 
 class SweepConfig(Section):

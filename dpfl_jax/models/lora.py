@@ -25,12 +25,13 @@ def without_adapters(params: PyTree) -> PyTree:
     return {k: without_adapters(v) for k, v in params.items() if k not in ADAPTERS}
 
 
-def merge(params: PyTree, lora: Lora | None) -> PyTree:
-    """The same function without adapters: every kernel becomes W + (alpha / rank) A B, float32.
+def merge(params: PyTree, lora: Lora | None, dtype: str = "float32") -> PyTree:
+    """The same function without adapters: every kernel becomes W + (alpha / rank) A B.
 
     Args:
       params: a model's parameters, stacked or not.
       lora: of the model's configuration.
+      dtype: of kernels that had adapters (computed in float32); the others stay as they are.
 
     Raises:
       BadInputError: adapters, but no configuration of them.
@@ -38,7 +39,7 @@ def merge(params: PyTree, lora: Lora | None) -> PyTree:
     if not isinstance(params, dict):
         return params
     if "lora_a" not in params:
-        return {k: merge(v, lora) for k, v in params.items()}
+        return {k: merge(v, lora, dtype) for k, v in params.items()}
     if lora is None:
         raise BadInputError("the parameters have adapters, but the model's configuration has none")
     a, b = (params[name].astype(jnp.float32) for name in ADAPTERS)
@@ -46,4 +47,4 @@ def merge(params: PyTree, lora: Lora | None) -> PyTree:
         a, b, precision="highest"
     )
     rest = {k: v for k, v in params.items() if k not in (*ADAPTERS, "kernel")}
-    return {"kernel": kernel, **rest}
+    return {"kernel": kernel.astype(dtype), **rest}

@@ -23,6 +23,7 @@ from dpfl_jax.training import processes
 from dpfl_jax.training.evaluate import summarize
 from dpfl_jax.training.loop import FitResult, fit
 from dpfl_jax.training.mesh import make_mesh
+from dpfl_jax.training.personalize import personalize
 from dpfl_jax.training.pretrain import Pretrained
 from dpfl_jax.training.report import (
     BASE_CAVEAT,
@@ -356,6 +357,14 @@ def _report(
         if pretrained is None
         else {"path": str(pretrained.path), "cached": pretrained.cached},
     )
+    if config.eval.personalize and prepared.held_out is not None and result.final is not None:
+        found = personalize(
+            prepared.model.loss,
+            result.params,
+            prepared.held_out,
+            trainable=trained_by_name(config.model, prepared.model.config),
+        )
+        report["personalization"] = dataclasses.asdict(found)
     report["eval"] = {name: with_perplexity(value) for name, value in report["eval"].items()}
     return report
 

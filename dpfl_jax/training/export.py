@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pathlib
 from typing import Any
 
 from dpfl_jax import __version__
@@ -37,7 +38,7 @@ def export(
     """
     if max_file_bytes < 1:
         raise BadInputError("the size of a weights file must be above 0")
-    trained = load_trained(run)
+    trained = load_trained(run, dtype=dtype)
     base = trained.config.model.checkpoint
     target = save_checkpoint(
         out,
@@ -48,13 +49,16 @@ def export(
         max_file_bytes=max_file_bytes,
     )
     report = trained.report
+    facts = dict(report["model"])
+    if base is not None:
+        facts["checkpoint"] = pathlib.Path(base).name  # where it lay is nobody's business
     guarantee = {
         "guarantee": report["guarantee"],
         "privacy": report["privacy"],
         "run": report["name"],
         "steps": report["steps"],
         "finished_at": report["finished_at"],
-        "model": report["model"],
+        "model": facts,
         "dpfl_jax": __version__,
     }
     write_atomically(target / GUARANTEE, json.dumps(guarantee, indent=2) + "\n")

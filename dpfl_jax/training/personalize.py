@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import optax
 
+from dpfl_jax.clipping import Trainable, join, split
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import mean_of_examples
@@ -49,6 +50,7 @@ def personalize(
     batch_size: int = 4,
     most_examples: int = 32,
     users_at_once: int = 16,
+    trainable: Trainable = None,
 ) -> Personalization:
     """Tunes one copy of the model for each user.
 
@@ -62,7 +64,8 @@ def personalize(
       epochs: local epochs (the paper: 4).
       batch_size: of a local step (the paper does not say).
       most_examples: of a user, the first ones.
-      users_at_once: copies of the model in memory.
+      users_at_once: copies of the trained parameters in memory.
+      trainable: which parameters a user tunes, as in ``fit``.
 
     Raises:
       BadInputError: fewer than two users with two examples.
@@ -77,6 +80,7 @@ def personalize(
     half = most_examples // 2
     half += -half % batch_size
     scores = _scorer(mean_of_examples(loss_fn), epochs, batch_size, half)
+    parts = split(params, trainable)
 
     def losses(users: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
         found = []
@@ -84,7 +88,7 @@ def personalize(
             part = users[start : start + users_at_once]
             padded = np.concatenate([part, np.repeat(part[-1:], users_at_once - len(part))])
             own = _halves(store, offsets, counts, padded, half)
-            found.append([np.asarray(x)[: len(part)] for x in scores(params, *own, rate)])
+            found.append([np.asarray(x)[: len(part)] for x in scores(*parts, *own, rate)])
         before, after = zip(*found)
         return np.concatenate(before), np.concatenate(after)
 
@@ -116,19 +120,24 @@ def _halves(
 
 
 def _scorer(user_loss: Any, epochs: int, batch_size: int, half: int) -> Any:
-    def one(params: PyTree, tune: PyTree, score: PyTree, rate: Any) -> tuple[jax.Array, jax.Array]:
+    def one(
+        params: PyTree, frozen: PyTree, tune: PyTree, score: PyTree, rate: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        def loss(params: PyTree, user: PyTree) -> jax.Array:
+            return user_loss(join(params, frozen), user)
+
         batches = jax.tree.map(
             lambda x: x.reshape(half // batch_size, batch_size, *x.shape[1:]), tune
         )
 
         def step(p: PyTree, batch: PyTree) -> tuple[PyTree, None]:
             # A batch of padding has loss zero and gradient zero.
-            gradient = jax.grad(user_loss)(p, batch)
+            gradient = jax.grad(loss)(p, batch)
             return optax.apply_updates(p, jax.tree.map(lambda g: -rate * g, gradient)), None
 
         tuned = params
         for _ in range(epochs):
             tuned, _ = jax.lax.scan(step, tuned, batches)
-        return user_loss(params, score), user_loss(tuned, score)
+        return loss(params, score), loss(tuned, score)
 
-    return jax.jit(jax.vmap(one, in_axes=(None, 0, 0, None)))
+    return jax.jit(jax.vmap(one, in_axes=(None, None, 0, 0, None)))

@@ -132,7 +132,15 @@ def render_markdown(report: dict[str, Any]) -> str:
         for name, value in report.get("baselines", {}).items():
             lines.append(f"| {name} | {value['loss']:.4f} | {value['loss_by_user']:.4f} | |")
         lines.append("")
-    for title in ("model", "data", "mechanism", "pretrain", "throughput", "environment"):
+    for title in (
+        "personalization",
+        "model",
+        "data",
+        "mechanism",
+        "pretrain",
+        "throughput",
+        "environment",
+    ):
         section = report.get(title)
         if section:
             lines += [f"## {title.capitalize()}", ""]

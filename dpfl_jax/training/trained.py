@@ -56,12 +56,15 @@ class TrainedModel:
     report: dict[str, Any]
 
 
-def load_trained(run: str | os.PathLike[str], mesh: Mesh | None = None) -> TrainedModel:
+def load_trained(
+    run: str | os.PathLike[str], mesh: Mesh | None = None, dtype: str | None = None
+) -> TrainedModel:
     """Reads the model that a finished run left.
 
     Args:
       run: run directory.
       mesh: where the parameters go; default the first device.
+      dtype: of projections that adapters are merged into; default the frozen parameters'.
 
     Raises:
       BadInputError: no finished run of a language model, or its base is not there any more.
@@ -77,7 +80,7 @@ def load_trained(run: str | os.PathLike[str], mesh: Mesh | None = None) -> Train
     chosen = flat_paths(_newest(directory, config, like, mesh))
     if jax.tree.leaves(frozen):
         chosen = {**flat_paths(_base(config, report, model, mesh)), **chosen}
-    params = merge(nested(chosen), model.config.lora)
+    params = merge(nested(chosen), model.config.lora, dtype or config.model.frozen_dtype)
     plain = LanguageModel(dataclasses.replace(model.config, lora=None))
     return TrainedModel(config, plain, params, tokenizer, report)
 

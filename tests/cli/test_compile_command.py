@@ -38,6 +38,31 @@ def test_one_reduction_a_step_and_nothing_in_the_loop(config, capsys):
     assert result["strategy"][0].startswith("ghost")
 
 
+@pytest.mark.slow
+def test_adapters_alone_are_reduced(config, tmp_path, capsys):
+    """The step of a checkpoint, from its config.json: what is sent is the size of the adapters."""
+    shape = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 32,
+        "bos_token_id": 1,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    change = [f"model={{checkpoint: {tmp_path}, lora: {{rank: 2}}, frozen_dtype: bfloat16}}"]
+    change += ["train.strategy=ghost", "--topology", "cpu:8", "--json"]
+    assert main(["compile", config, *change]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["trained_parameters"] == 2 * 4 * 2 * (32 + 32)
+    size = sum(c["bytes"] for c in result["collectives"])
+    adapters = 4 * result["trained_parameters"]
+    assert adapters <= size <= adapters + 1000
+    assert not any(c["in_loop"] for c in result["collectives"])
+
+
 @pytest.mark.parametrize("topology", ["v5e", "abacus:3", "cpu:0", "cpu:4096"])
 def test_bad_topologies(config, topology, capsys):
     assert main(["compile", config, "--topology", topology]) == 2

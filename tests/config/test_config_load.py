@@ -93,6 +93,6 @@ def test_the_fingerprint_follows_what_is_computed(minimal):
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: p.stem)
 def test_every_shipped_config_is_valid(path):
-    if path.parts[-2] not in ("configs", "userlevel"):
+    if path.parts[-2] not in ("configs", "userlevel", "finetune"):
         pytest.skip("not a config of the central engine")
     load_config(path)

@@ -14,6 +14,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config, save_checkpoint
 from dpfl_jax.models.checkpoint.files import TensorFiles
+from dpfl_jax.models.checkpoint.hf_config import from_transformer, to_transformer
 from dpfl_jax.models.checkpoint.load import flat_paths
 from dpfl_jax.training.mesh import parameter_shardings
 
@@ -126,7 +127,7 @@ def assert_same(a, b):
         np.testing.assert_array_equal(leaf, flat_paths(b)[name], err_msg=name)
 
 
-QUICK = ("gpt2", "llama_tied_scaled", "gemma")
+QUICK = ("gpt2", "llama_tied_scaled")
 
 
 @pytest.mark.parametrize(
@@ -306,6 +307,102 @@ def test_no_checkpoint_no_pickle_nothing_elsewhere(tmp_path):
     (tmp_path / "a.safetensors").write_bytes(b"not safetensors at all")
     with pytest.raises(BadInputError, match="cannot be read as a safetensors file"):
         TensorFiles(tmp_path)
+
+
+LLAMA3_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "tie_word_embeddings": False,
+    "bos_token_id": 128000,
+    "hidden_act": "silu",
+}
+# The numbers of parameters are those that the models' makers publish.
+KNOWN = {
+    "GPT-2": (
+        {
+            "model_type": "gpt2",
+            "vocab_size": 50257,
+            "n_embd": 768,
+            "n_layer": 12,
+            "n_head": 12,
+            "n_positions": 1024,
+            "bos_token_id": 50256,
+        },
+        124_439_808,
+    ),
+    "Llama 2 7B": (
+        {
+            "model_type": "llama",
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 4096,
+            "bos_token_id": 1,
+        },
+        6_738_415_616,
+    ),
+    "Llama 3.1 8B": (LLAMA3_8B, 8_030_261_248),
+    "Gemma 2B": (
+        {
+            "model_type": "gemma",
+            "vocab_size": 256000,
+            "hidden_size": 2048,
+            "intermediate_size": 16384,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "bos_token_id": 2,
+            "hidden_act": "gelu",
+        },
+        2_506_172_416,
+    ),
+    "Gemma 2 2B": (
+        {
+            "model_type": "gemma2",
+            "vocab_size": 256000,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "bos_token_id": 2,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+        2_614_341_888,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_published_models_have_their_number_of_parameters(name, tmp_path):
+    content, parameters = KNOWN[name]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = read_config(tmp_path)
+    assert LanguageModel(config).num_params == parameters
+    # And back: what we would write describes the same model.
+    again = to_transformer(from_transformer(config, "bfloat16"), "config.json")
+    assert again == config
 
 
 def test_models_of_no_family_and_full_directories_are_refused(tmp_path):

@@ -60,6 +60,24 @@ def test_equals_plain_loops():
     assert got.after == pytest.approx(after, rel=1e-5)
 
 
+def test_frozen_parameters_are_not_tuned():
+    """With an offset that is frozen, users tune what is left: the same as a smaller problem."""
+    data = store([8] * 6)
+
+    def shifted(params, example):
+        return loss_fn({"mean": params["mean"] + params["offset"]}, example)
+
+    def wanted(params, example):
+        return loss_fn({"mean": params["mean"] + 0.5}, example)
+
+    params = {"mean": jnp.zeros(3), "offset": jnp.full(3, 0.5)}
+    got = personalize(shifted, params, data, (0.1,), trainable=lambda name: name == "mean")
+    want = personalize(wanted, {"mean": jnp.zeros(3)}, data, (0.1,))
+    assert got.after == pytest.approx(want.after, rel=1e-5)
+    every = personalize(shifted, params, data, (0.1,))
+    assert every.after != pytest.approx(want.after, rel=1e-3)
+
+
 def test_the_rate_is_chosen_on_other_users():
     data = store([16] * 12)
     got = personalize(loss_fn, {"mean": jnp.zeros(3)}, data, (1e-3, 0.3, 30.0))
