@@ -41,6 +41,7 @@ pip install libtpu.
 
 examples:
   dpfl bench pods                                                   # everything: hours
+  dpfl bench pods --count-only --topologies v5e:4x4                 # FLOPs alone: minutes
   dpfl bench pods --models gpt2-124m --units els --topologies v5e:4x4 --suggest
   dpfl bench pods --out rows.jsonl --markdown table.md --time-limit 0   # only what is there
 """
@@ -78,7 +79,9 @@ class Job:
     topology: str
     seq_len: int
     group_size: int
+    microbatch: int
     suggest: bool
+    count_only: bool
 
     @property
     def config(self) -> dict[str, Any]:
@@ -105,7 +108,7 @@ class Job:
                 self.unit: kind,
             },
             "optimizer": {"name": "adafactor", "learning_rate": 1e-4},
-            "train": {"steps": 10, "microbatch_size": 1},
+            "train": {"steps": 10, "microbatch_size": self.microbatch},
         }
 
 
@@ -118,6 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--group-size", type=int, default=4, help="examples of a user (uls)")
     parser.add_argument("--fsdp", type=int, help="parts of the parameters (default: as needed)")
+    parser.add_argument("--microbatch", type=int, default=1, help="units a device (default 1)")
+    parser.add_argument("--count-only", action="store_true", help="count FLOPs, compile nothing")
     parser.add_argument("--suggest", action="store_true", help="look for the largest microbatch")
     parser.add_argument("--out", help="append rows to this file, and skip those it holds")
     parser.add_argument("--markdown", help="write the table here, too")
@@ -165,7 +170,17 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
     choices = itertools.product(args.models, args.train, args.topologies, args.units)
     for model, trains, topology, unit in choices:
         group = args.group_size if unit == "uls" else 1
-        yield Job(model, trains, unit, topology, args.seq_len, group, args.suggest)
+        yield Job(
+            model,
+            trains,
+            unit,
+            topology,
+            args.seq_len,
+            group,
+            args.microbatch,
+            args.suggest,
+            args.count_only,
+        )
 
 
 def _known(path: pathlib.Path) -> dict[str, Any]:
@@ -208,7 +223,8 @@ def _compile(job: Job, fsdp: int | None, time_limit: float) -> dict[str, Any]:
         command = [sys.executable, "-m", "dpfl_jax.cli.main", "compile", str(path), "--json",
                    "--no-baseline", "--topology", job.topology,
                    "--vocab-size", str(MODELS[job.model]["vocab_size"]), f"mesh.fsdp={parts}",
-                   *(["--suggest"] if job.suggest else [])]  # fmt: skip
+                   *(["--suggest"] if job.suggest else []),
+                   *(["--count-only"] if job.count_only else [])]  # fmt: skip
         try:
             done = subprocess.run(
                 command,
@@ -264,9 +280,14 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
         size = str(row["microbatch_size"])
         if largest is not None:
             size = f"{largest} (the largest)" if largest else f"{size} (none fits)"
-        memory = f"{row['peak_bytes'] / 2**30:.1f} of {row['hbm_bytes'] / 2**30:.0f}"
+        memory, fits = "", ""
+        if row["peak_bytes"] is not None:
+            memory = f"{row['peak_bytes'] / 2**30:.1f}"
+            if row["hbm_bytes"] is not None:
+                memory += f" of {row['hbm_bytes'] / 2**30:.0f}"
+                fits = "yes" if row["fits"] else "no"
         lines.append(
-            f"{start}| {split} | {'yes' if row['fits'] else 'no'} | {memory} | {size} "
+            f"{start}| {split} | {fits} | {memory} | {size} "
             f"| {row['flops_ratio']:.2f} | {_sent(row, False)} | {_sent(row, True)} |"
         )
     return "\n".join(lines) + "\n"
@@ -278,4 +299,4 @@ def _sent(row: dict[str, Any], in_loop: bool) -> str:
         for c in row["collectives"]
         if c["in_loop"] is in_loop and c["executed_bytes"] >= 2**14
     ]
-    return ", ".join(parts) or "nothing"
+    return ", ".join(parts) or ("" if row["peak_bytes"] is None else "nothing")

@@ -17,7 +17,12 @@ _BYTES |= {"f32": 4, "s32": 4, "u32": 4, "f64": 8, "s64": 8, "u64": 8}
 _LINE = re.compile(rf"= (?P<shape>.*?) (?P<kind>{'|'.join(_KINDS)})(?P<start>-start)?\(")
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
-_CALLED = re.compile(r"(?:body|condition|calls|to_apply|branch_computations)=\{?%?([\w.\-, %]+)")
+_CALLED = re.compile(
+    r"(?:(?:body|condition|calls|to_apply)=%?|branch_computations=\{)((?<=\{)[\w.\-, %]+|[\w.\-]+)"
+)
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_CONSTANT = re.compile(r"%([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
+_COMPARED = re.compile(r"ROOT .* compare\(.*%([\w.\-]+)\), direction=LT")
 _TRIPS = re.compile(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)')
 
 
@@ -53,11 +58,17 @@ def collectives(hlo: str) -> list[Collective]:
             current = opened.group(1)
         bodies.setdefault(current, []).append(line)
     looped = _reached_from_loops(bodies)
-    turns = _turns(bodies)
+    turns, channels = _turns(bodies), set[str]()
     found: dict[tuple[str, bool], list[tuple[int, int]]] = {}
     for name, lines in bodies.items():
         for line in lines:
             match = _LINE.search(line)
+            channel = _CHANNEL.search(line)
+            if match and channel:
+                # One that runs beside products is written where it starts, goes on and ends.
+                if channel[1] in channels:
+                    continue
+                channels.add(channel[1])
             if match:
                 size = _size(match.group("shape"))
                 if match.group("start") and match.group("kind") != "all-reduce":
@@ -92,12 +103,10 @@ def _turns(bodies: dict[str, list[str]]) -> dict[str, int]:
     called: dict[str, set[tuple[str, int]]] = {}
     for name, lines in bodies.items():
         for line in lines:
-            count = _TRIPS.search(line) if " while(" in line else None
+            count = _trips(line, bodies) if " while(" in line else 1
             for group in _CALLED.findall(line):
                 for callee in group.split(","):
-                    called.setdefault(callee.strip(" %"), set()).add(
-                        (name, int(count[1]) if count else 1)
-                    )
+                    called.setdefault(callee.strip(" %"), set()).add((name, count))
     known: dict[str, int] = {}
 
     def turns(name: str) -> int:
@@ -107,6 +116,26 @@ def _turns(bodies: dict[str, list[str]]) -> dict[str, int]:
         return known[name]
 
     return {name: turns(name) for name in bodies}
+
+
+def _trips(line: str, bodies: dict[str, list[str]]) -> int:
+    """How often a loop turns; 1 where the module does not say.
+
+    Some compilers write it beside the loop; else its condition compares a counter from 0 with it.
+    """
+    written = _TRIPS.search(line)
+    if written:
+        return int(written[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", line)
+    lines = bodies.get(condition[1], []) if condition else []
+    constants: dict[str, str] = {}
+    for text in lines:
+        constants |= dict(_CONSTANT.findall(text))
+    for text in lines:
+        compared = _COMPARED.search(text)
+        if compared and compared[1] in constants:
+            return int(constants[compared[1]])
+    return 1
 
 
 def _reached_from_loops(bodies: dict[str, list[str]]) -> set[str]:

@@ -53,6 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not compile the step without privacy (its FLOPs are counted all the same)",
     )
+    parser.add_argument(
+        "--count-only", action="store_true", help="count FLOPs and compile nothing: seconds"
+    )
     add_json_flag(parser)
 
 
@@ -70,14 +73,27 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     else:
         vocab = args.vocab_size or config.model.overrides.get("vocab_size") or _vocab(config)
     result = measure(
-        config, vocab, args.topology, mesh, suggest=args.suggest, baseline=not args.no_baseline
+        config,
+        vocab,
+        args.topology,
+        mesh,
+        suggest=args.suggest,
+        baseline=not args.no_baseline,
+        count_only=args.count_only,
     )
     _print(result, args.json)
     return result
 
 
 def measure(
-    config: Any, vocab: int, topology: str, mesh: Any, *, suggest: bool, baseline: bool
+    config: Any,
+    vocab: int,
+    topology: str,
+    mesh: Any,
+    *,
+    suggest: bool = False,
+    baseline: bool = True,
+    count_only: bool = False,
 ) -> dict[str, Any]:
     """Compiles the step of a configuration for a slice.
 
@@ -88,6 +104,7 @@ def measure(
       mesh: over its devices.
       suggest: look for the largest microbatch that fits.
       baseline: compile the step without privacy too.
+      count_only: compile nothing.
     """
     from dpfl_jax.training.experiment import build_mechanism
     from dpfl_jax.training.mesh import unit_parts
@@ -119,6 +136,10 @@ def measure(
         return compiled[size]
 
     largest = None
+    if count_only:
+        units = Units(parts, size, group, length)
+        compiled[size] = Compiled(step.flops(units), 0, 0, 0, 0, [], 0.0)
+        suggest, baseline, limit = False, False, None
     if suggest and limit is not None:
 
         def peak(size: int) -> int | None:
@@ -145,7 +166,7 @@ def measure(
         "largest_microbatch_size": largest,
         "seq_len": length,
         "fits": None if limit is None else not private.refused and private.peak_bytes <= limit,
-        "peak_bytes": private.peak_bytes,
+        "peak_bytes": None if count_only else private.peak_bytes,
         "hbm_bytes": limit,
         "flops": private.flops,
         "flops_ratio": round(private.flops / plain_flops, 4),
@@ -186,16 +207,18 @@ def _print(result: dict[str, Any], to_stderr: bool) -> None:
     )
     fits = {True: "yes", False: "NO", None: "unknown"}[result["fits"]]
     limit = "" if result["hbm_bytes"] is None else f" of {result['hbm_bytes'] / 2**30:.0f} GiB"
-    table.add_row("fits", f"{fits}: {result['peak_bytes'] / 2**30:.2f} GiB{limit} a device")
+    if result["peak_bytes"] is not None:
+        table.add_row("fits", f"{fits}: {result['peak_bytes'] / 2**30:.2f} GiB{limit} a device")
     table.add_row(
         "FLOPs", f"{result['flops']:.3e} a microbatch, {result['flops_ratio']:.3f} x non-private"
     )
     ratio = result["temp_ratio"]
-    table.add_row(
-        "temporary memory",
-        f"{result['temp_bytes'] / 2**30:.2f} GiB"
-        + ("" if ratio is None else f", {ratio:.2f} x non-private"),
-    )
+    if result["peak_bytes"] is not None:
+        table.add_row(
+            "temporary memory",
+            f"{result['temp_bytes'] / 2**30:.2f} GiB"
+            + ("" if ratio is None else f", {ratio:.2f} x non-private"),
+        )
     largest = result["largest_microbatch_size"]
     if largest is not None:
         table.add_row("largest microbatch", str(largest or "not even one unit fits"))

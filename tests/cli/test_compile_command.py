@@ -79,7 +79,8 @@ HLO = """
 }
 ENTRY %main (a: f32[8,2]) -> f32[8,2] {
   %w = (s32[], f32[4]{0}) while(%init), condition=%cond, body=%body, TRIPS
-  %g = (bf16[8,2]{1,0}, f32[3]{0}) all-reduce(%a, %b), to_apply=%add
+  %g = (bf16[8,2]{1,0}, f32[3]{0}) all-reduce(%a, %b), channel_id=7, to_apply=%add
+  %e = (bf16[8,2]{1,0}, f32[3]{0}) all-reduce(%a, %b), channel_id=7, to_apply=%add
   %h = f32[16]{0} all-gather(%g), dimensions={0}
 }
 """.replace("TRIPS", 'backend_config={"known_trip_count":{"n":"12"}}')
@@ -92,6 +93,15 @@ def test_reads_collectives_by_kind_and_place():
         ("all-reduce", False): (1, 8 * 2 * 2 + 12),
         ("all-gather", False): (1, 64),
     }
+    # The same where only the loop's condition says how often it turns.
+    condition = """%cond (t: (s32[], f32[4])) -> pred[] {
+  %limit.1 = s32[]{:T(128)} constant(12)
+  %count = s32[]{:T(128)} get-tuple-element(%t), index=0
+  ROOT %lt = pred[] compare(%count, %limit.1), direction=LT, metadata={op_name="lt"}
+}
+"""
+    silent = condition + HLO.replace(', backend_config={"known_trip_count":{"n":"12"}}', "")
+    assert collectives(silent) == collectives(HLO)
     executed = {(c.kind, c.in_loop): c.executed_bytes for c in collectives(HLO)}
     assert executed[("all-reduce", True)] == 12 * 16
     assert executed[("all-gather", False)] == 64
