@@ -20,7 +20,7 @@ _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _CALLED = re.compile(
     r"(?:(?:body|condition|calls|to_apply)=%?|branch_computations=\{)((?<=\{)[\w.\-, %]+|[\w.\-]+)"
 )
-_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_ENDS = 'custom_call_target="AsyncCollectiveDone"'
 _CONSTANT = re.compile(r"%([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
 _COMPARED = re.compile(r"ROOT .* compare\(.*%([\w.\-]+)\), direction=LT")
 _TRIPS = re.compile(r'known_trip_count"?[:=]\s*\{"?n"?[:=]"?(\d+)')
@@ -58,17 +58,15 @@ def collectives(hlo: str) -> list[Collective]:
             current = opened.group(1)
         bodies.setdefault(current, []).append(line)
     looped = _reached_from_loops(bodies)
-    turns, channels = _turns(bodies), set[str]()
+    turns = _turns(bodies)
     found: dict[tuple[str, bool], list[tuple[int, int]]] = {}
     for name, lines in bodies.items():
+        # One that runs beside products is written where it starts, where it goes on and where it
+        # ends: it counts where it starts.
+        if name.startswith("async_collective_fusion") or any(_ENDS in line for line in lines):
+            continue
         for line in lines:
             match = _LINE.search(line)
-            channel = _CHANNEL.search(line)
-            if match and channel:
-                # One that runs beside products is written where it starts, goes on and ends.
-                if channel[1] in channels:
-                    continue
-                channels.add(channel[1])
             if match:
                 size = _size(match.group("shape"))
                 if match.group("start") and match.group("kind") != "all-reduce":

@@ -74,13 +74,23 @@ HLO = """
   %p = f32[4]{0} parameter(0)
   ROOT %ar = f32[4]{0} all-reduce(%p), replica_groups={}, to_apply=%add
 }
+%fused.1 (q: f32[4]) -> f32[16] {
+  %start = f32[16]{0} all-gather(%q), channel_id=7
+  ROOT %s = f32[16]{0} custom-call(%start), custom_call_target="AsyncCollectiveStart"
+}
+%async_collective_fusion.1 (q: f32[4]) -> f32[16] {
+  %middle = f32[16]{0} all-gather(%q), channel_id=7
+}
+%fused.2 (q: f32[4]) -> f32[16] {
+  %end = f32[16]{0} all-gather(%q), channel_id=7
+  ROOT %d = f32[16]{0} custom-call(%end), custom_call_target="AsyncCollectiveDone"
+}
 %body (t: (s32[], f32[4])) -> (s32[], f32[4]) {
   %c = f32[4]{0} call(%x), to_apply=%inner
 }
 ENTRY %main (a: f32[8,2]) -> f32[8,2] {
   %w = (s32[], f32[4]{0}) while(%init), condition=%cond, body=%body, TRIPS
-  %g = (bf16[8,2]{1,0}, f32[3]{0}) all-reduce(%a, %b), channel_id=7, to_apply=%add
-  %e = (bf16[8,2]{1,0}, f32[3]{0}) all-reduce(%a, %b), channel_id=7, to_apply=%add
+  %g = (bf16[8,2]{1,0}, f32[3]{0}) all-reduce(%a, %b), to_apply=%add
   %h = f32[16]{0} all-gather(%g), dimensions={0}
 }
 """.replace("TRIPS", 'backend_config={"known_trip_count":{"n":"12"}}')
@@ -91,7 +101,7 @@ def test_reads_collectives_by_kind_and_place():
     assert found == {
         ("all-reduce", True): (1, 16),
         ("all-reduce", False): (1, 8 * 2 * 2 + 12),
-        ("all-gather", False): (1, 64),
+        ("all-gather", False): (2, 128),
     }
     # The same where only the loop's condition says how often it turns.
     condition = """%cond (t: (s32[], f32[4])) -> pred[] {
@@ -104,7 +114,7 @@ def test_reads_collectives_by_kind_and_place():
     assert collectives(silent) == collectives(HLO)
     executed = {(c.kind, c.in_loop): c.executed_bytes for c in collectives(HLO)}
     assert executed[("all-reduce", True)] == 12 * 16
-    assert executed[("all-gather", False)] == 64
+    assert executed[("all-gather", False)] == 128
 
 
 @pytest.mark.parametrize("limit", range(0, 40, 3))
