@@ -80,6 +80,7 @@ class Job:
     seq_len: int
     group_size: int
     microbatch: int
+    strategy: str
     suggest: bool
     count_only: bool
 
@@ -108,7 +109,11 @@ class Job:
                 self.unit: kind,
             },
             "optimizer": {"name": "adafactor", "learning_rate": 1e-4},
-            "train": {"steps": 10, "microbatch_size": self.microbatch},
+            "train": {
+                "steps": 10,
+                "microbatch_size": self.microbatch,
+                "strategy": self.strategy,
+            },
         }
 
 
@@ -122,6 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=int, default=4, help="examples of a user (uls)")
     parser.add_argument("--fsdp", type=int, help="parts of the parameters (default: as needed)")
     parser.add_argument("--microbatch", type=int, default=1, help="units a device (default 1)")
+    parser.add_argument("--strategy", default="auto", help="as train.strategy")
     parser.add_argument("--count-only", action="store_true", help="count FLOPs, compile nothing")
     parser.add_argument("--suggest", action="store_true", help="look for the largest microbatch")
     parser.add_argument("--out", help="append rows to this file, and skip those it holds")
@@ -178,6 +184,7 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
             args.seq_len,
             group,
             args.microbatch,
+            args.strategy,
             args.suggest,
             args.count_only,
         )
@@ -294,6 +301,8 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def _sent(row: dict[str, Any], in_loop: bool) -> str:
+    if row["collectives"] is None:
+        return "not readable"
     parts = [
         f"{c['kind']} {c['executed_bytes'] / 2**20:,.1f}"
         for c in row["collectives"]

@@ -26,7 +26,8 @@ class Compiled:
       argument_bytes: state and a buffer of two microbatches.
       output_bytes: the new state.
       alias_bytes: of results that take the place of arguments.
-      collectives: by kind and place (``_hlo.Collective``).
+      collectives: by kind and place (``_hlo.Collective``); None where the TPU compiler is newer
+        than jaxlib and writes what that cannot read.
       seconds: it took to compile.
       refused: the compiler found no room.
     """
@@ -36,7 +37,7 @@ class Compiled:
     argument_bytes: int
     output_bytes: int
     alias_bytes: int
-    collectives: list[dict[str, Any]]
+    collectives: list[dict[str, Any]] | None
     seconds: float
     refused: bool = False
 
@@ -188,7 +189,7 @@ class Step:
             argument_bytes=int(memory.argument_size_in_bytes),
             output_bytes=int(memory.output_size_in_bytes),
             alias_bytes=int(memory.alias_size_in_bytes),
-            collectives=[dataclasses.asdict(c) for c in collectives(compiled.as_text())],
+            collectives=_readable(compiled, collectives),
             seconds=seconds,
         )
 
@@ -240,6 +241,16 @@ class Step:
             self.mechanism, self.model.loss, self.optimizer, self.mesh, **self.options
         )
         return step, arguments
+
+
+def _readable(compiled: Any, read: Callable[[str], list[Any]]) -> list[dict[str, Any]] | None:
+    import jax
+
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        return None
+    return [dataclasses.asdict(c) for c in read(text)]
 
 
 def largest_that_fits(

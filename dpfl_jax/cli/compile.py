@@ -222,7 +222,9 @@ def _print(result: dict[str, Any], to_stderr: bool) -> None:
     largest = result["largest_microbatch_size"]
     if largest is not None:
         table.add_row("largest microbatch", str(largest or "not even one unit fits"))
-    for c in result["collectives"]:
+    if result["collectives"] is None:
+        table.add_row("collectives", "not readable: libtpu and jaxlib do not fit together")
+    for c in result["collectives"] or []:
         where = "in a loop" if c["in_loop"] else "once a step"
         table.add_row(c["kind"], f"{c['count']} {where}, {c['bytes'] / 2**20:.1f} MiB in all")
     table.add_row("compiled in", f"{result['compile_seconds']} s")
