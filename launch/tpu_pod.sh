@@ -16,7 +16,7 @@ is lost the job ends on all of them; it is started again, at most --restarts tim
   --zone ZONE         its zone
   --project PROJECT   default: gcloud's
   --workdir DIR       where dpfl_jax lies on the workers (default: ~/dpfl_jax)
-  --install           first copy this checkout there and install it with its extra `tpu`
+  --install           first copy what this checkout has committed there, and install it with its extra `tpu`
   --restarts N        default 20
   --dry-run           print the commands and stop
 
@@ -53,8 +53,12 @@ do_it() {
 
 if [ "$install" = 1 ]; then
   here=$(cd "$(dirname "$0")/.." && pwd)
-  do_it "${vm[@]}" scp --recurse "$here" "$tpu:$workdir" "${where[@]}" || exit 1
-  do_it "${vm[@]}" ssh "$tpu" "${where[@]}" --command "cd $workdir && pip install '.[tpu]'" || exit 1
+  # What is committed, and nothing else: runs/ holds the secret keys of other runs.
+  archive=$(mktemp -d)/dpfl_jax.tar
+  do_it git -C "$here" archive --output "$archive" HEAD || exit 1
+  do_it "${vm[@]}" scp "$archive" "$tpu:/tmp/dpfl_jax.tar" "${where[@]}" || exit 1
+  unpack="mkdir -p $workdir && tar -xf /tmp/dpfl_jax.tar -C $workdir"
+  do_it "${vm[@]}" ssh "$tpu" "${where[@]}" --command "$unpack && cd $workdir && pip install '.[tpu]'" || exit 1
 fi
 for attempt in $(seq 0 "$restarts"); do
   do_it "${vm[@]}" ssh "$tpu" "${where[@]}" --command "$remote"

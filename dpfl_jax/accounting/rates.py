@@ -222,8 +222,8 @@ class RateSolver:
     def rounds_within(self, rates: np.ndarray, budgets: np.ndarray) -> np.ndarray:
         """After how many rounds each record must leave, so that none exceeds its budget.
 
-        It depends on a record's own rate and budget only. Records whose budget lasts for all rounds
-        get ``rounds``; for others the rate is rounded up to the grid, which can only shorten it.
+        It depends on a record's own rate and budget only: its rate is rounded up to the grid,
+        always, which can only shorten it. Rates of ``solve`` lie on the grid.
 
         Returns:
           int64 [n].
@@ -231,7 +231,7 @@ class RateSolver:
         rates, budgets = np.asarray(rates, np.float64), check_budgets(budgets)
         rounds = self.setting.rounds
         out = np.full(len(rates), rounds, np.int64)
-        over = np.flatnonzero(self.spent(rates) > budgets)
+        over = np.flatnonzero(self.spent(rates, exact_up_to=0) > budgets)
         if not len(over):
             return out
         indices = np.array([self.index_above(r) for r in rates[over].tolist()])
@@ -247,12 +247,13 @@ class RateSolver:
         rates, stay = np.asarray(rates, np.float64), np.minimum(stay, rounds)
         full = stay >= self.setting.rounds
         out = np.zeros(len(rates))
-        out[full] = self.spent(rates[full])
+        out[full] = self.spent(rates[full], exact_up_to=0)
         part = np.flatnonzero(~full & (stay > 0) & (rates > 0))
         indices = np.array([self.index_above(r) for r in rates[part].tolist()], np.int64)
         for index in np.unique(indices).tolist():
             mine = part[indices == index]
-            out[mine] = self._curve(index)[stay[mine] - 1]
+            # No more than after all rounds, which another discretisation may put a little lower.
+            out[mine] = np.minimum(self._curve(index)[stay[mine] - 1], self.at(index))
         return out
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019  (solvers live as long as the process)

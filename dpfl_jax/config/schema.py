@@ -81,6 +81,8 @@ class ModelConfig(Section):
             raise ValueError("both model.size and model.checkpoint are set: keep one")
         if self.trainable == "lora" and self.lora is None:
             raise ValueError("model.trainable=lora needs model.lora, e.g. model.lora.rank=8")
+        if self.trainable == ():
+            raise ValueError("model.trainable is empty: nothing would be trained; name something")
         if self.lora is not None and self.trainable in ("biases", "last_layers"):
             raise ValueError(
                 "model.lora adds adapters, but model.trainable leaves them untrained: remove one"

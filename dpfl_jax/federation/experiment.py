@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import hashlib
 import math
 import os
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
@@ -260,7 +262,7 @@ def run_federated(
     RunDirectory.check(run_dir, fingerprint)
     prepared = prepare(config, console)
     noise = [p.mechanism.noise_multiplier for p in prepared.federation.silos]
-    facts = {"data": prepared.data.fingerprint, "noise": noise, "delta": prepared.delta}
+    facts = {"data": _identity(prepared), "noise": noise, "delta": prepared.delta}
     directory = RunDirectory(run_dir, config_to_dict(config), fingerprint, config.seed, facts)
     try:
         # A resumed run goes on with the noise it began with, whatever calibration would say today.
@@ -271,6 +273,21 @@ def run_federated(
         return _run(prepared, directory, console)
     finally:
         directory.close()
+
+
+def _identity(prepared: PreparedFederation) -> str:
+    """Identifies what is drawn from: the data and, where records have them, budgets and rates.
+
+    A run that went on with other rates would spend what its report does not say, and add the same
+    noise to the rounds that it takes again.
+    """
+    if prepared.personal is None:
+        return prepared.data.fingerprint
+    digest = hashlib.sha256(prepared.data.fingerprint.encode())
+    assignment = prepared.personal.assignment
+    for values in (prepared.personal.budgets, assignment.rates, assignment.stay):
+        digest.update(np.ascontiguousarray(values).tobytes())
+    return digest.hexdigest()
 
 
 def _run(prepared: PreparedFederation, directory: RunDirectory, console: Console) -> dict[str, Any]:
@@ -313,7 +330,9 @@ def _run(prepared: PreparedFederation, directory: RunDirectory, console: Console
     report["data"]["keyed_digest"] = directory.facts["data"]
     if prepared.personal is not None:
         summary = prepared.personal.write(directory.path, result.rounds)
-        report["outside_guarantee"]["personal"] = summary
+        # The rest is computed from the budgets, and stays with the silos.
+        told = ("policy", "rounds", "over_budget")
+        report["outside_guarantee"]["personal"] = {name: summary[name] for name in told}
     write_federated_report(directory.path, report, result.metrics)
     return report
 

@@ -46,7 +46,7 @@ def render_markdown(report: dict[str, Any]) -> str:
     lines += [
         "## Claimed and real",
         "",
-        "| | epsilon of a subject over the federation |",
+        f"| | epsilon of a {report['privacy'].get('unit', 'subject')} over the federation |",
         "|---|---|",
     ]
     lines.append(f"| claimed by the recipe `{claim['recipe']}` | {_short(claim['epsilon'])} |")

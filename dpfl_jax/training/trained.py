@@ -77,7 +77,7 @@ def load_trained(
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     trainable = trained_by_name(config.model, model.config)
     like, frozen = split(shapes, trainable)
-    chosen = flat_paths(_newest(directory, config, like, mesh))
+    chosen = flat_paths(_newest(directory, config, report["steps"], like, mesh))
     if jax.tree.leaves(frozen):
         chosen = {**flat_paths(_base(config, report, model, mesh)), **chosen}
     params = merge(nested(chosen), model.config.lora, dtype or config.model.frozen_dtype)
@@ -106,8 +106,10 @@ def _read(directory: pathlib.Path) -> tuple[RunConfig, dict[str, Any]]:
     return config, report
 
 
-def _newest(directory: pathlib.Path, config: RunConfig, like: PyTree, mesh: Mesh) -> PyTree:
-    """The trained parameters of the newest checkpoint."""
+def _newest(
+    directory: pathlib.Path, config: RunConfig, steps: int, like: PyTree, mesh: Mesh
+) -> PyTree:
+    """The trained parameters of the newest checkpoint, which must be that of the report."""
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     state = TrainState(
         params=like,
@@ -121,9 +123,15 @@ def _newest(directory: pathlib.Path, config: RunConfig, like: PyTree, mesh: Mesh
     )
     checkpoints = Checkpoints(directory / "checkpoints", config.train.keep_checkpoints)
     try:
-        return checkpoints.read(state)[0].params
+        found, progress = checkpoints.read(state)
     finally:
         checkpoints.close()
+    if progress["step"] != steps:
+        raise BadInputError(
+            f"the newest checkpoint in {directory} is of step {progress['step']}, but its report "
+            f"is of {steps} steps: the guarantee would not be that of this model; bring it back"
+        )
+    return found.params
 
 
 def _base(config: RunConfig, report: dict[str, Any], model: LanguageModel, mesh: Mesh) -> PyTree:

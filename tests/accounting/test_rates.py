@@ -158,3 +158,17 @@ def test_figures_5_and_6_fits():
     for sigma, r2 in figure_6.items():
         fit = rpdp.fit_curve(sigma, 5, 20, 1.0, 1e-3, conversion="mironov", rates=points)
         assert fit.r_squared == pytest.approx(r2, abs=6e-6)
+
+
+def test_when_a_record_leaves_does_not_depend_on_how_many_others_there_are():
+    """Rates off the grid, around the number up to which the others' costs were exact."""
+    few = TwoStage(2.0, 2, 2, 1.0, 1e-3)
+    rates = np.linspace(0.3003, 0.6, 65)
+    solve = solver(few)
+    budgets = np.array([few.epsilon(float(r)) for r in rates[:1]]).repeat(65) * 1.0005
+    fewer = solve.rounds_within(rates[:64], budgets[:64])
+    more = solve.rounds_within(rates, budgets)
+    np.testing.assert_array_equal(fewer, more[:64])
+    # Interrupted after any number of rounds, nobody is over its budget.
+    for rounds in range(3):
+        assert np.all(solve.spent_after(rates, more, rounds) <= budgets)

@@ -1,6 +1,7 @@
 """Tables of patients, their own silos, silos of half of the classes, budgets from columns."""
 
 import csv
+import dataclasses
 
 import numpy as np
 import pytest
@@ -9,8 +10,9 @@ from rich.console import Console
 from dpfl_jax.config.federated import BudgetConfig, FederatedConfig, FederatedDataConfig
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.experiment import prepare
+from dpfl_jax.federation.experiment import _identity, prepare
 from dpfl_jax.federation.partition import assign_by_labels
+from dpfl_jax.federation.personal.budgets import budgets_of_column
 from dpfl_jax.federation.personal.personalise import column_budgets, record_budgets
 from dpfl_jax.federation.placement import own_silos, spread, subject_keys
 from dpfl_jax.federation.sources import load_subjects
@@ -120,6 +122,11 @@ def test_budgets_from_a_field_or_a_file_follow_their_records(tmp_path):
         column_budgets(BudgetConfig(kind="column"), store)
     with pytest.raises(BadInputError, match="needs the columns 'record' and 'epsilon'"):
         column_budgets(BudgetConfig(kind="column", path=str(file)), store)
+    file.write_text("record,eps\np0,1\np0,5\n")
+    with pytest.raises(BadInputError, match="two rows for the record 'p0'"):
+        column_budgets(listed, store)
+    with pytest.raises(BadInputError, match="2 numbers for each record"):
+        budgets_of_column(np.ones((5, 2)), "eps")
     file.write_text("record,eps\np0,1\n")
     with pytest.raises(BadInputError, match="no budget for the record"):
         column_budgets(listed, store)
@@ -183,3 +190,14 @@ def test_a_resumed_run_keeps_its_noise_and_rates_follow_it():
     assert np.all(ours > before)
     assert np.all(resumed.personal.check(3) <= resumed.personal.budgets)
     assert resumed.claim.real_epsilon < prepared.claim.real_epsilon
+
+
+@pytest.mark.privacy
+def test_a_run_does_not_go_on_with_other_budgets():
+    prepared = prepare(config(), Console(quiet=True))
+    same = prepare(config(), Console(quiet=True))
+    assert _identity(prepared) == _identity(same)
+    withdrawn = prepared.personal.budgets.copy()
+    withdrawn[0] = 0.0
+    personal = dataclasses.replace(prepared.personal, budgets=withdrawn)
+    assert _identity(dataclasses.replace(prepared, personal=personal)) != _identity(prepared)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,12 @@ from dpfl_jax.federation.isrl.baselines import (
     make_central_oracle,
 )
 from dpfl_jax.federation.isrl.relations import relations, shuffled_view
-from dpfl_jax.federation.isrl.shuffled import shuffled_guarantee, shuffled_noise
+from dpfl_jax.federation.isrl.runs.experiment import _relations, guarantee_of
+from dpfl_jax.federation.isrl.shuffled import (
+    shuffled_epsilon,
+    shuffled_guarantee,
+    shuffled_noise,
+)
 from dpfl_jax.federation.isrl.vector_protocol import (
     VectorProtocol,
     calibrate_protocol,
@@ -398,3 +404,41 @@ def test_bounds_say_when_privacy_is_free():
         1.0, 2.0, 10, [1000] * 20, [0.1] * 19 + [0.05], [1e-6] * 20, 100
     )
     assert half.private < worse.private < 1.2 * half.private  # the average counts, not the worst
+
+
+def test_one_record_of_n_is_not_poisson_sampling():
+    """Shuffled reports are of one record drawn from n: an absent one makes room for another."""
+    alone_epsilon = shuffled_epsilon(1.0, rounds=1, cohort=1, silos=1, silo_size=20, delta=1e-5)
+    # The other 19 gradients are -C, the record's is C or -C: one direction, integrated directly.
+    x = np.linspace(-14, 14, 200_001)
+    there = 0.05 * stats.norm.pdf(x, 1) + 0.95 * stats.norm.pdf(x, -1)
+    absent = stats.norm.pdf(x, -1)
+
+    def delta(epsilon):
+        return np.trapezoid(np.maximum(there - math.exp(epsilon) * absent, 0), x)
+
+    assert delta(alone_epsilon) <= 1e-5
+    assert delta(alone_epsilon - 0.01) > 1e-5
+    assert alone_epsilon == pytest.approx(5.5169, abs=2e-3)
+
+
+def test_a_guarantee_for_silos_of_different_deltas_holds_for_each():
+    taken = [
+        silo_noise(Budget(8.0, 1e-6), 290, 290, 20, sampling="full"),
+        silo_noise(Budget(7.9, 1e-2), 283, 283, 20, sampling="full"),
+    ]
+    prepared = types.SimpleNamespace(
+        parameters=types.SimpleNamespace(noise=taken),
+        config=types.SimpleNamespace(isrl=types.SimpleNamespace(sampling="full")),
+    )
+    found, _ = guarantee_of(prepared, 20)
+    for z in taken:
+        assert accounting.epsilon(z.event, found.delta, relation=REPLACE) <= found.epsilon
+    rows = _relations(
+        types.SimpleNamespace(
+            isrl=types.SimpleNamespace(available=None), data=types.SimpleNamespace(silos=2)
+        ),
+        taken,
+    )
+    central = next(row for row in rows if row["notion"] == "central DP")
+    assert (central["epsilon"], central["delta"]) == (found.epsilon, found.delta)

@@ -23,3 +23,15 @@ def test_the_fingerprint_of_the_data_is_written_only_keyed(tmp_path):
     other.close()
     with pytest.raises(BadInputError, match="training data are not those"):
         RunDirectory(tmp_path / "run", {}, "c", None, facts | {"data": "beef" * 16})
+
+
+def test_going_on_takes_back_the_report_of_the_interruption(tmp_path):
+    first = RunDirectory(tmp_path / "run", {}, "f", None)
+    (first.path / "report.json").write_text('{"status": "interrupted"}')
+    (first.path / "report.md").write_text("after 10 steps")
+    first.close()
+    again = RunDirectory(tmp_path / "run", {}, "f", None)
+    assert again.resumed
+    assert not (again.path / "report.json").exists()
+    assert not (again.path / "report.md").exists()
+    again.close()

@@ -114,8 +114,9 @@ def make_message(loss: Loss, spec: MessageSpec, batch_capacity: int | None = Non
             else:
                 mask = real & (rank >= turn * batch) & (rank < (turn + 1) * batch)
         total = _bounded_sum(loss, spec, w, units, mask, clip_norm, batch)
-        noise = jax.random.normal(noise_key, w.shape) + jax.random.normal(
-            jax.random.fold_in(noise_key, 1), w.shape
+        first, second = jax.random.split(noise_key)
+        noise = jax.random.normal(first, w.shape) + jax.random.normal(
+            second, w.shape
         )  # two: one float32 normal has no tail beyond 5.2 standard deviations
         return (total + stddev * jnp.sqrt(0.5) * noise) / jnp.maximum(batch, 1.0)
 

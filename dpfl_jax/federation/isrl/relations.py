@@ -14,12 +14,13 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.arms import SiloNoise
 
 
-def relations(noise: SiloNoise, silos: int) -> list[dict[str, Any]]:
+def relations(noise: SiloNoise, silos: int, shuffled: bool = True) -> list[dict[str, Any]]:
     """The same run under other notions of privacy (section 2 of the notes on trust).
 
     Args:
       noise: of every silo (alike).
       silos: N.
+      shuffled: whether all silos are alike and answer in every round, as the theorem needs.
 
     Returns:
       Rows ``notion, trusted, protects, epsilon, delta, note``.
@@ -52,19 +53,19 @@ def relations(noise: SiloNoise, silos: int) -> list[dict[str, Any]]:
             "note": "by group privacy; meaningful only for epsilon <= 1/n",
         },
     ]
-    shuffled = shuffled_view(noise, silos)
-    helps = shuffled < epsilon
+    hidden = shuffled_view(noise, silos) if shuffled else math.inf
+    helps = hidden < epsilon
     rows.append(
         {
             "notion": "shuffle DP",
             "trusted": "own silo and a shuffler",
             "protects": "a record",
-            "epsilon": shuffled if helps else epsilon,
+            "epsilon": hidden if helps else epsilon,
             "delta": delta,
             "note": "each round shuffled, all silos alike and answering (Theorem D.5)"
             if helps
             else "implied; the shuffling theorem adds nothing here (it needs hundreds of silos, "
-            "and messages of epsilon below 1/n)",
+            "messages of epsilon below 1/n, and silos that are alike and all answer)",
         }
     )
     local = noise.silo_size == 1

@@ -31,8 +31,9 @@ def shuffled_epsilon(
     is the better one.
     """
     chain = closed.sdp_epsilon(noise_multiplier, rounds, cohort, silos, silo_size, delta)
+    # One record of n, exactly: where one is absent another takes its place (unlike under Poisson).
     own = accounting.epsilon(
-        events.isrl_dp(noise_multiplier, 1.0 / silo_size, rounds), delta, relation=REPLACE
+        events.fixed_size(noise_multiplier, silo_size, 1, rounds), delta, relation=REPLACE
     )
     return min(chain, own)
 

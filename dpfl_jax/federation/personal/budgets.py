@@ -148,7 +148,13 @@ def budgets_of_column(values: np.ndarray, column: str) -> np.ndarray:
       BadInputError: a value that is no number >= 0 (the row is named).
     """
     try:
-        numbers = np.asarray(values, dtype=np.float64).reshape(-1)
+        numbers = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
         raise BadInputError(f"the budgets in column {column!r} are not numbers") from None
+    if numbers.size != len(numbers):
+        raise BadInputError(
+            f"the column {column!r} holds {numbers.size // max(len(numbers), 1)} numbers for each "
+            "record, but a budget is one: name another"
+        )
+    numbers = numbers.reshape(-1)
     return check_budgets(numbers)

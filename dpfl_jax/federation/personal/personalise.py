@@ -65,7 +65,13 @@ def column_budgets(config: BudgetConfig, store: Store) -> np.ndarray:
         reader = csv.DictReader(file)
         if not {"record", config.column} <= set(reader.fieldnames or ()):
             raise BadInputError(f"{path} needs the columns 'record' and {config.column!r}")
-        known = {row["record"]: row[config.column] for row in reader}
+        known: dict[str, str] = {}
+        for row in reader:
+            if row["record"] in known:
+                raise BadInputError(
+                    f"{path} has two rows for the record {row['record']!r}: keep one"
+                )
+            known[row["record"]] = row[config.column]
     names = store.user_ids(range(store.num_users))
     missing = next((name for name in names if name not in known), None)
     if missing is not None:
@@ -227,6 +233,11 @@ def personal_guarantee(
         low, high = personal.declared
         declared = f"budgets are declared to be spread between {low:.4g} and {high:.4g}"
     extra = []
+    if len(set(personal.names)) < len(personal.names):
+        extra.append(
+            "some persons own several records: what they spend together is up to the sum of what "
+            "their records spend"
+        )
     if len(personal.budgets) > 0 and setting.delta * len(personal.budgets) >= 1:
         extra.append(
             f"delta {setting.delta:g} is not below one over the {len(personal.budgets)} records"

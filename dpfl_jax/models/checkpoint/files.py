@@ -126,9 +126,13 @@ class TensorFiles:
             some = self._slice(name)
             shape = tuple(some.get_shape())
             digest.update(f"{name} {shape} {some.get_dtype()}".encode())
-            if shape and min(shape) > 0:
-                first = (*(slice(0, 1) for _ in shape[:-1]), slice(0, min(64, shape[-1])))
-                digest.update(np.ascontiguousarray(some[first]).tobytes())
+            if not shape or min(shape) == 0:
+                continue
+            # Rows all over the tensor: training changes all of them, and reading all takes minutes.
+            rows = sorted({round(k * (shape[0] - 1) / 15) for k in range(16)})
+            for row in rows:
+                part = (slice(row, row + 1), *(slice(None) for _ in shape[1:]))
+                digest.update(np.ascontiguousarray(some[part]).tobytes())
         return digest.hexdigest()[:32]
 
     def close(self) -> None:

@@ -160,7 +160,10 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
 def guarantee_of(
     prepared: Prepared, rounds: int, caveats: tuple[str, ...] = ()
 ) -> tuple[Guarantee, list[SiloNoise]]:
-    """The guarantee of the silo that promises least, and every silo's noise, after ``rounds``."""
+    """One guarantee that all silos give, and every silo's noise, after ``rounds``.
+
+    Silos may differ in delta: it is stated at the largest, with the largest epsilon there.
+    """
     noise, outside = prepared.parameters.noise, (_EVALUATION_CAVEAT, _SILOS_CAVEAT)
     if noise is None:
         none = Guarantee(
@@ -178,11 +181,15 @@ def guarantee_of(
         )
         return none, []
     taken = [dataclasses.replace(z, rounds=min(z.rounds, max(rounds, 1))) for z in noise]
-    known = {(z.event, z.budget): silo_guarantee(z) for z in taken}
-    worst = max(known.values(), key=lambda g: (g.epsilon, g.delta))
+    known = {(z.event, z.budget): silo_guarantee(z) for z in _at_one_delta(taken)}
+    worst = max(known.values(), key=lambda g: g.epsilon)
     more = [PRIVATE_METRICS_CAVEAT, *outside, TUNING_CAVEAT]
     if len(known) > 1:
-        more.insert(0, "silos differ: this is the one that promises least; the table has them all")
+        more.insert(
+            0,
+            "silos differ: this holds for all, at the largest of their deltas; the table has what "
+            "each promises",
+        )
     return (
         dataclasses.replace(
             worst,
@@ -217,7 +224,7 @@ def _facts(prepared: Prepared, guarantee: Guarantee, taken: list[SiloNoise]) -> 
     return {
         "privacy": guarantee.to_json(),
         "guarantee": str(guarantee),
-        "relations": _plain(relations(_weakest(taken), config.data.silos)) if private else [],
+        "relations": _plain(_relations(config, taken)) if private else [],
         "silos": _silo_rows(prepared, taken),
         "participation": {
             "silos": config.data.silos,
@@ -232,9 +239,25 @@ def _facts(prepared: Prepared, guarantee: Guarantee, taken: list[SiloNoise]) -> 
     }
 
 
-def _weakest(taken: list[SiloNoise]) -> SiloNoise:
-    prices = {z: z.epsilon for z in set(taken)}
-    return max(taken, key=lambda z: prices[z])
+def _at_one_delta(taken: list[SiloNoise]) -> list[SiloNoise]:
+    """The silos' noise, their epsilons to be asked at the largest delta."""
+    delta = max(z.budget.delta for z in taken)
+    return [
+        dataclasses.replace(z, budget=dataclasses.replace(z.budget, delta=delta)) for z in taken
+    ]
+
+
+def _relations(config: IsrlConfig, taken: list[SiloNoise]) -> list[dict[str, Any]]:
+    """Each notion for the silo for which it promises least."""
+    distinct = list(dict.fromkeys(_at_one_delta(taken)))
+    available = config.isrl.available
+    alike = len(distinct) == 1 and available in (None, config.data.silos)
+    tables = [relations(z, config.data.silos, shuffled=alike) for z in distinct]
+    rows = []
+    for column in zip(*tables, strict=True):
+        worst = max(column, key=lambda row: row["epsilon"])
+        rows.append({**worst, "delta": max(row["delta"] for row in column)})
+    return rows
 
 
 def _plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
