@@ -132,7 +132,8 @@ def loss_in_transformers(path, store):
     return float((each.sum(-1) / real.sum(-1)).mean())
 
 
-@pytest.mark.parametrize("kind", ["els", pytest.param("uls", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["els", "uls"])
 def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp_path, capsys):
     run = tmp_path / "run"
     report, shown = dpfl(

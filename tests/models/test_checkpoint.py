@@ -154,7 +154,8 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
     assert_same(params, read)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_files_and_stacks_of_any_number_hold_the_same_model(name, tmp_path):
     saved_by_transformers(name, tmp_path / "one")
     saved_by_transformers(name, tmp_path / "many", max_shard_size="20KB")
