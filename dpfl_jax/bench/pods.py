@@ -245,7 +245,7 @@ def _compile(job: Job, fsdp: int | None, time_limit: float) -> dict[str, Any]:
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         return {**row, "error": last}
-    return {**row, **json.loads(done.stdout.splitlines()[-1])}
+    return {**row, **json.loads(done.stdout.splitlines()[-1]), "asked_strategy": job.strategy}
 
 
 def _devices(topology: str) -> int:
@@ -277,7 +277,10 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
         name = row["model"]
         if "parameters" in row:
             name += f" ({row['parameters'] / 1e6:,.0f} M)"
-        start = f"| {name} | {row['trains']} | {unit} | {row['topology']} "
+        trains = row["trains"]
+        if row.get("asked_strategy", "auto") != "auto":
+            trains += f", {row['asked_strategy']}"
+        start = f"| {name} | {trains} | {unit} | {row['topology']} "
         if "error" in row:
             lines.append(f"{start}| | {row['error']} | | | | | |")
             continue
@@ -303,6 +306,8 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
 def _sent(row: dict[str, Any], in_loop: bool) -> str:
     if row["collectives"] is None:
         return "not readable"
+    if row["fits"] is False and not row["collectives"]:
+        return ""
     parts = [
         f"{c['kind']} {c['executed_bytes'] / 2**20:,.1f}"
         for c in row["collectives"]

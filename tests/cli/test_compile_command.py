@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from dpfl_jax.cli._hlo import collectives
@@ -65,6 +66,7 @@ def test_adapters_alone_are_reduced(config, tmp_path, capsys):
 
 @pytest.mark.parametrize("topology", ["v5e", "abacus:3", "cpu:0", "cpu:4096"])
 def test_bad_topologies(config, topology, capsys):
+    assert len(jax.devices()) == 8  # started: no more can be had
     assert main(["compile", config, "--topology", topology]) == 2
     assert "compile" in capsys.readouterr().err
 
