@@ -171,6 +171,11 @@ def run_experiment(
     kept.pop("processes", None)  # where a run computes is no part of it
     identity = (kept, config_fingerprint(config), config.seed)
     processes.check_same({"configuration": identity[1]})
+    if processes.many() and config.eval.personalize:
+        raise processes.AgreedError(
+            "eval.personalize is computed by one process: set it to false for a run in "
+            f"{processes.count()} processes"
+        )
     processes.primary_first(lambda: RunDirectory.check(run_dir, identity[1]))
     prepared = processes.together(lambda: prepare(config, console, load))
     facts = {
