@@ -257,3 +257,11 @@ def federation_noise(
             )
         found.append(known[facts])
     return found
+
+
+def at_one_delta(noise: Sequence[SiloNoise]) -> list[SiloNoise]:
+    """Silos' noise whose epsilons are asked at the largest delta: one statement holds for all."""
+    delta = max(z.budget.delta for z in noise)
+    return [
+        dataclasses.replace(z, budget=dataclasses.replace(z.budget, delta=delta)) for z in noise
+    ]

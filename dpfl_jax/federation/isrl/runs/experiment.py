@@ -16,7 +16,7 @@ from rich.console import Console
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.config.isrl import IsrlConfig
-from dpfl_jax.federation.isrl.arms import SiloNoise, silo_guarantee
+from dpfl_jax.federation.isrl.arms import SiloNoise, at_one_delta, silo_guarantee
 from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.isrl.relations import relations
 from dpfl_jax.federation.isrl.runs.loop import Result, run_rounds
@@ -181,7 +181,7 @@ def guarantee_of(
         )
         return none, []
     taken = [dataclasses.replace(z, rounds=min(z.rounds, max(rounds, 1))) for z in noise]
-    known = {(z.event, z.budget): silo_guarantee(z) for z in _at_one_delta(taken)}
+    known = {(z.event, z.budget): silo_guarantee(z) for z in at_one_delta(taken)}
     worst = max(known.values(), key=lambda g: g.epsilon)
     more = [PRIVATE_METRICS_CAVEAT, *outside, TUNING_CAVEAT]
     if len(known) > 1:
@@ -239,17 +239,9 @@ def _facts(prepared: Prepared, guarantee: Guarantee, taken: list[SiloNoise]) -> 
     }
 
 
-def _at_one_delta(taken: list[SiloNoise]) -> list[SiloNoise]:
-    """The silos' noise, their epsilons to be asked at the largest delta."""
-    delta = max(z.budget.delta for z in taken)
-    return [
-        dataclasses.replace(z, budget=dataclasses.replace(z.budget, delta=delta)) for z in taken
-    ]
-
-
 def _relations(config: IsrlConfig, taken: list[SiloNoise]) -> list[dict[str, Any]]:
     """Each notion for the silo for which it promises least."""
-    distinct = list(dict.fromkeys(_at_one_delta(taken)))
+    distinct = list(dict.fromkeys(at_one_delta(taken)))
     available = config.isrl.available
     alike = len(distinct) == 1 and available in (None, config.data.silos)
     tables = [relations(z, config.data.silos, shuffled=alike) for z in distinct]

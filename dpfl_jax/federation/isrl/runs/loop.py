@@ -17,7 +17,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.federation.isrl.accelerated import accelerated_step, step_weights
-from dpfl_jax.federation.isrl.arms import SiloNoise
+from dpfl_jax.federation.isrl.arms import SiloNoise, at_one_delta
 from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, make_oracle
 from dpfl_jax.federation.isrl.minibatch_sgd import (
     MinibatchState,
@@ -186,7 +186,7 @@ def solve(
 
 
 class Spent:
-    """An upper bound on the largest epsilon of a silo after any number of rounds."""
+    """An upper bound on every silo's epsilon, at the largest delta, after any number of rounds."""
 
     def __init__(self, noise: list[SiloNoise] | None, rounds: int) -> None:
         """Prices some numbers of rounds; ``rounds`` is R."""
@@ -195,7 +195,7 @@ class Spent:
         if not noise or noise[0].sampling == "with_replacement":
             return
         curves = []
-        for one in {(z.event, z.budget): z for z in noise}.values():
+        for one in {(z.event, z.budget): z for z in at_one_delta(noise)}.values():
             if one.sampling == "disjoint":  # a record is in one round, whichever
                 curves.append([one.epsilon] * len(self._at))
                 continue
