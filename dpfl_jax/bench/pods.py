@@ -81,6 +81,8 @@ class Job:
     group_size: int
     microbatch: int
     strategy: str
+    examples_at_once: int | None
+    split_users: bool
     suggest: bool
     count_only: bool
 
@@ -113,7 +115,9 @@ class Job:
                 "steps": 10,
                 "microbatch_size": self.microbatch,
                 "strategy": self.strategy,
+                "examples_at_once": self.examples_at_once,
             },
+            "mesh": {"split_users": self.split_users},
         }
 
 
@@ -128,6 +132,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fsdp", type=int, help="parts of the parameters (default: as needed)")
     parser.add_argument("--microbatch", type=int, default=1, help="units a device (default 1)")
     parser.add_argument("--strategy", default="auto", help="as train.strategy")
+    parser.add_argument(
+        "--examples-at-once", type=int, help="as train.examples_at_once (uls; default all)"
+    )
+    parser.add_argument("--split-users", action="store_true", help="as mesh.split_users (uls)")
     parser.add_argument("--count-only", action="store_true", help="count FLOPs, compile nothing")
     parser.add_argument("--suggest", action="store_true", help="look for the largest microbatch")
     parser.add_argument("--out", help="append rows to this file, and skip those it holds")
@@ -175,7 +183,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:
     choices = itertools.product(args.models, args.train, args.topologies, args.units)
     for model, trains, topology, unit in choices:
-        group = args.group_size if unit == "uls" else 1
+        users = unit == "uls"
+        group = args.group_size if users else 1
         yield Job(
             model,
             trains,
@@ -185,6 +194,8 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
             group,
             args.microbatch,
             args.strategy,
+            args.examples_at_once if users else None,
+            args.split_users and users,
             args.suggest,
             args.count_only,
         )
@@ -280,6 +291,10 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
         trains = row["trains"]
         if row.get("asked_strategy", "auto") != "auto":
             trains += f", {row['asked_strategy']}"
+        if row.get("examples_at_once"):
+            trains += f", {row['examples_at_once']} at once"
+        if row.get("split_users"):
+            trains += ", users split"
         start = f"| {name} | {trains} | {unit} | {row['topology']} "
         if "error" in row:
             lines.append(f"{start}| | {row['error']} | | | | | |")

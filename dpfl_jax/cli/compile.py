@@ -62,12 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Compiles the step with and without privacy, and compares."""
     kind_of(args.topology)
-    from dpfl_jax.config import RunConfig, config_to_dict, load_config
+    from dpfl_jax.config import RunConfig, load_config
 
     config = load_config(args.config, args.overrides)
     if not isinstance(config, RunConfig):
         raise BadInputError("compile: federated configurations are not compiled for slices yet")
-    mesh = slice_mesh(args.topology, config_to_dict(config.mesh))
+    mesh = slice_mesh(args.topology, config.mesh.axes)
     if config.model.checkpoint is not None:
         vocab = args.vocab_size or 1  # its own vocabulary
     else:
@@ -122,12 +122,22 @@ def measure(
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     platform = "cpu" if kind_of(topology) == "cpu" else "tpu"
     trainable, low = trained_by_name(config.model, model.config), config.model.frozen_dtype
-    options = {"strategy": config.train.strategy, "platform": platform, "trainable": trainable}
+    limit, size = memory_of(topology), config.train.microbatch_size
+    options = {
+        "strategy": config.train.strategy,
+        "platform": platform,
+        "trainable": trainable,
+        # What the choice of a strategy finds on the device itself.
+        "memory_limit": None if limit is None else limit / 2,
+    }
+    cut = {
+        "examples_at_once": config.train.examples_at_once,
+        "split_users": config.mesh.split_users,
+    }
 
     group = config.mechanism.uls.group_size if config.mechanism.kind == "uls" else None
     parts, length = unit_parts(mesh), config.data.seq_len
-    step = Step(mechanism, model, optimizer, mesh, options, low)
-    limit, size = memory_of(topology), config.train.microbatch_size
+    step = Step(mechanism, model, optimizer, mesh, options | cut, low)
     compiled: dict[int, Compiled] = {}
 
     def at(size: int) -> Compiled:
@@ -177,7 +187,7 @@ def measure(
         "collectives": private.collectives,
         "non_private_collectives": None if plain is None else plain.collectives,
         "compile_seconds": round(private.seconds, 1),
-        "strategy": _explain(mechanism, model, units, options).splitlines(),
+        "strategy": _explain(mechanism, model, units, options, cut).splitlines(),
     }
 
 
@@ -187,9 +197,15 @@ def _vocab(config: Any) -> int:
     return load_tokenizer(config.data.tokenizer).vocab_size
 
 
-def _explain(mechanism: Any, model: Any, units: Units, options: dict[str, Any]) -> str:
+def _explain(
+    mechanism: Any, model: Any, units: Units, options: dict[str, Any], cut: dict[str, Any]
+) -> str:
     import jax
 
+    if cut["split_users"]:
+        options = options | {"examples_at_once": cut["examples_at_once"] or units.group}
+    elif cut["examples_at_once"]:
+        options = options | {"examples_at_once": cut["examples_at_once"]}
     bounded = mechanism.bounded_grad(model.loss, **options)
     if not hasattr(bounded, "explain"):
         return "not private"

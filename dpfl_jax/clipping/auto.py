@@ -68,6 +68,7 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
     # parameters are read again in both passes.
     scan = machine.seconds(0.0, machine.scan_traffic * size)
     remat = _recomputes(analyse(trace_loss(problem)[0].jaxpr, len(problem.leaves)).plan)
+    too_large = limit is not None and size > limit
     limit = min((x for x in (limit, machine.working_set) if x is not None), default=None)
     units = n  # in microbatches that every device has an equal part of
     while units > parts and limit is not None and units * held > limit * parts:
@@ -78,6 +79,9 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
         f"book-keeping costs {book * 1e6:.0f} us a unit over the non-private gradient and holds "
         f"{n / parts * held / 1e6:.1f} MB, a scan over units {scan * 1e6:.0f} us (estimates)"
     )
+    if too_large:
+        reason = f"a scan would hold a gradient of {size / 1e9:.1f} GB on each device; {numbers}"
+        return Explanation("ghost", None if units == n else units, reason, found)
     if remat and scan < 4 * book:
         return Explanation(
             "scan", parts, f"the loss recomputes activations to save memory; {numbers}"

@@ -46,6 +46,8 @@ class BoundedGrad:
         norm_method: str | None = None,
         memory_limit: float | None = None,
         unit_sharding: NamedSharding | None = None,
+        pieces: Callable[[PyTree], PyTree] | None = None,
+        gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None,
     ) -> None:
         self.loss_fn = loss_fn
         self.rule = rule
@@ -57,6 +59,8 @@ class BoundedGrad:
         self.norm_method = norm_method
         self.memory_limit = memory_limit
         self.unit_sharding = unit_sharding
+        self.pieces = pieces
+        self.gradient_sharding = gradient_sharding
 
     def __call__(
         self,
@@ -106,6 +110,9 @@ class BoundedGrad:
         return solve_ghost(problem, machine_for(self.platform), self.norm_method, report)
 
     def _choose(self, problem: Problem) -> Explanation:
+        if self.pieces is not None and self.strategy == "auto":
+            at_a_time = self.microbatch_size or problem.parts
+            return Explanation("scan", at_a_time, "units are formed piece by piece")
         if self.strategy == "auto" and self.microbatch_size is None:
             return decide(problem, machine_for(self.platform), self.memory_limit)
         strategy = "ghost" if self.strategy == "auto" else self.strategy
@@ -212,6 +219,8 @@ class BoundedGrad:
             group=group,
             rule=self.rule if rule is None else rule,
             sharding=self.unit_sharding,
+            pieces=self.pieces,
+            gradient_sharding=self.gradient_sharding,
         )
         return problem, rebuild
 
@@ -239,6 +248,8 @@ def bounded_grad(
     norm_method: Literal["gram", "direct", "keep"] | None = None,
     memory_limit: float | None = None,
     unit_sharding: NamedSharding | None = None,
+    pieces: Callable[[PyTree], PyTree] | None = None,
+    gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None,
 ) -> BoundedGrad:
     """Bounds each unit's gradient and sums them, without forming them where that pays.
 
@@ -265,6 +276,11 @@ def bounded_grad(
       unit_sharding: under automatic sharding of parameters (fully sharded, tensor parallel), how
         the batch's leading axis is split: keeps what is recorded of a unit where the unit is, so
         that no activations are sent for norms and sums. Not needed where only units are split.
+      pieces: cuts one unit that is too large to be processed at once into pieces (a pytree of
+        arrays [pieces, ...]) whose losses add up to the unit's: their gradients are accumulated in
+        float32 before the norm is taken. Units are then formed (``"scan"`` or ``"vmap"``).
+      gradient_sharding: ``(name, shape) -> NamedSharding``, how the gradient of a unit in pieces is
+        split under automatic sharding, where all devices work on one unit.
 
     Returns:
       A ``BoundedGrad``.
@@ -282,6 +298,11 @@ def bounded_grad(
         raise BadInputError(
             f"bounded_grad: microbatch_size is {microbatch_size}, but it must be at least 1"
         )
+    if pieces is not None and (strategy == "ghost" or has_aux):
+        raise BadInputError(
+            "bounded_grad: units that are formed piece by piece need the strategy scan, vmap or "
+            "auto, and a loss without auxiliary output"
+        )
     if rule is None:
         assert clip_norm is not None
         rule = Standard(clip_norm)
@@ -296,4 +317,6 @@ def bounded_grad(
         norm_method,
         memory_limit,
         unit_sharding,
+        pieces,
+        gradient_sharding,
     )

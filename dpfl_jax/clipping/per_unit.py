@@ -39,8 +39,7 @@ def weighted_sum(gradient: jax.Array, weights: jax.Array, keep: jax.Array) -> ja
 
 def solve_vmap(problem: Problem) -> Solution:
     """Per-unit gradients all at once; memory n x parameters."""
-    gradient = jax.value_and_grad(problem.loss, has_aux=True)
-    (losses, aux), gradients = jax.vmap(gradient, in_axes=(None, 0))(problem.leaves, problem.units)
+    (losses, aux), gradients = problem.every_gradient()
     decided = problem.judge(squared_norms(gradients))
     sums = [weighted_sum(g, w, decided.keep) for g, w in zip(gradients, decided.weights)]
     return Solution(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping.result import unit_where
+from dpfl_jax.clipping.result import unit_where, vary, varying_axes
 from dpfl_jax.clipping.rules import Rule
 from dpfl_jax.errors import BadInputError
 
@@ -31,6 +32,10 @@ class Problem:
       group: int or float [n], or None.
       rule: the clip rule.
       sharding: how the unit axis is split under automatic sharding; None: as the compiler likes.
+      pieces: cuts a unit into pieces (a pytree of arrays [pieces, ...]) whose losses add up to the
+        unit's; None: a unit's gradient is formed at once.
+      gradient_sharding: ``(name, shape) -> NamedSharding``, how a unit's gradient is split over
+        devices while it is accumulated; None: as the compiler likes.
     """
 
     loss: Callable[[Sequence[jax.Array], PyTree], tuple[jax.Array, PyTree]]
@@ -41,6 +46,42 @@ class Problem:
     group: jax.Array | None
     rule: Rule
     sharding: NamedSharding | None = None
+    pieces: Callable[[PyTree], PyTree] | None = None
+    gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None
+
+    def every_gradient(self) -> tuple[tuple[jax.Array, PyTree], Sequence[jax.Array]]:
+        """Losses, auxiliary outputs and gradients of all units, formed: leaves [n, ...]."""
+        whole = jax.value_and_grad(self.loss, has_aux=True)
+        # What a loss places (``models.placement``) stays on the devices that hold the unit.
+        units = functools.partial(jax.vmap, in_axes=(None, 0), spmd_axis_name=self._unit_axes())
+        if self.pieces is None:
+            return units(whole)(self.leaves, self.units)
+        examples, keys = self.units
+        pieces = jax.tree.map(self.place, jax.vmap(self.pieces)(examples))
+
+        def one(leaves: Sequence[jax.Array], unit: PyTree) -> Any:
+            pieces, key = unit
+
+            def body(carry: Any, piece: PyTree) -> tuple[Any, None]:
+                (value, _), gradient = whole(leaves, (piece, key))
+                total, sums = carry
+                more = [a + g.astype(jnp.float32) for a, g in zip(sums, gradient, strict=True)]
+                return (total + value, self._split(more)), None
+
+            zeros = [jnp.zeros(p.shape, jnp.float32) for p in leaves]
+            start = vary((jnp.zeros(()), self._split(zeros)), varying_axes(leaves, pieces))
+            (value, gradient), _ = jax.lax.scan(body, start, pieces)
+            return (value, None), gradient
+
+        return units(one)(self.leaves, (pieces, keys))
+
+    def _split(self, gradient: list[jax.Array]) -> list[jax.Array]:
+        if self.gradient_sharding is None:
+            return gradient
+        return [
+            jax.lax.with_sharding_constraint(g, self.gradient_sharding(name, g.shape))
+            for name, g in zip(self.names, gradient, strict=True)
+        ]
 
     @property
     def num_units(self) -> int:

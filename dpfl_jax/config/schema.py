@@ -185,6 +185,9 @@ class TrainConfig(Section):
       strategy: how bounded gradients are computed (auto, vmap, scan, ghost).
       group_buckets: process users with few examples in buffers with a smaller group axis (1, 2, 4,
         ...), instead of padding them to uls.group_size: less work, a longer compilation.
+      examples_at_once: examples of a user (ULS) that a device processes at once; the gradients of
+        the rest are accumulated before the user's norm is taken. Needed where a user's examples do
+        not fit together. Default: all.
       checkpoint_every: steps between checkpoints.
       keep_checkpoints: how many checkpoints are kept.
       eval_every: steps between evaluations on validation users; 0 for only before and after.
@@ -195,6 +198,7 @@ class TrainConfig(Section):
     microbatch_size: int = Field(16, gt=0)
     strategy: Literal["auto", "vmap", "scan", "ghost"] = "auto"
     group_buckets: bool = False
+    examples_at_once: int | None = Field(None, gt=0)
     checkpoint_every: int = Field(50, gt=0)
     keep_checkpoints: int = Field(2, gt=0)
     eval_every: int = Field(0, ge=0)
@@ -208,11 +212,20 @@ class MeshConfig(Section):
       data: copies of the parameters, each with its share of the units; default as many as fit.
       fsdp: parts of parameters, optimiser state, sums and noise; units are split over them too.
       tensor: parts of each layer's products.
+      split_users: share out each user's examples (ULS) to the fsdp devices, of which each then
+        forms a part of the gradient, instead of one user a device. Needed where no device holds a
+        whole gradient.
     """
 
     data: int | None = Field(None, gt=0)
     fsdp: int = Field(1, gt=0)
     tensor: int = Field(1, gt=0)
+    split_users: bool = False
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """Arguments of ``training.mesh.make_mesh``."""
+        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
 
 class ProcessesConfig(Section):
@@ -327,6 +340,17 @@ class RunConfig(Section):
             raise ValueError(
                 "both pretrain and model.checkpoint are set: the private phase starts from one"
             )
+        for name, asked in (
+            ("train.examples_at_once", self.train.examples_at_once is not None),
+            ("mesh.split_users", self.mesh.split_users),
+        ):
+            if asked and mechanism.kind != "uls":
+                raise ValueError(f"{name} is for users with several examples (mechanism.kind=uls)")
+            if asked and self.train.strategy == "ghost":
+                raise ValueError(
+                    f"{name} forms users' gradients, which train.strategy=ghost does not: leave "
+                    "out one of the two"
+                )
         if privacy.budget is not None and privacy.ledger is None:
             raise ValueError("privacy.budget needs privacy.ledger, the file it is charged to")
         if privacy.ledger is not None and privacy.account is None:

@@ -128,14 +128,47 @@ class Mechanism(abc.ABC):
         """The clip rule; it carries the sensitivity that the noise is scaled to."""
         return {"standard": Standard, "normalized": Normalized}[self.clipping](self.clip_norm)
 
-    def bounded_grad(self, loss_fn: LossFn, **options: Any) -> Any:
+    def in_pieces(
+        self, loss_fn: LossFn, at_once: int, sharding: jax.sharding.NamedSharding | None
+    ) -> tuple[LossFn, Callable[[PyTree], PyTree]]:
+        """Returns the loss of a piece of a unit, and what cuts a unit into pieces.
+
+        Args:
+          loss_fn: of one example.
+          at_once: examples of a piece.
+          sharding: how these are split over devices; None: not.
+
+        Raises:
+          BadInputError: a unit of this mechanism is one example.
+        """
+        raise BadInputError(
+            f"a unit of {self.kind} is one example, which is processed at once: leave out "
+            "train.examples_at_once and mesh.split_users"
+        )
+
+    def bounded_grad(
+        self,
+        loss_fn: LossFn,
+        *,
+        examples_at_once: int | None = None,
+        example_sharding: jax.sharding.NamedSharding | None = None,
+        **options: Any,
+    ) -> Any:
         """Returns the function that sums this mechanism's bounded unit gradients.
 
         Args:
           loss_fn: ``(params, example) -> scalar`` for one example.
+          examples_at_once: examples of a unit processed at once; the gradients of the rest are
+            accumulated before the norm is taken. None: all.
+          example_sharding: how these examples are split over devices; None: not.
           **options: passed to ``clipping.bounded_grad`` (``strategy``, ...).
         """
-        return bounded_grad(self.unit_loss(loss_fn), rule=self.rule, **options)
+        unit_loss = self.unit_loss(loss_fn)
+        if examples_at_once is not None:
+            unit_loss, options["pieces"] = self.in_pieces(
+                loss_fn, examples_at_once, example_sharding
+            )
+        return bounded_grad(unit_loss, rule=self.rule, **options)
 
     @property
     def sigma(self) -> float:
@@ -191,16 +224,59 @@ COMMON_ASSUMPTIONS = (
 )
 
 
-def mean_of_examples(loss_fn: LossFn) -> LossFn:
+def mean_of_examples(loss_fn: LossFn, axis: str | None = None) -> LossFn:
     """Lifts a loss of one example to the loss of one user: the mean over the examples they have.
 
     The user is ``{"examples": pytree [group_size, ...], "mask": bool [group_size]}``. The divisor
     is the user's own count, as in Algorithm 2 of Charles et al. 2024; no user without examples.
+    A user with a further entry ``"count"`` is a piece of one (see ``pieces_of_user``): its loss is
+    the sum over the piece, divided by the count of the whole.
+
+    Args:
+      loss_fn: of one example.
+      axis: mesh axis over which the examples are split, where they are.
     """
 
     def user_loss(params: PyTree, user: PyTree, **kwargs: Any) -> jax.Array:
-        losses = jax.vmap(lambda example: loss_fn(params, example, **kwargs))(user["examples"])
+        every = jax.vmap(lambda example: loss_fn(params, example, **kwargs), spmd_axis_name=axis)
+        losses = every(user["examples"])
         mask = user["mask"]
-        return jnp.sum(jnp.where(mask, losses, 0.0)) / jnp.maximum(jnp.sum(mask), 1)
+        count = user["count"] if "count" in user else jnp.sum(mask)
+        return jnp.sum(jnp.where(mask, losses, 0.0)) / jnp.maximum(count, 1)
 
     return user_loss
+
+
+def pieces_of_user(
+    user: PyTree, at_once: int, sharding: jax.sharding.NamedSharding | None = None
+) -> PyTree:
+    """Cuts a user into pieces whose losses (``mean_of_examples``) add up to the user's.
+
+    Args:
+      user: ``{"examples": pytree [group_size, ...], "mask": bool [group_size]}``.
+      at_once: examples of a piece, >= 1; the last piece is filled up with absent ones.
+      sharding: how the examples of a piece are split over devices; None: not.
+
+    Returns:
+      Users of ``at_once`` examples with a ``"count"``, stacked: a pytree of arrays [pieces, ...].
+    """
+    size = user["mask"].shape[0]
+    pieces = -(-size // at_once)
+    missing = pieces * at_once - size
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = x.reshape(pieces, at_once, *x.shape[1:])
+        if sharding is None:
+            return x
+        spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(sharding.mesh, spec))
+
+    def filled(x: jax.Array) -> jax.Array:
+        # Filled up with real examples rather than zeros, which a loss may choke on.
+        return jnp.take(x, jnp.arange(size + missing) % size, axis=0) if missing else x
+
+    return {
+        "examples": jax.tree.map(lambda x: cut(filled(x)), user["examples"]),
+        "mask": cut(jnp.pad(user["mask"], (0, missing))),
+        "count": jnp.broadcast_to(jnp.sum(user["mask"]), (pieces,)),
+    }

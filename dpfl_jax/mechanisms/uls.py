@@ -17,8 +17,11 @@ paper's runs shuffled users instead of sampling them; here the sampling that run
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from dpfl_jax import accounting
@@ -29,6 +32,7 @@ from dpfl_jax.mechanisms.base import (
     Population,
     PyTree,
     mean_of_examples,
+    pieces_of_user,
     require_positive,
 )
 from dpfl_jax.randomness import RootKey
@@ -92,6 +96,14 @@ class ULS(Mechanism):
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
         """The mean of the losses of the user's examples."""
         return mean_of_examples(loss_fn)
+
+    def in_pieces(
+        self, loss_fn: LossFn, at_once: int, sharding: jax.sharding.NamedSharding | None
+    ) -> tuple[LossFn, Callable[[PyTree], PyTree]]:
+        """A piece is a user with fewer examples, who knows how many there are in all."""
+        axis = None if sharding is None else sharding.spec[0]
+        cut = functools.partial(pieces_of_user, at_once=at_once, sharding=sharding)
+        return mean_of_examples(loss_fn, axis), cut
 
     def units(self, examples: PyTree, example_mask: Any) -> PyTree:
         """A user is ``{"examples": [group_size, ...], "mask": bool [group_size]}``."""

@@ -18,6 +18,7 @@ from flax import linen as nn
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.config import TransformerConfig
+from dpfl_jax.models.placement import pinned
 from dpfl_jax.models.rotary import frequencies, rotate, tables
 
 PyTree = Any
@@ -48,7 +49,7 @@ class Linear(nn.Module):
             a = self.param("lora_a", down, (x.shape[-1], lora.rank))
             b = self.param("lora_b", nn.initializers.zeros, (lora.rank, self.features))
             y = y + (x @ a.astype(x.dtype)) @ b.astype(x.dtype) * lora.scale
-        return y
+        return pinned(y)
 
 
 class Norm(nn.Module):
@@ -172,6 +173,7 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
         """X [length, embed_dim] -> (the same shape, None)."""
         c = self.config
+        x = pinned(x)
         y = Attention(c, self.decode, name="attention")(Norm(c, name="norm1")(x))
         x = x + (Norm(c, name="post_norm1")(y) if c.post_norms else y)
         y = Mlp(c, name="mlp")(Norm(c, name="norm2")(x))
@@ -232,7 +234,7 @@ class Transformer(nn.Module):
         else:
             for i in range(c.num_layers):
                 x, _ = block(c, self.decode, name=f"block_{i}")(x)
-        x = Norm(c, name="final_norm")(x)
+        x = pinned(Norm(c, name="final_norm")(x))
         if c.tie_embeddings:
             head = embedding.T
         else:
@@ -240,7 +242,7 @@ class Transformer(nn.Module):
         logits = jnp.matmul(x, head.astype(dtype), preferred_element_type=jnp.float32)
         if c.logit_softcap is not None:
             logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
-        return logits
+        return pinned(logits)
 
 
 class LanguageModel:

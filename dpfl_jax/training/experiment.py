@@ -218,7 +218,7 @@ def _open_directory(
 
 def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[str, Any]:
     config, data, mechanism = prepared.config, prepared.data, prepared.mechanism
-    mesh = make_mesh(**config_to_dict(config.mesh))
+    mesh = make_mesh(**config.mesh.axes)
     verb = "resuming" if directory.resumed else "starting"
     console.print(f"{verb} [bold]{config.name}[/bold] in {directory.path}")
     console.print(data.description)
@@ -248,6 +248,8 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
         mesh=mesh,
         strategy=config.train.strategy,
         group_buckets=config.train.group_buckets,
+        examples_at_once=config.train.examples_at_once,
+        split_users=config.mesh.split_users,
         run_dir=directory,
         checkpoint_every=config.train.checkpoint_every,
         keep_checkpoints=config.train.keep_checkpoints,

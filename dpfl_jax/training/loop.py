@@ -33,7 +33,12 @@ from dpfl_jax.training.batches import (
 from dpfl_jax.training.checkpoint import Checkpoints
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.interrupt import StopRequest
-from dpfl_jax.training.mesh import data_parallel_mesh, parameter_shardings, place
+from dpfl_jax.training.mesh import (
+    data_parallel_mesh,
+    parameter_shardings,
+    place,
+    splits_parameters,
+)
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.state import TrainState, hardware, init_state
@@ -119,6 +124,8 @@ def fit(
     mesh: Mesh | None = None,
     strategy: str = "auto",
     group_buckets: bool = False,
+    examples_at_once: int | None = None,
+    split_users: bool = False,
     run_dir: RunDirectory | None = None,
     checkpoint_every: int = 50,
     keep_checkpoints: int = 2,
@@ -150,6 +157,10 @@ def fit(
       strategy: how bounded gradients are computed.
       group_buckets: process users with few examples in buffers with a smaller group axis, instead
         of padding them to the group size (ULS): less work, a longer compilation.
+      examples_at_once: examples of a user that a device processes at once (ULS); the gradients of
+        the rest are accumulated before the user's norm is taken. None: all.
+      split_users: on a mesh with fsdp, share out each user's examples (ULS) to those devices,
+        instead of one user a device.
       run_dir: where to log and checkpoint; an unfinished one is resumed.
       checkpoint_every: steps between checkpoints.
       keep_checkpoints: checkpoints kept.
@@ -206,8 +217,9 @@ def fit(
         log.append({"step": 0, "eval": evaluate(whole(state), validation).to_json()})
 
     shipped_loss = example_loss(loss_fn, data)
-    options = {"strategy": strategy, "trainable": trainable}
-    step_fn = make_train_step(mechanism, shipped_loss, optimizer, mesh, **options)
+    options: dict[str, Any] = {"strategy": strategy, "trainable": trainable}
+    cut = {"examples_at_once": examples_at_once, "split_users": split_users}
+    step_fn = make_train_step(mechanism, shipped_loss, optimizer, mesh, **options, **cut)
     sampler = mechanism.sampler(data.user_offsets, key)
     pipeline = training_pipeline(sampler, data, mesh, microbatch_size, group_buckets)
     processes.check_same(
@@ -219,7 +231,7 @@ def fit(
             # Processes that cut a batch apart differently would count units twice, or never.
             "mesh": [list(mesh.shape.items()), [d.id for d in mesh.devices.flat]],
             "size of a microbatch": [microbatch_size, pipeline.row, repr(group_buckets)],
-            "strategy": strategy,
+            "strategy": [strategy, cut],
             "set of trained parameters": [
                 [jax.tree_util.keystr(path), list(leaf.shape)]
                 for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)
@@ -227,7 +239,9 @@ def fit(
             "version of JAX or NumPy": [jax.__version__, np.__version__],
         }
     )
-    if mechanism.private and start < steps and strategy not in ("vmap", "scan"):
+    pieces = examples_at_once is not None or (split_users and splits_parameters(mesh))
+    formed = pieces or strategy in ("vmap", "scan")
+    if mechanism.private and start < steps and not formed:
         bounded = mechanism.bounded_grad(shipped_loss, **options)
         some = pipeline.first_units(2)
         rows = jax.tree.map(lambda leaf: leaf[0, : some.num_units], units_of(mechanism, some))

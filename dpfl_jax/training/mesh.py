@@ -131,9 +131,14 @@ def parameter_shardings(params: PyTree, mesh: Mesh) -> PyTree:
     """
 
     def one(path: Any, x: Any) -> NamedSharding:
-        return NamedSharding(mesh, _spec(jax.tree_util.keystr(path), tuple(x.shape), mesh))
+        return parameter_sharding(jax.tree_util.keystr(path), tuple(x.shape), mesh)
 
     return jax.tree_util.tree_map_with_path(one, params)
+
+
+def parameter_sharding(name: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """How one parameter is split, by its name and shape."""
+    return NamedSharding(mesh, _spec(name, shape, mesh))
 
 
 def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:

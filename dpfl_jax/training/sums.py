@@ -18,9 +18,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import accumulate, join
 from dpfl_jax.mechanisms import Mechanism
+from dpfl_jax.models.placement import activations_pinned
 from dpfl_jax.training.mesh import (
     DATA_AXIS,
     FSDP_AXIS,
+    parameter_sharding,
     parameter_shardings,
     replicated,
     splits_parameters,
@@ -62,11 +64,46 @@ def bounded_sum_over_microbatches(
       mechanism: bounds the gradients.
       loss_fn: ``(params, example) -> scalar`` for one example.
       mesh: from ``mesh.make_mesh``; the rows of ``units`` are split over its unit axes.
-      **options: passed to ``clipping.bounded_grad``; ``trainable`` as the parameters were split.
+      **options: passed to ``Mechanism.bounded_grad``; ``trainable`` as the parameters were split.
+        ``split_users`` shares the examples of each user out to the ``fsdp`` devices, of which each
+        then forms a part of the gradient, instead of one user a device; ``examples_at_once`` counts
+        those of one device.
     """
+    split_users = options.pop("split_users", False)
     if splits_parameters(mesh):
+        if split_users:
+            options.update(_split_users(mechanism, mesh, options.get("examples_at_once")))
+        if options.get("examples_at_once") is not None:
+            loss_fn = _in_place(loss_fn, mesh)
         return _automatic(mechanism, loss_fn, mesh, options)
     return _by_hand(mechanism, loss_fn, mesh, options)
+
+
+def _split_users(mechanism: Mechanism, mesh: Mesh, at_once: int | None) -> dict[str, Any]:
+    """How a bounded gradient takes one user at a time, split over the ``fsdp`` devices."""
+    parts = mesh.shape[FSDP_AXIS]
+    if at_once is None:
+        at_once = -(-getattr(mechanism, "group_size", 1) // parts)
+    return {
+        "examples_at_once": at_once * parts,
+        "example_sharding": NamedSharding(mesh, PartitionSpec(FSDP_AXIS)),
+        "gradient_sharding": functools.partial(parameter_sharding, mesh=mesh),
+    }
+
+
+def _in_place(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:
+    """A loss whose activations stay with their example, wherever the parameters are."""
+
+    def pin(x: jax.Array) -> jax.Array:
+        # The axes of examples and units are added by those who map over them.
+        free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, free))
+
+    def loss(params: PyTree, example: PyTree, **kwargs: Any) -> jax.Array:
+        with activations_pinned(pin):
+            return loss_fn(params, example, **kwargs)
+
+    return loss
 
 
 def _by_hand(
@@ -115,8 +152,10 @@ def _automatic(
     mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, options: dict[str, Any]
 ) -> Sum:
     """Parameters are split; the units of a row [row, ...] become [data, row / data, ...]."""
-    inner = NamedSharding(mesh, PartitionSpec(FSDP_AXIS))
-    outer = NamedSharding(mesh, PartitionSpec(DATA_AXIS, FSDP_AXIS))
+    # Where users are split, they come one by one to all devices together.
+    units = (None,) if "example_sharding" in options else (FSDP_AXIS,)
+    inner = NamedSharding(mesh, PartitionSpec(*units))
+    outer = NamedSharding(mesh, PartitionSpec(DATA_AXIS, *units))
     bounded_grad = mechanism.bounded_grad(loss_fn, unit_sharding=inner, **options)
     parts = mesh.shape[DATA_AXIS]
 
