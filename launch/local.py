@@ -6,6 +6,9 @@ port; prints what they print, each line with its process. If one of them is lost
 stopped and one sentence says so; with --restarts the run then goes on from its last checkpoint.
 Use it to try out what will run on many machines, or to give each GPU of this one its own process.
 
+Ctrl-C (or SIGTERM) is passed on once: the processes agree on a step, save it and stop, and the run
+is not started again. A second one kills them.
+
 examples:
   launch/local.py configs/quickstart.yaml runs/two --processes 2 --cpu-devices 2
   launch/local.py configs/quickstart.yaml runs/gpus --processes 8 --gpus-per-process 1
@@ -89,12 +92,34 @@ def _relay(stream: IO[str], process: int) -> None:
         sys.stdout.flush()
 
 
-def run_once(args: argparse.Namespace) -> int:
+class Stop:
+    """What signals ask for: the first is passed on to every process, a second one kills them."""
+
+    def __init__(self) -> None:
+        """Listens: before the first process is there, so that none is left alone."""
+        self.heard: list[int] = []
+        self._told = 0
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda number, frame: self.heard.append(number))
+
+    def pass_on(self, running: list[subprocess.Popen[str]]) -> None:
+        """Sends what was heard since the last call, once."""
+        while self._told < len(self.heard):
+            passed = signal.SIGKILL if self._told else self.heard[0]
+            self._told += 1
+            for child in running:
+                if child.poll() is None:
+                    child.send_signal(passed)
+
+
+def run_once(args: argparse.Namespace, stop: Stop) -> int:
     """Runs all processes to their end, or to the loss of one."""
     port = args.port or _free_port()
     executable = [sys.executable, "-m", "dpfl_jax.cli.main", *command(args)[1:]]
-    running = []
+    running: list[subprocess.Popen[str]] = []
     for process in range(args.processes):
+        if stop.heard:
+            break
         child = subprocess.Popen(
             executable,
             env=os.environ | environment(args, process, port),
@@ -102,41 +127,45 @@ def run_once(args: argparse.Namespace) -> int:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            # A terminal sends Ctrl-C to all of our session: they shall hear it from us, and once.
+            start_new_session=True,
         )
         assert child.stdout is not None
         threading.Thread(target=_relay, args=(child.stdout, process), daemon=True).start()
         running.append(child)
     _say(f"{args.processes} processes: " + ", ".join(str(child.pid) for child in running))
-
-    def forward(number: int, frame: object) -> None:
-        for child in running:
-            if child.poll() is None:
-                child.send_signal(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, forward)
     while True:
+        stop.pass_on(running)
         codes = [child.poll() for child in running]
         if all(code is not None for code in codes):
             break
         if any(code not in (None, 0) for code in codes):
-            _end(running, args.grace)
+            _end(running, args.grace, stop)
             break
         time.sleep(0.1)
-    return _verdict([child.wait() for child in running], args.run_dir)
+    ended = [child.wait() for child in running]
+    return _stopped(ended, args.run_dir) if stop.heard else _verdict(ended, args.run_dir)
 
 
-def _end(running: list[subprocess.Popen[str]], grace: float) -> None:
+def _end(running: list[subprocess.Popen[str]], grace: float, stop: Stop) -> None:
     """Lets the others notice by themselves for a while, then stops them."""
     deadline = time.monotonic() + grace
     asked = False
     while any(child.poll() is None for child in running):
+        stop.pass_on(running)
         left = deadline - time.monotonic()
         for child in running:
             if child.poll() is None and (left < 0 or (left < grace / 2 and not asked)):
                 child.send_signal(signal.SIGKILL if left < 0 else signal.SIGTERM)
         asked = asked or left < grace / 2
         time.sleep(0.1)
+
+
+def _stopped(codes: list[int], run_dir: str) -> int:
+    if codes and not any(codes):
+        return 0  # it was just finished
+    _say(f"stopped; the same command goes on in {run_dir} from its last checkpoint")
+    return 1
 
 
 def _verdict(codes: list[int], run_dir: str) -> int:
@@ -169,9 +198,10 @@ def main(argv: list[str] | None = None) -> int:
             words = [f"{name}={value}" for name, value in found] + command(args)
             print(" ".join(map(shlex.quote, words)))
         return 0
+    stop = Stop()
     for attempt in range(args.restarts + 1):
-        status = run_once(args)
-        if status in (0, 2) or attempt == args.restarts:
+        status = run_once(args, stop)
+        if status in (0, 2) or attempt == args.restarts or stop.heard:
             return status
         _say(f"going on ({attempt + 1} of at most {args.restarts} restarts)")
         time.sleep(1.0)

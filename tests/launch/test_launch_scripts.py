@@ -1,9 +1,12 @@
 """The launch scripts say what they would do, and do nothing else on a dry run."""
 
+import os
 import pathlib
 import shlex
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import yaml
@@ -57,6 +60,70 @@ def test_local_runs_one_command_in_every_process():
         assert known["DPFL_NUM_PROCESSES"] == "3"
         assert known["DPFL_COORDINATOR"] == lines[0][0].split("=")[1]
         assert known["CUDA_VISIBLE_DEVICES"] == f"{2 * process},{2 * process + 1}"
+
+
+# In the place of `dpfl train`: writes down every signal, and ends after the first (or never).
+LISTENER = """
+import os, pathlib, signal, sys, time
+folder = pathlib.Path(os.environ["HEARD_IN"])
+mine = folder / os.environ["DPFL_PROCESS_ID"]
+heard = []
+
+def hear(number, frame):
+    heard.append(number)
+    mine.write_text(" ".join(signal.Signals(n).name for n in heard))
+
+signal.signal(signal.SIGINT, hear)
+signal.signal(signal.SIGTERM, hear)
+with (folder / "starts").open("a") as file:
+    file.write("x")
+while not heard or os.environ.get("STUBBORN"):
+    time.sleep(0.02)
+time.sleep(1.0)  # a second signal would come now
+sys.exit(1)
+"""
+
+
+def interrupt(folder, times, **more):
+    """Ctrl-C without a terminal: SIGINT to the whole process group of the launcher."""
+    package = folder / "dpfl_jax" / "cli"
+    package.mkdir(parents=True)
+    (folder / "dpfl_jax" / "__init__.py").touch()
+    (package / "__init__.py").touch()
+    (package / "main.py").write_text(LISTENER)
+    job = subprocess.Popen(
+        [sys.executable, str(LAUNCH / "local.py"), "a.yaml", "run", "--restarts", "3"],
+        cwd=folder,  # where `python -m` looks first
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+        | {"HEARD_IN": str(folder)} | more,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+    seen = [{"starts": "xx"}, {"0": "SIGINT", "1": "SIGINT"}]
+    for expected in seen[:times]:
+        deadline = time.monotonic() + 60
+        for name, text in expected.items():
+            file = folder / name
+            while not (file.exists() and file.read_text() == text):
+                assert time.monotonic() < deadline, f"{name} does not hold {text}"
+                time.sleep(0.02)
+        os.killpg(job.pid, signal.SIGINT)
+    output, _ = job.communicate(timeout=60)
+    return job.returncode, output
+
+
+def test_ctrl_c_reaches_every_process_once_and_ends_the_job(tmp_path):
+    code, output = interrupt(tmp_path, 1)
+    assert code == 1, output
+    assert [(tmp_path / str(process)).read_text() for process in (0, 1)] == ["SIGINT"] * 2
+    assert "stopped; the same command goes on in run" in output
+    assert (tmp_path / "starts").read_text() == "xx", "what was stopped was started again"
+
+
+def test_a_second_ctrl_c_kills_who_does_not_stop(tmp_path):
+    code, output = interrupt(tmp_path, 2, STUBBORN="1")
+    assert code == 1, output
+    assert [(tmp_path / str(process)).read_text() for process in (0, 1)] == ["SIGINT"] * 2
+    assert "was lost" not in output
 
 
 def test_a_tpu_slice_is_reached_by_ssh_to_all_workers():
