@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax import accounting
@@ -23,7 +24,7 @@ from dpfl_jax.training import processes
 from dpfl_jax.training.evaluate import summarize
 from dpfl_jax.training.loop import FitResult, fit
 from dpfl_jax.training.mesh import make_mesh
-from dpfl_jax.training.personalize import personalize
+from dpfl_jax.training.personalize import Personalization, check_users, personalize
 from dpfl_jax.training.pretrain import Pretrained
 from dpfl_jax.training.report import (
     BASE_CAVEAT,
@@ -118,6 +119,13 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     held_out: Store | None = getattr(data, config.eval.split)
     if held_out is not None:
         held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
+    if config.eval.personalize:
+        if held_out is None:
+            raise BadInputError(
+                f"eval.personalize needs held-out users, but there is no {config.eval.split} part: "
+                f"set data.{config.eval.split}_fraction, or eval.personalize to false"
+            )
+        check_users(held_out)
     return Prepared(config, data, held_out, mechanism, population, delta, model, optimizer)
 
 
@@ -171,11 +179,6 @@ def run_experiment(
     kept.pop("processes", None)  # where a run computes is no part of it
     identity = (kept, config_fingerprint(config), config.seed)
     processes.check_same({"configuration": identity[1]})
-    if processes.many() and config.eval.personalize:
-        raise processes.AgreedError(
-            "eval.personalize is computed by one process: set it to false for a run in "
-            f"{processes.count()} processes"
-        )
     processes.primary_first(lambda: RunDirectory.check(run_dir, identity[1]))
     prepared = processes.together(lambda: prepare(config, console, load))
     facts = {
@@ -259,10 +262,13 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
         caveats=run_caveats(config, mechanism),
         console=console,
     )
+    personal = _personalized(prepared, result, mesh)
     if not directory.writes:
         status = FINISHED if result.interrupted is None else "interrupted"
         return {"status": status, "steps": result.steps, "run_dir": str(directory.path)}
     report = _report(prepared, pretrained, result, directory.facts["data"])
+    if personal is not None:
+        report["personalization"] = dataclasses.asdict(personal)
     report["run_dir"] = str(directory.path)
     if ledger is not None and result.interrupted is None:
         ledger.commit(directory.run_id)
@@ -337,6 +343,20 @@ def run_caveats(config: RunConfig, mechanism: Mechanism) -> tuple[str, ...]:
     return tuple(caveats)
 
 
+def _personalized(prepared: Prepared, result: FitResult, mesh: Mesh) -> Personalization | None:
+    """Tuned to each held-out user, if asked for; by all processes together, as all hold a part."""
+    config = prepared.config
+    if not config.eval.personalize or prepared.held_out is None or result.final is None:
+        return None
+    return personalize(
+        prepared.model.loss,
+        result.params,
+        prepared.held_out,
+        trainable=trained_by_name(config.model, prepared.model.config),
+        mesh=mesh,
+    )
+
+
 def _report(
     prepared: Prepared, pretrained: Pretrained | None, result: FitResult, data_digest: str
 ) -> dict[str, Any]:
@@ -364,14 +384,6 @@ def _report(
         if pretrained is None
         else {"path": str(pretrained.path), "cached": pretrained.cached},
     )
-    if config.eval.personalize and prepared.held_out is not None and result.final is not None:
-        found = personalize(
-            prepared.model.loss,
-            result.params,
-            prepared.held_out,
-            trainable=trained_by_name(config.model, prepared.model.config),
-        )
-        report["personalization"] = dataclasses.asdict(found)
     report["eval"] = {name: with_perplexity(value) for name, value in report["eval"].items()}
     return report
 

@@ -14,11 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import Trainable, join, split
+from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import mean_of_examples
+from dpfl_jax.training.mesh import make_mesh, replicated, unit_axes, unit_parts
 
 PyTree = Any
 
@@ -40,6 +43,19 @@ class Personalization:
     users: int
 
 
+def check_users(store: Readable) -> None:
+    """Checks, before a run begins, that there will be somebody to score at its end.
+
+    Raises:
+      BadInputError: fewer than two users with two examples.
+    """
+    if np.count_nonzero(np.diff(np.asarray(store.user_offsets)) >= 2) < 2:
+        raise BadInputError(
+            "personalisation needs at least two held-out users with two examples each: hold out "
+            "more users, or set eval.personalize to false"
+        )
+
+
 def personalize(
     loss_fn: Callable[..., jax.Array],
     params: PyTree,
@@ -51,10 +67,13 @@ def personalize(
     most_examples: int = 32,
     users_at_once: int = 16,
     trainable: Trainable = None,
+    mesh: Mesh | None = None,
 ) -> Personalization:
     """Tunes one copy of the model for each user.
 
-    The learning rate is the one that is best for half of the users; the others are scored.
+    The learning rate is the one that is best for half of the users; the others are scored. Nothing
+    but the mean losses leaves this function: a user's copy lives on the devices until the next
+    users' take its place. Of several processes all must call it, and all get the same.
 
     Args:
       loss_fn: ``(params, example) -> scalar``.
@@ -64,38 +83,59 @@ def personalize(
       epochs: local epochs (the paper: 4).
       batch_size: of a local step (the paper does not say).
       most_examples: of a user, the first ones.
-      users_at_once: copies of the trained parameters in memory.
+      users_at_once: copies of the trained parameters in the memory of all devices together,
+        rounded up to a multiple of the devices.
       trainable: which parameters a user tunes, as in ``fit``.
+      mesh: users are split over its unit axes; default that of the parameters.
 
     Raises:
       BadInputError: fewer than two users with two examples.
     """
+    check_users(store)
+    mesh = _mesh_of(params) if mesh is None else mesh
+    parts = unit_parts(mesh)
+    users_at_once = -(-users_at_once // parts) * parts
+    sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
+    mine = local_columns(sharding, users_at_once, axis=0)
     offsets = np.asarray(store.user_offsets)
     counts = np.minimum(np.diff(offsets), most_examples)
     chosen = np.flatnonzero(counts >= 2)
-    if len(chosen) < 2:
-        raise BadInputError(
-            "personalisation needs at least two held-out users with two examples each"
-        )
     half = most_examples // 2
     half += -half % batch_size
-    scores = _scorer(mean_of_examples(loss_fn), epochs, batch_size, half)
-    parts = split(params, trainable)
+    # Whole on every device: each process then has all losses.
+    whole = None if sharding.is_fully_addressable else replicated(mesh)
+    scores = _scorer(mean_of_examples(loss_fn), epochs, batch_size, half, whole)
+    trained, frozen = split(params, trainable)
 
     def losses(users: np.ndarray, rate: float) -> tuple[np.ndarray, np.ndarray]:
         found = []
         for start in range(0, len(users), users_at_once):
             part = users[start : start + users_at_once]
             padded = np.concatenate([part, np.repeat(part[-1:], users_at_once - len(part))])
-            own = _halves(store, offsets, counts, padded, half)
-            found.append([np.asarray(x)[: len(part)] for x in scores(*parts, *own, rate)])
+            own = _halves(store, offsets, counts, padded[mine], half)
+            own = ship_columns(own, mine, users_at_once, 0, sharding)
+            out = scores(trained, frozen, *own, np.float32(rate))
+            found.append([np.asarray(x)[: len(part)] for x in out])
         before, after = zip(*found)
         return np.concatenate(before), np.concatenate(after)
 
     tuning, scored = chosen[::2], chosen[1::2]
-    best = min(learning_rates, key=lambda rate: float(losses(tuning, rate)[1].mean()))
+
+    def loss_of(rate: float) -> float:
+        found = float(losses(tuning, rate)[1].mean())
+        return found if np.isfinite(found) else np.inf  # NaN is below and above nothing
+
+    best = min(learning_rates, key=loss_of)
     before, after = losses(scored, best)
     return Personalization(float(before.mean()), float(after.mean()), best, len(scored))
+
+
+def _mesh_of(params: PyTree) -> Mesh:
+    for leaf in jax.tree.leaves(params):
+        place = getattr(leaf, "sharding", None)
+        if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
+            return place.mesh
+    return make_mesh(devices=jax.devices()[:1])
 
 
 def _halves(
@@ -119,7 +159,7 @@ def _halves(
     return out[0], out[1]
 
 
-def _scorer(user_loss: Any, epochs: int, batch_size: int, half: int) -> Any:
+def _scorer(user_loss: Any, epochs: int, batch_size: int, half: int, whole: Any) -> Any:
     def one(
         params: PyTree, frozen: PyTree, tune: PyTree, score: PyTree, rate: Any
     ) -> tuple[jax.Array, jax.Array]:
@@ -140,4 +180,4 @@ def _scorer(user_loss: Any, epochs: int, batch_size: int, half: int) -> Any:
             tuned, _ = jax.lax.scan(step, tuned, batches)
         return loss(params, score), loss(tuned, score)
 
-    return jax.jit(jax.vmap(one, in_axes=(None, None, 0, 0, None)))
+    return jax.jit(jax.vmap(one, in_axes=(None, None, 0, 0, None)), out_shardings=whole)

@@ -173,6 +173,38 @@ def test_sigterm_saves_and_the_run_goes_on(finished, workspace, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, final_params(run_dir), final_params(whole))
 
 
+@pytest.mark.slow
+def test_personalisation_leaves_two_losses_and_nothing_else(finished, workspace, tmp_path):
+    """What held-out users' own copies learnt is in no checkpoint, no metrics and no report."""
+    whole, without = finished
+    run_dir = tmp_path / "personal"
+    done = command(workspace, run_dir, "eval.personalize=true", "--json")
+    output, errors = done.communicate(timeout=300)
+    assert done.returncode == 0, errors
+    report = last_json(output)
+    found = report.pop("personalization")
+    assert report.keys() == without.keys()
+    assert found.keys() == {"before", "after", "learning_rate", "users"}
+    assert found["users"] > 1
+    assert found["learning_rate"] in (0.003, 0.01, 0.03, 0.1, 0.3)
+    # Words drawn at random have little to tell of a person, but their vocabulary is learnt.
+    assert 0 < found["after"] < found["before"]
+    # On half of the users and half of their examples, of the model that was evaluated.
+    assert found["before"] == pytest.approx(report["eval"]["final"]["loss_by_user"], rel=0.1)
+    assert "## Personalization" in (run_dir / "report.md").read_text()
+
+    jax.tree.map(np.testing.assert_array_equal, final_params(run_dir), final_params(whole))
+    assert report["eval"] == without["eval"]
+    assert report["privacy"] == without["privacy"]
+    files = [{p.name for p in d.iterdir()} for d in (run_dir, whole)]
+    assert files[0] == files[1]
+    rows = [(d / "metrics.jsonl").read_text().splitlines() for d in (run_dir, whole)]
+    assert [json.loads(r).keys() for r in rows[0]] == [json.loads(r).keys() for r in rows[1]]
+    sizes = [sum(p.stat().st_size for p in (d / "checkpoints" / "12").rglob("*") if p.is_file())
+             for d in (run_dir, whole)]  # fmt: skip
+    assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
+
+
 @pytest.mark.parametrize("kind", ["els", "none"])
 def test_other_mechanisms_are_an_override_away(workspace, tmp_path, capsys, kind):
     code = dpfl(
@@ -246,6 +278,8 @@ def test_a_dry_run_prices_without_writing(workspace, tmp_path, capsys):
         (["optimizer.warmup_steps=50"], "warmup_steps"),
         (["pretrain={steps: 2}"], "public corpus"),
         (["model.size=huge"], "size"),
+        (["eval.personalize=true", "data.validation_fraction=0"], "there is no validation part"),
+        (["eval.personalize=true", "eval.max_examples_per_user=1"], "two held-out users"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(workspace, tmp_path, capsys, overrides, message):

@@ -7,6 +7,7 @@ import pytest
 
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.training.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.training.personalize import personalize
 
 
@@ -60,6 +61,25 @@ def test_equals_plain_loops():
     assert got.after == pytest.approx(after, rel=1e-5)
 
 
+@pytest.mark.parametrize("axes", [{"data": 4}, {"data": 2, "fsdp": 2}])
+def test_users_split_over_devices_are_scored_alike(axes):
+    data = store([1, 2, 3, 9, 10, 25, 0, 7, 4])
+    params = {"mean": jnp.arange(4.0), "scale": jnp.ones((4, 8))}
+
+    def loss(params, example):
+        x = jnp.concatenate([example["x"], jnp.ones(1)])
+        return 0.5 * jnp.sum((jnp.tanh(x - params["mean"]) @ params["scale"]) ** 2)
+
+    alone = personalize(loss, params, data, (0.01, 0.03), users_at_once=3)
+    mesh = make_mesh(**axes, devices=jax.devices()[:4])
+    placed = place(params, parameter_shardings(params, mesh))
+    split = personalize(loss, placed, data, (0.01, 0.03), users_at_once=3)
+    assert (split.learning_rate, split.users) == (alone.learning_rate, alone.users)
+    assert split.before == pytest.approx(alone.before, rel=1e-5)
+    assert split.after == pytest.approx(alone.after, rel=1e-5)
+    assert alone.after < alone.before
+
+
 def test_frozen_parameters_are_not_tuned():
     """With an offset that is frozen, users tune what is left: the same as a smaller problem."""
     data = store([8] * 6)
@@ -88,3 +108,12 @@ def test_the_rate_is_chosen_on_other_users():
 def test_users_without_a_second_example_are_refused():
     with pytest.raises(BadInputError, match="two examples"):
         personalize(loss_fn, {"mean": jnp.zeros(3)}, store([1, 1, 5]))
+
+
+def test_a_rate_that_ends_in_nan_is_not_chosen():
+    def loss(params, example):
+        return jnp.where(jnp.abs(params["mean"]).max() > 1e3, jnp.nan, loss_fn(params, example))
+
+    got = personalize(loss, {"mean": jnp.zeros(3)}, store([16] * 12), (1e6, 0.3))
+    assert got.learning_rate == 0.3
+    assert np.isfinite(got.after)

@@ -155,6 +155,7 @@ def workspace(tmp_path_factory):
         "optimizer": {"name": "sgd", "learning_rate": 0.5},
         # Processes of a busy machine are silent for long; tests that kill one set it lower.
         "processes": {"lost_after_s": 200},
+        "eval": {"personalize": True},
         "train": {"steps": 12, "microbatch_size": 2, "checkpoint_every": 4},
     }
     (folder / "small.yaml").write_text(yaml.safe_dump(config))
@@ -234,6 +235,13 @@ def test_two_processes_train_what_one_does(workspace, whole):
     assert reports[0]["eval"]["final"]["loss"] == pytest.approx(
         reports[1]["eval"]["final"]["loss"], rel=1e-5
     )
+    # Held-out users, each with a copy of their own, were split over the devices of both.
+    alone, together = (report["personalization"] for report in reports)
+    assert alone["users"] == together["users"] > 1
+    assert alone["learning_rate"] == together["learning_rate"]
+    assert together["before"] == pytest.approx(alone["before"], rel=1e-5)
+    assert together["after"] == pytest.approx(alone["after"], rel=1e-5)
+    assert alone["after"] != pytest.approx(alone["before"], rel=1e-3)
     secret = json.loads((run_dir / "private" / "root_key.json").read_text())["secret"]
     for file in (run_dir / "checkpoints").rglob("*"):
         if file.is_file():
