@@ -22,6 +22,8 @@ examples:
   dpfl reproduce list
   dpfl reproduce subject/audit --quick
   dpfl reproduce subject/all --quick --out figures --json
+  dpfl reproduce rpdp/mnist --seeds 2 --minutes 60   # finished trainings are kept: go on later
+  dpfl reproduce rpdp/mnist --minutes 0              # tables of what is finished
 
 exit status: 0 done, whether the claims hold or not; 2 bad input; 1 anything else.
 """
@@ -33,6 +35,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="reduced size, for a laptop")
     parser.add_argument(
         "--out", metavar="DIR", default="figures", help="folder for the figures (default: figures)"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        metavar="N",
+        help="seeds per training, where the figure has several (default: as in the paper)",
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="start no training after so many minutes, where finished trainings are kept",
     )
     add_json_flag(parser)
 
@@ -58,7 +72,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     except OSError as error:
         raise BadInputError(f"the folder {out} cannot be made: {error.strerror}") from None
     data = os.environ.get("DPFL_DATA_DIR")
-    settings = registry.Settings(args.quick, out, console, pathlib.Path(data) if data else None)
+    _check(args, modules)
+    settings = registry.Settings(
+        args.quick, out, console, pathlib.Path(data) if data else None, args.seeds, args.minutes
+    )
     results = []
     for name, module in modules.items():
         console.rule(f"{name}: {module.TITLE}")
@@ -69,6 +86,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         _print(console, result)
         results.append(result)
     return results[0] if len(names) == 1 else {"figures": results}
+
+
+def _check(args: argparse.Namespace, modules: dict[str, Any]) -> None:
+    if args.seeds is not None and args.seeds < 1:
+        raise BadInputError(f"--seeds is {args.seeds}, but it must be at least 1")
+    if args.minutes is not None and not args.minutes >= 0:
+        raise BadInputError(f"--minutes is {args.minutes}, but it must be at least 0")
+    for option in ("seeds", "minutes"):
+        heeded = any(option in getattr(m, "OPTIONS", ()) for m in modules.values())
+        if getattr(args, option) is not None and not heeded:
+            raise BadInputError(f"--{option} is given, but {args.figure} does not use it: omit it")
 
 
 def _list(console: Console, known: dict[str, str]) -> dict[str, Any]:

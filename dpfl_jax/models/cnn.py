@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.models.functional import Classifier
+from dpfl_jax.models.functional import Classifier, PyTree
 
 
 class _Net(nn.Module):
@@ -61,16 +62,49 @@ class LeafCNN(Classifier):
         super().__init__(_Net(tuple(channels), hidden, num_classes), input_shape)
 
 
+class _PatchConv(nn.Module):
+    """``nn.Conv`` of one image without padding, as one product of patches and kernel.
+
+    Few channels make XLA's strided convolutions on a CPU slow, above all their derivatives: a
+    bounded gradient of ``SmallCNN`` takes a quarter of the time this way, a plain one a tenth.
+    """
+
+    features: int
+    size: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        k, s = self.size, self.stride
+        shape = (k, k, x.shape[-1], self.features)
+        kernel = self.param("kernel", nn.linear.default_kernel_init, shape)
+        bias = self.param("bias", nn.initializers.zeros_init(), (self.features,))
+        rows, columns = (s * ((n - k) // s) + 1 for n in x.shape[:2])
+        patches = jnp.stack(
+            [
+                jnp.stack([x[i : i + rows : s, j : j + columns : s] for j in range(k)], axis=2)
+                for i in range(k)
+            ],
+            axis=2,
+        )
+        return jax.lax.dot_general(patches, kernel, (((2, 3, 4), (0, 1, 2)), ((), ()))) + bias
+
+
+def _overlapping_max(x: jax.Array) -> jax.Array:
+    """``nn.max_pool`` of 2x2 with stride 1; its derivative needs no scatter."""
+    x = jnp.maximum(x[1:], x[:-1])
+    return jnp.maximum(x[:, 1:], x[:, :-1])
+
+
 class _SmallNet(nn.Module):
     num_classes: int
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         x = 2.0 * (x[..., None] if x.ndim == 2 else x) - 1.0
-        x = nn.relu(nn.Conv(16, (8, 8), strides=(2, 2), padding=3)(x))
-        x = nn.max_pool(x, (2, 2), strides=(1, 1))
-        x = nn.relu(nn.Conv(32, (4, 4), strides=(2, 2), padding="VALID")(x))
-        x = nn.max_pool(x, (2, 2), strides=(1, 1))
+        x = jnp.pad(x, ((3, 3), (3, 3), (0, 0)))
+        x = _overlapping_max(nn.relu(_PatchConv(16, 8, 2, name="Conv_0")(x)))
+        x = _overlapping_max(nn.relu(_PatchConv(32, 4, 2, name="Conv_1")(x)))
         x = nn.relu(nn.Dense(32)(x.reshape(-1)))
         return nn.Dense(self.num_classes)(x)
 
@@ -100,3 +134,7 @@ class SmallCNN(Classifier):
                 "small_cnn: use cnn or mlp, or images of at least 16 x 16"
             )
         super().__init__(_SmallNet(num_classes), input_shape)
+
+    def init(self, key: jax.Array) -> PyTree:
+        """Returns fresh parameters; compiled, as 80 slices one by one take seconds."""
+        return jax.jit(super().init)(key)

@@ -52,12 +52,16 @@ class Settings:
       out: folder for figures; it exists.
       console: for people.
       data_dir: real data (``DPFL_DATA_DIR``), or None.
+      seeds: seeds per training; None: the paper's number, or fewer if quick.
+      minutes: after which no training is started any more; None: no limit.
     """
 
     quick: bool
     out: pathlib.Path
     console: Console
     data_dir: pathlib.Path | None = None
+    seeds: int | None = None
+    minutes: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +121,9 @@ def figures() -> dict[str, str]:
 
 def load(name: str) -> Any:
     """The module of a reproduction: ``TITLE``, ``SOURCE`` and ``run(settings) -> Outcome``.
+
+    Its ``OPTIONS``, if there are any, name the settings among ``seeds`` and ``minutes`` that it
+    heeds.
 
     Raises:
       BadInputError: no such reproduction.

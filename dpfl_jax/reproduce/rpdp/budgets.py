@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from typing import Any
 
-import jax
 import numpy as np
-import optax
-from rich.progress import Progress
 
 from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import TwoStage
@@ -19,11 +17,13 @@ from dpfl_jax.federation.personal.policies import Policy
 from dpfl_jax.federation.sources import load_subjects
 from dpfl_jax.models import MLP, LogisticRegression
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings
-from dpfl_jax.reproduce.rpdp._training import Bench, row, torch_init
+from dpfl_jax.reproduce.rpdp._cells import Cell, always, train
+from dpfl_jax.reproduce.rpdp._training import Bench, cost_of_certifying
 
 TITLE = "distributions of budgets: what each does to accuracy"
 SOURCE = "Liu et al. 2024, sections 7.1 and 7.3, appendix A; on scikit-learn's bundled sets"
 
+OPTIONS = ("seeds", "minutes")
 DELTA, CAP, TAU, ROUNDS = 1e-3, 10.0, 10, 15
 LAWS: dict[str, laws.BudgetDistribution] = {
     "ThreeLevels": laws.ThreeLevels(),
@@ -39,36 +39,12 @@ BY_CLASS = (0.5, 0.75, 2.0, 2.6, 4.1, 2.1, 2.05, 3.0, 3.1, 6.1)
 
 def run(settings: Settings) -> Outcome:
     """Trains all policies under all distributions, then with budgets by class."""
-    seeds = 3 if settings.quick else 20
+    seeds = settings.seeds or (3 if settings.quick else 20)
     sigma = rpdp.noise_for_cap(CAP, TAU, ROUNDS, 1.0, DELTA)
-    setting = TwoStage(sigma, TAU, ROUNDS, 1.0, DELTA)
-    data, test = patients()
-    weights = (1.0,) * data.num_silos
-    bench = Bench(LogisticRegression(30), data, test, optax.adam(0.02), TAU, ROUNDS, 1.0, weights)
-    start = bench.model.init(jax.random.key(0))
-    rows: list[dict[str, Any]] = []
-    with Progress(console=settings.console) as progress:
-        bar = progress.add_task("budgets", total=len(LAWS) * len(POLICIES) + 4)
-        for name, law in LAWS.items():
-            for policy in POLICIES:
-                rows.append(_row(bench, start, setting, name, law, policy, seeds))
-                progress.advance(bar)
-        three = LAWS["ThreeLevels"]
-        rows.append(_row(bench, start, setting, "ThreeLevels", three, "bisection", seeds))
-        for cap in () if settings.quick else (5.0, 20.0):  # a smaller and a larger public cap
-            noise = rpdp.noise_for_cap(cap, TAU, ROUNDS, 1.0, DELTA)
-            other = TwoStage(noise, TAU, ROUNDS, 1.0, DELTA)
-            rows.append(
-                _row(bench, start, other, f"ThreeLevels, cap {cap:g}", three, "certified", seeds)
-            )
-        curves = [
-            bench.run(bench.non_private(16), torch_init(start, seed), seed) for seed in range(seeds)
-        ]
-        rows.append(row("non-private", "all", curves))
-        progress.advance(bar)
-        classes = _by_class(seeds)
-        rows += classes
-        progress.advance(bar, 3)
+    cells = _by_law(sigma, settings.quick) + _by_class()
+    rows, finished = train("rpdp-budgets", cells, seeds, settings)
+    if len(rows) < len(cells):
+        return Outcome([], [], rows, [f"{finished}; claims need one seed of each at least"])
     figure = settings.out / "rpdp-budgets.png"
     _draw(rows, figure)
     return Outcome(
@@ -76,6 +52,7 @@ def run(settings: Settings) -> Outcome:
         [figure],
         rows,
         [
+            finished,
             f"{seeds} seeds; 569 real patients over 4 silos, two thirds of them in training; tau = "
             f"{TAU}, T = {ROUNDS}, sigma = {sigma:.4g} (public cap {CAP:g}), delta = {DELTA:g}",
             "by class: 1,797 digits in one silo, 100 steps, a small dense network instead of the "
@@ -97,34 +74,28 @@ def patients() -> tuple[FederatedData, dict[str, np.ndarray]]:
     return data, test
 
 
-def _row(
-    bench: Bench,
-    start: Any,
-    setting: TwoStage,
-    name: str,
-    law: laws.BudgetDistribution,
-    policy: Policy,
-    seeds: int,
-) -> dict[str, Any]:
-    curves, facts = [], []
-    for seed in range(seeds):
-        made = bench.personal(setting, law, policy, seed)
-        curves.append(bench.run(made, torch_init(start, seed), seed))
-        assert made.personal is not None
-        facts.append(made.personal.summary(setting.rounds))
-    return row(
-        policy,
-        name,
-        curves,
-        mean_budget=float(laws.mean_over(law).mean()),
-        mean_rate=float(np.mean([f["rate"]["mean"] for f in facts])),
-        left_early=float(np.mean([f["left_early"] for f in facts])),
-        never_sampled=float(np.mean([f["never_sampled"] for f in facts])),
-        over_budget=sum(f["over_budget"] for f in facts),
-    )
+def _by_law(sigma: float, quick: bool) -> list[Cell]:
+    """All policies under all distributions, on the patients."""
+    setting = TwoStage(sigma, TAU, ROUNDS, 1.0, DELTA)
+    data, test = patients()
+    weights = (1.0,) * data.num_silos
+    bench = Bench(LogisticRegression(30), data, test, ("adam", 0.02), TAU, ROUNDS, 1.0, weights)
+
+    def cell(at: TwoStage, name: str, law: laws.BudgetDistribution, policy: Policy) -> Cell:
+        make = functools.partial(bench.personal, at, law, policy)
+        return Cell(bench, policy, name, make, {"mean_budget": float(laws.mean_over(law).mean())})
+
+    cells = [cell(setting, name, law, p) for name, law in LAWS.items() for p in POLICIES]
+    three = LAWS["ThreeLevels"]
+    cells.append(cell(setting, "ThreeLevels", three, "bisection"))
+    for cap in () if quick else (5.0, 20.0):  # a smaller and a larger public cap
+        noise = rpdp.noise_for_cap(cap, TAU, ROUNDS, 1.0, DELTA)
+        other = TwoStage(noise, TAU, ROUNDS, 1.0, DELTA)
+        cells.append(cell(other, f"ThreeLevels, cap {cap:g}", three, "certified"))
+    return [*cells, Cell(bench, "non-private", "all", always(bench.non_private(16)))]
 
 
-def _by_class(seeds: int) -> list[dict[str, Any]]:
+def _by_class() -> list[Cell]:
     """Appendix A in one silo: budgets that follow the digit against one budget for all."""
     from dpfl_jax.federation.sources import digits
 
@@ -136,25 +107,24 @@ def _by_class(seeds: int) -> list[dict[str, Any]]:
     data = FederatedData.from_assignment(records, np.arange(cut), np.zeros(cut, np.int64), 1)
     model = MLP((8, 8), 10, (32,))
     held = {"x": x[test], "label": label[test]}
-    bench = Bench(model, data, held, optax.sgd(0.5), 10, 10, 1.0, (1.0,))
+    bench = Bench(model, data, held, ("sgd", 0.5), 10, 10, 1.0, (1.0,))
     setting = TwoStage(rpdp.noise_for_cap(CAP, 1, 100, 1.0, DELTA), 10, 10, 1.0, DELTA)
-    start = model.init(jax.random.key(0))
     mine = data.read(np.arange(cut))["label"]
     public = np.asarray(BY_CLASS)
-    rows = []
+    cells = []
     for name, budgets, known in (
         ("by class", public[mine], public),
         ("0.5 for all", np.full(cut, 0.5), np.array([0.5])),
         ("3 for all", np.full(cut, 3.0), np.array([3.0])),
     ):
         made = bench.with_budgets(setting, budgets, known, "certified")
-        curves = [bench.run(made, torch_init(start, seed), seed) for seed in range(seeds)]
-        rows.append(row("certified", f"digits, {name}", curves, over_budget=0))
-    return rows
+        cells.append(Cell(bench, "certified", f"digits, {name}", always(made)))
+    return cells
 
 
 def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
-    at = {(r["budgets"], r["run"]): r["accuracy"] for r in rows}
+    lines = {(r["budgets"], r["run"]): r for r in rows}
+    at = {name: r["accuracy"] for name, r in lines.items()}
     claims = []
     for name in LAWS:
         found = {p: round(at[name, p], 4) for p in POLICIES}
@@ -166,7 +136,7 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
                 found["certified"] >= max(found["dropout"], found["minimum"]),
             )
         )
-        gap = at[name, "curve_fit"] - at[name, "certified"]
+        gap = cost_of_certifying(lines[name, "curve_fit"], lines[name, "certified"])
         claims.append(
             Claim(f"{name}: certifying costs at most 0.5 points", round(100 * gap, 2), "<= 0.5",
                   gap <= 0.005, "points of accuracy, curve fit minus certified, same seeds")

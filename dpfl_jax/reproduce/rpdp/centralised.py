@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import TwoStage
@@ -28,6 +27,7 @@ from dpfl_jax.reproduce.rpdp.heart import hospitals
 TITLE = "one silo: personal rates against the Renyi filter"
 SOURCE = "Liu et al. 2024, section 7.1, table 2 and figure 7"
 
+OPTIONS = ("seeds",)
 DELTA, SIGMA_FILTER, RATE = 1e-3, 10.0, 1.0
 TAU, ROUNDS = 10, 15
 LAW = laws.ThreeLevels((2.0, 4.7, 11.8), (0.7, 0.2, 0.1))
@@ -35,7 +35,7 @@ LAW = laws.ThreeLevels((2.0, 4.7, 11.8), (0.7, 0.2, 0.1))
 
 def run(settings: Settings) -> Outcome:
     """Trains both on embedded patients, and on the pooled hospitals where their files are."""
-    seeds = 5 if settings.quick else 20
+    seeds = settings.seeds or (5 if settings.quick else 20)
     sets = {"patients": patients()}
     if settings.data_dir is not None and (settings.data_dir / "heart_disease").is_dir():
         sets["hospitals, pooled"] = hospitals(settings.data_dir / "heart_disease", "published")
@@ -83,7 +83,7 @@ def _compare(
         ArrayRecords(records), np.arange(count), np.zeros(count, np.int64), 1
     )
     model = LogisticRegression(records["x"].shape[1])
-    bench = Bench(model, one, test, optax.sgd(RATE), TAU, ROUNDS, 1.0, (1.0,))
+    bench = Bench(model, one, test, ("sgd", RATE), TAU, ROUNDS, 1.0, (1.0,))
     cap = 11.8
     sigma = rpdp.noise_for_cap(cap, TAU, ROUNDS, 1.0, DELTA)
     setting = TwoStage(sigma, TAU, ROUNDS, 1.0, DELTA)

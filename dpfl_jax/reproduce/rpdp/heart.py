@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
-import jax
 import numpy as np
-import optax
-from rich.progress import Progress
 
 from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import TwoStage
@@ -21,11 +19,13 @@ from dpfl_jax.federation.personal.policies import Policy
 from dpfl_jax.federation.tabular import HEART_SCALE
 from dpfl_jax.models import LogisticRegression
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings
-from dpfl_jax.reproduce.rpdp._training import Bench, Made, beside, row, torch_init
+from dpfl_jax.reproduce.rpdp._cells import Cell, always, train
+from dpfl_jax.reproduce.rpdp._training import Bench, beside, cost_of_certifying
 
 TITLE = "heart disease in four hospitals: personal rates against all baselines"
 SOURCE = "Liu et al. 2024, section 7.2, figure 8 (Fed-Heart-Disease), table 1"
 
+OPTIONS = ("seeds", "minutes")
 DELTA, ROUNDS, CAP = 1e-3, 15, 10.0
 LAWS: dict[str, laws.BudgetDistribution] = {
     "ThreeLevels": laws.ThreeLevels(),
@@ -119,7 +119,7 @@ def bench(data: FederatedData, test: dict[str, np.ndarray], tau: int) -> Bench:
         LogisticRegression(13),
         data,
         test,
-        optax.adam(0.005),
+        ("adam", 0.005),
         tau,
         ROUNDS,
         1.0,
@@ -135,36 +135,12 @@ def run(settings: Settings) -> Outcome:
             "folder `heart_disease`, and name the folder above it in DPFL_DATA_DIR"
         )
     folder = settings.data_dir / "heart_disease"
-    seeds = 5 if settings.quick else 20
+    seeds = settings.seeds or (5 if settings.quick else 20)
     taus = (50,) if settings.quick else (50, 10)
-    rows: list[dict[str, Any]] = []
-    with Progress(console=settings.console) as progress:
-        bar = progress.add_task("heart disease", total=len(taus) * (len(LAWS) * len(POLICIES) + 1))
-        for tau in taus:
-            data, test = hospitals(folder)
-            table = bench(data, test, tau)
-            sigma = rpdp.noise_for_cap(CAP, tau, ROUNDS, 1.0, DELTA)
-            setting = TwoStage(sigma, tau, ROUNDS, 1.0, DELTA)
-            for law_name, law in LAWS.items():
-                for label, policy in POLICIES.items():
-                    if policy == "bisection" and law_name != "ThreeLevels":
-                        continue  # as many searches as records: minutes, for the same rates
-                    rows.append(_personal(table, setting, law_name, law, label, policy, seeds))
-                    progress.advance(bar)
-            for label, made in (
-                ("minimum (b)", table.one_rate(16, 0.1, DELTA)),
-                ("non-private", table.non_private(16)),
-            ):
-                curves = [_train(table, made, seed) for seed in range(seeds)]
-                noise = made.federation.mechanism.sigma
-                rows.append(row(label, "all", curves, tau=tau, noise_multiplier=noise))
-                progress.advance(bar)
-            sound = bench(*hospitals(folder, "published"), tau)
-            rows.append(
-                _personal(sound, setting, "ThreeLevels", LAWS["ThreeLevels"],
-                          "certified, published scaling", "certified", seeds)
-            )  # fmt: skip
-            progress.advance(bar)
+    cells = [cell for tau in taus for cell in _cells(folder, tau)]
+    rows, finished = train("rpdp-heart", cells, seeds, settings)
+    if len(rows) < len(cells):
+        return Outcome([], [], rows, [f"{finished}; claims need one seed of each at least"])
     figure = settings.out / "rpdp-heart.png"
     _draw(rows, figure)
     return Outcome(
@@ -172,6 +148,7 @@ def run(settings: Settings) -> Outcome:
         [figure],
         rows,
         [
+            finished,
             f"{seeds} seeds, each with its own budgets, noise and initial parameters; accuracy is "
             "that of the pooled test patients, mean of the last three rounds",
             "FLamby's features are scaled by statistics of each hospital's patients, which no "
@@ -183,38 +160,23 @@ def run(settings: Settings) -> Outcome:
     )
 
 
-def _train(table: Bench, made: Made, seed: int) -> np.ndarray:
-    params = torch_init(table.model.init(jax.random.key(0)), seed)
-    return table.run(made, params, seed)
-
-
-def _personal(
-    table: Bench,
-    setting: TwoStage,
-    law_name: str,
-    law: laws.BudgetDistribution,
-    label: str,
-    policy: Policy,
-    seeds: int,
-) -> dict[str, Any]:
-    curves, facts = [], []
-    for seed in range(seeds):
-        made = table.personal(setting, law, policy, seed)
-        curves.append(_train(table, made, seed))
-        assert made.personal is not None
-        facts.append(made.personal.summary(setting.rounds))
-    return row(
-        label,
-        law_name,
-        curves,
-        tau=setting.local_steps,
-        noise_multiplier=setting.noise_multiplier,
-        expected_batch=float(
-            np.mean([p.mechanism.expected_batch for p in made.federation.silos])  # type: ignore[attr-defined]
-        ),
-        over_budget=sum(f["over_budget"] for f in facts),
-        left_early=sum(f["left_early"] for f in facts) / seeds,
-    )
+def _cells(folder: pathlib.Path, tau: int) -> list[Cell]:
+    data, test = hospitals(folder)
+    table = bench(data, test, tau)
+    sigma = rpdp.noise_for_cap(CAP, tau, ROUNDS, 1.0, DELTA)
+    setting = TwoStage(sigma, tau, ROUNDS, 1.0, DELTA)
+    cells, more = [], {"tau": tau}
+    for name, law in LAWS.items():
+        for label, policy in POLICIES.items():
+            if policy == "bisection" and name != "ThreeLevels":
+                continue  # as many searches as records: minutes, for the same rates
+            make = functools.partial(table.personal, setting, law, policy)
+            cells.append(Cell(table, label, name, make, more))
+    cells.append(Cell(table, "minimum (b)", "all", always(table.one_rate(16, 0.1, DELTA)), more))
+    cells.append(Cell(table, "non-private", "all", always(table.non_private(16)), more))
+    sound = bench(*hospitals(folder, "published"), tau)
+    make = functools.partial(sound.personal, setting, LAWS["ThreeLevels"], "certified")
+    return [*cells, Cell(sound, "certified, published scaling", "ThreeLevels", make, more)]
 
 
 def _claims(rows: list[dict[str, Any]], taus: tuple[int, ...]) -> list[Claim]:
@@ -250,13 +212,13 @@ def _claims(rows: list[dict[str, Any]], taus: tuple[int, ...]) -> list[Claim]:
                     mine > max(others.values()),
                 )
             )
-            fitted = at[tau, law, "curve fit (paper)"]["accuracy"]
+            cost = cost_of_certifying(at[tau, law, "curve fit (paper)"], at[tau, law, "certified"])
             claims.append(
                 Claim(
                     f"tau {tau}, {law}: certifying costs at most 0.5 points",
-                    round(100 * (fitted - mine), 2),
+                    round(100 * cost, 2),
                     "<= 0.5",
-                    fitted - mine <= 0.005,
+                    cost <= 0.005,
                     "points of accuracy, curve fit minus certified, same seeds",
                 )
             )
