@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from fed_zoo import loss_fn, make_params
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dpfl_jax import accounting
@@ -97,21 +97,20 @@ def executed_rates(federation):
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=10)
-@given(
-    seed=st.integers(0, 2**31),
-    policy=st.sampled_from(POLICIES),
-    sigma=st.floats(3.0, 20.0),
-    steps=st.integers(1, 30),
-    rounds=st.integers(1, 12),
-    lam=st.sampled_from([0.3, 0.7, 1.0]),
-)
-def test_no_record_exceeds_its_budget_in_the_run_as_executed(
-    seed, policy, sigma, steps, rounds, lam
-):
-    """1,000 random budgets (10 runs of 100): what each round samples is accounted anew, finely."""
+ANY_RUN = {
+    "seed": st.integers(0, 2**31),
+    "policy": st.sampled_from(POLICIES),
+    "sigma": st.floats(3.0, 20.0),
+    "steps": st.integers(1, 30),
+    "rounds": st.integers(1, 12),
+    "lam": st.sampled_from([0.3, 0.7, 1.0]),
+}
+
+
+def check_what_is_executed(distinct, seed, policy, sigma, steps, rounds, lam):
+    """Accounts anew, finely, what each round samples of 100 records; returns budgets checked."""
     rng = np.random.default_rng(seed)
-    budgets = rng.choice(np.exp(rng.uniform(np.log(0.03), np.log(11), 6)), 100)
+    budgets = rng.choice(np.exp(rng.uniform(np.log(0.03), np.log(11), distinct)), 100)
     data, federation, personal = build(
         budgets, policy=policy, sigma=sigma, local_steps=steps, rounds=rounds,
         participation_prob=lam,
@@ -134,6 +133,28 @@ def test_no_record_exceeds_its_budget_in_the_run_as_executed(
         for i in range(3):
             drawn = [d.positions for d in builder.draws(i, r)]
             assert np.all(rates[r, np.concatenate(drawn)] > 0)
+    return len(np.unique(mine))
+
+
+@settings(derandomize=True, deadline=None, max_examples=10)
+@given(**ANY_RUN)
+def test_no_record_exceeds_its_budget_in_the_run_as_executed(**run):
+    """10 runs of 100 records with 6 distinct budgets each."""
+    check_what_is_executed(6, **run)
+
+
+@pytest.mark.slow
+def test_a_thousand_budgets_are_kept_in_runs_as_executed():
+    """Distinct budgets in random settings until there are 1,000 of them."""
+    checked = []
+
+    @settings(derandomize=True, deadline=None, max_examples=24, phases=[Phase.generate])
+    @given(**ANY_RUN)
+    def many(**run):
+        checked.append(check_what_is_executed(60, **run))
+
+    many()
+    assert sum(checked) >= 1000
 
 
 def test_realised_frequencies_match_the_rates():
