@@ -251,6 +251,17 @@ def test_two_processes_train_what_one_does(workspace, whole):
 
 
 @pytest.mark.slow
+def test_two_processes_share_each_user(workspace, whole):
+    """All four devices, of two processes, form one user's gradient together."""
+    run_dir = workspace / "shared"
+    with_key_of(run_dir, whole)
+    job = start(workspace, run_dir, 2, 2, "mesh.fsdp=4", "mesh.split_users=true")
+    output, _ = job.communicate(timeout=400)
+    assert job.returncode == 0, output
+    same(final(workspace, whole)[0], final(workspace, run_dir)[0])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.privacy), 0])
 def test_kill_9_of_one_process_costs_nothing(workspace, whole, victim):
     run_dir = workspace / f"killed{victim}"
