@@ -4,6 +4,12 @@ Every message is one sentence that says what is wrong, where, and what to do abo
 The command line turns these into exit code 2 without a traceback.
 """
 
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
 
 class BadInputError(ValueError):
     """Something the user gave (a config key, a file, an argument) cannot be used as it is."""
@@ -11,3 +17,51 @@ class BadInputError(ValueError):
 
 class StoppedError(Exception):
     """Work stopped before its end at the user's wish, with everything done so far saved."""
+
+
+class TooLittleMemoryError(BadInputError):
+    """The work does not fit into the memory of the device, or of the host."""
+
+
+_SIZE = re.compile(r"(\d[\d.]*) ?([KMGTP]i?B|[KMGT]\b|bytes)")
+
+
+@contextlib.contextmanager
+def too_little_memory(what: str, advice: str) -> Iterator[None]:
+    """Turns running out of memory inside into one sentence.
+
+    Args:
+      what: what was being done, e.g. "a training step".
+      advice: what to change.
+
+    Raises:
+      TooLittleMemoryError: memory did not suffice.
+    """
+    try:
+        yield
+    except Exception as error:
+        asked = _asked_for(error)
+        if asked is None:
+            raise
+        raise TooLittleMemoryError(
+            f"{asked[0]} has too little memory for {what}{asked[1]}: {advice}"
+        ) from error
+
+
+def _asked_for(error: Exception) -> tuple[str, str] | None:
+    """Where, and how much memory was not to be had, in words; None for another error."""
+    where = "the host" if isinstance(error, MemoryError) else "a device"
+    text = str(error)
+    # By name: this module knows nothing of JAX.
+    if where == "a device" and not (
+        type(error).__name__ in ("JaxRuntimeError", "XlaRuntimeError")
+        and "RESOURCE_EXHAUSTED" in text
+    ):
+        return None
+    found = _SIZE.search(text)
+    if found is None:
+        return where, ""
+    size = found[0]
+    if found[2] == "bytes":
+        size = f"{float(found[1]) / 2**30:,.1f} GiB"
+    return where, f" ({size} more were asked for)"

@@ -228,6 +228,12 @@ def _print(result: dict[str, Any], to_stderr: bool) -> None:
     table.add_row(
         "FLOPs", f"{result['flops']:.3e} a microbatch, {result['flops_ratio']:.3f} x non-private"
     )
+    if result["fits"] is False and result["mechanism"] == "uls":
+        console.print(
+            "a user's examples may be taken a few at a time (train.examples_at_once), and users "
+            "be shared among devices (mesh.fsdp with mesh.split_users)",
+            highlight=False,
+        )
     ratio = result["temp_ratio"]
     if result["peak_bytes"] is not None:
         table.add_row(

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from dpfl_jax import __version__
-from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.errors import BadInputError, StoppedError, too_little_memory
 
 # Modules are imported only when asked for, so that `dpfl --help` does not load JAX.
 COMMANDS = {
@@ -90,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((a for a in argv if not a.startswith("-")), None)
     try:
         args = _parse(build_parser(command), argv)
-        result = args.handler(args)
+        with too_little_memory(
+            f"`dpfl {command}`", "lower its batch sizes, or use a larger machine"
+        ):
+            result = args.handler(args)
     except BadInputError as error:
         print(f"dpfl: error: {error}", file=sys.stderr)
         return 2

@@ -19,7 +19,7 @@ from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable, join, self_check, split
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, too_little_memory
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import processes
@@ -252,6 +252,7 @@ def fit(
     with (
         StopRequest() as stop,
         StepProgress(console or quiet, "training", steps, start) as bar,
+        too_little_memory("training", _smaller(mechanism)),
     ):
         done, stopping = start, None
         for batch in pipeline.iterate(start, steps):
@@ -307,6 +308,15 @@ MOVED_CAVEAT = (
     "sums that may differ in rounding, so metrics written between that checkpoint and the "
     "interruption must not have been published"
 )
+
+
+def _smaller(mechanism: Mechanism) -> str:
+    """What takes less memory."""
+    users = ", set train.examples_at_once" if mechanism.kind == "uls" else ""
+    return (
+        f"lower train.microbatch_size and eval.batch_size{users}, split parameters over devices "
+        "(mesh.fsdp), or train adapters (model.lora)"
+    )
 
 
 def _row(step: int, stats: StepStats, epsilon: float | None, private: bool) -> dict[str, Any]:
