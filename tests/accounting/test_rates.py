@@ -158,6 +158,11 @@ def test_figures_5_and_6_fits():
     for sigma, r2 in figure_6.items():
         fit = rpdp.fit_curve(sigma, 5, 20, 1.0, 1e-3, conversion="mironov", rates=points)
         assert fit.r_squared == pytest.approx(r2, abs=6e-6)
+    # At the delta of the figure's caption, and half of the silos.
+    caption = dict(zip((1, 1.2, 1.5, 2, 5, 10), (99927, 99967, 99939, 99926, 99990, 99993)))
+    for sigma, r2 in caption.items():
+        fit = rpdp.fit_curve(sigma, 5, 20, 0.5, 1e-5, rates=points)
+        assert fit.r_squared == pytest.approx(r2 / 1e5, abs=6e-6)
 
 
 def test_when_a_record_leaves_does_not_depend_on_how_many_others_there_are():
