@@ -190,15 +190,15 @@ def run_rounds(
         return TrainState(server.model(state), {"server": state} | kept, jnp.int32(done))
 
     if run_dir is not None:
+        used = run_dir.computed_with(used[0])
         checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
         if checkpoints.latest_step() is not None:
-            restored, used = checkpoints.restore(packed(0), key)
+            restored, earlier = checkpoints.restore(packed(0), key)
+            used = list(dict.fromkeys([*earlier, *used]))
             state, start = restored.opt_state["server"], int(restored.step)
             if silo_states is not None:
                 silo_states.all = restored.opt_state["silos"]
-            if hardware(mesh) not in used:
-                used.append(hardware(mesh))
-            caveats = (*caveats, MOVED_CAVEAT) if len(used) > 1 else caveats
+        caveats = (*caveats, MOVED_CAVEAT) if len(used) > 1 else caveats
         log.start_at(start)
 
     def evaluated(done: int) -> None:

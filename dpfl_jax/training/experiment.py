@@ -19,7 +19,7 @@ from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset,
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, Mechanism, NonPrivate, Population
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
-from dpfl_jax.models.checkpoint import fingerprint
+from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.training import processes
 from dpfl_jax.training.evaluate import summarize
 from dpfl_jax.training.loop import FitResult, fit
@@ -181,13 +181,14 @@ def run_experiment(
     processes.check_same({"configuration": identity[1]})
     processes.primary_first(lambda: RunDirectory.check(run_dir, identity[1]))
     prepared = processes.together(lambda: prepare(config, console, load))
-    facts = {
+    facts: dict[str, Any] = {
         "data": prepared.data.train.fingerprint,
         "noise_multiplier": prepared.mechanism.noise_multiplier,
         "delta": prepared.delta,
     }
     if config.model.checkpoint is not None:
-        facts["checkpoint"] = fingerprint(config.model.checkpoint)
+        facts["base"] = describe(config.model.checkpoint)
+        facts["checkpoint"] = facts["base"]["digest"]
     directory = _open_directory(run_dir, identity, facts)
 
     def check_checkpoint() -> None:
@@ -237,6 +238,8 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
         )
     ledger = processes.primary_first(lambda: _reserve(prepared, directory, console))
     params, pretrained = starting_params(config, data, prepared.model, mesh, console)
+    if pretrained is not None:
+        begin_from(pretrained, directory, needed=facts["trained"] < facts["parameters"])
     result = fit(
         loss_fn=prepared.model.loss,
         params=params,
@@ -266,7 +269,7 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
     if not directory.writes:
         status = FINISHED if result.interrupted is None else "interrupted"
         return {"status": status, "steps": result.steps, "run_dir": str(directory.path)}
-    report = _report(prepared, pretrained, result, directory.facts["data"])
+    report = _report(prepared, pretrained, result, directory.facts)
     if personal is not None:
         report["personalization"] = dataclasses.asdict(personal)
     report["run_dir"] = str(directory.path)
@@ -274,6 +277,36 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
         ledger.commit(directory.run_id)
     write_report(directory.path, report, result.metrics)
     return report
+
+
+def begin_from(pretrained: Pretrained, directory: RunDirectory, needed: bool) -> None:
+    """Notes what was trained before on public data; a run that goes on must find the same.
+
+    Args:
+      pretrained: the base.
+      directory: of the run.
+      needed: whether a part of it stays as it is for the whole run.
+
+    Raises:
+      BadInputError: the run began with another one. One of the same settings that was made again
+        may differ in rounding: enough to take steps twice with one noise on different sums, unless
+        all parameters are in a checkpoint of the run.
+    """
+    found = pretrained.facts
+
+    def check() -> None:
+        known = directory.facts.get("base", found)
+        kept = any(p.name.isdigit() for p in (directory.path / "checkpoints").glob("*"))
+        if known["name"] != found["name"] or (known != found and (needed or not kept)):
+            raise BadInputError(
+                f"the pre-trained checkpoint {pretrained.path} is not the one that the run in "
+                f"{directory.path} began with ({known['name']}): bring back the public corpus and "
+                "the checkpoint, or start another run"
+            )
+
+    processes.primary_first(check)
+    if "base" not in directory.facts:
+        directory.note("base", found)
 
 
 def _reserve(
@@ -358,7 +391,7 @@ def _personalized(prepared: Prepared, result: FitResult, mesh: Mesh) -> Personal
 
 
 def _report(
-    prepared: Prepared, pretrained: Pretrained | None, result: FitResult, data_digest: str
+    prepared: Prepared, pretrained: Pretrained | None, result: FitResult, facts: dict[str, Any]
 ) -> dict[str, Any]:
     config, data, population = prepared.config, prepared.data, prepared.population
     baselines = {}
@@ -372,10 +405,13 @@ def _report(
         name=config.name,
         finished_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         baselines=baselines,
-        model=model_facts(config, prepared.model),
+        model={
+            **model_facts(config, prepared.model),
+            **{name: facts[name] for name in ("base",) if name in facts},
+        },
         data={
             "description": data.description,
-            "keyed_digest": data_digest,
+            "keyed_digest": facts["data"],
             "users": population.num_users,
             "examples": population.num_examples,
         },

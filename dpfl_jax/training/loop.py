@@ -204,13 +204,13 @@ def fit(
     log = _Log(run_dir)
     checkpoints, used = None, [hardware(mesh)]
     if run_dir is not None:
+        used = run_dir.computed_with(used[0])
         checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
         resumed = checkpoints.resumed_step()
         if resumed is not None:
-            state, used = checkpoints.restore(state, key, resumed)
-            if hardware(mesh) not in used:
-                used.append(hardware(mesh))
-            caveats = (*caveats, MOVED_CAVEAT) if len(used) > 1 else caveats
+            state, earlier = checkpoints.restore(state, key, resumed)
+            used = list(dict.fromkeys([*earlier, *used]))
+        caveats = (*caveats, MOVED_CAVEAT) if len(used) > 1 else caveats
         log.start_at(int(state.step))
     start = int(state.step)
     if validation is not None and start == 0 and log.evaluation(0) is None:
@@ -304,9 +304,9 @@ PUBLIC_KEY_CAVEAT = (
 
 
 MOVED_CAVEAT = (
-    "the run went on from a checkpoint on other hardware: steps taken twice used the same noise on "
-    "sums that may differ in rounding, so metrics written between that checkpoint and the "
-    "interruption must not have been published"
+    "the run went on from a checkpoint, or from its start, on other hardware: steps taken twice "
+    "used the same noise on sums that may differ in rounding, so metrics written between there and "
+    "the interruption must not have been published"
 )
 
 

@@ -27,6 +27,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import processes
 from dpfl_jax.training.checkpoint import load_params, save_params
+from dpfl_jax.training.content import content_digest
 from dpfl_jax.training.mesh import parameter_shardings, place, unit_axes, unit_parts
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.state import shardings_of
@@ -51,6 +52,11 @@ class Pretrained:
       path: where they are kept.
       cached: True if they were found there, not trained now.
     """
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What identifies it: ``name`` (model, corpus and settings) and ``digest`` (of values)."""
+        return {"name": self.path.name, "digest": content_digest(self.params)}
 
     params: PyTree
     path: pathlib.Path

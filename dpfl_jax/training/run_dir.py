@@ -100,6 +100,31 @@ class RunDirectory:
             }
             write_atomically(self.path / "config.yaml", yaml.safe_dump(content, sort_keys=False))
 
+    def note(self, name: str, value: Any) -> None:
+        """Keeps a further fact (plain JSON) for whoever goes on with the run.
+
+        Of many processes all must call it with the same; the one that writes does so.
+        """
+        if self.facts.get(name) == value:
+            return
+        self.facts[name] = value
+        if self.writes:
+            file = self.path / "config.yaml"
+            content = yaml.safe_load(file.read_text()) | {"facts": self.facts}
+            write_atomically(file, yaml.safe_dump(content, sort_keys=False))
+
+    def computed_with(self, hardware: str) -> list[str]:
+        """Notes what the run is computed with from now on; returns all there was, first to last.
+
+        Before the first step: a run that dies before its first checkpoint and goes on elsewhere
+        takes steps twice, too.
+        """
+        known = list(self.facts.get("hardware", []))
+        if hardware not in known:
+            known.append(hardware)
+            self.note("hardware", known)
+        return list(known)
+
     def introduction(self) -> dict[str, Any]:
         """What another process needs to ``join``: plain JSON, nothing secret."""
         return {

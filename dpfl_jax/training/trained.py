@@ -23,6 +23,7 @@ from dpfl_jax.models.checkpoint import fingerprint
 from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.lora import merge, without_adapters
 from dpfl_jax.training.checkpoint import Checkpoints, load_params
+from dpfl_jax.training.content import content_digest
 from dpfl_jax.training.mesh import make_mesh, parameter_shardings
 from dpfl_jax.training.run_dir import FINISHED
 from dpfl_jax.training.start import (
@@ -149,4 +150,11 @@ def _base(config: RunConfig, report: dict[str, Any], model: LanguageModel, mesh:
     path = pathlib.Path(report["pretrain"]["path"])
     if not path.exists():
         raise BadInputError(f"the pre-trained checkpoint {path} of this run is not there any more")
-    return load_params(path, like)
+    base = load_params(path, like)
+    known = report["model"].get("base")
+    if known is not None and content_digest(base) != known["digest"]:
+        raise BadInputError(
+            f"the pre-trained checkpoint {path} is not the one that this run began with: bring it "
+            "back"
+        )
+    return base

@@ -12,7 +12,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.data import load_dataset
 from dpfl_jax.models import LanguageModel, TransformerConfig
-from dpfl_jax.models.checkpoint import load_checkpoint, read_config, save_checkpoint
+from dpfl_jax.models.checkpoint import fingerprint, load_checkpoint, read_config, save_checkpoint
 from dpfl_jax.models.checkpoint.load import flat_paths
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.mesh import data_parallel_mesh
@@ -161,6 +161,18 @@ def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp
     result, _ = dpfl(capsys, "export", run, tmp_path / "out")
     beside = json.loads((tmp_path / "out" / "guarantee.json").read_text())
     assert beside["privacy"] == report["privacy"] == result["privacy"]
+    # Which base: by name and content, not by where it lay.
+    weights = workspace / "base" / "model.safetensors"
+    assert (
+        beside["model"]["base"]
+        == report["model"]["base"]
+        == {
+            "name": "base",
+            "digest": fingerprint(workspace / "base"),
+            "files": {"model.safetensors": weights.stat().st_size},
+        }
+    )
+    assert str(workspace) not in json.dumps(beside)
     assert (tmp_path / "out" / "tokenizer.json").exists()
     store = held_out(workspace)
     model, params = opened(tmp_path / "out")

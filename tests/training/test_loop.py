@@ -115,6 +115,30 @@ def test_resume_in_process_is_bit_for_bit(tmp_path, monkeypatch):
     assert [row["step"] for row in result.metrics] == list(range(1, 21))
 
 
+def test_hardware_that_reached_no_checkpoint_is_named_too(tmp_path, monkeypatch):
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    real, steps = RunDirectory.append_metrics, []
+
+    def crash(self, row):
+        steps.append(row["step"])
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        real(self, row)
+
+    monkeypatch.setattr(RunDirectory, "append_metrics", crash)
+    directory = RunDirectory(tmp_path / "run", {}, "f", seed=0)
+    with pytest.raises(KeyboardInterrupt):
+        run(steps=6, validation=None, run_dir=directory, mesh=one, checkpoint_every=5)
+    directory.close()
+    monkeypatch.setattr(RunDirectory, "append_metrics", real)
+    assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+    directory = RunDirectory(tmp_path / "run", {}, "f", seed=0)
+    moved = run(steps=6, validation=None, run_dir=directory, checkpoint_every=5)
+    directory.close()
+    assert moved.steps == 6
+    assert any("or from its start, on other hardware" in c for c in moved.guarantee.caveats)
+
+
 def test_moving_a_run_to_other_hardware_is_named(tmp_path):
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     whole = run(steps=6, validation=None)

@@ -178,6 +178,7 @@ def with_key_of(run_dir, other):
     private.mkdir(parents=True)
     (private / "root_key.json").write_text((other / "private" / "root_key.json").read_text())
     known = yaml.safe_load((other / "config.yaml").read_text()) | {"run_id": run_dir.name}
+    known["facts"].pop("hardware")
     (run_dir / "config.yaml").write_text(yaml.safe_dump(known))
 
 

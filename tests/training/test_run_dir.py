@@ -1,6 +1,7 @@
 """What a run directory holds, and what it must not."""
 
 import pytest
+import yaml
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.training.run_dir import RunDirectory
@@ -23,6 +24,23 @@ def test_the_fingerprint_of_the_data_is_written_only_keyed(tmp_path):
     other.close()
     with pytest.raises(BadInputError, match="training data are not those"):
         RunDirectory(tmp_path / "run", {}, "c", None, facts | {"data": "beef" * 16})
+
+
+def test_hardware_is_known_before_the_first_checkpoint(tmp_path):
+    first = RunDirectory(tmp_path / "run", {"a": 1}, "f", None, {"data": "abc"})
+    before = first.facts["data"]
+    assert first.computed_with("4 x cpu") == ["4 x cpu"]
+    first.close()  # it died here
+    again = RunDirectory(tmp_path / "run", {"a": 1}, "f", None, {"data": "abc"})
+    assert again.computed_with("4 x cpu") == ["4 x cpu"]
+    assert again.computed_with("8 x tpu") == ["4 x cpu", "8 x tpu"]
+    joined = RunDirectory.join(again.introduction(), {"data": "abc"})
+    assert joined.computed_with("8 x tpu") == ["4 x cpu", "8 x tpu"]
+    joined.note("said", "by a process that does not write")
+    again.close()
+    known = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert known["facts"] == {"data": before, "hardware": ["4 x cpu", "8 x tpu"]}
+    assert (known["fingerprint"], known["config"]) == ("f", {"a": 1})
 
 
 def test_going_on_takes_back_the_report_of_the_interruption(tmp_path):

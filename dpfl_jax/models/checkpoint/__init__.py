@@ -5,7 +5,14 @@ never code, never a download.
 """
 
 from dpfl_jax.models.checkpoint.files import tokenizer_file
-from dpfl_jax.models.checkpoint.load import fingerprint, load_checkpoint, read_config
+from dpfl_jax.models.checkpoint.load import describe, fingerprint, load_checkpoint, read_config
 from dpfl_jax.models.checkpoint.save import save_checkpoint
 
-__all__ = ["fingerprint", "load_checkpoint", "read_config", "save_checkpoint", "tokenizer_file"]
+__all__ = [
+    "describe",
+    "fingerprint",
+    "load_checkpoint",
+    "read_config",
+    "save_checkpoint",
+    "tokenizer_file",
+]

@@ -119,6 +119,10 @@ class TensorFiles:
     def _slice(self, name: str) -> Any:
         return self._open[self._file_of[name]].get_slice(name)
 
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each weights file, by name."""
+        return {file: (self.path / file).stat().st_size for file in sorted(self._open)}
+
     def fingerprint(self) -> str:
         """Identifies the checkpoint: its configuration, names, shapes and some of each tensor."""
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())

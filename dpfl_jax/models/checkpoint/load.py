@@ -40,6 +40,21 @@ def fingerprint(path: Any) -> str:
         files.close()
 
 
+def describe(path: Any) -> dict[str, Any]:
+    """What identifies a checkpoint, to be written beside a model that was made from it.
+
+    Returns:
+      ``name`` (of the directory, not where it lies), ``digest`` (``fingerprint``), and ``files``:
+      bytes of each weights file by name.
+    """
+    files = TensorFiles(path)
+    try:
+        name = files.path.resolve().name
+        return {"name": name, "digest": files.fingerprint(), "files": files.sizes()}
+    finally:
+        files.close()
+
+
 def load_checkpoint(
     path: Any,
     config: TransformerConfig,

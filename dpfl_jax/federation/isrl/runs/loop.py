@@ -250,7 +250,8 @@ def run_rounds(
 
     rounds, train = parameters.rounds, config.train
     state = algorithm.start(jnp.zeros(task.shape))
-    used, done = [hardware(data_parallel_mesh(jax.devices()[:1]))], 0
+    used = run_dir.computed_with(hardware(data_parallel_mesh(jax.devices()[:1])))
+    done = 0
     checkpoints = Checkpoints(run_dir.path / "checkpoints", train.keep_checkpoints)
 
     def packed(taken: int) -> TrainState:
@@ -259,12 +260,11 @@ def run_rounds(
     private = parameters.noise is not None
     caveats = (PUBLIC_KEY_CAVEAT,) if key.public and private else ()
     if checkpoints.latest_step() is not None:
-        now = used[0]
-        restored, used = checkpoints.restore(packed(0), key)
+        restored, earlier = checkpoints.restore(packed(0), key)
         kept, done = jax.tree.leaves(restored.opt_state["state"]), int(restored.step)
         state = jax.tree.unflatten(jax.tree.structure(state), kept)
-        used = used if now in used else [*used, now]
-        caveats = (*caveats, MOVED_CAVEAT) if len(used) > 1 else caveats
+        used = list(dict.fromkeys([*earlier, *used]))
+    caveats = (*caveats, MOVED_CAVEAT) if len(used) > 1 else caveats
     run_dir.drop_metrics_after(done)
     metrics = run_dir.read_metrics()
 

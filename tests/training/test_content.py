@@ -1,0 +1,45 @@
+"""A digest of parameters: of their values, wherever they lie."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax.training.content import content_digest
+from dpfl_jax.training.mesh import make_mesh, parameter_shardings, place
+
+
+def parameters():
+    rng = np.random.default_rng(0)
+    return {
+        "up": {"kernel": jnp.asarray(rng.normal(size=(2, 8, 12)), jnp.float32)},
+        "low": jnp.asarray(rng.normal(size=(8, 4)), jnp.bfloat16),
+        "step": jnp.arange(3),
+    }
+
+
+def test_it_is_the_same_for_every_layout():
+    params = parameters()
+    mesh = make_mesh(data=2, fsdp=2, tensor=2)
+    placed = place(params, parameter_shardings(params, mesh))
+    assert content_digest(placed) == content_digest(params)
+    assert len(content_digest(params)) == 32
+
+
+def test_it_tells_parameters_apart():
+    params = parameters()
+    kernel = params["up"]["kernel"]
+    changes = {
+        "last bit": jnp.nextafter(kernel, jnp.inf)
+        .at[0]
+        .set(kernel[0])
+        .at[1, 1:]
+        .set(kernel[1, 1:]),
+        "sign of zero": kernel.at[0, 0, 0].set(-0.0),
+        "zero": kernel.at[0, 0, 0].set(0.0),
+        "two rows exchanged": kernel[:, jnp.array([1, 0, *range(2, 8)])],
+        "another shape": kernel.reshape(2, 12, 8),
+        "another type": kernel.view(jnp.int32),
+    }
+    found = [content_digest(params)]
+    found += [content_digest(params | {"up": {"kernel": new}}) for new in changes.values()]
+    found.append(content_digest(params | {"down": params["up"], "up": {}}))
+    assert len(set(found)) == len(found)
