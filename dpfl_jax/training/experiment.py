@@ -25,7 +25,7 @@ from dpfl_jax.training.evaluate import summarize
 from dpfl_jax.training.loop import FitResult, fit
 from dpfl_jax.training.mesh import make_mesh
 from dpfl_jax.training.personalize import Personalization, check_users, personalize
-from dpfl_jax.training.pretrain import Pretrained
+from dpfl_jax.training.pretrain import Pretrained, begin_from
 from dpfl_jax.training.report import (
     BASE_CAVEAT,
     EVALUATION_CAVEAT,
@@ -277,36 +277,6 @@ def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[
         ledger.commit(directory.run_id)
     write_report(directory.path, report, result.metrics)
     return report
-
-
-def begin_from(pretrained: Pretrained, directory: RunDirectory, needed: bool) -> None:
-    """Notes what was trained before on public data; a run that goes on must find the same.
-
-    Args:
-      pretrained: the base.
-      directory: of the run.
-      needed: whether a part of it stays as it is for the whole run.
-
-    Raises:
-      BadInputError: the run began with another one. One of the same settings that was made again
-        may differ in rounding: enough to take steps twice with one noise on different sums, unless
-        all parameters are in a checkpoint of the run.
-    """
-    found = pretrained.facts
-
-    def check() -> None:
-        known = directory.facts.get("base", found)
-        kept = any(p.name.isdigit() for p in (directory.path / "checkpoints").glob("*"))
-        if known["name"] != found["name"] or (known != found and (needed or not kept)):
-            raise BadInputError(
-                f"the pre-trained checkpoint {pretrained.path} is not the one that the run in "
-                f"{directory.path} began with ({known['name']}): bring back the public corpus and "
-                "the checkpoint, or start another run"
-            )
-
-    processes.primary_first(check)
-    if "base" not in directory.facts:
-        directory.note("base", found)
 
 
 def _reserve(

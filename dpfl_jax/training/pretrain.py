@@ -30,6 +30,7 @@ from dpfl_jax.training.checkpoint import load_params, save_params
 from dpfl_jax.training.content import content_digest
 from dpfl_jax.training.mesh import parameter_shardings, place, unit_axes, unit_parts
 from dpfl_jax.training.progress import StepProgress
+from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.state import shardings_of
 
 PyTree = Any
@@ -146,6 +147,36 @@ def pretrain(
     if processes.is_primary():
         (path / "identity.json").write_text(json.dumps(identity, indent=2, sort_keys=True))
     return Pretrained(params, path, cached=False)
+
+
+def begin_from(pretrained: Pretrained, directory: RunDirectory, needed: bool) -> None:
+    """Notes what was trained before on public data; a run that goes on must find the same.
+
+    Args:
+      pretrained: the base.
+      directory: of the run.
+      needed: whether a part of it stays as it is for the whole run.
+
+    Raises:
+      BadInputError: the run began with another one. One of the same settings that was made again
+        may differ in rounding: enough to take steps twice with one noise on different sums, unless
+        all parameters are in a checkpoint of the run.
+    """
+    found = pretrained.facts
+
+    def check() -> None:
+        known = directory.facts.get("base", found)
+        kept = any(p.name.isdigit() for p in (directory.path / "checkpoints").glob("*"))
+        if known["name"] != found["name"] or (known != found and (needed or not kept)):
+            raise BadInputError(
+                f"the pre-trained checkpoint {pretrained.path} is not the one that the run in "
+                f"{directory.path} began with ({known['name']}): bring back the public corpus and "
+                "the checkpoint, or start another run"
+            )
+
+    processes.primary_first(check)
+    if "base" not in directory.facts:
+        directory.note("base", found)
 
 
 def _shuffled(key: RootKey, first: int, stop: int, rows: int, step: int) -> np.ndarray:

@@ -12,8 +12,7 @@ from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.lora import without_adapters
 from dpfl_jax.training.checkpoint import load_params, save_params
-from dpfl_jax.training.experiment import begin_from
-from dpfl_jax.training.pretrain import Pretrained
+from dpfl_jax.training.pretrain import Pretrained, begin_from
 from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.start import build_model
 from dpfl_jax.training.trained import load_trained
