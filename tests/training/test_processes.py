@@ -14,19 +14,24 @@ import pytest
 import yaml
 
 from dpfl_jax.accounting import Account, Ledger
+from dpfl_jax.clipping import split
 from dpfl_jax.config import load_config
 from dpfl_jax.config.schema import ProcessesConfig
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.models import LanguageModel, TransformerConfig
+from dpfl_jax.models.checkpoint import fingerprint, save_checkpoint
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import processes
 from dpfl_jax.training.checkpoint import Checkpoints
 from dpfl_jax.training.experiment import build_model, make_optimizer
 from dpfl_jax.training.mesh import make_mesh
 from dpfl_jax.training.run_dir import RunDirectory
+from dpfl_jax.training.start import trained_by_name
 from dpfl_jax.training.state import init_state
 from dpfl_jax.training.watch import LastWords, Roll
 
 LOCAL = pathlib.Path(__file__).parents[2] / "launch" / "local.py"
+PATIENCE = 900  # seconds: of a machine that does much else at the same time
 WORDS = ["river", "stone", "lamp", "green", "quiet", "seven", "horse", "under"]
 
 
@@ -159,17 +164,46 @@ def workspace(tmp_path_factory):
         "train": {"steps": 12, "microbatch_size": 2, "checkpoint_every": 4},
     }
     (folder / "small.yaml").write_text(yaml.safe_dump(config))
+    # The same on adapters of a checkpoint in the Hugging Face layout, in two files.
+    shapes = jax.eval_shape(LanguageModel(LLAMA).init, jax.random.key(0))
+    values = jax.tree.map(lambda x: 0.2 * rng.normal(size=x.shape).astype(np.float32), shapes)
+    for norm in (values["blocks"]["norm1"], values["blocks"]["norm2"], values["final_norm"]):
+        norm["scale"] = np.ones_like(norm["scale"])
+    save_checkpoint(folder / "base", LLAMA, values, max_file_bytes=20_000)
+    assert len(list((folder / "base").glob("*.safetensors"))) > 1
+    config["name"] = "adapters"
+    del config["eval"]
+    config["model"] = {
+        "checkpoint": str(folder / "base"),
+        "lora": {"rank": 2, "alpha": 4.0, "targets": ["*/attention/*", "*/mlp/down"]},
+        "overrides": {"remat": "none"},
+    }
+    (folder / "lora.yaml").write_text(yaml.safe_dump(config))
     return folder
 
 
-def start(workspace, run_dir, count, devices, *more):
+def start(workspace, run_dir, count, devices, *more, config="small"):
     environment = {k: v for k, v in os.environ.items() if not k.startswith("DPFL_")}
     return subprocess.Popen(
-        [sys.executable, str(LOCAL), str(workspace / "small.yaml"), str(run_dir), *more,
+        [sys.executable, str(LOCAL), str(workspace / f"{config}.yaml"), str(run_dir), *more,
          "--processes", str(count), "--cpu-devices", str(devices)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=environment | {"XLA_FLAGS": ""},
     )  # fmt: skip
+
+
+LLAMA = TransformerConfig(
+    vocab_size=259,
+    max_seq_len=16,
+    embed_dim=16,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_dim=24,
+    activation="swiglu",
+    tie_embeddings=False,
+    remat="none",
+)
 
 
 def with_key_of(run_dir, other):
@@ -182,11 +216,12 @@ def with_key_of(run_dir, other):
     (run_dir / "config.yaml").write_text(yaml.safe_dump(known))
 
 
-def final(workspace, run_dir):
+def final(workspace, run_dir, config="small"):
     """The state in the newest checkpoint, and all hardware it was computed with."""
-    config = load_config(workspace / "small.yaml")
+    config = load_config(workspace / f"{config}.yaml")
     secret = json.loads((run_dir / "private" / "root_key.json").read_text())["secret"]
-    params = build_model(config, 259).init(jax.random.key(0))
+    model = build_model(config, 259)
+    params, _ = split(model.init(jax.random.key(0)), trained_by_name(config.model, model.config))
     like = init_state(params, make_optimizer(config.optimizer, 12), make_mesh())
     checkpoints = Checkpoints(run_dir / "checkpoints", 2)
     state, used = checkpoints.restore(like, RootKey(bytes.fromhex(secret)))
@@ -201,7 +236,7 @@ def same(a, b):
 
 def wait_for_steps(run_dir, steps, job):
     metrics = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline and job.poll() is None:
         if metrics.exists() and metrics.read_text().count("outside_guarantee") >= steps:
             return
@@ -214,7 +249,7 @@ def whole(workspace):
     """One process with four devices, never interrupted."""
     run_dir = workspace / "whole"
     job = start(workspace, run_dir, 1, 4)
-    output, _ = job.communicate(timeout=400)
+    output, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, output
     return run_dir
 
@@ -225,7 +260,7 @@ def test_two_processes_train_what_one_does(workspace, whole):
     run_dir = workspace / "two"
     with_key_of(run_dir, whole)
     job = start(workspace, run_dir, 2, 2)
-    output, _ = job.communicate(timeout=400)
+    output, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, output
     (alone, _), (together, used) = final(workspace, whole), final(workspace, run_dir)
     same(alone, together)
@@ -251,6 +286,40 @@ def test_two_processes_train_what_one_does(workspace, whole):
             assert bytes.fromhex(secret) not in content
 
 
+@pytest.fixture(scope="module")
+def whole_of_adapters(workspace):
+    """Adapters trained by one process with four devices, never interrupted."""
+    run_dir = workspace / "lora-whole"
+    job = start(workspace, run_dir, 1, 4, config="lora")
+    output, _ = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 0, output
+    return run_dir
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_adapters(workspace, whole_of_adapters):
+    run_dir = workspace / "lora-two"
+    with_key_of(run_dir, whole_of_adapters)
+    job = start(workspace, run_dir, 2, 2, config="lora")
+    output, _ = job.communicate(timeout=PATIENCE)
+    assert job.returncode == 0, output
+    alone, _ = final(workspace, whole_of_adapters, "lora")
+    together, used = final(workspace, run_dir, "lora")
+    same(alone, together)
+    assert "in 2 processes" in used[0]
+    names = {jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(alone.params)}
+    assert names
+    assert all("lora_" in name for name in names)  # what was trained, kept and compared
+    moved = [np.abs(x).max() for x in jax.tree.leaves(alone.params)]
+    assert min(moved) > 1e-3  # one factor of each began at zero
+    reports = [json.loads((d / "report.json").read_text()) for d in (whole_of_adapters, run_dir)]
+    for report in reports:
+        base = report["model"]["base"]
+        assert base["name"] == "base"
+        assert base["digest"] == fingerprint(workspace / "base")
+        assert set(base["files"]) == {f.name for f in (workspace / "base").glob("*.safetensors")}
+
+
 @pytest.mark.slow
 def test_two_processes_share_each_user(workspace, whole):
     """All four devices, of two processes, form one user's gradient together."""
@@ -265,16 +334,25 @@ def test_two_processes_share_each_user(workspace, whole):
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.privacy), 0])
 def test_kill_9_of_one_process_costs_nothing(workspace, whole, victim):
-    run_dir = workspace / f"killed{victim}"
+    kill_and_resume(workspace, whole, workspace / f"killed{victim}", victim, "small")
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_kill_9_costs_nothing_for_adapters_either(workspace, whole_of_adapters):
+    kill_and_resume(workspace, whole_of_adapters, workspace / "lora-killed", 1, "lora")
+
+
+def kill_and_resume(workspace, whole, run_dir, victim, config):
     with_key_of(run_dir, whole)
-    job = start(workspace, run_dir, 2, 2, "processes.lost_after_s=20")
+    job = start(workspace, run_dir, 2, 2, "processes.lost_after_s=20", config=config)
     wait_for_steps(run_dir, 5, job)
     children = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(job.pid)], capture_output=True, text=True
     ).stdout.splitlines()
     pids = sorted(int(line.split()[0]) for line in children if "dpfl_jax" in line)
     os.kill(pids[victim], signal.SIGKILL)
-    output, _ = job.communicate(timeout=200)
+    output, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 1, output
     assert not (run_dir / "report.json").exists(), "the run ended before it was killed"
     # The survivor says it in one sentence, and so does the launcher.
@@ -282,10 +360,10 @@ def test_kill_9_of_one_process_costs_nothing(workspace, whole, victim):
     assert any(f"[{1 - victim}]" in line and str(run_dir) in line for line in said), output
     assert any(f"process {victim} was lost" in line for line in said), output
 
-    resumed = start(workspace, run_dir, 1, 4)
-    output, _ = resumed.communicate(timeout=400)
+    resumed = start(workspace, run_dir, 1, 4, config=config)
+    output, _ = resumed.communicate(timeout=PATIENCE)
     assert resumed.returncode == 0, output
-    (alone, _), (together, used) = final(workspace, whole), final(workspace, run_dir)
+    (alone, _), (together, used) = (final(workspace, d, config) for d in (whole, run_dir))
     same(alone, together)
     assert len(used) == 2
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -303,7 +381,7 @@ def test_kill_9_of_one_process_costs_nothing(workspace, whole, victim):
 def test_bad_input_and_stops_are_told_to_all(workspace, whole):
     """A finished run is refused by both with one sentence; SIGTERM stops both at one step."""
     refused = start(workspace, whole, 2, 2)
-    output, _ = refused.communicate(timeout=200)
+    output, _ = refused.communicate(timeout=PATIENCE)
     assert refused.returncode == 2
     assert output.count("is finished and is not overwritten") == 1
 
@@ -311,7 +389,7 @@ def test_bad_input_and_stops_are_told_to_all(workspace, whole):
     job = start(workspace, run_dir, 2, 2)
     wait_for_steps(run_dir, 2, job)
     job.send_signal(signal.SIGTERM)
-    output, _ = job.communicate(timeout=200)
+    output, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 1, output
     report = json.loads((run_dir / "report.json").read_text())
     assert report["status"] == "interrupted"
