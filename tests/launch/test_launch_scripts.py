@@ -77,7 +77,8 @@ signal.signal(signal.SIGINT, hear)
 signal.signal(signal.SIGTERM, hear)
 with (folder / "starts").open("a") as file:
     file.write("x")
-while not heard or os.environ.get("STUBBORN"):
+end = time.monotonic() + 100  # nobody is left behind by a test that fails
+while time.monotonic() < end and (not heard or os.environ.get("STUBBORN")):
     time.sleep(0.02)
 time.sleep(1.0)  # a second signal would come now
 sys.exit(1)
@@ -98,16 +99,19 @@ def interrupt(folder, times, **more):
         | {"HEARD_IN": str(folder)} | more,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
-    seen = [{"starts": "xx"}, {"0": "SIGINT", "1": "SIGINT"}]
-    for expected in seen[:times]:
-        deadline = time.monotonic() + 60
-        for name, text in expected.items():
-            file = folder / name
-            while not (file.exists() and file.read_text() == text):
-                assert time.monotonic() < deadline, f"{name} does not hold {text}"
-                time.sleep(0.02)
-        os.killpg(job.pid, signal.SIGINT)
-    output, _ = job.communicate(timeout=60)
+    try:
+        seen = [{"starts": "xx"}, {"0": "SIGINT", "1": "SIGINT"}]
+        for expected in seen[:times]:
+            deadline = time.monotonic() + 60
+            for name, text in expected.items():
+                file = folder / name
+                while not (file.exists() and file.read_text() == text):
+                    assert time.monotonic() < deadline, f"{name} does not hold {text}"
+                    time.sleep(0.02)
+            os.killpg(job.pid, signal.SIGINT)
+        output, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
     return job.returncode, output
 
 
