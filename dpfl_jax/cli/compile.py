@@ -187,7 +187,7 @@ def measure(
         "collectives": private.collectives,
         "non_private_collectives": None if plain is None else plain.collectives,
         "compile_seconds": round(private.seconds, 1),
-        "strategy": _explain(mechanism, model, units, options, cut).splitlines(),
+        "strategy": _explain(mechanism, model, mesh, units, options, cut).splitlines(),
     }
 
 
@@ -198,11 +198,13 @@ def _vocab(config: Any) -> int:
 
 
 def _explain(
-    mechanism: Any, model: Any, units: Units, options: dict[str, Any], cut: dict[str, Any]
+    mechanism: Any, model: Any, mesh: Any, units: Units, options: Any, cut: dict[str, Any]
 ) -> str:
     import jax
 
-    if cut["split_users"]:
+    from dpfl_jax.training.mesh import splits_parameters
+
+    if cut["split_users"] and splits_parameters(mesh):
         options = options | {"examples_at_once": cut["examples_at_once"] or units.group}
     elif cut["examples_at_once"]:
         options = options | {"examples_at_once": cut["examples_at_once"]}

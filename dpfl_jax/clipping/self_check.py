@@ -53,7 +53,7 @@ def self_check(
 
     Args:
       bounded: what the run will use.
-      params: the run's parameters.
+      params: the run's parameters (those that are all zero are moved a little for the check).
       batch: real units [n, ...]; the first ``max_units`` that are not padding are used.
       mask: [n], as in a call.
       rng: as in a call.
@@ -82,6 +82,7 @@ def self_check(
         # Over several processes, what the host looks at must be whole in each of them.
         places = (NamedSharding(remote[0].sharding.mesh, PartitionSpec()), None)
         batch = jax.tree.map(np.asarray, batch)
+    params = _away_from_zero(params)
     problem, _ = bounded.problem(params, batch, None, rng, group)
     names = problem.names
 
@@ -133,6 +134,23 @@ class _Watched(Problem):
 
 def _fields(problem: Problem) -> dict[str, Any]:
     return {f.name: getattr(problem, f.name) for f in dataclasses.fields(Problem)}
+
+
+def _away_from_zero(params: PyTree) -> PyTree:
+    """``params``, with those that are all zero moved: for a check, which sees more there.
+
+    An adapter starts with one factor at zero, which makes the gradient of the other zero: whatever
+    was computed of it would be right.
+    """
+    key = jax.random.key(0)
+
+    def one(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        noise = 0.02 * jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
+        return jnp.where(jnp.any(x != 0), x, noise)
+
+    return jax.tree.map(one, params)
 
 
 def _is_remote(x: Any) -> bool:

@@ -193,21 +193,35 @@ class Pipeline:
             capacity *= 2
         return capacity
 
-    def first_units(self, count: int) -> Bucket:
-        """Returns the first ``count`` (or fewer) units of the run's first draws, in one row.
+    def first_units(self, count: int, group_size: int | None) -> list[Bucket]:
+        """Returns the store's first units (up to ``count``), once for each shape that steps have.
 
-        The arrays stay on the host, at the full group size: this is for looking at examples.
+        For looking at examples before the first step, whatever it draws: one bucket of one row for
+        every group size, with as many of the users' examples as fit. The arrays stay on the host.
+
+        Args:
+          count: how many units.
+          group_size: the sampler's; None if a unit is an example.
         """
-        for step in range(10):
-            draw = self.sampler.draw(step)
-            if draw.size:
-                break
-        draw = Draw(draw.units[:count], draw.positions[:count])
+        offsets = np.asarray(self.store.user_offsets)
+        sizes: tuple[int | None, ...] = (group_size,)
+        if group_size is None:
+            first = np.arange(offsets[0], min(offsets[0] + count, offsets[-1]))
+        else:
+            sizes = self.group_sizes or sizes
+            users = np.flatnonzero(np.diff(offsets))[:count]
+            first = np.full((len(users), group_size), -1, np.int64)
+            for row, start, stop in zip(first, offsets[users], offsets[users + 1]):
+                row[: stop - start] = np.arange(start, stop)[: len(row)]
         host = dataclasses.replace(
-            self, row=max(1, draw.size), mesh=None, group_sizes=None, capacities=None
+            self, row=max(1, len(first)), mesh=None, group_sizes=None, capacities=None
         )
-        tree, _ = host._read(draw, rows=1)
-        return Bucket(**tree, num_rows=1, num_units=draw.size)
+        buckets = []
+        for size in sizes:
+            positions = first if size is None else first[:, :size]
+            tree, _ = host._read(Draw(np.arange(len(first)), positions), rows=1)
+            buckets.append(Bucket(**tree, num_rows=1, num_units=len(first)))
+        return buckets
 
     def _columns(self) -> np.ndarray:
         """The columns of this process's devices."""

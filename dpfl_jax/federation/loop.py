@@ -280,22 +280,27 @@ _add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
 
 
 def _check_norms(builder: RoundBuilder, loss_fn: Any, params: PyTree, strategy: Any) -> None:
-    """Compares the strategy with plain per-unit gradients on units of the first round."""
+    """Compares the strategy with plain per-unit gradients on the first units of the run."""
     mechanism = builder.federation.mechanism
-    pieces = builder.pieces(0)
-    if not pieces:
-        return
-    chunk: Chunk = builder.build(0, pieces[0]).chunk
-    mask = np.asarray(chunk.mask)
-    real = np.argwhere(mask)[:2]
-    if not len(real):
-        return
+    chunk = _first_work(builder)
+    if chunk is None:
+        return  # no unit takes part in any round
+    real = np.argwhere(np.asarray(chunk.mask))[:2]
     index = tuple(real.T)
     units = jax.tree.map(lambda u: np.asarray(u)[index], chunk.units)
     bounded = bounded_grad(
         mechanism.unit_loss(loss_fn), rule=mechanism.rule(mechanism.clip_norm), strategy=strategy
     )
     self_check(bounded, params, units, group=jnp.asarray(np.asarray(chunk.group)[index]))
+
+
+def _first_work(builder: RoundBuilder) -> Chunk | None:
+    """The first chunk that holds a unit; rounds and whole runs may hold none."""
+    for r in range(builder.federation.rounds):
+        for piece in builder.pieces(r):
+            if any(draw.size for silo in piece.tolist() for draw in builder.draws(silo, r)):
+                return builder.build(r, piece).chunk
+    return None
 
 
 def _row(

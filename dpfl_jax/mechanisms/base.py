@@ -165,6 +165,10 @@ class Mechanism(abc.ABC):
         """
         unit_loss = self.unit_loss(loss_fn)
         if examples_at_once is not None:
+            if examples_at_once < 1:
+                raise BadInputError(
+                    f"examples_at_once is {examples_at_once}, but it must be at least 1"
+                )
             unit_loss, options["pieces"] = self.in_pieces(
                 loss_fn, examples_at_once, example_sharding
             )
@@ -239,12 +243,29 @@ def mean_of_examples(loss_fn: LossFn, axis: str | None = None) -> LossFn:
 
     def user_loss(params: PyTree, user: PyTree, **kwargs: Any) -> jax.Array:
         every = jax.vmap(lambda example: loss_fn(params, example, **kwargs), spmd_axis_name=axis)
-        losses = every(user["examples"])
         mask = user["mask"]
-        count = user["count"] if "count" in user else jnp.sum(mask)
+        if "count" in user:
+            losses, count = every(user["examples"]), user["count"]
+        else:
+            losses, count = every(_without_absent(user)), jnp.sum(mask)
         return jnp.sum(jnp.where(mask, losses, 0.0)) / jnp.maximum(count, 1)
 
     return user_loss
+
+
+def _without_absent(user: PyTree) -> PyTree:
+    """A user's examples, with one that is there in the place of each that is not.
+
+    Where a loss is not differentiable at what fills the gaps (a norm at zeros), even a loss that
+    counts nothing would have a gradient of NaN.
+    """
+    mask = user["mask"]
+    some = jnp.argmax(mask)
+
+    def one(x: jax.Array) -> jax.Array:
+        return jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, x[some])
+
+    return jax.tree.map(one, user["examples"])
 
 
 def pieces_of_user(
@@ -272,11 +293,10 @@ def pieces_of_user(
         return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(sharding.mesh, spec))
 
     def filled(x: jax.Array) -> jax.Array:
-        # Filled up with real examples rather than zeros, which a loss may choke on.
         return jnp.take(x, jnp.arange(size + missing) % size, axis=0) if missing else x
 
     return {
-        "examples": jax.tree.map(lambda x: cut(filled(x)), user["examples"]),
+        "examples": jax.tree.map(lambda x: cut(filled(x)), _without_absent(user)),
         "mask": cut(jnp.pad(user["mask"], (0, missing))),
         "count": jnp.broadcast_to(jnp.sum(user["mask"]), (pieces,)),
     }

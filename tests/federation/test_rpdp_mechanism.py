@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from fed_zoo import loss_fn, make_params
+from fed_zoo import loss_fn, make_data, make_params
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +21,9 @@ from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.engine import bounded_sum
 from dpfl_jax.federation.experiment import build_federation
+from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.loop import run_rounds
-from dpfl_jax.federation.mechanisms import RPDP, LocalItemDP
+from dpfl_jax.federation.mechanisms import RPDP, LocalItemDP, SiloFacts
 from dpfl_jax.federation.personal.personalise import personal_guarantee, personalise
 from dpfl_jax.federation.personal.policies import POLICIES, assign
 from dpfl_jax.federation.placement import spread, subject_keys
@@ -396,3 +397,53 @@ def test_mechanism_refuses_what_it_cannot_keep():
         RPDP().select(data.silos[0], KEY, 0)
     with pytest.raises(BadInputError, match="no accounting setting"):
         RPDP(noise_multiplier=1.0).event(federation.silos[0].facts, 3)
+
+
+def test_norms_are_compared_before_the_first_unit_whenever_that_comes(monkeypatch):
+    """Rounds without a unit come first here; the check waits for none of them to be filled."""
+    from dpfl_jax.clipping import SelfCheckError
+    from dpfl_jax.clipping.taps import leaves
+
+    data = make_data(records=80, subjects=80, silos=4, cap=1)
+    setting = TwoStage(1.0, 2, 4, 1.0, 1e-3)
+    plans = tuple(
+        SiloPlan(
+            RPDP(
+                rates=np.full(silo.num_records, 0.004),
+                stay=np.full(silo.num_records, 4),
+                setting=setting,
+                expected_batch=4.0,
+                clip_norm=0.7,
+                noise_multiplier=1.0,
+            ),
+            SiloFacts.of(silo),
+            2,
+        )
+        for silo in data.silos
+    )
+
+    def train(seed, strategy):
+        return run_rounds(
+            loss_fn=loss_fn,
+            params=make_params(),
+            data=data,
+            federation=Federation(plans, 4, 1),
+            local_optimizer=optax.sgd(0.1),
+            delta=1e-3,
+            key=RootKey.from_seed(seed),
+            strategy=strategy,
+            show_spent=False,
+        )
+
+    def units(seed):
+        return [row["outside_guarantee"]["units"] for row in train(seed, "scan").metrics]
+
+    late = next(s for s in range(20) if (u := units(s))[0] == 0 and sum(u))
+    train(late, "ghost")
+    norms, kept = leaves.squared_norm, leaves.kept_gradients
+    monkeypatch.setattr(leaves, "squared_norm", lambda *a, **k: 1e-4 * norms(*a, **k))
+    monkeypatch.setattr(
+        leaves, "kept_gradients", lambda *a, **k: (lambda r: (r[0], 1e-4 * r[1]))(kept(*a, **k))
+    )
+    with pytest.raises(SelfCheckError):
+        train(late, "ghost")

@@ -32,7 +32,7 @@ def linear(params, example):
     return jnp.tanh(params["w"] @ example["x"]) + params["b"] * example["x"][0]
 
 
-@settings(derandomize=True, deadline=None, max_examples=8)
+@settings(derandomize=True, deadline=None, max_examples=5)
 @given(
     size=st.integers(1, 7),
     at_once=st.integers(1, 9),
@@ -72,6 +72,21 @@ def test_a_bad_example_takes_its_user_out_and_nobody_else():
     rest = jax.tree.map(lambda leaf: leaf[np.array([0, 2])], units)
     want = mechanism.bounded_grad(linear, strategy="vmap")(params, rest)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got.sum, want.sum)
+
+
+@pytest.mark.parametrize("options", [{"strategy": "vmap"}, {"examples_at_once": 2}])
+def test_an_absent_example_does_not_choke_a_loss(options):
+    """A norm has no gradient at the zeros that fill a user up."""
+    mechanism = ULS(group_size=3, cohort_size=3, clip_norm=10.0, noise_multiplier=1.0)
+    units = {
+        "examples": {"x": np.array([[[3.0, 4.0], [0.0, 0.0], [0.0, 0.0]]], "f4")},
+        "mask": np.array([[True, False, False]]),
+    }
+    got = mechanism.bounded_grad(
+        lambda params, example: jnp.linalg.norm(params["w"] * example["x"]), **options
+    )({"w": np.ones(2, "f4")}, units)
+    assert not got.nonfinite.any()
+    np.testing.assert_allclose(got.sum["w"], [9 / 5, 16 / 5], rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +205,8 @@ def test_single_examples_are_not_cut(tmp_path):
     examples = ELS(group_size=2, batch_size=2, noise_multiplier=1.0)
     with pytest.raises(BadInputError, match="a unit of els is one example"):
         examples.bounded_grad(linear, examples_at_once=2)
+    with pytest.raises(BadInputError, match="examples_at_once is 0"):
+        USERS.bounded_grad(linear, examples_at_once=0)
     with pytest.raises(BadInputError, match="piece by piece"):
         USERS.bounded_grad(linear, examples_at_once=2, strategy="ghost")
     file = tmp_path / "job.yaml"

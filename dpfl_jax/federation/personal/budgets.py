@@ -1,7 +1,8 @@
 """Each record's epsilon: the paper's distributions, and numbers that come with the data.
 
 Source: Liu et al. 2024, section 7.1. A distribution stands for a public policy: a record's budget
-is drawn by a keyed hash of the record alone, so that adding one record changes nobody else's.
+is drawn by a keyed hash of the record alone, so that adding one record changes nobody else's
+(where a person owns several, those are told apart by their order).
 """
 
 from __future__ import annotations

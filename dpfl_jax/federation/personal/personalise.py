@@ -85,7 +85,8 @@ def record_budgets(
 ) -> np.ndarray:
     """Each record's epsilon, in the order of ``data``: float64 [num_records].
 
-    A drawn budget is a function of the record's id and the public seed: it tells nothing of others.
+    A drawn budget is a function of the record's id and the public seed: it tells nothing of other
+    persons; one of several records of a person is drawn by its place among them.
     """
     law = distribution(config)
     if law is None:
@@ -235,8 +236,9 @@ def personal_guarantee(
     extra = []
     if len(set(personal.names)) < len(personal.names):
         extra.append(
-            "some persons own several records: what they spend together is up to the sum of what "
-            "their records spend"
+            "some persons own several records: together they spend up to the sum of their records' "
+            "epsilons, at the sum of their deltas, and a record that joins or leaves such a person "
+            "may change the drawn budgets of that person's others"
         )
     if len(personal.budgets) > 0 and setting.delta * len(personal.budgets) >= 1:
         extra.append(

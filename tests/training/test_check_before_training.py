@@ -1,0 +1,74 @@
+"""No step is taken with a strategy whose norms were not compared, whatever is drawn."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dpfl_jax.clipping import SelfCheckError
+from dpfl_jax.clipping.taps import leaves
+from dpfl_jax.data import ArrayStore, Schema
+from dpfl_jax.data.schema import Field
+from dpfl_jax.mechanisms import ULS
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training import fit
+
+pytestmark = pytest.mark.privacy
+
+WIDTH, LENGTH, GROUP = 64, 8, 32
+
+
+def loss(params, example):
+    """A product inside a recomputed block, of which each shape of user has another plan."""
+    layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w).sum())
+    return layer(params["w"], example["x"].reshape(LENGTH, WIDTH))
+
+
+def users(examples):
+    rng = np.random.default_rng(0)
+    sets = ((f"u{u}", {"x": rng.normal(size=(n, LENGTH * WIDTH)).astype("f4")})
+            for u, n in enumerate(examples))  # fmt: skip
+    schema = Schema("arrays", (Field("x", "float32", (LENGTH * WIDTH,)),))
+    return ArrayStore.from_users(sets, schema)
+
+
+def train(data, cohort=4.0, steps=1, **options):
+    weights = np.random.default_rng(0).normal(size=(WIDTH, WIDTH)).astype("f4")
+    return fit(
+        loss_fn=loss,
+        params={"w": weights * 0.02},
+        data=data,
+        mechanism=ULS(group_size=GROUP, cohort_size=cohort, clip_norm=1e-2, noise_multiplier=0.5),
+        optimizer=optax.sgd(0.0),
+        steps=steps,
+        delta=1e-3,
+        microbatch_size=1,
+        key=RootKey.from_seed(3),
+        strategy="ghost",
+        **options,
+    )
+
+
+@pytest.fixture
+def wrong(monkeypatch):
+    """Norms that are formed without gradients are a hundred times too small; others are right."""
+    right = leaves.squared_norm
+
+    def too_small(pairs, shape, method, *rest):
+        return 1e-4 * right(pairs, shape, method, *rest)
+
+    monkeypatch.setattr(leaves, "squared_norm", too_small)
+
+
+def test_every_shape_of_user_is_compared(wrong):
+    data = users([1] * 16)
+    train(data)  # users at their full size have another plan, which is right
+    with pytest.raises(SelfCheckError, match="'w'"):
+        train(data, group_buckets=True)
+
+
+def test_what_is_compared_does_not_wait_for_a_draw(wrong):
+    """One of twenty users comes in a hundred steps."""
+    with pytest.raises(SelfCheckError, match="'w'"):
+        train(users([GROUP] * 20), cohort=0.01, steps=2, group_buckets=True)
