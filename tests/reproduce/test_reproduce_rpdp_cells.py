@@ -163,3 +163,15 @@ def test_one_seed_has_the_deviation_of_the_others():
 def test_options_that_mean_nothing_are_one_sentence(tmp_path, capsys, arguments, said):
     assert main(["reproduce", *arguments, "--out", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_torn_curve_and_other_code_are_trained_again(tmp_path, monkeypatch):
+    whole, _ = train("x", cells()[:1], 1, settings(tmp_path))
+    file = tmp_path / "x.runs.jsonl"
+    line = json.loads(file.read_text())
+    file.write_text(json.dumps(line | {"curve": [1.0]}) + "\n")
+    assert train("x", cells()[:1], 1, settings(tmp_path))[0] == whole
+    assert len(lines(tmp_path)) == 2
+    monkeypatch.setattr("dpfl_jax.reproduce.rpdp._cells.code", lambda: "another")
+    assert train("x", cells()[:1], 1, settings(tmp_path))[0] == whole
+    assert len(lines(tmp_path)) == 3

@@ -1,13 +1,14 @@
 """The trainings of a figure: seed after seed, and none lost once it is finished.
 
 Each finished training is a line of ``FIGURE.runs.jsonl`` beside the figure, under a fingerprint of
-everything that determines it: an interrupted reproduction goes on where it was, a larger number of
+everything that determines it, the code included: an interrupted reproduction goes on where it was, a larger number of
 seeds adds to what is there, and tables can be printed of what is finished.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -18,10 +19,12 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from rich.progress import Progress
 
 import dpfl_jax
 from dpfl_jax.reproduce.registry import Settings
+from dpfl_jax.reproduce.rpdp import _training
 from dpfl_jax.reproduce.rpdp._training import Bench, Made, row, torch_init
 
 
@@ -88,16 +91,29 @@ class Kept:
         self._curves[fingerprint] = curve
 
 
+@functools.cache
+def code() -> str:
+    """Identifies the code that trains: another one may find other accuracies."""
+    root = pathlib.Path(dpfl_jax.__file__).parent
+    digest = hashlib.sha256(repr((jax.__version__, np.__version__, optax.__version__)).encode())
+    for part in ("clipping", "federation", "mechanisms", "models", "noise", "sampling"):
+        for file in sorted((root / part).rglob("*.py")):
+            digest.update(file.read_bytes())
+    for file in (root / "randomness.py", pathlib.Path(_training.__file__)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
 def fingerprint(bench: Bench, made: Made, seed: int) -> str:
-    """Of what a training depends on: data, model, optimiser, noise, every rate and stay, seed."""
-    digest = hashlib.sha256(bench.fingerprint.encode())
+    """Of what a training depends on: code, data, model, optimiser, noise, rates, stays, seed."""
+    digest = hashlib.sha256(f"{code()} {bench.fingerprint} {bench.microbatch_size}".encode())
     for plan in made.federation.silos:
         public = {"weight": plan.weight, "steps": plan.local_steps} | plan.mechanism.to_json()
         digest.update(json.dumps(public, sort_keys=True, default=str).encode())
         for name in ("rates", "stay"):
             secret = getattr(plan.mechanism, name, None)
             digest.update(b"-" if secret is None else np.ascontiguousarray(secret).tobytes())
-    about = (made.federation.rounds, repr(made.federation.cohort), seed, dpfl_jax.__version__)
+    about = (made.federation.rounds, repr(made.federation.cohort), seed)
     digest.update(repr(about).encode())
     return digest.hexdigest()[:32]
 
@@ -129,7 +145,7 @@ def train(
                 made = cell.make(seed)
                 key = fingerprint(cell.bench, made, seed)
                 curve = kept.get(key)
-                if curve is None:
+                if curve is None or curve.shape != (cell.bench.rounds,):
                     minutes = (time.monotonic() - start) / 60
                     if settings.minutes is not None and minutes >= settings.minutes:
                         missing += 1
