@@ -1,8 +1,8 @@
 """The trainings of a figure: seed after seed, and none lost once it is finished.
 
 Each finished training is a line of ``FIGURE.runs.jsonl`` beside the figure, under a fingerprint of
-everything that determines it, the code included: an interrupted reproduction goes on where it was, a larger number of
-seeds adds to what is there, and tables can be printed of what is finished.
+everything that determines it, the code included: an interrupted reproduction goes on where it was,
+a larger number of seeds adds to what is there, and tables can be printed of what is finished.
 """
 
 from __future__ import annotations
