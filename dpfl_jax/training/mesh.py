@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.errors import BadInputError
@@ -68,12 +69,11 @@ def make_mesh(
         )
     if parts == 1:
         return data_parallel_mesh(chosen)
-    return jax.make_mesh(
-        (data, fsdp, tensor),
-        (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS),
-        axis_types=(AxisType.Auto,) * 3,
-        devices=chosen,
+    # An axis may be a part of a side of the slice (fsdp 2 of a 4 x 4), which is not the default.
+    grid = mesh_utils.create_device_mesh(
+        (data, fsdp, tensor), chosen, allow_split_physical_axes=True
     )
+    return Mesh(grid, (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS), axis_types=(AxisType.Auto,) * 3)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

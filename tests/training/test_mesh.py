@@ -254,3 +254,22 @@ def test_what_does_not_divide_stays_whole():
     found = state_shardings(tree, state, mesh)
     for x, place in zip(jax.tree.leaves(state), jax.tree.leaves(found)):
         assert len(place.spec) <= x.ndim
+
+
+def test_an_axis_may_be_a_part_of_a_side_of_a_slice():
+    """A 4 x 4 slice has no side of two; neighbours form the pairs all the same."""
+
+    class Chip:
+        platform, device_kind, core_on_chip, process_index = "tpu", "TPU v6 lite", 0, 0
+
+        def __init__(self, x, y):
+            self.id, self.coords = 4 * y + x, (x, y, 0)
+
+        client = None
+
+    chips = [Chip(x, y) for y in range(4) for x in range(4)]
+    grid = make_mesh(fsdp=2, devices=chips).devices
+    assert grid.shape == (8, 2, 1)
+    assert len({chip.id for chip in grid.flat}) == 16
+    for left, right in grid[:, :, 0]:
+        assert sum(abs(a - b) for a, b in zip(left.coords, right.coords)) == 1
