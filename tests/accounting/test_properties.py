@@ -267,7 +267,9 @@ def test_absurdly_little_noise_is_infinite_or_one_sentence(sigma, prob, size):
     assert found > 1e3
 
 
-@pytest.mark.parametrize("start", [0.05, 0.7, 300.0])
+@pytest.mark.parametrize(
+    "start", [pytest.param(0.05, marks=[pytest.mark.slow, pytest.mark.privacy]), 0.7, 300.0]
+)
 def test_where_the_search_begins_changes_the_time_alone(start):
     def make(sigma):
         return events.uls(sigma, 1e-3, 500)

@@ -32,12 +32,13 @@ def linear(params, example):
     return jnp.tanh(params["w"] @ example["x"]) + params["b"] * example["x"][0]
 
 
-@settings(derandomize=True, deadline=None, max_examples=5)
+@settings(derandomize=True, deadline=None, max_examples=15)
 @given(
     size=st.integers(1, 7),
     at_once=st.integers(1, 9),
     seed=st.integers(0, 2**16),
 )
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_any_cut_gives_the_same_norms_and_sums(size, at_once, seed):
     rng = np.random.default_rng(seed)
