@@ -202,7 +202,7 @@ def test_personalisation_leaves_two_losses_and_nothing_else(finished, workspace,
     assert [json.loads(r).keys() for r in rows[0]] == [json.loads(r).keys() for r in rows[1]]
     sizes = [sum(p.stat().st_size for p in (d / "checkpoints" / "12").rglob("*") if p.is_file())
              for d in (run_dir, whole)]  # fmt: skip
-    assert sizes[0] == pytest.approx(sizes[1], rel=0.02)
+    assert sizes[0] < 1.5 * sizes[1]  # a copy more would double it; files are cut up as time has it
 
 
 @pytest.mark.parametrize("kind", ["els", "none"])
