@@ -221,6 +221,8 @@ def test_other_mechanisms_are_an_override_away(workspace, tmp_path, capsys, kind
         assert "NO differential-privacy guarantee" in report["guarantee"]
 
 
+@pytest.mark.slow
+@pytest.mark.privacy
 def test_without_a_seed_the_key_is_secret(workspace, tmp_path, capsys):
     run_dir = tmp_path / "secret"
     code = dpfl("train", workspace / "small.yaml", "seed=null", "train.steps=1",

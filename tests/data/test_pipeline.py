@@ -228,6 +228,8 @@ def launch(path, processes):
     return results
 
 
+@pytest.mark.slow
+@pytest.mark.privacy
 def test_two_processes_ship_the_global_batches_of_one(store, tmp_path):
     write_store(store, tmp_path / "store", "flat")
     (one,) = launch(tmp_path / "store", 1)
