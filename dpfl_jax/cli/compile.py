@@ -202,13 +202,10 @@ def _explain(
 ) -> str:
     import jax
 
-    from dpfl_jax.training.mesh import splits_parameters
+    from dpfl_jax.training.sums import in_pieces
 
-    if cut["split_users"] and splits_parameters(mesh):
-        options = options | {"examples_at_once": cut["examples_at_once"] or units.group}
-    elif cut["examples_at_once"]:
-        options = options | {"examples_at_once": cut["examples_at_once"]}
-    bounded = mechanism.bounded_grad(model.loss, **options)
+    pieces = in_pieces(mechanism, mesh, **cut)
+    bounded = mechanism.bounded_grad(model.loss, **options, **pieces)
     if not hasattr(bounded, "explain"):
         return "not private"
     params = jax.eval_shape(model.init, jax.random.key(0))

@@ -32,16 +32,12 @@ from dpfl_jax.training.batches import (
 from dpfl_jax.training.checkpoint import Checkpoints
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.interrupt import StopRequest
-from dpfl_jax.training.mesh import (
-    data_parallel_mesh,
-    parameter_shardings,
-    place,
-    splits_parameters,
-)
+from dpfl_jax.training.mesh import data_parallel_mesh, parameter_shardings, place
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.state import TrainState, hardware, init_state
 from dpfl_jax.training.step import StepStats, make_train_step
+from dpfl_jax.training.sums import in_pieces
 
 PyTree = Any
 _MILESTONES = 20
@@ -238,8 +234,8 @@ def fit(
             "version of JAX or NumPy": [jax.__version__, np.__version__],
         }
     )
-    pieces = examples_at_once is not None or (split_users and splits_parameters(mesh))
-    formed = pieces or strategy in ("vmap", "scan")
+    pieces = in_pieces(mechanism, mesh, examples_at_once, split_users)
+    formed = bool(pieces) or strategy in ("vmap", "scan")
     if mechanism.private and start < steps and not formed:
         bounded = mechanism.bounded_grad(shipped_loss, **options)
         for some in pipeline.first_units(2, sampler.group_size):  # each shape has a plan of its own

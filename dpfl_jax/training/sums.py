@@ -69,23 +69,35 @@ def bounded_sum_over_microbatches(
         then forms a part of the gradient, instead of one user a device; ``examples_at_once`` counts
         those of one device.
     """
-    split_users = options.pop("split_users", False)
+    cut = in_pieces(
+        mechanism, mesh, options.pop("examples_at_once", None), options.pop("split_users", False)
+    )
+    options |= cut
     if splits_parameters(mesh):
-        if split_users:
-            options.update(_split_users(mechanism, mesh, options.get("examples_at_once")))
-        if options.get("examples_at_once") is not None:
+        if cut:
             loss_fn = _in_place(loss_fn, mesh)
         return _automatic(mechanism, loss_fn, mesh, options)
     return _by_hand(mechanism, loss_fn, mesh, options)
 
 
-def _split_users(mechanism: Mechanism, mesh: Mesh, at_once: int | None) -> dict[str, Any]:
-    """How a bounded gradient takes one user at a time, split over the ``fsdp`` devices."""
+def in_pieces(
+    mechanism: Mechanism, mesh: Mesh, examples_at_once: int | None, split_users: bool
+) -> dict[str, Any]:
+    """How ``Mechanism.bounded_grad`` is told to form units piece by piece; empty if it is not.
+
+    Args:
+      mechanism: whose units these are.
+      mesh: from ``mesh.make_mesh``; one that does not split parameters splits no users either.
+      examples_at_once: of a unit, on one device; None: all.
+      split_users: whether the ``fsdp`` devices share each unit's examples.
+    """
+    if not (split_users and splits_parameters(mesh)):
+        return {} if examples_at_once is None else {"examples_at_once": examples_at_once}
     parts = mesh.shape[FSDP_AXIS]
-    if at_once is None:
-        at_once = -(-getattr(mechanism, "group_size", 1) // parts)
+    if examples_at_once is None:
+        examples_at_once = -(-getattr(mechanism, "group_size", 1) // parts)
     return {
-        "examples_at_once": at_once * parts,
+        "examples_at_once": examples_at_once * parts,
         "example_sharding": NamedSharding(mesh, PartitionSpec(FSDP_AXIS)),
         "gradient_sharding": functools.partial(parameter_sharding, mesh=mesh),
     }
