@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -31,16 +32,21 @@ Compile the real train step of each job for each slice, on a machine that has no
 
 Jobs are fine-tuning at --seq-len tokens, of all parameters (full: float32) or of adapters of rank
 16 on the attention's projections (lora: the rest frozen, in bfloat16); bfloat16 compute with
-float32 norms, sums and noise, blocks recomputed in the backward pass, Adafactor. A unit is an
-example (els) or a user with --group-size examples (uls). Parameters are copied where they take less
-than an eighth of a device (a quarter, where frozen), else split over as many devices as that needs.
+float32 norms, sums and noise, blocks recomputed in the backward pass, Adafactor. Parameters are
+copied where they take less than an eighth of a device (a quarter, where frozen), else split over as
+many devices as that needs.
+
+A unit is an example (els) or a user (uls). A user's --group-size examples are processed at once
+where the parameters are copied. Where they are split, adapters take them one at a time
+(train.examples_at_once=1), and full fine-tuning shares the --split-group-size examples of a user
+out to the devices that share the parameters (mesh.split_users). --users forces one of the three.
 
 Each row is compiled in a process of its own and appended to --out, so that an interrupted table
 goes on where it stopped. A row takes one to several minutes of one core. Needs the TPU compiler:
 pip install libtpu.
 
 examples:
-  dpfl bench pods                                                   # everything: hours
+  dpfl bench pods --out rows.jsonl                                  # everything: hours
   dpfl bench pods --count-only --topologies v5e:4x4                 # FLOPs alone: minutes
   dpfl bench pods --models gpt2-124m --units els --topologies v5e:4x4 --suggest
   dpfl bench pods --out rows.jsonl --markdown table.md --time-limit 0   # only what is there
@@ -66,7 +72,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_kv_heads": 8, "mlp_dim": 14336, "activation": "swiglu", "tie_embeddings": False,
     },
 }  # fmt: skip
-TOPOLOGIES = ("v5e:4x4", "v5e:16x16", "v5p:4x4x4", "v3:16x16", "v6e:4x4", "v6e:16x16")
+TOPOLOGIES = ("v5e:4x4", "v5e:16x16", "v6e:4x4", "v5p:4x4x4", "v3:16x16")
+USERS = ("auto", "whole", "pieces", "split")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,13 +136,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES), metavar="KIND:SHAPE")
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--group-size", type=int, default=4, help="examples of a user (uls)")
+    parser.add_argument(
+        "--split-group-size", type=int, default=16, help="the same where devices share a user"
+    )
+    parser.add_argument("--users", default="auto", choices=USERS, help="how a user is processed")
     parser.add_argument("--fsdp", type=int, help="parts of the parameters (default: as needed)")
     parser.add_argument("--microbatch", type=int, default=1, help="units a device (default 1)")
     parser.add_argument("--strategy", default="auto", help="as train.strategy")
-    parser.add_argument(
-        "--examples-at-once", type=int, help="as train.examples_at_once (uls; default all)"
-    )
-    parser.add_argument("--split-users", action="store_true", help="as mesh.split_users (uls)")
     parser.add_argument("--count-only", action="store_true", help="count FLOPs, compile nothing")
     parser.add_argument("--suggest", action="store_true", help="look for the largest microbatch")
     parser.add_argument("--out", help="append rows to this file, and skip those it holds")
@@ -181,24 +188,36 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _jobs(args: argparse.Namespace) -> Iterator[Job]:
-    choices = itertools.product(args.models, args.train, args.topologies, args.units)
-    for model, trains, topology, unit in choices:
-        users = unit == "uls"
-        group = args.group_size if users else 1
-        yield Job(
+    choices = itertools.product(args.models, args.train, args.units, args.topologies)
+    for model, trains, unit, topology in choices:
+        job = Job(
             model,
             trains,
             unit,
             topology,
             args.seq_len,
-            group,
+            args.group_size if unit == "uls" else 1,
             args.microbatch,
             args.strategy,
-            args.examples_at_once if users else None,
-            args.split_users and users,
+            None,
+            False,
             args.suggest,
             args.count_only,
         )
+        if unit == "uls":
+            way = _way(job, args.fsdp) if args.users == "auto" else args.users
+            if way == "pieces":
+                job = dataclasses.replace(job, examples_at_once=1)
+            elif way == "split":
+                job = dataclasses.replace(job, split_users=True, group_size=args.split_group_size)
+        yield job
+
+
+def _way(job: Job, fsdp: int | None) -> str:
+    """How the job's users are processed: their activations, or gradients, are the largest thing."""
+    if (fsdp or _parts(job)) == 1:
+        return "whole"
+    return "split" if job.trains == "full" else "pieces"
 
 
 def _known(path: pathlib.Path) -> dict[str, Any]:
@@ -226,15 +245,18 @@ def parts_needed(parameters: int, trains: str, memory: int, devices: int) -> int
     return parts
 
 
-def _compile(job: Job, fsdp: int | None, time_limit: float) -> dict[str, Any]:
-    """Runs ``dpfl compile`` in another process: the compiler keeps what it has taken."""
+def _parts(job: Job) -> int:
     from dpfl_jax.cli._slices import HBM, kind_of
 
+    memory = HBM.get(kind_of(job.topology), 16) * 2**30
+    parameters = _parameters(job.model, job.seq_len)
+    return parts_needed(parameters, job.trains, memory, _devices(job.topology))
+
+
+def _compile(job: Job, fsdp: int | None, time_limit: float) -> dict[str, Any]:
+    """Runs ``dpfl compile`` in another process: the compiler keeps what it has taken."""
     row: dict[str, Any] = dataclasses.asdict(job)
-    kind = kind_of(job.topology)
-    devices = _devices(job.topology)
-    memory = HBM.get(kind, 16) * 2**30
-    parts = fsdp or parts_needed(_parameters(job), job.trains, memory, devices)
+    parts = fsdp or _parts(job)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "pods.yaml"
         path.write_text(yaml.safe_dump(job.config))
@@ -269,10 +291,11 @@ def _devices(topology: str) -> int:
     return count * (2 if kind in ("v2", "v3") else 1)  # two devices a chip
 
 
-def _parameters(job: Job) -> int:
+@functools.cache
+def _parameters(model: str, seq_len: int) -> int:
     from dpfl_jax.models import LanguageModel, transformer_config
 
-    fields = job.config["model"]["overrides"] | {"max_seq_len": job.seq_len}
+    fields = MODELS[model] | {"max_seq_len": seq_len}
     return LanguageModel(transformer_config("tiny", **fields)).num_params
 
 

@@ -22,6 +22,27 @@ def test_parameters_are_split_only_as_far_as_needed():
     assert pods.parts_needed(8_000_000_000, "full", 16 * gib, 4) == 4  # no more devices
 
 
+def test_users_are_processed_as_their_size_asks_for(monkeypatch, capsys):
+    made = []
+    monkeypatch.setattr(
+        pods, "_compile", lambda job, *_: made.append(job) or {"error": "no", **vars(job)}
+    )
+    choice = ["--units", "uls", "--topologies", "v5e:16x16", "v5p:4x4x4", "--models"]
+
+    def ways(*args):
+        made.clear()
+        assert bench(*choice, *args) == 0
+        return [(j.trains, j.group_size, j.examples_at_once, j.split_users) for j in made]
+
+    whole = ("full", 4, None, False)
+    assert ways("gpt2-124m", "--train", "full") == [whole, whole]
+    # An 8 B model is split on both slices, its frozen bfloat16 copy only where chips are small.
+    split = ("full", 16, None, True)
+    assert ways("llama-8b") == [split, split, ("lora", 4, 1, False), ("lora", 4, None, False)]
+    assert ways("llama-8b", "--train", "full", "--users", "whole") == [whole, whole]
+    assert ways("gpt2-124m", "--train", "full", "--fsdp", "2")[0] == split
+
+
 def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     made = []
 
