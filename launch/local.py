@@ -134,17 +134,17 @@ def run_once(args: argparse.Namespace, stop: Stop) -> int:
         threading.Thread(target=_relay, args=(child.stdout, process), daemon=True).start()
         running.append(child)
     _say(f"{args.processes} processes: " + ", ".join(str(child.pid) for child in running))
-    while True:
+    first = None  # who was lost before the others followed
+    while any(child.poll() is None for child in running):
         stop.pass_on(running)
-        codes = [child.poll() for child in running]
-        if all(code is not None for code in codes):
-            break
-        if any(code not in (None, 0) for code in codes):
+        lost = [i for i, child in enumerate(running) if child.poll() not in (None, 0)]
+        if lost:
+            first = lost[0]
             _end(running, args.grace, stop)
             break
         time.sleep(0.1)
     ended = [child.wait() for child in running]
-    return _stopped(ended, args.run_dir) if stop.heard else _verdict(ended, args.run_dir)
+    return _stopped(ended, args.run_dir) if stop.heard else _verdict(ended, first, args.run_dir)
 
 
 def _end(running: list[subprocess.Popen[str]], grace: float, stop: Stop) -> None:
@@ -168,16 +168,17 @@ def _stopped(codes: list[int], run_dir: str) -> int:
     return 1
 
 
-def _verdict(codes: list[int], run_dir: str) -> int:
+def _verdict(codes: list[int], first: int | None, run_dir: str) -> int:
     if not any(codes):
         return 0
     if 2 in codes:
         return 2
     killed = [i for i, code in enumerate(codes) if code < 0]
     if killed:
-        name = signal.Signals(-codes[killed[0]]).name
+        lost = first if first in killed else killed[0]
+        name = signal.Signals(-codes[lost]).name
         _say(
-            f"process {killed[0]} was lost ({name}) and the others were stopped; the same command "
+            f"process {lost} was lost ({name}) and the others were stopped; the same command "
             f"goes on in {run_dir} from its last checkpoint, and counts nothing twice"
         )
     return 1

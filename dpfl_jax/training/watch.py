@@ -95,8 +95,8 @@ class Watch:
 class LastWords:
     """Says one sentence for this process if it is ended from outside.
 
-    When process 0 is lost, JAX's runtime aborts the others with a stack trace, before a thread of
-    theirs can speak; so a shell waits beside each process and speaks in its place.
+    JAX's runtime aborts a process with a stack trace when process 0 is lost, or when it finds
+    before ``Watch`` that another one is; so a shell waits beside each process and speaks for it.
     """
 
     _SCRIPT = 'read word; [ "$word" = bye ] || printf "%s\\n" "$0" >&2'
@@ -109,8 +109,8 @@ class LastWords:
         """
         text = (
             f"dpfl: process {jax.process_index()} of {jax.process_count()} was ended from outside "
-            f"(it was killed, or process 0 was lost); the same command with {how} goes on from the "
-            "last checkpoint, with any number of processes, and counts nothing twice"
+            f"(it was killed, or another process was lost); the same command with {how} goes on "
+            "from the last checkpoint, with any number of processes, and counts nothing twice"
         )
         self._shell = subprocess.Popen(
             ["sh", "-c", self._SCRIPT, text], stdin=subprocess.PIPE, start_new_session=True

@@ -85,20 +85,24 @@ sys.exit(1)
 """
 
 
-def interrupt(folder, times, **more):
-    """Ctrl-C without a terminal: SIGINT to the whole process group of the launcher."""
+def local(folder, main, *args, **more):
+    """`launch/local.py` with ``main`` in the place of `dpfl train`."""
     package = folder / "dpfl_jax" / "cli"
     package.mkdir(parents=True)
     (folder / "dpfl_jax" / "__init__.py").touch()
     (package / "__init__.py").touch()
-    (package / "main.py").write_text(LISTENER)
-    job = subprocess.Popen(
-        [sys.executable, str(LAUNCH / "local.py"), "a.yaml", "run", "--restarts", "3"],
+    (package / "main.py").write_text(main)
+    return subprocess.Popen(
+        [sys.executable, str(LAUNCH / "local.py"), "a.yaml", "run", *args],
         cwd=folder,  # where `python -m` looks first
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        | {"HEARD_IN": str(folder)} | more,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | more,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
+
+
+def interrupt(folder, times, **more):
+    """Ctrl-C without a terminal: SIGINT to the whole process group of the launcher."""
+    job = local(folder, LISTENER, "--restarts", "3", HEARD_IN=str(folder), **more)
     try:
         seen = [{"starts": "xx"}, {"0": "SIGINT", "1": "SIGINT"}]
         for expected in seen[:times]:
@@ -113,6 +117,18 @@ def interrupt(folder, times, **more):
     finally:
         job.kill()
     return job.returncode, output
+
+
+def test_who_was_lost_is_who_was_lost_first(tmp_path):
+    """The others may well abort, too, when they notice."""
+    main = (
+        "import os, time\nme = int(os.environ['DPFL_PROCESS_ID'])\n"
+        "time.sleep(0 if me == 1 else 2)\nos.kill(os.getpid(), 9 if me == 1 else 6)\n"
+    )
+    job = local(tmp_path, main)
+    output, _ = job.communicate(timeout=60)
+    assert job.returncode == 1, output
+    assert "process 1 was lost (SIGKILL)" in output
 
 
 def test_ctrl_c_reaches_every_process_once_and_ends_the_job(tmp_path):

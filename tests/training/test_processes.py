@@ -246,9 +246,9 @@ def wait_for_steps(run_dir, steps, job):
 
 @pytest.fixture(scope="module")
 def whole(workspace):
-    """One process with four devices, never interrupted."""
+    """One process with eight devices, never interrupted."""
     run_dir = workspace / "whole"
-    job = start(workspace, run_dir, 1, 4)
+    job = start(workspace, run_dir, 1, 8)
     output, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, output
     return run_dir
@@ -259,7 +259,7 @@ def whole(workspace):
 def test_two_processes_train_what_one_does(workspace, whole):
     run_dir = workspace / "two"
     with_key_of(run_dir, whole)
-    job = start(workspace, run_dir, 2, 2)
+    job = start(workspace, run_dir, 2, 4)
     output, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, output
     (alone, _), (together, used) = final(workspace, whole), final(workspace, run_dir)
@@ -322,7 +322,7 @@ def test_two_processes_train_the_same_adapters(workspace, whole_of_adapters):
 
 @pytest.mark.slow
 def test_two_processes_share_each_user(workspace, whole):
-    """All four devices, of two processes, form one user's gradient together."""
+    """Four devices, of two processes, form one user's gradient together."""
     run_dir = workspace / "shared"
     with_key_of(run_dir, whole)
     job = start(workspace, run_dir, 2, 2, "mesh.fsdp=4", "mesh.split_users=true")
