@@ -137,7 +137,8 @@ class SiloMechanismConfig(Section):
       sampling: poisson, or fixed (not accounted for: for reproductions).
       batch_cap: local_group: most records of a subject in a batch.
       order: hi_grad_avg: clip_then_average or average_then_clip.
-      denominator: hi_grad_avg: expected_batch, or distinct_subjects (not private).
+      denominator: of the noised sum: expected_batch, or as the papers have it (not private):
+        distinct_subjects (hi_grad_avg), realized_batch (rpdp).
       group_size: subject_uls: most records of a subject in a step.
     """
 
@@ -158,7 +159,7 @@ class SiloMechanismConfig(Section):
     sampling: Literal["poisson", "fixed"] = "poisson"
     batch_cap: int | None = Field(None, ge=1)
     order: Literal["clip_then_average", "average_then_clip"] = "clip_then_average"
-    denominator: Literal["expected_batch", "distinct_subjects"] = "expected_batch"
+    denominator: Literal["expected_batch", "distinct_subjects", "realized_batch"] = "expected_batch"
     group_size: int = Field(1, ge=1)
 
 

@@ -63,10 +63,11 @@ from dpfl_jax.training.mesh import data_parallel_mesh
 from dpfl_jax.training.report import environment
 from dpfl_jax.training.run_dir import FINISHED, RunDirectory
 
-_OWN_OPTIONS: dict[type[SiloMechanism], tuple[str, ...]] = {
-    LocalGroupDP: ("batch_cap",),
-    HiGradAvgDP: ("order", "denominator"),
-    SubjectULS: ("group_size",),
+_OWN_OPTIONS: dict[str, tuple[type[SiloMechanism], ...]] = {
+    "batch_cap": (LocalGroupDP,),
+    "order": (HiGradAvgDP,),
+    "denominator": (HiGradAvgDP, RPDP),
+    "group_size": (SubjectULS,),
 }
 
 
@@ -79,15 +80,15 @@ def build_silo_mechanism(config: SiloMechanismConfig) -> SiloMechanism:
     kinds = (FedAvg, LocalItemDP, LocalGroupDP, HiGradAvgDP, UserLDP, SubjectULS, RPDP)
     chosen = next(kind for kind in kinds if kind.kind == config.kind)
     options: dict[str, Any] = {}
-    for kind, names in _OWN_OPTIONS.items():
-        for name in names:
-            value = getattr(config, name)
-            if kind is chosen:
-                options[name] = value
-            elif value != SiloMechanismConfig.model_fields[name].default:
-                raise BadInputError(
-                    f"mechanism.{name} is an option of {kind.kind}, not of {config.kind}: remove it"
-                )
+    for name, owners in _OWN_OPTIONS.items():
+        value = getattr(config, name)
+        if chosen in owners:
+            options[name] = value
+        elif value != SiloMechanismConfig.model_fields[name].default:
+            raise BadInputError(
+                f"mechanism.{name} is an option of {' and '.join(o.kind for o in owners)}, not of "
+                f"{config.kind}: remove it"
+            )
     if config.kind != "fed_avg":
         options["noise_multiplier"] = config.noise_multiplier
     if chosen is not RPDP:  # its rates and its divisor follow from the budgets
@@ -202,16 +203,18 @@ def _personalised(prepared: PreparedFederation, noise: float | None = None) -> P
     )
     sigma, rounds = personal.setting.noise_multiplier, federation.rounds
     given = config.mechanism.noise_multiplier is not None
-    real = personal.setting.epsilon(1.0)
+    constant = personal.setting.epsilon(1.0)
+    real = math.inf if personal.unsound else constant
     claim = Claim(
         recipe="given" if given else "sound",
         epsilon=real if given else config.privacy.epsilon or real,
         delta=prepared.delta,
         real_epsilon=real,
-        if_constant=real,
+        if_constant=constant,
         rounds_calibrated=rounds,
         rounds=rounds,
-        why=(
+        why=personal.unsound
+        or (
             f"noise multiplier {sigma:.6g}: a record that is always sampled spends the above; "
             "every other record keeps its own budget",
         ),

@@ -52,7 +52,10 @@ def make_store(budgets, seed=0):
     )
 
 
-def make_config(policy="certified", sigma=None, unreachable="error", delta=1e-3, **federation):
+def make_config(
+    policy="certified", sigma=None, unreachable="error", delta=1e-3,
+    denominator="expected_batch", **federation,
+):  # fmt: skip
     section = {"silos": 3, "rounds": 4, "local_steps": 3} | federation
     return FederatedConfig.model_validate(
         {
@@ -62,6 +65,7 @@ def make_config(policy="certified", sigma=None, unreachable="error", delta=1e-3,
                 "max_items_per_subject": 1,
                 "clip_norm": 0.7,
                 "noise_multiplier": sigma,
+                "denominator": denominator,
             },
             "privacy": {
                 "epsilon": None if sigma else 10.0,
@@ -246,6 +250,29 @@ def test_the_divisor_is_declared_and_no_budget_moves_it():
         assert np.array_equal(getattr(chunks[0], name), getattr(chunks[1], name)), name
 
 
+def test_the_papers_denominator_is_there_and_leaves_no_guarantee():
+    data, federation, personal = build(
+        np.full(12, 0.4), denominator="realized_batch", local_steps=20
+    )
+    builder, sizes = builder_of(data, federation), []
+    for r in range(4):
+        chunk = builder.build(r, np.arange(3)).chunk
+        drawn = [[draw.size for draw in builder.draws(i, r)] for i in range(3)]
+        assert chunk.divisor.tolist() == np.maximum(drawn, 1).tolist()
+        sizes += np.ravel(drawn).tolist()
+    assert min(sizes) == 0  # an empty batch is divided by one
+    assert max(sizes) > 1
+    guarantee = personal_guarantee(personal, 4)
+    assert guarantee.epsilon == math.inf
+    assert "NO differential-privacy guarantee" in str(guarantee)
+    assert any("read off the size of the noise" in caveat for caveat in guarantee.caveats)
+    # What is accounted is not what is released: whoever is sampled has spent everything.
+    assert personal.assignment.rates.min() > 0
+    assert np.all(personal.check(4) == math.inf)
+    assert personal.summary(4)["over_budget"] == 12
+    assert np.all(personal.check(0) == 0)
+
+
 @settings(derandomize=True, deadline=None, max_examples=10)
 @given(seed=st.integers(0, 1000), exponent=st.integers(-3, 12))
 def test_one_record_moves_the_sum_by_at_most_the_clip_norm(seed, exponent):
@@ -388,6 +415,8 @@ def test_mechanism_refuses_what_it_cannot_keep():
         RPDP(rates=np.array([0.5, 1.5]))
     with pytest.raises(BadInputError, match="expected_batch"):
         RPDP(expected_batch=0.0)
+    with pytest.raises(BadInputError, match="distinct_subjects"):
+        RPDP(denominator="distinct_subjects")
     with pytest.raises(BadInputError, match="poisson"):
         RPDP(sampling="fixed")
     with pytest.raises(BadInputError, match="rounds to stay"):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from scipy import optimize, special
@@ -123,6 +123,12 @@ def noise_for_cap(
     return high
 
 
+@functools.lru_cache(maxsize=1 << 16)
+def _epsilon_of(*setting: Any) -> float:
+    """The searches of many budgets halve the same intervals."""
+    return epsilon_two_stage(*setting)[0]
+
+
 def binary_search_rate(
     epsilon: float,
     sigma: float,
@@ -140,7 +146,7 @@ def binary_search_rate(
     """
 
     def cost(rate: float) -> float:
-        return epsilon_two_stage(rate, sigma, local_steps, rounds, participation, delta)[0]
+        return _epsilon_of(rate, sigma, local_steps, rounds, participation, delta)
 
     low, high = 1e-5, 1.0
     if cost(low) > epsilon:

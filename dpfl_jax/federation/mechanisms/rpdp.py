@@ -6,26 +6,29 @@ differential privacy", Algorithms 1 and 3, section 6.2.
     S   = each record j of the silo independently with probability q_j
     g~  = (sum over S of clip(grad, C) + N(0, sigma^2 C^2)) / b
 
-Departures. b is a public constant: the paper divides by |S|, which tells the size of the secret
-batch and is 0 when it is empty. Records whose budget is used up leave: the authors' code only logs
-it. The round after which a record leaves depends on its own rate and budget alone, and what it then
-spent is its rate's epsilon after that many rounds. Rounds in which the silo sits out are charged
-like all others, which is what makes the amplification by participation true.
+Departures. b is a public constant: the paper divides by |S| (``denominator="realized_batch"``),
+which tells the size of the secret batch and is 0 when it is empty. Records whose budget is used up
+leave: the authors' code only logs it. The round after which a record leaves depends on its own rate
+and budget alone, and what it then spent is its rate's epsilon after that many rounds. Rounds in
+which the silo sits out are charged like all others, which is what makes the amplification by
+participation true.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
-from dpfl_jax.federation.mechanisms.base import SiloFacts, SiloMechanism
+from dpfl_jax.federation.mechanisms.base import SiloDraw, SiloFacts, SiloMechanism
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import PersonalizedPoisson
+
+DENOMINATORS = ("expected_batch", "realized_batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,6 +40,8 @@ class RPDP(SiloMechanism):
       stay: int64 [num_records], rounds after which each record leaves; None: all stay. Secret.
       setting: what is accounted, the same for all silos.
       expected_batch: b, public; never computed from the records or their budgets.
+      denominator: ``"expected_batch"`` (b), or the paper's ``"realized_batch"`` (|S|, at least 1:
+        not private).
     """
 
     sampling_prob: float | None = 1.0
@@ -44,6 +49,7 @@ class RPDP(SiloMechanism):
     stay: np.ndarray | None = None
     setting: TwoStage | None = None
     expected_batch: float = 1.0
+    denominator: Literal["expected_batch", "realized_batch"] = "expected_batch"
 
     kind: ClassVar[str] = "rpdp"
     unit: ClassVar[str] = "record"
@@ -53,6 +59,10 @@ class RPDP(SiloMechanism):
         super().__post_init__()
         if not self.expected_batch > 0:
             raise BadInputError(f"expected_batch is {self.expected_batch}, but it must be above 0")
+        if self.denominator not in DENOMINATORS:
+            raise BadInputError(
+                f"denominator is {self.denominator!r}, but rpdp has only {DENOMINATORS}"
+            )
         if self.sampling != "poisson":
             raise BadInputError("personal sampling rates need mechanism.sampling=poisson")
         if self.rates is None:
@@ -67,6 +77,11 @@ class RPDP(SiloMechanism):
         if self.stay is not None and np.shape(self.stay) != rates.shape:
             raise BadInputError("give one number of rounds to stay for each sampling rate")
 
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """Kind and denominator."""
+        return (*super().layout, self.denominator)
+
     def at_round(self, round_index: int) -> RPDP:
         """The mechanism in a round: records that have left are drawn no more."""
         if self.stay is None or self.rates is None or not (self.stay <= round_index).any():
@@ -78,6 +93,13 @@ class RPDP(SiloMechanism):
         if silo.num_records == 0:
             return np.zeros(0, np.int64)
         return PersonalizedPoisson(self._rates(silo)).indices(key, step)
+
+    def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
+        """Every record for itself."""
+        draw = super().assemble(silo, chosen, key, step)
+        if self.denominator == "realized_batch":
+            return dataclasses.replace(draw, divisor=float(max(draw.size, 1)))
+        return draw
 
     def size_bound(self, silo: Silo, tail: float = 1e-15) -> int:
         """A batch size that a draw exceeds with probability at most ``tail``."""
@@ -93,6 +115,17 @@ class RPDP(SiloMechanism):
         """The public constant b."""
         del facts
         return self.expected_batch
+
+    def unsound(self) -> tuple[str, ...]:
+        """The paper's denominator scales the noise by a private count."""
+        reasons = super().unsound()
+        if self.denominator == "realized_batch":
+            reasons = (
+                *reasons,
+                "the noised sum is divided by the number of records in the private batch, which "
+                "can be read off the size of the noise",
+            )
+        return reasons
 
     def _rates(self, silo: Silo) -> np.ndarray:
         if self.rates is None or len(self.rates) != silo.num_records:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 import pathlib
 from collections.abc import Sequence
 
@@ -204,7 +205,8 @@ def personalise(
     made = with_rates(federation, data, assignment, setting, expected)
     silos = np.repeat(np.arange(data.num_silos), np.diff(data.silo_offsets))
     declared = None if public is None else (float(public.min()), float(public.max()))
-    return made, Personal(setting, budgets, assignment, silos, owned, declared)
+    unsound = made.mechanism.unsound()
+    return made, Personal(setting, budgets, assignment, silos, owned, declared, unsound)
 
 
 HOW = {
@@ -227,13 +229,15 @@ def personal_guarantee(
     """
     personal.check(rounds)
     setting = personal.setting
-    cap = accounting.epsilon(setting.event(1.0, rounds), setting.delta)
+    cap = math.inf
+    if not personal.unsound:
+        cap = accounting.epsilon(setting.event(1.0, rounds), setting.delta)
     if personal.declared is None:
         declared = "budgets come from a column, which is not published"
     else:
         low, high = personal.declared
         declared = f"budgets are declared to be spread between {low:.4g} and {high:.4g}"
-    extra = []
+    extra = list(personal.unsound)
     if len(set(personal.names)) < len(personal.names):
         extra.append(
             "some persons own several records: together they spend up to the sum of their records' "

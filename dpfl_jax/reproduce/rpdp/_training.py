@@ -21,10 +21,10 @@ from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import make_release, mean_update
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.loop import SiloStates
-from dpfl_jax.federation.mechanisms import RPDP, FedAvg, LocalItemDP, SiloFacts, SiloMechanism
+from dpfl_jax.federation.mechanisms import RPDP, FedAvg, SiloFacts, SiloMechanism
 from dpfl_jax.federation.personal.budgets import BudgetDistribution, mean_over
 from dpfl_jax.federation.personal.personalise import with_rates
-from dpfl_jax.federation.personal.policies import Policy, assign, public_batch
+from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, public_batch
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.randomness import RootKey
@@ -32,6 +32,7 @@ from dpfl_jax.reproduce.registry import Claim
 from dpfl_jax.sampling import Poisson
 from dpfl_jax.training.mesh import data_parallel_mesh
 
+_RPDP = RPDP()
 LAST = 3  # accuracy is the mean over this many last rounds
 
 
@@ -128,26 +129,39 @@ class Bench:
         return Federation(plans, self.rounds, 1, cohort)
 
     def personal(
-        self, setting: TwoStage, law: BudgetDistribution, policy: Policy, seed: int
+        self,
+        setting: TwoStage,
+        law: BudgetDistribution,
+        policy: Policy,
+        seed: int,
+        mechanism: RPDP = _RPDP,
     ) -> Made:
         """The federation of a policy; budgets are drawn by the seed."""
         budgets = law.quantiles(np.random.default_rng(seed).random(self.data.num_records))
-        return self.with_budgets(setting, budgets, mean_over(law), policy)
+        return self.with_budgets(setting, budgets, mean_over(law), policy, mechanism)
 
     def with_budgets(
-        self, setting: TwoStage, budgets: np.ndarray, public: np.ndarray, policy: Policy
+        self,
+        setting: TwoStage,
+        budgets: np.ndarray,
+        public: np.ndarray,
+        policy: Policy,
+        mechanism: RPDP = _RPDP,
     ) -> Made:
         """The federation of a policy, for given budgets and their public quantiles."""
         assignment = assign(policy, budgets, public, setting)
         share = public_batch(policy, public, setting)
-        federation = self._federation(RPDP())
+        federation = self._federation(mechanism)
         expected = [max(1.0, share * plan.facts.num_records) for plan in federation.silos]
         silos = np.repeat(np.arange(self.data.num_silos), np.diff(self.data.silo_offsets))
         names = tuple(str(i) for i in range(self.data.num_records))
         made = with_rates(federation, self.data, assignment, setting, expected)
-        return Made(made, Personal(setting, budgets, assignment, silos, names))
+        unsound = mechanism.unsound()
+        return Made(made, Personal(setting, budgets, assignment, silos, names, unsound=unsound))
 
-    def one_rate(self, batch_size: int, epsilon: float, delta: float) -> Made:
+    def one_rate(
+        self, batch_size: int, epsilon: float, delta: float, mechanism: RPDP = _RPDP
+    ) -> Made:
         """Minimum as in the authors' code: q = B / (smallest silo), noise for the least budget."""
         least = min(silo.num_records for silo in self.data.silos)
         rate = min(1.0, batch_size / least)
@@ -158,8 +172,12 @@ class Bench:
             epsilon,
             delta,
         )
-        mechanism = LocalItemDP(sampling_prob=rate, clip_norm=1.0, noise_multiplier=float(sigma))
-        return Made(self._federation(mechanism))
+        setting = TwoStage(float(sigma), self.local_steps, self.rounds, self.participation, delta)
+        n = self.data.num_records
+        same = Assignment("minimum", np.full(n, rate), np.full(n, self.rounds), 0, {})
+        federation = self._federation(mechanism)
+        expected = [max(1.0, rate * silo.num_records) for silo in self.data.silos]
+        return Made(with_rates(federation, self.data, same, setting, expected))
 
     def non_private(self, batch_size: int) -> Made:
         """FedAvg without clipping and noise."""
@@ -241,17 +259,22 @@ def cost_of_certifying(fitted: dict[str, Any], certified: dict[str, Any]) -> flo
 
 
 def beside(found: dict[str, Any], mean: float, std: float, seeds: int, claim: str) -> Claim:
-    """A published or independently measured mean within two standard errors of the difference.
+    """A published or independently measured mean within two standard errors of the difference."""
+    away, error = distance(found, mean, std, seeds)
+    return Claim(
+        claim,
+        round(found["accuracy"], 4),
+        mean,
+        abs(away) <= 2,
+        f"{away:+.1f} standard errors of the difference ({error:.4f}); at most 2",
+    )
+
+
+def distance(found: dict[str, Any], mean: float, std: float, seeds: int) -> tuple[float, float]:
+    """How far ours is from another's mean, in standard errors of the difference, and the error.
 
     With one seed of ours, the other's deviation stands in for ours.
     """
     own = found["std"] if found["seeds"] > 1 else std
     error = math.hypot(own / math.sqrt(found["seeds"]), std / math.sqrt(seeds))
-    gap = found["accuracy"] - mean
-    return Claim(
-        claim,
-        round(found["accuracy"], 4),
-        mean,
-        abs(gap) <= 2 * error,
-        f"{gap / error:+.1f} standard errors of the difference ({error:.4f}); at most 2",
-    )
+    return (found["accuracy"] - mean) / error, error
