@@ -183,22 +183,21 @@ def run_rounds(
         SiloStates(local_optimizer, params, len(federation.silos)) if keep_local_state else None
     )
     log = _Log(run_dir)
-    checkpoints, used, start = None, [hardware(mesh)], 0
+    checkpoints, start = None, 0
 
     def packed(done: int) -> TrainState:
         kept = {} if silo_states is None else {"silos": silo_states.all}
         return TrainState(server.model(state), {"server": state} | kept, jnp.int32(done))
 
     if run_dir is not None:
-        used = run_dir.computed_with(used[0])
+        if run_dir.computed_with(hardware(mesh))[1:]:
+            caveats = (*caveats, MOVED_CAVEAT)
         checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
         if checkpoints.latest_step() is not None:
-            restored, earlier = checkpoints.restore(packed(0), key)
-            used = list(dict.fromkeys([*earlier, *used]))
+            restored = checkpoints.restore(packed(0), key)
             state, start = restored.opt_state["server"], int(restored.step)
             if silo_states is not None:
                 silo_states.all = restored.opt_state["silos"]
-        caveats = (*caveats, MOVED_CAVEAT) if len(used) > 1 else caveats
         log.start_at(start)
 
     def evaluated(done: int) -> None:
@@ -250,7 +249,7 @@ def run_rounds(
                 evaluated(done)
                 meter.restart()
             if checkpoints is not None and (done % checkpoint_every == 0 or last or stop.requested):
-                checkpoints.save(packed(done), key, {"epsilon": spent(done), "delta": delta}, used)
+                checkpoints.save(packed(done), key, {"epsilon": spent(done), "delta": delta})
                 meter.restart()
             if stop.requested:
                 break

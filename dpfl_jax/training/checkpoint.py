@@ -35,16 +35,13 @@ class Checkpoints:
         """The step to go on from, as process 0 sees it: shared storage may show it late."""
         return processes.broadcast(self._manager.latest_step())
 
-    def save(
-        self, state: TrainState, key: RootKey, spent: dict[str, Any], hardware: list[str]
-    ) -> None:
+    def save(self, state: TrainState, key: RootKey, spent: dict[str, Any]) -> None:
         """Saves the state after ``state.step`` steps.
 
         Args:
           state: what a step changes.
           key: root key of the run; only its fingerprint is kept.
           spent: epsilon and delta until this step.
-          hardware: all that the run was computed with until now (``state.hardware``).
         """
         step = int(state.step)
         if step == self.latest_step():
@@ -54,28 +51,18 @@ class Checkpoints:
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(_to_tree(state)),
                 progress=ocp.args.JsonSave(
-                    {
-                        "step": step,
-                        "root_key": key.fingerprint,
-                        "spent": spent,
-                        "hardware": hardware,
-                    }
+                    {"step": step, "root_key": key.fingerprint, "spent": spent}
                 ),
             ),
         )
 
-    def restore(
-        self, like: TrainState, key: RootKey, step: int | None = None
-    ) -> tuple[TrainState, list[str]]:
-        """Reads a checkpoint, whatever number of processes wrote it.
+    def restore(self, like: TrainState, key: RootKey, step: int | None = None) -> TrainState:
+        """Reads the state of a checkpoint, whatever number of processes wrote it.
 
         Args:
           like: gives shapes, dtypes and shardings.
           key: root key of the run.
           step: ``resumed_step()``, or None for the newest this process sees.
-
-        Returns:
-          The state, and all hardware the run was computed with until then.
 
         Raises:
           BadInputError: it belongs to another root key, or cannot be read.
@@ -86,7 +73,7 @@ class Checkpoints:
                 f"the checkpoint of step {progress['step']} was made with another root key than "
                 "the one in private/: noise would be reused or lost, so this run cannot go on"
             )
-        return state, progress["hardware"]
+        return state
 
     def read(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
         """Reads a checkpoint, whoever made it: the state and its ``progress``.

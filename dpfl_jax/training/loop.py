@@ -197,15 +197,14 @@ def fit(
         return join(state.params, frozen)
 
     log = _Log(run_dir)
-    checkpoints, used = None, [hardware(mesh)]
+    checkpoints = None
     if run_dir is not None:
-        used = run_dir.computed_with(used[0])
+        if run_dir.computed_with(hardware(mesh))[1:]:
+            caveats = (*caveats, MOVED_CAVEAT)
         checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
         resumed = checkpoints.resumed_step()
         if resumed is not None:
-            state, earlier = checkpoints.restore(state, key, resumed)
-            used = list(dict.fromkeys([*earlier, *used]))
-        caveats = (*caveats, MOVED_CAVEAT) if len(used) > 1 else caveats
+            state = checkpoints.restore(state, key, resumed)
         log.start_at(int(state.step))
     start = int(state.step)
     if validation is not None and start == 0 and log.evaluation(0) is None:
@@ -268,7 +267,7 @@ def fit(
                 log.append({"step": done, "eval": evaluate(whole(state), validation).to_json()})
                 meter.restart()
             if checkpoints is not None and (saves or stopping):
-                checkpoints.save(state, key, {"epsilon": spent(done), "delta": delta}, used)
+                checkpoints.save(state, key, {"epsilon": spent(done), "delta": delta})
                 meter.restart()
             if stopping:
                 break

@@ -54,14 +54,14 @@ class Pretrained:
       cached: True if they were found there, not trained now.
     """
 
+    params: PyTree
+    path: pathlib.Path
+    cached: bool
+
     @property
     def facts(self) -> dict[str, Any]:
         """What identifies it: ``name`` (model, corpus and settings) and ``digest`` (of values)."""
         return {"name": self.path.name, "digest": content_digest(self.params)}
-
-    params: PyTree
-    path: pathlib.Path
-    cached: bool
 
 
 def pretrain(

@@ -217,15 +217,16 @@ def with_key_of(run_dir, other):
 
 
 def final(workspace, run_dir, config="small"):
-    """The state in the newest checkpoint, and all hardware it was computed with."""
+    """The state in the newest checkpoint, and all hardware that the run was computed with."""
     config = load_config(workspace / f"{config}.yaml")
     secret = json.loads((run_dir / "private" / "root_key.json").read_text())["secret"]
     model = build_model(config, 259)
     params, _ = split(model.init(jax.random.key(0)), trained_by_name(config.model, model.config))
     like = init_state(params, make_optimizer(config.optimizer, 12), make_mesh())
     checkpoints = Checkpoints(run_dir / "checkpoints", 2)
-    state, used = checkpoints.restore(like, RootKey(bytes.fromhex(secret)))
+    state = checkpoints.restore(like, RootKey(bytes.fromhex(secret)))
     checkpoints.close()
+    used = yaml.safe_load((run_dir / "config.yaml").read_text())["facts"]["hardware"]
     return jax.tree.map(np.asarray, state), used
 
 

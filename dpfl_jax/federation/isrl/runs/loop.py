@@ -250,7 +250,6 @@ def run_rounds(
 
     rounds, train = parameters.rounds, config.train
     state = algorithm.start(jnp.zeros(task.shape))
-    used = run_dir.computed_with(hardware(data_parallel_mesh(jax.devices()[:1])))
     done = 0
     checkpoints = Checkpoints(run_dir.path / "checkpoints", train.keep_checkpoints)
 
@@ -259,12 +258,12 @@ def run_rounds(
 
     private = parameters.noise is not None
     caveats = (PUBLIC_KEY_CAVEAT,) if key.public and private else ()
+    if run_dir.computed_with(hardware(data_parallel_mesh(jax.devices()[:1])))[1:]:
+        caveats = (*caveats, MOVED_CAVEAT)
     if checkpoints.latest_step() is not None:
-        restored, earlier = checkpoints.restore(packed(0), key)
+        restored = checkpoints.restore(packed(0), key)
         kept, done = jax.tree.leaves(restored.opt_state["state"]), int(restored.step)
         state = jax.tree.unflatten(jax.tree.structure(state), kept)
-        used = list(dict.fromkeys([*earlier, *used]))
-    caveats = (*caveats, MOVED_CAVEAT) if len(used) > 1 else caveats
     run_dir.drop_metrics_after(done)
     metrics = run_dir.read_metrics()
 
@@ -310,7 +309,7 @@ def run_rounds(
                 evaluated(done)
             if last or stop.requested or blocks % train.checkpoint_every == 0:
                 delta = max(z.budget.delta for z in parameters.noise) if parameters.noise else None
-                checkpoints.save(packed(done), key, {"epsilon": epsilon, "delta": delta}, used)
+                checkpoints.save(packed(done), key, {"epsilon": epsilon, "delta": delta})
             if stop.requested:
                 break
     checkpoints.close()
