@@ -174,12 +174,13 @@ def _verdict(codes: list[int], first: int | None, run_dir: str) -> int:
     if 2 in codes:
         return 2
     killed = [i for i, code in enumerate(codes) if code < 0]
-    if killed:
-        lost = first if first in killed else killed[0]
-        name = signal.Signals(-codes[lost]).name
+    if killed:  # else each has said why it ended
+        lost = killed[0] if first is None else first
+        code = codes[lost]
+        how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
         _say(
-            f"process {lost} was lost ({name}) and the others were stopped; the same command "
-            f"goes on in {run_dir} from its last checkpoint, and counts nothing twice"
+            f"process {lost} was lost ({how}) and the others were stopped; the same command goes "
+            f"on in {run_dir} from its last checkpoint, and counts nothing twice"
         )
     return 1
 

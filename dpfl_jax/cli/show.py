@@ -89,10 +89,12 @@ def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str,
     )
     spent, budget = summary["epsilon_spent"], summary["budget"]
     console.print(
-        f"epsilon spent from {spent['least']:.4g} to {spent['most']:.4g} (budgets from "
-        f"{budget['least']:.4g} to {budget['most']:.4g}); at most "
-        f"{summary['largest_share_of_budget']:.1%} of a budget"
+        f"epsilon spent from {float(spent['least']):.4g} to {float(spent['most']):.4g} (budgets "
+        f"from {float(budget['least']):.4g} to {float(budget['most']):.4g}); at most "
+        f"{float(summary['largest_share_of_budget']):.1%} of a budget"
     )
+    for reason in summary["unsound"]:
+        console.print(f"[bold]no guarantee:[/bold] {reason}")
     console.print("[bold]private: this table belongs to the silos[/bold]")
     table = Table(*COLUMNS)
     for row in rows[: max(limit, 0)]:

@@ -128,24 +128,31 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
 
 
 def federated_epsilon(
-    federation: Federation, delta: float, rounds: int | None = None, subject: bool = False
+    federation: Federation,
+    delta: float,
+    rounds: int | None = None,
+    subject: bool = False,
+    if_constant: bool = False,
 ) -> float:
-    """Upper bound on epsilon of one unit over the whole federation; ``inf`` without noise.
+    """Upper bound on epsilon of one unit over the whole federation; ``inf`` if there is none.
 
     Args:
       federation: with its noise.
       delta: in (0, 1).
       rounds: rounds run; default all.
       subject: account for subjects even if the mechanism protects records.
+      if_constant: what it would be for a mechanism that is not sound (``SiloMechanism.unsound``) if
+        its sampling were as accounted, and what follows its private batches were constant.
     """
-    if not federation.mechanism.private:
+    mechanism = federation.mechanism
+    if not mechanism.private or (mechanism.unsound() and not if_constant):
         return math.inf
     cases = worst_cases(federation, federation.rounds if rounds is None else rounds, subject)
     return min(max(accounting.epsilon(event, delta) for event in case) for case in cases)
 
 
 def silo_epsilons(federation: Federation, delta: float, rounds: int | None = None) -> list[float]:
-    """Epsilon of one unit in each silo alone (0 for silos that take no part)."""
+    """Epsilon of one unit in each silo alone (0 for silos that take no part, inf without noise)."""
     rounds = federation.rounds if rounds is None else rounds
     members = set(federation.participants.tolist())
     known: dict[Any, float] = {}
@@ -154,7 +161,7 @@ def silo_epsilons(federation: Federation, delta: float, rounds: int | None = Non
         if i not in members:
             out.append(0.0)
             continue
-        if not plan.mechanism.private:
+        if not plan.mechanism.private or plan.mechanism.unsound():
             out.append(math.inf)
             continue
         profile = _Profile.of(plan)
@@ -204,7 +211,7 @@ def calibrate_federation(
 
     if reach == 1:
         return with_factor(1.0)
-    if federated_epsilon(with_factor(1.0), delta) <= epsilon:
+    if federated_epsilon(with_factor(1.0), delta, if_constant=True) <= epsilon:
         return with_factor(1.0)
     return with_factor(_calibrated(with_factor, epsilon, delta))
 

@@ -39,7 +39,7 @@ from dpfl_jax.federation.mechanisms import (
 from dpfl_jax.federation.personal.personalise import personal_guarantee, personalise
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.placement import spread, subject_keys
-from dpfl_jax.federation.recipes import Claim, apply_recipe
+from dpfl_jax.federation.recipes import AS_IF_SOUND, Claim, apply_recipe
 from dpfl_jax.federation.report import (
     EVALUATION_CAVEAT,
     PRIVATE_METRICS_CAVEAT,
@@ -206,7 +206,7 @@ def _personalised(prepared: PreparedFederation, noise: float | None = None) -> P
     constant = personal.setting.epsilon(1.0)
     real = math.inf if personal.unsound else constant
     claim = Claim(
-        recipe="given" if given else "sound",
+        recipe="given" if given else AS_IF_SOUND if personal.unsound else "sound",
         epsilon=real if given else config.privacy.epsilon or real,
         delta=prepared.delta,
         real_epsilon=real,
@@ -357,7 +357,6 @@ def _caveats(prepared: PreparedFederation) -> tuple[str, ...]:
 def _silo_rows(prepared: PreparedFederation) -> list[dict[str, Any]]:
     federation = prepared.federation
     alone = silo_epsilons(federation, prepared.delta)
-    unsound = bool(federation.mechanism.unsound())
     return [
         {
             "silo": i,
@@ -366,7 +365,7 @@ def _silo_rows(prepared: PreparedFederation) -> list[dict[str, Any]]:
             "sampling_prob": plan.mechanism.probability(plan.facts),
             "local_steps": plan.local_steps,
             "noise_multiplier": plan.mechanism.sigma,
-            "epsilon_alone": "inf" if unsound or math.isinf(epsilon) else epsilon,
+            "epsilon_alone": "inf" if math.isinf(epsilon) else epsilon,
         }
         for i, (plan, epsilon) in enumerate(zip(federation.silos, alone))
     ]

@@ -39,9 +39,8 @@ def federated_guarantee(
     """
     mechanism = federation.mechanism
     sizes = sorted(federation.silos[i].mechanism.sigma for i in federation.participants.tolist())
-    unsound = mechanism.unsound()
-    epsilon = math.inf if unsound else federated_epsilon(federation, delta, rounds)
-    caveats = (*unsound, *caveats)
+    epsilon = federated_epsilon(federation, delta, rounds)
+    caveats = (*mechanism.unsound(), *caveats)
     if claim.recipe not in ("sound", "none", "given"):
         caveats = (
             f"the recipe {claim.recipe} claims epsilon {claim.epsilon:g} for this run, which is "
@@ -102,6 +101,7 @@ def federated_guarantee(
         f"multiplier {noise}, added inside the silo at every step",
         assumptions=assumptions if mechanism.private else (),
         caveats=caveats,
+        status="upper bound" if math.isfinite(epsilon) else "none",
         released="every update that a silo sends and every global model",
     )
 

@@ -38,6 +38,8 @@ Recipe = Literal["sound", "paper_batch_z", "paper_a", "paper_b"]
 Horizontal = Literal["paper_sqrt", "more_noise"]
 _MOST_KINDS = 3
 RECIPES: tuple[Recipe, ...] = ("sound", "paper_batch_z", "paper_a", "paper_b")
+# The sound recipe for a mechanism of which nothing sound can be said (``SiloMechanism.unsound``).
+AS_IF_SOUND = "as_if_sound"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,13 +104,12 @@ def apply_recipe(
         none = Claim("none", math.inf, delta, math.inf, math.inf, rounds, rounds)
         return federation, none
     if recipe == "sound" or isinstance(mechanism, LocalItemDP):
-        made = calibrate_federation(federation, epsilon, delta)
-        constant, rounds = _real(made, delta), federation.rounds
-        reasons = mechanism.unsound()
-        real = math.inf if reasons else constant
+        made, rounds = calibrate_federation(federation, epsilon, delta), federation.rounds
+        constant, reasons = _if_constant(made, delta), mechanism.unsound()
+        name, real = (AS_IF_SOUND, math.inf) if reasons else ("sound", constant)
         if isinstance(mechanism, LocalItemDP):
             reasons += ("it protects records: a subject has up to K of them in each of H silos",)
-        return made, Claim("sound", epsilon, delta, real, constant, rounds, rounds, reasons)
+        return made, Claim(name, epsilon, delta, real, constant, rounds, rounds, reasons)
     if recipe not in RECIPES:
         raise BadInputError(f"the recipe {recipe!r} is not one of {', '.join(RECIPES)}")
     silos = federation.silos_per_round
@@ -126,12 +127,11 @@ def apply_recipe(
     plans = _paper_plans(federation, recipe, copies, epsilon, delta)
     made = dataclasses.replace(federation, silos=tuple(plans), rounds=rounds)
     why += _reasons(made, recipe)
-    real = _real(made, delta)
     return made, Claim(
         recipe,
         epsilon,
         delta,
-        real if not made.mechanism.unsound() else math.inf,
+        _subject_epsilon(made, delta),
         _if_constant(made, delta),
         federation.rounds,
         rounds,
@@ -196,10 +196,10 @@ def _reasons(federation: Federation, recipe: Recipe) -> list[str]:
     return reasons
 
 
-def _real(federation: Federation, delta: float) -> float:
-    """Epsilon of a subject; infinite where it is too large to be worth computing."""
+def _subject_epsilon(federation: Federation, delta: float, if_constant: bool = False) -> float:
+    """Infinite where it is too large to be worth computing."""
     try:
-        return federated_epsilon(federation, delta, subject=True)
+        return federated_epsilon(federation, delta, subject=True, if_constant=if_constant)
     except BadInputError:  # too little noise for any accountant
         return math.inf
 
@@ -208,7 +208,7 @@ def _if_constant(federation: Federation, delta: float) -> float:
     """The cost if each silo's noise stayed at its value for the usual largest group."""
     mechanism = federation.mechanism
     if not (isinstance(mechanism, LocalGroupDP) and mechanism.batch_noise is not None):
-        return _real(federation, delta)
+        return _subject_epsilon(federation, delta, if_constant=True)
     plans = []
     for plan in federation.silos:
         own = plan.mechanism
@@ -219,7 +219,8 @@ def _if_constant(federation: Federation, delta: float) -> float:
             own, batch_noise=None, noise_multiplier=own.batch_noise[z - 1]
         )
         plans.append(dataclasses.replace(plan, mechanism=constant))
-    return _real(dataclasses.replace(federation, silos=tuple(plans)), delta)
+    constant_noise = dataclasses.replace(federation, silos=tuple(plans))
+    return _subject_epsilon(constant_noise, delta, if_constant=True)
 
 
 def usual_group(plan: SiloPlan, draws: int = 100) -> int:

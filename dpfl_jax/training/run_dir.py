@@ -83,8 +83,8 @@ class RunDirectory:
                     f"the training data are not those that the run in {self.path} began with: "
                     "bring them back, or start another run in another --run-dir"
                 )
-            # The report of an interruption says what had been spent then: soon it is more.
-            for name in ("report.json", "report.md"):
+            # What an interruption left says what had been spent then: soon it is more.
+            for name in ("report.json", "report.md", "private/records.csv", "private/records.json"):
                 (self.path / name).unlink(missing_ok=True)
         else:
             private.mkdir(mode=0o700, exist_ok=True)

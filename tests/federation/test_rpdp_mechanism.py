@@ -19,6 +19,7 @@ from dpfl_jax.accounting.rates import TwoStage, certified_rates
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.accountant import federated_epsilon, silo_epsilons
 from dpfl_jax.federation.engine import bounded_sum
 from dpfl_jax.federation.experiment import build_federation
 from dpfl_jax.federation.federation import Federation, SiloPlan
@@ -37,15 +38,15 @@ KEY = RootKey.from_seed(3)
 HEART = TwoStage(12.2509765625, 50, 15, 1.0, 1e-3)
 
 
-def make_store(budgets, seed=0):
+def make_store(budgets, seed=0, each=1):
     rng = np.random.default_rng(seed)
     return ArrayStore.from_users(
         (
             f"patient {i:04d}",
             {
-                "x": rng.normal(size=(1, 5)).astype(np.float32),
-                "y": rng.normal(size=(1, 3)).astype(np.float32),
-                "epsilon": np.array([budget], np.float64),
+                "x": rng.normal(size=(each, 5)).astype(np.float32),
+                "y": rng.normal(size=(each, 3)).astype(np.float32),
+                "epsilon": np.full(each, budget, np.float64),
             },
         )
         for i, budget in enumerate(budgets)
@@ -78,8 +79,8 @@ def make_config(
     )
 
 
-def build(budgets, seed=0, **options):
-    store, config = make_store(budgets, seed), make_config(**options)
+def build(budgets, seed=0, each=1, **options):
+    store, config = make_store(budgets, seed, each), make_config(**options)
     data = spread(store, config)
     federation = build_federation(config, data)
     federation, personal = personalise(
@@ -266,6 +267,12 @@ def test_the_papers_denominator_is_there_and_leaves_no_guarantee():
     assert guarantee.epsilon == math.inf
     assert "NO differential-privacy guarantee" in str(guarantee)
     assert any("read off the size of the noise" in caveat for caveat in guarantee.caveats)
+    assert (guarantee.status, guarantee.accountant) == ("none", "none")
+    for claimed in ("keeps its own", "certifies", "certified:", "the epsilon above"):
+        assert claimed not in str(guarantee)
+    assert federated_epsilon(federation, 1e-3) == math.inf
+    assert silo_epsilons(federation, 1e-3) == [math.inf] * 3
+    assert federated_epsilon(federation, 1e-3, if_constant=True) < 11
     # What is accounted is not what is released: whoever is sampled has spent everything.
     assert personal.assignment.rates.min() > 0
     assert np.all(personal.check(4) == math.inf)
@@ -408,6 +415,18 @@ def test_reports_hold_no_rate_and_no_budget():
     assert guarantee.unit == "record"
     assert guarantee.epsilon <= 10.0
     assert guarantee.epsilon == pytest.approx(personal.setting.epsilon(1.0), rel=1e-6)
+
+
+@pytest.mark.parametrize("partition", ["confined", "uniform"])
+def test_persons_with_several_records_are_named_whatever_the_cap_leaves_of_them(partition):
+    _, _, one_each = build(np.ones(30))
+    _, _, several = build(np.ones(30), each=3, partition=partition)
+    if partition == "confined":  # the cap has left one of each person
+        assert len(set(several.names)) == len(several.names) == 30
+    for personal, said in ((one_each, False), (several, True)):
+        guarantee = personal_guarantee(personal, 4)
+        assert any("which of them the cap" in caveat for caveat in guarantee.caveats) is said
+        assert ("each person owns one record" in guarantee.assumptions) is not said
 
 
 def test_mechanism_refuses_what_it_cannot_keep():

@@ -119,16 +119,20 @@ def interrupt(folder, times, **more):
     return job.returncode, output
 
 
-def test_who_was_lost_is_who_was_lost_first(tmp_path):
+@pytest.mark.parametrize(
+    ("end", "how"), [("os.kill(os.getpid(), 9)", "SIGKILL"), ("sys.exit(1)", "exit status 1")]
+)
+def test_who_was_lost_is_who_was_lost_first(tmp_path, end, how):
     """The others may well abort, too, when they notice."""
     main = (
-        "import os, time\nme = int(os.environ['DPFL_PROCESS_ID'])\n"
-        "time.sleep(0 if me == 1 else 2)\nos.kill(os.getpid(), 9 if me == 1 else 6)\n"
+        "import os, sys, time\n"
+        f"if os.environ['DPFL_PROCESS_ID'] == '1': {end}\n"
+        "time.sleep(2)\nos.kill(os.getpid(), 6)\n"
     )
     job = local(tmp_path, main)
     output, _ = job.communicate(timeout=60)
     assert job.returncode == 1, output
-    assert "process 1 was lost (SIGKILL)" in output
+    assert f"process 1 was lost ({how})" in output
 
 
 def test_ctrl_c_reaches_every_process_once_and_ends_the_job(tmp_path):

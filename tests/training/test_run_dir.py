@@ -45,11 +45,11 @@ def test_hardware_is_known_before_the_first_checkpoint(tmp_path):
 
 def test_going_on_takes_back_the_report_of_the_interruption(tmp_path):
     first = RunDirectory(tmp_path / "run", {}, "f", None)
-    (first.path / "report.json").write_text('{"status": "interrupted"}')
-    (first.path / "report.md").write_text("after 10 steps")
+    told = ("report.json", "report.md", "private/records.csv", "private/records.json")
+    for name in told:
+        (first.path / name).write_text('{"status": "interrupted"}')
     first.close()
     again = RunDirectory(tmp_path / "run", {}, "f", None)
     assert again.resumed
-    assert not (again.path / "report.json").exists()
-    assert not (again.path / "report.md").exists()
+    assert not [name for name in told if (again.path / name).exists()]
     again.close()

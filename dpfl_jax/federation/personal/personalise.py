@@ -206,7 +206,8 @@ def personalise(
     silos = np.repeat(np.arange(data.num_silos), np.diff(data.silo_offsets))
     declared = None if public is None else (float(public.min()), float(public.max()))
     unsound = made.mechanism.unsound()
-    return made, Personal(setting, budgets, assignment, silos, owned, declared, unsound)
+    several = bool(np.max(store.examples_per_user, initial=0) > 1)
+    return made, Personal(setting, budgets, assignment, silos, owned, unsound, declared, several)
 
 
 HOW = {
@@ -229,20 +230,27 @@ def personal_guarantee(
     """
     personal.check(rounds)
     setting = personal.setting
-    cap = math.inf
-    if not personal.unsound:
-        cap = accounting.epsilon(setting.event(1.0, rounds), setting.delta)
-    if personal.declared is None:
-        declared = "budgets come from a column, which is not published"
+    if personal.unsound:
+        cap, how, accountant = math.inf, "a rate set as if nothing followed the batch", "none"
+        kept = ""
     else:
-        low, high = personal.declared
-        declared = f"budgets are declared to be spread between {low:.4g} and {high:.4g}"
+        cap = accounting.epsilon(setting.event(1.0, rounds), setting.delta)
+        how = HOW[personal.assignment.policy]
+        accountant = (
+            "PLD of two-stage sampling (silos, then the record by its own rate), each record's "
+            "rate certified"
+        )
+        kept = (
+            "; the epsilon above is that of a record that is always sampled, every record keeps "
+            f"its own ({_declared(personal)}; the silos' table of records has what each spent)"
+        )
     extra = list(personal.unsound)
-    if len(set(personal.names)) < len(personal.names):
+    if personal.several:
         extra.append(
             "some persons own several records: together they spend up to the sum of their records' "
             "epsilons, at the sum of their deltas, and a record that joins or leaves such a person "
-            "may change the drawn budgets of that person's others"
+            "may change the drawn budgets of that person's others, and which of them the cap per "
+            "person keeps"
         )
     if len(personal.budgets) > 0 and setting.delta * len(personal.budgets) >= 1:
         extra.append(
@@ -261,19 +269,24 @@ def personal_guarantee(
         delta=setting.delta,
         noise_multiplier=setting.noise_multiplier,
         steps=rounds * setting.local_steps,
-        accountant="PLD of two-stage sampling (silos, then the record by its own rate), each "
-        "record's rate certified",
+        status="none" if personal.unsound else "upper bound",
+        accountant=accountant,
         sampling=f"rpdp ({personal.assignment.policy}): each record by its own Poisson coin, with "
-        f"{HOW[personal.assignment.policy]}; {setting.local_steps} local steps in each of "
-        f"{rounds} rounds, each silo in a round with probability "
-        f"{setting.participation_prob:.4g}; the epsilon above is that of a record that is always "
-        f"sampled, every record keeps its own ({declared}; the silos' table of records has what "
-        "each spent); noise added inside the silo at every step",
+        f"{how}; {setting.local_steps} local steps in each of {rounds} rounds, each silo in a "
+        f"round with probability {setting.participation_prob:.4g}{kept}; noise added inside the "
+        "silo at every step",
         assumptions=(
             "a record's budget does not depend on other records, and is not itself protected",
-            "each person owns one record",
+            *(() if personal.several else ("each person owns one record",)),
             *ASSUMPTIONS,
         ),
         caveats=(*extra, *caveats),
         released="every update that a silo sends, which silos took part, and every global model",
     )
+
+
+def _declared(personal: Personal) -> str:
+    if personal.declared is None:
+        return "budgets come from a column, which is not published"
+    low, high = personal.declared
+    return f"budgets are declared to be spread between {low:.4g} and {high:.4g}"

@@ -6,6 +6,7 @@ import csv
 import dataclasses
 import io
 import json
+import math
 import pathlib
 from typing import Any
 
@@ -31,8 +32,9 @@ class Personal:
       assignment: rates and stays.
       silos: int64 [n], silo of each record.
       names: id of each record.
-      declared: least and largest budget of the public distribution; None if there is none.
       unsound: why what is accounted is not what is released; whoever is sampled then spends inf.
+      declared: least and largest budget of the public distribution; None if there is none.
+      several: whether a person owns several records in the data, before any cap.
     """
 
     setting: TwoStage
@@ -40,8 +42,9 @@ class Personal:
     assignment: Assignment
     silos: np.ndarray
     names: tuple[str, ...]
+    unsound: tuple[str, ...]
     declared: tuple[float, float] | None = None
-    unsound: tuple[str, ...] = ()
+    several: bool = False
 
     def spent(self, rounds: int) -> np.ndarray:
         """Upper bounds on the epsilon of every record after ``rounds`` rounds, float64 [n]."""
@@ -78,6 +81,7 @@ class Personal:
             "rate": _spread(rates),
             "epsilon_spent": _spread(spent),
             "largest_share_of_budget": float(used.max(initial=0.0)),
+            "unsound": list(self.unsound),
             **self.assignment.facts,
         }
 
@@ -92,8 +96,16 @@ class Personal:
         writer.writerows(zip(self.names, *(c.tolist() for c in columns)))
         (directory / "private").mkdir(mode=0o700, exist_ok=True)
         write_atomically(directory / FILE, text.getvalue(), mode=0o600)
-        write_atomically(directory / SUMMARY, json.dumps(summary, indent=2) + "\n", mode=0o600)
+        told = json.dumps(_plain(summary), indent=2, allow_nan=False)
+        write_atomically(directory / SUMMARY, told + "\n", mode=0o600)
         return summary
+
+
+def _plain(values: Any) -> Any:
+    """Infinities, which JSON lacks, become the string "inf"."""
+    if isinstance(values, dict):
+        return {name: _plain(value) for name, value in values.items()}
+    return "inf" if values == math.inf else values
 
 
 def _spread(values: np.ndarray) -> dict[str, float]:

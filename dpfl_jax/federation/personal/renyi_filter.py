@@ -92,8 +92,9 @@ def filtered_descent(
         raise BadInputError(f"the divisor is {divisor}, but it must be above 0")
     if np.shape(allowed) != (count,):
         raise BadInputError(f"{np.shape(allowed)} allowances for {count} records: give one each")
-    # Room for rounding in float32: what is added up stays below B in real numbers.
-    budget = jnp.asarray(np.asarray(allowed, np.float64) * (1 - 1e-5), jnp.float32)
+    # Room for rounding in float32, where every addition errs: what is added up stays below B.
+    room = max(1 - 1e-5 - steps * 2.0**-24, 0.0)
+    budget = jnp.asarray(np.asarray(allowed, np.float64) * room, jnp.float32)
     records = jax.tree.map(jnp.asarray, records)
     settings = jnp.array([sigma, clip_norm, learning_rate, divisor], jnp.float32)
     return _descend(params, records, budget, settings, jax.random.split(key, steps), loss_fn)

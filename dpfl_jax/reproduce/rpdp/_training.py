@@ -157,7 +157,7 @@ class Bench:
         names = tuple(str(i) for i in range(self.data.num_records))
         made = with_rates(federation, self.data, assignment, setting, expected)
         unsound = mechanism.unsound()
-        return Made(made, Personal(setting, budgets, assignment, silos, names, unsound=unsound))
+        return Made(made, Personal(setting, budgets, assignment, silos, names, unsound))
 
     def one_rate(
         self, batch_size: int, epsilon: float, delta: float, mechanism: RPDP = _RPDP
