@@ -25,6 +25,7 @@ def config(tmp_path):
     return str(path)
 
 
+@pytest.mark.slow
 def test_one_reduction_a_step_and_nothing_in_the_loop(config, capsys):
     assert main(["compile", config, "train.strategy=ghost", "--topology", "cpu:8", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

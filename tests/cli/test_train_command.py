@@ -205,7 +205,9 @@ def test_personalisation_leaves_two_losses_and_nothing_else(finished, workspace,
     assert sizes[0] < 1.5 * sizes[1]  # a copy more would double it; files are cut up as time has it
 
 
-@pytest.mark.parametrize("kind", ["els", "none"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("els", marks=[pytest.mark.slow, pytest.mark.privacy]), "none"]
+)
 def test_other_mechanisms_are_an_override_away(workspace, tmp_path, capsys, kind):
     code = dpfl(
         "train", workspace / "small.yaml", f"mechanism.kind={kind}", "train.steps=2",
@@ -237,6 +239,8 @@ def test_without_a_seed_the_key_is_secret(workspace, tmp_path, capsys):
     assert all(secret.encode() not in p.read_bytes() for p in others)
 
 
+@pytest.mark.slow
+@pytest.mark.privacy
 def test_the_ledger_refuses_what_the_budget_does_not_allow(workspace, tmp_path, capsys):
     common = [
         "seed=null",

@@ -74,6 +74,7 @@ def test_experiments_on_real_data(tmp_path, data_dir, name):
     assert np.mean([claim.holds for claim in found.claims]) >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.privacy
 def test_the_attack_breaks_the_wrong_clipping_and_not_the_sound_arm():
     for silo in audit.silos(1.0):

@@ -55,6 +55,7 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "x.runs.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_an_interrupted_figure_goes_on_where_it_was(tmp_path, monkeypatch):
     whole, _ = train("x", cells(), 2, settings(tmp_path))
     assert [line["training"] for line in lines(tmp_path)] == [

@@ -90,9 +90,8 @@ def test_sums_and_sensitivity_are_the_same_on_every_layout(kind, params):
             assert moved >= CLIP * (1 - 1e-2), name  # every unit here is above the clip norm
 
 
-@pytest.mark.parametrize(
-    "names", [("data", "mixed"), pytest.param(("data", "fsdp", "tensor"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("data", "mixed"), ("data", "fsdp", "tensor")])
 def test_a_step_draws_the_same_noise_and_trains_the_same_parameters(params, names):
     mechanism, optimizer = MECHANISMS["uls"], optax.adam(1e-2)
     batch = buffers(mechanism)
