@@ -215,7 +215,7 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
 
 def _way(job: Job, fsdp: int | None) -> str:
     """How the job's users are processed: their activations, or gradients, are the largest thing."""
-    if (fsdp or _parts(job)) == 1:
+    if _parts(job, fsdp) == 1:
         return "whole"
     return "split" if job.trains == "full" else "pieces"
 
@@ -245,9 +245,12 @@ def parts_needed(parameters: int, trains: str, memory: int, devices: int) -> int
     return parts
 
 
-def _parts(job: Job) -> int:
+def _parts(job: Job, fsdp: int | None) -> int:
+    """Into how many its parameters are split: ``fsdp``, or as needed."""
     from dpfl_jax.cli._slices import HBM, kind_of
 
+    if fsdp:
+        return fsdp
     memory = HBM.get(kind_of(job.topology), 16) * 2**30
     parameters = _parameters(job.model, job.seq_len)
     return parts_needed(parameters, job.trains, memory, _devices(job.topology))
@@ -256,7 +259,7 @@ def _parts(job: Job) -> int:
 def _compile(job: Job, fsdp: int | None, time_limit: float) -> dict[str, Any]:
     """Runs ``dpfl compile`` in another process: the compiler keeps what it has taken."""
     row: dict[str, Any] = dataclasses.asdict(job)
-    parts = fsdp or _parts(job)
+    parts = _parts(job, fsdp)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "pods.yaml"
         path.write_text(yaml.safe_dump(job.config))

@@ -80,6 +80,7 @@ def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str,
     from rich.table import Table
 
     from dpfl_jax.federation.personal.records import COLUMNS, read_records
+    from dpfl_jax.training.run_dir import RECORDS
 
     summary, rows = read_records(directory)
     console.print(
@@ -102,5 +103,5 @@ def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str,
         table.add_row(row[COLUMNS[0]], *numbers)
     console.print(table)
     if limit < len(rows):
-        console.print(f"{len(rows) - limit} more in {directory / 'private' / 'records.csv'}")
+        console.print(f"{len(rows) - limit} more in {directory / RECORDS}")
     return {"summary": summary, "records": rows}

@@ -151,8 +151,18 @@ def federated_epsilon(
     return min(max(accounting.epsilon(event, delta) for event in case) for case in cases)
 
 
+def subject_epsilon(
+    federation: Federation, delta: float, rounds: int | None = None, if_constant: bool = False
+) -> float:
+    """``federated_epsilon`` of a subject; ``inf``, too, where no accountant will compute it."""
+    try:
+        return federated_epsilon(federation, delta, rounds, subject=True, if_constant=if_constant)
+    except BadInputError:  # too little noise for any accountant
+        return math.inf
+
+
 def silo_epsilons(federation: Federation, delta: float, rounds: int | None = None) -> list[float]:
-    """Epsilon of one unit in each silo alone (0 for silos that take no part, inf without noise)."""
+    """Epsilon of one unit in each silo alone: 0 where it takes no part, inf where there is none."""
     rounds = federation.rounds if rounds is None else rounds
     members = set(federation.participants.tolist())
     known: dict[Any, float] = {}

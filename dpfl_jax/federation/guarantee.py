@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dpfl_jax import accounting
-from dpfl_jax.federation.accountant import federated_epsilon
+from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.recipes import Claim
 
@@ -61,7 +61,7 @@ def federated_guarantee(
             *ASSUMPTIONS,
         )
     if unit == "record" and mechanism.private:
-        subject = _subject_epsilon(federation, delta, rounds)
+        subject = subject_epsilon(federation, delta, rounds)
         caveats = (
             f"it protects single records: for a subject of up to {cap} records in each of up to "
             f"{reach} silos the same run has epsilon {subject:.4g}",
@@ -104,12 +104,3 @@ def federated_guarantee(
         status="upper bound" if math.isfinite(epsilon) else "none",
         released="every update that a silo sends and every global model",
     )
-
-
-def _subject_epsilon(federation: Federation, delta: float, rounds: int) -> float:
-    from dpfl_jax.errors import BadInputError
-
-    try:
-        return federated_epsilon(federation, delta, rounds, subject=True)
-    except BadInputError:  # beyond what any accountant will compute
-        return math.inf

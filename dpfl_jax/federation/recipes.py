@@ -27,7 +27,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.closed_forms import subject
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon
+from dpfl_jax.federation.accountant import calibrate_federation, subject_epsilon
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import HiGradAvgDP, LocalGroupDP, LocalItemDP, UserLDP
@@ -127,12 +127,13 @@ def apply_recipe(
     plans = _paper_plans(federation, recipe, copies, epsilon, delta)
     made = dataclasses.replace(federation, silos=tuple(plans), rounds=rounds)
     why += _reasons(made, recipe)
+    constant = _if_constant(made, delta)
     return made, Claim(
         recipe,
         epsilon,
         delta,
-        _subject_epsilon(made, delta),
-        _if_constant(made, delta),
+        math.inf if made.mechanism.unsound() else constant,
+        constant,
         federation.rounds,
         rounds,
         tuple(why),
@@ -196,19 +197,11 @@ def _reasons(federation: Federation, recipe: Recipe) -> list[str]:
     return reasons
 
 
-def _subject_epsilon(federation: Federation, delta: float, if_constant: bool = False) -> float:
-    """Infinite where it is too large to be worth computing."""
-    try:
-        return federated_epsilon(federation, delta, subject=True, if_constant=if_constant)
-    except BadInputError:  # too little noise for any accountant
-        return math.inf
-
-
 def _if_constant(federation: Federation, delta: float) -> float:
     """The cost if each silo's noise stayed at its value for the usual largest group."""
     mechanism = federation.mechanism
     if not (isinstance(mechanism, LocalGroupDP) and mechanism.batch_noise is not None):
-        return _subject_epsilon(federation, delta, if_constant=True)
+        return subject_epsilon(federation, delta, if_constant=True)
     plans = []
     for plan in federation.silos:
         own = plan.mechanism
@@ -220,7 +213,7 @@ def _if_constant(federation: Federation, delta: float) -> float:
         )
         plans.append(dataclasses.replace(plan, mechanism=constant))
     constant_noise = dataclasses.replace(federation, silos=tuple(plans))
-    return _subject_epsilon(constant_noise, delta, if_constant=True)
+    return subject_epsilon(constant_noise, delta, if_constant=True)
 
 
 def usual_group(plan: SiloPlan, draws: int = 100) -> int:

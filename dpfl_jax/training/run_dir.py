@@ -21,6 +21,10 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 
 FINISHED = "finished"
+# What each record of a run with personal budgets spent: the silos' own (federation.personal).
+RECORDS, RECORDS_SUMMARY = "private/records.csv", "private/records.json"
+# What is told when a run ends or is interrupted.
+REPORTS = ("report.json", "report.md", RECORDS, RECORDS_SUMMARY)
 
 
 class RunDirectory:
@@ -84,7 +88,7 @@ class RunDirectory:
                     "bring them back, or start another run in another --run-dir"
                 )
             # What an interruption left says what had been spent then: soon it is more.
-            for name in ("report.json", "report.md", "private/records.csv", "private/records.json"):
+            for name in REPORTS:
                 (self.path / name).unlink(missing_ok=True)
         else:
             private.mkdir(mode=0o700, exist_ok=True)

@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from dpfl_jax.federation.personal.records import FILE
+from dpfl_jax.training.run_dir import RECORDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.privacy]  # each run is a process of its own
 pytest.importorskip("sklearn")
@@ -54,7 +54,7 @@ def final_state(run_dir):
 
 
 def table(run_dir):
-    with (run_dir / FILE).open(newline="") as file:
+    with (run_dir / RECORDS).open(newline="") as file:
         return list(csv.DictReader(file))
 
 

@@ -15,10 +15,8 @@ import numpy as np
 from dpfl_jax.accounting.rates import TwoStage, solver
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.personal.policies import Assignment
-from dpfl_jax.training.run_dir import write_atomically
+from dpfl_jax.training.run_dir import RECORDS, RECORDS_SUMMARY, write_atomically
 
-FILE = "private/records.csv"
-SUMMARY = "private/records.json"
 COLUMNS = ("record", "silo", "budget", "rate", "rounds", "epsilon_spent")
 
 
@@ -95,9 +93,9 @@ class Personal:
         columns = (self.silos, self.budgets, self.assignment.rates, stay, spent)
         writer.writerows(zip(self.names, *(c.tolist() for c in columns)))
         (directory / "private").mkdir(mode=0o700, exist_ok=True)
-        write_atomically(directory / FILE, text.getvalue(), mode=0o600)
+        write_atomically(directory / RECORDS, text.getvalue(), mode=0o600)
         told = json.dumps(_plain(summary), indent=2, allow_nan=False)
-        write_atomically(directory / SUMMARY, told + "\n", mode=0o600)
+        write_atomically(directory / RECORDS_SUMMARY, told + "\n", mode=0o600)
         return summary
 
 
@@ -120,11 +118,11 @@ def read_records(directory: pathlib.Path) -> tuple[dict[str, Any], list[dict[str
     Raises:
       BadInputError: the run has no such table.
     """
-    if not (directory / FILE).exists():
+    if not (directory / RECORDS).exists():
         raise BadInputError(
             f"{directory} holds no table of records: only runs with personal budgets "
             "(mechanism.kind=rpdp) that have written their report do"
         )
-    summary = json.loads((directory / SUMMARY).read_text())
-    with (directory / FILE).open(newline="") as file:
+    summary = json.loads((directory / RECORDS_SUMMARY).read_text())
+    with (directory / RECORDS).open(newline="") as file:
         return summary, list(csv.DictReader(file))
