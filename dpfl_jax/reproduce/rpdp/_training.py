@@ -21,7 +21,7 @@ from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import make_release, mean_update
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.loop import SiloStates
-from dpfl_jax.federation.mechanisms import RPDP, FedAvg, SiloFacts, SiloMechanism
+from dpfl_jax.federation.mechanisms import RPDP, FedAvg, LocalItemDP, SiloFacts, SiloMechanism
 from dpfl_jax.federation.personal.budgets import BudgetDistribution, mean_over
 from dpfl_jax.federation.personal.personalise import with_rates
 from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, public_batch
@@ -151,13 +151,43 @@ class Bench:
         """The federation of a policy, for given budgets and their public quantiles."""
         assignment = assign(policy, budgets, public, setting)
         share = public_batch(policy, public, setting)
+        return self.assigned(setting, budgets, assignment, share, mechanism)
+
+    def assigned(
+        self,
+        setting: TwoStage,
+        budgets: np.ndarray,
+        assignment: Assignment,
+        share: float,
+        mechanism: RPDP = _RPDP,
+        unsound: tuple[str, ...] = (),
+    ) -> Made:
+        """The federation of given rates.
+
+        Args:
+          setting: what the rates are for; where that is not what runs, nobody is promised anything.
+          budgets: float64 [n].
+          assignment: rates and stays.
+          share: mean rate in the population, public: what sums are divided by.
+          mechanism: clip norm and denominator.
+          unsound: why the rates keep no budget, if they do not.
+        """
         federation = self._federation(mechanism)
         expected = [max(1.0, share * plan.facts.num_records) for plan in federation.silos]
         silos = np.repeat(np.arange(self.data.num_silos), np.diff(self.data.silo_offsets))
         names = tuple(str(i) for i in range(self.data.num_records))
         made = with_rates(federation, self.data, assignment, setting, expected)
-        unsound = mechanism.unsound()
+        accounted = (setting.local_steps, setting.rounds, setting.participation_prob)
+        runs = (self.local_steps, self.rounds, self.participation)
+        if accounted != runs:
+            unsound = (*unsound, f"steps, rounds and participation are {runs}, not {accounted}")
+        unsound = (*mechanism.unsound(), *unsound)
         return Made(made, Personal(setting, budgets, assignment, silos, names, unsound))
+
+    def without_noise(self, batch_size: int) -> Made:
+        """Clipped like private sums, at C = 1, but without noise."""
+        mechanism = LocalItemDP(batch_size=batch_size, noise_multiplier=0.0, clip_norm=1.0)
+        return Made(self._federation(mechanism))
 
     def one_rate(
         self, batch_size: int, epsilon: float, delta: float, mechanism: RPDP = _RPDP

@@ -52,7 +52,7 @@ NON_PRIVATE = {"IID": (0.9804, 0.0001), "non-IID": (0.9595, 0.0008)}
 
 
 def silos(
-    folder: pathlib.Path, split: str, seed: int
+    folder: pathlib.Path, split: str, seed: int, centred: bool = False
 ) -> tuple[FederatedData, dict[str, np.ndarray]]:
     """6,000 training images a silo, two thirds to train on and the rest to test on.
 
@@ -60,8 +60,11 @@ def silos(
       folder: of MNIST's idx files.
       split: ``IID``, or ``non-IID`` (1,200 images of each of five digits).
       seed: of the split.
+      centred: pixels in [-1, 1] instead of [0, 1].
     """
     x = read_idx(folder / "train-images-idx3-ubyte.gz").astype(np.float32) / np.float32(255)
+    if centred:
+        x = 2 * x - 1
     label = read_idx(folder / "train-labels-idx1-ubyte.gz").astype(np.int32)
     rng = np.random.default_rng(seed)
     if split == "IID":
