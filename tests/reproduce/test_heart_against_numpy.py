@@ -14,8 +14,8 @@ from dpfl_jax.reproduce.rpdp.heart import CAP, DELTA, ROUNDS, bench, hospitals
 TAU, SEEDS, RATE, BETA1, BETA2 = 10, 20, 0.005, 0.9, 0.999
 
 
-def train(data, test, seed, sigma, rates, divisors):
-    """FedAvg with Adam in each silo, whose state lives on; clipped and noised if sigma > 0.
+def train(data, test, seed, sigma, rates, divisors, clip):
+    """FedAvg with Adam in each silo, whose state lives on; clipped at 1 if ``clip``.
 
     ``rates``: of each record. ``divisors``: of each silo; None: the size of the batch.
     """
@@ -35,7 +35,7 @@ def train(data, test, seed, sigma, rates, divisors):
                 chosen = off[i] + np.flatnonzero(rng.random(sizes[i]) < rates[mine])
                 error = 1 / (1 + np.exp(-x[chosen] @ w)) - y[chosen]
                 gradients = x[chosen] * error[:, None]
-                if sigma > 0:
+                if clip:
                     norms = np.linalg.norm(gradients, axis=1, keepdims=True)
                     gradients = gradients / np.maximum(norms, 1.0)
                 total = gradients.sum(0) + sigma * rng.normal(size=14)
@@ -54,7 +54,9 @@ def train(data, test, seed, sigma, rates, divisors):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["non-private", "certified", "minimum", "realized batch"])
+@pytest.mark.parametrize(
+    "how", ["non-private", "no noise", "certified", "minimum", "realized batch"]
+)
 def test_both_reach_the_same_accuracy(data_dir, how):
     """Means over 20 seeds, within 3.3 standard errors: one false alarm in 1,000."""
     data, test = hospitals(data_dir / "heart_disease")
@@ -67,6 +69,10 @@ def test_both_reach_the_same_accuracy(data_dir, how):
             made = table.non_private(16)
             rates, sigma = np.repeat(np.minimum(16 / sizes, 1), sizes), 0.0
             divisors = np.minimum(16, sizes).astype(float)
+        elif how == "no noise":
+            made = table.without_noise(64)
+            rates, sigma = np.repeat(np.minimum(64 / sizes, 1), sizes), 0.0
+            divisors = np.full(4, 64.0)
         else:
             denominator = "realized_batch" if how == "realized batch" else "expected_batch"
             mechanism = RPDP(denominator=denominator)
@@ -77,7 +83,7 @@ def test_both_reach_the_same_accuracy(data_dir, how):
             divisors = None if how == "realized batch" else divisors
         params = torch_init(table.model.init(random.key(0)), seed)
         ours = table.run(made, params, seed)[-3:].mean()
-        return ours, train(data, test, seed, sigma, rates, divisors)
+        return ours, train(data, test, seed, sigma, rates, divisors, how != "non-private")
 
     ours, theirs = np.array([both(seed) for seed in range(SEEDS)]).T
     error = np.hypot(ours.std(ddof=1), theirs.std(ddof=1)) / np.sqrt(SEEDS)

@@ -134,14 +134,12 @@ def test_mnist_claims_of_what_is_there():
         line("IID", "dropout", (0.9,)),
         line("non-IID", "certified", (0.68,)),
     ]
-    found = {c.claim: c for c in mnist._claims(rows, False)}
+    found = {c.claim: c for c in mnist._claims(rows)}
     assert not any("beat" in name for name in found)  # minimum is missing
     # Over the seeds that both have.
     assert found["IID, ThreeLevels: certifying costs at most 0.5 points"].measured == 0.4
-    assert found["paper: IID, ThreeLevels, certified: accuracy"].holds
-    assert not found["paper: IID, ThreeLevels, dropout: accuracy"].holds
     assert found["paper: non-IID silos lower accuracy"].holds
-    assert mnist._claims([], False) == []
+    assert mnist._claims([]) == []
 
 
 def test_one_seed_has_the_deviation_of_the_others():

@@ -96,7 +96,7 @@ class Bench:
         name, rate = self.optimizer
         self._optimizer: optax.GradientTransformation = getattr(optax, name)(rate)
         self._mesh = data_parallel_mesh(jax.devices()[:1])
-        self._release: dict[bool, Any] = {}
+        self._release: dict[str, Any] = {}
         self._held = jax.tree.map(jnp.asarray, self.test)
 
         def accuracy(params: Any, test: Any) -> jax.Array:  # as constants XLA would fold them
@@ -216,16 +216,16 @@ class Bench:
     def run(self, made: Made, params: Any, seed: int) -> np.ndarray:
         """Trains; returns test accuracy after every round, float64 [rounds]."""
         federation = made.federation
-        private = federation.mechanism.private
-        if private not in self._release:
-            self._release[private] = make_release(
+        kind = federation.mechanism.kind
+        if kind not in self._release:
+            self._release[kind] = make_release(
                 federation.mechanism,
                 self.model.loss,
                 self._optimizer,
                 self._mesh,
                 keep_state=True,
             )
-        release = self._release[private]
+        release = self._release[kind]
         builder = _Buffers(
             federation,
             self.data,

@@ -73,11 +73,11 @@ SETTINGS = {"hospitals": (1.0, heart.DELTA), "IID": (mnist.PARTICIPATION, mnist.
 BATCH = {"hospitals": 16, "IID": 64, "non-IID": 64}  # without privacy
 
 
-def setting_of(where: str, tau: int = TAU, rounds: int = ROUNDS) -> TwoStage:
+def setting_of(where: str) -> TwoStage:
     """What their noise and rates are for."""
     participation, delta = SETTINGS[where]
-    sigma = rpdp.noise_for_cap(CAP, tau, rounds, participation, delta)
-    return TwoStage(sigma, tau, rounds, participation, delta)
+    sigma = rpdp.noise_for_cap(CAP, TAU, ROUNDS, participation, delta)
+    return TwoStage(sigma, TAU, ROUNDS, participation, delta)
 
 
 def rates(method: Method, budgets: np.ndarray, public: np.ndarray, setting: TwoStage) -> np.ndarray:
@@ -105,31 +105,29 @@ def as_published(
     return bench.assigned(setting, budgets, assignment, share, unsound=UNSOUND)
 
 
-def benches(folder: pathlib.Path, tau: int = TAU, rounds: int = ROUNDS) -> dict[str, Bench]:
-    """Of the data sets whose files are there."""
+def benches(folder: pathlib.Path, quick: bool) -> dict[str, Bench]:
+    """Of the data sets whose files are there; the hospitals only, if it is to be quick."""
     found: dict[str, Bench] = {}
     if (folder / "heart_disease").is_dir():
         found["hospitals"] = _bench(
-            LogisticRegression(13), *heart.hospitals(folder / "heart_disease"), 0.01, tau, rounds
+            LogisticRegression(13), *heart.hospitals(folder / "heart_disease"), 0.01
         )
-    if (folder / "mnist").is_dir():
+    if (folder / "mnist").is_dir() and not quick:
         for split in mnist.SPLITS:
             data, test = mnist.silos(folder / "mnist", split, 0, centred=True)
-            found[split] = _bench(SmallCNN(), data, test, 0.1, tau, rounds)
+            found[split] = _bench(SmallCNN(), data, test, 0.1)
     return found
 
 
-def _bench(model: Any, data: Any, test: Any, rate: float, tau: int, rounds: int) -> Bench:
+def _bench(model: Any, data: Any, test: Any, rate: float) -> Bench:
     """All silos in every round, weighted by their sizes."""
     weights = [float(silo.num_records) for silo in data.silos]
-    return Bench(model, data, test, ("sgd", rate), tau, rounds, 1.0, weights)
+    return Bench(model, data, test, ("sgd", rate), TAU, ROUNDS, 1.0, weights)
 
 
 def run(settings: Settings) -> Outcome:
     """Trains what was published; the hospitals take seconds, MNIST hours."""
-    found = {} if settings.data_dir is None else benches(settings.data_dir)
-    if settings.quick:
-        found = {where: bench for where, bench in found.items() if where == "hospitals"}
+    found = {} if settings.data_dir is None else benches(settings.data_dir, settings.quick)
     if not found:
         raise BadInputError(
             "this figure needs UCI's heart disease files or MNIST (with --quick only the former): "
