@@ -8,7 +8,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.reproduce import registry
 from dpfl_jax.reproduce.registry import Settings
 from dpfl_jax.reproduce.rpdp import mnist
-from dpfl_jax.reproduce.rpdp._training import beside, row
+from dpfl_jax.reproduce.rpdp._tables import beside, row
 
 
 def outcome(name, tmp_path, data_dir=None):

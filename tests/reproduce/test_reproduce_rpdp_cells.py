@@ -16,7 +16,8 @@ from dpfl_jax.models import LogisticRegression
 from dpfl_jax.reproduce.registry import Settings
 from dpfl_jax.reproduce.rpdp import mnist
 from dpfl_jax.reproduce.rpdp._cells import Cell, Kept, always, fingerprint, train
-from dpfl_jax.reproduce.rpdp._training import Bench, beside, cost_of_certifying, row
+from dpfl_jax.reproduce.rpdp._tables import beside, cost_of_certifying, row
+from dpfl_jax.reproduce.rpdp._training import Bench
 
 SETTING = TwoStage(3.0, 2, 3, 1.0, 1e-3)
 

@@ -13,7 +13,8 @@ from dpfl_jax.federation.personal.policies import Assignment
 from dpfl_jax.models import LogisticRegression
 from dpfl_jax.reproduce.registry import Settings
 from dpfl_jax.reproduce.rpdp import published
-from dpfl_jax.reproduce.rpdp._training import Bench, row
+from dpfl_jax.reproduce.rpdp._tables import row
+from dpfl_jax.reproduce.rpdp._training import Bench
 
 SETTING = TwoStage(3.0, 2, 3, 1.0, 1e-3)
 
@@ -77,9 +78,15 @@ def test_clipped_sums_without_noise_do_not_depend_on_the_seed_of_the_noise():
 
 def test_claims_of_what_is_there():
     rows = [
-        row("non-private", "all", [np.full(15, 0.743)] * 2, data="hospitals"),
-        row("curve fit", "Pareto", [np.full(15, v) for v in (0.86, 0.85)], data="IID"),
-        row("dropout", "ThreeLevels", [np.full(15, 0.9)], data="non-IID"),
+        row("non-private", "all", [np.full(15, 0.743)] * 2, data="hospitals", test_images=254),
+        row(
+            "curve fit",
+            "Pareto",
+            [np.full(15, v) for v in (0.86, 0.85)],
+            data="IID",
+            test_images=20_400,
+        ),
+        row("dropout", "ThreeLevels", [np.full(15, 0.9)], data="non-IID", test_images=20_400),
     ]
     found = published._claims(rows)
     assert [c.expected for c in found] == [0.7504, 0.8502, 0.5316]

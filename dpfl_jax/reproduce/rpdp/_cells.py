@@ -25,7 +25,8 @@ from rich.progress import Progress
 import dpfl_jax
 from dpfl_jax.reproduce.registry import Settings
 from dpfl_jax.reproduce.rpdp import _training
-from dpfl_jax.reproduce.rpdp._training import Bench, Made, row, torch_init
+from dpfl_jax.reproduce.rpdp._tables import row
+from dpfl_jax.reproduce.rpdp._training import Bench, Made, torch_init
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

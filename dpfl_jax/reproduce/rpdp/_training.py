@@ -28,12 +28,10 @@ from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, pu
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.reproduce.registry import Claim
 from dpfl_jax.sampling import Poisson
 from dpfl_jax.training.mesh import data_parallel_mesh
 
 _RPDP = RPDP()
-LAST = 3  # accuracy is the mean over this many last rounds
 
 
 class _Buffers(RoundBuilder):
@@ -265,46 +263,3 @@ def torch_init(params: Any, seed: int) -> Any:
         }
 
     return layer(params)
-
-
-def row(label: str, law: str, curves: list[np.ndarray], **more: Any) -> dict[str, Any]:
-    """A line of a table: accuracy over the last rounds, its spread over seeds."""
-    last = np.array([curve[-LAST:].mean() for curve in curves])
-    return {
-        "run": label,
-        "budgets": law,
-        "accuracy": float(last.mean()),
-        "std": float(last.std(ddof=1)) if len(last) > 1 else 0.0,
-        "seeds": len(last),
-        "by_seed": [round(float(a), 4) for a in last],
-        "curve": [round(float(a), 4) for a in np.mean(curves, axis=0)],
-        **more,
-    }
-
-
-def cost_of_certifying(fitted: dict[str, Any], certified: dict[str, Any]) -> float:
-    """Accuracy of the fitted curve's rates minus that of certified ones, over common seeds."""
-    pairs = zip(fitted["by_seed"], certified["by_seed"])  # both from seed 0 on
-    return float(np.mean([a - b for a, b in pairs]))
-
-
-def beside(found: dict[str, Any], mean: float, std: float, seeds: int, claim: str) -> Claim:
-    """A published or independently measured mean within two standard errors of the difference."""
-    away, error = distance(found, mean, std, seeds)
-    return Claim(
-        claim,
-        round(found["accuracy"], 4),
-        mean,
-        abs(away) <= 2,
-        f"{away:+.1f} standard errors of the difference ({error:.4f}); at most 2",
-    )
-
-
-def distance(found: dict[str, Any], mean: float, std: float, seeds: int) -> tuple[float, float]:
-    """How far ours is from another's mean, in standard errors of the difference, and the error.
-
-    With one seed of ours, the other's deviation stands in for ours.
-    """
-    own = found["std"] if found["seeds"] > 1 else std
-    error = math.hypot(own / math.sqrt(found["seeds"]), std / math.sqrt(seeds))
-    return (found["accuracy"] - mean) / error, error

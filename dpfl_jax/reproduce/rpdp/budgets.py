@@ -18,7 +18,8 @@ from dpfl_jax.federation.sources import load_subjects
 from dpfl_jax.models import MLP, LogisticRegression
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings
 from dpfl_jax.reproduce.rpdp._cells import Cell, always, train
-from dpfl_jax.reproduce.rpdp._training import Bench, cost_of_certifying
+from dpfl_jax.reproduce.rpdp._tables import cost_of_certifying
+from dpfl_jax.reproduce.rpdp._training import Bench
 
 TITLE = "distributions of budgets: what each does to accuracy"
 SOURCE = "Liu et al. 2024, sections 7.1 and 7.3, appendix A; on scikit-learn's bundled sets"

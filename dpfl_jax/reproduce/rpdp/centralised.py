@@ -20,7 +20,8 @@ from dpfl_jax.federation.personal.renyi_filter import (
 )
 from dpfl_jax.models import LogisticRegression
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings
-from dpfl_jax.reproduce.rpdp._training import Bench, row, torch_init
+from dpfl_jax.reproduce.rpdp._tables import row
+from dpfl_jax.reproduce.rpdp._training import Bench, torch_init
 from dpfl_jax.reproduce.rpdp.budgets import patients
 from dpfl_jax.reproduce.rpdp.heart import hospitals
 

@@ -21,7 +21,8 @@ from dpfl_jax.federation.tabular import HEART_SCALE
 from dpfl_jax.models import LogisticRegression
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings
 from dpfl_jax.reproduce.rpdp._cells import Cell, always, train
-from dpfl_jax.reproduce.rpdp._training import Bench, beside, cost_of_certifying, distance
+from dpfl_jax.reproduce.rpdp._tables import beside, cost_of_certifying, distance
+from dpfl_jax.reproduce.rpdp._training import Bench
 
 TITLE = "heart disease in four hospitals: personal rates against all baselines"
 SOURCE = "Liu et al. 2024, section 7.2, figure 8 (Fed-Heart-Disease), table 1"

@@ -23,7 +23,8 @@ from dpfl_jax.federation.personal.policies import Policy
 from dpfl_jax.models import SmallCNN
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings
 from dpfl_jax.reproduce.rpdp._cells import Cell, always, train
-from dpfl_jax.reproduce.rpdp._training import Bench, cost_of_certifying
+from dpfl_jax.reproduce.rpdp._tables import cost_of_certifying
+from dpfl_jax.reproduce.rpdp._training import Bench
 
 TITLE = "MNIST over ten silos: personal rates against all baselines"
 SOURCE = "Liu et al. 2024, section 7.2, figure 8 (MNIST, IID and non-IID)"
