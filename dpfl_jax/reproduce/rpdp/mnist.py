@@ -47,7 +47,7 @@ LAWS: dict[str, laws.BudgetDistribution] = {
 
 
 def silos(
-    folder: pathlib.Path, split: str, seed: int, centred: bool = False
+    folder: pathlib.Path, split: str, seed: int
 ) -> tuple[FederatedData, dict[str, np.ndarray]]:
     """6,000 training images a silo, two thirds to train on and the rest to test on.
 
@@ -55,11 +55,8 @@ def silos(
       folder: of MNIST's idx files.
       split: ``IID``, or ``non-IID`` (1,200 images of each of five digits).
       seed: of the split.
-      centred: pixels in [-1, 1] instead of [0, 1].
     """
     x = read_idx(folder / "train-images-idx3-ubyte.gz").astype(np.float32) / np.float32(255)
-    if centred:
-        x = 2 * x - 1
     label = read_idx(folder / "train-labels-idx1-ubyte.gz").astype(np.int32)
     rng = np.random.default_rng(seed)
     if split == "IID":

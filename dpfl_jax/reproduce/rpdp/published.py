@@ -3,7 +3,7 @@
 Their result files (noise, expected batches, curves) belong to the first version of their scripts,
 which is neither the paper's text nor their present code:
 
-- plain SGD, 0.01 on the hospitals and 0.1 on MNIST, whose pixels are in [-1, 1];
+- plain SGD, 0.01 on the hospitals and 0.1 on MNIST;
 - every silo takes part in every round, though noise and rates are computed for participation 0.8;
 - rates are the fitted curve's for Dropout and Minimum too, and nobody leaves;
 - on non-IID silos other budgets: shares of 50, 30 and 20 %, and a Pareto of shape 3;
@@ -116,7 +116,7 @@ def benches(folder: pathlib.Path, quick: bool) -> dict[str, Bench]:
         )
     if (folder / "mnist").is_dir() and not quick:
         for split in mnist.SPLITS:
-            data, test = mnist.silos(folder / "mnist", split, 0, centred=True)
+            data, test = mnist.silos(folder / "mnist", split, 0)
             found[split] = _bench(SmallCNN(), data, test, 0.1)
     return found
 
