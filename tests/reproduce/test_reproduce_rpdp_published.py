@@ -26,10 +26,10 @@ def bench(participation=1.0):
     return Bench(LogisticRegression(3), data, arrays, ("sgd", 0.1), 2, 3, participation, (1.0, 1.0))
 
 
-@pytest.mark.parametrize(("where", "first"), [("hospitals", 199), ("IID", 3960), ("non-IID", 3960)])
-def test_rates_and_budgets_are_those_of_the_result_files(where, first):
-    found = published._batches(where, first)
-    assert [c.expected for c in found] == list(published.BATCHES[where])
+@pytest.mark.parametrize("where", published.PUBLISHED)
+def test_rates_and_budgets_are_those_of_the_result_files(where):
+    found = published._batches(published.PUBLISHED[where], where)
+    assert [c.expected for c in found] == list(published.PUBLISHED[where].batches)
     assert all(c.holds for c in found)
 
 

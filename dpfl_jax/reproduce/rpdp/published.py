@@ -15,10 +15,11 @@ what to do. ``rpdp/heart`` and ``rpdp/mnist`` are the sound runs.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import pathlib
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
@@ -41,45 +42,81 @@ OPTIONS = ("seeds", "minutes")
 TAU, ROUNDS, CAP = 50, 15, 10.0
 Method = Literal["curve fit", "dropout", "minimum"]
 METHODS: tuple[Method, ...] = get_args(Method)
-_STDS = (0.05, 0.1, 0.5)  # of their code; the paper has (0.01, 0.05, 0.5)
-_FEW_STRICT = (0.5, 0.3, 0.2)
-LAWS: dict[str, laws.BudgetDistribution] = {
-    "ThreeLevels": laws.ThreeLevels(),
-    "MixGauss": laws.BoundedMixGauss(stds=_STDS),
-    "Pareto": laws.BoundedPareto(4.0, "lomax"),
-}
-FEW_STRICT: dict[str, laws.BudgetDistribution] = {
-    "ThreeLevels": laws.ThreeLevels(shares=_FEW_STRICT),
-    "MixGauss": laws.BoundedMixGauss(stds=_STDS, shares=_FEW_STRICT),
-    "Pareto": laws.BoundedPareto(3.0, "lomax"),
-}
-BUDGETS = {"hospitals": LAWS, "IID": LAWS, "non-IID": FEW_STRICT}
-# Mean and deviation of accuracy over five seeds, mean of the last three rounds: by METHODS.
-ACCURACY = {
-    ("hospitals", "ThreeLevels"): ((0.7297, 0.0037), (0.7068, 0.033), (0.6709, 0.084)),
-    ("hospitals", "MixGauss"): ((0.7310, 0.018), (0.6919, 0.037), (0.6835, 0.022)),
-    ("hospitals", "Pareto"): ((0.7270, 0.024), (0.6131, 0.108), (0.6724, 0.060)),
-    ("IID", "ThreeLevels"): ((0.8689, 0.007), (0.7396, 0.014), (0.5183, 0.042)),
-    ("IID", "MixGauss"): ((0.8666, 0.003), (0.7242, 0.022), (0.4907, 0.032)),
-    ("IID", "Pareto"): ((0.8502, 0.015), (0.4387, 0.062), (0.5228, 0.026)),
-    ("non-IID", "ThreeLevels"): ((0.6851, 0.020), (0.5316, 0.058), (0.4211, 0.035)),
-    ("non-IID", "MixGauss"): ((0.6701, 0.035), (0.5556, 0.052), (0.3694, 0.035)),
-    ("non-IID", "Pareto"): ((0.6270, 0.040), (0.3809, 0.050), (0.4207, 0.036)),
-}
-NON_PRIVATE = {"hospitals": (0.7504, 0.003), "IID": (0.9804, 0.0001), "non-IID": (0.9595, 0.0008)}
-# What the first silo expects in a batch under ThreeLevels, in their result files: by METHODS.
-BATCHES = {"hospitals": (21, 7, 5), "IID": (392, 126, 86), "non-IID": (653, 140, 86)}
 UNSOUND = ("rates of a fitted curve exceed budgets, and records stay when theirs is used up",)
-SETTINGS = {"hospitals": (1.0, heart.DELTA), "IID": (mnist.PARTICIPATION, mnist.DELTA),
-            "non-IID": (mnist.PARTICIPATION, mnist.DELTA)}  # fmt: skip
-BATCH = {"hospitals": 16, "IID": 64, "non-IID": 64}  # without privacy
 
 
-def setting_of(where: str) -> TwoStage:
-    """What their noise and rates are for."""
-    participation, delta = SETTINGS[where]
-    sigma = rpdp.noise_for_cap(CAP, TAU, ROUNDS, participation, delta)
-    return TwoStage(sigma, TAU, ROUNDS, participation, delta)
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """What the authors ran on a data set, and what they found.
+
+    Attributes:
+      participation: what noise and rates are for; all silos take part.
+      delta: of every record.
+      batch_size: of training without privacy.
+      budgets: distributions by name.
+      first_silo: its training records.
+      batches: of those, how many are expected under ThreeLevels, rounded down, by METHODS.
+      non_private: mean and deviation of accuracy over five seeds, mean of the last three rounds.
+      accuracy: the same by distribution and METHODS.
+    """
+
+    participation: float
+    delta: float
+    batch_size: int
+    budgets: dict[str, laws.BudgetDistribution]
+    first_silo: int
+    batches: tuple[int, int, int]
+    non_private: tuple[float, float]
+    accuracy: dict[str, tuple[tuple[float, float], ...]]
+
+    @property
+    def setting(self) -> TwoStage:
+        """What is accounted."""
+        about = (TAU, ROUNDS, self.participation, self.delta)
+        return TwoStage(rpdp.noise_for_cap(CAP, *about), *about)
+
+    def found(self, run: str, budgets: str) -> tuple[float, float]:
+        """Mean and deviation of a line."""
+        if run == "non-private":
+            return self.non_private
+        return dict(zip(METHODS, self.accuracy[budgets]))[cast(Method, run)]
+
+
+def _budgets(shares: tuple[float, ...], shape: float) -> dict[str, laws.BudgetDistribution]:
+    return {
+        "ThreeLevels": laws.ThreeLevels(shares=shares),
+        # Deviations of their code; the paper has 0.01, 0.05 and 0.5.
+        "MixGauss": laws.BoundedMixGauss(stds=(0.05, 0.1, 0.5), shares=shares),
+        "Pareto": laws.BoundedPareto(shape, "lomax"),
+    }
+
+
+PUBLISHED = {
+    "hospitals": Published(
+        1.0, 1e-3, 16, _budgets((0.7, 0.2, 0.1), 4.0), 199, (21, 7, 5), (0.7504, 0.003),
+        {
+            "ThreeLevels": ((0.7297, 0.0037), (0.7068, 0.033), (0.6709, 0.084)),
+            "MixGauss": ((0.7310, 0.018), (0.6919, 0.037), (0.6835, 0.022)),
+            "Pareto": ((0.7270, 0.024), (0.6131, 0.108), (0.6724, 0.060)),
+        },
+    ),
+    "IID": Published(
+        0.8, 1e-4, 64, _budgets((0.7, 0.2, 0.1), 4.0), 3960, (392, 126, 86), (0.9804, 0.0001),
+        {
+            "ThreeLevels": ((0.8689, 0.007), (0.7396, 0.014), (0.5183, 0.042)),
+            "MixGauss": ((0.8666, 0.003), (0.7242, 0.022), (0.4907, 0.032)),
+            "Pareto": ((0.8502, 0.015), (0.4387, 0.062), (0.5228, 0.026)),
+        },
+    ),
+    "non-IID": Published(
+        0.8, 1e-4, 64, _budgets((0.5, 0.3, 0.2), 3.0), 3960, (653, 140, 86), (0.9595, 0.0008),
+        {
+            "ThreeLevels": ((0.6851, 0.020), (0.5316, 0.058), (0.4211, 0.035)),
+            "MixGauss": ((0.6701, 0.035), (0.5556, 0.052), (0.3694, 0.035)),
+            "Pareto": ((0.6270, 0.040), (0.3809, 0.050), (0.4207, 0.036)),
+        },
+    ),
+}  # fmt: skip
 
 
 def rates(method: Method, budgets: np.ndarray, public: np.ndarray, setting: TwoStage) -> np.ndarray:
@@ -153,8 +190,8 @@ def run(settings: Settings) -> Outcome:
         "than theirs, which the errors include",
     ]
     claims = _claims(rows)
-    for where, bench in found.items():
-        claims += _batches(where, bench.data.silos[0].num_records)
+    for where in found:
+        claims += _batches(PUBLISHED[where], where)
     return Outcome(claims, figures, rows, notes)
 
 
@@ -162,13 +199,13 @@ def _cells(found: dict[str, Bench]) -> list[Cell]:
     """In the order of their use, should time be short."""
     cells = []
     for where, bench in found.items():
-        free = always(bench.non_private(BATCH[where]))
+        free = always(bench.non_private(PUBLISHED[where].batch_size))
         cells.append(Cell(bench, "non-private", "all", free, {"data": where}))
-    for name in LAWS:
+    for name in ("ThreeLevels", "MixGauss", "Pareto"):
         for where, bench in found.items():
+            setting, law = PUBLISHED[where].setting, PUBLISHED[where].budgets[name]
             for method in METHODS:
-                law = BUDGETS[where][name]
-                make = functools.partial(as_published, bench, setting_of(where), law, method)
+                make = functools.partial(as_published, bench, setting, law, method)
                 cells.append(Cell(bench, method, name, make, {"data": where}))
     return cells
 
@@ -177,27 +214,26 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Of the lines that are there: an interrupted reproduction has fewer."""
     claims = []
     for r in rows:
-        where, name, method = r["data"], r["budgets"], r["run"]
-        said = f"paper: figure 8, {where}, {name}, {method}: accuracy"
-        if method == "non-private":
-            mean, std = NON_PRIVATE[where]
-        else:
-            mean, std = ACCURACY[where, name][METHODS.index(method)]
+        where, name, run = r["data"], r["budgets"], r["run"]
+        mean, std = PUBLISHED[where].found(run, name)
+        seeds, drawn = 5, 0.0
         if where != "hospitals":  # test images are drawn anew, by them and by us
             drawn = math.sqrt(2 * mean * (1 - mean) / r["test_images"])
-            claims.append(beside(r, mean, std, 5, said, drawn))
-        elif r["seeds"] > 1:  # their five runs have one start, ours one each
-            claims.append(beside(r, mean, max(std, r["std"]), 1, said))
+        elif r["seeds"] == 1:
+            continue  # one start of ours beside one of theirs tells nothing
         else:
-            claims.append(beside(r, mean, std, 5, said))
+            std, seeds = max(std, r["std"]), 1
+        said = f"paper: figure 8, {where}, {name}, {run}: accuracy"
+        claims.append(beside(r, mean, std, seeds, said, drawn))
     return claims
 
 
-def _batches(where: str, first: int) -> list[Claim]:
+def _batches(of: Published, where: str) -> list[Claim]:
     """Rates and budgets are those of the result files: they tell the first silo's batch."""
-    claims, public = [], laws.mean_over(BUDGETS[where]["ThreeLevels"])
-    for method, batch in zip(METHODS, BATCHES[where], strict=True):
-        found = first * float(rates(method, public, public, setting_of(where)).mean())
+    claims = []
+    public = laws.mean_over(of.budgets["ThreeLevels"])
+    for method, batch in zip(METHODS, of.batches, strict=True):
+        found = of.first_silo * float(rates(method, public, public, of.setting).mean())
         claims.append(
             Claim(
                 f"authors' files: {where}, ThreeLevels, {method}: expected batch of the first silo",
@@ -213,25 +249,21 @@ def _batches(where: str, first: int) -> list[Claim]:
 def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
-    places = [where for where in BUDGETS if any(r["data"] == where for r in rows)]
+    places = [where for where in PUBLISHED if any(r["data"] == where for r in rows)]
     figure, axes = plt.subplots(1, len(places), figsize=(5 * len(places), 4), squeeze=False)
     for ax, where in zip(axes[0], places, strict=True):
-        names, ours, spread, theirs, error = [], [], [], [], []
-        for r in rows:
-            if r["data"] != where:
-                continue
-            if r["run"] == "non-private":
-                mean, std = NON_PRIVATE[where]
-            else:
-                mean, std = ACCURACY[where, r["budgets"]][METHODS.index(r["run"])]
-            names.append(r["run"] if r["budgets"] == "all" else f"{r['budgets']}, {r['run']}")
-            ours.append(r["accuracy"])
-            spread.append(r["std"])
-            theirs.append(mean)
-            error.append(std)
-        at = np.arange(len(names))
-        ax.errorbar(theirs, at + 0.15, xerr=error, fmt="s", label="published, 5 seeds")
-        ax.errorbar(ours, at - 0.15, xerr=spread, fmt="o", label="ours, same settings")
+        lines = [r for r in rows if r["data"] == where]
+        theirs = np.array([PUBLISHED[where].found(r["run"], r["budgets"]) for r in lines])
+        ours = np.array([(r["accuracy"], r["std"]) for r in lines])
+        at = np.arange(len(lines))
+        for found, shift, marker, label in (
+            (theirs, 0.15, "s", "published, 5 seeds"),
+            (ours, -0.15, "o", "ours, same settings"),
+        ):
+            ax.errorbar(found[:, 0], at + shift, xerr=found[:, 1], fmt=marker, label=label)
+        names = [
+            r["run"] if r["budgets"] == "all" else f"{r['budgets']}, {r['run']}" for r in lines
+        ]
         ax.set(title=where, xlabel="test accuracy", yticks=at, yticklabels=names)
         ax.invert_yaxis()
     axes[0][0].legend(fontsize=7)
