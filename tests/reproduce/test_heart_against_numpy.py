@@ -72,7 +72,7 @@ def test_both_reach_the_same_accuracy(data_dir, how):
         elif how == "no noise":
             made = table.without_noise(64)
             rates, sigma = np.repeat(np.minimum(64 / sizes, 1), sizes), 0.0
-            divisors = np.full(4, 64.0)
+            divisors = np.minimum(64, sizes).astype(float)
         else:
             denominator = "realized_batch" if how == "realized batch" else "expected_batch"
             mechanism = RPDP(denominator=denominator)

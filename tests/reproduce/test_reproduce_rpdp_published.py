@@ -1,5 +1,7 @@
 """The authors' published settings: recovered from their files, and unsound by name."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from jax import random
@@ -19,11 +21,12 @@ from dpfl_jax.reproduce.rpdp._training import Bench
 SETTING = TwoStage(3.0, 2, 3, 1.0, 1e-3)
 
 
-def bench(participation=1.0):
-    x = np.random.default_rng(0).normal(size=(30, 3)).astype(np.float32)
-    arrays = {"x": x, "label": (x[:, 0] > 0).astype(np.int32)}
+def bench(scale=1.0):
+    rng = np.random.default_rng(0)
+    x = (scale * rng.normal(size=(30, 3)) * rng.exponential(size=(30, 1))).astype(np.float32)
+    arrays = {"x": x, "label": (x[:, 0] + scale * rng.normal(size=30) > 0).astype(np.int32)}
     data = FederatedData.from_assignment(ArrayRecords(arrays), np.arange(30), np.arange(30) % 2, 2)
-    return Bench(LogisticRegression(3), data, arrays, ("sgd", 0.1), 2, 3, participation, (1.0, 1.0))
+    return Bench(LogisticRegression(3), data, arrays, ("sgd", 0.1), 2, 3, 1.0, (1.0, 1.0))
 
 
 @pytest.mark.parametrize("where", published.PUBLISHED)
@@ -53,8 +56,16 @@ def test_nobody_is_promised_anything():
     assert made.personal.unsound == published.UNSOUND
 
 
-@pytest.mark.parametrize("changed", [{"participation": 0.5}, {"rounds": 4}, {"local_steps": 3}])
-def test_rates_for_other_runs_promise_nothing(changed):
+@pytest.mark.parametrize(
+    ("accounted", "changed"),
+    [
+        ({"participation_prob": 0.8}, {}),
+        ({}, {"participation": 0.5}),
+        ({}, {"rounds": 4}),
+        ({}, {"local_steps": 3}),
+    ],
+)
+def test_rates_for_other_runs_promise_nothing(accounted, changed):
     table = bench()
     budgets, rate = np.ones(30), Assignment("x", np.full(30, 1e-6), np.full(30, 3), 0, {})
     sound = table.assigned(SETTING, budgets, rate, 0.1).personal
@@ -62,19 +73,23 @@ def test_rates_for_other_runs_promise_nothing(changed):
     assert np.isfinite(sound.check(3)).all()
     for name, value in changed.items():
         setattr(table, name, value)
-    other = table.assigned(SETTING, budgets, rate, 0.1).personal
+    setting = dataclasses.replace(SETTING, **accounted)
+    other = table.assigned(setting, budgets, rate, 0.1).personal
     assert other is not None
     assert np.isinf(other.spent(3)).all()
     assert "participation" in other.unsound[0]
 
 
-def test_clipped_sums_without_noise_are_deterministic_whatever_ran_before():
-    table = bench()
+def test_clipped_sums_without_noise_are_the_same_whatever_ran_before():
+    table, fresh = bench(scale=100.0), bench(scale=100.0)
     params = table.model.init(random.key(0))
+    plain = table.run(table.non_private(1000), params, 0)
     table.run(published.as_published(table, SETTING, ThreeLevels(), "minimum", 0), params, 0)
-    # All records, twice: what remains would be noise, or another kind's compiled step.
-    first, second = (table.run(table.without_noise(1000), params, seed) for seed in (0, 1))
+    # All records in every step: the seed can only matter as noise.
+    first = table.run(table.without_noise(1000), params, 1)
+    second = fresh.run(fresh.without_noise(1000), params, 2)
     assert (first == second).all()
+    assert (first != plain).any()  # clipping matters here
 
 
 def test_claims_of_what_is_there():

@@ -61,8 +61,12 @@ def distance(
 ) -> tuple[float, float]:
     """How far ours is from another's mean, in standard errors of the difference, and the error.
 
-    With one seed of ours, the other's deviation stands in for ours.
+    A deviation over fewer than five seeds of ours says little: it is pooled with the other's.
     """
-    own = found["std"] if found["seeds"] > 1 else std
-    error = math.hypot(own / math.sqrt(found["seeds"]), std / math.sqrt(seeds), drawn)
+    own, n = found["std"], found["seeds"]
+    if n < 5:
+        degrees = n - 1, seeds - 1
+        pooled = (degrees[0] * own**2 + degrees[1] * std**2) / sum(degrees)
+        own = math.sqrt(pooled)
+    error = math.hypot(own / math.sqrt(n), std / math.sqrt(seeds), drawn)
     return (found["accuracy"] - mean) / error, error

@@ -55,7 +55,7 @@ class Made:
     """A federation of one seed under one policy.
 
     Attributes:
-      federation: with noise and rates.
+      federation: with noise and rates; of rates that promise nothing only ``personal`` knows so.
       personal: what every record asked for and spends; None without personal budgets.
     """
 
@@ -94,7 +94,7 @@ class Bench:
         name, rate = self.optimizer
         self._optimizer: optax.GradientTransformation = getattr(optax, name)(rate)
         self._mesh = data_parallel_mesh(jax.devices()[:1])
-        self._release: dict[str, Any] = {}
+        self._release: dict[tuple[Any, ...], Any] = {}
         self._held = jax.tree.map(jnp.asarray, self.test)
 
         def accuracy(params: Any, test: Any) -> jax.Array:  # as constants XLA would fold them
@@ -214,16 +214,16 @@ class Bench:
     def run(self, made: Made, params: Any, seed: int) -> np.ndarray:
         """Trains; returns test accuracy after every round, float64 [rounds]."""
         federation = made.federation
-        kind = federation.mechanism.kind
-        if kind not in self._release:
-            self._release[kind] = make_release(
+        layout = federation.mechanism.layout  # of one compiled program
+        if layout not in self._release:
+            self._release[layout] = make_release(
                 federation.mechanism,
                 self.model.loss,
                 self._optimizer,
                 self._mesh,
                 keep_state=True,
             )
-        release = self._release[kind]
+        release = self._release[layout]
         builder = _Buffers(
             federation,
             self.data,

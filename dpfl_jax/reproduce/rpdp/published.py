@@ -3,14 +3,15 @@
 Their result files (noise, expected batches, curves) belong to the first version of their scripts,
 which is neither the paper's text nor their present code:
 
-- plain SGD, 0.01 on the hospitals and 0.1 on MNIST;
-- every silo takes part in every round, though noise and rates are computed for participation 0.8;
+- plain SGD, 0.01 on the hospitals and 0.1 on MNIST; clip norm 1;
+- sums divided by the expected batch, which here follows from public budgets;
+- on MNIST every silo takes part in every round, though noise and rates are for participation 0.8;
 - rates are the fitted curve's for Dropout and Minimum too, and nobody leaves;
 - on non-IID silos other budgets: shares of 50, 30 and 20 %, and a Pareto of shape 3;
 - the five runs on the hospitals start from the same parameters.
 
-So budgets are exceeded, for two reasons, in every private run here: this is what was published, not
-what to do. ``rpdp/heart`` and ``rpdp/mnist`` are the sound runs.
+Such rates are not certified, so that no budget is promised in any private run here: this is what
+was published, not what to do. ``rpdp/heart`` and ``rpdp/mnist`` are the sound runs.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import TwoStage, fitted_rates
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Assignment
 from dpfl_jax.models import LogisticRegression, SmallCNN
@@ -39,19 +41,20 @@ TITLE = "the authors' published accuracies beside runs of the same settings"
 SOURCE = "Liu et al. 2024, figure 8; the authors' result files and first scripts"
 
 OPTIONS = ("seeds", "minutes")
-TAU, ROUNDS, CAP = 50, 15, 10.0
+TAU, ROUNDS = 50, 15
 Method = Literal["curve fit", "dropout", "minimum"]
 METHODS: tuple[Method, ...] = get_args(Method)
-UNSOUND = ("rates of a fitted curve exceed budgets, and records stay when theirs is used up",)
+UNSOUND = ("rates are a fitted curve's, which nobody certified, and no record leaves",)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
     """What the authors ran on a data set, and what they found.
 
     Attributes:
       participation: what noise and rates are for; all silos take part.
       delta: of every record.
+      learning_rate: of SGD.
       batch_size: of training without privacy.
       budgets: distributions by name.
       first_silo: its training records.
@@ -62,6 +65,7 @@ class Published:
 
     participation: float
     delta: float
+    learning_rate: float
     batch_size: int
     budgets: dict[str, laws.BudgetDistribution]
     first_silo: int
@@ -73,54 +77,73 @@ class Published:
     def setting(self) -> TwoStage:
         """What is accounted."""
         about = (TAU, ROUNDS, self.participation, self.delta)
-        return TwoStage(rpdp.noise_for_cap(CAP, *about), *about)
+        return TwoStage(rpdp.noise_for_cap(heart.CAP, *about), *about)
 
-    def found(self, run: str, budgets: str) -> tuple[float, float]:
-        """Mean and deviation of a line."""
+    def line(self, run: str, budgets: str) -> tuple[float, float]:
+        """Mean and deviation of a run (a method, or ``non-private``) under a distribution."""
         if run == "non-private":
             return self.non_private
         return dict(zip(METHODS, self.accuracy[budgets]))[cast(Method, run)]
 
 
-def _budgets(shares: tuple[float, ...], shape: float) -> dict[str, laws.BudgetDistribution]:
-    return {
-        "ThreeLevels": laws.ThreeLevels(shares=shares),
-        # Deviations of their code; the paper has 0.01, 0.05 and 0.5.
-        "MixGauss": laws.BoundedMixGauss(stds=(0.05, 0.1, 0.5), shares=shares),
-        "Pareto": laws.BoundedPareto(shape, "lomax"),
-    }
-
-
 PUBLISHED = {
     "hospitals": Published(
-        1.0, 1e-3, 16, _budgets((0.7, 0.2, 0.1), 4.0), 199, (21, 7, 5), (0.7504, 0.003),
-        {
+        participation=1.0,
+        delta=heart.DELTA,
+        learning_rate=0.01,
+        batch_size=16,
+        budgets=mnist.LAWS,
+        first_silo=199,
+        batches=(21, 7, 5),
+        non_private=(0.7504, 0.003),
+        accuracy={
             "ThreeLevels": ((0.7297, 0.0037), (0.7068, 0.033), (0.6709, 0.084)),
             "MixGauss": ((0.7310, 0.018), (0.6919, 0.037), (0.6835, 0.022)),
             "Pareto": ((0.7270, 0.024), (0.6131, 0.108), (0.6724, 0.060)),
         },
     ),
     "IID": Published(
-        0.8, 1e-4, 64, _budgets((0.7, 0.2, 0.1), 4.0), 3960, (392, 126, 86), (0.9804, 0.0001),
-        {
+        participation=mnist.PARTICIPATION,
+        delta=mnist.DELTA,
+        learning_rate=0.1,
+        batch_size=64,
+        budgets=mnist.LAWS,
+        first_silo=3960,
+        batches=(392, 126, 86),
+        non_private=(0.9804, 0.0001),
+        accuracy={
             "ThreeLevels": ((0.8689, 0.007), (0.7396, 0.014), (0.5183, 0.042)),
             "MixGauss": ((0.8666, 0.003), (0.7242, 0.022), (0.4907, 0.032)),
             "Pareto": ((0.8502, 0.015), (0.4387, 0.062), (0.5228, 0.026)),
         },
     ),
-    "non-IID": Published(
-        0.8, 1e-4, 64, _budgets((0.5, 0.3, 0.2), 3.0), 3960, (653, 140, 86), (0.9595, 0.0008),
-        {
-            "ThreeLevels": ((0.6851, 0.020), (0.5316, 0.058), (0.4211, 0.035)),
-            "MixGauss": ((0.6701, 0.035), (0.5556, 0.052), (0.3694, 0.035)),
-            "Pareto": ((0.6270, 0.040), (0.3809, 0.050), (0.4207, 0.036)),
-        },
-    ),
-}  # fmt: skip
+}
+PUBLISHED["non-IID"] = dataclasses.replace(
+    PUBLISHED["IID"],
+    budgets={
+        "ThreeLevels": laws.ThreeLevels(shares=(0.5, 0.3, 0.2)),
+        "MixGauss": laws.BoundedMixGauss(stds=(0.05, 0.1, 0.5), shares=(0.5, 0.3, 0.2)),
+        "Pareto": laws.BoundedPareto(3.0, "lomax"),
+    },
+    batches=(653, 140, 86),
+    non_private=(0.9595, 0.0008),
+    accuracy={
+        "ThreeLevels": ((0.6851, 0.020), (0.5316, 0.058), (0.4211, 0.035)),
+        "MixGauss": ((0.6701, 0.035), (0.5556, 0.052), (0.3694, 0.035)),
+        "Pareto": ((0.6270, 0.040), (0.3809, 0.050), (0.4207, 0.036)),
+    },
+)
 
 
 def rates(method: Method, budgets: np.ndarray, public: np.ndarray, setting: TwoStage) -> np.ndarray:
-    """Everybody's rate by the fitted curve: of its own budget, of the mean, or of the least."""
+    """Everybody's rate by the fitted curve: of its own budget, of the mean, or of the least.
+
+    Args:
+      method: whose budget counts; under Dropout, records below the mean get rate 0.
+      budgets: float64 [n].
+      public: quantiles of the distribution: its mean and least.
+      setting: what is accounted.
+    """
     wanted = budgets
     if method == "minimum":
         wanted = np.full(len(budgets), public.min())
@@ -134,7 +157,15 @@ def rates(method: Method, budgets: np.ndarray, public: np.ndarray, setting: TwoS
 def as_published(
     bench: Bench, setting: TwoStage, law: laws.BudgetDistribution, method: Method, seed: int
 ) -> Made:
-    """The federation of a seed; no record's budget is kept."""
+    """The federation of a seed, whose budgets are drawn from ``law``; nobody is promised anything.
+
+    Args:
+      bench: what trains.
+      setting: what noise and rates are for.
+      law: of the budgets, public.
+      method: see ``rates``.
+      seed: of the budgets.
+    """
     budgets = law.quantiles(np.random.default_rng(seed).random(bench.data.num_records))
     public = laws.mean_over(law)
     found = rates(method, budgets, public, setting)
@@ -149,19 +180,20 @@ def benches(folder: pathlib.Path, quick: bool) -> dict[str, Bench]:
     found: dict[str, Bench] = {}
     if (folder / "heart_disease").is_dir():
         found["hospitals"] = _bench(
-            LogisticRegression(13), *heart.hospitals(folder / "heart_disease"), 0.01
+            "hospitals", LogisticRegression(13), *heart.hospitals(folder / "heart_disease")
         )
     if (folder / "mnist").is_dir() and not quick:
         for split in mnist.SPLITS:
             data, test = mnist.silos(folder / "mnist", split, 0)
-            found[split] = _bench(SmallCNN(), data, test, 0.1)
+            found[split] = _bench(split, SmallCNN(), data, test)
     return found
 
 
-def _bench(model: Any, data: Any, test: Any, rate: float) -> Bench:
+def _bench(where: str, model: Any, data: FederatedData, test: dict[str, np.ndarray]) -> Bench:
     """All silos in every round, weighted by their sizes."""
     weights = [float(silo.num_records) for silo in data.silos]
-    return Bench(model, data, test, ("sgd", rate), TAU, ROUNDS, 1.0, weights)
+    optimizer = ("sgd", PUBLISHED[where].learning_rate)
+    return Bench(model, data, test, optimizer, TAU, ROUNDS, 1.0, weights)
 
 
 def run(settings: Settings) -> Outcome:
@@ -183,11 +215,13 @@ def run(settings: Settings) -> Outcome:
         _draw(rows, figures[0])
     notes = [
         finished,
-        "no budget is kept here: rates are fitted, records over their budget stay, and MNIST's "
-        "silos all take part in every round though rates are for participation 0.8",
-        "the authors' five runs on the hospitals start from the same parameters, ours do not: "
-        "theirs count as one, with our deviation; silos and test images of MNIST are other draws "
-        "than theirs, which the errors include",
+        "no budget is promised here: rates are a fitted curve's, nobody leaves, and MNIST's silos "
+        "all take part in every round though rates are for participation 0.8",
+        "the authors' five runs on the hospitals start from the same parameters, ours do not: what "
+        "ours spread more than theirs counts once more, as the error of their one start",
+        "test images of MNIST are other draws than theirs, which the errors include; so are the "
+        "silos, drawn once by them and once by us, which the errors do not",
+        "Minimum is the same training under ThreeLevels and MixGauss: both have the least budget",
     ]
     claims = _claims(rows)
     for where in found:
@@ -201,7 +235,7 @@ def _cells(found: dict[str, Bench]) -> list[Cell]:
     for where, bench in found.items():
         free = always(bench.non_private(PUBLISHED[where].batch_size))
         cells.append(Cell(bench, "non-private", "all", free, {"data": where}))
-    for name in ("ThreeLevels", "MixGauss", "Pareto"):
+    for name in mnist.LAWS:
         for where, bench in found.items():
             setting, law = PUBLISHED[where].setting, PUBLISHED[where].budgets[name]
             for method in METHODS:
@@ -215,16 +249,13 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
     claims = []
     for r in rows:
         where, name, run = r["data"], r["budgets"], r["run"]
-        mean, std = PUBLISHED[where].found(run, name)
-        seeds, drawn = 5, 0.0
-        if where != "hospitals":  # test images are drawn anew, by them and by us
+        mean, std = PUBLISHED[where].line(run, name)
+        if where == "hospitals":  # their five runs have one start, ours one each
+            drawn = math.sqrt(max(r["std"] ** 2 - std**2, 0.0))
+        else:  # test images are drawn anew, by them and by us
             drawn = math.sqrt(2 * mean * (1 - mean) / r["test_images"])
-        elif r["seeds"] == 1:
-            continue  # one start of ours beside one of theirs tells nothing
-        else:
-            std, seeds = max(std, r["std"]), 1
         said = f"paper: figure 8, {where}, {name}, {run}: accuracy"
-        claims.append(beside(r, mean, std, seeds, said, drawn))
+        claims.append(beside(r, mean, std, 5, said, drawn))
     return claims
 
 
@@ -239,8 +270,8 @@ def _batches(of: Published, where: str) -> list[Claim]:
                 f"authors' files: {where}, ThreeLevels, {method}: expected batch of the first silo",
                 round(found, 1),
                 batch,
-                abs(found - batch) <= 1 + 0.005 * batch,
-                "theirs is rounded down: within one record and half a percent",
+                -0.005 * batch <= found - batch < 1 + 0.005 * batch,
+                "theirs is rounded down; their fit is another minimiser's: within half a percent",
             )
         )
     return claims
@@ -253,7 +284,7 @@ def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
     figure, axes = plt.subplots(1, len(places), figsize=(5 * len(places), 4), squeeze=False)
     for ax, where in zip(axes[0], places, strict=True):
         lines = [r for r in rows if r["data"] == where]
-        theirs = np.array([PUBLISHED[where].found(r["run"], r["budgets"]) for r in lines])
+        theirs = np.array([PUBLISHED[where].line(r["run"], r["budgets"]) for r in lines])
         ours = np.array([(r["accuracy"], r["std"]) for r in lines])
         at = np.arange(len(lines))
         for found, shift, marker, label in (
