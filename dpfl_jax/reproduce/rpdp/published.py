@@ -74,7 +74,7 @@ class Published:
     non_private: tuple[float, float]
     accuracy: dict[str, tuple[tuple[float, float], ...]]
 
-    @property
+    @functools.cached_property
     def setting(self) -> TwoStage:
         """What is accounted."""
         about = (TAU, ROUNDS, self.participation, self.delta)
@@ -155,6 +155,12 @@ def rates(method: Method, budgets: np.ndarray, public: np.ndarray, setting: TwoS
     return found
 
 
+def mean_rate(method: Method, law: laws.BudgetDistribution, setting: TwoStage) -> float:
+    """Mean of ``rates`` over the population: public."""
+    public = laws.mean_over(law)
+    return float(rates(method, public, public, setting).mean())
+
+
 def as_published(
     bench: Bench, setting: TwoStage, law: laws.BudgetDistribution, method: Method, seed: int
 ) -> Made:
@@ -168,9 +174,8 @@ def as_published(
       seed: of the budgets.
     """
     budgets = law.quantiles(np.random.default_rng(seed).random(bench.data.num_records))
-    public = laws.mean_over(law)
-    found = rates(method, budgets, public, setting)
-    share = float(rates(method, public, public, setting).mean())
+    found = rates(method, budgets, laws.mean_over(law), setting)
+    share = mean_rate(method, law, setting)
     stay = np.full(len(budgets), setting.rounds)
     assignment = Assignment(f"{method}, as published", found, stay, 0, {})
     return bench.assigned(setting, budgets, assignment, share, unsound=UNSOUND)
@@ -238,12 +243,11 @@ def run(settings: Settings) -> Outcome:
 def _cells(where: str, bench: Bench) -> list[Cell]:
     """In the order of their use, should time be short."""
     of, more = PUBLISHED[where], {"data": where}
-    setting = of.setting
     free = always(bench.non_private(of.batch_size))
     cells = [Cell(bench, "non-private", "all", free, more)]
     for name, law in of.budgets.items():
         for method in METHODS:
-            make = functools.partial(as_published, bench, setting, law, method)
+            make = functools.partial(as_published, bench, of.setting, law, method)
             cells.append(Cell(bench, method, name, make, more))
     return cells
 
@@ -263,10 +267,9 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 def _batches(of: Published, where: str) -> list[Claim]:
     """Rates and budgets are those of the result files: they tell the first silo's batch."""
-    claims = []
-    public = laws.mean_over(of.budgets["ThreeLevels"])
+    claims, law = [], of.budgets["ThreeLevels"]
     for method, batch in zip(METHODS, of.batches, strict=True):
-        found = of.first_silo * float(rates(method, public, public, of.setting).mean())
+        found = of.first_silo * mean_rate(method, law, of.setting)
         claims.append(
             Claim(
                 f"authors' files: {where}, ThreeLevels, {method}: expected batch of the first silo",
