@@ -72,6 +72,15 @@ class RootKey:
         message = purpose.encode() + b"\x00" + b"".join(c.to_bytes(8, "little") for c in counters)
         return hmac.new(self.secret, message, hashlib.sha256).digest()
 
+    def keyed_digest(self, name: str, content: str) -> str:
+        """32 hex digits that identify ``content``, to those alone who have the key.
+
+        Args:
+          name: what it is the content of.
+          content: any text.
+        """
+        return self.derive(f"digest:{name}:{content}").hex()[:32]
+
     def child(self, purpose: str, *counters: int) -> RootKey:
         """Returns an independent root key, e.g. one per silo."""
         return RootKey(self.derive("child:" + purpose, *counters), public=self.public)

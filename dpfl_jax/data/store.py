@@ -118,6 +118,25 @@ def content_fingerprint(store: Store) -> str:
     return combine_digests(store.schema, digests())
 
 
+def fingerprint_of(records: Any, count: int) -> str:
+    """Identifies what somebody else's store holds: its own ``fingerprint``, or a digest of it all.
+
+    Args:
+      records: has ``read(positions)``; every record is read, unless it has a ``fingerprint``.
+      count: records it holds.
+    """
+    if known := getattr(records, "fingerprint", None):
+        return str(known)
+    total = hashlib.sha256()
+    for low in range(0, count, _BLOCK):
+        block = records.read(np.arange(low, min(low + _BLOCK, count), dtype=np.int64))
+        for name, array in sorted(block.items()):
+            array = np.ascontiguousarray(array)
+            total.update(json.dumps([name, str(array.dtype), array.shape]).encode())
+            total.update(array.tobytes())
+    return total.hexdigest()
+
+
 class StoreBase:
     """What stores share; subclasses give ``schema``, ``user_offsets``, ``records``, ids."""
 

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dpfl_jax.data.store import fingerprint_of
 from dpfl_jax.errors import BadInputError
 
 
@@ -65,7 +66,6 @@ class FederatedData:
       subjects: int64 [num_records], subject of each position, numbered over the federation.
       silo_offsets: int64 [num_silos + 1]; silo i owns positions offsets[i]:offsets[i+1].
       num_subjects: subjects in the federation, before caps.
-      content: identifies what ``records`` holds.
     """
 
     records: Records
@@ -73,7 +73,6 @@ class FederatedData:
     subjects: np.ndarray
     silo_offsets: np.ndarray
     num_subjects: int
-    content: str = ""
 
     @classmethod
     def from_assignment(
@@ -82,7 +81,6 @@ class FederatedData:
         subjects: np.ndarray,
         silos: np.ndarray,
         num_silos: int,
-        content: str = "",
         keep: np.ndarray | None = None,
     ) -> FederatedData:
         """Sorts records by silo and subject.
@@ -92,7 +90,6 @@ class FederatedData:
           subjects: int [n], subject of each record.
           silos: int [n], silo of each record, in 0..num_silos-1.
           num_silos: silos, of which some may stay empty.
-          content: identifies what ``records`` holds.
           keep: bool [n], records that may be used; default all.
 
         Raises:
@@ -116,7 +113,6 @@ class FederatedData:
             subjects=subjects[order],
             silo_offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
             num_subjects=int(subjects.max()) + 1 if len(subjects) else 0,
-            content=content,
         )
 
     @property
@@ -146,8 +142,9 @@ class FederatedData:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the content and of who holds what."""
-        digest = hashlib.sha256(self.content.encode())
+        """Hex digest of the records and of who holds what (they are read once, if need be)."""
+        most = int(self.order.max(initial=-1)) + 1
+        digest = hashlib.sha256(fingerprint_of(self.records, most).encode())
         for array in (self.order, self.subjects, self.silo_offsets):
             digest.update(np.ascontiguousarray(array, np.int64).tobytes())
         return digest.hexdigest()
@@ -193,6 +190,11 @@ class Renamed:
 
     records: Any
     names: Mapping[str, str]
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The store's, if it has one."""
+        return getattr(self.records, "fingerprint", None)
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the records at ``positions``."""

@@ -26,6 +26,7 @@ from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.federation.server import OptimizerServer, ServerRule
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.checkpoint import Checkpoints
+from dpfl_jax.training.content import content_digest
 from dpfl_jax.training.interrupt import StopRequest
 from dpfl_jax.training.loop import MOVED_CAVEAT, PUBLIC_KEY_CAVEAT
 from dpfl_jax.training.mesh import data_parallel_mesh, replicated
@@ -33,6 +34,7 @@ from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.state import TrainState, hardware
 from dpfl_jax.training.step import StepStats
+from dpfl_jax.training.terms import Terms, begin, computation_digest, value_digest
 
 PyTree = Any
 _MILESTONES = 20
@@ -172,8 +174,8 @@ def run_rounds(
         _ = plan.mechanism.sigma
     mesh = data_parallel_mesh() if mesh is None else mesh
     server = OptimizerServer() if server is None else server
-    key = run_dir.root_key if run_dir is not None else key or RootKey.generate()
-    caveats = (PUBLIC_KEY_CAVEAT,) if key.public and mechanism.private else ()
+    root = run_dir.root_key if run_dir is not None else key or RootKey.generate()
+    caveats = (PUBLIC_KEY_CAVEAT,) if root.public and mechanism.private else ()
 
     params = jax.tree.map(
         lambda p: jax.device_put(jnp.array(p, copy=True), replicated(mesh)), params
@@ -183,18 +185,28 @@ def run_rounds(
         SiloStates(local_optimizer, params, len(federation.silos)) if keep_local_state else None
     )
     log = _Log(run_dir)
-    checkpoints, start = None, 0
+    checkpoints, resumed, start = None, None, 0
 
     def packed(done: int) -> TrainState:
         kept = {} if silo_states is None else {"silos": silo_states.all}
         return TrainState(server.model(state), {"server": state} | kept, jnp.int32(done))
 
     if run_dir is not None:
+        checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
+        resumed = checkpoints.latest_step()
+    key, terms = begin(
+        _terms(federation, delta, data, (loss_fn, params, local_optimizer, server)),
+        root,
+        run_dir,
+        hardware(mesh),
+        resumed,
+        lambda: content_digest(params),
+    )
+    if run_dir is not None and checkpoints is not None:
         if run_dir.computed_with(hardware(mesh))[1:]:
             caveats = (*caveats, MOVED_CAVEAT)
-        checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
-        if checkpoints.latest_step() is not None:
-            restored = checkpoints.restore(packed(0), key)
+        if resumed is not None:
+            restored = checkpoints.restore(packed(0), root, terms)
             state, start = restored.opt_state["server"], int(restored.step)
             if silo_states is not None:
                 silo_states.all = restored.opt_state["silos"]
@@ -249,7 +261,9 @@ def run_rounds(
                 evaluated(done)
                 meter.restart()
             if checkpoints is not None and (done % checkpoint_every == 0 or last or stop.requested):
-                checkpoints.save(packed(done), key, {"epsilon": spent(done), "delta": delta})
+                checkpoints.save(
+                    packed(done), root, {"epsilon": spent(done), "delta": delta}, terms
+                )
                 meter.restart()
             if stop.requested:
                 break
@@ -266,6 +280,38 @@ def run_rounds(
         caveats=caveats,
         seconds=meter.seconds,
         records=meter.counted,
+    )
+
+
+def _terms(
+    federation: Federation, delta: float, data: FederatedData, training: tuple[Any, ...]
+) -> Terms:
+    """The terms of a run; ``training`` is loss, parameters, the silos' optimiser and the server."""
+    loss_fn, params, optimizer, server = training
+    record = jax.tree.map(lambda x: x[0], data.read(np.zeros(1, np.int64)))
+
+    def trains(params: PyTree, record: PyTree) -> Any:
+        # The gradient, too: a loss may bring its own rules for it.
+        value, gradient = jax.value_and_grad(loss_fn)(params, record)
+        moved, _ = optimizer.update(gradient, optimizer.init(params), params)
+        state = server.init(params)
+        return value, moved, server.broadcast(state), server.apply(state, moved, 0)
+
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (params, record)
+    )
+    return Terms(
+        stated={
+            "mechanism": federation.mechanism.to_json(),
+            "noise_multipliers": [plan.mechanism.noise_multiplier for plan in federation.silos],
+            "rounds": federation.rounds,
+            "delta": delta,
+        },
+        secret={
+            "plan": value_digest(federation),
+            "data": data.fingerprint,
+            "computation": computation_digest(trains, *shapes),
+        },
     )
 
 

@@ -72,6 +72,4 @@ def spread(store: Store, config: FederatedConfig, classes: int | None = None) ->
     keep = (
         cap_per_subject(subjects, silos, keys, cap) if config.mechanism.kind != "fed_avg" else None
     )
-    return FederatedData.from_assignment(
-        store, subjects, silos, section.silos, store.fingerprint, keep
-    )
+    return FederatedData.from_assignment(store, subjects, silos, section.silos, keep)

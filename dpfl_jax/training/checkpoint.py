@@ -7,6 +7,7 @@ all sampler and noise state is known.
 
 from __future__ import annotations
 
+import json
 import pathlib
 from typing import Any
 
@@ -17,6 +18,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import processes
 from dpfl_jax.training.state import TrainState
+from dpfl_jax.training.terms import refuse_other
 
 
 class Checkpoints:
@@ -35,37 +37,43 @@ class Checkpoints:
         """The step to go on from, as process 0 sees it: shared storage may show it late."""
         return processes.broadcast(self._manager.latest_step())
 
-    def save(self, state: TrainState, key: RootKey, spent: dict[str, Any]) -> None:
+    def save(
+        self, state: TrainState, key: RootKey, spent: dict[str, Any], terms: dict[str, Any]
+    ) -> None:
         """Saves the state after ``state.step`` steps.
 
         Args:
           state: what a step changes.
           key: root key of the run; only its fingerprint is kept.
           spent: epsilon and delta until this step.
+          terms: what the run is, noise multiplier included (``terms.begin``).
         """
         step = int(state.step)
         if step == self.latest_step():
             return
+        progress = {"step": step, "root_key": key.fingerprint, "spent": spent, "terms": terms}
         self._manager.save(
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardSave(_to_tree(state)),
-                progress=ocp.args.JsonSave(
-                    {"step": step, "root_key": key.fingerprint, "spent": spent}
-                ),
+                progress=ocp.args.JsonSave({**progress, "seal": _seal(key, progress)}),
             ),
         )
 
-    def restore(self, like: TrainState, key: RootKey, step: int | None = None) -> TrainState:
+    def restore(
+        self, like: TrainState, key: RootKey, terms: dict[str, Any], step: int | None = None
+    ) -> TrainState:
         """Reads the state of a checkpoint, whatever number of processes wrote it.
 
         Args:
           like: gives shapes, dtypes and shardings.
           key: root key of the run.
+          terms: what the run is (``terms.begin``).
           step: ``resumed_step()``, or None for the newest this process sees.
 
         Raises:
-          BadInputError: it belongs to another root key, or cannot be read.
+          BadInputError: it belongs to another root key or to a run of other terms, or cannot be
+            read.
         """
         state, progress = self.read(like, step)
         if progress["root_key"] != key.fingerprint:
@@ -73,6 +81,12 @@ class Checkpoints:
                 f"the checkpoint of step {progress['step']} was made with another root key than "
                 "the one in private/: noise would be reused or lost, so this run cannot go on"
             )
+        found = f"the checkpoint of step {progress['step']} in {self._manager.directory}"
+        if progress.pop("seal", None) != _seal(key, progress):
+            raise BadInputError(
+                f"{found} was changed after it was written: remove it to go on from the one before"
+            )
+        refuse_other(progress["terms"], terms, found)
         return state
 
     def read(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
@@ -109,6 +123,11 @@ class Checkpoints:
         """Waits for writing to finish."""
         self._manager.wait_until_finished()
         self._manager.close()
+
+
+def _seal(key: RootKey, progress: dict[str, Any]) -> str:
+    plain = json.loads(json.dumps(progress))
+    return key.keyed_digest("checkpoint", json.dumps(plain, sort_keys=True))
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 PyTree = Any
-_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 def content_digest(params: PyTree) -> str:
@@ -23,7 +23,7 @@ def content_digest(params: PyTree) -> str:
     It is no protection against somebody who makes up parameters with a given digest.
 
     Args:
-      params: pytree of arrays, of types of at most four bytes.
+      params: pytree of arrays.
 
     Returns:
       32 hexadecimal digits.
@@ -39,21 +39,32 @@ def content_digest(params: PyTree) -> str:
 def _summed(leaf: Any) -> jax.Array:
     place = getattr(leaf, "sharding", None)
     whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else None
-    return jax.jit(_sums, out_shardings=whole)(leaf)
+    return jax.jit(content_words, out_shardings=whole)(leaf)
 
 
-def _sums(leaf: jax.Array) -> jax.Array:
-    """Four sums of 32 bits."""
+def content_words(leaf: jax.Array) -> jax.Array:
+    """uint32 [4]: sums of the bits of an array, mixed with their places (its shape not)."""
     if leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
+    elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    elif jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    elif jax.dtypes.itemsize_bits(leaf.dtype) < 8:
+        leaf = leaf.astype(jnp.float32)  # exact
     bits = jax.lax.bitcast_convert_type(leaf, _UNSIGNED[leaf.dtype.itemsize]).astype(jnp.uint32)
-    position = jnp.zeros(leaf.shape, jnp.uint32)
-    for axis, size in enumerate(leaf.shape):
+    position = jnp.zeros(bits.shape, jnp.uint32)
+    for axis, size in enumerate(bits.shape):  # eight bytes are two words
         position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(
-            jnp.uint32, leaf.shape, axis
+            jnp.uint32, bits.shape, axis
         )
-    mixed = [_mix(bits ^ _mix(position + jnp.uint32(salt))) for salt in (1, 2, 3, 4)]
-    return jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in mixed])
+    spread = [_mix(bits ^ _mix(position + jnp.uint32(salt))) for salt in (1, 2, 3, 4)]
+    return jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in spread])
+
+
+def mixed(words: jax.Array, more: jax.Array) -> jax.Array:
+    """uint32 [4] that depends on both, in this order."""
+    return _mix(_mix(words) + more + jnp.uint32(0x9E3779B9))
 
 
 def _mix(x: jax.Array) -> jax.Array:

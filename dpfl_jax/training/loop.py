@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -17,7 +19,7 @@ from rich.console import Console
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable, join, self_check, split
 from dpfl_jax.data.pipeline import StepBatch
-from dpfl_jax.data.store import Readable
+from dpfl_jax.data.store import Readable, fingerprint_of
 from dpfl_jax.errors import BadInputError, too_little_memory
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.randomness import RootKey
@@ -30,6 +32,7 @@ from dpfl_jax.training.batches import (
     units_of,
 )
 from dpfl_jax.training.checkpoint import Checkpoints
+from dpfl_jax.training.content import content_digest
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.interrupt import StopRequest
 from dpfl_jax.training.mesh import data_parallel_mesh, parameter_shardings, place
@@ -38,6 +41,7 @@ from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.state import TrainState, hardware, init_state
 from dpfl_jax.training.step import StepStats, make_train_step
 from dpfl_jax.training.sums import in_pieces
+from dpfl_jax.training.terms import Terms, begin, computation_digest
 
 PyTree = Any
 _MILESTONES = 20
@@ -145,7 +149,9 @@ def fit(
         gradients, norms, noise, optimiser state and checkpoints.
       epsilon: target, if the mechanism has no noise multiplier.
       delta: default (number of examples) ** -1.1.
-      key: root key of sampling and noise; default a fresh secret one (or the run directory's).
+      key: root key of sampling and noise; default a fresh secret one (or the run directory's). Of
+        a secret one, runs that differ in anything (data, mechanism, steps, delta, loss, optimiser,
+        first parameters) draw independently; the same run draws the same again.
       validation: held-out users, evaluated before, during and after.
       microbatch_size: units per device processed at once.
       mesh: default: data parallel over all devices.
@@ -184,8 +190,8 @@ def fit(
         if epsilon is None:
             raise BadInputError("neither epsilon nor the mechanism's noise_multiplier is set")
         mechanism = mechanism.calibrate(population, steps, epsilon, delta)
-    key = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
-    if key.public and mechanism.private:
+    root = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
+    if root.public and mechanism.private:
         caveats = (*caveats, PUBLIC_KEY_CAVEAT)
 
     evaluate = Evaluator(loss_fn, mesh, eval_batch_size)
@@ -197,14 +203,23 @@ def fit(
         return join(state.params, frozen)
 
     log = _Log(run_dir)
-    checkpoints = None
+    checkpoints, resumed = None, None
     if run_dir is not None:
-        if run_dir.computed_with(hardware(mesh))[1:]:
-            caveats = (*caveats, MOVED_CAVEAT)
         checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
         resumed = checkpoints.resumed_step()
+    key, terms = begin(
+        _terms(mechanism, population, delta, steps, data, (loss_fn, trained, frozen, optimizer)),
+        root,
+        run_dir,
+        hardware(mesh),
+        resumed,
+        lambda: content_digest(whole(state)),
+    )
+    if run_dir is not None and checkpoints is not None:
+        if run_dir.computed_with(hardware(mesh))[1:]:
+            caveats = (*caveats, MOVED_CAVEAT)
         if resumed is not None:
-            state = checkpoints.restore(state, key, resumed)
+            state = checkpoints.restore(state, root, terms, resumed)
         log.start_at(int(state.step))
     start = int(state.step)
     if validation is not None and start == 0 and log.evaluation(0) is None:
@@ -218,8 +233,9 @@ def fit(
     pipeline = training_pipeline(sampler, data, mesh, microbatch_size, group_buckets)
     processes.check_same(
         {
-            "root key": key.fingerprint,
+            "root key": root.fingerprint,
             "number of steps": [start, steps],
+            "set of terms": terms,
             "mechanism": repr(mechanism),
             "draw": draw_digest(sampler, key, start),
             # Processes that cut a batch apart differently would count units twice, or never.
@@ -267,7 +283,7 @@ def fit(
                 log.append({"step": done, "eval": evaluate(whole(state), validation).to_json()})
                 meter.restart()
             if checkpoints is not None and (saves or stopping):
-                checkpoints.save(state, key, {"epsilon": spent(done), "delta": delta})
+                checkpoints.save(state, root, {"epsilon": spent(done), "delta": delta}, terms)
                 meter.restart()
             if stopping:
                 break
@@ -302,6 +318,42 @@ MOVED_CAVEAT = (
     "used the same noise on sums that may differ in rounding, so metrics written between there and "
     "the interruption must not have been published"
 )
+
+
+def _terms(
+    mechanism: Mechanism,
+    population: Population,
+    delta: float,
+    steps: int,
+    data: Readable,
+    training: tuple[Any, ...],
+) -> Terms:
+    """The terms of a run; ``training`` is the loss, trained and frozen parameters, optimiser."""
+    loss_fn, trained, frozen, optimizer = training
+    example = jax.tree.map(lambda x: x[0], data.read(np.zeros(1, np.int64)))
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (trained, frozen, example)
+    )
+
+    def trains(trained: PyTree, frozen: PyTree, example: PyTree) -> Any:
+        # The gradient, too: a loss may bring its own rules for it.
+        value, gradient = jax.value_and_grad(lambda p: loss_fn(join(p, frozen), example))(trained)
+        return value, optimizer.update(gradient, optimizer.init(trained), trained)
+
+    digest = hashlib.sha256(np.asarray(data.user_offsets, np.int64).tobytes())
+    digest.update(fingerprint_of(data, int(data.user_offsets[-1])).encode())
+    return Terms(
+        stated={
+            "mechanism": {"kind": mechanism.kind, **dataclasses.asdict(mechanism)},
+            "population": dataclasses.asdict(population),
+            "delta": delta,
+            "steps": steps,
+        },
+        secret={
+            "data": digest.hexdigest(),
+            "computation": computation_digest(trains, *shapes),
+        },
+    )
 
 
 def _smaller(mechanism: Mechanism) -> str:

@@ -46,6 +46,7 @@ class RunDirectory:
     facts: dict[str, Any]
     writes: bool
     _lock: IO[str] | None
+    _content: dict[str, Any]
 
     def __init__(
         self,
@@ -79,8 +80,15 @@ class RunDirectory:
         private = self.path / "private"
         if self.resumed:
             self.root_key = self._read_key(private)
-            known = yaml.safe_load((self.path / "config.yaml").read_text())
-            self.run_id, self.facts = str(known["run_id"]), dict(known["facts"])
+            self._content = yaml.safe_load((self.path / "config.yaml").read_text())
+            if self._content.pop("seal", None) != self._seal():
+                self.close()
+                raise BadInputError(
+                    f"{self.path / 'config.yaml'} was changed after the run began, and what it "
+                    "says would become the guarantee: bring the file back, or start another run in "
+                    "another --run-dir"
+                )
+            self.run_id, self.facts = str(self._content["run_id"]), self._content["facts"]
             if self.facts.get("data") != self._sealed(facts).get("data"):
                 self.close()
                 raise BadInputError(
@@ -96,13 +104,13 @@ class RunDirectory:
             self._write_key(private)
             # Last: a directory without config.yaml is not yet a run.
             self.run_id, self.facts = uuid.uuid4().hex, self._sealed(facts)
-            content = {
+            self._content = {
                 "fingerprint": fingerprint,
                 "run_id": self.run_id,
                 "facts": self.facts,
                 "config": dict(config),
             }
-            write_atomically(self.path / "config.yaml", yaml.safe_dump(content, sort_keys=False))
+            self._write_content()
 
     def note(self, name: str, value: Any) -> None:
         """Keeps a further fact (plain JSON) for whoever goes on with the run.
@@ -113,9 +121,7 @@ class RunDirectory:
             return
         self.facts[name] = value
         if self.writes:
-            file = self.path / "config.yaml"
-            content = yaml.safe_load(file.read_text()) | {"facts": self.facts}
-            write_atomically(file, yaml.safe_dump(content, sort_keys=False))
+            self._write_content()
 
     def computed_with(self, hardware: str) -> list[str]:
         """Notes what the run is computed with from now on; returns all there was, first to last.
@@ -183,9 +189,18 @@ class RunDirectory:
     def _sealed(self, facts: Mapping[str, Any] | None) -> dict[str, Any]:
         sealed = dict(facts or {})
         if sealed.get("data") is not None:
-            digest = self.root_key.derive("data-fingerprint:" + str(sealed["data"]))
-            sealed["data"] = digest.hex()[:32]
+            sealed["data"] = self.root_key.keyed_digest("data", str(sealed["data"]))
         return sealed
+
+    def _write_content(self) -> None:
+        content = {**self._content, "seal": self._seal()}
+        write_atomically(self.path / "config.yaml", yaml.safe_dump(content, sort_keys=False))
+
+    def _seal(self) -> str:
+        """Of what config.yaml holds: who edits it has not the key."""
+        plain = yaml.safe_load(yaml.safe_dump(self._content))
+        text = json.dumps(plain, sort_keys=True, default=str)
+        return self.root_key.keyed_digest("config.yaml", text)
 
     @staticmethod
     def check(path: str | os.PathLike[str], fingerprint: str) -> None:

@@ -1,6 +1,7 @@
 """Noise and guarantees of the three arms; the vector protocol; other notions of privacy."""
 
 import dataclasses
+import itertools
 import math
 import types
 
@@ -16,7 +17,9 @@ from scipy import stats
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl import Budget, MessageSpec, bounds, make_schedule
+from dpfl_jax.federation.isrl import Budget, MessageSpec, bounds, make_oracle, make_schedule
+from dpfl_jax.federation.isrl import message as message_module
+from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
 from dpfl_jax.federation.isrl.arms import (
     SiloNoise,
     federation_noise,
@@ -29,6 +32,7 @@ from dpfl_jax.federation.isrl.baselines import (
     central_noise,
     make_central_oracle,
 )
+from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights, minibatch_sgd
 from dpfl_jax.federation.isrl.relations import relations, shuffled_view
 from dpfl_jax.federation.isrl.runs.experiment import _relations, guarantee_of
 from dpfl_jax.federation.isrl.shuffled import (
@@ -162,8 +166,10 @@ def test_poisson_draws_no_more_often_than_accounted(share, n):
 
 
 @pytest.mark.parametrize("sampling", ["full", "poisson"])
-def test_a_trusted_server_adds_noise_once_and_enough(sampling):
+def test_a_trusted_server_adds_noise_once_and_enough(sampling, monkeypatch):
     """Brute force: a record moves the mean of N silos by at most 2 C / (N K_min)."""
+    # Neighbours are compared in one draw; other data would have draws of their own.
+    monkeypatch.setattr(message_module, "own_keys", lambda keys, words: keys)
     sizes, batches, clip = [6, 4], [3.0, 2.0], 0.7
     data = silos(sizes, dim=2)
     if sampling == "full":
@@ -442,3 +448,55 @@ def test_a_guarantee_for_silos_of_different_deltas_holds_for_each():
     )
     central = next(row for row in rows if row["notion"] == "central DP")
     assert (central["epsilon"], central["delta"]) == (found.epsilon, found.delta)
+
+
+@pytest.mark.privacy
+def test_one_schedule_gives_two_uses_no_common_noise():
+    """Else the difference of two messages would be a difference of clipped gradients."""
+    rounds, sizes = 6, [5, 4]
+    schedule = make_schedule(RootKey.generate(), rounds, np.array(sizes))
+    data, w, clip = silos(sizes), jnp.zeros(3), 1.0
+    options = {"batch": jnp.asarray(sizes, jnp.float32), "stddev": jnp.full(2, 0.7)}
+
+    def messages(data=data, loss=quadratic, clip=clip, **changes):
+        noisy = make_oracle(loss, MessageSpec("full"), data, clip_norm=clip, **options | changes)
+        clean = make_oracle(
+            loss, MessageSpec("full"), data, clip_norm=clip, **options | {"stddev": jnp.zeros(2)}
+        )
+        seen = []
+
+        def watched(w, row):
+            jax.debug.callback(lambda a, b: seen.append(a - b), noisy(w, row), clean(w, row))
+            return noisy(w, row)
+
+        return watched, seen
+
+    def by_sgd(made, rate=0.1):
+        oracle, seen = made
+        etas, weights = jnp.full(rounds, rate), last_weights(rounds)
+        minibatch_sgd(oracle, schedule.rows(), w, etas, weights, ball(None))
+        jax.effects_barrier()
+        return np.asarray(seen)
+
+    def by_acceleration(made):
+        oracle, seen = made
+        alphas, prox = step_weights(rounds, 1.0, 0.1, 1.0)
+        accelerated(oracle, schedule.rows(), w, alphas, prox, 0.0, ball(None))
+        jax.effects_barrier()
+        return np.asarray(seen)
+
+    moved = type(data)({**data.examples, "x": data.examples["x"] + 1.0}, data.sizes)
+    uses = {
+        "sgd": by_sgd(messages()),
+        "another step size": by_sgd(messages(), rate=0.2),
+        "accelerated": by_acceleration(messages()),
+        "other data": by_sgd(messages(data=moved)),
+        "another clip norm": by_sgd(messages(clip=0.5)),
+        "more noise": by_sgd(messages(stddev=jnp.full(2, 0.8))) * 0.7 / 0.8,
+        "another loss": by_sgd(messages(loss=lambda w, e: 2 * quadratic(w, e))),
+    }
+    for (name, a), (other, b) in itertools.combinations(uses.items(), 2):
+        assert a.shape == b.shape == (rounds, 3)
+        # 21 pairs of 18 normals of deviation 0.13: closer than 1e-6 by chance once in 1,000.
+        assert np.abs(a - b).min() > 1e-6, (name, other)
+    np.testing.assert_array_equal(by_sgd(messages()), uses["sgd"])  # the same use again

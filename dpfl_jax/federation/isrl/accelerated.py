@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.federation.isrl.minibatch_sgd import Project
+from dpfl_jax.federation.isrl.schedule import own_rows
 
 
 def accelerated(
@@ -33,6 +34,7 @@ def accelerated(
       strong_convexity: mu of the loss; 0 if it is only convex.
       project: on W.
     """
+    rows = own_rows(rows, "accelerated", start, alphas, prox_weights, strong_convexity)
 
     def step(carry: tuple[jax.Array, jax.Array], x: Any) -> tuple[Any, None]:
         row, alpha, prox = x

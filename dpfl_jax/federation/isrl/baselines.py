@@ -11,7 +11,16 @@ import jax.numpy as jnp
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, silo_guarantee, silo_noise
-from dpfl_jax.federation.isrl.message import Loss, MessageSpec, Sampling, SiloData, make_oracle
+from dpfl_jax.federation.isrl.message import (
+    Loss,
+    MessageSpec,
+    Sampling,
+    SiloData,
+    loss_name,
+    make_oracle,
+)
+from dpfl_jax.federation.isrl.schedule import own_keys, words_of
+from dpfl_jax.training.content import mixed
 
 
 def central_noise(
@@ -74,9 +83,11 @@ def make_central_oracle(
         rank=rank,
     )
     largest = jnp.max(jnp.asarray(clip_norm, jnp.float32))
+    words = words_of("central", repr(spec), data, batch, clip_norm, noise_multiplier)
 
     def oracle(w: jax.Array, row: Any) -> jax.Array:
-        key = jax.random.wrap_key_data(row["keys"][0, 1], impl="threefry2x32")
+        own = own_keys(row["keys"][0, 1], mixed(words, words_of(loss_name(loss, w, data))))
+        key = jax.random.wrap_key_data(own, impl="threefry2x32")
         one, two = (jax.random.normal(jax.random.fold_in(key, t), w.shape) for t in (2, 3))
         answered = jnp.maximum(row["present"].sum(), 1)
         scale = noise_multiplier * largest / (answered * batch.min())

@@ -7,8 +7,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.federation.isrl.message import Loss, MessageSpec, SiloData, make_message
+from dpfl_jax.federation.isrl.message import (
+    Loss,
+    MessageSpec,
+    SiloData,
+    loss_name,
+    make_message,
+)
 from dpfl_jax.federation.isrl.minibatch_sgd import _averaged
+from dpfl_jax.federation.isrl.schedule import own_keys, own_rows, words_of
 
 
 def local_sgd(
@@ -37,14 +44,18 @@ def local_sgd(
       stddev: float [N], of the noise in each local step.
     """
     silos = data.num_silos
+    rows = own_rows(rows, "local_sgd", start, step_sizes, log_weights)
     # One record, uniformly: a batch of fixed size without replacement, and accounted as such.
     message = make_message(loss, MessageSpec("with_replacement"), 1)
+    name = loss_name(loss, start, data)
     clips = jnp.broadcast_to(jnp.asarray(clip_norm, jnp.float32), (silos,))
     rank = jnp.zeros((data.capacity,), jnp.int32)
 
     def one_silo(
         w: jax.Array, eta: jax.Array, examples: Any, size: Any, clip: Any, std: Any, keys: Any
     ) -> jax.Array:
+        keys = own_keys(keys, words_of(name, examples, size, clip, std))
+
         def step(v: jax.Array, t: jax.Array) -> tuple[jax.Array, None]:
             own = [
                 jax.random.fold_in(jax.random.wrap_key_data(k, impl="threefry2x32"), t)

@@ -7,6 +7,7 @@ gradient is bounded here, and noise is added here, before anything is averaged o
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,6 +16,9 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping import Standard, bounded_grad
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.schedule import own_keys, words_of
+from dpfl_jax.training.content import mixed
+from dpfl_jax.training.terms import computation_digest
 
 PyTree = Any
 Loss = Callable[[jax.Array, PyTree], jax.Array]
@@ -146,6 +150,16 @@ def _bounded_sum(
     return total * jnp.minimum(1.0, clip_norm / jnp.maximum(mean_norm, 1e-30))
 
 
+def loss_name(loss: Loss, w: Any, data: SiloData) -> str:
+    """Tells losses apart by what they trace to."""
+    w, record = jax.tree.map(
+        lambda x, lead: jax.ShapeDtypeStruct(jnp.shape(x)[lead:], jnp.result_type(x)),
+        (w, data.examples),
+        (0, jax.tree.map(lambda _: 2, data.examples)),
+    )
+    return computation_digest(jax.value_and_grad(loss), w, record)
+
+
 def make_oracle(
     loss: Loss,
     spec: MessageSpec,
@@ -173,7 +187,8 @@ def make_oracle(
       batch_capacity: largest K, with replacement.
 
     ``round`` is one row of ``Schedule``: ``present`` bool [N], ``turn`` int [N], ``keys`` uint32
-    [N, 2, 2]. If nobody answers the mean is zero.
+    [N, 2, 2], from which this oracle derives its own (``schedule.own_rows``). If nobody answers the
+    mean is zero.
     """
     silos = data.num_silos
     message = make_message(loss, spec, batch_capacity)
@@ -184,10 +199,16 @@ def make_oracle(
         rank = jnp.zeros((silos, data.capacity), jnp.int32)
     scale = jnp.ones(silos) if silo_weights is None else silos * silo_weights
     every = jax.vmap(message, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
+    # Of each silo alone: what it draws depends on nothing that another one holds.
+    words = jax.vmap(functools.partial(words_of, repr(spec)))(
+        data.examples, data.sizes, batch, clip_norms, stddev
+    )
 
     def oracle(w: jax.Array, row: PyTree) -> jax.Array:
+        name = words_of(loss_name(loss, w, data))
+        keys = jax.vmap(own_keys)(row["keys"], mixed(words, name))
         sent = every(
-            w, data.examples, data.sizes, rank, row["turn"], batch, clip_norms, stddev, row["keys"]
+            w, data.examples, data.sizes, rank, row["turn"], batch, clip_norms, stddev, keys
         )
         use = row["present"] * scale
         answered = row["present"].sum()

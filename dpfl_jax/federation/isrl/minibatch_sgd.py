@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dpfl_jax.federation.isrl.schedule import own_rows
+
 Project = Callable[[jax.Array], jax.Array]
 
 
@@ -47,6 +49,7 @@ def minibatch_sgd(
         row, eta, log_weight = x
         return minibatch_step(oracle, row, carry, eta, log_weight, project), None
 
+    rows = own_rows(rows, "minibatch_sgd", start, step_sizes, log_weights)
     xs = (rows, step_sizes, log_weights[:-1])
     state, _ = jax.lax.scan(step, minibatch_start(start), xs)
     return minibatch_output(state, log_weights[-1])

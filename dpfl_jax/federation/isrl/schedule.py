@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,9 @@ import numpy as np
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.training.content import content_words, mixed
+
+PyTree = Any
 
 
 @jax.tree_util.register_dataclass
@@ -114,3 +119,43 @@ def make_schedule(
         keys=jnp.asarray(keys),
         rank=jnp.asarray(rank, jnp.int32),
     )
+
+
+def own_rows(rows: PyTree, *what: Any) -> PyTree:
+    """Rounds of a schedule with keys of their own for one use of it.
+
+    Two algorithms that were given one schedule would otherwise add the same noise to different
+    messages, whose difference is a difference of gradients.
+
+    Args:
+      rows: of a schedule; ``keys`` uint32 [..., 2]. Rows without keys are given back.
+      *what: see ``words_of``.
+    """
+    if not (isinstance(rows, Mapping) and "keys" in rows):
+        return rows
+    return {**rows, "keys": own_keys(rows["keys"], words_of(*what))}
+
+
+def words_of(*what: Any) -> jax.Array:
+    """uint32 [4] that tell one use from another: of names, and pytrees of arrays."""
+    words = jnp.zeros(4, jnp.uint32)
+    for part in what:
+        if isinstance(part, str):
+            digest = hashlib.sha256(part.encode()).digest()[:16]
+            words = mixed(words, jnp.asarray(np.frombuffer(digest, np.uint32)))
+            continue
+        for leaf in jax.tree.leaves(part):
+            words = mixed(words, content_words(jnp.asarray(leaf)))
+    return words
+
+
+def own_keys(keys: jax.Array, words: jax.Array) -> jax.Array:
+    """Threefry keys, uint32 [..., 2], that depend on ``words``, too."""
+
+    def one(key: jax.Array) -> jax.Array:
+        folded = jax.random.wrap_key_data(key, impl="threefry2x32")
+        for i in range(4):
+            folded = jax.random.fold_in(folded, words[i])
+        return jax.random.key_data(folded)
+
+    return jax.vmap(one)(keys.reshape(-1, 2)).reshape(keys.shape)

@@ -23,7 +23,9 @@ from scipy import stats
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.schedule import Schedule
+from dpfl_jax.federation.isrl.message import loss_name
+from dpfl_jax.federation.isrl.schedule import Schedule, own_keys, words_of
+from dpfl_jax.training.content import mixed
 
 _ORDERS = np.concatenate([np.linspace(1.2, 8, 18), np.geomspace(9, 2000, 30)])
 _MOST_TRIALS = 2**24
@@ -250,6 +252,7 @@ def make_vector_oracle(
             "smaller batch, and make the schedule with one_pass_batch"
         )
     rank = schedule.rank
+    words = words_of(repr(protocol), data, jnp.asarray([batch, cohort]))
 
     def clipped(w: jax.Array, example: Any) -> jax.Array:
         gradient = jax.grad(loss)(w, example)
@@ -265,7 +268,8 @@ def make_vector_oracle(
             w, data.examples
         )
         flat = gradients.reshape(-1, gradients.shape[-1])
-        key = jax.random.wrap_key_data(row["keys"][0, 1], impl="threefry2x32")
+        own = own_keys(row["keys"][0, 1], mixed(words, words_of(loss_name(loss, w, data))))
+        key = jax.random.wrap_key_data(own, impl="threefry2x32")
         return protocol.sum(flat, mask.reshape(-1), reports, key) / reports
 
     return oracle

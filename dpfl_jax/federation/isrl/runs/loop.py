@@ -41,6 +41,7 @@ from dpfl_jax.training.mesh import data_parallel_mesh
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.state import TrainState, hardware
+from dpfl_jax.training.terms import Terms, begin, computation_digest, value_digest
 
 _MILESTONES = 20
 
@@ -173,8 +174,10 @@ def solve(
     config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, key: RootKey
 ) -> jax.Array:
     """All rounds at once, without a run directory; returns the algorithm's output."""
-    schedule = schedule_of(config, parameters, np.asarray(data.sizes), key)
     algorithm = make_algorithm(config, parameters)
+    terms = _terms(config, task, data, parameters, algorithm)
+    key, _ = begin(terms, key, None, "", None, str)
+    schedule = schedule_of(config, parameters, np.asarray(data.sizes), key)
     oracle = objective_oracle(config, task, data, parameters, schedule)
 
     def one(state: Any, x: Any) -> tuple[Any, None]:
@@ -183,6 +186,32 @@ def solve(
     start = algorithm.start(jnp.zeros(task.shape))
     state, _ = jax.lax.scan(one, start, (schedule.rows(), algorithm.values))
     return algorithm.output(state, parameters.rounds)
+
+
+def _terms(
+    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, algorithm: Algorithm
+) -> Terms:
+    """The terms of a run; it starts from zero."""
+    section, noise = config.isrl, parameters.noise or []
+    record = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), data.examples)
+    start = jax.ShapeDtypeStruct(task.shape, jnp.float32)
+    trained = computation_digest(jax.value_and_grad(task.train_loss), start, record)
+    return Terms(
+        stated={
+            "algorithm": section.algorithm,
+            "sampling": section.sampling,
+            "rounds": parameters.rounds,
+            "batches": parameters.batches.tolist(),
+            "clip_norms": parameters.clip_norms.tolist(),
+            "noise_multipliers": [float(z.noise_multiplier) for z in noise],
+            "budgets": [dataclasses.asdict(z.budget) for z in noise],
+        },
+        secret={
+            "data": value_digest(data),
+            # What an algorithm takes is a function of the rest of its configuration.
+            "computation": value_digest([trained, algorithm.values, config.model_dump()]),
+        },
+    )
 
 
 class Spent:
@@ -236,9 +265,13 @@ def run_rounds(
       train_loss: for the part of the metrics that is not private.
       console: where the progress bar goes; None for none.
     """
-    key, sizes = run_dir.root_key, np.asarray(data.sizes)
-    schedule = schedule_of(config, parameters, sizes, key)
+    root, sizes = run_dir.root_key, np.asarray(data.sizes)
     algorithm = make_algorithm(config, parameters)
+    checkpoints = Checkpoints(run_dir.path / "checkpoints", config.train.keep_checkpoints)
+    resumed, here = checkpoints.latest_step(), hardware(data_parallel_mesh(jax.devices()[:1]))
+    terms = _terms(config, task, data, parameters, algorithm)
+    key, sealed = begin(terms, root, run_dir, here, resumed, str)
+    schedule = schedule_of(config, parameters, sizes, key)
     oracle = objective_oracle(config, task, data, parameters, schedule)
 
     @jax.jit
@@ -251,17 +284,16 @@ def run_rounds(
     rounds, train = parameters.rounds, config.train
     state = algorithm.start(jnp.zeros(task.shape))
     done = 0
-    checkpoints = Checkpoints(run_dir.path / "checkpoints", train.keep_checkpoints)
 
     def packed(taken: int) -> TrainState:
         return TrainState(algorithm.output(state, taken), {"state": state}, jnp.int32(taken))
 
     private = parameters.noise is not None
-    caveats = (PUBLIC_KEY_CAVEAT,) if key.public and private else ()
-    if run_dir.computed_with(hardware(data_parallel_mesh(jax.devices()[:1])))[1:]:
+    caveats = (PUBLIC_KEY_CAVEAT,) if root.public and private else ()
+    if run_dir.computed_with(here)[1:]:
         caveats = (*caveats, MOVED_CAVEAT)
-    if checkpoints.latest_step() is not None:
-        restored = checkpoints.restore(packed(0), key)
+    if resumed is not None:
+        restored = checkpoints.restore(packed(0), root, sealed)
         kept, done = jax.tree.leaves(restored.opt_state["state"]), int(restored.step)
         state = jax.tree.unflatten(jax.tree.structure(state), kept)
     run_dir.drop_metrics_after(done)
@@ -309,7 +341,7 @@ def run_rounds(
                 evaluated(done)
             if last or stop.requested or blocks % train.checkpoint_every == 0:
                 delta = max(z.budget.delta for z in parameters.noise) if parameters.noise else None
-                checkpoints.save(packed(done), key, {"epsilon": epsilon, "delta": delta})
+                checkpoints.save(packed(done), root, {"epsilon": epsilon, "delta": delta}, sealed)
             if stop.requested:
                 break
     checkpoints.close()

@@ -1,0 +1,161 @@
+"""The terms of a run: what its guarantee follows from, and what its draws are made for.
+
+Two runs that shared a key would add the same noise to different sums, and the difference of what
+they release would be somebody's gradient. So draws come from the root key *and* the terms: only a
+run that is the same in all of them draws the same again. And a run that goes on is held against the
+terms that it began with: other ones would spend what its guarantee does not say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training.content import content_digest
+from dpfl_jax.training.run_dir import RunDirectory
+
+# Terms of which only a digest is kept: named last, as they differ wherever another one does.
+_UNSPOKEN = {
+    "data": "the training data are",
+    "plan": "what the silos do is",
+    "computation": "the loss, the set of trained parameters or the optimiser is",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """What one run is.
+
+    Attributes:
+      stated: name -> plain JSON: mechanism, population, delta, steps. A report tells them, too.
+      secret: name -> digest of what may depend on the data; written down only under the key.
+    """
+
+    stated: Mapping[str, Any]
+    secret: Mapping[str, str]
+
+    def sealed(self, root: RootKey) -> dict[str, Any]:
+        """The terms as plain JSON that tells nobody without the key what is secret."""
+        secret = {name: root.keyed_digest(name, value) for name, value in self.secret.items()}
+        return json.loads(json.dumps({**self.stated, **secret}, sort_keys=True))
+
+
+def begin(
+    terms: Terms,
+    root: RootKey,
+    run_dir: RunDirectory | None,
+    hardware: str,
+    done: int | None,
+    start: Callable[[], str],
+) -> tuple[RootKey, dict[str, Any]]:
+    """Holds a run against what it began with; returns the key of its draws, and its sealed terms.
+
+    Args:
+      terms: of this run.
+      root: its root key.
+      run_dir: where it is kept, if anywhere.
+      hardware: what the run is computed with: what a loss traces to may depend on it.
+      done: step of the checkpoint to go on from; None if there is none.
+      start: digest of the parameters before the first step.
+
+    Raises:
+      BadInputError: the run began with other terms; the sentence names the first that differs.
+    """
+    sealed = terms.sealed(root)
+    known: dict[str, Any] = {} if run_dir is None else run_dir.facts
+    if "terms" in known:
+        moved = hardware not in known.get("hardware", [hardware])
+        began = known["terms"]
+        refuse_other(began, sealed, f"the run in {run_dir.path}", moved)  # type: ignore[union-attr]
+        sealed = began
+    if root.public:
+        # Nothing is secret, and whoever compares runs under one seed wants the same draws.
+        first = ""
+    elif done and "start" in known:
+        first = known["start"]
+    else:
+        first = root.keyed_digest("start", start())
+    if run_dir is not None:
+        run_dir.note("terms", sealed)
+        run_dir.note("start", first)
+    if root.public:
+        return root, sealed
+    text = json.dumps([sealed, first], sort_keys=True)
+    return root.child("run:" + hashlib.sha256(text.encode()).hexdigest()), sealed
+
+
+def refuse_other(
+    began: Mapping[str, Any], now: Mapping[str, Any], what: str, moved: bool = False
+) -> None:
+    """Raises BadInputError if two sealed terms differ.
+
+    Args:
+      began: what was found.
+      now: what is asked for.
+      what: where ``began`` was found.
+      moved: to other hardware or another JAX: then the computation may trace to something else.
+    """
+    for name in sorted({*began, *now}, key=lambda name: (name in _UNSPOKEN, name)):
+        if began.get(name) == now.get(name) or (moved and name == "computation"):
+            continue
+        before, after = began.get(name), now.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            part = next(k for k in sorted({*before, *after}) if before.get(k) != after.get(k))
+            name, before, after = f"{name}.{part}", before.get(part), after.get(part)
+        shown = f"{name} is {after}, but {what} began with {before}"
+        if name in _UNSPOKEN:
+            shown = f"{_UNSPOKEN[name]} not what {what} began with"
+        raise BadInputError(
+            f"{shown}: its guarantee would not be that of what ran; give the same again, or start "
+            "another run in another run directory (what two runs spend adds up)"
+        )
+
+
+def value_digest(value: Any) -> str:
+    """Digest of a value made of dataclasses, containers, arrays, strings and numbers."""
+    if dataclasses.is_dataclass(value):
+        parts: list[Any] = [type(value).__name__]
+        for field in dataclasses.fields(value):
+            parts += [field.name, value_digest(getattr(value, field.name))]
+    elif isinstance(value, Mapping):
+        parts = ["{}", *(f"{k!r}: {value_digest(v)}" for k, v in value.items())]
+    elif isinstance(value, (list, tuple)):
+        parts = ["[]", *map(value_digest, value)]
+    elif isinstance(value, jax.Array) and not value.is_fully_addressable:
+        parts = [content_digest(value)]
+    elif isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        parts = [repr(value.dtype), value_digest(jax.random.key_data(value))]
+    elif isinstance(value, (np.ndarray, jax.Array)):
+        array = np.ascontiguousarray(value)
+        content = repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes()
+        parts = [str(array.dtype), repr(array.shape), hashlib.sha256(content).hexdigest()]
+    else:
+        parts = [repr(value)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def computation_digest(function: Callable[..., Any], *args: Any) -> str:
+    """Tells two computations apart by what they trace to: operations, and constants' values.
+
+    Args:
+      function: traced, not run.
+      *args: pytrees of arrays or ShapeDtypeStructs.
+    """
+    traced = jax.make_jaxpr(function)(*args)
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr))  # functions print where they lie
+    found = hashlib.sha256(text.encode())
+    for constant in traced.consts:
+        if isinstance(constant, jax.core.Tracer):  # under a transformation: it has no value yet
+            constant = repr(constant.aval)
+        found.update(value_digest(constant).encode())
+    return found.hexdigest()

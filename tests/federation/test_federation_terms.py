@@ -1,0 +1,108 @@
+"""Federated runs that share a key share no noise, and a run that goes on is the one that began."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.data import ArrayRecords, FederatedData
+from dpfl_jax.federation.federation import Federation, SiloPlan
+from dpfl_jax.federation.loop import run_rounds
+from dpfl_jax.federation.mechanisms import LocalItemDP, SiloFacts
+from dpfl_jax.federation.server import OptimizerServer
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training.run_dir import RunDirectory
+
+pytestmark = pytest.mark.privacy
+N, SIGMA, CLIP = 6, 1.3, 1.0
+
+
+def make_data(shift=0.0):
+    x = np.random.default_rng(0).normal(size=(N, 4)).astype(np.float32)
+    x[0] += shift
+    return FederatedData.from_assignment(
+        ArrayRecords({"x": x}), np.arange(N), np.zeros(N, np.int64), 1
+    )
+
+
+def linear(params, record):
+    return jnp.vdot(params["w"], record["x"])
+
+
+def plan(data, rounds=1, **changes):
+    options = {"sampling_prob": 1.0, "clip_norm": CLIP, "noise_multiplier": SIGMA} | changes
+    silo = SiloPlan(LocalItemDP(**options), SiloFacts.of(data.silos[0]), 1)
+    return Federation((silo,), rounds, 1)
+
+
+def arguments(data=None, rounds=1, **changes):
+    data = make_data() if data is None else data
+    server = changes.pop("server", OptimizerServer())
+    loss_fn, start = changes.pop("loss_fn", linear), changes.pop("start", 0.0)
+    delta = changes.pop("delta", 1e-3)
+    return {
+        "loss_fn": loss_fn,
+        "params": {"w": jnp.full(4, start)},
+        "data": data,
+        "federation": plan(data, rounds, **changes),
+        "local_optimizer": optax.sgd(1.0),
+        "delta": delta,
+        "server": server,
+        "show_spent": False,
+    }
+
+
+CHANGES = {
+    "data": {"data": make_data(shift=5.0)},
+    "mechanism.clip_norm": {"clip_norm": 0.5},
+    "mechanism.noise_multiplier": {"noise_multiplier": 2.0},
+    "delta": {"delta": 1e-4},
+    "the loss": {"loss_fn": lambda p, r: 2.0 * linear(p, r)},
+    "start": {"start": 1.0},
+}
+
+
+def noise_of(key, **changes):
+    """What the only silo's only step added to its clipped sum, over its standard deviation."""
+    given = arguments(**changes)
+    mechanism = given["federation"].mechanism
+    result = run_rounds(**given, key=key)
+    moved = np.asarray(result.params["w"], np.float64) - np.asarray(given["params"]["w"])
+    x = given["data"].read(np.arange(N))["x"].astype(np.float64)
+    x = x * (2.0 if "loss_fn" in changes else 1.0)
+    norm = np.linalg.norm(x, axis=1, keepdims=True)
+    clean = (x * np.minimum(1.0, mechanism.clip_norm / norm)).sum(0)
+    divisor = mechanism.divisor(given["federation"].silos[0].facts)
+    return (-moved * divisor - clean) / (mechanism.sigma * mechanism.clip_norm)
+
+
+def test_two_runs_with_one_secret_key_share_no_noise():
+    key = RootKey.generate()
+    first = noise_of(key)
+    # 28 numbers of a standard normal distribution: beyond 6 with probability 1e-7.
+    assert np.abs(first).max() < 6
+    for name, change in CHANGES.items():
+        other = noise_of(key, **change)
+        assert np.abs(other).max() < 6, name
+        # Two independent normals lie within 1e-4 of each other with probability 6e-5.
+        assert np.abs(first - other).min() > 1e-4, name
+    np.testing.assert_allclose(noise_of(key), first, atol=1e-5)  # the same run is the same run
+
+
+def test_a_continued_run_is_held_against_what_ran(tmp_path):
+    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    run_rounds(**arguments(), run_dir=directory)
+    for name in sorted(set(CHANGES) - {"start"}):
+        words = "training data" if name == "data" else name
+        with pytest.raises(BadInputError, match=f"(?s){words}.*start another run"):
+            run_rounds(**arguments(**CHANGES[name]), run_dir=directory)
+    with pytest.raises(BadInputError, match="rounds is 2, but the run in"):
+        run_rounds(**arguments(rounds=2), run_dir=directory)
+    assert run_rounds(**arguments(), run_dir=directory).rounds == 1
+    directory.close()
+
+
+def test_the_records_themselves_are_part_of_the_fingerprint():
+    assert make_data().fingerprint == make_data().fingerprint
+    assert make_data().fingerprint != make_data(shift=5.0).fingerprint

@@ -1,0 +1,195 @@
+"""Runs that share a key share no noise, and a run that goes on is the one that began."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+
+from dpfl_jax.data import ArrayStore
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training import fit
+from dpfl_jax.training.run_dir import RunDirectory
+from dpfl_jax.training.terms import computation_digest
+
+pytestmark = pytest.mark.privacy
+USERS, SIGMA = 12, 1.5
+
+
+def make_store(changed=None):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(USERS, 4)).astype(np.float32)
+    if changed is not None:
+        x[0] = changed
+    return ArrayStore.from_users((f"u{i}", {"x": x[i : i + 1]}) for i in range(USERS))
+
+
+def loss_fn(params, example):
+    return jnp.vdot(params["w"], example["x"])
+
+
+def arguments(**changes):
+    return {
+        "loss_fn": loss_fn,
+        "params": {"w": jnp.zeros(4)},
+        "data": make_store(),
+        "mechanism": ULS(
+            group_size=1, cohort_size=USERS, clip_norm=1.0, noise_multiplier=SIGMA
+        ),
+        "optimizer": optax.sgd(1.0),
+        "steps": 1,
+        "delta": 1e-3,
+    } | changes  # fmt: skip
+
+
+CHANGES = {
+    "data": {"data": make_store(changed=9.0)},
+    "mechanism.clip_norm": {
+        "mechanism": ULS(group_size=1, cohort_size=USERS, clip_norm=0.5, noise_multiplier=SIGMA)
+    },
+    "mechanism.noise_multiplier": {
+        "mechanism": ULS(group_size=1, cohort_size=USERS, clip_norm=1.0, noise_multiplier=3.0)
+    },
+    "mechanism.batch_size": {
+        "mechanism": ELS(group_size=1, batch_size=USERS, clip_norm=1.0, noise_multiplier=SIGMA)
+    },
+    "delta": {"delta": 1e-4},
+    "steps": {"steps": 2},
+    "the loss": {"loss_fn": lambda p, e: 2.0 * loss_fn(p, e)},
+    "or the optimiser": {"optimizer": optax.sgd(0.5)},
+    "start": {"params": {"w": jnp.ones(4)}},
+}
+
+
+def noise_of(key, **changes):
+    """What the first step added to the clipped sum, over its standard deviation."""
+    given = arguments(**changes)
+    seen = []
+
+    def watch(updates, state, params=None):
+        del params
+        jax.debug.callback(lambda u: seen.append(np.asarray(u, np.float64)), updates["w"])
+        return updates, state
+
+    watcher = optax.GradientTransformation(lambda _: optax.EmptyState(), watch)
+    fit(**given | {"optimizer": optax.chain(watcher, given["optimizer"])}, key=key)
+    x, factor = given["data"].read(np.arange(USERS))["x"].astype(np.float64), 1.0
+    if changes.get("loss_fn"):
+        factor = 2.0
+    mechanism = given["mechanism"]
+    norm = factor * np.linalg.norm(x, axis=1, keepdims=True)
+    clean = (factor * x * np.minimum(1.0, mechanism.clip_norm / norm)).sum(0)
+    stddev = mechanism.noise_multiplier * mechanism.clip_norm
+    return (seen[0] * USERS - clean) / stddev
+
+
+def test_two_runs_with_one_secret_key_share_no_noise():
+    """Whatever they differ in; with one noise their difference would be clipped gradients."""
+    key = RootKey.generate()
+    first = noise_of(key)
+    # 36 numbers of a standard normal distribution: beyond 6 with probability 1e-7.
+    assert np.abs(first).max() < 6
+    for name, change in CHANGES.items():
+        other = noise_of(key, **change)
+        assert np.abs(other).max() < 6, name
+        # Two independent normals lie within 1e-4 of each other with probability 6e-5.
+        assert np.abs(first - other).min() > 1e-4, name
+    np.testing.assert_allclose(noise_of(key), first, rtol=1e-6)  # the same run is the same run
+
+
+def test_sampling_is_a_runs_own_too():
+    """Runs that drew the same users would not compose as independent draws do."""
+    key, drawn = RootKey.generate(), []
+    for steps in (20, 21):
+        result = fit(
+            **arguments(
+                mechanism=ULS(group_size=1, cohort_size=6, noise_multiplier=1.0), steps=steps
+            ),
+            key=key,
+        )
+        drawn.append([row["outside_guarantee"]["units"] for row in result.metrics][:20])
+    assert drawn[0] != drawn[1]  # the same by chance with probability (1/4)^20 or so
+
+
+@pytest.mark.parametrize("change", sorted(set(CHANGES) - {"start"}))
+def test_a_continued_run_is_held_against_what_ran(tmp_path, change):
+    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    fit(**arguments(), run_dir=directory)
+    directory.close()
+    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    words = "training data" if change == "data" else change
+    with pytest.raises(BadInputError, match=f"(?s){words}.*start another run"):
+        fit(**arguments(**CHANGES[change]), run_dir=directory)
+    again = fit(**arguments(), run_dir=directory)
+    assert again.steps == 1
+    directory.close()
+
+
+def test_a_target_that_falls_later_is_refused(tmp_path):
+    """20 steps at epsilon 50 cannot become one more step and a statement of epsilon 1."""
+    loud = {"mechanism": ULS(group_size=1, cohort_size=6), "steps": 20}
+    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    spent = fit(**arguments(**loud), epsilon=50.0, run_dir=directory).guarantee.epsilon
+    assert spent > 40
+    with pytest.raises(BadInputError, match=r"noise_multiplier is .* began with"):
+        fit(**arguments(**loud | {"steps": 21}), epsilon=1.0, run_dir=directory)
+    directory.close()
+
+
+def test_checkpoints_hold_the_terms_and_are_sealed(tmp_path):
+    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    fit(**arguments(steps=2), run_dir=directory, checkpoint_every=1)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    file = tmp_path / "run" / "checkpoints" / "1" / "progress" / "metadata"
+    progress = json.loads(file.read_text())
+    assert progress["terms"]["mechanism"]["noise_multiplier"] == SIGMA
+    assert progress["terms"]["steps"] == 2
+    progress["terms"]["mechanism"]["noise_multiplier"] = 30.0
+    file.write_text(json.dumps(progress))
+    with pytest.raises(BadInputError, match="was changed after it was written"):
+        fit(**arguments(steps=2), run_dir=directory)
+    directory.close()
+
+
+def test_an_edited_config_is_refused(tmp_path):
+    directory = RunDirectory(tmp_path / "run", {}, "f", None, {"noise_multiplier": 0.97})
+    fit(**arguments(), run_dir=directory)
+    directory.close()
+    file = tmp_path / "run" / "config.yaml"
+    whole = file.read_text()
+    for old, new in (("0.97", "30.0"), (f"noise_multiplier: {SIGMA}", "noise_multiplier: 30.0")):
+        assert old in whole
+        file.write_text(whole.replace(old, new))
+        with pytest.raises(BadInputError, match=r"config\.yaml was changed after the run began"):
+            RunDirectory(tmp_path / "run", {}, "f", None, {"noise_multiplier": 0.97})
+    content = yaml.safe_load(whole)
+    content.pop("seal")
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(BadInputError, match="was changed after the run began"):
+        RunDirectory(tmp_path / "run", {}, "f", None, {"noise_multiplier": 0.97})
+    file.write_text(whole)
+    RunDirectory(tmp_path / "run", {}, "f", None, {"noise_multiplier": 0.97}).close()
+
+
+def test_computations_are_told_apart_by_operations_constants_and_gradients():
+    def digest(function):
+        return computation_digest(jax.value_and_grad(function), jnp.ones(3))
+
+    def scaled(constant):
+        return lambda x: jnp.sum(jnp.asarray(constant) * jax.nn.relu(x))
+
+    def with_rule(factor):
+        fresh = jax.custom_jvp(lambda x: jnp.sum(x))
+        fresh.defjvp(lambda x, t: (jnp.sum(x[0]), factor * jnp.sum(t[0])))
+        return fresh
+
+    one, two = np.arange(3.0), np.array([0.0, 1.0, 3.0])
+    assert digest(scaled(one)) == digest(scaled(one.copy()))
+    found = [digest(f) for f in (scaled(one), scaled(two), with_rule(1.0), with_rule(2.0))]
+    assert len(set(found)) == 4
