@@ -70,6 +70,7 @@ class Reservation:
       after: epsilon of the account with it in full.
       delta: at which both are computed.
       budget: largest epsilon allowed, or None.
+      new_ledger: whether nothing was in the file before: it should be the first run of all.
     """
 
     run: str
@@ -77,6 +78,7 @@ class Reservation:
     after: float
     delta: float
     budget: float | None
+    new_ledger: bool
 
     @property
     def left(self) -> float | None:
@@ -89,7 +91,7 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]):
         """Args: path: the file; created, with its folder, at the first reservation."""
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(path).absolute()
 
     def reserve(
         self,
@@ -140,7 +142,8 @@ class Ledger:
                 raise BudgetExceededError(
                     f"this run would take the {account.unit}s of this data set to epsilon "
                     f"{after:.6g} at delta {delta:g}, beyond the budget of {budget:g}: "
-                    f"{before:.6g} is spent, about {max(budget - before, 0.0):.6g} is left"
+                    f"{before:.6g} is spent, about {max(budget - before, 0.0):.6g} is left "
+                    f"(ledger {self.path})"
                 )
             if run not in entries or entries[run]["committed"]:
                 # A committed run that starts again counts in full again.
@@ -149,7 +152,7 @@ class Ledger:
                     tail,
                     {"kind": "reserve", "account": _key(account), "run": run, "event": stored},
                 )
-        return Reservation(run, before, after, delta, budget)
+        return Reservation(run, before, after, delta, budget, new_ledger=not records)
 
     def commit(self, run: str, event: dp_accounting.DpEvent | Guarantee | None = None) -> None:
         """Replaces a run's reservation by what it really did.
@@ -197,8 +200,8 @@ class Ledger:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Any]:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             handle = open(self.path, "a+b", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise BadInputError(

@@ -35,6 +35,10 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
       overrides: ``"section.key=value"`` strings; values are YAML. ``${NAME}`` in any string is
         replaced by the environment variable NAME.
 
+    Returns:
+      The configuration; ``privacy.ledger``, also from an override, is relative to the folder of the
+      file (not to where the command was started), and absolute here.
+
     Raises:
       BadInputError: for anything wrong in the file or the overrides.
     """
@@ -52,7 +56,7 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         raise BadInputError(f"{file} must hold a YAML mapping of sections, such as `train:`")
     for override in overrides:
         _apply_override(raw, override)
-    return validate_config(_expand(raw, str(file)), str(file))
+    return validate_config(_with_full_ledger(_expand(raw, str(file)), file), str(file))
 
 
 def validate_config(raw: Mapping[str, Any], where: str = "the config") -> AnyConfig:
@@ -82,6 +86,16 @@ def config_fingerprint(config: AnyConfig) -> str:
     content.pop("sweep", None)
     text = json.dumps(content, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _with_full_ledger(raw: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
+    """``raw`` with an absolute ``privacy.ledger``: one file, wherever the command is started."""
+    privacy = raw.get("privacy")
+    if not (isinstance(privacy, dict) and isinstance(privacy.get("ledger"), str)):
+        return raw
+    # Links are followed: a configuration that is reached by two names has one ledger.
+    full = file.resolve().parent / os.path.expanduser(privacy["ledger"])
+    return {**raw, "privacy": {**privacy, "ledger": str(full.resolve())}}
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:

@@ -149,7 +149,8 @@ class PrivacyConfig(Section):
     Attributes:
       epsilon: target; the noise multiplier is calibrated to it.
       delta: default (number of training examples) ** -1.1, as in Charles et al. 2024.
-      ledger: file that records what the users of a data set have spent over all runs.
+      ledger: file that records what the users of a data set have spent over all runs; relative to
+        the folder of the configuration file.
       account: name of the people in the ledger. Give one name to all
         versions of a data set that hold the same people.
       budget: largest epsilon (at ``delta``) the ledger may reach; the run is refused beyond it.

@@ -175,6 +175,12 @@ def run_experiment(
     Raises:
       BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
     """
+    ledger = config.privacy.ledger
+    if ledger is not None and not os.path.isabs(ledger):  # load_config makes it absolute
+        raise BadInputError(
+            f"privacy.ledger is the relative path {ledger!r}, but this configuration was read from "
+            "no file that it could be relative to: give the full path"
+        )
     kept = config_to_dict(config)
     kept.pop("processes", None)  # where a run computes is no part of it
     identity = (kept, config_fingerprint(config), config.seed)
@@ -297,10 +303,12 @@ def _reserve(
         privacy.budget,
     )
     left = "" if reservation.left is None else f", {reservation.left:.4g} left"
-    console.print(
-        f"ledger {privacy.ledger}: epsilon {reservation.before:.4g} spent before this run, "
-        f"{reservation.after:.4g} with it{left} (delta {prepared.delta:.3g})"
+    lines = [f"a new ledger was made at {ledger.path}"] * reservation.new_ledger
+    lines.append(
+        f"ledger {ledger.path}, account {privacy.account}: epsilon {reservation.before:.4g} spent "
+        f"before this run, {reservation.after:.4g} with it{left} (delta {prepared.delta:.3g})"
     )
+    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
     return ledger
 
 

@@ -107,6 +107,19 @@ def test_accounts_are_apart_and_a_bare_guarantee_counts(tmp_path):
     assert ledger.spent(USERS, DELTA) == math.inf
 
 
+def test_a_new_ledger_is_told_from_one_that_goes_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ledger = Ledger("new")
+    assert ledger.path == tmp_path / "new"  # also after the working directory has changed
+    with pytest.raises(BudgetExceededError):
+        ledger.reserve(USERS, "a", run_of(100), DELTA, budget=1e-3)
+    found = [ledger.reserve(USERS, name, run_of(1), DELTA).new_ledger for name in ("a", "a", "b")]
+    assert found == [True, False, False]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInputError, match="cannot be written"):
+        Ledger(tmp_path / "file" / "ledger").reserve(USERS, "a", run_of(1), DELTA)
+
+
 def test_line_cut_by_a_crash_is_ignored_and_the_next_record_is_whole(tmp_path):
     ledger = Ledger(tmp_path / "l")
     ledger.reserve(USERS, "a", run_of(100), DELTA)

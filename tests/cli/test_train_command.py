@@ -241,20 +241,30 @@ def test_without_a_seed_the_key_is_secret(workspace, tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.privacy
-def test_the_ledger_refuses_what_the_budget_does_not_allow(workspace, tmp_path, capsys):
+def test_the_ledger_refuses_what_the_budget_does_not_allow(
+    workspace, tmp_path, capsys, monkeypatch
+):
     common = [
         "seed=null",
         "train.steps=1",
         "privacy.epsilon=2",
-        f"privacy.ledger={tmp_path / 'ledger.jsonl'}",
+        "privacy.ledger=ledgers/spent.jsonl",
         "privacy.account=posts",
         "privacy.budget=2.1",
     ]
     run = ["train", workspace / "small.yaml", *common, "--run-dir"]
-    assert dpfl(*run, tmp_path / "first", "--json") == 0
-    assert dpfl(*run, tmp_path / "second", "--json") == 2
-    errors = capsys.readouterr().err
+    for folder in ("here", "there"):  # one ledger, wherever the command is started
+        (tmp_path / folder).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert dpfl(*run, tmp_path / "first") == 0
+    output = capsys.readouterr().out
+    assert f"a new ledger was made at {workspace / 'ledgers' / 'spent.jsonl'}\n" in output
+    monkeypatch.chdir(tmp_path / "there")
+    assert dpfl(*run, tmp_path / "second") == 2
+    output, errors = capsys.readouterr()
+    assert "new ledger" not in output
     assert "beyond the budget of 2.1" in errors
+    assert str(workspace / "ledgers" / "spent.jsonl") in errors
     assert not (tmp_path / "second" / "metrics.jsonl").exists()
 
 

@@ -4,9 +4,11 @@ import pathlib
 
 import pytest
 import yaml
+from rich.console import Console
 
-from dpfl_jax.config import config_fingerprint, load_config
+from dpfl_jax.config import config_fingerprint, load_config, validate_config
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.training.experiment import run_experiment
 
 MINIMAL = {
     "data": {"source": "python_source"},
@@ -83,6 +85,38 @@ def test_environment_variables_are_expanded(minimal, monkeypatch):
     assert config.data.path == "/somewhere/x.jsonl"
     with pytest.raises(BadInputError, match="ABSENT_DIR is not set"):
         load_config(minimal, ["data.path=${ABSENT_DIR}/x.jsonl"])
+
+
+@pytest.mark.privacy
+def test_a_relative_ledger_is_one_file_wherever_the_command_is_started(
+    minimal, tmp_path, monkeypatch
+):
+    """Two working directories must not mean two ledgers, and twice the budget."""
+    folders = [tmp_path / "here", tmp_path / "there"]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "link.yaml").symlink_to(minimal)
+    wanted = str(tmp_path / "books" / "spent.jsonl")
+    monkeypatch.setenv("BOOKS", "books")
+    for folder in folders:
+        monkeypatch.chdir(folder)
+        for file in (minimal, "../c.yaml", "link.yaml"):
+            for given in ("books/spent.jsonl", "./books/../books/spent.jsonl", wanted,
+                          "${BOOKS}/spent.jsonl"):  # fmt: skip
+                overrides = ["privacy.account=people", f"privacy.ledger={given}"]
+                assert load_config(file, overrides).privacy.ledger == wanted
+    assert load_config(minimal).privacy.ledger is None
+
+
+@pytest.mark.privacy
+def test_a_relative_ledger_without_a_file_is_refused(tmp_path):
+    """A configuration made in Python has no folder: the working directory is no substitute."""
+    config = validate_config(
+        MINIMAL | {"privacy": {"epsilon": 2.0, "ledger": "spent.jsonl", "account": "people"}}
+    )
+    with pytest.raises(BadInputError, match=r"relative path 'spent.jsonl'.*full path"):
+        run_experiment(config, tmp_path / "run", Console(quiet=True))
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_fingerprint_follows_what_is_computed(minimal):
