@@ -108,7 +108,10 @@ def show(result: dict[str, Any], console: Any) -> None:
     from rich.table import Table
 
     if result["private"]:
-        table = Table(title=f"examples per user, {result['epsilon']:g}-DP (add or remove a user)")
+        title = f"examples per user, {result['epsilon']:g}-DP (add or remove a user)"
+        if result["public_seed"]:
+            title += ", but not against those who know the seed"
+        table = Table(title=title)
         table.add_column("quantile", justify="right")
         table.add_column("examples", justify="right")
         for q, value in result["quantiles"].items():

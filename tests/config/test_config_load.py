@@ -115,7 +115,7 @@ def test_a_relative_ledger_without_a_file_is_refused(tmp_path):
         MINIMAL | {"privacy": {"epsilon": 2.0, "ledger": "spent.jsonl", "account": "people"}}
     )
     with pytest.raises(BadInputError, match=r"relative path 'spent.jsonl'.*full path"):
-        run_experiment(config, tmp_path / "run", Console(quiet=True))
+        run_experiment(config, tmp_path / "run", Console(quiet=True), load=lambda section: 1 / 0)
     assert not (tmp_path / "run").exists()
 
 

@@ -11,6 +11,7 @@ from dpfl_jax.data import ArrayStore
 from dpfl_jax.data.build import write_store
 from dpfl_jax.data.inspect import size_histogram
 from dpfl_jax.data.private_quantiles import private_quantile
+from dpfl_jax.data.shards import open_store
 from dpfl_jax.errors import BadInputError
 
 
@@ -62,6 +63,15 @@ def test_private_output_holds_nothing_exact(store, capsys):
         "private", "epsilon", "delta", "unit", "adjacency", "mechanism", "largest", "public_seed",
         "quantiles", "verified",
     }  # fmt: skip
+    fingerprint = open_store(store).fingerprint
+    for arguments in (command, command[:-1]):
+        assert main([*arguments, "--verify"]) == 0
+        captured = capsys.readouterr()
+        assert fingerprint[:8] not in captured.out + captured.err
+    assert "every byte is as built" in captured.out
+    assert "know the seed" not in captured.out
+    assert main([*command[:-1], "--seed", "1"]) == 0
+    assert "not against those who know the seed" in " ".join(capsys.readouterr().out.split())
     assert main(["data", "inspect", str(store), "--private"]) == 2
     assert "needs --epsilon" in capsys.readouterr().err
     assert main([*command[:-1], "--png", "x.png"]) == 2
