@@ -14,7 +14,13 @@ from dpfl_jax.accounting.calibrate import (
     calibrate_steps,
 )
 from dpfl_jax.accounting.guarantee import Guarantee
-from dpfl_jax.accounting.ledger import Account, BudgetExceededError, Ledger, Reservation
+from dpfl_jax.accounting.ledger import (
+    Account,
+    BudgetExceededError,
+    Ledger,
+    LedgerError,
+    Reservation,
+)
 from dpfl_jax.accounting.personal import els_epsilons, epsilon_table
 
 __all__ = [
@@ -24,6 +30,7 @@ __all__ = [
     "BudgetExceededError",
     "Guarantee",
     "Ledger",
+    "LedgerError",
     "Reservation",
     "calibrate_group_size",
     "calibrate_noise_multiplier",

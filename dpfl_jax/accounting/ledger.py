@@ -40,7 +40,11 @@ from dpfl_jax.accounting.guarantee import Guarantee
 from dpfl_jax.errors import BadInputError
 
 
-class BudgetExceededError(BadInputError):
+class LedgerError(BadInputError):
+    """The ledger cannot take what a run would do, so that the run must not begin."""
+
+
+class BudgetExceededError(LedgerError):
     """The event would take the account beyond its budget; nothing was recorded."""
 
 
@@ -114,7 +118,7 @@ class Ledger:
 
         Raises:
           BudgetExceededError: if the budget would be exceeded; nothing is recorded.
-          BadInputError: if the run already reserved something else, or the file is damaged.
+          LedgerError: if the run already reserved something else, or the file is damaged.
         """
         check_delta(delta)
         if budget is not None:
@@ -126,12 +130,12 @@ class Ledger:
             records, tail = _parse(handle, self.path)
             entries = _entries(records, account)
             if run in entries and entries[run]["reserved"] != stored:
-                raise BadInputError(
+                raise LedgerError(
                     f"run {run!r} has already reserved something else in {self.path}: give the "
                     "changed run another name, so that both are counted"
                 )
             if any(r["run"] == run and r["account"] != _key(account) for r in records):
-                raise BadInputError(
+                raise LedgerError(
                     f"run {run!r} is in {self.path} under another data set, unit or adjacency: "
                     "choose another name"
                 )
@@ -163,13 +167,13 @@ class Ledger:
             (which should not happen), it is recorded all the same, and counts.
 
         Raises:
-          BadInputError: if the run has reserved nothing, or the file is damaged.
+          LedgerError: if the run has reserved nothing, or the file is damaged.
         """
         with self._locked() as handle:
             records, tail = _parse(handle, self.path)
             mine = [r for r in records if r["run"] == run and r["kind"] == "reserve"]
             if not mine:
-                raise BadInputError(f"run {run!r} has reserved nothing in {self.path}")
+                raise LedgerError(f"run {run!r} has reserved nothing in {self.path}")
             stored = mine[-1]["event"] if event is None else serialize.to_json(_as_event(event))
             _append(
                 handle,
@@ -204,7 +208,7 @@ class Ledger:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             handle = open(self.path, "a+b", buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise BadInputError(
+            raise LedgerError(
                 f"the ledger {self.path} cannot be written ({error.strerror}): choose another path"
             ) from error
         with handle:
@@ -289,7 +293,7 @@ def _parse(handle: Any, path: pathlib.Path) -> tuple[list[dict[str, Any]], tuple
         if not whole:
             continue  # A cut line; a forged one breaks the chain of hashes below.
         if record.get("previous") != previous:
-            raise BadInputError(
+            raise LedgerError(
                 f"the ledger {path} is damaged before line {number}: a record was changed or "
                 "removed; restore it from a copy"
             )

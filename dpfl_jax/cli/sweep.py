@@ -21,13 +21,15 @@ made of whatever cells are finished (`--collect` only makes these).
 
 Axes: kind, budget, epsilon, group_size, cohort_size, clip_norm, learning_rate, steps, or
 section.key. With `--tune AXIS` the best value of that axis is taken at every combination of the
-others; `--repeats` runs each cell with several seeds and adds 90 % intervals of the mean. The same
-can be written in the configuration:
+others; `--repeats` runs each cell several times and adds 90 % intervals of the mean. Every run has
+a secret key of its own; `--grid seed=0,1,2` makes the noise public instead, which the tables then
+say. The same can be written in the configuration:
 
   sweep: {grid: {epsilon: [1, 8], learning_rate: [0.001, 0.01]}, tune: [learning_rate], repeats: 3}
 
 Choosing by held-out loss over many private runs is not itself covered by any one run's guarantee:
-sweep on public data, or account for all runs (privacy.ledger).
+sweep on public data, or account for all runs: with privacy.ledger every cell is charged to the one
+account, and the first that would exceed privacy.budget is refused (what is finished stays).
 
 examples:
   dpfl sweep configs/quickstart.yaml --grid epsilon=1,4,16 --grid kind=els,uls --out sweeps/eps
@@ -65,6 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs this process's cells, then tabulates all."""
     from rich.console import Console
 
+    from dpfl_jax.accounting import LedgerError
     from dpfl_jax.planning.sweep import draw
 
     console = Console(stderr=args.json)
@@ -75,10 +78,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             sweep.cell_config(cell)
             console.print(" ".join(cell.overrides(sweep.base)))
         return {"status": "dry run", "cells": len(cells)}
-    ran = 0
+    ran, refused = 0, None
     if not args.collect:
         console.print(f"{len(cells)} cells in {sweep.directory}")
-        ran = sweep.run(console, args.rank, args.of)
+        try:
+            ran = sweep.run(console, args.rank, args.of)
+        except LedgerError as error:  # what is finished is tabulated all the same
+            refused = error
     files = sweep.write_tables()
     best = sweep.best()
     fixed = [axis for axis in sweep.axes if axis not in sweep.tuned]
@@ -86,7 +92,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         figure = sweep.directory / "sweep.png"
         draw(best, fixed, figure)
         files.append(figure)
-    _print(console, best, fixed, sweep)
+    caveats = list(dict.fromkeys(text for row in best for text in row["caveats"]))
+    _print(console, best, fixed, sweep, caveats)
+    if refused is not None:
+        raise refused
     found = sweep.table()
     return {
         "status": "finished" if len(found) == len(cells) else "unfinished",
@@ -95,6 +104,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "results": len(found),
         "infeasible": sum(row["status"] == "infeasible" for row in found),
         "best": best,
+        "caveats": caveats,
         "files": [str(file) for file in files],
     }
 
@@ -133,15 +143,22 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     return name, found
 
 
-def _print(console: Any, best: list[dict[str, Any]], fixed: list[str], sweep: Any) -> None:
+def _print(
+    console: Any, best: list[dict[str, Any]], fixed: list[str], sweep: Any, caveats: list[str]
+) -> None:
     from rich.table import Table
 
-    table = Table(*fixed, *sweep.tuned, "held-out loss", "90 % interval", title="best cells")
+    public = any(row["seed"] is not None for row in best) and "seed" not in sweep.axes
+    columns = [*fixed, *sweep.tuned, *["public seed"] * public, "held-out loss", "90 % interval"]
+    table = Table(*columns, title="best cells")
     for row in sorted(best, key=lambda row: tuple(str(row[a]) for a in fixed)):
         interval = "" if row["low"] is None else f"{row['low']:.4f} to {row['high']:.4f}"
         tuned = [f"{row[a]}{' (edge)' if a in row['edge'] else ''}" for a in sweep.tuned]
+        tuned += [str(row["seed"])] * public
         table.add_row(*(str(row[a]) for a in fixed), *tuned, f"{row['loss']:.4f}", interval)
     console.print(table)
+    for caveat in caveats:
+        console.print(f"caveat: {caveat}", highlight=False)
     for row in sweep.table():
         if row["status"] == "infeasible":
             values = ", ".join(f"{axis} {row[axis]}" for axis in sweep.axes)

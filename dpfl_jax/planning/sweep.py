@@ -23,10 +23,11 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from dpfl_jax.accounting import LedgerError
 from dpfl_jax.config import RunConfig, config_fingerprint, load_config
 from dpfl_jax.data import load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
-from dpfl_jax.training.run_dir import write_atomically
+from dpfl_jax.training.run_dir import finished_report, write_atomically
 
 # Short names of the axes of a compute-budget study; any other key of a configuration works too.
 ALIASES = {
@@ -47,7 +48,7 @@ class Cell:
 
     Attributes:
       values: by axis, as given.
-      repeat: number of the repetition; its seed of sampling and noise.
+      repeat: number of the repetition, from 0; each has a key of its own.
     """
 
     values: Mapping[str, Any]
@@ -69,7 +70,7 @@ class Cell:
             if kind == "uls":
                 cohort *= group if group is not None else config.mechanism.uls.group_size
             out.append(f"mechanism.compute_budget={cohort}")
-        return [*out, f"seed={self.repeat}", "sweep=null"]
+        return [*out, "sweep=null"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Sweep:
       axes: values by axis: a key of the configuration, an alias (``ALIASES``), ``group_size`` or
         ``cohort_size`` (users a step; with ELS examples a step).
       overrides: of the base configuration, for all cells.
-      repeats: runs of each cell, with different sampling and noise.
+      repeats: runs of each cell, each with a secret key of its own for sampling and noise.
       tuned: axes whose best value is taken at every combination of the others.
       keep_runs: whether checkpoints of finished cells are kept.
     """
@@ -112,11 +113,16 @@ class Sweep:
         """The base configuration.
 
         Raises:
-          BadInputError: it is of a federation, or wrong.
+          BadInputError: it is of a federation, or wrong, or repeats one seed.
         """
         config = load_config(self.config, [*self.overrides, "sweep=null"])
         if not isinstance(config, RunConfig):
             raise BadInputError("sweeps are of central runs: this configuration is of a federation")
+        if self.repeats > 1 and (config.seed is not None or "seed" in self.axes):
+            raise BadInputError(
+                f"{self.repeats} repeats with one seed are the same run: leave seed unset, or give "
+                "the seeds as an axis (seed=0,1,2) without repeats; their noise is then public"
+            )
         return config
 
     def cells(self) -> list[Cell]:
@@ -141,7 +147,9 @@ class Sweep:
 
     def digest(self, cell: Cell) -> str:
         """Names a cell's files: the same for the same configuration, whatever the grid."""
-        content = json.dumps([config_fingerprint(self.base), dict(cell.values), cell.repeat])
+        # "secret": not the names under which older versions keep runs with public seeds.
+        run = ["secret", cell.repeat]
+        content = json.dumps([config_fingerprint(self.base), dict(cell.values), run])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     # ---- running ---------------------------------------------------------------------------
@@ -150,9 +158,12 @@ class Sweep:
         """Runs the cells of one process that have no result yet; returns how many it ran.
 
         A cell that cannot be (a cohort larger than the population, an unreachable epsilon) is
-        recorded with the reason.
+        recorded with the reason. With ``privacy.ledger`` every cell is charged to the account
+        before its first step, and once.
 
         Raises:
+          LedgerError: the ledger refuses the next cell; those that are finished stay, and so does
+            the refused one's folder: with a larger ``privacy.budget`` the same call goes on.
           StoppedError: interrupted; the same call goes on.
         """
         from dpfl_jax.training.progress import StepProgress
@@ -169,12 +180,28 @@ class Sweep:
         ):  # cells share most compiled programs
             jax.config.update("jax_compilation_cache_dir", str(self.directory / "compiled"))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        ledger = self.base.privacy.ledger
+        if ledger is not None:
+            new = "" if pathlib.Path(ledger).exists() else f"a new ledger is made at {ledger}\n"
+            console.print(
+                f"{new}ledger {ledger}: each cell is charged to account "
+                f"{self.base.privacy.account} in full, before its first step",
+                soft_wrap=True,
+                markup=False,
+                highlight=False,
+            )
         with StepProgress(console, "cells", len(mine), len(mine) - len(left)) as bar:
             for number, cell in enumerate(left, len(mine) - len(left) + 1):
-                row = self._run_cell(cell, load)
+                shown = ", ".join(f"{axis} {value}" for axis, value in cell.values.items())
+                try:
+                    row = self._run_cell(cell, load)
+                except LedgerError as error:
+                    raise LedgerError(
+                        f"the cell {shown} was not run, the finished ones stay: {error}; narrow "
+                        "the grid, or raise privacy.budget, and the same command goes on"
+                    ) from error
                 self._result(cell).parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(self._result(cell), json.dumps(row))
-                shown = ", ".join(f"{axis} {value}" for axis, value in cell.values.items())
                 loss = "infeasible" if row["loss"] is None else f"loss {row['loss']:.4f}"
                 bar.update(number, f"{shown}: {loss}")
         return len(left)
@@ -184,10 +211,15 @@ class Sweep:
 
         config = self.cell_config(cell)
         path = self.directory / "cells" / self.digest(cell)
-        row: dict[str, Any] = {**cell.values, "repeat": cell.repeat}
+        row: dict[str, Any] = {**cell.values, "repeat": cell.repeat, "seed": config.seed}
         started = time.perf_counter()
         try:
-            report = run_experiment(config, path, Console(quiet=True), load=load)
+            # Finished, but killed before its result was written: not run, nor charged, again.
+            report = finished_report(path)
+            if report is None:
+                report = run_experiment(config, path, Console(quiet=True), load=load)
+        except LedgerError:
+            raise
         except BadInputError as error:
             return {**row, "status": "infeasible", "reason": str(error), "loss": None}
         if report["status"] != "finished":
@@ -210,6 +242,7 @@ class Sweep:
             "epsilon_spent": report["privacy"]["epsilon"],
             "delta": report["privacy"]["delta"],
             "noise_multiplier": report["privacy"]["noise_multiplier"],
+            "caveats": report["privacy"]["caveats"],
             "seconds": round(time.perf_counter() - started, 2),
             "run": str(path),
         }
@@ -228,8 +261,9 @@ class Sweep:
         """For every combination of axes that are not tuned, the best of those that are.
 
         A row holds the axes, ``loss`` (mean over repeats), ``low`` and ``high`` (a 90 % interval of
-        the mean, Student's t; None with one repeat), ``repeats``, and whether a tuned value lies on
-        the ``edge`` of its axis.
+        the mean, Student's t; None with one repeat), ``repeats``, whether a tuned value lies on the
+        ``edge`` of its axis, the public ``seed`` (None: secret keys), and the ``caveats`` of the
+        runs' guarantees.
         """
         return best_rows(self.table(), self.axes, self.tuned)
 
@@ -257,13 +291,14 @@ def best_rows(
     rows: Iterable[Mapping[str, Any]], axes: Mapping[str, Sequence[Any]], tuned: Sequence[str]
 ) -> list[dict[str, Any]]:
     """See ``Sweep.best``."""
-    losses: dict[tuple[Any, ...], list[float]] = {}
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["loss"] is not None and math.isfinite(row["loss"]):
-            losses.setdefault(tuple(row[axis] for axis in axes), []).append(row["loss"])
+            groups.setdefault(tuple(row[axis] for axis in axes), []).append(row)
     fixed = [axis for axis in axes if axis not in tuned]
     chosen: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for values, found in losses.items():
+    for values, group in groups.items():
+        found = [row["loss"] for row in group]
         point = dict(zip(axes, values))
         key = tuple(point[axis] for axis in fixed)
         if key in chosen and chosen[key]["loss"] <= np.mean(found):
@@ -281,6 +316,8 @@ def best_rows(
             "high": high,
             "repeats": len(found),
             "edge": edge,
+            "seed": group[0]["seed"],
+            "caveats": list(dict.fromkeys(text for row in group for text in row["caveats"])),
         }
     return list(chosen.values())
 
@@ -333,6 +370,8 @@ def draw(best: Sequence[Mapping[str, Any]], axes: Sequence[str], file: pathlib.P
         ax.set(xlabel=x_axis, ylabel="held-out loss")
         if others:
             ax.legend(fontsize=7)
+    if any(row["seed"] is not None for row in best):
+        ax.set_title("sampling and noise from public seeds", fontsize=8)
     figure.tight_layout()
     figure.savefig(file, dpi=150)
     plt.close(figure)

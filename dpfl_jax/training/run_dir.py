@@ -222,8 +222,7 @@ class RunDirectory:
                 f"the run directory {path} belongs to another configuration (its config.yaml says "
                 "which): use that one, or choose another --run-dir"
             )
-        report = path / "report.json"
-        if report.exists() and json.loads(report.read_text()).get("status") == FINISHED:
+        if finished_report(path) is not None:
             raise BadInputError(
                 f"the run in {path} is finished and is not overwritten: see it with `dpfl show`, "
                 "or choose another --run-dir"
@@ -291,6 +290,13 @@ class RunDirectory:
             return
         kept = [row for row in self.read_metrics() if row["step"] <= step]
         write_atomically(self.metrics_path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def finished_report(path: pathlib.Path) -> dict[str, Any] | None:
+    """The report of a run that is finished, or None."""
+    file = path / "report.json"
+    report = json.loads(file.read_text()) if file.exists() else {}
+    return report if report.get("status") == FINISHED else None
 
 
 def write_atomically(path: pathlib.Path, text: str, mode: int = 0o644) -> None:

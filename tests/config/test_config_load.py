@@ -123,6 +123,10 @@ def test_the_fingerprint_follows_what_is_computed(minimal):
     base = config_fingerprint(load_config(minimal))
     assert base == config_fingerprint(load_config(minimal, ["name=other"]))
     assert base != config_fingerprint(load_config(minimal, ["train.steps=4"]))
+    ledger = ["privacy.ledger=spent.jsonl", "privacy.account=people"]
+    with_budgets = [load_config(minimal, [*ledger, f"privacy.budget={b}"]) for b in (1, 2)]
+    assert len({config_fingerprint(config) for config in with_budgets}) == 1
+    assert config_fingerprint(with_budgets[0]) != base
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: p.stem)

@@ -4,10 +4,18 @@ import json
 
 import pyarrow.parquet
 import pytest
+from rich.console import Console
 
+from dpfl_jax.accounting import Account, Ledger, events
+from dpfl_jax.accounting import epsilon as epsilon_of
 from dpfl_jax.cli.main import main
+from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.planning.sweep import Sweep, best_rows
+from dpfl_jax.training import experiment
+from dpfl_jax.training.loop import PUBLIC_KEY_CAVEAT
+from dpfl_jax.training.report import PRIVATE_METRICS_CAVEAT
+from dpfl_jax.training.run_dir import RunDirectory
 
 CONFIG = """
 name: swept
@@ -40,12 +48,125 @@ def test_axes_become_overrides(config):
     (cell,) = grid.cells()
     made = grid.cell_config(cell)
     assert (made.privacy.epsilon, made.optimizer.learning_rate, made.data.seq_len) == (1.5, 0.01, 8)
-    assert made.seed == 0
+
+
+@pytest.mark.privacy
+def test_every_run_has_a_secret_key_unless_a_seed_is_asked_for(config, capsys):
+    """Repetitions too; one seed in several runs would be the same run, and is refused."""
+    grid = sweep(config, {"epsilon": [1, 8]}, repeats=3)
+    assert [grid.cell_config(cell).seed for cell in grid.cells()] == [None] * 6
+    assert len({grid.digest(cell) for cell in grid.cells()}) == 6
+    asked = sweep(config, {"seed": [4, 5]})
+    assert {asked.cell_config(cell).seed for cell in asked.cells()} == {4, 5}
+    for axes, overrides in (({"seed": [4, 5]}, ()), ({"epsilon": [1]}, ("seed=4",))):
+        with pytest.raises(BadInputError, match="2 repeats with one seed are the same run"):
+            sweep(config, axes, overrides=overrides, repeats=2).cells()
+    ledger = ("privacy.ledger=spent.jsonl", "privacy.account=people")
+    with pytest.raises(BadInputError, match="leave seed unset"):
+        sweep(config, {"seed": [4]}, overrides=ledger).run(Console(quiet=True))
+
+
+def pretend(monkeypatch, steps=3, sigma=1.0):
+    """Replaces training by a charge to the ledger and an invented report; returns what ran."""
+    ran = []
+
+    def run_experiment(config, path, console, load):
+        fingerprint = config_fingerprint(config)
+        directory = RunDirectory(path, config_to_dict(config), fingerprint, config.seed)
+        try:
+            privacy, caveats = config.privacy, []
+            if privacy.ledger is not None:
+                ledger = Ledger(privacy.ledger)
+                event = events.uls(sigma, 0.5, steps)
+                account = Account(privacy.account)
+                ledger.reserve(account, directory.run_id, event, 1e-3, privacy.budget)
+            if directory.root_key.public:
+                caveats = [PUBLIC_KEY_CAVEAT]
+            ran.append(str(path))
+            loss = {"loss": 1.0, "loss_by_user": 1.0}
+            stated = {"epsilon": 1.0, "delta": 1e-3, "noise_multiplier": sigma, "caveats": caveats}
+            report = {"status": "finished", "eval": {"initial": loss, "final": loss}}
+            (path / "report.json").write_text(json.dumps(report | {"privacy": stated}))
+            return report | {"privacy": stated}
+        finally:
+            directory.close()
+
+    monkeypatch.setattr(experiment, "run_experiment", run_experiment)
+    return ran
+
+
+@pytest.mark.privacy
+def test_a_ledger_takes_every_cell_once_and_refuses_what_is_beyond_the_budget(
+    config, monkeypatch, capsys
+):
+    ran = pretend(monkeypatch)
+    one = epsilon_of(events.uls(1.0, 0.5, 3), 1e-3)
+    two = epsilon_of(events.uls(1.0, 0.5, 6), 1e-3)
+    three = epsilon_of(events.uls(1.0, 0.5, 9), 1e-3)
+    assert one < two < three
+    out = config.parent / "out"
+    charged = ["privacy.ledger=spent.jsonl", "privacy.account=people"]
+    command = ["sweep", str(config), *charged, "--grid", "learning_rate=0.1,0.2,0.3", "--out",
+               str(out)]  # fmt: skip
+    assert main([*command, f"privacy.budget={two + 1e-3}"]) == 2
+    output, errors = capsys.readouterr()
+    file = config.parent / "spent.jsonl"
+    assert f"a new ledger is made at {file}\n" in output
+    assert "was not run, the finished ones stay" in errors
+    assert "beyond the budget" in errors
+    assert errors.startswith("dpfl: error: ")
+    assert len(errors.splitlines()) == 1
+    assert len(ran) == 2
+    assert len((out / "table.jsonl").read_text().splitlines()) == 2
+    ledger, account = Ledger(file), Account("people")
+    assert ledger.spent(account, 1e-3) == pytest.approx(two, rel=1e-6)
+    # Killed after the report and before the result: neither run nor charged again.
+    lost = sorted((out / "results").iterdir())[0]
+    row = json.loads(lost.read_text())
+    lost.unlink()
+    # A larger budget goes on in the same folder, with the cell that was refused.
+    assert main([*command, f"privacy.budget={three + 1e-3}", "--json"]) == 0
+    output, errors = capsys.readouterr()
+    assert "new ledger" not in errors
+    assert json.loads(output.splitlines()[-1])["status"] == "finished"
+    assert len(ran) == len(set(ran)) == len(ledger.runs(account)) == 3
+    assert ledger.spent(account, 1e-3) == pytest.approx(three, rel=1e-6)
+    assert json.loads(lost.read_text()) | {"seconds": 0} == row | {"seconds": 0}
+    # A damaged ledger is no property of a cell, and is not kept as one.
+    file.write_bytes(file.read_bytes()[60:])
+    wider = [*command, "--grid", "clip_norm=1", f"privacy.budget={three}"]
+    results = len(list((out / "results").iterdir()))
+    assert main(wider) == 2
+    assert "damaged" in capsys.readouterr().err
+    assert len(list((out / "results").iterdir())) == results
+
+
+@pytest.mark.privacy
+def test_a_seed_is_named_wherever_the_results_are(config, monkeypatch, capsys):
+    pretend(monkeypatch)
+    for axis, overrides in (("seed=4,5", []), ("epsilon=1,8", ["seed=7"])):
+        out = config.parent / axis
+        command = ["sweep", str(config), *overrides, "--grid", axis, "--out", str(out)]
+        assert main(command) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert PUBLIC_KEY_CAVEAT in shown
+        assert "seed" in shown.split(PUBLIC_KEY_CAVEAT)[0]
+        assert main([*command, "--json"]) == 0
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert result["caveats"] == [PUBLIC_KEY_CAVEAT]
+        rows = pyarrow.parquet.read_table(out / "table.parquet").to_pylist()
+        rows += [json.loads(line) for line in (out / "table.jsonl").read_text().splitlines()]
+        rows += [json.loads(line) for line in (out / "best.jsonl").read_text().splitlines()]
+        assert len(rows) == 6
+        assert all(row["caveats"] == [PUBLIC_KEY_CAVEAT] for row in rows)
+        assert {row["seed"] for row in rows} == ({4, 5} if "seed" in axis else {7})
+    out = config.parent / "secret"
+    assert main(["sweep", str(config), "--grid", "epsilon=1", "--out", str(out), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["caveats"], result["best"][0]["seed"]) == ([], None)
 
 
 def test_processes_share_all_cells_and_no_cell_is_run_twice(config, monkeypatch):
-    from rich.console import Console
-
     seen = []
 
     def fake(self, cell, load):
@@ -69,7 +190,7 @@ def test_processes_share_all_cells_and_no_cell_is_run_twice(config, monkeypatch)
 def test_the_best_of_tuned_axes_with_an_interval():
     axes = {"epsilon": [1, 8], "learning_rate": [0.1, 0.2, 0.3]}
     rows = [
-        {"epsilon": e, "learning_rate": lr, "loss": loss}
+        {"epsilon": e, "learning_rate": lr, "loss": loss, "seed": None, "caveats": []}
         for e, lr, losses in [
             (1, 0.1, [5.0, 5.2]),
             (1, 0.2, [4.0, 4.2]),
@@ -112,7 +233,8 @@ def test_bad_sweeps_are_refused_before_the_first_run(config, capsys):
 def test_a_sweep_end_to_end(config, capsys, monkeypatch):
     """Real runs, one cell that cannot be, an interruption, and the tables."""
     monkeypatch.setenv("DPFL_CACHE_DIR", str(config.parent / "cache"))
-    config.write_text(CONFIG + "sweep: {grid: {cohort_size: [4, 8, 5000], epsilon: [2, 8]}}\n")
+    charged = CONFIG.replace("epsilon: 8.0", "epsilon: 8.0, ledger: spent.jsonl, account: people")
+    config.write_text(charged + "sweep: {grid: {cohort_size: [4, 8, 5000], epsilon: [2, 8]}}\n")
     out = config.parent / "out"
     arguments = ["sweep", str(config), "--out", str(out), "--json"]
     assert main([*arguments, "--rank", "1", "--of", "2"]) == 0
@@ -129,4 +251,12 @@ def test_a_sweep_end_to_end(config, capsys, monkeypatch):
             assert "probability" in row["reason"] or "population" in row["reason"]
         else:
             assert row["epsilon_spent"] <= row["epsilon"]
+            assert row["seed"] is None
+            assert PRIVATE_METRICS_CAVEAT in row["caveats"]
+            assert PUBLIC_KEY_CAVEAT not in row["caveats"]
+    # One account, charged once for each cell that ran: more than any one of them, however started.
+    ledger, account = Ledger(config.parent / "spent.jsonl"), Account("people")
+    assert len(ledger.runs(account)) == 4
+    (delta,) = {row["delta"] for row in rows} - {None}
+    assert ledger.spent(account, delta) > max(row["epsilon_spent"] or 0 for row in rows)
     assert (out / "sweep.png").stat().st_size > 1000

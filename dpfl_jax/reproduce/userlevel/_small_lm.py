@@ -32,6 +32,7 @@ NOTE = (
     "a one-layer byte model on the embedded corpus (a user is a source file) instead of 350 M "
     "parameters on Stack Overflow and CC-News: directions, not numbers"
 )
+SEED_NOTE = "sampling and noise of all cells come from the public seed 0, and so protect nobody"
 RATES = (0.004, 0.012)
 GROUPS = (1, 2, 4, 8, 16)
 
@@ -40,6 +41,7 @@ def base(quick: bool) -> dict[str, Any]:
     """The configuration that all figures start from."""
     return {
         "name": "small",
+        "seed": 0,
         "data": {
             "source": "python_source",
             "seq_len": 64,

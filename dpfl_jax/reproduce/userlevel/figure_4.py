@@ -47,7 +47,7 @@ def run(settings: Settings) -> Outcome:
     )
     file = settings.out / "userlevel-figure-4.png"
     _draw(rows, points, median, file)
-    return Outcome(claims, [file], rows, [small.NOTE])
+    return Outcome(claims, [file], rows, [small.NOTE, small.SEED_NOTE])
 
 
 def _draw(rows: list[dict[str, Any]], points: Any, median: int, file: Any) -> None:

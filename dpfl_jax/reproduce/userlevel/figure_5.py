@@ -43,6 +43,7 @@ def run(settings: Settings) -> Outcome:
     _draw_regret(regret, curves)
     notes = [
         small.NOTE,
+        small.SEED_NOTE,
         "regret: loss of the strategy's cell over the best cell of the same budget, minus one; "
         "Random is the mean over its cells",
     ]

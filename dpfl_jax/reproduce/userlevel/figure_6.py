@@ -53,7 +53,8 @@ def run(settings: Settings) -> Outcome:
     ]
     file = settings.out / "userlevel-figure-6.png"
     _draw(loss, budgets, epsilons, initial, file)
-    return Outcome(claims, [file], rows, [small.NOTE, f"ELS group size {median} (the median)"])
+    notes = [small.NOTE, small.SEED_NOTE, f"ELS group size {median} (the median)"]
+    return Outcome(claims, [file], rows, notes)
 
 
 def _draw(loss: Any, budgets: list[int], epsilons: list[float], initial: float, file: Any) -> None:

@@ -73,6 +73,7 @@ def run(settings: Settings) -> Outcome:
     _draw(loss, factors, budgets, file)
     notes = [
         small.NOTE,
+        small.SEED_NOTE,
         "more users are supposed in the accounting only, as in the paper: beyond 1 the runs have "
         "no guarantee for the users there are",
     ]
