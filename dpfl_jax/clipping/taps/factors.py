@@ -10,6 +10,7 @@ weight sharing over time are one case, and so that two uses of one parameter can
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Hashable, Sequence
 
@@ -99,13 +100,26 @@ def einsum(
 ) -> jax.Array:
     """Einsum over labelled arrays, accumulated in float32."""
     number: dict[Label, int] = {}
-    arguments: list[object] = []
+    axes = [[number.setdefault(label, len(number)) for label in x.labels] for x in operands]
+    wanted = [number[label] for label in out]
     dtype = jnp.result_type(*[x.array for x in operands])
-    for x in operands:
-        arguments.append(x.array.astype(dtype))
-        arguments.append([number.setdefault(label, len(number)) for label in x.labels])
-    arguments.append([number[label] for label in out])
-    return jnp.einsum(*arguments, precision=precision, preferred_element_type=jnp.float32)
+
+    def of(*arrays: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        arguments: list[object] = []
+        for array, labels in zip(arrays, axes, strict=True):
+            arguments += [array.astype(dtype), labels]
+        return jnp.einsum(
+            *arguments, wanted, precision=precision, preferred_element_type=jnp.float32
+        )
+
+    arrays = [x.array for x in operands]
+    as_they_are = functools.partial(of, dtype=dtype)
+    if dtype.itemsize >= 4:
+        return as_they_are(*arrays)
+    # XLA's products on a CPU do not all take narrow operands for a float32 result. Casting first is
+    # exact. Which device this runs on is known only when it is lowered (it may be another's).
+    exact = functools.partial(of, dtype=jnp.dtype(jnp.float32))
+    return jax.lax.platform_dependent(*arrays, cpu=exact, default=as_they_are)
 
 
 def factorise(site: Site, operands: Sequence[jax.Array], gradient: jax.Array) -> Pair:
