@@ -9,14 +9,22 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from dpfl_jax.clipping import per_unit
 from dpfl_jax.clipping.auto import Explanation, decide
 from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.isolation import check_isolated
-from dpfl_jax.clipping.problem import Problem, Solution, count_units, leaf_name, trainable_mask
-from dpfl_jax.clipping.result import BoundedSum, vary, varying_axes
+from dpfl_jax.clipping.problem import (
+    Problem,
+    Solution,
+    as_arrays,
+    count_units,
+    leaf_name,
+    trainable_mask,
+)
+from dpfl_jax.clipping.result import BoundedSum, real_units, vary, varying_axes
 from dpfl_jax.clipping.rules import Rule, Standard
 from dpfl_jax.clipping.taps.engine import LeafReport, solve_ghost
 from dpfl_jax.errors import BadInputError
@@ -27,7 +35,7 @@ STRATEGIES: tuple[Strategy, ...] = ("auto", "vmap", "scan", "ghost")
 
 
 class BoundedGrad:
-    """A function ``(params, batch, mask=None, *, rng=None, group=None) -> BoundedSum``.
+    """A function ``(params, batch, *, mask=None, rng=None, group=None) -> BoundedSum``.
 
     Made by ``bounded_grad``. It holds no state, and composes with ``jit``, ``vmap`` over outer
     axes, ``shard_map`` and loops. It sums over the units it is given: a sum over devices is the
@@ -66,8 +74,8 @@ class BoundedGrad:
         self,
         params: PyTree,
         batch: PyTree,
+        *more: PyTree,
         mask: jax.Array | None = None,
-        *,
         rng: jax.Array | None = None,
         group: jax.Array | None = None,
         rule: Rule | None = None,
@@ -76,19 +84,31 @@ class BoundedGrad:
 
         Args:
           params: any pytree; floating-point leaves are trained.
-          batch: pytree of arrays with a leading unit axis [n, ...].
-          mask: bool or number [n]; zero marks padding, which contributes exactly zero whatever
-            it holds.
+          batch: pytree of arrays with a leading unit axis [n, ...]. No unit at all (n = 0) gives a
+            sum of zeros.
+          *more: refused: a loss of several arguments takes them as one batch.
+          mask: bool, int or float [n]; zero (or NaN) marks padding, which contributes exactly zero
+            whatever it holds.
           rng: one key, from which unit i gets ``fold_in(rng, i)``, or n keys; given to the loss
             as ``rng=``.
           group: int or float [n] for rules that weight by group (see ``GroupAverage``).
           rule: used instead of the one given to ``bounded_grad`` (an adaptive clip norm).
 
         Raises:
-          BadInputError: shapes that do not fit.
+          BadInputError: arguments or shapes that do not fit.
         """
+        if more:
+            raise BadInputError(
+                "bounded_grad: it takes the parameters and one batch, but got "
+                f"{len(more) + 2} arguments: make the batch a tuple or a dict of arrays, which the "
+                "loss gets one unit of ((x, y), with a loss (params, (x, y))), and give the mask "
+                "by name (mask=...)"
+            )
         problem, rebuild = self.problem(params, batch, mask, rng, group, rule)
         solution = self.solve(problem)
+        if not count_units(batch):  # what was solved is padding alone
+            none = jax.tree.map(lambda x: x[:0], dataclasses.replace(solution, sums=[]))
+            solution = dataclasses.replace(none, sums=solution.sums)
         return BoundedSum(
             sum=rebuild(solution.sums),
             norms=solution.norms,
@@ -123,8 +143,8 @@ class BoundedGrad:
         self,
         params: PyTree,
         batch: PyTree,
-        mask: jax.Array | None = None,
         *,
+        mask: jax.Array | None = None,
         rng: jax.Array | None = None,
         group: jax.Array | None = None,
     ) -> Explanation:
@@ -163,16 +183,19 @@ class BoundedGrad:
         rule: Rule | None = None,
     ) -> tuple[Problem, Callable[[list[jax.Array]], PyTree]]:
         """Flattens one call; returns it and the function that puts sums back in a tree."""
+        params, batch = as_arrays("params", params), as_arrays("batch", batch)
         n = count_units(batch)
         for name, value in (("mask", mask), ("group", group)):
-            if value is not None and jnp.shape(value) != (n,):
-                raise BadInputError(
-                    f"bounded_grad: {name} has shape {jnp.shape(value)}, but the batch has {n} "
-                    f"units, so it must have shape ({n},)"
-                )
+            if value is not None:
+                _check_one_number_a_unit(name, value, n)
         keys = None if rng is None else _unit_keys(rng, n)
-        real = jnp.ones((n,), bool) if mask is None else jnp.asarray(mask) != 0
-        batch = jax.tree.map(jnp.asarray, batch)
+        real = jnp.ones((n,), bool) if mask is None else real_units(mask)
+        if n == 0:  # solved as padding, which has all shapes and contributes nothing
+            n = 1 if self.unit_sharding is None else self.unit_sharding.mesh.size
+            group = None if group is None else jnp.asarray(group)
+            batch, group = _padding((batch, group), n)
+            keys = None if rng is None else _unit_keys(_one_key(rng), n)
+            real = jnp.zeros((n,), bool)
         axes = varying_axes(batch, real, keys, group)
         if split := varying_axes(params) - axes:
             raise BadInputError(
@@ -195,13 +218,7 @@ class BoundedGrad:
             full = [next(trained) if t else x for t, x in zip(train, everything)]
             extra = {} if key is None else {"rng": key}
             out = self.loss_fn(tree.unflatten(full), example, **extra)
-            value, aux = out if self.has_aux else (out, None)
-            if jnp.shape(value) != ():
-                raise BadInputError(
-                    "bounded_grad: the loss of one unit must be a scalar, but its shape is "
-                    f"{jnp.shape(value)}"
-                )
-            return value.astype(jnp.float32), aux
+            return _value_and_aux(out, self.has_aux)
 
         leaves = [x for t, x in zip(train, everything) if t]
         check_isolated(loss, leaves, (batch, keys), axes)
@@ -223,6 +240,57 @@ class BoundedGrad:
             gradient_sharding=self.gradient_sharding,
         )
         return problem, rebuild
+
+
+def _check_one_number_a_unit(name: str, value: Any, n: int) -> None:
+    kind = value.dtype if hasattr(value, "dtype") else np.asarray(value).dtype
+    numbers = (jnp.bool_, jnp.integer, jnp.floating)
+    if np.shape(value) != (n,) or not any(jnp.issubdtype(kind, k) for k in numbers):
+        raise BadInputError(
+            f"bounded_grad: {name} has shape {np.shape(value)} and holds {kind}, but the batch has "
+            f"{n} units, so it must have shape ({n},) and hold bool, int or float"
+        )
+
+
+def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
+    """What the loss of one unit returned, as a float32 scalar and the rest."""
+    pair = isinstance(out, (tuple, list)) and len(out) == 2
+    if has_aux and not pair:
+        raise BadInputError(
+            "bounded_grad: with has_aux=True the loss of one unit must return (value, aux), but it "
+            f"returns {_described(out)}: return both, or leave has_aux out"
+        )
+    value, aux = out if has_aux else (out, None)
+    if not jax.tree_util.all_leaves([value]) or jnp.shape(value) != ():
+        raise BadInputError(
+            "bounded_grad: the loss of one unit must be a scalar, but it is "
+            f"{_described(value)}"
+            + (": set has_aux=True if the second is auxiliary" if pair and not has_aux else "")
+        )
+    return jnp.asarray(value).astype(jnp.float32), aux
+
+
+def _described(x: Any) -> str:
+    shape = getattr(x, "shape", None)
+    return f"a {type(x).__name__}" if shape is None else f"an array of shape {shape}"
+
+
+def _padding(tree: PyTree, n: int) -> PyTree:
+    """``n`` units of the same shapes as a batch of none, all zero."""
+
+    def one(x: Any) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jnp.broadcast_to(_one_key(x), (n, *x.shape[1:]))
+        return jnp.zeros((n, *x.shape[1:]), x.dtype)
+
+    return jax.tree.map(one, tree)
+
+
+def _one_key(rng: jax.Array) -> jax.Array:
+    """A key of the same kind, for units that are not there."""
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return jax.random.key(0, impl=jax.random.key_impl(rng))
+    return jnp.zeros(rng.shape[-1:], rng.dtype)
 
 
 def _unit_keys(rng: jax.Array, n: int) -> jax.Array:

@@ -47,8 +47,8 @@ def probe(
     bounded: BoundedGrad,
     params: PyTree,
     batch: PyTree,
-    mask: jax.Array | None = None,
     *,
+    mask: jax.Array | None = None,
     rng: jax.Array | None = None,
     group: jax.Array | None = None,
     memory_limit: float | None = None,
@@ -76,7 +76,7 @@ def probe(
         stats = jax.local_devices()[0].memory_stats() or {}
         limit = 0.5 * stats["bytes_limit"] if "bytes_limit" in stats else None
     units = jax.tree.leaves(batch)[0].shape[0]
-    chosen = bounded.explain(params, batch, mask, rng=rng, group=group)
+    chosen = bounded.explain(params, batch, mask=mask, rng=rng, group=group)
     candidates: list[tuple[str, int | None]] = [(chosen.strategy, chosen.microbatch_size)]
     if chosen.strategy == "ghost":
         size = chosen.microbatch_size or units
@@ -110,7 +110,7 @@ def _temp_bytes(
     group: jax.Array | None,
 ) -> int:
     def call(params: PyTree, batch: PyTree, mask: Any, rng: Any, group: Any) -> Any:
-        return bounded(params, batch, mask, rng=rng, group=group)
+        return bounded(params, batch, mask=mask, rng=rng, group=group)
 
     compiled = jax.jit(call).lower(params, batch, mask, rng, group).compile()
     memory = compiled.memory_analysis()

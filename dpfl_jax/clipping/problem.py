@@ -213,6 +213,30 @@ def trainable_mask(params: PyTree, trainable: PyTree | Callable[[str], bool] | N
     return mask
 
 
+def as_arrays(what: str, tree: PyTree) -> PyTree:
+    """``tree`` with numbers and NumPy arrays made JAX arrays.
+
+    Args:
+      what: name of the argument that ``tree`` is.
+      tree: arrays and numbers.
+
+    Raises:
+      BadInputError: a leaf is neither.
+    """
+
+    def one(path: tuple[Any, ...], x: Any) -> jax.Array:
+        try:
+            return jnp.asarray(x)
+        except (TypeError, ValueError) as error:
+            kind = f"an array of {x.dtype}" if hasattr(x, "dtype") else f"a {type(x).__name__}"
+            raise BadInputError(
+                f"bounded_grad: the entry {leaf_name(path)!r} of {what} must be an array of "
+                f"numbers, but it is {kind}: take it out, and let the loss close over it"
+            ) from error
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
 def count_units(batch: PyTree) -> int:
     """The length of the leading axis that all arrays of a batch share.
 

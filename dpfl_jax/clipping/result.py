@@ -70,6 +70,12 @@ def vary(tree: PyTree, axes: frozenset[str]) -> PyTree:
     return jax.tree.map(one, tree)
 
 
+def real_units(mask: jax.Array) -> jax.Array:
+    """Bool [n]: the units that a mask (bool, int or float [n]) counts: not those of zero or NaN."""
+    mask = jnp.asarray(mask)
+    return (mask != 0) & (mask == mask)
+
+
 def unit_where(keep: jax.Array, x: jax.Array, axis: int = 0) -> jax.Array:
     """Returns ``x`` with the units outside ``keep`` set to exactly zero, NaNs included.
 

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from dpfl_jax.clipping.result import real_units
 from dpfl_jax.errors import BadInputError
 
 # Squares of smaller norms are lost in float32.
@@ -24,6 +26,14 @@ def _check_positive(rule: str, **values: float) -> None:
     for name, value in values.items():
         if isinstance(value, jax.core.Tracer):  # known only on the device: see ``_trusted``
             continue
+        kind = np.asarray(value).dtype
+        if np.shape(value) != () or not any(
+            jnp.issubdtype(kind, k) for k in (jnp.integer, jnp.floating)
+        ):
+            raise BadInputError(
+                f"{rule}: {name} must be one number, but it is a {type(value).__name__} (the rule "
+                "PerGroup bounds groups of parameters apart)"
+            )
         if not (math.isfinite(value) and value > 0):
             raise BadInputError(f"{rule}: {name} is {value}, but it must be finite and above 0")
         if value < SMALLEST_CLIP_NORM:
@@ -34,9 +44,10 @@ def _check_positive(rule: str, **values: float) -> None:
 
 
 def _trusted(weights: jax.Array, *values: jax.Array | float) -> jax.Array:
-    """``weights``, or zero where a number that they rest on is not finite."""
+    """``weights``, or zero where a number that they rest on is not finite, or too small."""
     for value in values:
-        weights = jnp.where(jnp.isfinite(value), weights, 0.0)
+        good = jnp.isfinite(value) & (value >= SMALLEST_CLIP_NORM)
+        weights = jnp.where(good, weights, 0.0)
     return weights
 
 
@@ -195,8 +206,8 @@ class GroupAverage(Rule):
             raise BadInputError(
                 "GroupAverage: needs `group`, the number of units of each unit's group in the step"
             )
-        weights = Standard(self.clip_norm).weights(norms) / jnp.maximum(group, 1)
-        return _trusted(weights, group)
+        size = jnp.maximum(group, 1)
+        return _trusted(Standard(self.clip_norm).weights(norms) / size, size)
 
     @property
     def sensitivity(self) -> float:
@@ -209,11 +220,11 @@ def group_sizes(ids: jax.Array, mask: jax.Array | None = None) -> jax.Array:
 
     Args:
       ids: int [n], group of each unit; the whole step's, not one microbatch's.
-      mask: bool [n]; padding is not counted.
+      mask: bool, int or float [n]; padding (zero or NaN) is not counted.
     """
     same = ids[:, None] == ids[None, :]
     if mask is not None:
-        same = same & (jnp.asarray(mask) != 0)[None, :]
+        same = same & real_units(mask)[None, :]
     return same.sum(axis=1, dtype=jnp.int32)
 
 
@@ -233,6 +244,11 @@ class PerGroup(Rule):
         """Validates."""
         if not self.clip_norms:
             raise BadInputError("PerGroup: clip_norms is empty: give at least one (pattern, C)")
+        if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in self.clip_norms):
+            raise BadInputError(
+                "PerGroup: clip_norms must be pairs of a pattern and its C: "
+                "(('layers/*', 0.5), ('*', 1.0))"
+            )
         for pattern, clip_norm in self.clip_norms:
             _check_positive(f"PerGroup, pattern {pattern!r}", clip_norm=clip_norm)
 

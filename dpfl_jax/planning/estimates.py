@@ -188,4 +188,4 @@ def _norms(
 ) -> jax.Array:
     real = jnp.asarray(units["mask"]).any(axis=1)
     bounded = bounded_grad(loss_fn, clip_norm=1e30, strategy="ghost", trainable=trainable)
-    return bounded(params, units, real).norms
+    return bounded(params, units, mask=real).norms

@@ -133,7 +133,7 @@ def _by_hand(
         params = jax.tree.map(lambda p: jax.lax.pcast(p, DATA_AXIS, to="varying"), params)
 
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
-            bounded = bounded_grad(join(params, frozen), row, mask)
+            bounded = bounded_grad(join(params, frozen), row, mask=mask)
             return bounded.sum, _stats(bounded, mask, mechanism.clip_norm)
 
         zero = jnp.zeros((), jnp.float32)
@@ -184,7 +184,7 @@ def _automatic(
             return jax.tree.map(one, tree, places)
 
         def part(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
-            bounded = bounded_grad(join(params, frozen), row, mask)
+            bounded = bounded_grad(join(params, frozen), row, mask=mask)
             return bounded.sum, _stats(bounded, mask, mechanism.clip_norm)
 
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping import Normalized, Standard, bounded_grad
+from dpfl_jax.clipping import Automatic, Normalized, PerGroup, Standard, bounded_grad
 from dpfl_jax.errors import BadInputError
 
 STRATEGIES = ["vmap", "scan", "ghost"]
@@ -76,7 +76,7 @@ def test_padding_contributes_exactly_zero(strategy, poison):
     mask = jnp.array([True, False, True, False])
     poisoned = jax.tree.map(lambda a: a.at[jnp.array([1, 3])].set(poison), batch)
     clean = jax.tree.map(lambda a: a.at[jnp.array([1, 3])].set(0.0), batch)
-    got, want = f(params, poisoned, mask), f(params, clean, mask)
+    got, want = f(params, poisoned, mask=mask), f(params, clean, mask=mask)
     for g, w in zip(jax.tree.leaves(got.sum), jax.tree.leaves(want.sum)):
         np.testing.assert_array_equal(g, w)
     np.testing.assert_array_equal(got.norms[jnp.array([1, 3])], 0)
@@ -104,7 +104,7 @@ def test_nonfinite_unit_is_replaced_by_zero_and_reported(strategy, poison):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_padding_batch_gives_zero(strategy):
     f = jax.jit(bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
-    got = f(mlp_params(), mlp_batch(3), jnp.zeros(3, bool))
+    got = f(mlp_params(), mlp_batch(3), mask=jnp.zeros(3, bool))
     for leaf in (*jax.tree.leaves(got.sum), got.norms, got.weights, got.losses):
         np.testing.assert_array_equal(leaf, 0)
 
@@ -114,7 +114,7 @@ def test_float_mask_and_no_mask(strategy):
     f = jax.jit(bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
     params, batch = mlp_params(), mlp_batch(3)
     np.testing.assert_allclose(
-        f(params, batch).norms, f(params, batch, jnp.ones(3, jnp.float32)).norms, rtol=1e-6
+        f(params, batch).norms, f(params, batch, mask=jnp.ones(3, jnp.float32)).norms, rtol=1e-6
     )
 
 
@@ -148,9 +148,9 @@ def test_sum_is_float32_whatever_the_parameters(strategy):
 def test_microbatches_change_nothing(strategy, microbatch_size):
     params, batch = mlp_params(), mlp_batch(7)
     mask = jnp.arange(7) != 3
-    want = bounded_grad(mlp_loss, clip_norm=1.0, strategy="vmap")(params, batch, mask)
+    want = bounded_grad(mlp_loss, clip_norm=1.0, strategy="vmap")(params, batch, mask=mask)
     f = bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy, microbatch_size=microbatch_size)
-    got = jax.jit(f)(params, batch, mask)
+    got = jax.jit(f)(params, batch, mask=mask)
     assert_close(got.sum, want.sum)
     np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
 
@@ -208,7 +208,7 @@ def test_sensitivity_on_eight_devices(strategy, cast_first):
 
         def body(i, carry):
             del i
-            return jax.tree.map(jnp.add, carry, f(params, batch, mask).sum)
+            return jax.tree.map(jnp.add, carry, f(params, batch, mask=mask).sum)
 
         zeros = jax.tree.map(
             lambda p: jax.lax.pcast(jnp.zeros(p.shape), "data", to="varying"), params
@@ -287,7 +287,7 @@ def test_bad_calls(strategy):
     with pytest.raises(BadInputError, match="same leading unit axis"):
         f(mlp_params(), {"x": batch["x"], "y": batch["y"][:2]})
     with pytest.raises(BadInputError, match="mask has shape"):
-        f(mlp_params(), batch, jnp.ones(2))
+        f(mlp_params(), batch, mask=jnp.ones(2))
     with pytest.raises(BadInputError, match="must be a scalar"):
         bounded_grad(lambda p, e: e["x"] * p["w"].sum(), clip_norm=1.0, strategy=strategy)(
             mlp_params(), batch
@@ -296,3 +296,113 @@ def test_bad_calls(strategy):
         bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy, trainable=lambda name: False)(
             mlp_params(), batch
         )
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+@pytest.mark.parametrize("microbatch_size", [None, 1, 4])
+def test_no_units_at_all_give_zeros(strategy, microbatch_size):
+    def loss(params, example, rng):
+        return mlp_loss(params, example) / jnp.sum(example["x"]), jax.random.normal(rng, (3,))
+
+    f = bounded_grad(
+        loss, clip_norm=1.0, strategy=strategy, microbatch_size=microbatch_size, has_aux=True
+    )
+    params, batch = mlp_params(), mlp_batch(0)
+    keys = jax.random.split(jax.random.key(0), 0)
+    for rng in (jax.random.key(0), keys):
+        got = jax.jit(f)(params, batch, mask=jnp.zeros(0, bool), rng=rng)
+        assert jax.tree.map(jnp.shape, got.sum) == jax.tree.map(jnp.shape, params)
+        assert not any(np.any(leaf) for leaf in jax.tree.leaves(got.sum))  # NaN is not zero either
+        for leaf in (got.norms, got.weights, got.losses, got.nonfinite):
+            assert leaf.shape == (0,)
+        assert got.aux.shape == (0, 3)
+
+
+def test_no_units_over_devices():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec("data"))
+    for size in (None, 8):
+        f = bounded_grad(mlp_loss, clip_norm=1.0, unit_sharding=place, microbatch_size=size)
+        assert not any(
+            np.any(leaf) for leaf in jax.tree.leaves(jax.jit(f)(mlp_params(), mlp_batch(0)))
+        )
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("rule", [Standard, Normalized, Automatic])
+@pytest.mark.parametrize("clip_norm", [0.0, -1.0, 1e-30, np.nan, np.inf])
+def test_a_clip_norm_that_turns_out_unusable_gives_zeros(rule, clip_norm):
+    """Known on the device alone; a unit of zero gradient and one of a large one."""
+    batch = {"x": jnp.stack([jnp.zeros(5), jnp.ones(5)]), "y": jnp.zeros((2, 2))}
+    params = {**mlp_params(), "b": jnp.zeros(7)}
+    f = jax.jit(lambda c: bounded_grad(mlp_loss, rule=rule(c), strategy="ghost")(params, batch))
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(f(clip_norm).sum))
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_nan_in_a_mask_is_padding(strategy):
+    params, batch = mlp_params(), mlp_batch(3)
+    f = bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy)
+    got = f(params, batch, mask=jnp.array([1.0, np.nan, 0.0]))
+    np.testing.assert_array_equal(got.norms > 0, [True, False, False])
+    np.testing.assert_array_equal(got.weights > 0, [True, False, False])
+    want = f(params, jax.tree.map(lambda x: x[:1], batch))
+    assert_close(got.sum, want.sum)
+
+
+def test_a_second_batch_is_not_taken_for_a_mask():
+    def loss(params, x, y=None):
+        return jnp.sum((x @ params["w"]) ** 2) if y is None else y * jnp.sum(x @ params["w"])
+
+    f = bounded_grad(loss, clip_norm=1.0)
+    with pytest.raises(BadInputError, match=r"make the batch a tuple or a dict.*mask="):
+        f(mlp_params(), jnp.ones((3, 5)), jnp.array([0.0, 1.0, 1.0]))
+
+
+@pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
+def test_python_numbers_as_parameter_and_as_loss(strategy):
+    params, batch = {**mlp_params(), "scale": 2.0}, mlp_batch(3)
+
+    def loss(params, example):
+        return params["scale"] * mlp_loss(params, example)
+
+    got = bounded_grad(loss, clip_norm=1.0, strategy=strategy)(params, batch)
+    want = bounded_grad(loss, clip_norm=1.0, strategy="vmap")(
+        {**params, "scale": jnp.float32(2.0)}, batch
+    )
+    assert_close(got.sum, want.sum)
+    none = bounded_grad(lambda p, e: 1.5, clip_norm=1.0, strategy=strategy)(params, batch)
+    np.testing.assert_array_equal(none.norms, 0)
+    np.testing.assert_array_equal(none.losses, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"loss": lambda p, e: (mlp_loss(p, e), 1.0)}, "tuple: set has_aux=True"),
+        ({"loss": lambda p, e: {"loss": mlp_loss(p, e)}}, "must be a scalar, but it is a dict"),
+        ({"loss": lambda p, e: None}, "must be a scalar, but it is a NoneType"),
+        ({"has_aux": True}, r"must return \(value, aux\), but it returns an array of shape \(\)"),
+        ({"params": {"name": "net"}}, "entry 'name' of params must be an array.*a str"),
+        ({"batch": {"id": "abc"}}, "entry 'id' of batch must be an array.*a str"),
+        ({"batch": {"id": np.array(["a", "b", "c"])}}, "entry 'id' of batch .* an array of <U1"),
+        ({"mask": "abc"}, "mask has shape"),
+        ({"mask": np.ones(3, complex)}, "mask has shape .* complex128.* bool, int or float"),
+        ({"clip_norm": {"w": 1.0}}, "clip_norm must be one number, but it is a dict"),
+        ({"clip_norm": "1"}, "clip_norm must be one number, but it is a str"),
+        ({"clip_norm": None, "rule": lambda: PerGroup({"w": 1.0})}, "must be pairs of a pattern"),
+    ],
+)
+def test_what_cannot_be_used_is_named(change, message):
+    options = {"clip_norm": 1.0, "has_aux": False} | change
+    loss, mask = options.pop("loss", mlp_loss), options.pop("mask", None)
+    params = {**mlp_params(), **options.pop("params", {})}
+    batch = {**mlp_batch(3), **options.pop("batch", {})}
+
+    def call():
+        rule = options.pop("rule", lambda: None)()
+        return bounded_grad(loss, rule=rule, **options)(params, batch, mask=mask)
+
+    with pytest.raises(BadInputError, match=message):
+        call()

@@ -60,7 +60,7 @@ def test_group_average_is_the_mean_of_clipped_gradients_of_each_group():
     x = jax.random.normal(jax.random.key(0), (5, 3)) * jnp.array([0.1, 1, 2, 3, 4])[:, None]
     ids, mask = jnp.array([0, 0, 1, 1, 1]), jnp.array([1, 1, 1, 1, 0], bool)
     f = bounded_grad(loss, rule=GroupAverage(1.0))
-    got = f(params, x, mask, group=group_sizes(ids, mask)).sum["w"]
+    got = f(params, x, mask=mask, group=group_sizes(ids, mask)).sum["w"]
     clipped = [v / max(1.0, float(jnp.linalg.norm(v))) for v in x]
     want = (clipped[0] + clipped[1]) / 2 + (clipped[2] + clipped[3]) / 2
     np.testing.assert_allclose(got, want, rtol=1e-5)

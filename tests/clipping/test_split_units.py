@@ -85,12 +85,12 @@ def test_microbatches_of_units_split_over_devices(strategy, size):
     f = bounded_grad(
         loss, clip_norm=0.5, strategy=strategy, microbatch_size=size, unit_sharding=rows
     )
-    got = jax.jit(f)(PARAMS, batch, mask, group=group)
-    want = jax.jit(bounded_grad(loss, clip_norm=0.5, strategy="vmap"))(PARAMS, batch, mask)
+    got = jax.jit(f)(PARAMS, batch, mask=mask, group=group)
+    want = jax.jit(bounded_grad(loss, clip_norm=0.5, strategy="vmap"))(PARAMS, batch, mask=mask)
     np.testing.assert_allclose(got.norms, want.norms, rtol=2e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got.sum, want.sum)
     for unit in (1, 17, 47):
-        without = jax.jit(f)(PARAMS, batch, mask.at[unit].set(False), group=group)
+        without = jax.jit(f)(PARAMS, batch, mask=mask.at[unit].set(False), group=group)
         moved = norm(jax.tree.map(jnp.subtract, got.sum, without.sum))
         assert moved <= 0.5 * (1 + 1e-4)
 

@@ -27,7 +27,7 @@ def compare(loss, params, batch, methods, mask=None):
 
     def run(**options):
         f = bounded_grad(loss, clip_norm=1.0, **options)
-        return jax.jit(lambda p, b, m, c: f(p, b, m, rule=Standard(c)))
+        return jax.jit(lambda p, b, m, c: f(p, b, mask=m, rule=Standard(c)))
 
     reference = run(strategy="vmap")
     norms = np.asarray(reference(params, batch, mask, 1.0).norms)

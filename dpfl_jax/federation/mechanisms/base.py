@@ -207,7 +207,7 @@ class SiloMechanism(abc.ABC):
         def summed(
             params: PyTree, units: PyTree, mask: jax.Array, group: jax.Array, clip_norm: jax.Array
         ) -> BoundedSum:
-            return bounded(params, units, mask, group=group, rule=self.rule(clip_norm))
+            return bounded(params, units, mask=mask, group=group, rule=self.rule(clip_norm))
 
         return summed
 
