@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from dpfl_jax.data.example_keys import example_keys
 from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Draw, share_of
 
 
@@ -41,6 +43,8 @@ class Bucket:
         example.
       num_rows: rows that hold real units; the others are padding (``padded_rows``).
       num_units: real units, over all hosts.
+      keys: uint32 [rows, row, (group_size,) 3], what the examples' keys are made of
+        (``example_keys``); None if the loss takes none.
     """
 
     arrays: Mapping[str, Any]
@@ -48,6 +52,7 @@ class Bucket:
     example_mask: Any | None
     num_rows: int
     num_units: int
+    keys: Any | None = None
 
     @property
     def group_size(self) -> int | None:
@@ -139,6 +144,7 @@ class Pipeline:
         another sampling than the one accounted for). None sizes buffers to the step.
       threads: threads that read ahead.
       ahead: steps read ahead.
+      loss_key: root key, from which each example gets a key of its own at each step; None: none.
     """
 
     store: Readable
@@ -151,6 +157,7 @@ class Pipeline:
     capacities: tuple[int, ...] | None = None
     threads: int = 2
     ahead: int = 4
+    loss_key: RootKey | None = None
 
     def __post_init__(self) -> None:
         """Checks that rows can be split over the devices, and that records can be shipped."""
@@ -177,7 +184,7 @@ class Pipeline:
             rows = [self._rows(p, capacity) for p, capacity in zip(parts, self.capacities)]
         local, tokens = [], 0
         for part, count in zip(parts, rows):
-            tree, real_tokens = self._read(part, count)
+            tree, real_tokens = self._read(part, count, step)
             local.append(tree)
             tokens += real_tokens
         buckets = tuple(
@@ -234,7 +241,7 @@ class Pipeline:
 
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(None, self.axis))
 
-    def _read(self, draw: Draw, rows: int) -> tuple[dict[str, Any], int]:
+    def _read(self, draw: Draw, rows: int, step: int = 0) -> tuple[dict[str, Any], int]:
         """Reads this process's columns of one bucket: host arrays [rows, columns, ...], tokens."""
         share = share_of(draw, self.row, self._columns(), rows)
         real = share.positions >= 0
@@ -252,6 +259,9 @@ class Pipeline:
             "arrays": {name: place(values) for name, values in examples.items()},
             "unit_mask": share.slots >= 0,
             "example_mask": real if real.ndim == 3 else None,
+            "keys": None
+            if self.loss_key is None
+            else example_keys(self.loss_key, (step,), share.positions),
         }, tokens
 
     def _examples(self, positions: np.ndarray) -> tuple[dict[str, np.ndarray], int]:

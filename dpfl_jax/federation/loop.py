@@ -17,6 +17,7 @@ from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import bounded_grad, self_check
+from dpfl_jax.data.example_keys import key_argument, keyed
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, worst_cases
 from dpfl_jax.federation.data import FederatedData
@@ -140,7 +141,8 @@ def run_rounds(
     """Runs a federation whose noise is set.
 
     Args:
-      loss_fn: ``(params, record) -> scalar``.
+      loss_fn: ``(params, record) -> scalar``. If it also takes ``rng`` (or ``key``), with default
+        None, each record of each local step gets a key of its own there.
       params: initial parameters; not modified.
       data: what the silos hold; must keep the federation's caps.
       federation: who does what, with which noise.
@@ -218,9 +220,11 @@ def run_rounds(
 
     if start == 0:
         evaluated(0)
+    random = key_argument(loss_fn)
+    shipped_loss = keyed(loss_fn, random) if random else loss_fn
     release = make_release(
         mechanism,
-        loss_fn,
+        shipped_loss,
         local_optimizer,
         mesh,
         width=width,
@@ -228,9 +232,11 @@ def run_rounds(
         strategy=strategy,
     )
     apply = jax.jit(lambda s, total, r: server.apply(s, mean_update(total), r))
-    builder = RoundBuilder(federation, data, key, mesh, width, microbatch_size, chunk_silos)
+    builder = RoundBuilder(
+        federation, data, key, mesh, width, microbatch_size, chunk_silos, loss_keys=bool(random)
+    )
     if mechanism.private and start < federation.rounds and strategy not in ("vmap", "scan"):
-        _check_norms(builder, loss_fn, params, strategy)
+        _check_norms(builder, shipped_loss, params, strategy)
     spent, meter = _Spent(federation, delta, show_spent), _Meter()
     quiet = Console(quiet=True)
     done = start

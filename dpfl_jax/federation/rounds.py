@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dpfl_jax.data.example_keys import example_keys, with_keys
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Chunk
 from dpfl_jax.federation.federation import Federation
@@ -54,6 +55,7 @@ class RoundBuilder:
       width: silos of a device that are vmapped.
       microbatch_size: units processed at once.
       chunk_silos: silos in a chunk; None: as many as 192 MiB of buffers hold.
+      loss_keys: whether each record comes with a key of its own (``data.example_keys``).
     """
 
     federation: Federation
@@ -63,6 +65,7 @@ class RoundBuilder:
     width: int = 1
     microbatch_size: int = 32
     chunk_silos: int | None = None
+    loss_keys: bool = False
 
     # ---- shapes ----------------------------------------------------------------------------
 
@@ -150,6 +153,9 @@ class RoundBuilder:
             return out.reshape(*full, *leaf.shape[1:])
 
         units: Any = {name: scatter(leaf) for name, leaf in examples.items()}
+        if self.loss_keys:
+            keys_of = self._record_keys(silos, round_index, drawn)
+            units = with_keys(units, scatter(keys_of))
         present = scatter(np.ones(len(slots), bool))
         mask = np.zeros((self.size, steps, capacity * self.row), bool)
         group = np.ones(mask.shape, np.float32)
@@ -185,6 +191,17 @@ class RoundBuilder:
         }
         sharding = NamedSharding(self.mesh, PartitionSpec(DATA_AXIS))
         return Piece(silos, jax.device_put(Chunk(**host), sharding), len(positions))
+
+    def _record_keys(
+        self, silos: np.ndarray, round_index: int, drawn: list[list[SiloDraw]]
+    ) -> np.ndarray:
+        """uint32 [records, 3], in the order of ``_slots``."""
+        found = [np.zeros((0, 3), np.uint32)]
+        for silo, row in zip(silos.tolist(), drawn):
+            key = self.silo_key(silo, round_index)
+            for t, draw in enumerate(row):
+                found.append(example_keys(key, (t,), draw.positions[draw.positions >= 0]))
+        return np.concatenate(found)
 
     def _slots(
         self, drawn: list[list[SiloDraw]], units: int, unit_size: int | None

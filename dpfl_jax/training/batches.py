@@ -15,6 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from dpfl_jax.data.example_keys import key_argument, keyed, with_keys
 from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_sizes, is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.mechanisms import Mechanism
@@ -34,6 +35,7 @@ def training_pipeline(
     mesh: Mesh,
     microbatch_size: int,
     group_buckets: bool = False,
+    loss_key: RootKey | None = None,
 ) -> Pipeline:
     """Returns the pipeline of a run, whose batches all have the same shapes.
 
@@ -44,6 +46,7 @@ def training_pipeline(
       microbatch_size: units per device and row.
       group_buckets: put users with few examples into buffers with a smaller group axis (1, 2, 4,
         ...) instead of padding them to the group size.
+      loss_key: root key of the examples' own keys, for a loss that takes one (``example_loss``).
     """
     row = microbatch_size * unit_parts(mesh)
     sizes, bounds = None, (sampler.size_bound(_OVERFLOW),)
@@ -60,6 +63,7 @@ def training_pipeline(
         compact=is_token_store(store),
         capacities=tuple(max(1, math.ceil(bound / row)) for bound in bounds),
         ahead=2,
+        loss_key=loss_key,
     )
 
 
@@ -67,16 +71,18 @@ def example_loss(loss_fn: Callable[..., jax.Array], store: Readable) -> Callable
     """Turns a loss of one example of ``store`` into one of what the pipeline ships of it.
 
     Token sequences cross to the devices as stored (two bytes a token, not five) and are unpacked
-    there, one microbatch at a time.
+    there, one microbatch at a time. A loss that takes a key (``example_keys.key_argument``) gets
+    that of its example.
     """
-    if not is_token_store(store):
-        return loss_fn
-    unpack = store.schema.unpack_on_device  # type: ignore[attr-defined]
+    shipped = loss_fn
+    if is_token_store(store):
+        unpack = store.schema.unpack_on_device  # type: ignore[attr-defined]
 
-    def loss(params: PyTree, example: PyTree, **kwargs: Any) -> jax.Array:
-        return loss_fn(params, unpack(example["records"]), **kwargs)
+        def shipped(params: PyTree, example: PyTree, **kwargs: Any) -> jax.Array:
+            return loss_fn(params, unpack(example["records"]), **kwargs)
 
-    return loss
+    name = key_argument(loss_fn)
+    return shipped if name is None else keyed(shipped, name)
 
 
 def step_arguments(mechanism: Mechanism, batch: StepBatch) -> tuple[Any, Any, Any]:
@@ -90,7 +96,8 @@ def step_arguments(mechanism: Mechanism, batch: StepBatch) -> tuple[Any, Any, An
 
 def units_of(mechanism: Mechanism, bucket: Bucket) -> PyTree:
     """Returns the units of a bucket: a pytree of arrays [rows, row, ...]."""
-    return mechanism.units(bucket.arrays, bucket.example_mask)
+    examples = bucket.arrays if bucket.keys is None else with_keys(bucket.arrays, bucket.keys)
+    return mechanism.units(examples, bucket.example_mask)
 
 
 def draw_digest(sampler: Sampler, key: RootKey, step: int) -> str:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable, join, self_check, split
+from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable, fingerprint_of
 from dpfl_jax.errors import BadInputError, too_little_memory
@@ -137,7 +138,9 @@ def fit(
     """Trains ``params`` with a mechanism.
 
     Args:
-      loss_fn: ``(params, example) -> float32 scalar`` for one example.
+      loss_fn: ``(params, example) -> float32 scalar`` for one example. If it also takes ``rng`` (or
+        ``key``), with default None, each example of each training step gets a key of its own there;
+        evaluation is without.
       params: pytree of arrays, split over the mesh already if they should never be whole; not
         modified.
       data: a store: ``user_offsets`` and ``read(positions)``.
@@ -194,6 +197,7 @@ def fit(
     if root.public and mechanism.private:
         caveats = (*caveats, PUBLIC_KEY_CAVEAT)
 
+    random = key_argument(loss_fn, needed_without=None if validation is None else "evaluation")
     evaluate = Evaluator(loss_fn, mesh, eval_batch_size)
     trained, frozen = split(params, trainable)
     frozen = place(frozen, parameter_shardings(frozen, mesh), copy=False)
@@ -230,7 +234,9 @@ def fit(
     cut = {"examples_at_once": examples_at_once, "split_users": split_users}
     step_fn = make_train_step(mechanism, shipped_loss, optimizer, mesh, **options, **cut)
     sampler = mechanism.sampler(data.user_offsets, key)
-    pipeline = training_pipeline(sampler, data, mesh, microbatch_size, group_buckets)
+    pipeline = training_pipeline(
+        sampler, data, mesh, microbatch_size, group_buckets, key if random else None
+    )
     processes.check_same(
         {
             "root key": root.fingerprint,

@@ -19,6 +19,7 @@ from fed_zoo import (
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.engine import make_release, mean_update
 from dpfl_jax.federation.federation import Federation, SiloPlan
+from dpfl_jax.federation.loop import run_rounds
 from dpfl_jax.federation.mechanisms import LocalItemDP, SiloFacts
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.randomness import RootKey
@@ -213,3 +214,45 @@ def test_a_thousand_silos_equal_the_loop():
     expected, _ = reference_round(federation, builder, make_params(), optax.sgd(0.1), members)
     assert (dropped, silos) == (0, len(members))
     assert_close(mean, expected)
+
+
+@pytest.mark.privacy
+def test_each_record_of_a_local_step_has_its_own_key():
+    """A loss that draws at random, of units that hold several records."""
+
+    def noisy(params, record, rng=None):
+        return loss_fn(params, record) * (1.0 if rng is None else 2 * jax.random.uniform(rng))
+
+    data = make_data()
+    federation = make_federation(data, MECHANISMS["subject_uls"], rounds=1)
+
+    def trained(loss, devices, size):
+        return run_rounds(
+            loss_fn=loss,
+            params=make_params(),
+            data=data,
+            federation=federation,
+            local_optimizer=optax.sgd(0.1),
+            delta=1e-3,
+            key=KEY,
+            mesh=data_parallel_mesh(jax.devices()[:devices]),
+            microbatch_size=size,
+        ).params
+
+    one = trained(noisy, 1, 4)
+    assert_close(one, trained(noisy, 8, 2))
+    assert np.abs(one["b"] - trained(loss_fn, 1, 4)["b"]).max() > 1e-3
+    builder = RoundBuilder(federation, data, KEY, data_parallel_mesh(), loss_keys=True)
+    (silos,) = builder.pieces(0)
+    chunk = builder.build(0, silos).chunk
+    examples, steps = chunk.units["examples"], np.asarray(chunk.noise_key)
+    keys, present = np.asarray(examples["key"]), np.asarray(chunk.units["mask"])
+    found = np.argwhere(present)
+    assert len(np.unique(keys[present], axis=0)) == len(found) > 10
+    for at in found[:10]:
+        silo, step = silos[at[0]], at[1]
+        want = builder.silo_key(int(silo), 0).jax("loss", int(step))
+        np.testing.assert_array_equal(keys[tuple(at)][:2], jax.random.key_data(want))
+        record = data.read(np.array([keys[tuple(at)][2]]))
+        np.testing.assert_array_equal(examples["example"]["x"][tuple(at)], record["x"][0])
+        assert np.any(keys[tuple(at)][:2] != steps[at[0], at[1]])
