@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import math
 from typing import Any
 
 import jax
 
 from dpfl_jax.clipping.cost import Machine
 from dpfl_jax.clipping.problem import Problem
-from dpfl_jax.clipping.taps.engine import LeafReport, solve_ghost, trace_loss
+from dpfl_jax.clipping.taps.engine import COPIES, LeafReport, solve_ghost, trace_loss
 from dpfl_jax.clipping.taps.trace import Plan, analyse
+
+# Copies are much where they take more than this share of everything else, and this many bytes.
+_MUCH, _SMALL = 0.1, 2.0**20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,51 @@ class Explanation:
     microbatch_size: int | None
     reason: str
     leaves: tuple[LeafReport, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """How the norms of how many parameters are computed, in one line."""
+        if self.strategy != "ghost":
+            size = "" if self.microbatch_size is None else f", {self.microbatch_size} at a time"
+            return f"norms of all parameters from the gradient of each unit ({self.strategy}{size})"
+        copied = sum(r.method == COPIES for r in self.leaves)
+        booked = f"{len(self.leaves) - copied} of {len(self.leaves)} parameters by book-keeping"
+        return f"norms of {booked}" + (f", of {copied} from a copy for each unit" if copied else "")
+
+    def fallback(self, units: int) -> str | None:
+        """What copies of parameters cost in memory, where it is much; None where it is not.
+
+        Vectors (biases, scales) are left out: their copies are as large as activations at most.
+
+        Args:
+          units: in the batch.
+        """
+        at_once = min(units, self.microbatch_size or units)
+        copied = [r for r in self.leaves if r.method == COPIES and len(r.shape) > 1]
+        extra = at_once * sum(r.recorded for r in copied)
+        held = sum(4.0 * math.prod(r.shape) for r in self.leaves)
+        held += at_once * sum(r.recorded for r in self.leaves if r not in copied)
+        if extra <= max(_SMALL, _MUCH * held):
+            return None
+        largest = max(copied, key=lambda r: r.recorded)
+        name = f"the parameter {largest.name!r} {largest.shape} is"
+        if len(copied) > 1:
+            name = f"{len(copied)} parameters, {largest.name!r} {largest.shape} the largest, are"
+        return (
+            f"{name} copied for each unit ({largest.reason}): that takes {extra / 2**20:.3g} MiB "
+            f"beside {held / 2**20:.3g} MiB for the parameters and what book-keeping holds "
+            f"(estimates): write the loss with plain products, or set strategy to 'scan'"
+        )
+
+    def to_json(self, units: int) -> dict[str, Any]:
+        """For a report; ``units`` as in ``fallback``."""
+        return {
+            "summary": self.summary,
+            "strategy": self.strategy,
+            "units_at_once": min(units, self.microbatch_size or units),
+            "norms": dict(collections.Counter(r.method for r in self.leaves)),
+            "warning": self.fallback(units),
+        }
 
     def __str__(self) -> str:
         """A table."""

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import signal
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -36,7 +37,13 @@ from dpfl_jax.training.checkpoint import Checkpoints
 from dpfl_jax.training.content import content_digest
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.interrupt import StopRequest
-from dpfl_jax.training.mesh import data_parallel_mesh, parameter_shardings, place
+from dpfl_jax.training.mesh import (
+    FSDP_AXIS,
+    data_parallel_mesh,
+    parameter_shardings,
+    place,
+    splits_parameters,
+)
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.state import TrainState, hardware, init_state
@@ -63,6 +70,8 @@ class FitResult:
       seconds: wall time of the steps taken in this process (without compilation).
       examples: examples processed in that time.
       tokens: real tokens processed in that time (0 if examples are not token sequences).
+      clipping: how the norms of how many parameters were computed (``clipping.Explanation``), as
+        plain JSON types; None if the run is not private.
     """
 
     params: PyTree
@@ -75,6 +84,7 @@ class FitResult:
     seconds: float
     examples: int
     tokens: int
+    clipping: dict[str, Any] | None = None
 
 
 class SpentBudget:
@@ -262,6 +272,21 @@ def fit(
         for some in pipeline.first_units(2, sampler.group_size):  # each shape has a plan of its own
             rows = jax.tree.map(lambda leaf: leaf[0], units_of(mechanism, some))
             self_check(bounded, params, rows)
+    clipping = None
+    if mechanism.private:
+        units = microbatch_size * (mesh.shape[FSDP_AXIS] if splits_parameters(mesh) else 1)
+        bounded = mechanism.bounded_grad(shipped_loss, **options, **pieces)
+        largest = pipeline.first_units(1, sampler.group_size)[-1]
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((units, *x.shape[2:]), x.dtype),
+            units_of(mechanism, largest),
+        )
+        clipping = bounded.explain(params, shapes).to_json(units)
+        for line in filter(None, (clipping["summary"], clipping["warning"])):
+            if console is not None:
+                console.print(line, highlight=False)
+        if console is None and clipping["warning"]:
+            warnings.warn(clipping["warning"], stacklevel=2)
     spent = SpentBudget(mechanism, population, steps, delta)
     meter = _Meter(pipeline.row)
     quiet = Console(quiet=True)
@@ -309,6 +334,7 @@ def fit(
         seconds=meter.seconds,
         examples=meter.examples,
         tokens=meter.tokens,
+        clipping=clipping,
     )
 
 

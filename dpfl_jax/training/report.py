@@ -78,6 +78,7 @@ def build_report(result: FitResult, **sections: Any) -> dict[str, Any]:
             "examples_per_s": _rate(result.examples, result.seconds),
             "tokens_per_s": _rate(result.tokens, result.seconds),
         },
+        "clipping": result.clipping,
         "outside_guarantee": {
             "nonfinite_units": sum(raw["nonfinite_units"] for raw in last_raw),
             "final_train_loss": last_raw[-1]["train_loss"] if last_raw else None,
@@ -132,6 +133,9 @@ def render_markdown(report: dict[str, Any]) -> str:
         for name, value in report.get("baselines", {}).items():
             lines.append(f"| {name} | {value['loss']:.4f} | {value['loss_by_user']:.4f} | |")
         lines.append("")
+    if clipping := report.get("clipping"):
+        lines += ["## Clipping", ""]
+        lines += [f"- {clipping[k]}" for k in ("summary", "warning") if clipping[k]] + [""]
     for title in (
         "personalization",
         "model",

@@ -100,3 +100,37 @@ def test_auto_splits_the_batch_to_stay_within_memory():
     assert found.microbatch_size is not None
     assert found.microbatch_size < 8
     assert jax.jit(f)(params, x).norms.shape == (8,)
+
+
+def masked_loss(params, x):
+    hidden = jnp.tanh(x @ (params["w"] * jnp.tri(400, 800)) + params["b"])
+    return jnp.sum((hidden @ params["v"]) ** 2)
+
+
+def test_a_large_weight_that_is_copied_is_warned_of():
+    params = {"w": jnp.ones((400, 800)), "b": jnp.ones(800), "v": jnp.ones((800, 3))}
+    f = bounded_grad(masked_loss, clip_norm=1.0, strategy="ghost")
+    found = f.explain(params, jnp.ones((4, 400)))
+    assert found.summary == (
+        "norms of 1 of 3 parameters by book-keeping, of 2 from a copy for each unit"
+    )
+    assert "'w' (400, 800) is copied" in found.fallback(4)
+    assert "4.88 MiB" in found.fallback(4)  # 4 units, 400 x 800 float32
+    told = found.to_json(4)
+    assert told["norms"]["per-unit copies"] == 2
+    assert told["warning"] == found.fallback(4)
+
+
+def test_biases_and_small_copies_are_not_warned_of():
+    def plain(params, x):
+        return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
+
+    params = {"w": jnp.ones((4, 2**19)), "b": jnp.ones(2**19)}
+    found = bounded_grad(plain, clip_norm=1.0, strategy="ghost").explain(params, jnp.ones((64, 4)))
+    assert found.fallback(64) is None
+    loss, params, batch = ZOO["unsupported_mixture"]()
+    found = bounded_grad(loss, clip_norm=1.0, strategy="ghost").explain(params, batch)
+    assert found.fallback(3) is None
+    scan = bounded_grad(plain, clip_norm=1.0, strategy="scan")
+    found = scan.explain({"w": jnp.ones((4, 2)), "b": jnp.ones(2)}, jnp.ones((64, 4)))
+    assert found.summary.endswith("from the gradient of each unit (scan, 1 at a time)")

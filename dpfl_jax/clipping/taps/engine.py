@@ -23,6 +23,8 @@ from dpfl_jax.clipping.taps.evaluate import Records, Tokens, evaluate
 from dpfl_jax.clipping.taps.factors import Pair, factorise, merge, same_form
 from dpfl_jax.clipping.taps.trace import Analysis, Site, analyse
 
+COPIES = "per-unit copies"
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafReport:
@@ -96,7 +98,7 @@ def solve_ghost(
             entry = LeafReport(
                 name,
                 shape,
-                "per-unit copies",
+                COPIES,
                 0,
                 analysis.copied[i],
                 machine.seconds(0.0, 12.0 * leaf.size),

@@ -1,0 +1,55 @@
+"""What a run says of itself."""
+
+import functools
+import io
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from rich.console import Console
+
+from dpfl_jax.data import ArrayStore, Schema
+from dpfl_jax.mechanisms import ELS
+from dpfl_jax.training import fit
+from dpfl_jax.training.mesh import data_parallel_mesh
+from dpfl_jax.training.report import build_report, render_markdown
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_run_says_how_norms_are_computed(shown):
+    """A large weight that meets a mask before data is copied for each unit."""
+    rng = np.random.default_rng(0)
+    store = ArrayStore.from_users(
+        ((f"u{u}", {"x": rng.normal(size=(2, 300)).astype("f4")}) for u in range(10)),
+        Schema.arrays({"x": np.zeros(300, "f4")}),
+    )
+
+    def masked(params, example):
+        return jnp.sum(jnp.tanh(example["x"] @ (params["w"] * jnp.tri(300, 900)) + params["b"]))
+
+    console = Console(record=True, width=500, file=io.StringIO()) if shown else None
+    run = functools.partial(
+        fit,
+        loss_fn=masked,
+        params={"w": np.ones((300, 900), "f4"), "b": np.zeros(900, "f4")},
+        data=store,
+        mechanism=ELS(group_size=2, batch_size=4, noise_multiplier=1.0),
+        optimizer=optax.sgd(0.1),
+        steps=1,
+        microbatch_size=4,
+        mesh=data_parallel_mesh(jax.devices()[:1]),
+        strategy="ghost",
+        console=console,
+    )
+    if shown:
+        result = run()
+        assert result.clipping["summary"] in console.export_text(clear=False)
+        assert result.clipping["warning"] in console.export_text()
+    else:
+        with pytest.warns(UserWarning, match="'w' .* is copied for each unit"):
+            result = run()
+    report = build_report(result)
+    assert report["clipping"]["norms"] == {"per-unit copies": 2}
+    assert "norms of 0 of 2 parameters by book-keeping" in render_markdown(report)
