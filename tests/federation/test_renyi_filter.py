@@ -14,6 +14,7 @@ from dpfl_jax.federation.personal.renyi_filter import (
     filtered_descent,
     norms_of_epsilon,
 )
+from dpfl_jax.noise import GaussianNoise
 
 pytestmark = pytest.mark.privacy
 
@@ -74,6 +75,19 @@ def test_one_record_moves_a_step_by_what_it_pays():
     moved = sum(float(jnp.sum((a - b) ** 2)) for a, b in zip(*map(jax.tree.leaves, (whole, rest))))
     assert moved == pytest.approx(0.25 * float(spent[0]), rel=1e-3)
     assert moved <= 0.25 * 0.36
+
+
+def test_noise_is_that_of_the_one_implementation():
+    """Where no record may pay, a step is noise alone: its tails are tested with the noise."""
+    options = {"sigma": 2.0, "clip_norm": 0.5, "learning_rate": 1.0, "steps": 1, "divisor": 4.0}
+    key, params = jax.random.key(7), make_params()
+    moved, spent = filtered_descent(
+        loss_fn, params, records(3, 1.0), np.zeros(3), key=key, **options
+    )
+    assert np.all(np.asarray(spent) == 0)
+    noise = GaussianNoise(2.0 * 0.5 / 4.0).sample(jax.random.split(key, 1)[0], params)
+    for a, b, z in zip(*map(jax.tree.leaves, (params, moved, noise)), strict=True):
+        np.testing.assert_allclose(a - b, z, atol=1e-6)
 
 
 def test_bad_input_is_one_sentence():

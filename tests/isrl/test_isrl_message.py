@@ -11,7 +11,9 @@ from scipy import stats
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import MessageSpec, make_oracle, make_schedule
+from dpfl_jax.federation.isrl.baselines import make_central_oracle
 from dpfl_jax.federation.isrl.message import make_message
+from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.randomness import RootKey
 
 KEY = RootKey.from_seed(3)
@@ -196,6 +198,25 @@ def test_noise_has_the_stated_variance():
         square = np.sum((sent * 4 / stddev) ** 2)
         assert 5e-4 < stats.chi2.cdf(square, 3000) < 1 - 5e-4
     assert abs(np.corrcoef(found)[0, 1]) < 4 / np.sqrt(3000)
+
+
+@pytest.mark.privacy
+def test_noise_is_that_of_the_one_implementation():
+    """A silo's, and a trusted server's: its tails are tested there."""
+    data, w = silos([4, 4], dim=7), jnp.zeros(7)
+    row = {k: v[0] for k, v in make_schedule(KEY, 1, np.array([4, 4])).rows().items()}
+    row["present"] = jnp.asarray([True, False])
+    args = {"batch": jnp.full(2, 4.0), "clip_norm": 1e-20}
+    oracle = make_oracle(quadratic, MessageSpec("full"), data, stddev=jnp.full(2, 6.0), **args)
+    one_key = jax.random.wrap_key_data(row["keys"][0, 1], impl="threefry2x32")
+    drawn = GaussianNoise(6.0 / 4.0).sample(one_key, w)
+    np.testing.assert_allclose(oracle(w, row), drawn, rtol=1e-5)
+    args["clip_norm"] = 1.0
+    data = type(data)(jax.tree.map(jnp.zeros_like, data.examples), data.sizes)
+    central = make_central_oracle(
+        quadratic, MessageSpec("full"), data, noise_multiplier=6.0, **args
+    )
+    np.testing.assert_allclose(central(w, row), drawn, rtol=1e-5)
 
 
 def test_random_availability_follows_its_law():

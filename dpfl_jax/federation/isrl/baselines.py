@@ -12,6 +12,7 @@ from dpfl_jax.accounting import Guarantee
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, silo_guarantee, silo_noise
 from dpfl_jax.federation.isrl.message import (
+    UNIT_NOISE,
     Loss,
     MessageSpec,
     Sampling,
@@ -88,10 +89,9 @@ def make_central_oracle(
     def oracle(w: jax.Array, row: Any) -> jax.Array:
         own = own_keys(row["keys"][0, 1], mixed(words, words_of(loss_name(loss, w, data))))
         key = jax.random.wrap_key_data(own, impl="threefry2x32")
-        one, two = (jax.random.normal(jax.random.fold_in(key, t), w.shape) for t in (2, 3))
         answered = jnp.maximum(row["present"].sum(), 1)
         scale = noise_multiplier * largest / (answered * batch.min())
-        return clean(w, row) + scale * jnp.sqrt(0.5) * (one + two)
+        return clean(w, row) + scale * UNIT_NOISE.sample(key, w)
 
     return oracle
 

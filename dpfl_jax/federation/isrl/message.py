@@ -17,12 +17,15 @@ import jax.numpy as jnp
 from dpfl_jax.clipping import Standard, bounded_grad
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
+from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.training.content import mixed
 from dpfl_jax.training.terms import computation_digest
 
 PyTree = Any
 Loss = Callable[[jax.Array, PyTree], jax.Array]
 Sampling = Literal["poisson", "full", "disjoint", "with_replacement"]
+# Scaled by standard deviations that are arrays.
+UNIT_NOISE = GaussianNoise(1.0)
 
 
 @jax.tree_util.register_dataclass
@@ -118,11 +121,8 @@ def make_message(loss: Loss, spec: MessageSpec, batch_capacity: int | None = Non
             else:
                 mask = real & (rank >= turn * batch) & (rank < (turn + 1) * batch)
         total = _bounded_sum(loss, spec, w, units, mask, clip_norm, batch)
-        first, second = jax.random.split(noise_key)
-        noise = jax.random.normal(first, w.shape) + jax.random.normal(
-            second, w.shape
-        )  # two: one float32 normal has no tail beyond 5.2 standard deviations
-        return (total + stddev * jnp.sqrt(0.5) * noise) / jnp.maximum(batch, 1.0)
+        noise = UNIT_NOISE.sample(noise_key, w)
+        return (total + stddev * noise) / jnp.maximum(batch, 1.0)
 
     return message
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from dpfl_jax.accounting.rates import check_budgets
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.noise import GaussianNoise
 
 PyTree = Any
 
@@ -123,17 +124,16 @@ def _descend(
         usable = jnp.isfinite(norms)
         scale = jnp.where(usable, jnp.minimum(1.0, most / jnp.maximum(norms, 1e-30)), 0.0)
         spent = spent + jnp.where(usable, jnp.square(scale * norms / clip_norm), 0.0)
-        flat, tree = jax.tree.flatten(found)
 
-        def released(g: jax.Array, k: jax.Array) -> jax.Array:
+        def total(g: jax.Array) -> jax.Array:
             clean = jnp.where(usable.reshape(-1, *[1] * (g.ndim - 1)), g, 0.0)
-            total = jnp.tensordot(scale, clean, axes=1, precision="highest")
-            noise = jax.random.normal(k, total.shape, jnp.float32)
-            return (total + sigma * clip_norm * noise) / divisor
+            return jnp.tensordot(scale, clean, axes=1, precision="highest")
 
-        parts = zip(flat, jax.random.split(noise_key, len(flat)), strict=True)
-        mean = jax.tree.unflatten(tree, [released(g, k) for g, k in parts])
-        return (jax.tree.map(lambda p, g: p - learning_rate * g, now, mean), spent), None
+        def descended(p: jax.Array, g: jax.Array, z: jax.Array) -> jax.Array:
+            return p - learning_rate * ((total(g) + sigma * clip_norm * z) / divisor)
+
+        noise = GaussianNoise(1.0).sample(noise_key, now)
+        return (jax.tree.map(descended, now, found, noise), spent), None
 
     (params, spent), _ = jax.lax.scan(step, (params, jnp.zeros(count, jnp.float32)), keys)
     return params, spent

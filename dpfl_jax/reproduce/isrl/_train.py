@@ -17,6 +17,7 @@ import numpy as np
 
 from dpfl_jax.federation.isrl import MessageSpec, SiloData, make_oracle
 from dpfl_jax.federation.isrl.local_sgd import local_sgd
+from dpfl_jax.federation.isrl.message import UNIT_NOISE
 from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights, minibatch_sgd
 
 Loss = Callable[[jax.Array, Any], jax.Array]
@@ -117,7 +118,7 @@ def _summed_with_server_noise(oracle: Any, batch: int, sigma: Any) -> Any:
 
     def summed(w: jax.Array, row: Any) -> jax.Array:
         key = jax.random.wrap_key_data(row["keys"][0, 1], impl="threefry2x32")
-        noise = sigma * jax.random.normal(jax.random.fold_in(key, 2), w.shape)
+        noise = sigma * UNIT_NOISE.sample(jax.random.fold_in(key, 2), w)
         return batch * oracle(w, row) + noise
 
     return summed

@@ -17,6 +17,7 @@ import numpy as np
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
+from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import poisson_indices
 
@@ -148,7 +149,8 @@ def final_errors(
         norms = jnp.sqrt(jnp.maximum(squared, 1e-12))
         weights = jnp.minimum(1.0, clip_norms[:, None] / norms) * real[:, None]
         total = theta * weights.sum(-1)[..., None] - jnp.einsum("tpu,tud->tpd", weights, means)
-        noise = jax.random.normal(step_key, (trials, 1, DIM)) * sigma * clip_norms[:, None]
+        drawn_noise = GaussianNoise(1.0).sample(step_key, total[:, :1])  # one for all rates
+        noise = drawn_noise * sigma * clip_norms[:, None]
         return theta - rates[:, None] * (total + noise) / unit_count, None
 
     start = jnp.zeros((trials, len(rates), DIM))
