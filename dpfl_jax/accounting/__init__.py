@@ -13,7 +13,7 @@ from dpfl_jax.accounting.calibrate import (
     calibrate_sampling_prob,
     calibrate_steps,
 )
-from dpfl_jax.accounting.guarantee import Guarantee
+from dpfl_jax.accounting.guarantee import IDEALISED, Guarantee
 from dpfl_jax.accounting.ledger import (
     Account,
     BudgetExceededError,
@@ -25,6 +25,7 @@ from dpfl_jax.accounting.personal import els_epsilons, epsilon_table
 
 __all__ = [
     "ADD_OR_REMOVE",
+    "IDEALISED",
     "REPLACE",
     "Account",
     "BudgetExceededError",

@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         noise_multiplier=noise,
         accountant=names[args.accountant],
         sampling=mechanism.sampling,
-        assumptions=mechanism.assumptions,
+        assumptions=(*mechanism.assumptions, accounting.IDEALISED),
         caveats=("this is a calculation, not the report of a run",),
         steps=values.get("steps"),
     )

@@ -16,8 +16,8 @@ ASSUMPTIONS = (
     "public constants, held when a unit is added or removed",
     "silos that follow the protocol are honest about their own sampling and noise; the server and "
     "the other silos may be curious",
-    "the root keys of the silos are secret; threefry and HMAC-SHA256 outputs are treated as random "
-    "bits, and float32 Gaussian noise as real-valued Gaussian noise",
+    "the root keys of the silos are secret",
+    accounting.IDEALISED,
 )
 
 

@@ -222,9 +222,8 @@ COMMON_ASSUMPTIONS = (
     "the numbers of users, of examples and of examples left by the group size, the group size, the "
     "expected size, the clip norm and the number of steps are public constants, fixed before "
     "looking at one user's data",
-    "the root key is secret; threefry (64-bit keys, one a step) and HMAC-SHA256 outputs are "
-    "treated as random bits, and "
-    "float32 Gaussian noise as real-valued Gaussian noise",
+    "the root key is secret",
+    accounting.IDEALISED,
 )
 
 

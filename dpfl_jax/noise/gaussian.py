@@ -21,8 +21,9 @@ PyTree = Any
 # jax.random.normal in float32 is built from 23 random bits and never exceeds about 5.2 standard
 # deviations: a worst-case observer of one coordinate sees the edge with probability 1e-7 a step,
 # more than the delta of most runs. The scaled sum of two draws reaches 7.3 standard deviations
-# (the edge has probability 1e-14), and it also breaks up the regular grid of one draw's values
-# (Holohan and Braghin 2021, "Secure random sampling in differential privacy").
+# (the edge has probability 1e-14). It is for the tails alone: what is released still lies on a
+# float32 grid that tells of the clean sum (Mironov 2012; Haney et al. 2022, arXiv 2207.13793, whose
+# attacks several draws do not stop). Every guarantee says so: accounting.IDEALISED.
 DRAWS = 2
 
 

@@ -14,6 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting import IDEALISED
 from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.accounting.rates import TwoStage, certified_rates
 from dpfl_jax.config.federated import FederatedConfig
@@ -413,6 +414,7 @@ def test_reports_hold_no_rate_and_no_budget():
         assert words in sentence
     guarantee = personal_guarantee(personal, 4)
     assert guarantee.unit == "record"
+    assert guarantee.assumptions.count(IDEALISED) == 1
     assert guarantee.epsilon <= 10.0
     assert guarantee.epsilon == pytest.approx(personal.setting.epsilon(1.0), rel=1e-6)
 

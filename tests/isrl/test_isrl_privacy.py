@@ -304,6 +304,21 @@ def test_vector_protocol_refuses_rounds_that_lack_reports():
         make_vector_oracle(quadratic, data, unaware, protocol, batch=20, cohort=4)
 
 
+def test_a_guarantee_says_what_is_released_and_what_is_idealised():
+    noise = silo_noise(Budget(3.0, 1e-6), 100, 10, 5)
+    many = {"rounds": 10, "cohort": 25, "silos": 25, "silo_size": 50}
+    protocol = VectorProtocol(8, 100, 0.5, 1.0)
+    sums = {"batch": 5, "cohort": 4, "dim": 3, "delta": 1e-5, "rounds": 2}
+    for guarantee, released in (
+        (silo_guarantee(noise), "every message of the silo"),
+        (central_guarantee(noise), "every intermediate model"),
+        (shuffled_guarantee(5.0, delta=1e-6, **many), "every round's shuffled reports"),
+        (protocol_guarantee(protocol, **sums), "the sum of every round"),
+    ):
+        assert released in guarantee.released
+        assert guarantee.assumptions.count(accounting.IDEALISED) == 1
+
+
 def test_vector_protocol_guarantee_names_both_adversaries():
     protocol = calibrate_protocol(1.0, 1e-6, reports=400, dim=4, bound=1.0)
     guarantee = protocol_guarantee(protocol, batch=20, cohort=20, dim=4, delta=1e-6, rounds=2)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpfl_jax.accounting import epsilon
+from dpfl_jax.accounting import IDEALISED, epsilon
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, NonPrivate, mean_of_examples
 from dpfl_jax.randomness import RootKey
@@ -60,6 +60,7 @@ def test_calibration_meets_the_target_from_below(mechanism):
     assert guarantee.epsilon == epsilon(calibrated.event(population, 100), 1e-5)
     assert "mine" in guarantee.caveats
     assert guarantee.noise_multiplier == calibrated.noise_multiplier
+    assert guarantee.assumptions.count(IDEALISED) == 1
 
 
 def test_noise_follows_the_rule_s_sensitivity():

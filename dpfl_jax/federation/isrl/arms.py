@@ -230,10 +230,11 @@ def silo_guarantee(noise: SiloNoise, spec: MessageSpec | None = None) -> Guarant
             "the silo's size and the rounds in which it answers are public; no amplification by "
             "the choice of silos is counted",
             "the divisor of a message is a public constant",
-            "the root key is secret; threefry outputs are treated as random bits, and float32 "
-            "Gaussian noise as real-valued Gaussian noise",
+            "the root key is secret",
+            accounting.IDEALISED,
         ),
         caveats=tuple(caveats),
+        released="every message of the silo, hence every model",
     )
 
 

@@ -106,6 +106,9 @@ def shuffled_guarantee(
         assumptions=(
             "the shuffler is secure, nobody drops out, and who takes part is secret",
             "the number of silos and their sizes are public",
+            "the root key is secret",
+            accounting.IDEALISED,
         ),
         caveats=tuple(caveats),
+        released="the mean of every round's shuffled reports, hence every model",
     )

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting import IDEALISED, Guarantee
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import loss_name
 from dpfl_jax.federation.isrl.schedule import Schedule, own_keys, words_of
@@ -206,8 +206,9 @@ def protocol_guarantee(
         assumptions=(
             "the shuffler is secure and mixes the bits of all records of a round",
             "all silos that were to answer do: nobody drops out",
-            "the root key is secret; threefry outputs are treated as random bits, and the binomial "
-            "sampler of jax.random as exact",
+            "the root key is secret",
+            IDEALISED,
+            "the noise is binomial: the sampler of jax.random counts as exact",
         ),
         caveats=(
             f"against a server that sees a silo's bits apart, epsilon is {own:.3g}: from that "
