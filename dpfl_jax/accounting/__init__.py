@@ -13,7 +13,7 @@ from dpfl_jax.accounting.calibrate import (
     calibrate_sampling_prob,
     calibrate_steps,
 )
-from dpfl_jax.accounting.guarantee import IDEALISED, Guarantee
+from dpfl_jax.accounting.guarantee import IDEALISED, Guarantee, delta_caveats
 from dpfl_jax.accounting.ledger import (
     Account,
     BudgetExceededError,
@@ -38,6 +38,7 @@ __all__ = [
     "calibrate_sampling_prob",
     "calibrate_steps",
     "delta",
+    "delta_caveats",
     "els_epsilons",
     "epsilon",
     "epsilon_curve",

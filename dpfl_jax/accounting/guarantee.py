@@ -137,3 +137,19 @@ class Guarantee:
         if mine_better:
             return "stronger"
         return "weaker" if theirs_better else "incomparable"
+
+
+def delta_caveats(delta: float, units: int, what: str) -> tuple[str, ...]:
+    """The caveat of a delta that allows too much; empty if it does not.
+
+    Args:
+      delta: of each unit.
+      units: how many there are: a public number.
+      what: their name, in the plural.
+    """
+    if delta * units < 1:
+        return ()
+    return (
+        f"delta {delta:.3g} is not below one over the {units:,} {what}: publishing each of them in "
+        "full with that probability would be allowed by it; set a smaller one",
+    )

@@ -377,7 +377,14 @@ def _guarantee(
     caveats = (*_caveats(prepared), *caveats)
     if prepared.personal is not None:
         return personal_guarantee(prepared.personal, rounds, caveats)
-    return federated_guarantee(prepared.federation, prepared.claim, prepared.delta, rounds, caveats)
+    return federated_guarantee(
+        prepared.federation,
+        prepared.claim,
+        prepared.delta,
+        rounds,
+        caveats,
+        num_subjects=prepared.subjects.train.num_users,
+    )
 
 
 def _report(prepared: PreparedFederation, result: FederatedResult) -> dict[str, Any]:

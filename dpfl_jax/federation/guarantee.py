@@ -27,6 +27,7 @@ def federated_guarantee(
     delta: float,
     rounds: int,
     caveats: tuple[str, ...] = (),
+    num_subjects: int | None = None,
 ) -> accounting.Guarantee:
     """What ``rounds`` rounds of a calibrated federation guarantee.
 
@@ -36,6 +37,7 @@ def federated_guarantee(
       delta: in (0, 1).
       rounds: rounds run.
       caveats: further ones.
+      num_subjects: in all silos together; default the fewest that the silos' numbers allow.
     """
     mechanism = federation.mechanism
     sizes = sorted(federation.silos[i].mechanism.sigma for i in federation.participants.tolist())
@@ -69,6 +71,12 @@ def federated_guarantee(
             "data before, a record inserted between others of its subject can move those too",
             *caveats,
         )
+    if mechanism.private:
+        counts = [plan.facts.num_subjects for plan in federation.silos]
+        units = num_subjects or max(max(counts), math.ceil(sum(counts) / reach))
+        if unit == "record":
+            units = sum(plan.facts.num_records for plan in federation.silos)
+        caveats = (*accounting.delta_caveats(delta, units, f"{unit}s"), *caveats)
     members = len(federation.participants)
     noise = f"{sizes[0]:.5g}" if sizes[0] == sizes[-1] else f"{sizes[0]:.5g} to {sizes[-1]:.5g}"
     steps = sorted(federation.silos[i].local_steps for i in federation.participants.tolist())

@@ -117,5 +117,5 @@ class ELS(Mechanism):
             f"(uniformly without replacement), then Poisson over the {population.num_units} kept, "
             f"probability {prob:.6g} each, {steps} steps",
             assumptions=COMMON_ASSUMPTIONS,
-            caveats=caveats,
+            caveats=(*accounting.delta_caveats(delta, population.num_users, "users"), *caveats),
         )

@@ -133,5 +133,5 @@ class ULS(Mechanism):
             sampling=f"Poisson over {population.num_users} users, probability {prob:.6g} each, "
             f"{examples} of a sampled user per step, {steps} steps",
             assumptions=COMMON_ASSUMPTIONS,
-            caveats=caveats,
+            caveats=(*accounting.delta_caveats(delta, population.num_users, "users"), *caveats),
         )

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting import Guarantee, delta_caveats
 from dpfl_jax.errors import BadInputError
 
 ONE = Guarantee(
@@ -42,6 +42,13 @@ def test_infinite_epsilon_reads_as_no_guarantee():
         "NO differential-privacy guarantee"
         in dataclasses.replace(ONE, epsilon=math.inf).paragraph()
     )
+
+
+def test_a_delta_of_one_over_the_units_is_named():
+    assert delta_caveats(1e-3, 999, "users") == ()
+    for delta, units in ((1e-3, 1000), (0.5, 29)):
+        (said,) = delta_caveats(delta, units, "users")
+        assert f"delta {delta:g} is not below one over the {units:,} users" in said
 
 
 def test_compare():

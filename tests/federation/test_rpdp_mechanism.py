@@ -402,6 +402,13 @@ def test_policies_agree_with_their_definitions():
         assign("scaled", budgets, public, HEART)
 
 
+def test_a_large_delta_is_named():
+    for delta, said in ((0.05, True), (0.03, False)):
+        _, _, personal = build(np.ones(30), delta=delta)
+        caveats = personal_guarantee(personal, 4).caveats
+        assert any("one over the 30 records" in c for c in caveats) is said
+
+
 def test_reports_hold_no_rate_and_no_budget():
     _, federation, personal = build(np.random.default_rng(0).uniform(0.5, 4.0, 30))
     public = json.dumps([p.mechanism.to_json() for p in federation.silos])

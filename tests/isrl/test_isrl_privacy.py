@@ -319,6 +319,12 @@ def test_a_guarantee_says_what_is_released_and_what_is_idealised():
         assert guarantee.assumptions.count(accounting.IDEALISED) == 1
 
 
+def test_a_large_delta_is_named():
+    for delta, said in ((0.02, True), (0.009, False)):
+        caveats = silo_guarantee(silo_noise(Budget(3.0, delta), 100, 10, 5)).caveats
+        assert any("one over the 100 records of the silo" in c for c in caveats) is said
+
+
 def test_vector_protocol_guarantee_names_both_adversaries():
     protocol = calibrate_protocol(1.0, 1e-6, reports=400, dim=4, bound=1.0)
     guarantee = protocol_guarantee(protocol, batch=20, cohort=20, dim=4, delta=1e-6, rounds=2)

@@ -195,12 +195,9 @@ def silo_guarantee(noise: SiloNoise, spec: MessageSpec | None = None) -> Guarant
     spec = MessageSpec(noise.sampling) if spec is None else spec
     caveats = [
         "the clip norm, step sizes, preprocessing and the choice of rounds must be public or paid "
-        "for apart; metrics of silo data are not private"
+        "for apart; metrics of silo data are not private",
+        *accounting.delta_caveats(noise.budget.delta, noise.silo_size, "records of the silo"),
     ]
-    if noise.budget.delta >= 1 / noise.silo_size:
-        caveats.append(
-            f"delta {noise.budget.delta:.2g} is not below 1/n = {1 / noise.silo_size:.2g}"
-        )
     epsilon = noise.epsilon if spec.sound else math.inf
     if not spec.sound:
         caveats.append(

@@ -89,7 +89,10 @@ def shuffled_guarantee(
         silo_size=silo_size,
         delta=delta,
     )
-    caveats = ["against a server that sees who sent what, only each silo's own guarantee holds"]
+    caveats = [
+        "against a server that sees who sent what, only each silo's own guarantee holds",
+        *accounting.delta_caveats(delta, silos * silo_size, "records"),
+    ]
     if math.isinf(chain):
         caveats.append("too few silos for the shuffling theorem: shuffling adds nothing here")
     return Guarantee(

@@ -252,10 +252,7 @@ def personal_guarantee(
             "may change the drawn budgets of that person's others, and which of them the cap per "
             "person keeps"
         )
-    if len(personal.budgets) > 0 and setting.delta * len(personal.budgets) >= 1:
-        extra.append(
-            f"delta {setting.delta:g} is not below one over the {len(personal.budgets)} records"
-        )
+    extra += accounting.delta_caveats(setting.delta, len(personal.budgets), "records")
     if setting.participation_prob < 1:
         extra.append(
             "participation of silos is random and observed: epsilon counts its randomness, drawn "
