@@ -118,6 +118,19 @@ def test_a_run_reports_its_guarantee_and_goes_on_where_it_stopped(
 
 
 @pytest.mark.privacy
+def test_multi_stage_runs_the_rounds_that_it_pays_for(capsys):
+    """Its stages follow from the noise, and the noise from the rounds: none is left over."""
+    overrides = ("isrl.rounds=300", "privacy.epsilon=6", "--dry-run", "--json")
+    assert dpfl("train", CONFIGS / "multi_stage.yaml", *overrides) == 0
+    price = last_json(capsys.readouterr().out)
+    parameters = price["parameters"]
+    assert price["rounds"] == parameters["rounds"]["value"] == 300
+    assert sum(parameters["stages"]["value"]) == 300
+    assert len(parameters["stages"]["value"]) > 1
+    assert all(5.99 < s["epsilon"] <= 6.0 for s in price["silos"])
+
+
+@pytest.mark.privacy
 def test_silos_may_grant_different_budgets(tmp_path, capsys):
     config = written(tmp_path, privacy={"epsilon": [8, 8, 8, 8, 2]})
     assert dpfl("train", config, "--dry-run", "--json") == 0

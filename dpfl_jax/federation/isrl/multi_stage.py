@@ -39,7 +39,10 @@ def stages(
     stage_constant: float = 1.0,
     as_printed: bool = False,
 ) -> list[Stage]:
-    """The stages that fit in R rounds; one of length R if not even the first does.
+    """The stages that fit in R rounds, the last one lengthened to end with them.
+
+    A silo pays for R rounds, so that none is left over: a longer stage's bound is a lower one. If
+    not even the first stage fits, it is cut to R.
 
     The paper's u_k has R_k (R_k+1) (R_k+2) in the denominator, so that it is always 2 beta; its
     own stage bound (D_0^2 <= 2 gap 2^-(k-1) / mu) puts it in the numerator, which is the default.
@@ -60,7 +63,7 @@ def stages(
         raise BadInputError(
             "multi-stage needs a strongly convex loss (mu > 0): use the accelerated algorithm"
         )
-    found: list[Stage] = []
+    lengths: list[int] = []
     used, k = 0, 1
     while True:
         target = gap * 2.0**-k
@@ -69,18 +72,18 @@ def stages(
         length = math.ceil(max(least, noise, 1.0))
         if used + length > rounds:
             break
-        cube = float(length) * (length + 1) * (length + 2)
-        start = gap * 2.0 ** -(k - 1)
-        inner = strong_convexity * variance / (3 * start)
-        inner = inner / cube if as_printed else inner * cube
-        found.append(Stage(length, max(2 * smoothness, math.sqrt(inner))))
+        lengths.append(length)
         used, k = used + length, k + 1
         if k > 60:
             break
-    if not found:
-        cube = float(rounds) * (rounds + 1) * (rounds + 2)
-        inner = strong_convexity * variance * cube / (3 * gap)
-        return [Stage(rounds, max(2 * smoothness, math.sqrt(inner)))]
+    if lengths:
+        lengths[-1] += rounds - used
+    found = []
+    for k, length in enumerate(lengths or [rounds]):
+        cube = float(length) * (length + 1) * (length + 2)
+        inner = strong_convexity * variance / (3 * gap * 2.0**-k)
+        inner = inner / cube if as_printed else inner * cube
+        found.append(Stage(length, max(2 * smoothness, math.sqrt(inner))))
     return found
 
 

@@ -222,8 +222,7 @@ def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
         )
     elif section.algorithm == "multi_stage":
         plan = stages(rounds, beta, mu, variance, gap, stage_constant=section.stage_constant)
-        told["stages"] = ([s.rounds for s in plan], "Appendix E.1")
-        rounds = sum(s.rounds for s in plan)
+        told["stages"] = ([s.rounds for s in plan], "Appendix E.1, the last up to isrl.rounds")
     return Parameters(
         rounds,
         batches,
