@@ -145,9 +145,10 @@ class RateSolver:
         """The largest certified rate of each budget.
 
         Args:
-          budgets: float [n], epsilon of each record, >= 0; ``inf`` for records that need none.
-          unreachable: what to do with a budget below the epsilon of the smallest rate: ``error``,
-            or ``exclude`` the record (rate 0).
+          budgets: float [n], epsilon of each record, >= 0; ``inf`` for records that need none, 0
+            for those that take no part (rate 0, though delta alone would let them in a little).
+          unreachable: what to do with a budget above 0 and below the epsilon of the smallest rate:
+            ``error``, or ``exclude`` the record (rate 0).
 
         Raises:
           BadInputError: a budget that is no number >= 0, or (with ``error``) an unreachable one;
@@ -155,10 +156,11 @@ class RateSolver:
         """
         budgets = check_budgets(budgets)
         distinct, inverse = np.unique(budgets, return_inverse=True)
+        nothing = int(np.searchsorted(distinct, 0.0, "right"))  # a budget of 0: never sampled
         last = len(self.grid) - 1
         found = np.full(len(distinct), last)
         # Distinct budgets in order share their neighbours' evaluations: halve the index range.
-        stack = [(0, len(distinct), 0, last)]
+        stack = [(nothing, len(distinct), 0, last)]
         while stack:
             first, stop, low, high = stack.pop()
             if first == stop:
@@ -171,12 +173,12 @@ class RateSolver:
             split = first + int(np.searchsorted(distinct[first:stop], self.at(middle), "left"))
             stack.append((first, split, middle + 1, high))
             stack.append((split, stop, low, middle))
-        costs = np.array([self.at(k) for k in found])
+        costs = np.array([0.0] * nothing + [self.at(k) for k in found[nothing:]])
         # Certificates of neighbours may differ by rounding: step down until each one's own holds.
         while (again := (costs > distinct) & (found < last)).any():
             found[again] += 1
             costs[again] = [self.at(k) for k in found[again]]
-        rates = self.grid[found]
+        rates = np.where(distinct > 0, self.grid[found], 0.0)
         short = costs > distinct
         if short.any():
             row = int(np.flatnonzero(short[inverse])[0])

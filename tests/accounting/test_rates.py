@@ -76,15 +76,17 @@ def test_published_rates_cost_less_by_the_tight_accountant():
 def test_tiny_and_infinite_and_unreachable_budgets():
     found = certified_rates(np.array([1e-9, 0.0, math.inf]), MNIST)
     # Almost nothing is allowed: about 1e-4 of participation in all, which delta covers.
-    assert np.all(found.rates[:2] * 50 * 15 * 0.5 * 0.5 < 0.1)
+    assert 0 < found.rates[0] * 50 * 15 * 0.5 * 0.5 < 0.1
+    assert found.epsilons[0] <= 1e-9
+    assert found.rates[1] == 0.0 == found.epsilons[1]  # 0 is "not me", whatever delta covers
     assert found.rates[2] == 1.0
-    assert np.all(found.epsilons[:2] <= 1e-9)
     strict = TwoStage(6.0, 20, 10, 1.0, 1e-12)
     with pytest.raises(BadInputError, match=r"row 2 asks for epsilon 1e-12.* smallest that can"):
         certified_rates(np.array([1.0, 2.0, 1e-12]), strict)
     excluded = certified_rates(np.array([1.0, 2.0, 1e-12]), strict, "exclude")
     assert excluded.rates[2] == 0.0 == excluded.epsilons[2]
     assert excluded.rates[0] > 0
+    assert certified_rates(np.array([1.0, 0.0]), strict).rates[1] == 0.0  # always in reach
     for bad in (-1.0, math.nan):
         with pytest.raises(BadInputError, match="row 1 has the budget"):
             certified_rates(np.array([1.0, bad]), strict)

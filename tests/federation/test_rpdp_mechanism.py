@@ -402,6 +402,31 @@ def test_policies_agree_with_their_definitions():
         assign("scaled", budgets, public, HEART)
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_record_with_budget_zero_is_never_drawn(policy):
+    budgets = np.full(30, 2.0)
+    budgets[[3, 17]] = 0.0
+    data, federation, personal = build(budgets, policy=policy, sigma=3.0, delta=0.03)
+    out = np.flatnonzero(personal.budgets == 0)
+    assert len(out) == 2
+    assert np.all(personal.assignment.rates[out] == 0.0)
+    assert np.all(personal.check(4)[out] == 0.0)
+    others = np.delete(personal.assignment.rates, out)
+    assert np.all(others > 0) or policy == "dropout"  # 2 is below the declared mean
+    builder = builder_of(data, federation)
+    drawn = [d.positions for r in range(4) for i in range(3) for d in builder.draws(i, r)]
+    assert not np.isin(out, np.concatenate(drawn)).any()
+
+
+def test_zeros_among_declared_budgets_are_nobody():
+    declared, budgets = np.array([0.0, 0.1, 1.0]), np.array([0.0, 0.1, 1.0])
+    least = certified_rates(np.array([0.1]), HEART).rates[0]
+    assert assign("minimum", budgets, declared, HEART).rates.tolist() == [0.0, least, least]
+    assert assign("uniform", budgets, declared, HEART).facts["mean_budget"] == 0.55
+    with pytest.raises(BadInputError, match="all declared budgets are 0"):
+        assign("minimum", budgets, np.zeros(3), HEART)
+
+
 def test_a_large_delta_is_named():
     for delta, said in ((0.05, True), (0.03, False)):
         _, _, personal = build(np.ones(30), delta=delta)
@@ -447,6 +472,8 @@ def test_mechanism_refuses_what_it_cannot_keep():
         RPDP(denominator="distinct_subjects")
     with pytest.raises(BadInputError, match="poisson"):
         RPDP(sampling="fixed")
+    with pytest.raises(BadInputError, match="max_items_per_subject to 1"):
+        RPDP(max_items_per_subject=2)
     with pytest.raises(BadInputError, match="rounds to stay"):
         RPDP(rates=np.array([0.5]), stay=np.array([1, 2]))
     data, federation, _ = build(np.ones(20), sigma=5.0)

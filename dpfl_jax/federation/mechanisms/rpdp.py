@@ -63,6 +63,8 @@ class RPDP(SiloMechanism):
             raise BadInputError(
                 f"denominator is {self.denominator!r}, but rpdp has only {DENOMINATORS}"
             )
+        if self.max_items_per_subject != 1:  # a subject of several costs what no event here says
+            raise BadInputError("rpdp protects records: set max_items_per_subject to 1")
         if self.sampling != "poisson":
             raise BadInputError("personal sampling rates need mechanism.sampling=poisson")
         if self.rates is None:

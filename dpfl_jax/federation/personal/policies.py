@@ -9,8 +9,10 @@ dropout     records below the mean budget are left out, the others get its rate.
 uniform     everybody at the rate of the mean budget; records with less leave when theirs is used
             up.
 
-What ``minimum``, ``dropout`` and ``uniform`` compare with (the smallest and the mean budget) is
-taken from the public distribution of budgets, not from the secret list.
+What ``minimum``, ``dropout`` and ``uniform`` compare with (the smallest and the mean budget above
+0) is taken from the public distribution of budgets, not from the secret list.
+
+A record with a budget of 0 takes no part, whatever the policy.
 """
 
 from __future__ import annotations
@@ -79,6 +81,12 @@ def assign(
     """
     budgets = check_budgets(budgets)
     facts: dict[str, Any] = {}
+    public = public[public > 0]
+    if not len(public) and policy in ("minimum", "dropout", "uniform"):
+        raise BadInputError(
+            f"all declared budgets are 0, so that privacy.policy={policy} has no rate: declare the "
+            "budgets of those who take part"
+        )
     if policy == "certified":
         rates = certified_rates(budgets, setting, unreachable).rates
     elif policy == "curve_fit":
@@ -100,6 +108,7 @@ def assign(
         facts = {"mean_budget": threshold, "below_mean": int((~enough).sum())}
     else:
         raise BadInputError(f"the policy {policy!r} is not one of {', '.join(POLICIES)}")
+    rates = np.where(budgets > 0, rates, 0.0)
     stay = solver(setting).rounds_within(rates, budgets)
     return Assignment(policy, rates, stay, int((stay < setting.rounds).sum()), facts)
 
