@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import math
 import os
+import pathlib
 from typing import Any
 
 import jax
@@ -260,10 +261,16 @@ def run_federated(
 
     Raises:
       BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
+    if prepared.personal is not None:
+        section = config.privacy.budgets
+        source = section.path or f"privacy.budgets.column={section.column} of the data"
+        prepared.personal.check_unchanged(pathlib.Path(run_dir), source)
     """
     fingerprint = config_fingerprint(config)
     RunDirectory.check(run_dir, fingerprint)
     prepared = prepare(config, console)
+        if prepared.personal is not None:
+            prepared.personal.remember(directory.path)
     noise = [p.mechanism.noise_multiplier for p in prepared.federation.silos]
     facts = {"data": _identity(prepared), "noise": noise, "delta": prepared.delta}
     directory = RunDirectory(run_dir, config_to_dict(config), fingerprint, config.seed, facts)

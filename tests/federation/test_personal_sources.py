@@ -112,7 +112,7 @@ def test_budgets_from_a_field_or_a_file_follow_their_records(tmp_path):
     found = record_budgets(field, store, data, keys)
     read = data.read(np.arange(5))
     assert found.tolist() == (read["x"][:, 0] + 0.5).tolist()
-    file = tmp_path / "budgets.csv"
+    file = tmp_path / "b.csv"
     with file.open("w", newline="") as stream:
         rows = csv.writer(stream)
         rows.writerows([["record", "eps"], *((f"p{i}", asked[i]) for i in (3, 0, 4, 1, 2))])
@@ -122,6 +122,15 @@ def test_budgets_from_a_field_or_a_file_follow_their_records(tmp_path):
         column_budgets(BudgetConfig(kind="column"), store)
     with pytest.raises(BadInputError, match="needs the columns 'record' and 'epsilon'"):
         column_budgets(BudgetConfig(kind="column", path=str(file)), store)
+    file.write_text("record,eps\np0,1\np4,2\np1,x1\np2,1\np3,1\n")
+    with pytest.raises(BadInputError, match=r"b.csv, line 4 \(record 'p1'\), has 'x1' in column"):
+        column_budgets(listed, store)
+    file.write_text("record,eps\np0,1\np4,2\np1,1\np2,-3\np3,1\n")
+    with pytest.raises(BadInputError, match=r"line 5 \(record 'p2'\), has '-3' in column"):
+        column_budgets(listed, store)
+    negative = stored(x=np.zeros((3, 1), np.float32), eps=np.array([1.0, -0.5, 2.0]))
+    with pytest.raises(BadInputError, match=r"record \d of the data, of 'p1', has -0.5 in column"):
+        column_budgets(field, negative)
     file.write_text("record,eps\np0,1\np0,5\n")
     with pytest.raises(BadInputError, match="two rows for the record 'p0'"):
         column_budgets(listed, store)
@@ -190,6 +199,24 @@ def test_a_resumed_run_keeps_its_noise_and_rates_follow_it():
     assert np.all(ours > before)
     assert np.all(resumed.personal.check(3) <= resumed.personal.budgets)
     assert resumed.claim.real_epsilon < prepared.claim.real_epsilon
+
+
+@pytest.mark.privacy
+def test_an_edited_budget_is_named_when_a_run_goes_on(tmp_path):
+    personal = prepare(config(), Console(quiet=True)).personal
+    run = tmp_path / "run"
+    (run / "private").mkdir(parents=True)
+    personal.check_unchanged(run, "b.csv")  # a run that has not begun
+    personal.remember(run)
+    assert (run / "private" / "budgets.csv").stat().st_mode & 0o077 == 0
+    personal.check_unchanged(run, "b.csv")
+    edited = personal.budgets.copy()
+    before, edited[5] = edited[5], 7.25
+    name = personal.names[5]
+    with pytest.raises(
+        BadInputError, match=f"'{name}' has the budget 7.25 in b.csv, .* {before:g}"
+    ):
+        dataclasses.replace(personal, budgets=edited).check_unchanged(run, "b.csv")
 
 
 @pytest.mark.privacy

@@ -8,7 +8,9 @@ is drawn by a keyed hash of the record alone, so that adding one record changes 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, Protocol
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from scipy import special, stats
@@ -142,20 +144,33 @@ def mean_over(distribution: BudgetDistribution, points: int = 4096) -> np.ndarra
     return distribution.quantiles((np.arange(points) + 0.5) / points)
 
 
-def budgets_of_column(values: np.ndarray, column: str) -> np.ndarray:
+def budgets_of_column(
+    values: Sequence[Any] | np.ndarray, column: str, where: Callable[[int], str] = "row {}".format
+) -> np.ndarray:
     """Budgets from a column of the data, float64 [n].
 
+    Args:
+      values: one a record; text is read as a number.
+      column: its name.
+      where: names the place of a value.
+
     Raises:
-      BadInputError: a value that is no number >= 0 (the row is named).
+      BadInputError: a value that is no number >= 0; place and value are named.
     """
-    try:
-        numbers = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise BadInputError(f"the budgets in column {column!r} are not numbers") from None
-    if numbers.size != len(numbers):
+    if isinstance(values, np.ndarray) and values.size != len(values):
         raise BadInputError(
-            f"the column {column!r} holds {numbers.size // max(len(numbers), 1)} numbers for each "
+            f"the column {column!r} holds {values.size // max(len(values), 1)} numbers for each "
             "record, but a budget is one: name another"
         )
-    numbers = numbers.reshape(-1)
-    return check_budgets(numbers)
+    numbers = np.empty(len(values))
+    for i, value in enumerate(np.ravel(values).tolist()):
+        try:
+            numbers[i] = float(value)
+        except (TypeError, ValueError):
+            numbers[i] = math.nan
+        if not numbers[i] >= 0:
+            raise BadInputError(
+                f"{where(i)} has {value!r} in column {column!r}, but a record's epsilon must be a "
+                "number >= 0 (0 for a record that takes no part, inf for none): correct it"
+            )
+    return numbers

@@ -58,7 +58,12 @@ def column_budgets(config: BudgetConfig, store: Store) -> np.ndarray:
                 f"the data have no field {config.column!r} (they have {', '.join(records)}): name "
                 "one in privacy.budgets.column, or give privacy.budgets.path"
             )
-        return laws.budgets_of_column(records[config.column], config.column)
+        owners = np.repeat(np.arange(store.num_users), store.examples_per_user)
+        return laws.budgets_of_column(
+            records[config.column],
+            config.column,
+            lambda i: f"record {i} of the data, of {store.user_ids(owners[i : i + 1])[0]!r},",
+        )
     path = pathlib.Path(config.path)
     if not path.is_file():
         raise BadInputError(f"{path} does not exist: put the CSV file of budgets there")
@@ -67,17 +72,22 @@ def column_budgets(config: BudgetConfig, store: Store) -> np.ndarray:
         if not {"record", config.column} <= set(reader.fieldnames or ()):
             raise BadInputError(f"{path} needs the columns 'record' and {config.column!r}")
         known: dict[str, str] = {}
+        lines: dict[str, int] = {}
         for row in reader:
             if row["record"] in known:
                 raise BadInputError(
                     f"{path} has two rows for the record {row['record']!r}: keep one"
                 )
-            known[row["record"]] = row[config.column]
+            known[row["record"]], lines[row["record"]] = row[config.column], reader.line_num
     names = store.user_ids(range(store.num_users))
     missing = next((name for name in names if name not in known), None)
     if missing is not None:
         raise BadInputError(f"{path} has no budget for the record {missing!r}: give it a row")
-    values = laws.budgets_of_column(np.array([known[name] for name in names]), config.column)
+    values = laws.budgets_of_column(
+        [known[name] for name in names],
+        config.column,
+        lambda i: f"{path}, line {lines[names[i]]} (record {names[i]!r}),",
+    )
     return np.repeat(values, store.examples_per_user)
 
 

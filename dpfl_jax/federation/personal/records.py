@@ -17,6 +17,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.personal.policies import Assignment
 from dpfl_jax.training.run_dir import RECORDS, RECORDS_SUMMARY, write_atomically
 
+BUDGETS = "private/budgets.csv"
 COLUMNS = ("record", "silo", "budget", "rate", "rounds", "epsilon_spent")
 
 
@@ -61,6 +62,34 @@ class Personal:
                 f"record {self.names[row]} has spent {spent[row]:.6g} of {self.budgets[row]:.6g}"
             )
         return spent
+
+    def remember(self, directory: pathlib.Path) -> None:
+        """Writes what every record asked for under ``private/`` (owner only), once a run."""
+        if not (directory / BUDGETS).exists():
+            text = io.StringIO()
+            csv.writer(text).writerows(zip(self.names, self.budgets.tolist()))
+            write_atomically(directory / BUDGETS, text.getvalue(), mode=0o600)
+
+    def check_unchanged(self, directory: pathlib.Path, source: str) -> None:
+        """Raises BadInputError, naming a record, if a run began with other budgets of the records.
+
+        Args:
+          directory: of the run; nothing is compared if it does not remember.
+          source: where budgets come from now, in words.
+        """
+        if not (directory / BUDGETS).exists():
+            return
+        with (directory / BUDGETS).open(newline="") as file:
+            rows = list(csv.reader(file))
+        if [name for name, _ in rows] != list(self.names):
+            return  # other records: the run directory says so
+        for (name, before), now in zip(rows, self.budgets.tolist(), strict=True):
+            if float(before) != now:
+                raise BadInputError(
+                    f"record {name!r} has the budget {now:g} in {source}, but the run in "
+                    f"{directory} began with {float(before):g}: bring that back, or start another "
+                    "run in another --run-dir"
+                )
 
     def summary(self, rounds: int) -> dict[str, Any]:
         """Counts and extremes (private: computed from the list of budgets)."""
