@@ -175,6 +175,13 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
                 cells.append("" if perplexity is None else f"{perplexity:,.2f}")
             table.add_row(name, *cells)
         console.print(table)
+    if "claim" in report:
+        from dpfl_jax.federation.report import claim_rows
+
+        table = Table("epsilon", "", title="claimed and real", title_justify="left")
+        for row in claim_rows(report["claim"]):
+            table.add_row(*row)
+        console.print(table)
     console.print(Panel(report["guarantee"], title="guarantee"))
     console.print(
         f"{report['status']} after {report['steps']} {_steps(report)}: "
@@ -190,6 +197,10 @@ def _print_price(console: Console, price: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f"{price['name']} (dry run)", title_justify="left", show_header=False)
+    if "claim" in price:
+        from dpfl_jax.federation.report import claim_rows
+
+        price = {**price, **{f"epsilon {k}": v for k, v in claim_rows(price["claim"])}}
     for key, value in price.items():
         if key in ("privacy", "guarantee", "claim", "status", "name"):
             continue

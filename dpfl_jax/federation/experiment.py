@@ -40,7 +40,7 @@ from dpfl_jax.federation.mechanisms import (
 from dpfl_jax.federation.personal.personalise import personal_guarantee, personalise
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.placement import spread, subject_keys
-from dpfl_jax.federation.recipes import AS_IF_SOUND, Claim, apply_recipe
+from dpfl_jax.federation.recipes import AS_IF_SOUND, Claim, apply_recipe, claim_of
 from dpfl_jax.federation.report import (
     EVALUATION_CAVEAT,
     PRIVATE_METRICS_CAVEAT,
@@ -164,14 +164,7 @@ def calibrated(
     if not federation.mechanism.private or config.mechanism.noise_multiplier is None:
         epsilon = privacy.epsilon if privacy.epsilon is not None else math.inf
         return apply_recipe(federation, privacy.recipe, epsilon, delta, privacy.horizontal)
-    made = federated_guarantee(
-        federation,
-        Claim("given", math.inf, delta, math.inf, math.inf, federation.rounds, federation.rounds),
-        delta,
-        federation.rounds,
-    ).epsilon
-    rounds = federation.rounds
-    return federation, Claim("given", made, delta, made, made, rounds, rounds)
+    return federation, claim_of(federation, "given", delta)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +214,7 @@ def _personalised(prepared: PreparedFederation, noise: float | None = None) -> P
         ),
     )
     return dataclasses.replace(prepared, federation=federation, personal=personal, claim=claim)
+        unit="record",
 
 
 def prepare(config: FederatedConfig, console: Console) -> PreparedFederation:

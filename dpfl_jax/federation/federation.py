@@ -139,8 +139,9 @@ class Federation:
                 "one subject: cap the data (partition.cap_per_subject) before the run"
             )
         most = int(data.silos_of_subjects().max(initial=0))
-        if most > self.max_silos_per_subject and self.mechanism.unit == "subject":
+        # A mechanism that protects records states what a subject has, too.
+        if most > self.max_silos_per_subject and self.mechanism.private:
             raise BadInputError(
                 f"a subject has records in {most} silos, but max_silos_per_subject is "
-                f"{self.max_silos_per_subject}: raise it, or confine subjects"
+                f"{self.max_silos_per_subject}: raise it, or confine subjects (partition=confined)"
             )

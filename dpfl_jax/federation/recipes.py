@@ -27,7 +27,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.closed_forms import subject
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.accountant import calibrate_federation, subject_epsilon
+from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon, subject_epsilon
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import HiGradAvgDP, LocalGroupDP, LocalItemDP, UserLDP
@@ -48,15 +48,18 @@ class Claim:
 
     Attributes:
       recipe: its name.
-      epsilon: claimed for a subject (LocalItemDP: for a record) over the whole federation.
+      epsilon: claimed for a ``unit`` over the whole federation.
       delta: claimed.
-      real_epsilon: of a subject, over at most H silos, of the mechanism as it runs; ``inf`` if
-        none follows.
+      real_epsilon: of a ``unit`` (a subject: over at most H silos) of the mechanism as it runs;
+        ``inf`` if none follows.
       if_constant: the same if a noise or divisor that follows the private batch were constant at
         its usual value; equals real_epsilon where nothing follows the batch.
       rounds_calibrated: rounds that the noise was calibrated for.
       rounds: rounds that are run.
       why: why the two differ, in words; empty for the sound recipe.
+      unit: whom the mechanism protects: subject, record or none.
+      subject_epsilon: where that is a record, what a subject of K records in each of H silos has;
+        None where it was not computed.
     """
 
     recipe: str
@@ -67,12 +70,14 @@ class Claim:
     rounds_calibrated: int
     rounds: int
     why: tuple[str, ...] = ()
+    unit: str = "subject"
+    subject_epsilon: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; an infinite epsilon is the string "inf"."""
         out = dataclasses.asdict(self)
-        for name in ("epsilon", "real_epsilon", "if_constant"):
-            out[name] = out[name] if math.isfinite(out[name]) else "inf"
+        for name in ("epsilon", "real_epsilon", "if_constant", "subject_epsilon"):
+            out[name] = "inf" if out[name] == math.inf else out[name]
         return out | {"why": list(self.why)}
 
 
@@ -101,15 +106,11 @@ def apply_recipe(
     mechanism = federation.mechanism
     if not mechanism.private:
         rounds = federation.rounds
-        none = Claim("none", math.inf, delta, math.inf, math.inf, rounds, rounds)
+        none = Claim("none", math.inf, delta, math.inf, math.inf, rounds, rounds, unit="none")
         return federation, none
     if recipe == "sound" or isinstance(mechanism, LocalItemDP):
-        made, rounds = calibrate_federation(federation, epsilon, delta), federation.rounds
-        constant, reasons = _if_constant(made, delta), mechanism.unsound()
-        name, real = (AS_IF_SOUND, math.inf) if reasons else ("sound", constant)
-        if isinstance(mechanism, LocalItemDP):
-            reasons += ("it protects records: a subject has up to K of them in each of H silos",)
-        return made, Claim(name, epsilon, delta, real, constant, rounds, rounds, reasons)
+        made = calibrate_federation(federation, epsilon, delta)
+        return made, claim_of(made, AS_IF_SOUND if mechanism.unsound() else "sound", delta, epsilon)
     if recipe not in RECIPES:
         raise BadInputError(f"the recipe {recipe!r} is not one of {', '.join(RECIPES)}")
     silos = federation.silos_per_round
@@ -137,6 +138,38 @@ def apply_recipe(
         federation.rounds,
         rounds,
         tuple(why),
+    )
+
+
+def claim_of(
+    federation: Federation, recipe: str, delta: float, epsilon: float | None = None
+) -> Claim:
+    """What noise costs that is constant, whoever chose it.
+
+    Args:
+      federation: with its noise.
+      recipe: its name.
+      delta: asked for.
+      epsilon: claimed; default what is real.
+    """
+    mechanism, rounds = federation.mechanism, federation.rounds
+    constant = federated_epsilon(federation, delta, if_constant=True)
+    reasons, whole = mechanism.unsound(), None
+    real = math.inf if reasons else constant
+    if mechanism.unit == "record":
+        reasons += ("it protects records: a subject has up to K of them in each of H silos",)
+        whole = subject_epsilon(federation, delta)
+    return Claim(
+        recipe,
+        real if epsilon is None else epsilon,
+        delta,
+        real,
+        constant,
+        rounds,
+        rounds,
+        reasons,
+        mechanism.unit,
+        whole,
     )
 
 

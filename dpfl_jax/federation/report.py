@@ -42,20 +42,9 @@ def render_markdown(report: dict[str, Any]) -> str:
     """The report as Markdown."""
     lines = [f"# {report.get('name', 'run')}: {report['status']} after {report['steps']} rounds"]
     lines += ["", "## Guarantee", "", report["guarantee"], ""]
-    claim = report["claim"]
-    lines += [
-        "## Claimed and real",
-        "",
-        f"| | epsilon of a {report['privacy'].get('unit', 'subject')} over the federation |",
-        "|---|---|",
-    ]
-    lines.append(f"| claimed by the recipe `{claim['recipe']}` | {_short(claim['epsilon'])} |")
-    lines.append(f"| of the mechanism as it runs | {_short(claim['real_epsilon'])} |")
-    if claim["if_constant"] != claim["real_epsilon"]:
-        lines.append(
-            f"| if what follows the private batch were constant | {_short(claim['if_constant'])} |"
-        )
-    lines += ["", *[f"- {reason}" for reason in claim["why"]], ""]
+    lines += ["## Claimed and real", "", "| epsilon over the federation | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in claim_rows(report["claim"])]
+    lines += ["", *[f"- {reason}" for reason in report["claim"]["why"]], ""]
     if report["eval"]:
         lines += ["## Held out", "", "| | loss by record | loss by subject | accuracy |"]
         lines += ["|---|---|---|---|"]
@@ -84,6 +73,23 @@ def render_markdown(report: dict[str, Any]) -> str:
             lines += [f"## {title.capitalize()}", ""]
             lines += [f"- {key}: {_short(value)}" for key, value in section.items()] + [""]
     return "\n".join(lines)
+
+
+def claim_rows(claim: dict[str, Any]) -> list[tuple[str, str]]:
+    """Epsilons of a claim (as JSON), each with whose it is."""
+    unit, real = claim["unit"], claim["real_epsilon"]
+    if unit == "none":
+        return [("nobody is protected", "inf")]
+    rows = [
+        (f"of a {unit}, claimed by the recipe {claim['recipe']}", claim["epsilon"]),
+        (f"of a {unit}, of the mechanism as it runs", real),
+    ]
+    if claim["subject_epsilon"] is not None:
+        rows.append(("of a subject with all its records, as it runs", claim["subject_epsilon"]))
+    if claim["if_constant"] != real:
+        constant = f"of a {unit}, if what follows the private batch were constant"
+        rows.append((constant, claim["if_constant"]))
+    return [(name, _short(value)) for name, value in rows]
 
 
 def _short(value: Any) -> str:

@@ -180,7 +180,12 @@ def test_other_mechanisms_are_an_override_away(config_file, tmp_path, capsys, ki
         assert 2.5 < report["privacy"]["epsilon"] <= 4.0
     if kind == "local_item":
         assert any("protects single records" in c for c in report["privacy"]["caveats"])
-        assert report["claim"]["real_epsilon"] > 4.0
+        claim = report["claim"]
+        assert claim["unit"] == "record"
+        assert claim["real_epsilon"] <= 4.0 < claim["subject_epsilon"]
+        written = (tmp_path / kind / "report.md").read_text()
+        for words in ("of a record, of the mechanism as it runs", "of a subject with all its"):
+            assert words in written
     if "federation.silos_per_round=2" in extra:
         rows = (tmp_path / kind / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(r)["silos"] for r in rows if "outside" in r] == [2, 2]

@@ -129,7 +129,7 @@ def _at_round(trained: Trained, rounds: int) -> float:
 
 
 def draw(found: list[Trained], file: Any, title: str) -> None:
-    """Draws accuracy by round, one line per run, named with its real epsilon."""
+    """Draws accuracy by round, one line per run, named with a subject's real epsilon."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -138,7 +138,8 @@ def draw(found: list[Trained], file: Any, title: str) -> None:
     figure, axes = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
     for i, trained in enumerate(found):
         curve = trained.curves[0]
-        real = trained.claim.real_epsilon
+        claim = trained.claim
+        real = claim.real_epsilon if claim.subject_epsilon is None else claim.subject_epsilon
         shown = "∞" if real == float("inf") else f"{real:.3g}"
         label = f"{trained.run.label} (ε {shown})"
         style = "--" if "sound" in trained.run.label else "-"
