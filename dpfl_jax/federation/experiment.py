@@ -64,6 +64,8 @@ from dpfl_jax.training.mesh import data_parallel_mesh
 from dpfl_jax.training.report import environment
 from dpfl_jax.training.run_dir import FINISHED, RunDirectory
 
+# Share of records left out by the cap beyond which a run says so aloud.
+_MANY = 0.2
 _OWN_OPTIONS: dict[str, tuple[type[SiloMechanism], ...]] = {
     "batch_cap": (LocalGroupDP,),
     "order": (HiGradAvgDP,),
@@ -212,9 +214,9 @@ def _personalised(prepared: PreparedFederation, noise: float | None = None) -> P
             f"noise multiplier {sigma:.6g}: a record that is always sampled spends the above; "
             "every other record keeps its own budget",
         ),
+        unit="record",
     )
     return dataclasses.replace(prepared, federation=federation, personal=personal, claim=claim)
-        unit="record",
 
 
 def prepare(config: FederatedConfig, console: Console) -> PreparedFederation:
@@ -255,20 +257,20 @@ def run_federated(
 
     Raises:
       BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
-    if prepared.personal is not None:
-        section = config.privacy.budgets
-        source = section.path or f"privacy.budgets.column={section.column} of the data"
-        prepared.personal.check_unchanged(pathlib.Path(run_dir), source)
     """
     fingerprint = config_fingerprint(config)
     RunDirectory.check(run_dir, fingerprint)
     prepared = prepare(config, console)
-        if prepared.personal is not None:
-            prepared.personal.remember(directory.path)
+    if prepared.personal is not None:
+        section = config.privacy.budgets
+        source = section.path or f"privacy.budgets.column={section.column} of the data"
+        prepared.personal.check_unchanged(pathlib.Path(run_dir), source)
     noise = [p.mechanism.noise_multiplier for p in prepared.federation.silos]
     facts = {"data": _identity(prepared), "noise": noise, "delta": prepared.delta}
     directory = RunDirectory(run_dir, config_to_dict(config), fingerprint, config.seed, facts)
     try:
+        if prepared.personal is not None:
+            prepared.personal.remember(directory.path)
         # A resumed run goes on with the noise it began with, whatever calibration would say today.
         began = directory.facts["noise"]
         prepared = dataclasses.replace(prepared, delta=directory.facts["delta"])
@@ -300,10 +302,12 @@ def _run(prepared: PreparedFederation, directory: RunDirectory, console: Console
     verb = "resuming" if directory.resumed else "starting"
     console.print(f"{verb} [bold]{config.name}[/bold] in {directory.path}")
     console.print(prepared.subjects.description)
+    kept = _kept(prepared)
     console.print(
-        f"{section.silos} silos, {prepared.data.num_records} records in training; "
-        f"{config.model.kind} with {model.num_params:,} parameters"
+        f"{section.silos} silos, {kept['records']} records in training, {kept['dropped_by_cap']} "
+        f"left out by the cap; {config.model.kind} with {model.num_params:,} parameters"
     )
+    _warn(kept, console)
     mesh = data_parallel_mesh()
     evaluator = FederatedEvaluator(model, mesh, config.eval.batch_size)
     result = run_rounds(
@@ -353,6 +357,32 @@ def _caveats(prepared: PreparedFederation) -> tuple[str, ...]:
             "data can displace another: the guarantee is for one of the subjects kept"
         )
     return tuple(caveats)
+
+
+def _kept(prepared: PreparedFederation) -> dict[str, Any]:
+    """What the cap per subject and silo left: counts that the guarantee takes as public."""
+    before, after = prepared.subjects.train.num_examples, prepared.data.num_records
+    found: dict[str, Any] = {
+        "records": after,
+        "records_before_cap": before,
+        "dropped_by_cap": before - after,
+    }
+    if before - after <= _MANY * before:
+        return found
+    cap = prepared.config.mechanism.max_items_per_subject
+    advice = "raise it, or spread subjects over more silos"
+    if prepared.personal is not None:
+        advice = "rpdp uses one record of a person in a silo, so give each record an id of its own"
+    found["warning"] = (
+        f"mechanism.max_items_per_subject={cap} leaves out {before - after} of {before} records "
+        f"({(before - after) / before:.0%}): {advice}"
+    )
+    return found
+
+
+def _warn(kept: dict[str, Any], console: Console) -> None:
+    if "warning" in kept:
+        console.print(f"[bold yellow]warning:[/bold yellow] {kept['warning']}")
 
 
 def _silo_rows(prepared: PreparedFederation) -> list[dict[str, Any]]:
@@ -420,7 +450,7 @@ def _report(prepared: PreparedFederation, result: FederatedResult) -> dict[str, 
         "data": {
             "description": prepared.subjects.description,
             "silos": prepared.data.num_silos,
-            "records": prepared.data.num_records,
+            **_kept(prepared),
         },
         "mechanism": mechanism.to_json(),
         "environment": environment(),
@@ -435,6 +465,8 @@ def dry_run_federated(config: FederatedConfig, console: Console) -> dict[str, An
     members = [federation.silos[i] for i in federation.participants.tolist()]
     sigmas = [p.mechanism.sigma for p in members]
     divisors = [p.mechanism.divisor(p.facts) for p in members]
+    kept = _kept(prepared)
+    _warn(kept, console)
     per_step = sum(p.mechanism.expected_records(p.facts) for p in members)
     return {
         "status": "dry-run",
@@ -442,7 +474,7 @@ def dry_run_federated(config: FederatedConfig, console: Console) -> dict[str, An
         "population": {
             "silos": len(members),
             "subjects": prepared.subjects.train.num_users,
-            "records": prepared.data.num_records,
+            **kept,
             "source": prepared.subjects.description,
         },
         "parameters": prepared.model.num_params,

@@ -11,9 +11,10 @@ from dpfl_jax.federation.recipes import Claim
 
 ASSUMPTIONS = (
     "every silo knows the subject of each of its records; identities are not linked across silos",
-    "which silos take part, the numbers of records and subjects of every silo and in all, the "
-    "sampling probabilities, caps, clip norms, noise, rounds, local steps, weights and cohorts are "
-    "public constants, held when a unit is added or removed",
+    "which silos take part, the numbers of records and subjects of every silo and in all, those of "
+    "records before and after the cap per subject, the sampling probabilities, caps, clip norms, "
+    "noise, rounds, local steps, weights and cohorts are public constants, held when a unit is "
+    "added or removed",
     "silos that follow the protocol are honest about their own sampling and noise; the server and "
     "the other silos may be curious",
     "the root keys of the silos are secret",

@@ -79,8 +79,9 @@ def load_subjects(config: FederatedDataConfig) -> SubjectData:
         store = limit_store(store, config.max_subjects, config.max_records_per_subject)
     train, held_out = _split(store, config)
     description = (
-        f"{config.source}: {train.num_users} subjects with {train.num_examples} records in "
-        f"training, {held_out.num_users} with {held_out.num_examples} held out; {what}"
+        f"{config.source}: {train.num_users} subjects with {train.num_examples} records "
+        f"(before the cap per silo) in training, {held_out.num_users} with "
+        f"{held_out.num_examples} held out; {what}"
     )
     return SubjectData(train, held_out, description, **extra)
 

@@ -1,13 +1,21 @@
 """What a federated run's guarantee says: numbers with their units, and what it rests on."""
 
+import dataclasses
+import io
 import math
 
 import pytest
 from fed_zoo import MECHANISMS, make_data, make_federation
+from rich.console import Console
 
 from dpfl_jax.accounting import IDEALISED
+from dpfl_jax.config.federated import FederatedConfig
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.accountant import calibrate_federation, subject_epsilon
+from dpfl_jax.federation.experiment import dry_run_federated, prepare
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.recipes import Claim
+from dpfl_jax.federation.recipes import Claim, apply_recipe, claim_of
+from dpfl_jax.federation.report import claim_rows
 
 pytestmark = pytest.mark.privacy
 GIVEN = Claim("given", math.inf, 1e-5, math.inf, math.inf, 2, 2)
@@ -31,3 +39,76 @@ def test_a_large_delta_is_named(kind, given):
     for delta, said in ((0.5, True), (1e-3, False)):
         guarantee = federated_guarantee(federation, GIVEN, delta, 2, num_subjects=given)
         assert any(f"not below one over the {what}" in c for c in guarantee.caveats) is said
+
+
+def test_silos_of_a_subject_are_counted_wherever_its_epsilon_is_stated():
+    """Records are protected, but what a subject in five silos has is stated, too."""
+    data = make_data(records=600, how="uniform")
+    assert data.silos_of_subjects().max() == 5
+    for kind in ("hi_grad_avg", "local_item"):
+        federation = make_federation(data, MECHANISMS[kind], uneven=False)
+        federation.check(data)
+        with pytest.raises(BadInputError, match="in 5 silos, but max_silos_per_subject is 4"):
+            dataclasses.replace(federation, max_silos_per_subject=4).check(data)
+
+
+def test_a_claim_says_whose_epsilon_it_is_on_every_path():
+    federation = make_federation(make_data(), MECHANISMS["local_item"], uneven=False)
+    target, claim = apply_recipe(federation, "sound", 4.0, 1e-5)
+    for made, found in ((target, claim), (federation, claim_of(federation, "given", 1e-5))):
+        guarantee = federated_guarantee(made, found, 1e-5, 2)
+        assert found.unit == guarantee.unit == "record"
+        assert found.real_epsilon == pytest.approx(guarantee.epsilon, rel=1e-6)
+        assert found.subject_epsilon == pytest.approx(subject_epsilon(made, 1e-5), rel=1e-6)
+        assert found.subject_epsilon > 2 * found.real_epsilon
+        shown = dict(claim_rows(found.to_json()))
+        assert shown["of a record, of the mechanism as it runs"] == f"{found.real_epsilon:.6g}"
+        assert shown["of a subject with all its records, as it runs"] == (
+            f"{found.subject_epsilon:.6g}"
+        )
+    federation = make_federation(make_data(), MECHANISMS["hi_grad_avg"], uneven=False)
+    claim = claim_of(calibrate_federation(federation, 4.0, 1e-5), "given", 1e-5)
+    assert (claim.unit, claim.subject_epsilon) == ("subject", None)
+    assert claim.epsilon == claim.real_epsilon <= 4.0
+
+
+def make_config(**sections):
+    base = {
+        "data": {"source": "digits", "records_per_subject": 15},
+        "federation": {"silos": 6, "rounds": 2, "local_steps": 2},
+        "model": {"kind": "mlp", "options": {"hidden": [4]}},
+        "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_items_per_subject": 3},
+        "privacy": {"delta": 1e-4},
+    }
+    return FederatedConfig.model_validate(
+        {name: section | sections.get(name, {}) for name, section in base.items()}
+    )
+
+
+@pytest.mark.parametrize(
+    ("federation", "mechanism", "warned"),
+    [
+        ({"partition": "confined"}, {"noise_multiplier": 2.0}, "raise it, or spread subjects"),
+        ({}, {"noise_multiplier": 2.0, "max_items_per_subject": 4}, None),
+        (
+            {"partition": "confined"},
+            {"kind": "rpdp", "noise_multiplier": 5.0, "sampling_prob": None,
+             "max_items_per_subject": 1},
+            "give each record an id of its own",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_cap_leaves_out_is_counted_and_warned_of(federation, mechanism, warned):
+    pytest.importorskip("sklearn")
+    config, output = make_config(federation=federation, mechanism=mechanism), io.StringIO()
+    price = dry_run_federated(config, Console(file=output, width=200))
+    told, prepared = price["population"], prepare(config, Console(quiet=True))
+    before, after = prepared.subjects.train.num_examples, prepared.data.num_records
+    assert (told["records_before_cap"], told["records"]) == (before, after)
+    assert told["dropped_by_cap"] == before - after > 0
+    assert ("warning" in told) is (warned is not None) is (before - after > 0.2 * before)
+    if warned is not None:
+        assert f"leaves out {before - after} of {before} records" in told["warning"]
+        assert warned in told["warning"]
+        assert "warning:" in output.getvalue()
+    assert any("before and after the cap" in a for a in price["privacy"]["assumptions"])
