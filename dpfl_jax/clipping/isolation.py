@@ -78,7 +78,7 @@ def _messages(jaxpr: Any, inner: frozenset[Any]) -> Iterator[tuple[str, Any]]:
             for axis in _named_axes(eqn.params):
                 if axis not in inner:
                     yield eqn.primitive.name, axis
-        for sub in _jaxprs(eqn.params.values()):
+        for sub in inner_jaxprs(eqn.params.values()):
             yield from _messages(sub, bound)
 
 
@@ -90,11 +90,12 @@ def _named_axes(params: dict[str, Any]) -> Iterator[str]:
                 yield axis
 
 
-def _jaxprs(values: Any) -> Iterator[Any]:
+def inner_jaxprs(values: Any) -> Iterator[Any]:
+    """The programs among the parameters of an equation."""
     for value in values:
         if isinstance(value, jex.core.ClosedJaxpr):
             yield value.jaxpr
         elif isinstance(value, jex.core.Jaxpr):
             yield value
         elif isinstance(value, (tuple, list)):
-            yield from _jaxprs(value)
+            yield from inner_jaxprs(value)

@@ -72,9 +72,7 @@ def self_check(
     batch = jax.tree.map(lambda x: jnp.asarray(x)[chosen], batch)
     group = None if group is None else jnp.asarray(group)[chosen]
     if tolerance is None:
-        low = machine_for(bounded.platform).rounding > 0 or _is_low(
-            bounded, params, batch, rng, group
-        )
+        low = is_low(bounded, params, batch, rng, group)
         tolerance = TOLERANCE["bfloat16" if low else "float32"]
 
     places = None
@@ -82,7 +80,7 @@ def self_check(
         # Over several processes, what the host looks at must be whole in each of them.
         places = (NamedSharding(remote[0].sharding.mesh, PartitionSpec()), None)
         batch = jax.tree.map(np.asarray, batch)
-    params = _away_from_zero(params)
+    params = away_from_zero(params)
     problem, _ = bounded.problem(params, batch, None, rng, group)
     names = problem.names
 
@@ -136,19 +134,22 @@ def _fields(problem: Problem) -> dict[str, Any]:
     return {f.name: getattr(problem, f.name) for f in dataclasses.fields(Problem)}
 
 
-def _away_from_zero(params: PyTree) -> PyTree:
+def away_from_zero(params: PyTree) -> PyTree:
     """``params``, with those that are all zero moved: for a check, which sees more there.
 
     An adapter starts with one factor at zero, which makes the gradient of the other zero: whatever
-    was computed of it would be right.
+    was computed of it would be right. What is moved stays on its devices.
     """
-    key = jax.random.key(0)
 
-    def one(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+    def one(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if not jnp.issubdtype(x.dtype, jnp.floating) or bool(jnp.any(x != 0)):
             return x
-        noise = 0.02 * jax.random.normal(key, x.shape, jnp.float32).astype(x.dtype)
-        return jnp.where(jnp.any(x != 0), x, noise)
+
+        def draw() -> jax.Array:
+            return (0.02 * jax.random.normal(jax.random.key(0), x.shape)).astype(x.dtype)
+
+        return jax.jit(draw, out_shardings=x.sharding)()
 
     return jax.tree.map(one, params)
 
@@ -161,8 +162,12 @@ def _length(batch: PyTree) -> int:
     return int(np.shape(jax.tree.leaves(batch)[0])[0])
 
 
-def _is_low(bounded: BoundedGrad, params: PyTree, batch: PyTree, rng: Any, group: Any) -> bool:
+def is_low(
+    bounded: BoundedGrad, params: PyTree, batch: PyTree, rng: Any = None, group: Any = None
+) -> bool:
     """Whether anything in the loss is computed in less than float32."""
+    if machine_for(bounded.platform).rounding > 0:
+        return True
 
     def losses(params: PyTree, batch: PyTree) -> jax.Array:
         return bounded(params, batch, rng=rng, group=group).losses

@@ -230,6 +230,35 @@ class Pipeline:
             buckets.append(Bucket(**tree, num_rows=1, num_units=len(first)))
         return buckets
 
+    def spread(self, units: list[Bucket], which: list[np.ndarray]) -> tuple[Bucket, ...]:
+        """Ships buffers of the shapes that steps have, with these units in chosen places.
+
+        Args:
+          units: from ``first_units``.
+          which: for each bucket, int [rows, row]: the number of the unit that lies there.
+        """
+        columns, local = self._columns(), []
+        for b, (bucket, slots) in enumerate(zip(units, which, strict=True)):
+            rows = len(slots) if self.capacities is None else self.capacities[b]
+            mine = slots[:, columns]
+
+            def fill(x: Any, mine: np.ndarray = mine, rows: int = rows) -> np.ndarray:
+                empty = np.zeros((rows - len(mine), mine.shape[1], *x.shape[2:]), x.dtype)
+                return np.concatenate([x[0][mine], empty])
+
+            absent = bucket.example_mask is None
+            local.append(
+                {
+                    "arrays": {name: fill(x) for name, x in bucket.arrays.items()},
+                    "unit_mask": fill(np.ones(bucket.unit_mask.shape, bool)),
+                    "example_mask": None if absent else fill(bucket.example_mask),
+                }
+            )
+        return tuple(
+            Bucket(**tree, num_rows=len(slots), num_units=slots.size)
+            for tree, slots in zip(self._ship(local), which)
+        )
+
     def _columns(self) -> np.ndarray:
         """The columns of this process's devices."""
         if self.mesh is None:

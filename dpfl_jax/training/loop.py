@@ -25,7 +25,7 @@ from dpfl_jax.data.store import Readable, fingerprint_of
 from dpfl_jax.errors import BadInputError, too_little_memory
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training import processes
+from dpfl_jax.training import convolutions, processes
 from dpfl_jax.training.batches import (
     draw_digest,
     example_loss,
@@ -48,6 +48,7 @@ from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.state import TrainState, hardware, init_state
 from dpfl_jax.training.step import StepStats, make_train_step
+from dpfl_jax.training.sum_check import check_sum
 from dpfl_jax.training.sums import in_pieces
 from dpfl_jax.training.terms import Terms, begin, computation_digest
 
@@ -189,7 +190,8 @@ def fit(
 
     Raises:
       BadInputError: unusable arguments (see the mechanism, and ``accounting``).
-      clipping.SelfCheckError: the strategy's norms disagree with plain per-unit gradients.
+      clipping.SelfCheckError: the sum on this mesh, or the strategy's norms, disagree with plain
+        per-unit gradients, or units mix; no step was taken.
     """
     if steps < 1:
         raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
@@ -210,8 +212,9 @@ def fit(
     random = key_argument(loss_fn, needed_without=None if validation is None else "evaluation")
     evaluate = Evaluator(loss_fn, mesh, eval_batch_size)
     trained, frozen = split(params, trainable)
-    frozen = place(frozen, parameter_shardings(frozen, mesh), copy=False)
-    state = init_state(trained, optimizer, mesh)
+    copied = _kernels(loss_fn, params, data, mesh)
+    frozen = place(frozen, parameter_shardings(frozen, mesh, copied), copy=False)
+    state = init_state(trained, optimizer, mesh, copied)
 
     def whole(state: TrainState) -> PyTree:
         return join(state.params, frozen)
@@ -241,8 +244,10 @@ def fit(
 
     shipped_loss = example_loss(loss_fn, data)
     options: dict[str, Any] = {"strategy": strategy, "trainable": trainable}
-    cut = {"examples_at_once": examples_at_once, "split_users": split_users}
-    step_fn = make_train_step(mechanism, shipped_loss, optimizer, mesh, **options, **cut)
+    cut: dict[str, Any] = {"examples_at_once": examples_at_once, "split_users": split_users}
+    step_fn = make_train_step(
+        mechanism, shipped_loss, optimizer, mesh, whole=copied, **options, **cut
+    )
     sampler = mechanism.sampler(data.user_offsets, key)
     pipeline = training_pipeline(
         sampler, data, mesh, microbatch_size, group_buckets, key if random else None
@@ -265,13 +270,25 @@ def fit(
             "version of JAX or NumPy": [jax.__version__, np.__version__],
         }
     )
-    pieces = in_pieces(mechanism, mesh, examples_at_once, split_users)
-    formed = bool(pieces) or strategy in ("vmap", "scan")
-    if mechanism.private and start < steps and not formed:
-        bounded = mechanism.bounded_grad(shipped_loss, **options)
-        for some in pipeline.first_units(2, sampler.group_size):  # each shape has a plan of its own
-            rows = jax.tree.map(lambda leaf: leaf[0], units_of(mechanism, some))
-            self_check(bounded, params, rows)
+    pieces = in_pieces(mechanism, mesh, **cut)
+    if mechanism.private and start < steps:
+        with too_little_memory("the check before the first step", _smaller(mechanism)):
+            check_sum(
+                step_fn.sum,
+                mechanism,
+                shipped_loss,
+                state.params,
+                frozen,
+                pipeline,
+                sampler.group_size,
+                trainable=trainable,
+            )
+            if strategy not in ("vmap", "scan") and not pieces:
+                # Norms that no gradient was formed for; each shape of units has a plan of its own.
+                bounded = mechanism.bounded_grad(shipped_loss, **options)
+                for some in pipeline.first_units(2, sampler.group_size):
+                    rows = jax.tree.map(lambda leaf: leaf[0], units_of(mechanism, some))
+                    self_check(bounded, params, rows)
     clipping = None
     if mechanism.private:
         units = microbatch_size * (mesh.shape[FSDP_AXIS] if splits_parameters(mesh) else 1)
@@ -336,6 +353,14 @@ def fit(
         tokens=meter.tokens,
         clipping=clipping,
     )
+
+
+def _kernels(loss_fn: Any, params: PyTree, data: Readable, mesh: Mesh) -> frozenset[str]:
+    """Parameters that every device must hold whole."""
+    if not splits_parameters(mesh):
+        return frozenset()
+    examples = data.read(np.asarray(data.user_offsets)[:1])
+    return convolutions.kernels(loss_fn, params, jax.tree.map(lambda x: x[0], examples))
 
 
 PUBLIC_KEY_CAVEAT = (

@@ -8,7 +8,7 @@ trained, and the guarantee, are the same on every mesh.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from dpfl_jax.clipping.problem import leaf_name
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any
@@ -118,7 +119,7 @@ def unit_parts(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in unit_axes(mesh))
 
 
-def parameter_shardings(params: PyTree, mesh: Mesh) -> PyTree:
+def parameter_shardings(params: PyTree, mesh: Mesh, whole: Collection[str] = ()) -> PyTree:
     """How each parameter is split: a pytree of NamedShardings like ``params``.
 
     Matrices (and stacks of them: the last two axes) are split over ``tensor`` on their outputs, or
@@ -128,17 +129,21 @@ def parameter_shardings(params: PyTree, mesh: Mesh) -> PyTree:
     Args:
       params: pytree of arrays or ShapeDtypeStructs.
       mesh: from ``make_mesh``.
+      whole: names (``blocks/up/kernel``) of parameters that are copied all the same
+        (``convolutions.kernels``).
     """
 
     def one(path: Any, x: Any) -> NamedSharding:
-        return parameter_sharding(jax.tree_util.keystr(path), tuple(x.shape), mesh)
+        return parameter_sharding(leaf_name(path), tuple(x.shape), mesh, whole)
 
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def parameter_sharding(name: str, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+def parameter_sharding(
+    name: str, shape: tuple[int, ...], mesh: Mesh, whole: Collection[str] = ()
+) -> NamedSharding:
     """How one parameter is split, by its name and shape."""
-    return NamedSharding(mesh, _spec(name, shape, mesh))
+    return replicated(mesh) if name in whole else NamedSharding(mesh, _spec(name, shape, mesh))
 
 
 def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
@@ -162,13 +167,16 @@ def _spec(name: str, shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*axes)
 
 
-def state_shardings(params: PyTree, opt_state: PyTree, mesh: Mesh) -> PyTree:
+def state_shardings(
+    params: PyTree, opt_state: PyTree, mesh: Mesh, whole: Collection[str] = ()
+) -> PyTree:
     """How an optimiser's state is split: what has a parameter's shape, as that parameter.
 
     Args:
       params: pytree of arrays or ShapeDtypeStructs.
       opt_state: ``jax.eval_shape(optimizer.init, params)``.
       mesh: from ``make_mesh``.
+      whole: as in ``parameter_shardings``.
     """
     # By the end of the path, so that it works for any optimiser: `mu/blocks/up/kernel` is like
     # `blocks/up/kernel`. Anything else (counters, factored moments) is copied.
@@ -176,7 +184,7 @@ def state_shardings(params: PyTree, opt_state: PyTree, mesh: Mesh) -> PyTree:
         tuple(map(str, path)): (tuple(x.shape), sharding)
         for (path, x), sharding in zip(
             jax.tree_util.tree_flatten_with_path(params)[0],
-            jax.tree.leaves(parameter_shardings(params, mesh)),
+            jax.tree.leaves(parameter_shardings(params, mesh, whole)),
             strict=True,
         )
     }

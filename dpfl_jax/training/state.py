@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -49,29 +50,40 @@ def hardware(mesh: Mesh) -> str:
     return f"{mesh.size} x {device.platform} ({device.device_kind}){layout}, jax {jax.__version__}"
 
 
-def init_state(params: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def init_state(
+    params: PyTree,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    whole: Collection[str] = (),
+) -> TrainState:
     """Returns the state before the first step, split over ``mesh`` as its axes say.
 
     The parameters are copied: the step donates its state, and the caller's arrays must live on.
     """
-    places = shardings_of(params, optimizer, mesh)
+    places = shardings_of(params, optimizer, mesh, whole)
     params = place(params, places.params)
     opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
     step = place(jnp.zeros((), jnp.int32), places.step)
     return TrainState(params=params, opt_state=opt_state, step=step)
 
 
-def shardings_of(params: PyTree, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def shardings_of(
+    params: PyTree,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    whole: Collection[str] = (),
+) -> TrainState:
     """Returns the NamedSharding of each array of a state.
 
     Args:
       params: pytree of arrays or ShapeDtypeStructs.
       optimizer: the optimiser whose state it is.
       mesh: from ``mesh.make_mesh``.
+      whole: as in ``mesh.parameter_shardings``.
     """
     opt_state = jax.eval_shape(optimizer.init, params)
     return TrainState(
-        params=parameter_shardings(params, mesh),
-        opt_state=state_shardings(params, opt_state, mesh),
+        params=parameter_shardings(params, mesh, whole),
+        opt_state=state_shardings(params, opt_state, mesh, whole),
         step=replicated(mesh),  # type: ignore[arg-type]
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -53,7 +53,12 @@ class StepStats:
 
 
 def bounded_sum_over_microbatches(
-    mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, **options: Any
+    mechanism: Mechanism,
+    loss_fn: Callable[..., jax.Array],
+    mesh: Mesh,
+    *,
+    whole: Collection[str] = (),
+    **options: Any,
 ) -> Sum:
     """Returns ``(params, units, mask, num_microbatches, frozen) -> (sum, stats)``, before noise.
 
@@ -64,24 +69,33 @@ def bounded_sum_over_microbatches(
       mechanism: bounds the gradients.
       loss_fn: ``(params, example) -> scalar`` for one example.
       mesh: from ``mesh.make_mesh``; the rows of ``units`` are split over its unit axes.
+      whole: as in ``mesh.parameter_shardings``.
       **options: passed to ``Mechanism.bounded_grad``; ``trainable`` as the parameters were split.
         ``split_users`` shares the examples of each user out to the ``fsdp`` devices, of which each
         then forms a part of the gradient, instead of one user a device; ``examples_at_once`` counts
         those of one device.
     """
     cut = in_pieces(
-        mechanism, mesh, options.pop("examples_at_once", None), options.pop("split_users", False)
+        mechanism,
+        mesh,
+        options.pop("examples_at_once", None),
+        options.pop("split_users", False),
+        whole,
     )
     options |= cut
     if splits_parameters(mesh):
         if cut:
             loss_fn = _in_place(loss_fn, mesh)
-        return _automatic(mechanism, loss_fn, mesh, options)
+        return _automatic(mechanism, loss_fn, mesh, whole, options)
     return _by_hand(mechanism, loss_fn, mesh, options)
 
 
 def in_pieces(
-    mechanism: Mechanism, mesh: Mesh, examples_at_once: int | None, split_users: bool
+    mechanism: Mechanism,
+    mesh: Mesh,
+    examples_at_once: int | None,
+    split_users: bool,
+    whole: Collection[str] = (),
 ) -> dict[str, Any]:
     """How ``Mechanism.bounded_grad`` is told to form units piece by piece; empty if it is not.
 
@@ -90,6 +104,7 @@ def in_pieces(
       mesh: from ``mesh.make_mesh``; one that does not split parameters splits no users either.
       examples_at_once: of a unit, on one device; None: all.
       split_users: whether the ``fsdp`` devices share each unit's examples.
+      whole: as in ``mesh.parameter_shardings``.
     """
     if not (split_users and splits_parameters(mesh)):
         return {} if examples_at_once is None else {"examples_at_once": examples_at_once}
@@ -99,7 +114,7 @@ def in_pieces(
     return {
         "examples_at_once": examples_at_once * parts,
         "example_sharding": NamedSharding(mesh, PartitionSpec(FSDP_AXIS)),
-        "gradient_sharding": functools.partial(parameter_sharding, mesh=mesh),
+        "gradient_sharding": functools.partial(parameter_sharding, mesh=mesh, whole=whole),
     }
 
 
@@ -161,7 +176,11 @@ def _by_hand(
 
 
 def _automatic(
-    mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, options: dict[str, Any]
+    mechanism: Mechanism,
+    loss_fn: Callable[..., jax.Array],
+    mesh: Mesh,
+    whole: Collection[str],
+    options: dict[str, Any],
 ) -> Sum:
     """Parameters are split; the units of a row [row, ...] become [data, row / data, ...]."""
     # Where users are split, they come one by one to all devices together.
@@ -174,7 +193,7 @@ def _automatic(
     def total(
         params: PyTree, units: PyTree, mask: Any, num_microbatches: Any, frozen: PyTree = None
     ) -> tuple[PyTree, StepStats]:
-        places = parameter_shardings(params, mesh)
+        places = parameter_shardings(params, mesh, whole)
 
         def placed(tree: PyTree, *lead: str) -> PyTree:
             def one(x: jax.Array, place: NamedSharding) -> jax.Array:
@@ -201,8 +220,7 @@ def _automatic(
         stats = StepStats(units=zero, loss=zero, clipped=zero, norm=zero, nonfinite=zero)
         carry = _loop(one, (placed(sums, DATA_AXIS), stats), units, mask, num_microbatches, parts)
         sums, stats = jax.tree.map(lambda x: x.sum(axis=0), carry)
-        whole = replicated(mesh)
-        return placed(sums), jax.lax.with_sharding_constraint(stats, whole)
+        return placed(sums), jax.lax.with_sharding_constraint(stats, replicated(mesh))
 
     return total
 

@@ -109,7 +109,7 @@ def test_a_step_draws_the_same_noise_and_trains_the_same_parameters(params, name
         # The optimiser's moments are split like the parameters.
         for x, place in zip(jax.tree.leaves(state.opt_state[0].mu), jax.tree.leaves(places)):
             assert x.sharding.is_equivalent_to(place, x.ndim), name
-        assert step._cache_size() == 1, name
+        assert step.sum._cache_size() == step.update._cache_size() == 1, name
     for name in names:
         close(results[name], results["data"], 2e-5)  # Adam's steps are 1e-2
 

@@ -1,0 +1,86 @@
+"""Which parameters are kernels of convolutions.
+
+XLA's partitioner computes the gradients of several units wrongly where a convolution's kernel is
+split over devices (docs/clipping.md shows it in plain JAX): units mix. Every device holds such
+kernels whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from dpfl_jax.clipping.isolation import inner_jaxprs
+from dpfl_jax.clipping.problem import leaf_name
+from dpfl_jax.clipping.taps.trace import INLINED, REMAT
+
+PyTree = Any
+Names = frozenset[str]
+
+# Their inner program has their own inputs and outputs, in order.
+_INLINED = INLINED | REMAT | {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+
+
+def kernels(loss_fn: Callable[..., Any], params: PyTree, example: PyTree) -> Names:
+    """Names of the parameters that reach the kernel of a convolution, whatever is done on the way.
+
+    Args:
+      loss_fn: ``(params, example) -> scalar`` for one example; it is traced, not run.
+      params: pytree of arrays or ShapeDtypeStructs.
+      example: likewise, of one example.
+    """
+
+    def shape(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+    shapes = jax.tree.map(shape, params)
+    jaxpr = jax.make_jaxpr(loss_fn)(shapes, jax.tree.map(shape, example)).jaxpr
+    names = [
+        frozenset((leaf_name(path),)) for path, _ in jax.tree_util.tree_leaves_with_path(shapes)
+    ]
+    rest: list[Names] = [frozenset()] * (len(jaxpr.invars) - len(names))
+    found: set[str] = set()
+    _follow(jaxpr, [*names, *rest], found)
+    return frozenset(found)
+
+
+def _follow(jaxpr: Any, inputs: Sequence[Names], found: set[str]) -> list[Names]:
+    """Which parameters each output depends on; adds those that reach a kernel to ``found``."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+    def names(v: Any) -> Names:
+        return frozenset() if isinstance(v, Literal) else known.get(v, frozenset())
+
+    for eqn in jaxpr.eqns:
+        read = [names(v) for v in eqn.invars]
+        if eqn.primitive.name == "conv_general_dilated":
+            found |= read[1]
+        known.update(zip(eqn.outvars, _outputs(eqn, read, found), strict=True))
+    return [names(v) for v in jaxpr.outvars]
+
+
+def _outputs(eqn: Any, read: list[Names], found: set[str]) -> list[Names]:
+    name, inner = eqn.primitive.name, list(inner_jaxprs(eqn.params.values()))
+    if name in _INLINED and len(inner) == 1 and len(inner[0].invars) == len(read):
+        return _follow(inner[0], read, found)
+    if name == "cond":
+        branches = [_follow(branch, read[1:], found) for branch in inner]
+        return [read[0].union(*parts) for parts in zip(*branches, strict=True)]
+    if name == "scan":
+        first, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+        while True:
+            out = _follow(inner[0], read, found)
+            before = read[first : first + carries]
+            after = [a | b for a, b in zip(before, out)]
+            if after == before:
+                return out
+            read = [*read[:first], *after, *read[first + carries :]]
+    # What is not known may do anything with all that it reads.
+    every = frozenset[str]().union(*read)
+    for sub in inner:
+        _follow(sub, [every] * len(sub.invars), found)
+    return [every] * len(eqn.outvars)
