@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from neighbours import removed
 
 from dpfl_jax.clipping import GroupAverage, Normalized, Standard, bounded_grad
 from dpfl_jax.clipping.accumulate import needs_compensation
@@ -13,10 +14,10 @@ pytestmark = pytest.mark.privacy
 
 
 def moved_by_removing(gradient, params, batch, unit, n):
-    with_it, without = np.ones(n, bool), np.ones(n, bool)
-    without[unit] = False
-    a = gradient(params, batch, mask=with_it)
-    b = gradient(params, batch, mask=without)
+    everyone = np.ones(n, bool)
+    less, others = removed(batch, everyone, unit)
+    a = gradient(params, batch, mask=everyone)
+    b = gradient(params, less, mask=others)
     return float(jnp.linalg.norm(jnp.ravel(a.sum - b.sum)))
 
 

@@ -1,0 +1,195 @@
+"""Convolutions on every layout: the sums of one device and one unit's sensitivity, or a refusal."""
+
+import functools
+import itertools
+import os
+
+import conv_zoo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from neighbours import removed
+
+from dpfl_jax.clipping import SelfCheckError
+from dpfl_jax.data import ArrayStore, Schema
+from dpfl_jax.data.schema import Field
+from dpfl_jax.mechanisms import ULS
+from dpfl_jax.models import LanguageModel, TransformerConfig
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training import convolutions
+from dpfl_jax.training.batches import training_pipeline
+from dpfl_jax.training.mesh import make_mesh, parameter_shardings, place, unit_parts
+from dpfl_jax.training.sum_check import check_sum
+from dpfl_jax.training.sums import bounded_sum_over_microbatches
+
+pytestmark = pytest.mark.privacy
+
+GROUP, CLIP, ROW = 4, 0.1, 16
+MECHANISM = ULS(group_size=GROUP, cohort_size=4.0, clip_norm=CLIP, noise_multiplier=1.0)
+LAYOUTS = {
+    f"{d}x{f}x{t}": (d, f, t)
+    for d, f, t in [(8, 1, 1), (4, 2, 1), (2, 2, 2), (4, 1, 2), (1, 8, 1), (1, 2, 4)]
+}
+OPTIONS = {
+    **{s: {"strategy": s} for s in ("auto", "ghost", "scan", "vmap")},
+    "pieces": {"examples_at_once": 1},
+    "split_users": {"split_users": True},
+}
+
+
+@functools.cache
+def problem(name):
+    """Loss of one example as a store holds it, parameters, store."""
+    loss, params, shape = conv_zoo.ZOO[name]()
+    size, rng = int(np.prod(shape)), np.random.default_rng(0)
+    users = (
+        (f"u{u}", {"x": rng.normal(size=(1 + u % GROUP, size)).astype("f4")}) for u in range(12)
+    )
+    data = ArrayStore.from_users(users, Schema("arrays", (Field("x", "float32", (size,)),)))
+    return lambda p, e: loss(p, {"x": e["x"].reshape(shape)}), params, data
+
+
+@functools.cache
+def summed(name, layout, option, copied=True):
+    """The sum of a cell, its parameters in place and its pipeline, as ``fit`` sets them up."""
+    loss, params, data = problem(name)
+    mesh = make_mesh(*LAYOUTS[layout]) if layout else make_mesh(devices=jax.devices()[:1])
+    example = jax.tree.map(lambda x: x[0], data.read(np.zeros(1, np.int64)))
+    whole = convolutions.kernels(loss, params, example) if copied else ()
+    total = bounded_sum_over_microbatches(MECHANISM, loss, mesh, whole=whole, **OPTIONS[option])
+    sampler = MECHANISM.sampler(data.user_offsets, RootKey.from_seed(0))
+    return (
+        jax.jit(total),
+        place(params, parameter_shardings(params, mesh, whole)),
+        training_pipeline(sampler, data, mesh, ROW // unit_parts(mesh)),
+    )
+
+
+def buffers(pipeline):
+    """Units, mask and rows in use, as steps have them: 13 of 16 places are taken."""
+    host = pipeline.first_units(8, GROUP)
+    (bucket,) = pipeline.spread(host, [np.arange(ROW).reshape(1, ROW) % 8])
+    units = MECHANISM.units(bucket.arrays, bucket.example_mask)
+    mask = np.zeros(bucket.unit_mask.shape, bool)
+    mask[0, :13] = True
+    return units, place(mask, bucket.unit_mask.sharding)
+
+
+def norm(tree):
+    return np.sqrt(sum(np.sum(np.square(np.asarray(x, "f8"))) for x in jax.tree.leaves(tree)))
+
+
+def apart(a, b):
+    return norm(jax.tree.map(lambda x, y: np.asarray(x, "f8") - np.asarray(y), a, b))
+
+
+@functools.cache
+def one_device(name):
+    total, params, pipeline = summed(name, None, "vmap")
+    units, mask = buffers(pipeline)
+    return jax.device_get(total(params, (units,), (mask,), (np.int32(1),), nothing(params))[0])
+
+
+def nothing(params):
+    return jax.tree.map(lambda x: None, params)
+
+
+def errors(name, layout, option, copied=True):
+    """Error of the sum relative to one device's, and the sensitivity in clip norms."""
+    total, params, pipeline = summed(name, layout, option, copied)
+    units, mask = buffers(pipeline)
+    places = jax.tree.map(lambda x: x.sharding, (units, mask))
+
+    def run(units, mask):
+        units, mask = place((units, mask), places)
+        return jax.device_get(total(params, (units,), (mask,), (np.int32(1),), nothing(params))[0])
+
+    got = run(units, mask)
+    moved = [apart(got, run(*removed(units, mask, (0, unit)))) for unit in (0, 5, 12)]
+    assert total._cache_size() == 1
+    return apart(got, one_device(name)) / norm(one_device(name)), max(moved) / CLIP
+
+
+def check(name, layout, option, copied=True):
+    total, params, pipeline = summed(name, layout, option, copied)
+    found = check_sum(total, MECHANISM, problem(name)[0], params, nothing(params), pipeline, GROUP)
+    assert total._cache_size() == 1
+    return found
+
+
+def cells():
+    """All of loss x layout x way; a Latin square of them, in which all pairs meet, is for CI."""
+    small = {("one_d", "2x2x2", "scan"), ("one_d", "2x2x2", "split_users")}
+    whole = os.environ.get("DPFL_WHOLE_MATRIX")
+    for (i, name), (j, layout), (k, option) in itertools.product(
+        enumerate(conv_zoo.ZOO), enumerate(LAYOUTS), enumerate(OPTIONS)
+    ):
+        cell = (name, layout, option)
+        if cell in small:
+            yield pytest.param(*cell)
+        elif whole or (i + j + k) % 6 == 0:
+            yield pytest.param(*cell, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("name", "layout", "option"), cells())
+def test_the_sum_is_right_or_refused(name, layout, option):
+    error, sensitivity = errors(name, layout, option)
+    wrong = error > 1e-5 or sensitivity > 1 + 1e-5
+    if wrong:
+        with pytest.raises(SelfCheckError, match="no step was taken") as found:
+            check(name, layout, option)
+        assert "\n" not in str(found.value)
+    else:
+        assert sensitivity > 0.9  # these units are clipped
+        assert check(name, layout, option).max_relative_error < 1e-5
+
+
+@pytest.mark.parametrize(
+    "option",
+    ["scan", *(pytest.param(o, marks=pytest.mark.slow) for o in ("split_users", "pieces"))],
+)
+def test_where_kernels_are_split_units_mix_and_the_check_says_so(option):
+    """What the layout protects from: should this pass one day, kernels may be split again."""
+    error, sensitivity = errors("one_d", "2x2x2", option, copied=False)
+    assert error > 0.1 or sensitivity > 1.1
+    with pytest.raises(SelfCheckError, match="data 2 x fsdp 2 x tensor 2: units mix"):
+        check("one_d", "2x2x2", option, copied=False)
+
+
+@pytest.mark.parametrize("name", conv_zoo.ZOO)
+def test_kernels_of_convolutions_are_found(name):
+    loss, params, data = problem(name)
+    example = jax.tree.map(lambda x: x[0], data.read(np.zeros(1, np.int64)))
+    found = convolutions.kernels(loss, params, example)
+    assert found == conv_zoo.KERNELS[name]
+    mesh = make_mesh(2, 2, 2)
+    places = parameter_shardings(params, mesh, found)
+    for path, sharding in jax.tree_util.tree_leaves_with_path(places):
+        if jax.tree_util.keystr(path, simple=True, separator="/") in found:
+            assert sharding.is_fully_replicated
+
+
+def test_kernels_are_found_through_branches_loops_and_rules():
+    @jax.custom_jvp
+    def twice(x):
+        return 2 * x
+
+    twice.defjvp(lambda x, t: (twice(*x), 2 * t[0]))
+
+    def loss(p, e):
+        x = e["x"].reshape(6, 4)
+        w = jax.lax.cond(x[0, 0] > 0, lambda: p["a"], lambda: twice(p["b"]))
+        w = jax.lax.fori_loop(0, 2, lambda i, w: w + p["c"], w)
+        h = conv_zoo.conv(x, jax.jit(jnp.flip)(w))
+        return conv_zoo.energy(h @ p["d"] + p["c"].sum())
+
+    params = {k: conv_zoo.normal(0, 3, 4, 8) for k in "abc"} | {"d": conv_zoo.normal(0, 8, 4)}
+    assert convolutions.kernels(loss, params, {"x": np.zeros(24, "f4")}) == {"a", "b", "c"}
+
+
+def test_a_transformer_has_none():
+    model = LanguageModel(TransformerConfig(num_layers=2, embed_dim=16, num_heads=2, vocab_size=32))
+    example = {"tokens": np.zeros(8, "i4"), "mask": np.ones(8, bool)}
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    assert convolutions.kernels(model.loss, params, example) == frozenset()
