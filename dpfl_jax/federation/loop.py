@@ -16,14 +16,14 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax import accounting
-from dpfl_jax.clipping import bounded_grad, self_check
+from dpfl_jax.clipping import SelfCheckError, bounded_grad, self_check
 from dpfl_jax.data.example_keys import key_argument, keyed
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, worst_cases
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Chunk, Released, make_release, mean_update
 from dpfl_jax.federation.federation import Federation
-from dpfl_jax.federation.rounds import RoundBuilder
+from dpfl_jax.federation.rounds import Piece, RoundBuilder
 from dpfl_jax.federation.server import OptimizerServer, ServerRule
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.checkpoint import Checkpoints
@@ -166,7 +166,8 @@ def run_rounds(
 
     Raises:
       BadInputError: data that do not keep what the plan promises, or a mechanism without noise.
-      clipping.SelfCheckError: the strategy's norms disagree with plain per-unit gradients.
+      clipping.SelfCheckError: the strategy's norms disagree with plain per-unit gradients, or units
+        mix; no round was run.
     """
     mechanism = federation.mechanism
     federation.check(data)
@@ -235,8 +236,12 @@ def run_rounds(
     builder = RoundBuilder(
         federation, data, key, mesh, width, microbatch_size, chunk_silos, loss_keys=bool(random)
     )
-    if mechanism.private and start < federation.rounds and strategy not in ("vmap", "scan"):
-        _check_norms(builder, shipped_loss, params, strategy)
+    first = _first_work(builder) if mechanism.private and start < federation.rounds else None
+    if first is not None:
+        kept = None if silo_states is None else silo_states.take(first.silos, builder.size)
+        _check_unmixed(release, server.broadcast(state), kept, first.chunk)
+        if strategy not in ("vmap", "scan"):
+            _check_norms(first.chunk, mechanism, shipped_loss, params, strategy)
     spent, meter = _Spent(federation, delta, show_spent), _Meter()
     quiet = Console(quiet=True)
     done = start
@@ -330,12 +335,50 @@ _put = jax.jit(
 _add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
 
 
-def _check_norms(builder: RoundBuilder, loss_fn: Any, params: PyTree, strategy: Any) -> None:
+def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -> None:
+    """Looks whether data that are masked out change what silos release, in the run's own program.
+
+    One microbatch of each local step of a chunk, without noise, a random half of its units and then
+    the other half left out; not a bit may change when their data become zeros (a device that adds
+    up in no fixed order shows nothing). Silos are split over devices by hand, so no compiler could
+    split their sums wrongly: these are compared with no other program's.
+
+    Raises:
+      SelfCheckError: it changes.
+    """
+    places = jax.tree.map(lambda x: x.sharding, chunk)
+    chunk = dataclasses.replace(
+        chunk,
+        stddev=jnp.zeros_like(chunk.stddev),
+        microbatches=jnp.minimum(chunk.microbatches, 1),
+    )
+    half = np.random.default_rng(0).random(chunk.mask.shape) < 0.5
+
+    def run(left: np.ndarray, blank: bool) -> list[bytes]:
+        mask = np.asarray(chunk.mask) & left
+
+        def kept(x: jax.Array) -> np.ndarray:
+            return np.where(
+                mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, np.zeros((), x.dtype)
+            )
+
+        units = jax.tree.map(kept, chunk.units) if blank else chunk.units
+        changed = dataclasses.replace(chunk, units=units, mask=mask)
+        released, _, stats = release(params, states, jax.device_put(changed, places))
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves((released, stats))]
+
+    for left in (half, ~half):
+        full = run(left, False)
+        if full != run(left, True) and full == run(left, False):
+            raise SelfCheckError(
+                "units mix: what the silos release changes with the data of units that are left "
+                "out, so no round was run: use another train.strategy or train.width=1, and report "
+                "this"
+            )
+
+
+def _check_norms(chunk: Chunk, mechanism: Any, loss_fn: Any, params: PyTree, strategy: Any) -> None:
     """Compares the strategy with plain per-unit gradients on the first units of the run."""
-    mechanism = builder.federation.mechanism
-    chunk = _first_work(builder)
-    if chunk is None:
-        return  # no unit takes part in any round
     real = np.argwhere(np.asarray(chunk.mask))[:2]
     index = tuple(real.T)
     units = jax.tree.map(lambda u: np.asarray(u)[index], chunk.units)
@@ -345,12 +388,12 @@ def _check_norms(builder: RoundBuilder, loss_fn: Any, params: PyTree, strategy: 
     self_check(bounded, params, units, group=jnp.asarray(np.asarray(chunk.group)[index]))
 
 
-def _first_work(builder: RoundBuilder) -> Chunk | None:
+def _first_work(builder: RoundBuilder) -> Piece | None:
     """The first chunk that holds a unit; rounds and whole runs may hold none."""
     for r in range(builder.federation.rounds):
         for piece in builder.pieces(r):
             if any(draw.size for silo in piece.tolist() for draw in builder.draws(silo, r)):
-                return builder.build(r, piece).chunk
+                return builder.build(r, piece)
     return None
 
 

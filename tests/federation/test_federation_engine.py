@@ -16,7 +16,9 @@ from fed_zoo import (
     reference_round,
 )
 
+from dpfl_jax.clipping import SelfCheckError
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation import loop
 from dpfl_jax.federation.engine import make_release, mean_update
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.loop import run_rounds
@@ -256,3 +258,42 @@ def test_each_record_of_a_local_step_has_its_own_key():
         record = data.read(np.array([keys[tuple(at)][2]]))
         np.testing.assert_array_equal(examples["example"]["x"][tuple(at)], record["x"][0])
         assert np.any(keys[tuple(at)][:2] != steps[at[0], at[1]])
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", ["local_item", "subject_uls"])
+def test_silos_in_which_units_mix_are_refused(kind, monkeypatch):
+    """Whatever the strategy, in the program that runs: here one that adds a trace of all data."""
+    data = make_data()
+    federation = make_federation(data, MECHANISMS[kind], rounds=1)
+
+    def run():
+        return loop.run_rounds(
+            loss_fn=loss_fn,
+            params=make_params(),
+            data=data,
+            federation=federation,
+            local_optimizer=optax.sgd(0.1),
+            delta=1e-3,
+            key=KEY,
+            strategy="scan",
+            show_spent=False,
+        )
+
+    assert run().rounds == 1
+    make = loop.make_release
+
+    def mixing(*args, **options):
+        release = make(*args, **options)
+
+        def wrapped(params, states, chunk):
+            released, states, stats = release(params, states, chunk)
+            trace = 1e-6 * sum(jnp.sum(x) for x in jax.tree.leaves(chunk.units))
+            update = jax.tree.map(lambda u: u + trace, released.update)
+            return dataclasses.replace(released, update=update), states, stats
+
+        return wrapped
+
+    monkeypatch.setattr(loop, "make_release", mixing)
+    with pytest.raises(SelfCheckError, match=r"units mix: .*no round was run"):
+        run()

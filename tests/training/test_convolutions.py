@@ -14,7 +14,7 @@ from neighbours import removed
 from dpfl_jax.clipping import SelfCheckError
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
-from dpfl_jax.mechanisms import ULS
+from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import convolutions
@@ -25,16 +25,19 @@ from dpfl_jax.training.sums import bounded_sum_over_microbatches
 
 pytestmark = pytest.mark.privacy
 
-GROUP, CLIP, ROW = 4, 0.1, 16
-MECHANISM = ULS(group_size=GROUP, cohort_size=4.0, clip_norm=CLIP, noise_multiplier=1.0)
+GROUP, CLIP, ROW = 2, 0.1, 16
+COMMON = {"group_size": GROUP, "clip_norm": CLIP, "noise_multiplier": 1.0}
 LAYOUTS = {
     f"{d}x{f}x{t}": (d, f, t)
     for d, f, t in [(8, 1, 1), (4, 2, 1), (2, 2, 2), (4, 1, 2), (1, 8, 1), (1, 2, 4)]
 }
+KEY = RootKey.from_seed(0)
+EXAMPLES, USERS = ELS(batch_size=4.0, **COMMON), ULS(cohort_size=4.0, **COMMON)
+# How gradients are computed, and of what units.
 OPTIONS = {
-    **{s: {"strategy": s} for s in ("auto", "ghost", "scan", "vmap")},
-    "pieces": {"examples_at_once": 1},
-    "split_users": {"split_users": True},
+    **{s: (EXAMPLES, {"strategy": s}) for s in ("auto", "ghost", "scan", "vmap")},
+    "pieces": (USERS, {"examples_at_once": 1}),
+    "split_users": (USERS, {"split_users": True}),
 }
 
 
@@ -54,11 +57,12 @@ def problem(name):
 def summed(name, layout, option, copied=True):
     """The sum of a cell, its parameters in place and its pipeline, as ``fit`` sets them up."""
     loss, params, data = problem(name)
-    mesh = make_mesh(*LAYOUTS[layout]) if layout else make_mesh(devices=jax.devices()[:1])
+    mesh = make_mesh(*LAYOUTS[layout])
     example = jax.tree.map(lambda x: x[0], data.read(np.zeros(1, np.int64)))
     whole = convolutions.kernels(loss, params, example) if copied else ()
-    total = bounded_sum_over_microbatches(MECHANISM, loss, mesh, whole=whole, **OPTIONS[option])
-    sampler = MECHANISM.sampler(data.user_offsets, RootKey.from_seed(0))
+    mechanism, options = OPTIONS[option]
+    total = bounded_sum_over_microbatches(mechanism, loss, mesh, whole=whole, **options)
+    sampler = mechanism.sampler(data.user_offsets, KEY)
     return (
         jax.jit(total),
         place(params, parameter_shardings(params, mesh, whole)),
@@ -66,11 +70,15 @@ def summed(name, layout, option, copied=True):
     )
 
 
-def buffers(pipeline):
-    """Units, mask and rows in use, as steps have them: 13 of 16 places are taken."""
-    host = pipeline.first_units(8, GROUP)
+def group_size(mechanism):
+    return GROUP if mechanism is USERS else None
+
+
+def buffers(pipeline, mechanism):
+    """Units and mask of one row, as steps have them: 13 of 16 places are taken."""
+    host = pipeline.first_units(8, group_size(mechanism))
     (bucket,) = pipeline.spread(host, [np.arange(ROW).reshape(1, ROW) % 8])
-    units = MECHANISM.units(bucket.arrays, bucket.example_mask)
+    units = mechanism.units(bucket.arrays, bucket.example_mask)
     mask = np.zeros(bucket.unit_mask.shape, bool)
     mask[0, :13] = True
     return units, place(mask, bucket.unit_mask.sharding)
@@ -85,9 +93,12 @@ def apart(a, b):
 
 
 @functools.cache
-def one_device(name):
-    total, params, pipeline = summed(name, None, "vmap")
-    units, mask = buffers(pipeline)
+def one_device(name, mechanism):
+    loss, params, data = problem(name)
+    mesh = make_mesh(devices=jax.devices()[:1])
+    pipeline = training_pipeline(mechanism.sampler(data.user_offsets, KEY), data, mesh, ROW)
+    total = jax.jit(bounded_sum_over_microbatches(mechanism, loss, mesh, strategy="vmap"))
+    units, mask = buffers(pipeline, mechanism)
     return jax.device_get(total(params, (units,), (mask,), (np.int32(1),), nothing(params))[0])
 
 
@@ -98,7 +109,7 @@ def nothing(params):
 def errors(name, layout, option, copied=True):
     """Error of the sum relative to one device's, and the sensitivity in clip norms."""
     total, params, pipeline = summed(name, layout, option, copied)
-    units, mask = buffers(pipeline)
+    units, mask = buffers(pipeline, OPTIONS[option][0])
     places = jax.tree.map(lambda x: x.sharding, (units, mask))
 
     def run(units, mask):
@@ -108,12 +119,15 @@ def errors(name, layout, option, copied=True):
     got = run(units, mask)
     moved = [apart(got, run(*removed(units, mask, (0, unit)))) for unit in (0, 5, 12)]
     assert total._cache_size() == 1
-    return apart(got, one_device(name)) / norm(one_device(name)), max(moved) / CLIP
+    want = one_device(name, OPTIONS[option][0])
+    return apart(got, want) / norm(want), max(moved) / CLIP
 
 
 def check(name, layout, option, copied=True):
     total, params, pipeline = summed(name, layout, option, copied)
-    found = check_sum(total, MECHANISM, problem(name)[0], params, nothing(params), pipeline, GROUP)
+    mechanism, nobody = OPTIONS[option][0], nothing(params)
+    loss, size = problem(name)[0], group_size(mechanism)
+    found = check_sum(total, mechanism, loss, params, nobody, pipeline, size)
     assert total._cache_size() == 1
     return found
 
