@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import Literal
 
 import dp_accounting
@@ -33,6 +34,8 @@ FINEST = 0.015
 # Beyond these an answer would mean nothing, and computing it could take all memory.
 LARGEST_MEAN_LOSS = 1e4
 LARGEST_GRID = 30.0
+# Grid over the largest atom of a few steps, in units of the resolution: 0.1 % of it.
+_ATOM_RESOLUTION = 1.0 / 30.0
 # What is cut off must itself be a floating-point number.
 _LEAST_LOG_TAIL = -600.0
 
@@ -115,7 +118,7 @@ def delta(
         if flat.gaussian == 0:
             return 0.0
         log_delta = _gaussian_log_delta(1.0 / math.sqrt(flat.gaussian), epsilon)
-        return float(math.exp(log_delta) * (1 + 1e-9))
+        return min(1.0, float(math.exp(log_delta) * (1 + 1e-9)))
     best = 1.0
     # Deeper tails need longer tables: only as deep as the answer is small.
     for log_lost in (-50.0, -100.0, -300.0):
@@ -248,7 +251,7 @@ def grid_is_limited(
     flat = flatten(event, relation)
     if not flat.leaves:
         return False
-    wanted, possible = _grids(flat, resolution, _log_tail(flat, delta))
+    wanted, possible, _ = _grids(flat, resolution, _log_tail(flat, delta))
     return possible > wanted
 
 
@@ -259,16 +262,57 @@ def _with_gaussian(flat: Flat) -> list[tuple[Leaf, int]]:
     return leaves
 
 
-def _grids(flat: Flat, resolution: float, log_tail: float) -> tuple[float, float]:
-    """The grid that the resolution asks for, and the finest that fits."""
+def _grids(flat: Flat, resolution: float, log_tail: float) -> tuple[float, float, float]:
+    """The grid that the resolution asks for, the finest that fits, and what it should divide.
+
+    Between its atoms a loss costs the square of the grid, as rounding preserves the mean. The
+    largest atom is rounded up by the grid itself, which counts where few steps may all meet it:
+    the more steps, the less.
+    """
     leaves = _with_gaussian(flat)
-    steps = sum(count * getattr(leaf, "local_steps", 1) for leaf, count in leaves)
+    counts = [count * getattr(leaf, "local_steps", 1) for leaf, count in leaves]
+    possible = max(max(leaf.finest_grid(log_tail) for leaf, _ in leaves), 1e-12)
+    if possible > LARGEST_GRID:
+        raise TooLittleNoiseError(
+            "the privacy losses of one step span more than a table can hold: the noise is far too "
+            "small beside the sensitivity; raise the noise multiplier or lower the group size"
+        )
+    unit = _common_unit([leaf.unit for leaf, _ in leaves if leaf.top > 0])
+    if unit > 0 and all(leaf.discrete for leaf, _ in leaves):
+        return max(unit, possible), possible, unit
     variance = min(
         sum(count * leaf.moments()[direction][1] for leaf, count in leaves)
         for direction in ("remove", "add")
     )
-    wanted = resolution * math.sqrt(max(variance, 1e-300) / steps)
-    return wanted, max(max(leaf.finest_grid(log_tail) for leaf, _ in leaves), 1e-12)
+    wanted = resolution * math.sqrt(max(variance, 1e-300) / sum(counts))
+    with_atoms = [(leaf.top, count) for (leaf, _), count in zip(leaves, counts) if leaf.top > 0]
+    if with_atoms:
+        steps = sum(count for _, count in with_atoms)
+        whole = max(sum(top * count for top, count in with_atoms), math.sqrt(variance))
+        wanted = min(wanted, _ATOM_RESOLUTION * resolution * whole / min(steps, 10.0))
+    return wanted, possible, unit
+
+
+def _common_unit(units: list[float]) -> float:
+    """A number of which all ``units`` are whole multiples, or 0."""
+    common = units[0] if units else 0.0
+    for unit in units[1:]:
+        if min(unit, common) <= 0:
+            return 0.0
+        ratio = Fraction(unit / common).limit_denominator(64)
+        if ratio == 0 or abs(unit / common / ratio - 1.0) > 1e-13:
+            return 0.0
+        common /= ratio.denominator
+    return common
+
+
+def _aligned(grid: float, unit: float) -> float:
+    """A grid not far above ``grid`` on which whole multiples of ``unit`` lie."""
+    if unit <= 0 or grid > 64.0 * unit:
+        return grid
+    near = unit / math.ceil(unit / grid - 1e-9) if grid <= unit else unit * math.ceil(grid / unit)
+    # An atom just above its grid point would be split: the grid errs upwards.
+    return near * (1.0 + 1e-15)
 
 
 def _discretised(
@@ -276,6 +320,7 @@ def _discretised(
 ) -> list[list[Part]]:
     """One list of parts per direction of adjacency, all on one grid."""
     leaves = _with_gaussian(flat)
+    wanted, possible, unit = _grids(flat, resolution, log_tail)
     mean = sum(count * leaf.moments()["remove"][0] for leaf, count in leaves)
     if mean > LARGEST_MEAN_LOSS:
         raise TooLittleNoiseError(
@@ -283,12 +328,7 @@ def _discretised(
             "epsilon exists: raise the noise multiplier, or lower the sampling probability, the "
             "group size or the number of steps"
         )
-    grid = factor * max(_grids(flat, resolution, log_tail))
-    if grid > LARGEST_GRID:
-        raise TooLittleNoiseError(
-            "the privacy losses of one step span more than a table can hold: the noise is far too "
-            "small beside the sensitivity; raise the noise multiplier or lower the group size"
-        )
+    grid = _aligned(factor * max(wanted, possible), unit)
     directions: list[list[Part]] = [[], []]
     for leaf, count in leaves:
         step = leaf.build(grid, log_tail)

@@ -67,10 +67,7 @@ def calibrate_noise_multiplier(
     check_delta(delta)
 
     def certified(sigma: float) -> bool:
-        event = make_event(sigma)
-        return all(
-            _epsilon_or_inf(event, delta, relation, grid) <= epsilon for grid in (FINEST, FINE)
-        )
+        return _certified(make_event(sigma), epsilon, delta, relation)
 
     key = ""
     if use_cache:
@@ -112,11 +109,13 @@ def _search_noise(
         return math.log(max(value, 1e-300) / epsilon) if value < math.inf else math.inf
 
     mu = clt_signal(make_event(1.0), relation)
-    if mu == 0.0:
+    if mu == 0.0 and excess(1.0, FINE) <= 0:
         return 0.0
     start = mu / gaussian_signal(epsilon, delta) if near is None else near
     start = min(max(start, SMALLEST_NOISE), LARGEST_NOISE)
-    quick = _newton(lambda s: excess(s, FINE), start, relative_tolerance)
+    quick = None
+    if mu > 0.0:
+        quick = _newton(lambda s: excess(s, FINE), start, relative_tolerance)
     if quick is not None:
         return _round_up(quick)
     if excess(LARGEST_NOISE, 0.3) > 0:
@@ -205,12 +204,12 @@ def calibrate_sampling_prob(
       BadInputError: if even ``least`` exceeds the target.
     """
     fits = _fits(make_event, epsilon, delta, relation)
-    if not fits(least, FINEST):
+    if not _certified(make_event(least), epsilon, delta, relation):
         raise BadInputError(
             f"even a sampling probability of {least:g} exceeds epsilon {epsilon:g} at delta "
             f"{delta:g}: raise the noise multiplier or lower the number of steps"
         )
-    if fits(1.0, 0.1) and fits(1.0, FINEST):
+    if fits(1.0, 0.1) and _certified(make_event(1.0), epsilon, delta, relation):
         return 1.0
     low, high = least, 1.0
     for grid, tolerance in ((0.1, 1e-2), (FINE, relative_tolerance)):
@@ -226,7 +225,7 @@ def calibrate_sampling_prob(
     scale = 10.0 ** (6 - math.floor(math.log10(low)))
     answer = math.floor(low * scale) / scale
     step = relative_tolerance
-    while not fits(answer, FINEST):
+    while not _certified(make_event(answer), epsilon, delta, relation):
         answer, step = answer * (1 - step), 2 * step
         if answer < least or step > 0.5:
             return least
@@ -241,6 +240,16 @@ def _epsilon_or_inf(
         return epsilon_of(event, delta, relation=relation, resolution=grid)
     except (TooLittleNoiseError, TableTooLargeError):
         return math.inf
+
+
+def _certified(
+    event: dp_accounting.DpEvent, epsilon: float, delta: float, relation: NeighboringRelation
+) -> bool:
+    """Whether an event meets the target as it will be stated, and on the finest grid.
+
+    Every calibration ends with it.
+    """
+    return all(_epsilon_or_inf(event, delta, relation, grid) <= epsilon for grid in (FINEST, FINE))
 
 
 def _fits(
@@ -267,7 +276,7 @@ def _largest_count(
     noun: str,
 ) -> int:
     fits = _fits(make_event, epsilon, delta, relation)
-    if not fits(1, FINEST):
+    if not _certified(make_event(1), epsilon, delta, relation):
         raise BadInputError(
             f"even one {noun} exceeds epsilon {epsilon:g} at delta {delta:g}: raise the noise "
             "multiplier or lower the sampling probability"
@@ -293,7 +302,7 @@ def _largest_count(
             low += step
         step //= 2
     back = 1
-    while low > 1 and not fits(low, FINEST):
+    while low > 1 and not _certified(make_event(low), epsilon, delta, relation):
         low, back = max(low - back, 1), 2 * back
     return low
 

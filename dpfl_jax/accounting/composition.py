@@ -34,6 +34,12 @@ def _log_sum_exp(values: np.ndarray) -> float:
     return top + math.log(float(np.exp(values - top).sum()))
 
 
+def _distance(answer: float, theta: float, cumulant: float, mean: float) -> float:
+    """Of the tilted mean from ``answer``."""
+    del theta, cumulant
+    return mean - answer
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """One kind of round.
@@ -258,10 +264,16 @@ class Composition:
         # The minimum of the Chernoff bound (cumulant - log delta) / theta on epsilon.
         theta = self._tilt(lambda t, cumulant, mean: t * mean - cumulant + log_delta)
         answer, share = self._search(theta, delta)
-        if 0.0 < answer < math.inf and share > 1e-4:
-            # Rounding at this tilt costs something: tilt to the answer itself.
-            theta = self._tilt(lambda _, __, mean: mean - answer)
-            answer = min(answer, self._search(theta, delta)[0])
+        for _ in range(8):
+            if not (0.0 < answer < math.inf and share > 1e-4):
+                break
+            # Rounding at this tilt costs something: tilt to the answer itself. Where all losses
+            # are tiny or at their largest the first tilt is far too strong, and one turn too few.
+            theta = self._tilt(functools.partial(_distance, answer))
+            found, share = self._search(theta, delta)
+            if not found < answer * (1.0 - 1e-6):
+                return min(answer, found)
+            answer = found
         return answer
 
     def _search(self, theta: float, delta: float) -> tuple[float, float]:

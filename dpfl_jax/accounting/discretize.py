@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import numpy as np
-from dp_accounting.pld import pld_pmf, privacy_loss_mechanism
+from dp_accounting.pld import privacy_loss_mechanism
 from scipy import special, stats
 
 # Exponentials evaluated at once (rows x sensitivities): bounds the memory to about 100 MB.
@@ -42,6 +42,42 @@ class LossPmf:
     def losses(self) -> np.ndarray:
         """The losses (nats), float64 [n]."""
         return (self.low + np.arange(len(self.probs))) * self.grid
+
+
+@dataclasses.dataclass(frozen=True)
+class Atoms:
+    """A loss of finitely many values, in one direction.
+
+    Attributes:
+      losses: float64 [n], nats, in any order.
+      probs: float64 [n], their probabilities.
+      infinity: probability of an infinite loss.
+    """
+
+    losses: np.ndarray
+    probs: np.ndarray
+    infinity: float
+
+    def moments(self) -> tuple[float, float]:
+        """Mean and variance of the finite losses."""
+        weights = self.probs / self.probs.sum()
+        mean = float(weights @ self.losses)
+        return mean, float(weights @ (self.losses - mean) ** 2)
+
+    def on_grid(self, grid: float) -> LossPmf:
+        """Splits each atom between its neighbours on the grid.
+
+        Mass and expected e^-loss are kept, so the divergence is nowhere smaller (connect-the-dots,
+        Doroshenko et al. 2022, arXiv 2207.04380). An atom that lies on the grid stays whole.
+        """
+        index = np.floor(self.losses / grid).astype(np.int64)
+        up = np.expm1(index * grid - self.losses) / np.expm1(-grid)
+        up = np.clip(up, 0.0, 1.0)
+        low = int(index.min())
+        probs = np.zeros(int(index.max()) - low + 2)
+        np.add.at(probs, index - low, self.probs * (1.0 - up))
+        np.add.at(probs, index - low + 1, self.probs * up)
+        return LossPmf(grid, low, probs, self.infinity)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +152,19 @@ class _FastMixtureLoss(privacy_loss_mechanism.MixtureGaussianPrivacyLoss):
 
         both = self._by_rows(chunk, x)
         return -sign * both[:, 0], -sign * both[:, 1]
+
+    def get_delta_for_epsilon(self, epsilon: Any) -> Any:
+        """dp-accounting's, without a loop in Python over the points (float64 [n], ascending)."""
+        epsilons = np.asarray(epsilon, dtype=float)
+        never = math.log1p(-self._sampling_prob) if self._sampling_prob < 1.0 else -math.inf
+        if self.adjacency_type == _Adjacency.REMOVE:
+            deltas, reached = -np.expm1(np.minimum(epsilons, 0.0)), epsilons > never
+        else:
+            deltas, reached = np.zeros(epsilons.shape), epsilons < -never
+        x = self.inverse_privacy_losses(epsilons[reached])
+        lower = np.exp(epsilons[reached] + self.mu_lower_log_cdf(x))
+        deltas[reached] = self.mu_upper_cdf(x) - lower
+        return np.clip(deltas, 0.0, 1.0)
 
     def inverse_privacy_losses(
         self, privacy_losses: np.ndarray, precision: float = 1e-6
@@ -255,16 +304,28 @@ def mixture_step(shifts: np.ndarray, weights: np.ndarray, grid: float, log_tail:
 def pmf_from_divergence(
     divergence: Callable[[np.ndarray], np.ndarray], grid: float, low: int, high: int
 ) -> LossPmf:
-    """Connect-the-dots on a divergence curve: ``divergence(epsilons [n]) -> deltas [n]``."""
+    """Connect-the-dots on a divergence curve: ``divergence(epsilons [n]) -> deltas [n]``.
+
+    Doroshenko et al. 2022, arXiv 2207.04380, Algorithm 1: the law on the grid whose divergences are
+    those of the curve at every grid point, and above it between them.
+    """
     deltas = divergence(np.arange(low, high + 1) * grid)
-    deltas = np.maximum.accumulate(deltas[::-1])[::-1]
-    pmf = pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(grid, low, high, deltas)
-    return from_library(pmf, grid)
-
-
-def from_library(pmf: pld_pmf.PLDPmf, grid: float) -> LossPmf:
-    """Reads dp-accounting's mass function (0.6.0 has no public view of it)."""
-    dense = pmf.to_dense_pmf()
+    deltas = np.clip(np.maximum.accumulate(deltas[::-1])[::-1], 0.0, 1.0)
+    # drops[i] falls between points i - 1 and i; before the first the curve is 1 - e^epsilon.
+    drops, decay = -np.diff(deltas), math.exp(-grid)
+    probs = np.append(0.0, drops / -math.expm1(-grid))
+    probs[:-1] -= decay * probs[1:]
+    probs[0] += 1.0 - deltas[0]
     # Rounding can leave masses of about -1e-17; 0 in their place errs on the safe side.
-    probs = np.maximum(np.asarray(dense._probs, dtype=float), 0.0)
-    return LossPmf(grid, int(dense._lower_loss), probs, max(float(dense._infinity_mass), 0.0))
+    return LossPmf(grid, low, np.maximum(probs, 0.0), float(deltas[-1]))
+
+
+def mixed(first: LossPmf, second: LossPmf, share: float) -> LossPmf:
+    """The loss of a step that is ``second`` with probability ``share``, visibly, else ``first``."""
+    low = min(first.low, second.low)
+    size = max(first.low + len(first.probs), second.low + len(second.probs)) - low
+    probs = np.zeros(size)
+    for pmf, weight in ((first, 1.0 - share), (second, share)):
+        probs[pmf.low - low : pmf.low - low + len(pmf.probs)] += weight * pmf.probs
+    infinity = (1.0 - share) * first.infinity + share * second.infinity
+    return LossPmf(first.grid, low, probs, infinity)

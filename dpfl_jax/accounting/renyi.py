@@ -16,7 +16,7 @@ from dp_accounting import NeighboringRelation, rdp
 from scipy import special
 
 from dpfl_jax.accounting.event_types import FixedSizeGaussianDpEvent
-from dpfl_jax.accounting.leaves import Leaf, LibraryLeaf, MixtureLeaf, TwoStageLeaf, flatten
+from dpfl_jax.accounting.leaves import EventLeaf, Leaf, MixtureLeaf, TwoStageLeaf, flatten
 from dpfl_jax.errors import BadInputError
 
 ORDERS = np.unique(
@@ -67,7 +67,7 @@ def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
     if isinstance(leaf, TwoStageLeaf):
         inner = leaf.local_steps * _leaf_divergences(leaf.inner, orders)
         return amplified_by_participation(inner, leaf.probability, array)
-    assert isinstance(leaf, LibraryLeaf)
+    assert isinstance(leaf, EventLeaf)
     event = leaf.event
     if isinstance(event, FixedSizeGaussianDpEvent):
         # dp-accounting does not double the sensitivity under replace-one: halve the noise here.
@@ -184,7 +184,7 @@ def zcdp(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> float:
         if isinstance(leaf, MixtureLeaf):
             total += count * local * max(leaf.shifts) ** 2 / 2.0
             continue
-        assert isinstance(leaf, LibraryLeaf)
+        assert isinstance(leaf, EventLeaf)
         inner = getattr(leaf.event, "event", leaf.event)
         sigma = getattr(inner, "noise_multiplier", None)
         if sigma is None:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
+from dpfl_jax.accounting.accountant import clt_signal
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federation import Federation, SiloPlan
 
 Mode = Literal["per_silo", "common"]
 
-# A federation with more kinds of silos than this is accounted in classes: probabilities rounded up
-# and noise rounded down to a geometric grid, which can only overstate the cost.
+# With more kinds of silos than this, compositions are of classes: probabilities rounded up and
+# noise rounded down to a geometric grid, which can only overstate the cost. Silos that are priced
+# one by one are always priced as they are.
 _MOST_KINDS = 24
 _GRID = 1.01
 
@@ -110,12 +112,12 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
     profiles = [_Profile.of(federation.silos[i]) for i in federation.participants.tolist()]
     if not profiles:
         raise BadInputError("no silo holds any record, so there is nothing to account for")
-    profiles = _coarse(profiles)
     one_silo = federation.mechanism.unit == "record" and not subject
     reach = 1 if one_silo else federation.max_silos_per_subject
     if reach == 1:  # each unit in one silo: parallel composition
         kinds = {p.key: p for p in profiles}
         return [[p.event(rounds, subject) for p in kinds.values()]]
+    profiles = _coarse(profiles)
     together = min(reach, federation.silos_per_round)
     everything = events.horizontal([p.event(rounds, subject) for p in profiles])
     if together >= len(profiles):
@@ -210,37 +212,50 @@ def calibrate_federation(
         mode = "per_silo" if reach == 1 or together >= len(members) else "common"
     if mode == "common":
 
-        def with_common(sigma: float) -> Federation:
-            return federation.with_noise([sigma] * len(federation.silos))
+        def with_noise(x: float) -> Federation:
+            return federation.with_noise([x] * len(federation.silos))
 
-        return with_common(_calibrated(with_common, epsilon, delta))
-    sigmas = _each_alone(federation, together, epsilon, delta)
+    else:
+        sigmas = _each_alone(federation, together, epsilon, delta)
 
-    def with_factor(factor: float) -> Federation:
-        return federation.with_noise([factor * sigma for sigma in sigmas])
+        def with_noise(x: float) -> Federation:
+            return federation.with_noise([x * sigma for sigma in sigmas])
 
-    if reach == 1:
-        return with_factor(1.0)
-    if federated_epsilon(with_factor(1.0), delta, if_constant=True) <= epsilon:
-        return with_factor(1.0)
-    return with_factor(_calibrated(with_factor, epsilon, delta))
+        if federated_epsilon(with_noise(1.0), delta, if_constant=True) <= epsilon:
+            return with_noise(1.0)
+    made = with_noise(_calibrated(with_noise, epsilon, delta))
+    # What is stated is what was asked for, whatever the searches above did.
+    assert federated_epsilon(made, delta, if_constant=True) <= epsilon
+    return made
 
 
-def _calibrated(make: Any, epsilon: float, delta: float) -> float:
-    """Smallest number whose federation meets the target, by any one of its worst cases."""
-    cases = worst_cases(make(1.0), make(1.0).rounds)
-    found = []
-    for number, case in enumerate(cases):
-        needed = 0.0
-        for index in range(len(case)):
+def _calibrated(make: Callable[[float], Federation], epsilon: float, delta: float) -> float:
+    """About the smallest number whose federation meets the target, by any one of its worst cases.
 
-            def event(x: float, number: int = number, index: int = index) -> Any:
-                federation = make(x)
-                return worst_cases(federation, federation.rounds)[number][index]
+    Of the events of a case the costliest is calibrated alone; then all are priced, and the next is
+    taken, until none exceeds the target.
+    """
 
-            needed = max(needed, accounting.calibrate_noise_multiplier(event, epsilon, delta))
-        found.append(needed)
-    return min(found)
+    def case(x: float, number: int) -> list[Any]:
+        made = make(x)
+        return worst_cases(made, made.rounds)[number]
+
+    def needed(number: int) -> float:
+        costs, x = [clt_signal(event) for event in case(1.0, number)], 0.0
+        while True:
+            worst = max(range(len(costs)), key=costs.__getitem__)
+
+            def event(sigma: float, worst: int = worst) -> Any:
+                return case(sigma, number)[worst]
+
+            found = accounting.calibrate_noise_multiplier(event, epsilon, delta, start=x or None)
+            # Never back: rounding can make a cost rise by a hair with the noise.
+            x = max(found, x * (1.0 + 1e-6))
+            costs = [accounting.epsilon(event, delta) for event in case(x, number)]
+            if max(costs) <= epsilon:
+                return x
+
+    return min(needed(i) for i in range(len(worst_cases(make(1.0), make(1.0).rounds))))
 
 
 def _each_alone(federation: Federation, copies: int, epsilon: float, delta: float) -> list[float]:
@@ -250,13 +265,29 @@ def _each_alone(federation: Federation, copies: int, epsilon: float, delta: floa
     profiles = _coarse([_Profile.of(start.silos[i]) for i in sorted(members)])
     by_silo = dict(zip(sorted(members), profiles))
     known: dict[Any, float] = {}
-    for profile in profiles:
-        if profile.key not in known:
+    before: list[tuple[_Profile, float]] = []
+    kinds = {profile.key: profile for profile in profiles}
+    # Neighbours ask for much the same noise: each starts on the line through the last two.
+    for profile in sorted(kinds.values(), key=lambda p: (p.cap, p.steps, p.prob)):
 
-            def event(sigma: float, profile: _Profile = profile) -> Any:
-                own = dataclasses.replace(profile, sigma=sigma)
-                return events.horizontal([own.event(federation.rounds, False)] * copies)
+        def event(sigma: float, profile: _Profile = profile) -> Any:
+            own = dataclasses.replace(profile, sigma=sigma)
+            return events.horizontal([own.event(federation.rounds, False)] * copies)
 
-            known[profile.key] = accounting.calibrate_noise_multiplier(event, epsilon, delta)
+        near = _extrapolated(before[-2:], profile)
+        found = accounting.calibrate_noise_multiplier(event, epsilon, delta, start=near)
+        known[profile.key] = found
+        before.append((profile, found))
     largest = max(known.values())
     return [known[by_silo[i].key] if i in members else largest for i in range(len(start.silos))]
+
+
+def _extrapolated(before: Sequence[tuple[_Profile, float]], profile: _Profile) -> float | None:
+    """A guess of the noise from the last two silos, by powers of the probability."""
+    if not before:
+        return None
+    (a, first), (b, second) = before[0], before[-1]
+    if (a.cap, a.steps) != (profile.cap, profile.steps) or a.prob == b.prob:
+        return second
+    slope = math.log(second / first) / math.log(b.prob / a.prob)
+    return second * (profile.prob / b.prob) ** slope
