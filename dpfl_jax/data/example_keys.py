@@ -7,6 +7,7 @@ the order of units, and has a purpose of its own: noise and sampling never share
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -85,3 +86,10 @@ def keyed(loss_fn: Callable[..., jax.Array], name: str) -> Callable[..., jax.Arr
         return loss_fn(params, example["example"], **kwargs, **{name: key})
 
     return loss
+
+
+def with_any_key(loss_fn: Callable[..., jax.Array], name: str | None) -> Callable[..., jax.Array]:
+    """A loss ``(params, example)`` to trace, not to run: its ``key_argument`` is filled in."""
+    import jax
+
+    return loss_fn if name is None else functools.partial(loss_fn, **{name: jax.random.key(0)})

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import SelfCheckError, bounded_grad, self_check
-from dpfl_jax.data.example_keys import key_argument, keyed
+from dpfl_jax.data.example_keys import key_argument, keyed, with_any_key
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, worst_cases
 from dpfl_jax.federation.data import FederatedData
@@ -35,7 +35,7 @@ from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.state import TrainState, hardware
 from dpfl_jax.training.step import StepStats
-from dpfl_jax.training.terms import Terms, begin, computation_digest, value_digest
+from dpfl_jax.training.terms import Terms, begin, computation_digest, training_digest, value_digest
 
 PyTree = Any
 _MILESTONES = 20
@@ -197,8 +197,15 @@ def run_rounds(
     if run_dir is not None:
         checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
         resumed = checkpoints.latest_step()
+    random = key_argument(loss_fn)
+    record = jax.tree.map(lambda x: x[0], data.read(np.zeros(1, np.int64)))
+    traced = with_any_key(loss_fn, random)
+    computation = [
+        training_digest(traced, params, None, record, local_optimizer),
+        computation_digest(lambda p: server.apply(server.init(p), p, jnp.int32(0)), params),
+    ]
     key, terms = begin(
-        _terms(federation, delta, data, (loss_fn, params, local_optimizer, server)),
+        _terms(federation, delta, data, value_digest(computation)),
         root,
         run_dir,
         hardware(mesh),
@@ -221,7 +228,6 @@ def run_rounds(
 
     if start == 0:
         evaluated(0)
-    random = key_argument(loss_fn)
     shipped_loss = keyed(loss_fn, random) if random else loss_fn
     release = make_release(
         mechanism,
@@ -294,23 +300,7 @@ def run_rounds(
     )
 
 
-def _terms(
-    federation: Federation, delta: float, data: FederatedData, training: tuple[Any, ...]
-) -> Terms:
-    """The terms of a run; ``training`` is loss, parameters, the silos' optimiser and the server."""
-    loss_fn, params, optimizer, server = training
-    record = jax.tree.map(lambda x: x[0], data.read(np.zeros(1, np.int64)))
-
-    def trains(params: PyTree, record: PyTree) -> Any:
-        # The gradient, too: a loss may bring its own rules for it.
-        value, gradient = jax.value_and_grad(loss_fn)(params, record)
-        moved, _ = optimizer.update(gradient, optimizer.init(params), params)
-        state = server.init(params)
-        return value, moved, server.broadcast(state), server.apply(state, moved, 0)
-
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (params, record)
-    )
+def _terms(federation: Federation, delta: float, data: FederatedData, computation: str) -> Terms:
     return Terms(
         stated={
             "mechanism": federation.mechanism.to_json(),
@@ -321,7 +311,7 @@ def _terms(
         secret={
             "plan": value_digest(federation),
             "data": data.fingerprint,
-            "computation": computation_digest(trains, *shapes),
+            "computation": computation,
         },
     )
 

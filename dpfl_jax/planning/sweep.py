@@ -147,9 +147,7 @@ class Sweep:
 
     def digest(self, cell: Cell) -> str:
         """Names a cell's files: the same for the same configuration, whatever the grid."""
-        # "secret": not the names under which older versions keep runs with public seeds.
-        run = ["secret", cell.repeat]
-        content = json.dumps([config_fingerprint(self.base), dict(cell.values), run])
+        content = json.dumps([config_fingerprint(self.base), dict(cell.values), cell.repeat])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
     # ---- running ---------------------------------------------------------------------------

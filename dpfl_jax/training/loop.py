@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
@@ -19,7 +18,7 @@ from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable, join, self_check, split
-from dpfl_jax.data.example_keys import key_argument
+from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable, fingerprint_of
 from dpfl_jax.errors import BadInputError, too_little_memory
@@ -50,7 +49,7 @@ from dpfl_jax.training.state import TrainState, hardware, init_state
 from dpfl_jax.training.step import StepStats, make_train_step
 from dpfl_jax.training.sum_check import check_sum
 from dpfl_jax.training.sums import in_pieces
-from dpfl_jax.training.terms import Terms, begin, computation_digest
+from dpfl_jax.training.terms import Terms, begin, training_digest
 
 PyTree = Any
 _MILESTONES = 20
@@ -212,7 +211,9 @@ def fit(
     random = key_argument(loss_fn, needed_without=None if validation is None else "evaluation")
     evaluate = Evaluator(loss_fn, mesh, eval_batch_size)
     trained, frozen = split(params, trainable)
-    copied = _kernels(loss_fn, params, data, mesh)
+    example = jax.tree.map(lambda x: x[0], data.read(np.asarray(data.user_offsets)[:1]))
+    traced = with_any_key(loss_fn, random)
+    copied = convolutions.kernels(traced, params, example) if splits_parameters(mesh) else ()
     frozen = place(frozen, parameter_shardings(frozen, mesh, copied), copy=False)
     state = init_state(trained, optimizer, mesh, copied)
 
@@ -224,8 +225,9 @@ def fit(
     if run_dir is not None:
         checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
         resumed = checkpoints.resumed_step()
+    computation = training_digest(traced, trained, frozen, example, optimizer)
     key, terms = begin(
-        _terms(mechanism, population, delta, steps, data, (loss_fn, trained, frozen, optimizer)),
+        _terms(mechanism, population, delta, steps, data, computation),
         root,
         run_dir,
         hardware(mesh),
@@ -355,14 +357,6 @@ def fit(
     )
 
 
-def _kernels(loss_fn: Any, params: PyTree, data: Readable, mesh: Mesh) -> frozenset[str]:
-    """Parameters that every device must hold whole."""
-    if not splits_parameters(mesh):
-        return frozenset()
-    examples = data.read(np.asarray(data.user_offsets)[:1])
-    return convolutions.kernels(loss_fn, params, jax.tree.map(lambda x: x[0], examples))
-
-
 PUBLIC_KEY_CAVEAT = (
     "sampling and noise come from a seed written in the configuration: the guarantee holds only "
     "against those who do not know it, and for one run alone, as two runs with one seed add the "
@@ -383,20 +377,8 @@ def _terms(
     delta: float,
     steps: int,
     data: Readable,
-    training: tuple[Any, ...],
+    computation: str,
 ) -> Terms:
-    """The terms of a run; ``training`` is the loss, trained and frozen parameters, optimiser."""
-    loss_fn, trained, frozen, optimizer = training
-    example = jax.tree.map(lambda x: x[0], data.read(np.zeros(1, np.int64)))
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), (trained, frozen, example)
-    )
-
-    def trains(trained: PyTree, frozen: PyTree, example: PyTree) -> Any:
-        # The gradient, too: a loss may bring its own rules for it.
-        value, gradient = jax.value_and_grad(lambda p: loss_fn(join(p, frozen), example))(trained)
-        return value, optimizer.update(gradient, optimizer.init(trained), trained)
-
     digest = hashlib.sha256(np.asarray(data.user_offsets, np.int64).tobytes())
     digest.update(fingerprint_of(data, int(data.user_offsets[-1])).encode())
     return Terms(
@@ -406,10 +388,7 @@ def _terms(
             "delta": delta,
             "steps": steps,
         },
-        secret={
-            "data": digest.hexdigest(),
-            "computation": computation_digest(trains, *shapes),
-        },
+        secret={"data": digest.hexdigest(), "computation": computation},
     )
 
 

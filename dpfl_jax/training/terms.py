@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpfl_jax.clipping import join
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.content import content_digest
@@ -149,9 +150,9 @@ def computation_digest(function: Callable[..., Any], *args: Any) -> str:
 
     Args:
       function: traced, not run.
-      *args: pytrees of arrays or ShapeDtypeStructs.
+      *args: pytrees of arrays or ShapeDtypeStructs, of which only shapes and dtypes count.
     """
-    traced = jax.make_jaxpr(function)(*args)
+    traced = jax.make_jaxpr(function)(*jax.tree.map(shape_of, args))
     text = re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr))  # functions print where they lie
     found = hashlib.sha256(text.encode())
     for constant in traced.consts:
@@ -159,3 +160,28 @@ def computation_digest(function: Callable[..., Any], *args: Any) -> str:
             constant = repr(constant.aval)
         found.update(value_digest(constant).encode())
     return found.hexdigest()
+
+
+def training_digest(
+    loss_fn: Callable[..., Any], trained: Any, frozen: Any, example: Any, optimizer: Any
+) -> str:
+    """Tells apart what trains: loss, gradient (which may have rules of its own) and optimiser.
+
+    Args:
+      loss_fn: ``(params, example) -> scalar``.
+      trained: pytree of arrays or ShapeDtypeStructs.
+      frozen: likewise; see ``clipping.split``.
+      example: likewise, of one example.
+      optimizer: an Optax transformation.
+    """
+
+    def trains(trained: Any, frozen: Any, example: Any) -> Any:
+        value, gradient = jax.value_and_grad(lambda p: loss_fn(join(p, frozen), example))(trained)
+        return value, optimizer.update(gradient, optimizer.init(trained), trained)
+
+    return computation_digest(trains, trained, frozen, example)
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array or a number."""
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
