@@ -246,12 +246,12 @@ class Pipeline:
                 empty = np.zeros((rows - len(mine), mine.shape[1], *x.shape[2:]), x.dtype)
                 return np.concatenate([x[0][mine], empty])
 
-            absent = bucket.example_mask is None
+            rest = {"example_mask": bucket.example_mask, "keys": bucket.keys}
             local.append(
                 {
                     "arrays": {name: fill(x) for name, x in bucket.arrays.items()},
                     "unit_mask": fill(np.ones(bucket.unit_mask.shape, bool)),
-                    "example_mask": None if absent else fill(bucket.example_mask),
+                    **{name: None if x is None else fill(x) for name, x in rest.items()},
                 }
             )
         return tuple(

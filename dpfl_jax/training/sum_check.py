@@ -227,6 +227,7 @@ def _of_one_size(buckets: list[Bucket]) -> list[Bucket]:
             bucket,
             arrays={name: one(x) for name, x in bucket.arrays.items()},
             example_mask=one(np.asarray(bucket.example_mask)),
+            keys=None if bucket.keys is None else one(bucket.keys),
         )
 
     return [bucket if bucket.group_size is None else padded(bucket) for bucket in buckets]
