@@ -334,7 +334,7 @@ class TruncatedLeaf(_Smooth, EventLeaf):
     """Poisson sampling cut to a batch size: dp-accounting's decomposition.
 
     Either the batch is not cut, and it is a Poisson-sampled Gaussian; or it is, and the unit takes
-    another's place (at most a replacement). Ganesh 2024, arXiv 2406.18624, section 4.3 there.
+    another's place (at most a replacement); section 4.3 of the supplement to its PLD library.
     """
 
     def _parts(self) -> tuple[Leaf, Leaf | None, float]:
