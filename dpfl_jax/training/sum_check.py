@@ -27,7 +27,8 @@ from dpfl_jax.training.mesh import place, replicated
 PyTree = Any
 Mask = list[np.ndarray]
 _UNITS = 4  # different ones; they are repeated until rows are full
-_ALONE = 3  # places of a row in which a unit is looked at by itself
+_ROWS = 2  # of each buffer
+_ALONE = 2  # places of a row in which a unit is looked at by itself
 # What two runs of one program may differ by where the device adds up in no fixed order.
 _UNORDERED = 1e-5
 
@@ -94,7 +95,7 @@ def check_sum(
     params = away_from_zero(params)
     host = pipeline.first_units(_UNITS, group_size)
     capacities = pipeline.capacities or (1,) * len(host)
-    which = [_places(b.num_units, min(2, c), pipeline.row) for b, c in zip(host, capacities)]
+    which = [_places(b.num_units, min(_ROWS, c), pipeline.row) for b, c in zip(host, capacities)]
     trial = _Trial(summed, mechanism, params, frozen, pipeline.spread(host, which))
     reference = mechanism.bounded_grad(loss_fn, strategy="vmap", trainable=trainable)
     each = [units_of(mechanism, bucket) for bucket in _of_one_size(host)]
@@ -142,11 +143,11 @@ class _Check:
         self.hold(got, parts[0].plus(parts[1].parts), size, what)
 
         together, singles = self.where(False), []
-        for b, (rows, row) in enumerate(w.shape for w in self.which):
-            for i, column in enumerate(np.unique(np.linspace(0, row - 1, _ALONE).astype(int))):
+        for b, w in enumerate(self.which):
+            for column in np.unique(np.linspace(0, w.shape[1] - 1, _ALONE).astype(int)):
                 real = self.where(False)
-                real[b][i % rows, column] = together[b][i % rows, column] = True
-                singles.append(self.unmixed(real))
+                real[b][0, column] = together[b][0, column] = True
+                singles.append(self.trial.run(real, rows=1))
                 self.compare(singles[-1], real, "the sum of a single unit")
                 if not singles[-1].size <= self.bound * (1 + self.tolerance):
                     self.wrong.append(
@@ -299,7 +300,7 @@ class _Trial:
     frozen: PyTree
     buckets: tuple[Bucket, ...]
 
-    def run(self, real: Mask, blank: bool = False) -> _Sum:
+    def run(self, real: Mask, blank: bool = False, rows: int = _ROWS) -> _Sum:
         """The sum of the units at ``real``; ``blank``: the others' data are zeros."""
         units = tuple(units_of(self.mechanism, bucket) for bucket in self.buckets)
         masks = tuple(
@@ -313,8 +314,8 @@ class _Trial:
                 jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), new, old)
                 for new, old in zip(blanked, units, strict=True)
             )
-        rows = tuple(np.int32(bucket.num_rows) for bucket in self.buckets)
-        return _Sum(*self.summed(self.params, units, masks, rows, self.frozen))
+        used = tuple(np.int32(min(bucket.num_rows, rows)) for bucket in self.buckets)
+        return _Sum(*self.summed(self.params, units, masks, used, self.frozen))
 
 
 @dataclasses.dataclass
