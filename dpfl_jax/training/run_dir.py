@@ -81,7 +81,7 @@ class RunDirectory:
         if self.resumed:
             self.root_key = self._read_key(private)
             self._content = yaml.safe_load((self.path / "config.yaml").read_text())
-            if self._content.pop("seal", None) != self._seal():
+            if self._content.pop("seal", None) != seal_of(self._content, self.root_key):
                 self.close()
                 raise BadInputError(
                     f"{self.path / 'config.yaml'} was changed after the run began, and what it "
@@ -193,14 +193,8 @@ class RunDirectory:
         return sealed
 
     def _write_content(self) -> None:
-        content = {**self._content, "seal": self._seal()}
+        content = {**self._content, "seal": seal_of(self._content, self.root_key)}
         write_atomically(self.path / "config.yaml", yaml.safe_dump(content, sort_keys=False))
-
-    def _seal(self) -> str:
-        """Of what config.yaml holds: who edits it has not the key."""
-        plain = yaml.safe_load(yaml.safe_dump(self._content))
-        text = json.dumps(plain, sort_keys=True, default=str)
-        return self.root_key.keyed_digest("config.yaml", text)
 
     @staticmethod
     def check(path: str | os.PathLike[str], fingerprint: str) -> None:
@@ -297,6 +291,12 @@ def finished_report(path: pathlib.Path) -> dict[str, Any] | None:
     file = path / "report.json"
     report = json.loads(file.read_text()) if file.exists() else {}
     return report if report.get("status") == FINISHED else None
+
+
+def seal_of(content: Mapping[str, Any], key: RootKey) -> str:
+    """Of what config.yaml holds: who edits the file has not the key."""
+    plain = yaml.safe_load(yaml.safe_dump(content))  # as it will be read
+    return key.keyed_digest("config.yaml", json.dumps(plain, sort_keys=True, default=str))
 
 
 def write_atomically(path: pathlib.Path, text: str, mode: int = 0o644) -> None:

@@ -25,7 +25,7 @@ from dpfl_jax.training import processes
 from dpfl_jax.training.checkpoint import Checkpoints
 from dpfl_jax.training.experiment import build_model, make_optimizer
 from dpfl_jax.training.mesh import make_mesh
-from dpfl_jax.training.run_dir import RunDirectory
+from dpfl_jax.training.run_dir import RunDirectory, seal_of
 from dpfl_jax.training.start import trained_by_name
 from dpfl_jax.training.state import init_state
 from dpfl_jax.training.watch import LastWords, Roll
@@ -206,6 +206,11 @@ LLAMA = TransformerConfig(
 )
 
 
+def key_of(run_dir):
+    secret = json.loads((run_dir / "private" / "root_key.json").read_text())["secret"]
+    return RootKey(bytes.fromhex(secret))
+
+
 def with_key_of(run_dir, other):
     """A run that has begun, at step 0, with the secret key of another one."""
     private = run_dir / "private"
@@ -213,18 +218,19 @@ def with_key_of(run_dir, other):
     (private / "root_key.json").write_text((other / "private" / "root_key.json").read_text())
     known = yaml.safe_load((other / "config.yaml").read_text()) | {"run_id": run_dir.name}
     known["facts"].pop("hardware")
+    known.pop("seal")
+    known["seal"] = seal_of(known, key_of(other))
     (run_dir / "config.yaml").write_text(yaml.safe_dump(known))
 
 
 def final(workspace, run_dir, config="small"):
     """The state in the newest checkpoint, and all hardware that the run was computed with."""
     config = load_config(workspace / f"{config}.yaml")
-    secret = json.loads((run_dir / "private" / "root_key.json").read_text())["secret"]
     model = build_model(config, 259)
     params, _ = split(model.init(jax.random.key(0)), trained_by_name(config.model, model.config))
     like = init_state(params, make_optimizer(config.optimizer, 12), make_mesh())
     checkpoints = Checkpoints(run_dir / "checkpoints", 2)
-    state = checkpoints.restore(like, RootKey(bytes.fromhex(secret)))
+    state, _ = checkpoints.read(like)
     checkpoints.close()
     used = yaml.safe_load((run_dir / "config.yaml").read_text())["facts"]["hardware"]
     return jax.tree.map(np.asarray, state), used
