@@ -210,6 +210,8 @@ def truncated_poisson(
     """Poisson sampling whose batches are cut to ``batch_cap`` units, at random.
 
     dp-accounting's ``TruncatedSubsampledGaussianDpEvent``; one unit per record (no user groups).
+    ``dataset_size`` is that of the larger of two neighbouring data sets: where it equals the cap,
+    one more unit costs far more.
     """
     step = dp_event.TruncatedSubsampledGaussianDpEvent(
         dataset_size=check_count(dataset_size, "data set size", 1),

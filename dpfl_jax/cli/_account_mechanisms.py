@@ -197,7 +197,7 @@ MECHANISMS: dict[str, Mechanism] = {
             s, v["sampling_prob"], v["dataset_size"], v["batch_cap"], v["steps"]
         ),
         "Poisson, cut at random to the batch cap",
-        assumptions=(_PUBLIC,),
+        assumptions=(_PUBLIC, "dataset_size is that of the larger of any two neighbouring sets"),
     ),
     "two-stage": Mechanism(
         "silo first, then records (rPDP-FL); sampling_prob is the record's own rate",

@@ -295,6 +295,13 @@ def _one_key(rng: jax.Array) -> jax.Array:
 
 def _unit_keys(rng: jax.Array, n: int) -> jax.Array:
     typed = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    kind = str(jax.random.key_impl(rng) if typed else jax.config.values["jax_default_prng_impl"])
+    if "threefry" not in kind:
+        raise BadInputError(
+            f"bounded_grad: rng is a key of {kind}, which draws for all units together when it is "
+            "mapped over them, so that one unit would move the others: give a threefry2x32 key "
+            "(jax.random.key(seed, impl='threefry2x32'))"
+        )
     single = rng.ndim == (0 if typed else 1)
     if single:
         return jax.vmap(functools.partial(jax.random.fold_in, rng))(jnp.arange(n))

@@ -118,6 +118,21 @@ def content_fingerprint(store: Store) -> str:
     return combine_digests(store.schema, digests())
 
 
+def check_offsets(offsets: np.ndarray) -> None:
+    """Raises BadInputError unless ``user_offsets`` give every user examples of their own."""
+    found = np.asarray(offsets)
+    if found.ndim != 1 or not len(found) or not np.issubdtype(found.dtype, np.integer):
+        raise BadInputError(
+            f"the store's user_offsets are {found.dtype} of shape {found.shape}, but they must be "
+            "whole numbers [num_users + 1]"
+        )
+    if found[0] < 0 or (np.diff(found) < 0).any():
+        raise BadInputError(
+            "the store's user_offsets decrease, so that users would share examples: user u owns "
+            "positions user_offsets[u] to user_offsets[u + 1]"
+        )
+
+
 def fingerprint_of(records: Any, count: int) -> str:
     """Identifies what somebody else's store holds: its own ``fingerprint``, or a digest of it all.
 
@@ -204,7 +219,7 @@ class ArrayStore(StoreBase):
     def __init__(
         self, schema: Schema, ids: Sequence[str], user_offsets: np.ndarray, records: np.ndarray
     ):
-        """Takes arrays as they are; use ``from_users`` unless they are in canonical order.
+        """Takes arrays in canonical order (``from_users`` sorts); copies records that may change.
 
         Args:
           schema: layout of an example.
@@ -215,6 +230,9 @@ class ArrayStore(StoreBase):
         self.schema = schema
         self.user_offsets = np.ascontiguousarray(user_offsets, dtype=np.int64)
         self._ids = ids
+        if records.flags.writeable:  # what is fingerprinted must stay as it is
+            records = records.copy()
+            records.flags.writeable = False
         self._records = records
         if len(ids) != self.num_users or self.num_examples != len(records):
             raise ValueError("user ids, offsets and records disagree in length")
@@ -259,6 +277,7 @@ class ArrayStore(StoreBase):
         records = np.empty(int(offsets[-1]), schema.record_dtype)
         for u, begin, end in zip(ids, offsets[:-1], offsets[1:]):
             records[begin:end] = packed[u]
+        records.flags.writeable = False
         return cls(schema, ids, offsets, records)
 
     def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:

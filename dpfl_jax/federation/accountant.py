@@ -99,6 +99,23 @@ def _envelope(profiles: Sequence[_Profile]) -> _Profile:
     )
 
 
+def _check_settings(federation: Federation) -> None:
+    """Personal rates are accounted by a setting of their own: it must be what runs."""
+    for i in federation.participants.tolist():
+        plan = federation.silos[i]
+        setting = getattr(plan.mechanism, "setting", None)
+        if setting is None:
+            continue
+        run = (plan.local_steps, federation.participation, plan.mechanism.sigma)
+        said = (setting.local_steps, setting.participation_prob, setting.noise_multiplier)
+        if run != said:
+            raise BadInputError(
+                f"silo {i} runs with (local steps, participation, noise multiplier) = {run}, but "
+                f"its records' rates are accounted with {said}: make them for what runs "
+                "(personalise)"
+            )
+
+
 def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> list[list[Any]]:
     """Events that bound what the run does to one unit.
 
@@ -112,6 +129,7 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
     profiles = [_Profile.of(federation.silos[i]) for i in federation.participants.tolist()]
     if not profiles:
         raise BadInputError("no silo holds any record, so there is nothing to account for")
+    _check_settings(federation)
     one_silo = federation.mechanism.unit == "record" and not subject
     reach = 1 if one_silo else federation.max_silos_per_subject
     if reach == 1:  # each unit in one silo: parallel composition

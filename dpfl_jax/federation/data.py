@@ -74,6 +74,21 @@ class FederatedData:
     silo_offsets: np.ndarray
     num_subjects: int
 
+    def __post_init__(self) -> None:
+        """Checks that each silo's records lie together by subject.
+
+        Raises:
+          BadInputError: they do not.
+        """
+        inside = np.ones(max(len(self.subjects) - 1, 0), bool)
+        starts = np.asarray(self.silo_offsets)[1:-1]
+        inside[starts[(starts > 0) & (starts < len(self.subjects))] - 1] = False
+        if (np.diff(self.subjects)[inside] < 0).any():
+            raise BadInputError(
+                "the records of a silo are not sorted by subject, so that one subject would count "
+                "as several: make the data with FederatedData.from_assignment"
+            )
+
     @classmethod
     def from_assignment(
         cls,
@@ -140,9 +155,12 @@ class FederatedData:
         """Returns the records at ``positions`` [m] as arrays [m, ...]."""
         return self.records.read(self.order[positions])
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
-        """Hex digest of the records and of who holds what (they are read once, if need be)."""
+        """Hex digest of the records and of who holds what; they are read, if need be.
+
+        Computed afresh: arrays in memory may have been changed.
+        """
         most = int(self.order.max(initial=-1)) + 1
         digest = hashlib.sha256(fingerprint_of(self.records, most).encode())
         for array in (self.order, self.subjects, self.silo_offsets):

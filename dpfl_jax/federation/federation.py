@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -36,8 +37,10 @@ class SiloPlan:
         """Validates."""
         if self.local_steps < 1:
             raise BadInputError(f"local_steps is {self.local_steps}, but it must be at least 1")
-        if not self.weight > 0:
-            raise BadInputError(f"a silo's weight is {self.weight}, but it must be above 0")
+        if not 0 < self.weight < math.inf:
+            raise BadInputError(
+                f"a silo's weight is {self.weight}, but it must be finite and above 0"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +88,15 @@ class Federation:
     def participants(self) -> np.ndarray:
         """int64: silos that hold records."""
         return np.flatnonzero([plan.facts.num_records > 0 for plan in self.silos])
+
+    @property
+    def participation(self) -> float:
+        """Probability with which a silo takes part in a round."""
+        if self.cohort is None:
+            return 1.0
+        if isinstance(self.cohort, FixedSize):
+            return self.cohort.size / self.cohort.population
+        return float(self.cohort.prob)
 
     @property
     def max_local_steps(self) -> int:

@@ -200,17 +200,24 @@ def run_rounds(
     random = key_argument(loss_fn)
     record = jax.tree.map(lambda x: x[0], data.read(np.zeros(1, np.int64)))
     traced = with_any_key(loss_fn, random)
+
+    def serves(params: PyTree, r: jax.Array) -> Any:
+        now = server.init(params)
+        after = server.apply(now, params, r)
+        return server.broadcast(now), server.broadcast(after), after, server.model(after)
+
     computation = [
         training_digest(traced, params, None, record, local_optimizer),
-        computation_digest(lambda p: server.apply(server.init(p), p, jnp.int32(0)), params),
+        computation_digest(serves, params, jnp.int32(0)),
     ]
     key, terms = begin(
-        _terms(federation, delta, data, value_digest(computation)),
+        _terms(federation, delta, keep_local_state, data, value_digest(computation)),
         root,
         run_dir,
         hardware(mesh),
         resumed,
         lambda: content_digest(params),
+        [hardware(mesh), strategy, width, microbatch_size, chunk_silos],
     )
     if run_dir is not None and checkpoints is not None:
         if run_dir.computed_with(hardware(mesh))[1:]:
@@ -300,12 +307,15 @@ def run_rounds(
     )
 
 
-def _terms(federation: Federation, delta: float, data: FederatedData, computation: str) -> Terms:
+def _terms(
+    federation: Federation, delta: float, keep_state: bool, data: FederatedData, computation: str
+) -> Terms:
     return Terms(
         stated={
             "mechanism": federation.mechanism.to_json(),
             "noise_multipliers": [plan.mechanism.noise_multiplier for plan in federation.silos],
             "rounds": federation.rounds,
+            "keep_local_state": keep_state,
             "delta": delta,
         },
         secret={

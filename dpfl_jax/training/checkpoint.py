@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import processes
+from dpfl_jax.training.content import content_digest
 from dpfl_jax.training.state import TrainState
 from dpfl_jax.training.terms import refuse_other
 
@@ -51,7 +52,13 @@ class Checkpoints:
         step = int(state.step)
         if step == self.latest_step():
             return
-        progress = {"step": step, "root_key": key.fingerprint, "spent": spent, "terms": terms}
+        progress = {
+            "step": step,
+            "root_key": key.fingerprint,
+            "spent": spent,
+            "terms": terms,
+            "state": content_digest(_to_tree(state)),
+        }
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -82,11 +89,13 @@ class Checkpoints:
                 "the one in private/: noise would be reused or lost, so this run cannot go on"
             )
         found = f"the checkpoint of step {progress['step']} in {self._manager.directory}"
-        if progress.pop("seal", None) != _seal(key, progress):
+        seal = progress.pop("seal", None)
+        if seal != _seal(key, progress) or progress["state"] != content_digest(_to_tree(state)):
             raise BadInputError(
                 f"{found} was changed after it was written: remove it to go on from the one before"
             )
-        refuse_other(progress["terms"], terms, found)
+        # The computation was compared by ``terms.begin``, which knows whether the run has moved.
+        refuse_other(progress["terms"], terms, found, moved=True)
         return state
 
     def read(self, like: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:

@@ -20,7 +20,7 @@ from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable, join, self_check, split
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.pipeline import StepBatch
-from dpfl_jax.data.store import Readable, fingerprint_of
+from dpfl_jax.data.store import Readable, check_offsets, fingerprint_of
 from dpfl_jax.errors import BadInputError, too_little_memory
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.randomness import RootKey
@@ -164,7 +164,7 @@ def fit(
       delta: default (number of examples) ** -1.1.
       key: root key of sampling and noise; default a fresh secret one (or the run directory's). Of
         a secret one, runs that differ in anything (data, mechanism, steps, delta, loss, optimiser,
-        first parameters) draw independently; the same run draws the same again.
+        first parameters, strategy, devices) draw independently; the same run draws the same again.
       validation: held-out users, evaluated before, during and after.
       microbatch_size: units per device processed at once.
       mesh: default: data parallel over all devices.
@@ -194,6 +194,7 @@ def fit(
     """
     if steps < 1:
         raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
+    check_offsets(data.user_offsets)
     mesh = data_parallel_mesh() if mesh is None else mesh
     population = mechanism.population(data.user_offsets)
     if population.num_units == 0:
@@ -226,13 +227,15 @@ def fit(
         checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
         resumed = checkpoints.resumed_step()
     computation = training_digest(traced, trained, frozen, example, optimizer)
+    cut: dict[str, Any] = {"examples_at_once": examples_at_once, "split_users": split_users}
     key, terms = begin(
-        _terms(mechanism, population, delta, steps, data, computation),
+        _terms(mechanism, population, delta, steps, data, frozen, computation),
         root,
         run_dir,
         hardware(mesh),
         resumed,
-        lambda: content_digest(whole(state)),
+        lambda: content_digest(state.params),
+        [hardware(mesh), strategy, cut, group_buckets, microbatch_size],
     )
     if run_dir is not None and checkpoints is not None:
         if run_dir.computed_with(hardware(mesh))[1:]:
@@ -246,7 +249,6 @@ def fit(
 
     shipped_loss = example_loss(loss_fn, data)
     options: dict[str, Any] = {"strategy": strategy, "trainable": trainable}
-    cut: dict[str, Any] = {"examples_at_once": examples_at_once, "split_users": split_users}
     step_fn = make_train_step(
         mechanism, shipped_loss, optimizer, mesh, whole=copied, **options, **cut
     )
@@ -377,6 +379,7 @@ def _terms(
     delta: float,
     steps: int,
     data: Readable,
+    frozen: PyTree,
     computation: str,
 ) -> Terms:
     digest = hashlib.sha256(np.asarray(data.user_offsets, np.int64).tobytes())
@@ -388,7 +391,11 @@ def _terms(
             "delta": delta,
             "steps": steps,
         },
-        secret={"data": digest.hexdigest(), "computation": computation},
+        secret={
+            "data": digest.hexdigest(),
+            "frozen": content_digest(frozen),
+            "computation": computation,
+        },
     )
 
 

@@ -80,7 +80,7 @@ class RunDirectory:
         private = self.path / "private"
         if self.resumed:
             self.root_key = self._read_key(private)
-            self._content = yaml.safe_load((self.path / "config.yaml").read_text())
+            self._content = _parsed(self.path / "config.yaml")
             if self._content.pop("seal", None) != seal_of(self._content, self.root_key):
                 self.close()
                 raise BadInputError(
@@ -211,7 +211,7 @@ class RunDirectory:
                     f"the run directory {path} is not empty and holds no run: choose another"
                 )
             return
-        if yaml.safe_load(config.read_text()).get("fingerprint") != fingerprint:
+        if _parsed(config).get("fingerprint") != fingerprint:
             raise BadInputError(
                 f"the run directory {path} belongs to another configuration (its config.yaml says "
                 "which): use that one, or choose another --run-dir"
@@ -273,9 +273,11 @@ class RunDirectory:
         if self.metrics_path.exists():
             for line in self.metrics_path.read_text().splitlines():
                 try:
-                    rows.append(json.loads(line))
+                    row = json.loads(line)
                 except ValueError:
                     continue
+                if isinstance(row, dict) and "step" in row:
+                    rows.append(row)
         return rows
 
     def drop_metrics_after(self, step: int) -> None:
@@ -289,14 +291,30 @@ class RunDirectory:
 def finished_report(path: pathlib.Path) -> dict[str, Any] | None:
     """The report of a run that is finished, or None."""
     file = path / "report.json"
-    report = json.loads(file.read_text()) if file.exists() else {}
+    report = _parsed(file) if file.exists() else {}
     return report if report.get("status") == FINISHED else None
 
 
+def _parsed(file: pathlib.Path) -> dict[str, Any]:
+    """What a YAML or JSON file of a run holds."""
+    parse = json.loads if file.suffix == ".json" else yaml.safe_load
+    try:
+        found = parse(file.read_text())
+    except (yaml.YAMLError, ValueError):
+        found = None
+    if not isinstance(found, dict):
+        raise BadInputError(
+            f"{file} is damaged: it holds no table of names and values; bring it back, or choose "
+            "another --run-dir"
+        )
+    return found
+
+
 def seal_of(content: Mapping[str, Any], key: RootKey) -> str:
-    """Of what config.yaml holds: who edits the file has not the key."""
+    """Of what config.yaml holds, and whether the key is public: who edits the file has no key."""
     plain = yaml.safe_load(yaml.safe_dump(content))  # as it will be read
-    return key.keyed_digest("config.yaml", json.dumps(plain, sort_keys=True, default=str))
+    text = json.dumps([plain, key.public], sort_keys=True, default=str)
+    return key.keyed_digest("config.yaml", text)
 
 
 def write_atomically(path: pathlib.Path, text: str, mode: int = 0o644) -> None:

@@ -28,6 +28,7 @@ from dpfl_jax.training.run_dir import RunDirectory
 # Terms of which only a digest is kept: named last, as they differ wherever another one does.
 _UNSPOKEN = {
     "data": "the training data are",
+    "frozen": "the parameters that are not trained are",
     "plan": "what the silos do is",
     "computation": "the loss, the set of trained parameters or the optimiser is",
 }
@@ -55,9 +56,10 @@ def begin(
     terms: Terms,
     root: RootKey,
     run_dir: RunDirectory | None,
-    hardware: str,
+    hardware: str | None,
     done: int | None,
     start: Callable[[], str],
+    layout: Any = None,
 ) -> tuple[RootKey, dict[str, Any]]:
     """Holds a run against what it began with; returns the key of its draws, and its sealed terms.
 
@@ -65,9 +67,12 @@ def begin(
       terms: of this run.
       root: its root key.
       run_dir: where it is kept, if anywhere.
-      hardware: what the run is computed with: what a loss traces to may depend on it.
+      hardware: what the run is computed with. On other hardware a loss may trace to something else;
+        then the rest of the run has draws of its own. None: that is refused, too.
       done: step of the checkpoint to go on from; None if there is none.
       start: digest of the parameters before the first step.
+      layout: what changes no more than rounding (strategy, devices): two runs with one key that
+        differ in it alone draw independently, too. A run that goes on keeps its first one's.
 
     Raises:
       BadInputError: the run began with other terms; the sentence names the first that differs.
@@ -75,17 +80,19 @@ def begin(
     sealed = terms.sealed(root)
     known: dict[str, Any] = {} if run_dir is None else run_dir.facts
     if "terms" in known:
-        moved = hardware not in known.get("hardware", [hardware])
-        began = known["terms"]
-        refuse_other(began, sealed, f"the run in {run_dir.path}", moved)  # type: ignore[union-attr]
-        sealed = began
-    if root.public:
-        # Nothing is secret, and whoever compares runs under one seed wants the same draws.
-        first = ""
-    elif done and "start" in known:
-        first = known["start"]
-    else:
-        first = root.keyed_digest("start", start())
+        moved = hardware is not None and hardware not in known.get("hardware", [hardware])
+        refuse_other(
+            known["terms"],
+            sealed,
+            f"the run in {run_dir.path}",  # type: ignore[union-attr]
+            moved,
+        )
+    # Nothing about a public key is secret, and who compares runs under one seed wants their draws.
+    first: dict[str, Any] = known.get("start", {})
+    if not root.public and (done is None or not first):
+        params = root.keyed_digest("start", start())
+        if first.get("params") != params:
+            first = {"params": params, "layout": root.keyed_digest("layout", repr(layout))}
     if run_dir is not None:
         run_dir.note("terms", sealed)
         run_dir.note("start", first)
@@ -152,14 +159,29 @@ def computation_digest(function: Callable[..., Any], *args: Any) -> str:
       function: traced, not run.
       *args: pytrees of arrays or ShapeDtypeStructs, of which only shapes and dtypes count.
     """
-    traced = jax.make_jaxpr(function)(*jax.tree.map(shape_of, args))
-    text = re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr))  # functions print where they lie
+    text, constants = traced_parts(function, *args)
     found = hashlib.sha256(text.encode())
-    for constant in traced.consts:
+    for constant in constants:
         if isinstance(constant, jax.core.Tracer):  # under a transformation: it has no value yet
             constant = repr(constant.aval)
         found.update(value_digest(constant).encode())
     return found.hexdigest()
+
+
+def traced_parts(function: Callable[..., Any], *args: Any) -> tuple[str, list[Any]]:
+    """What a function traces to: its operations as text, and the arrays it has captured.
+
+    Raises:
+      BadInputError: it calls back into Python, where nothing can be traced.
+    """
+    traced = jax.make_jaxpr(function)(*jax.tree.map(shape_of, args))
+    text = re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr))  # functions print where they lie
+    if found := re.search(r"\b(pure_callback|io_callback)\[", text):
+        raise BadInputError(
+            f"the loss (or the optimiser) calls back into Python ({found[1]}): what is computed "
+            "there can neither be bounded nor told from another run's; write it in JAX"
+        )
+    return text, list(traced.consts)
 
 
 def training_digest(

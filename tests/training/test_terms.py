@@ -12,7 +12,7 @@ import yaml
 
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import fit
 from dpfl_jax.training.run_dir import RunDirectory
@@ -193,3 +193,104 @@ def test_computations_are_told_apart_by_operations_constants_and_gradients():
     assert digest(scaled(one)) == digest(scaled(one.copy()))
     found = [digest(f) for f in (scaled(one), scaled(two), with_rule(1.0), with_rule(2.0))]
     assert len(set(found)) == 4
+
+
+def test_frozen_parameters_are_part_of_a_run(tmp_path):
+    """Else a second try of a step would add the same noise to another gradient."""
+
+    def loss(params, example):
+        return jnp.vdot(params["w"] * params["frozen"], example["x"])
+
+    given = arguments(loss_fn=loss, steps=2, trainable=lambda name: name == "w")
+    first = {"w": jnp.zeros(4), "frozen": jnp.ones(4)}
+    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    fit(**given | {"params": first}, run_dir=directory, checkpoint_every=1)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    with pytest.raises(BadInputError, match="parameters that are not trained are not what"):
+        fit(**given | {"params": first | {"frozen": jnp.full(4, 2.0)}}, run_dir=directory)
+    assert fit(**given | {"params": first}, run_dir=directory).steps == 2
+    directory.close()
+
+
+def test_on_other_hardware_another_computation_draws_anew(tmp_path):
+    """A loss may trace to something else there; what was drawn before must not meet it."""
+    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    whole = fit(**arguments(steps=2), run_dir=directory, checkpoint_every=1)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    same = fit(**arguments(steps=2), run_dir=directory, checkpoint_every=1, mesh=one)
+    np.testing.assert_allclose(same.params["w"], whole.params["w"], rtol=1e-5)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "2")
+    two = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("data",))
+    other = arguments(steps=2, loss_fn=lambda p, e: 1.0 * loss_fn(p, e) + 0.0)
+    moved = fit(**other, run_dir=directory, checkpoint_every=1, mesh=two)
+    # The same gradient, of other operations: the second step's noise is another one.
+    assert np.abs(np.asarray(moved.params["w"]) - np.asarray(whole.params["w"])).min() > 1e-6
+    directory.close()
+
+
+def test_arrays_of_a_checkpoint_are_sealed(tmp_path):
+    """Parameters of another run, put into this one's folder, would be stated as private."""
+    for name in ("private", "public"):
+        directory = RunDirectory(tmp_path / name, {}, "f", None)
+        changes = {} if name == "private" else {"mechanism": NonPrivate(batch_size=USERS)}
+        fit(**arguments(steps=2, **changes), run_dir=directory, checkpoint_every=1)
+        directory.close()
+    shutil.rmtree(tmp_path / "private" / "checkpoints" / "2")
+    state = tmp_path / "private" / "checkpoints" / "1" / "state"
+    shutil.rmtree(state)
+    shutil.copytree(tmp_path / "public" / "checkpoints" / "1" / "state", state)
+    directory = RunDirectory(tmp_path / "private", {}, "f", None)
+    with pytest.raises(BadInputError, match="was changed after it was written"):
+        fit(**arguments(steps=2), run_dir=directory)
+    directory.close()
+
+
+def test_strategies_and_layouts_share_no_noise_under_one_secret_key():
+    """They round differently, and a rounding allowance is a multiple of the clipped sum."""
+    key = RootKey.generate()
+    first = noise_of(key)
+    for options in ({"strategy": "scan"}, {"microbatch_size": 2}, {"group_buckets": True}):
+        other = noise_of(key, **options)
+        assert np.abs(first - other).min() > 1e-4, options
+
+
+def test_a_public_seed_cannot_be_made_secret_afterwards(tmp_path):
+    RunDirectory(tmp_path / "run", {}, "f", 3).close()
+    file = tmp_path / "run" / "private" / "root_key.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"public": False}))
+    with pytest.raises(BadInputError, match="was changed after the run began"):
+        RunDirectory(tmp_path / "run", {}, "f", 3)
+
+
+def test_losses_that_call_back_into_python_are_refused():
+    def loss(params, example):
+        shape = jax.ShapeDtypeStruct((), jnp.float32)
+        return jax.pure_callback(lambda x: x, shape, loss_fn(params, example))
+
+    loss = jax.custom_jvp(loss)
+    loss.defjvp(lambda p, t: (loss(*p), loss_fn(t[0], p[1])))
+    with pytest.raises(BadInputError, match=r"calls back into Python \(pure_callback\)"):
+        fit(**arguments(loss_fn=loss), key=RootKey.generate())
+
+
+def test_damaged_files_of_a_run_are_named(tmp_path):
+    for name in ("config.yaml", "report.json"):
+        for content in ("", "[1]", "{"):
+            RunDirectory(tmp_path / "run", {}, "f", None).close()
+            (tmp_path / "run" / name).write_text(content)
+            with pytest.raises(BadInputError, match=rf"{name} is damaged"):
+                RunDirectory(tmp_path / "run", {}, "f", None)
+            shutil.rmtree(tmp_path / "run")
+
+
+@pytest.mark.parametrize("offsets", [[0, 4, 0, 4], [0.0, 4.0], [-1, 4]])
+def test_users_who_share_examples_are_refused(offsets):
+    class Store:
+        user_offsets = np.array(offsets)
+
+        def read(self, positions):
+            return {"x": np.zeros((len(positions), 4), np.float32)}
+
+    with pytest.raises(BadInputError, match="user_offsets"):
+        fit(**arguments(data=Store()))

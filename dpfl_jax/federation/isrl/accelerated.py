@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.federation.isrl.minibatch_sgd import Project
-from dpfl_jax.federation.isrl.schedule import own_rows
+from dpfl_jax.federation.isrl.schedule import own_rows, use_of
 
 
 def accelerated(
@@ -34,7 +34,9 @@ def accelerated(
       strong_convexity: mu of the loss; 0 if it is only convex.
       project: on W.
     """
-    rows = own_rows(rows, "accelerated", start, alphas, prox_weights, strong_convexity)
+    first = jax.tree.map(lambda x: x[0], rows)
+    asked = [*use_of(oracle, start, first), *use_of(project, start)]
+    rows = own_rows(rows, "accelerated", start, alphas, prox_weights, strong_convexity, *asked)
 
     def step(carry: tuple[jax.Array, jax.Array], x: Any) -> tuple[Any, None]:
         row, alpha, prox = x

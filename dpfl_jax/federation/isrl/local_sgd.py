@@ -44,7 +44,8 @@ def local_sgd(
       stddev: float [N], of the noise in each local step.
     """
     silos = data.num_silos
-    rows = own_rows(rows, "local_sgd", start, step_sizes, log_weights)
+    given = (start, step_sizes, log_weights, local_steps, clip_norm, stddev, data)
+    rows = own_rows(rows, "local_sgd", given)
     # One record, uniformly: a batch of fixed size without replacement, and accounted as such.
     message = make_message(loss, MessageSpec("with_replacement"), 1)
     name = loss_name(loss, start, data)

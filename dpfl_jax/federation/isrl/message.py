@@ -143,9 +143,9 @@ def _bounded_sum(
     if spec.clip == "example":
         rule = Standard(clip_norm)  # type: ignore[arg-type]
         bounded = bounded_grad(one, rule=rule, strategy="ghost")
-        return bounded({"w": w}, units, mask).sum["w"]
+        return bounded({"w": w}, units, mask=mask).sum["w"]
     free = bounded_grad(one, clip_norm=1e30, strategy="ghost")
-    total = free({"w": w}, units, mask).sum["w"]
+    total = free({"w": w}, units, mask=mask).sum["w"]
     mean_norm = jnp.linalg.norm(total.ravel()) / jnp.maximum(batch, 1.0)
     return total * jnp.minimum(1.0, clip_norm / jnp.maximum(mean_norm, 1e-30))
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.federation.isrl.schedule import own_rows
+from dpfl_jax.federation.isrl.schedule import own_rows, use_of
 
 Project = Callable[[jax.Array], jax.Array]
 
@@ -49,7 +49,9 @@ def minibatch_sgd(
         row, eta, log_weight = x
         return minibatch_step(oracle, row, carry, eta, log_weight, project), None
 
-    rows = own_rows(rows, "minibatch_sgd", start, step_sizes, log_weights)
+    first = jax.tree.map(lambda x: x[0], rows)
+    asked = [*use_of(oracle, start, first), *use_of(project, start)]
+    rows = own_rows(rows, "minibatch_sgd", start, step_sizes, log_weights, *asked)
     xs = (rows, step_sizes, log_weights[:-1])
     state, _ = jax.lax.scan(step, minibatch_start(start), xs)
     return minibatch_output(state, log_weights[-1])

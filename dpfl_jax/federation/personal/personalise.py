@@ -23,17 +23,6 @@ from dpfl_jax.federation.partition import record_numbers, uniforms
 from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, public_batch
 from dpfl_jax.federation.personal.records import Personal
-from dpfl_jax.sampling import FixedSize
-
-
-def participation(federation: Federation) -> float:
-    """Probability with which a silo takes part in a round."""
-    cohort = federation.cohort
-    if cohort is None:
-        return 1.0
-    if isinstance(cohort, FixedSize):
-        return cohort.size / cohort.population
-    return float(cohort.prob)
 
 
 def distribution(config: BudgetConfig) -> laws.BudgetDistribution | None:
@@ -174,7 +163,7 @@ def personalise(
       BadInputError: budgets that are missing, bad or out of reach, or no public batch size.
     """
     privacy, budgets_config = config.privacy, config.privacy.budgets
-    tau, rounds, lam = config.federation.local_steps, federation.rounds, participation(federation)
+    tau, rounds, lam = config.federation.local_steps, federation.rounds, federation.participation
     sigma = noise if noise is not None else config.mechanism.noise_multiplier
     if sigma is None:
         assert privacy.epsilon is not None

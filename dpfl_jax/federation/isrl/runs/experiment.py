@@ -102,19 +102,19 @@ def run_isrl(
 
 def make_evaluation(task: Task, data: SiloData) -> Any:
     """``w -> dict``: mean loss over records and over silos, the worst silo's, and accuracy."""
-    real = jnp.arange(data.capacity)[None, :] < data.sizes[:, None]
 
-    def per_silo(value: Any, w: jax.Array) -> jax.Array:
+    def per_silo(value: Any, w: jax.Array, data: SiloData) -> jax.Array:
+        real = jnp.arange(data.capacity)[None, :] < data.sizes[:, None]
         each = jax.vmap(jax.vmap(value, (None, 0)), (None, 0))(w, data.examples)
         return jnp.where(real, each, 0.0).sum(1)
 
-    @jax.jit
-    def measured(w: jax.Array) -> tuple[jax.Array, jax.Array]:
-        hits = jnp.zeros(data.num_silos) if task.hit is None else per_silo(task.hit, w)
-        return per_silo(task.loss, w), hits
+    @jax.jit  # of the data too: what it captured would be written into the compiled program
+    def measured(w: jax.Array, data: SiloData) -> tuple[jax.Array, jax.Array]:
+        hits = jnp.zeros(data.num_silos) if task.hit is None else per_silo(task.hit, w, data)
+        return per_silo(task.loss, w, data), hits
 
     def evaluate(w: jax.Array) -> dict[str, Any]:
-        losses, hits = (np.asarray(v, np.float64) for v in measured(w))
+        losses, hits = (np.asarray(v, np.float64) for v in measured(w, data))
         sizes = np.asarray(data.sizes, np.float64)
         accuracy = None if task.hit is None else float(hits.sum() / sizes.sum())
         return {

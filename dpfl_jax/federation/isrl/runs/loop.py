@@ -32,7 +32,7 @@ from dpfl_jax.federation.isrl.minibatch_sgd import (
 from dpfl_jax.federation.isrl.multi_stage import stage_weights
 from dpfl_jax.federation.isrl.runs.parameters import Parameters
 from dpfl_jax.federation.isrl.runs.tasks import Task
-from dpfl_jax.federation.isrl.schedule import Schedule, make_schedule
+from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.checkpoint import Checkpoints
 from dpfl_jax.training.interrupt import StopRequest
@@ -150,9 +150,13 @@ def schedule_of(config: IsrlConfig, parameters: Parameters, sizes: np.ndarray, k
 
 
 def objective_oracle(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, schedule: Schedule
+    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
 ) -> Callable[[jax.Array, Any], jax.Array]:
-    """Mean of the messages, plus the regulariser's gradient, which depends on no record."""
+    """Mean of the messages, plus the regulariser's gradient, which depends on no record.
+
+    To be made inside ``jit``, of arguments: captured records would be written into the program, and
+    with it wherever compiled programs are kept.
+    """
     section = config.isrl
     weights = section.silo_weights
     oracle = make_oracle(
@@ -162,7 +166,7 @@ def objective_oracle(
         batch=jnp.asarray(parameters.batches, jnp.float32),
         clip_norm=jnp.asarray(parameters.clip_norms, jnp.float32),
         stddev=jnp.asarray(parameters.stddevs, jnp.float32),
-        rank=schedule.rank,
+        rank=rank,
         silo_weights=None if weights is None else jnp.asarray(weights, jnp.float32),
         batch_capacity=int(parameters.batches.max()),
     )
@@ -178,14 +182,27 @@ def solve(
     terms = _terms(config, task, data, parameters, algorithm)
     key, _ = begin(terms, key, None, "", None, str)
     schedule = schedule_of(config, parameters, np.asarray(data.sizes), key)
-    oracle = objective_oracle(config, task, data, parameters, schedule)
-
-    def one(state: Any, x: Any) -> tuple[Any, None]:
-        return algorithm.step(oracle, x[0], state, x[1]), None
-
+    block = _block(config, task, parameters, algorithm)
     start = algorithm.start(jnp.zeros(task.shape))
-    state, _ = jax.lax.scan(one, start, (schedule.rows(), algorithm.values))
+    state = block(start, schedule.rows(), algorithm.values, data, schedule.rank)
     return algorithm.output(state, parameters.rounds)
+
+
+def _block(
+    config: IsrlConfig, task: Task, parameters: Parameters, algorithm: Algorithm
+) -> Callable[..., Any]:
+    """``(state, rows, values, data, rank) -> state`` after these rounds, compiled."""
+
+    @jax.jit
+    def block(state: Any, rows: Any, values: Any, data: SiloData, rank: jax.Array) -> Any:
+        oracle = objective_oracle(config, task, data, parameters, rank)
+
+        def one(carry: Any, x: Any) -> tuple[Any, None]:
+            return algorithm.step(oracle, x[0], carry, x[1]), None
+
+        return jax.lax.scan(one, state, (rows, values))[0]
+
+    return block
 
 
 def _terms(
@@ -270,17 +287,10 @@ def run_rounds(
     checkpoints = Checkpoints(run_dir.path / "checkpoints", config.train.keep_checkpoints)
     resumed, here = checkpoints.latest_step(), hardware(data_parallel_mesh(jax.devices()[:1]))
     terms = _terms(config, task, data, parameters, algorithm)
-    key, sealed = begin(terms, root, run_dir, here, resumed, str)
+    # Records' turns are drawn once for the whole run: it cannot go on as another computation.
+    key, sealed = begin(terms, root, run_dir, None, resumed, str)
     schedule = schedule_of(config, parameters, sizes, key)
-    oracle = objective_oracle(config, task, data, parameters, schedule)
-
-    @jax.jit
-    def block(state: Any, rows: Any, values: Any) -> Any:
-        def one(carry: Any, x: Any) -> tuple[Any, None]:
-            return algorithm.step(oracle, x[0], carry, x[1]), None
-
-        return jax.lax.scan(one, state, (rows, values))[0]
-
+    block = _block(config, task, parameters, algorithm)
     rounds, train = parameters.rounds, config.train
     state = algorithm.start(jnp.zeros(task.shape))
     done = 0
@@ -318,7 +328,8 @@ def run_rounds(
             stop_at = min(done + train.rounds_per_block, rounds)
             began = time.perf_counter()
             values = jax.tree.map(lambda x, a=done, b=stop_at: x[a:b], algorithm.values)
-            state = jax.block_until_ready(block(state, schedule.rows(done, stop_at), values))
+            rows = schedule.rows(done, stop_at)
+            state = jax.block_until_ready(block(state, rows, values, data, schedule.rank))
             if not first:  # which compiles
                 seconds += time.perf_counter() - began
                 messages += int(present[done:stop_at].sum())
