@@ -1,17 +1,24 @@
 """Federated runs that share a key share no noise, and a run that goes on is the one that began."""
 
+import dataclasses
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.accountant import federated_epsilon
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.loop import run_rounds
-from dpfl_jax.federation.mechanisms import LocalItemDP, SiloFacts
+from dpfl_jax.federation.mechanisms import RPDP, LocalItemDP, SiloFacts
 from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import Poisson
 from dpfl_jax.training.run_dir import RunDirectory
 
 pytestmark = pytest.mark.privacy
@@ -106,3 +113,84 @@ def test_a_continued_run_is_held_against_what_ran(tmp_path):
 def test_the_records_themselves_are_part_of_the_fingerprint():
     assert make_data().fingerprint == make_data().fingerprint
     assert make_data().fingerprint != make_data(shift=5.0).fingerprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Extrapolating(OptimizerServer):
+    """Sends out more than its model: as accelerated methods do."""
+
+    factor: float = 0.0
+
+    def broadcast(self, state):
+        return jax.tree.map(lambda p: p * (1 + self.factor), state["params"])
+
+
+def test_servers_and_kept_states_are_part_of_a_run(tmp_path):
+    key, moved = RootKey.generate(), {}
+    for factor in (0.0, 0.9):
+        given = arguments(rounds=2, server=Extrapolating(factor=factor))
+        moved[factor] = np.asarray(run_rounds(**given, key=key).params["w"])
+    for keep in (False, True):
+        given = arguments(rounds=2) | {"keep_local_state": keep}
+        moved[keep, "kept"] = np.asarray(run_rounds(**given, key=key).params["w"])
+    # The gradient is that of a linear loss, the same everywhere: all that differs is the noise.
+    for (a, first), (b, second) in itertools.combinations(moved.items(), 2):
+        assert np.abs(first - second).min() > 1e-5, (a, b)
+    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+    run_rounds(**arguments(), run_dir=directory)
+    with pytest.raises(BadInputError, match="keep_local_state is True, but the run in"):
+        run_rounds(**arguments() | {"keep_local_state": True}, run_dir=directory)
+    directory.close()
+
+
+def test_records_changed_in_place_are_other_data():
+    data, key = make_data(), RootKey.generate()
+    given = arguments(data=data)
+
+    def moved():
+        return np.asarray(run_rounds(**given, key=key).params["w"])
+
+    before = moved()
+    np.testing.assert_array_equal(moved(), before)
+    data.records.arrays["x"][0] += 0.25
+    # Clipped, the record moves the sum by less than 2; the noise is drawn anew.
+    assert np.abs(moved() - before).min() > 1e-4
+    assert np.abs(moved() - before).max() > 1e-2
+
+
+def test_a_subject_whose_records_lie_apart_is_refused():
+    with pytest.raises(BadInputError, match="not sorted by subject"):
+        FederatedData(
+            ArrayRecords({"x": np.zeros((4, 1))}),
+            order=np.arange(4),
+            subjects=np.array([0, 1, 0, 1]),
+            silo_offsets=np.array([0, 4]),
+            num_subjects=2,
+        )
+    FederatedData(
+        ArrayRecords({"x": np.zeros((4, 1))}),
+        order=np.arange(4),
+        subjects=np.array([0, 1, 0, 1]),
+        silo_offsets=np.array([0, 2, 2, 4]),
+        num_subjects=2,
+    )
+
+
+def test_rates_are_accounted_for_what_runs():
+    """Participation, local steps and noise of the accounting are those of the federation."""
+    facts = SiloFacts(10, 10)
+
+    def federation(setting, steps=2, cohort=None):
+        mechanism = RPDP(rates=np.full(10, 0.5), setting=setting, noise_multiplier=1.0)
+        return Federation((SiloPlan(mechanism, facts, steps),) * 2, 5, 1, cohort)
+
+    setting = TwoStage(1.0, 2, 5, 0.5, 1e-5)
+    half = Poisson(2, 0.5)
+    assert federated_epsilon(federation(setting, cohort=half), 1e-5) > 0
+    for made in (
+        federation(setting),
+        federation(setting, steps=4, cohort=half),
+        federation(dataclasses.replace(setting, noise_multiplier=2.0), cohort=half),
+    ):
+        with pytest.raises(BadInputError, match="rates are accounted with"):
+            federated_epsilon(made, 1e-5)

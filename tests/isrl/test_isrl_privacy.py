@@ -492,10 +492,11 @@ def test_one_schedule_gives_two_uses_no_common_noise():
 
         return watched, seen
 
-    def by_sgd(made, rate=0.1):
+    def by_sgd(made, rate=0.1, radius=None, pull=0.0):
         oracle, seen = made
         etas, weights = jnp.full(rounds, rate), last_weights(rounds)
-        minibatch_sgd(oracle, schedule.rows(), w, etas, weights, ball(None))
+        pulled = (lambda w, row: oracle(w, row) + pull * w) if pull else oracle
+        minibatch_sgd(pulled, schedule.rows(), w, etas, weights, ball(radius))
         jax.effects_barrier()
         return np.asarray(seen)
 
@@ -515,9 +516,43 @@ def test_one_schedule_gives_two_uses_no_common_noise():
         "another clip norm": by_sgd(messages(clip=0.5)),
         "more noise": by_sgd(messages(stddev=jnp.full(2, 0.8))) * 0.7 / 0.8,
         "another loss": by_sgd(messages(loss=lambda w, e: 2 * quadratic(w, e))),
+        "a ball": by_sgd(messages(), radius=3.0),
+        "a regulariser": by_sgd(messages(), pull=0.1),
     }
     for (name, a), (other, b) in itertools.combinations(uses.items(), 2):
         assert a.shape == b.shape == (rounds, 3)
-        # 21 pairs of 18 normals of deviation 0.13: closer than 1e-6 by chance once in 1,000.
+        # 36 pairs of 18 normals of deviation 0.13: closer than 1e-6 by chance once in 500.
         assert np.abs(a - b).min() > 1e-6, (name, other)
     np.testing.assert_array_equal(by_sgd(messages()), uses["sgd"])  # the same use again
+
+
+@pytest.mark.privacy
+def test_what_other_silos_hold_and_weigh_is_another_use_of_a_schedule():
+    """A silo's message depends on it through the model: its noise must not be the same then."""
+    rounds, sizes = 3, [5, 4]
+    schedule, data = make_schedule(RootKey.generate(), rounds, np.array(sizes)), silos(sizes)
+    batch = jnp.asarray(sizes, jnp.float32)
+    etas, weights = jnp.full(rounds, 0.1), last_weights(rounds)
+
+    def ended(data, silo_weights=None, stddev=0.7):
+        """The model, and the sum of the first silo's noise, by the one that has none."""
+        oracle = make_oracle(
+            quadratic,
+            MessageSpec("full"),
+            data,
+            batch=batch,
+            clip_norm=1e-6,  # all that moves the model is noise
+            stddev=jnp.array([stddev, 0.0]),
+            silo_weights=silo_weights,
+        )
+        rows = schedule.rows()
+        return np.asarray(minibatch_sgd(oracle, rows, jnp.zeros(3), etas, weights, ball(None)))
+
+    other = type(data)({**data.examples, "x": data.examples["x"].at[1].add(1.0)}, data.sizes)
+    same, moved = ended(data), ended(other)
+    weighed = ended(data, jnp.array([0.25, 0.75])) * 2  # the first silo's weight is halved
+    np.testing.assert_array_equal(same, ended(data))
+    # 6 normals of deviation about 0.01: closer than 1e-5 by chance once in 200; the clipped
+    # gradients are 1e-6 and less.
+    assert np.abs(same - moved).min() > 1e-5
+    assert np.abs(same - weighed).min() > 1e-5

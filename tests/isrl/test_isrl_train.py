@@ -8,10 +8,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 import yaml
+from rich.console import Console
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.federation.isrl.runs import loop
+from dpfl_jax.federation.isrl.runs.experiment import prepare
+from dpfl_jax.randomness import RootKey
 
 pytest.importorskip("sklearn")
 
@@ -183,3 +186,18 @@ def test_the_shipped_configurations_are_valid():
     assert names == ["accelerated", "multi_stage", "one_pass", "quickstart"]
     for name in names:
         assert load_config(CONFIGS / f"{name}.yaml").isrl is not None
+
+
+@pytest.mark.privacy
+def test_no_record_is_written_into_a_compiled_program(tmp_path):
+    """Programs are kept where JAX is told to, outside of the run and its private folder."""
+    config = load_config(written(tmp_path))
+    prepared = prepare(config, Console(quiet=True))
+    data, parameters, task = prepared.records.train, prepared.parameters, prepared.task
+    algorithm = loop.make_algorithm(config, parameters)
+    schedule = loop.schedule_of(config, parameters, np.asarray(data.sizes), RootKey.from_seed(0))
+    block = loop._block(config, task, parameters, algorithm)
+    state = algorithm.start(np.zeros(task.shape, np.float32))
+    records = int(np.asarray(data.sizes).max())
+    traced = jax.make_jaxpr(block)(state, schedule.rows(), algorithm.values, data, schedule.rank)
+    assert all(records not in np.shape(c) for c in traced.consts)
