@@ -511,7 +511,7 @@ def test_norms_are_compared_before_the_first_unit_whenever_that_comes(monkeypatc
             loss_fn=loss_fn,
             params=make_params(),
             data=data,
-            federation=Federation(plans, 4, 1),
+            federation=Federation(plans, 4, 4),
             local_optimizer=optax.sgd(0.1),
             delta=1e-3,
             key=RootKey.from_seed(seed),
