@@ -15,7 +15,7 @@ from dpfl_jax.federation.isrl.message import (
     make_message,
 )
 from dpfl_jax.federation.isrl.minibatch_sgd import _averaged
-from dpfl_jax.federation.isrl.schedule import own_keys, own_rows, words_of
+from dpfl_jax.federation.isrl.schedule import own_rows
 
 
 def local_sgd(
@@ -45,18 +45,15 @@ def local_sgd(
     """
     silos = data.num_silos
     given = (start, step_sizes, log_weights, local_steps, clip_norm, stddev, data)
-    rows = own_rows(rows, "local_sgd", given)
+    rows = own_rows(rows, "local_sgd", loss_name(loss, start, data), given)
     # One record, uniformly: a batch of fixed size without replacement, and accounted as such.
     message = make_message(loss, MessageSpec("with_replacement"), 1)
-    name = loss_name(loss, start, data)
     clips = jnp.broadcast_to(jnp.asarray(clip_norm, jnp.float32), (silos,))
     rank = jnp.zeros((data.capacity,), jnp.int32)
 
     def one_silo(
         w: jax.Array, eta: jax.Array, examples: Any, size: Any, clip: Any, std: Any, keys: Any
     ) -> jax.Array:
-        keys = own_keys(keys, words_of(name, examples, size, clip, std))
-
         def step(v: jax.Array, t: jax.Array) -> tuple[jax.Array, None]:
             own = [
                 jax.random.fold_in(jax.random.wrap_key_data(k, impl="threefry2x32"), t)

@@ -18,7 +18,7 @@ from dpfl_jax.accounting import REPLACE
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.federation.isrl.accelerated import accelerated_step, step_weights
 from dpfl_jax.federation.isrl.arms import SiloNoise, at_one_delta
-from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, make_oracle
+from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, loss_name, make_oracle
 from dpfl_jax.federation.isrl.minibatch_sgd import (
     MinibatchState,
     ball,
@@ -41,7 +41,7 @@ from dpfl_jax.training.mesh import data_parallel_mesh
 from dpfl_jax.training.progress import StepProgress
 from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.state import TrainState, hardware
-from dpfl_jax.training.terms import Terms, begin, computation_digest, value_digest
+from dpfl_jax.training.terms import Terms, begin, value_digest
 
 _MILESTONES = 20
 
@@ -210,9 +210,8 @@ def _terms(
 ) -> Terms:
     """The terms of a run; it starts from zero."""
     section, noise = config.isrl, parameters.noise or []
-    record = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype), data.examples)
     start = jax.ShapeDtypeStruct(task.shape, jnp.float32)
-    trained = computation_digest(jax.value_and_grad(task.train_loss), start, record)
+    trained = loss_name(task.train_loss, start, data)
     return Terms(
         stated={
             "algorithm": section.algorithm,
