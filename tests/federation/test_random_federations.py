@@ -4,6 +4,7 @@ The recomputation is written from the definitions and shares no code with the ac
 are cut into cells (post-processing), losses rounded down, and convolved: a lower bound.
 """
 
+import dataclasses
 import math
 
 import numpy as np
@@ -12,13 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
+from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.federation.accountant import (
     calibrate_federation,
     federated_epsilon,
     silo_epsilons,
 )
+from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
+    RPDP,
     FedAvg,
     HiGradAvgDP,
     LocalGroupDP,
@@ -27,6 +31,10 @@ from dpfl_jax.federation.mechanisms import (
     SubjectULS,
     UserLDP,
 )
+from dpfl_jax.federation.personal.personalise import with_rates
+from dpfl_jax.federation.personal.policies import POLICIES, assign
+from dpfl_jax.federation.personal.records import Personal
+from dpfl_jax.sampling import FixedSize, Poisson
 
 pytestmark = pytest.mark.privacy
 DELTA, GRID, SIZE = 1e-5, 2.5e-4, 1 << 18
@@ -61,14 +69,8 @@ def spectrum(sigma, shifts, weights):
     return np.fft.rfft(np.bincount(index, present[kept], SIZE))
 
 
-def lower_bound(parts):
-    """Epsilon of removing a unit from silos given as (sigma, shifts, weights, steps)."""
-    whole, known = 1.0, {}
-    for sigma, shifts, weights, steps in parts:
-        key = (sigma, tuple(shifts), tuple(weights))
-        if key not in known:
-            known[key] = spectrum(sigma, shifts, np.asarray(weights))
-        whole = whole * known[key] ** steps
+def epsilon_of(whole):
+    """The epsilon of a spectrum: never above the true one."""
     law = np.fft.irfft(whole, SIZE)
     law = np.where(law > 1e-13, law, 0.0)
     losses = np.fft.fftfreq(SIZE, 1.0 / SIZE) * GRID
@@ -86,7 +88,18 @@ def lower_bound(parts):
     return low
 
 
-def check(make, sizes, steps, batch, cap, rounds, reach, target, mode=None):
+def lower_bound(parts):
+    """Epsilon of removing a unit from silos given as (sigma, shifts, weights, steps)."""
+    whole, known = 1.0, {}
+    for sigma, shifts, weights, steps in parts:
+        key = (sigma, tuple(shifts), tuple(weights))
+        if key not in known:
+            known[key] = spectrum(sigma, shifts, np.asarray(weights))
+        whole = whole * known[key] ** steps
+    return epsilon_of(whole)
+
+
+def check(make, sizes, steps, batch, cap, rounds, reach, target, mode=None, cohort=None):
     plans = tuple(
         SiloPlan(
             make(batch_size=batch, max_items_per_subject=cap),
@@ -95,7 +108,7 @@ def check(make, sizes, steps, batch, cap, rounds, reach, target, mode=None):
         )
         for size, step in zip(sizes, steps, strict=True)
     )
-    made = calibrate_federation(Federation(plans, rounds, reach), target, DELTA, mode)
+    made = calibrate_federation(Federation(plans, rounds, reach, cohort), target, DELTA, mode)
     stated = federated_epsilon(made, DELTA)
     assert stated <= target
     assert max(silo_epsilons(made, DELTA)) <= stated * (1 + 1e-6)
@@ -110,7 +123,9 @@ def check(make, sizes, steps, batch, cap, rounds, reach, target, mode=None):
         truth = max(lower_bound([silo]) for silo in (order[:3] + order[3::9]))
     else:
         order = sorted(silos, key=lambda s: -s[3] * (np.dot(s[1], s[2]) / s[0]) ** 2)
-        truth = lower_bound(order[:reach])
+        # Who takes part is visible: the rounds may be those in which the costliest take part.
+        together = cohort.size if isinstance(cohort, FixedSize) else len(sizes)
+        truth = lower_bound(order[: min(reach, together)])
     assert stated >= truth * (1 - 1e-6)
     return stated, truth
 
@@ -134,6 +149,77 @@ def federations(draw, kinds):
         "reach": draw(st.one_of(st.just(1), st.just(number), st.integers(1, number))),
         "target": draw(st.sampled_from([0.5, 2.0, 4.0, 8.0])),
         "mode": draw(st.sampled_from([None, "per_silo", "common"])),
+        "cohort": draw(
+            st.one_of(
+                st.none(),
+                st.builds(FixedSize, st.just(number), st.integers(1, number)),
+                st.builds(Poisson, st.just(number), st.sampled_from([0.2, 0.7])),
+            )
+        ),
+    }
+
+
+def check_personal(silos, records, budgets, policy, setting):
+    """Every record's own epsilon, of the rates that its silo's mechanism draws it with."""
+    rng = np.random.default_rng(records)
+    budgets = rng.choice(budgets, records)
+    made = assign(policy, budgets, budgets, setting, "exclude")
+    number = np.arange(records)
+    data = FederatedData.from_assignment(
+        ArrayRecords({"x": np.zeros((records, 1), np.float32)}),
+        number, rng.integers(0, silos, records), silos,
+    )  # fmt: skip
+    made = dataclasses.replace(made, rates=made.rates[data.order], stay=made.stay[data.order])
+    budgets = budgets[data.order]
+    plans = tuple(
+        SiloPlan(RPDP(max_items_per_subject=1), SiloFacts.of(silo), setting.local_steps)
+        for silo in data.silos
+    )
+    prob = setting.participation_prob
+    cohort = Poisson(silos, prob) if prob < 1 else None
+    federation = with_rates(
+        Federation(plans, setting.rounds, 1, cohort), data, made, setting, [1.0] * silos
+    )
+    where = np.repeat(np.arange(silos), np.diff(data.silo_offsets))
+    names = tuple(str(i) for i in data.order)
+    stated = Personal(setting, budgets, made, where, names, (), None, False).check(setting.rounds)
+    assert np.all(stated <= budgets)
+    run = np.concatenate(
+        [
+            [plan.mechanism.at_round(r).rates for r in range(setting.rounds)]
+            for plan in federation.silos
+        ],
+        axis=1,
+    )
+    ratios, most = [], 0.0
+    for column in np.unique(np.vstack([run, stated]), axis=1).T:
+        used, own = column[:-1], column[-1]
+        whole = 1.0
+        for rate in used[used > 0]:
+            steps = spectrum(setting.noise_multiplier, [0, 1], np.array([1 - rate, rate]))
+            whole = whole * (1 - prob + prob * steps**setting.local_steps)
+        truth = epsilon_of(whole) if (used > 0).any() else 0.0
+        assert own >= truth * (1 - 1e-6)
+        most = max(most, truth)
+        ratios.append(truth / own if own > 0.05 else 1.0)
+    assert federated_epsilon(federation, DELTA) >= most
+    return min(ratios)
+
+
+@st.composite
+def personal_federations(draw, most):
+    return {
+        "silos": draw(st.integers(1, 60)),
+        "records": draw(st.integers(1, 200)),
+        "budgets": draw(st.lists(st.floats(0.05, 9.0), min_size=1, max_size=most)),
+        "policy": draw(st.sampled_from(POLICIES)),
+        "setting": TwoStage(
+            draw(st.floats(2.0, 12.0)),
+            draw(st.integers(1, 12)),
+            draw(st.integers(1, 6)),
+            draw(st.sampled_from([0.25, 0.6, 1.0])),
+            DELTA,
+        ),
     }
 
 
@@ -174,3 +260,22 @@ def test_more_kinds_than_are_composed_exactly_state_no_more_than_was_asked_for(m
 def test_a_baseline_has_no_epsilon():
     plan = SiloPlan(FedAvg(batch_size=8), SiloFacts(100, 50), 1)
     assert federated_epsilon(Federation((plan,) * 3, 2, 1), DELTA) == math.inf
+
+
+@settings(max_examples=3, suppress_health_check=SLOW, **OPTIONS)
+@given(personal_federations(most=2))
+def test_every_record_is_told_no_less_than_its_epsilon(federation):
+    check_personal(**federation)
+
+
+@pytest.mark.slow
+@settings(max_examples=30, suppress_health_check=SLOW, **OPTIONS)
+@given(personal_federations(most=8))
+def test_every_record_of_many_federations_is_told_no_less_than_its_epsilon(federation):
+    check_personal(**federation)
+
+
+@pytest.mark.parametrize("prob", [0.6, 1.0])
+def test_personal_epsilons_are_tight(prob):
+    setting = TwoStage(3.0, 8, 5, prob, DELTA)
+    assert check_personal(4, 30, [0.7, 2.0, 5.0], "certified", setting) >= 0.97
