@@ -106,7 +106,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     from dpfl_jax.federation.rounds import RoundBuilder
     from dpfl_jax.models import LeafCNN
     from dpfl_jax.randomness import RootKey
-    from dpfl_jax.training.mesh import data_parallel_mesh
+    from dpfl_jax.run.mesh import data_parallel_mesh
 
     rng = np.random.default_rng(0)
     total = args.silos * args.records

@@ -109,7 +109,7 @@ def slice_mesh(topology: str, axes: dict[str, Any]) -> Any:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    from dpfl_jax.training.mesh import make_mesh
+    from dpfl_jax.run.mesh import make_mesh
 
     if kind == "cpu":
         if not shape.isdigit() or shape == "0":
@@ -155,7 +155,7 @@ class Step:
     def flops(self, units: Units) -> float:
         """Operations of one microbatch on one device, counted before the compiler sees them."""
         from dpfl_jax.bench._flops import count_flops
-        from dpfl_jax.training.mesh import splits_parameters
+        from dpfl_jax.run.mesh import splits_parameters
 
         step, arguments = self._lowerable(units)
         counted = count_flops(step, *arguments)
@@ -199,8 +199,8 @@ class Step:
         from jax.sharding import NamedSharding, PartitionSpec
 
         from dpfl_jax.clipping import split
-        from dpfl_jax.training.mesh import parameter_shardings, replicated, unit_axes
-        from dpfl_jax.training.state import TrainState, shardings_of
+        from dpfl_jax.run.mesh import parameter_shardings, replicated, unit_axes
+        from dpfl_jax.run.state import TrainState, shardings_of
         from dpfl_jax.training.step import make_train_step
 
         capacity = 2  # any number of microbatches runs in the same loop

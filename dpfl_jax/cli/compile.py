@@ -106,8 +106,8 @@ def measure(
       baseline: compile the step without privacy too.
       count_only: compile nothing.
     """
+    from dpfl_jax.run.mesh import unit_parts
     from dpfl_jax.training.experiment import build_mechanism
-    from dpfl_jax.training.mesh import unit_parts
     from dpfl_jax.training.start import (
         build_model,
         check_trainable,

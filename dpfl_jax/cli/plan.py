@@ -128,8 +128,8 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
         groups = [2**k for k in range(largest.bit_length())]
         sensitivities = Sensitivities.assumed(args.decay, groups)
     else:
+        from dpfl_jax.run.mesh import make_mesh
         from dpfl_jax.training.experiment import read_data
-        from dpfl_jax.training.mesh import make_mesh
         from dpfl_jax.training.start import starting_params, trained_by_name
 
         data, model = read_data(config, console)

@@ -80,7 +80,7 @@ def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str,
     from rich.table import Table
 
     from dpfl_jax.federation.personal.records import COLUMNS, read_records
-    from dpfl_jax.training.run_dir import RECORDS
+    from dpfl_jax.run.directory import RECORDS
 
     summary, rows = read_records(directory)
     console.print(

@@ -111,7 +111,8 @@ def _train(
     args: argparse.Namespace, config: Any, run_dir: Any, console: Console
 ) -> dict[str, Any] | None:
     """Trains, alone or as one of many processes; only process 0 speaks."""
-    from dpfl_jax.training import experiment, processes
+    from dpfl_jax.run import processes
+    from dpfl_jax.training import experiment
 
     processes.start(config.processes)
     with processes.ending_together(f"--run-dir {run_dir}", config.processes):

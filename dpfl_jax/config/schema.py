@@ -225,7 +225,7 @@ class MeshConfig(Section):
 
     @property
     def axes(self) -> dict[str, Any]:
-        """Arguments of ``training.mesh.make_mesh``."""
+        """Arguments of ``run.mesh.make_mesh``."""
         return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
 

@@ -26,7 +26,7 @@ from dpfl_jax.clipping import accumulate
 from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.federation.mechanisms import SiloMechanism
 from dpfl_jax.noise import GaussianNoise
-from dpfl_jax.training.mesh import DATA_AXIS
+from dpfl_jax.run.mesh import DATA_AXIS
 from dpfl_jax.training.step import StepStats
 
 PyTree = Any

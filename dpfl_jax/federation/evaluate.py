@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.data.store import Store
+from dpfl_jax.run.mesh import DATA_AXIS
 from dpfl_jax.training.evaluate import summarize
-from dpfl_jax.training.mesh import DATA_AXIS
 
 PyTree = Any
 

@@ -58,11 +58,11 @@ from dpfl_jax.models import (
     StackedLSTM,
     transformer_config,
 )
+from dpfl_jax.run.directory import FINISHED, RunDirectory
+from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.training.experiment import make_optimizer
-from dpfl_jax.training.mesh import data_parallel_mesh
 from dpfl_jax.training.report import environment
-from dpfl_jax.training.run_dir import FINISHED, RunDirectory
 
 # Share of records left out by the cap beyond which a run says so aloud.
 _MANY = 0.2

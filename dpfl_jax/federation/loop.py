@@ -26,16 +26,16 @@ from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.rounds import Piece, RoundBuilder
 from dpfl_jax.federation.server import OptimizerServer, ServerRule
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.checkpoint import Checkpoints
-from dpfl_jax.training.content import content_digest
-from dpfl_jax.training.interrupt import StopRequest
+from dpfl_jax.run.checkpoint import Checkpoints
+from dpfl_jax.run.content import content_digest
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.interrupt import StopRequest
+from dpfl_jax.run.mesh import data_parallel_mesh, replicated
+from dpfl_jax.run.progress import StepProgress
+from dpfl_jax.run.state import TrainState, hardware
+from dpfl_jax.run.terms import Terms, begin, computation_digest, training_digest, value_digest
 from dpfl_jax.training.loop import MOVED_CAVEAT, PUBLIC_KEY_CAVEAT
-from dpfl_jax.training.mesh import data_parallel_mesh, replicated
-from dpfl_jax.training.progress import StepProgress
-from dpfl_jax.training.run_dir import RunDirectory
-from dpfl_jax.training.state import TrainState, hardware
 from dpfl_jax.training.step import StepStats
-from dpfl_jax.training.terms import Terms, begin, computation_digest, training_digest, value_digest
 
 PyTree = Any
 _MILESTONES = 20

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.training.run_dir import write_atomically
+from dpfl_jax.run.directory import write_atomically
 
 PRIVATE_METRICS_CAVEAT = (
     "what metrics.jsonl and report.json hold under `outside_guarantee`, all timings and rates, and "

@@ -23,7 +23,7 @@ from dpfl_jax.federation.engine import Chunk
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.mechanisms import SiloDraw
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.mesh import DATA_AXIS
+from dpfl_jax.run.mesh import DATA_AXIS
 
 _BYTES = 192 << 20
 

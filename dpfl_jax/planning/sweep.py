@@ -27,7 +27,7 @@ from dpfl_jax.accounting import LedgerError
 from dpfl_jax.config import RunConfig, config_fingerprint, load_config
 from dpfl_jax.data import load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
-from dpfl_jax.training.run_dir import finished_report, write_atomically
+from dpfl_jax.run.directory import finished_report, write_atomically
 
 # Short names of the axes of a compute-budget study; any other key of a configuration works too.
 ALIASES = {
@@ -164,7 +164,7 @@ class Sweep:
             the refused one's folder: with a larger ``privacy.budget`` the same call goes on.
           StoppedError: interrupted; the same call goes on.
         """
-        from dpfl_jax.training.progress import StepProgress
+        from dpfl_jax.run.progress import StepProgress
 
         if not 0 <= rank < of:
             raise BadInputError(f"rank {rank} of {of} processes: ranks go from 0 to {of - 1}")

@@ -20,8 +20,8 @@ from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_siz
 from dpfl_jax.data.store import Readable
 from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.mesh import unit_axes, unit_parts
 from dpfl_jax.sampling import Sampler
-from dpfl_jax.training.mesh import unit_axes, unit_parts
 
 PyTree = Any
 

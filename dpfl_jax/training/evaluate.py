@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
-from dpfl_jax.training.mesh import replicated, unit_axes, unit_parts
+from dpfl_jax.run.mesh import replicated, unit_axes, unit_parts
 
 PyTree = Any
 

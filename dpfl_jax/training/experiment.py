@@ -20,10 +20,11 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, Mechanism, NonPrivate, Population
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
-from dpfl_jax.training import processes
+from dpfl_jax.run import processes
+from dpfl_jax.run.directory import FINISHED, RunDirectory
+from dpfl_jax.run.mesh import make_mesh
 from dpfl_jax.training.evaluate import summarize
 from dpfl_jax.training.loop import FitResult, fit
-from dpfl_jax.training.mesh import make_mesh
 from dpfl_jax.training.personalize import Personalization, check_users, personalize
 from dpfl_jax.training.pretrain import Pretrained, begin_from
 from dpfl_jax.training.report import (
@@ -36,7 +37,6 @@ from dpfl_jax.training.report import (
     with_perplexity,
     write_report,
 )
-from dpfl_jax.training.run_dir import FINISHED, RunDirectory
 from dpfl_jax.training.start import (
     build_model,
     check_trainable,

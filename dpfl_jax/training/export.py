@@ -10,7 +10,7 @@ from typing import Any
 from dpfl_jax import __version__
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.checkpoint import save_checkpoint
-from dpfl_jax.training.run_dir import write_atomically
+from dpfl_jax.run.directory import write_atomically
 from dpfl_jax.training.trained import load_trained
 
 GUARANTEE = "guarantee.json"

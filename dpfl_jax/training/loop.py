@@ -24,7 +24,22 @@ from dpfl_jax.data.store import Readable, check_offsets, fingerprint_of
 from dpfl_jax.errors import BadInputError, too_little_memory
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training import convolutions, processes
+from dpfl_jax.run import processes
+from dpfl_jax.run.checkpoint import Checkpoints
+from dpfl_jax.run.content import content_digest
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.interrupt import StopRequest
+from dpfl_jax.run.mesh import (
+    FSDP_AXIS,
+    data_parallel_mesh,
+    parameter_shardings,
+    place,
+    splits_parameters,
+)
+from dpfl_jax.run.progress import StepProgress
+from dpfl_jax.run.state import TrainState, hardware, init_state
+from dpfl_jax.run.terms import Terms, begin, training_digest
+from dpfl_jax.training import convolutions
 from dpfl_jax.training.batches import (
     draw_digest,
     example_loss,
@@ -32,24 +47,10 @@ from dpfl_jax.training.batches import (
     training_pipeline,
     units_of,
 )
-from dpfl_jax.training.checkpoint import Checkpoints
-from dpfl_jax.training.content import content_digest
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
-from dpfl_jax.training.interrupt import StopRequest
-from dpfl_jax.training.mesh import (
-    FSDP_AXIS,
-    data_parallel_mesh,
-    parameter_shardings,
-    place,
-    splits_parameters,
-)
-from dpfl_jax.training.progress import StepProgress
-from dpfl_jax.training.run_dir import RunDirectory
-from dpfl_jax.training.state import TrainState, hardware, init_state
 from dpfl_jax.training.step import StepStats, make_train_step
 from dpfl_jax.training.sum_check import check_sum
 from dpfl_jax.training.sums import in_pieces
-from dpfl_jax.training.terms import Terms, begin, training_digest
 
 PyTree = Any
 _MILESTONES = 20

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from dpfl_jax import __version__
+from dpfl_jax.run.directory import FINISHED, write_atomically
 from dpfl_jax.training.loop import FitResult
-from dpfl_jax.training.run_dir import FINISHED, write_atomically
 
 PRIVATE_METRICS_CAVEAT = (
     "what metrics.jsonl and report.json hold under `outside_guarantee`, all timings and rates, and "

@@ -24,7 +24,7 @@ from dpfl_jax.models import LanguageModel, TransformerConfig, transformer_config
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
 from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.lora import is_adapter
-from dpfl_jax.training.mesh import parameter_shardings, splits_parameters
+from dpfl_jax.run.mesh import parameter_shardings, splits_parameters
 from dpfl_jax.training.optimizers import build_optimizer
 from dpfl_jax.training.pretrain import Pretrained, pretrain
 

@@ -24,8 +24,8 @@ import optax
 from jax.sharding import Mesh
 
 from dpfl_jax.mechanisms import Mechanism
-from dpfl_jax.training.mesh import parameter_shardings
-from dpfl_jax.training.state import TrainState, shardings_of
+from dpfl_jax.run.mesh import parameter_shardings
+from dpfl_jax.run.state import TrainState, shardings_of
 from dpfl_jax.training.sums import StepStats, bounded_sum_over_microbatches
 
 PyTree = Any

@@ -20,9 +20,9 @@ from dpfl_jax.clipping import SelfCheckError, Trainable, join
 from dpfl_jax.clipping.self_check import TOLERANCE, away_from_zero, is_low
 from dpfl_jax.data.pipeline import Bucket, Pipeline
 from dpfl_jax.mechanisms import Mechanism
-from dpfl_jax.training import processes
+from dpfl_jax.run import processes
+from dpfl_jax.run.mesh import place, replicated
 from dpfl_jax.training.batches import units_of
-from dpfl_jax.training.mesh import place, replicated
 
 PyTree = Any
 Mask = list[np.ndarray]

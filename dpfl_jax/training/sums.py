@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dpfl_jax.clipping import accumulate, join
 from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.models.placement import activations_pinned
-from dpfl_jax.training.mesh import (
+from dpfl_jax.run.mesh import (
     DATA_AXIS,
     FSDP_AXIS,
     parameter_sharding,

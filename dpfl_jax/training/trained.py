@@ -22,10 +22,11 @@ from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.checkpoint import fingerprint
 from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.lora import merge, without_adapters
-from dpfl_jax.training.checkpoint import Checkpoints, load_params
-from dpfl_jax.training.content import content_digest
-from dpfl_jax.training.mesh import make_mesh, parameter_shardings
-from dpfl_jax.training.run_dir import FINISHED
+from dpfl_jax.run.checkpoint import Checkpoints, load_params
+from dpfl_jax.run.content import content_digest
+from dpfl_jax.run.directory import FINISHED
+from dpfl_jax.run.mesh import make_mesh, parameter_shardings
+from dpfl_jax.run.state import TrainState, shardings_of
 from dpfl_jax.training.start import (
     base_from_checkpoint,
     build_model,
@@ -33,7 +34,6 @@ from dpfl_jax.training.start import (
     make_optimizer,
     trained_by_name,
 )
-from dpfl_jax.training.state import TrainState, shardings_of
 
 PyTree = Any
 

@@ -14,8 +14,8 @@ from dpfl_jax.data import load_dataset
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.checkpoint import fingerprint, load_checkpoint, read_config, save_checkpoint
 from dpfl_jax.models.checkpoint.load import flat_paths
+from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.training.evaluate import Evaluator
-from dpfl_jax.training.mesh import data_parallel_mesh
 from dpfl_jax.training.start import data_section
 
 WORDS = ["river", "stone", "lamp", "green", "quiet", "seven", "horse", "under"]

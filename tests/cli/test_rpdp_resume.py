@@ -14,7 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from dpfl_jax.training.run_dir import RECORDS
+from dpfl_jax.run.directory import RECORDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.privacy]  # each run is a process of its own
 pytest.importorskip("sklearn")

@@ -25,8 +25,8 @@ from dpfl_jax.federation.loop import run_rounds
 from dpfl_jax.federation.mechanisms import LocalItemDP, SiloFacts
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.sampling import FixedSize, Poisson
-from dpfl_jax.training.mesh import data_parallel_mesh
 
 KEY = RootKey.from_seed(3)
 

@@ -18,8 +18,8 @@ from dpfl_jax.federation.loop import run_rounds
 from dpfl_jax.federation.mechanisms import RPDP, LocalItemDP, SiloFacts
 from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.sampling import Poisson
-from dpfl_jax.training.run_dir import RunDirectory
 
 pytestmark = pytest.mark.privacy
 N, SIGMA, CLIP = 6, 1.3, 1.0

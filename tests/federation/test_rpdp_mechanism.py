@@ -31,8 +31,8 @@ from dpfl_jax.federation.personal.policies import POLICIES, assign
 from dpfl_jax.federation.placement import spread, subject_keys
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.sampling import Poisson
-from dpfl_jax.training.mesh import data_parallel_mesh
 
 pytestmark = pytest.mark.privacy
 KEY = RootKey.from_seed(3)

@@ -16,7 +16,7 @@ from dpfl_jax.models.checkpoint import load_checkpoint, read_config, save_checkp
 from dpfl_jax.models.checkpoint.files import TensorFiles
 from dpfl_jax.models.checkpoint.hf_config import from_transformer, to_transformer
 from dpfl_jax.models.checkpoint.load import flat_paths
-from dpfl_jax.training.mesh import parameter_shardings
+from dpfl_jax.run.mesh import parameter_shardings
 
 LLAMA = {
     "vocab_size": 61,

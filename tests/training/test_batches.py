@@ -13,10 +13,10 @@ from dpfl_jax.data.shards import open_store
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.sampling import PoissonUsers
 from dpfl_jax.training import fit
 from dpfl_jax.training.batches import step_arguments, training_pipeline
-from dpfl_jax.training.mesh import data_parallel_mesh
 
 KEY = RootKey.from_seed(2)
 LENGTH, VOCAB = 6, 20

@@ -13,9 +13,9 @@ from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.training import fit
 from dpfl_jax.training.batches import example_loss, step_arguments, training_pipeline
-from dpfl_jax.training.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.training.sums import bounded_sum_over_microbatches
 
 KEY = RootKey.from_seed(5)

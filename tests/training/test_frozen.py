@@ -15,8 +15,8 @@ from dpfl_jax.mechanisms import ELS, NonPrivate
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.config import Lora
 from dpfl_jax.models.lora import is_adapter
-from dpfl_jax.training.mesh import make_mesh, parameter_shardings
-from dpfl_jax.training.state import init_state
+from dpfl_jax.run.mesh import make_mesh, parameter_shardings
+from dpfl_jax.run.state import init_state
 from dpfl_jax.training.step import make_train_step
 from dpfl_jax.training.sums import bounded_sum_over_microbatches
 

@@ -12,8 +12,8 @@ from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.training import fit
-from dpfl_jax.training.run_dir import RunDirectory
 
 TRUE = np.array([1.0, -2.0, 0.5], np.float32)
 

@@ -16,8 +16,8 @@ from dpfl_jax.mechanisms import ELS, ULS, mean_of_examples
 from dpfl_jax.mechanisms.base import pieces_of_user
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.training import fit
-from dpfl_jax.training.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.training.sums import bounded_sum_over_microbatches
 
 GROUP, LENGTH, VOCAB, CLIP = 5, 8, 16, 0.3

@@ -11,9 +11,9 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.lora import without_adapters
-from dpfl_jax.training.checkpoint import load_params, save_params
+from dpfl_jax.run.checkpoint import load_params, save_params
+from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.training.pretrain import Pretrained, begin_from
-from dpfl_jax.training.run_dir import RunDirectory
 from dpfl_jax.training.start import build_model
 from dpfl_jax.training.trained import load_trained
 

@@ -12,8 +12,8 @@ from rich.console import Console
 
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.mechanisms import ELS
+from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.training import fit
-from dpfl_jax.training.mesh import data_parallel_mesh
 from dpfl_jax.training.report import build_report, render_markdown
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.mesh import data_parallel_mesh
-from dpfl_jax.training.state import init_state
+from dpfl_jax.run.mesh import data_parallel_mesh
+from dpfl_jax.run.state import init_state
 from dpfl_jax.training.step import bounded_sum_over_microbatches, make_train_step
 
 CLIP = 0.7

@@ -15,9 +15,9 @@ from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
 from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.training import convolutions, fit, loop, sum_check
 from dpfl_jax.training.batches import training_pipeline
-from dpfl_jax.training.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.training.sums import bounded_sum_over_microbatches
 
 pytestmark = pytest.mark.privacy

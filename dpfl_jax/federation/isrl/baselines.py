@@ -21,7 +21,7 @@ from dpfl_jax.federation.isrl.message import (
     make_oracle,
 )
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
-from dpfl_jax.training.content import mixed
+from dpfl_jax.run.content import mixed
 
 
 def central_noise(

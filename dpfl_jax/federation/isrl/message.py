@@ -18,8 +18,8 @@ from dpfl_jax.clipping import Standard, bounded_grad
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
 from dpfl_jax.noise import GaussianNoise
-from dpfl_jax.training.content import mixed
-from dpfl_jax.training.terms import computation_digest
+from dpfl_jax.run.content import mixed
+from dpfl_jax.run.terms import computation_digest
 
 PyTree = Any
 Loss = Callable[[jax.Array, PyTree], jax.Array]

@@ -13,8 +13,8 @@ import numpy as np
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.content import content_words, mixed
-from dpfl_jax.training.terms import traced_parts
+from dpfl_jax.run.content import content_words, mixed
+from dpfl_jax.run.terms import traced_parts
 
 PyTree = Any
 

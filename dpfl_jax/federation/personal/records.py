@@ -15,7 +15,7 @@ import numpy as np
 from dpfl_jax.accounting.rates import TwoStage, solver
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.personal.policies import Assignment
-from dpfl_jax.training.run_dir import RECORDS, RECORDS_SUMMARY, write_atomically
+from dpfl_jax.run.directory import RECORDS, RECORDS_SUMMARY, write_atomically
 
 BUDGETS = "private/budgets.csv"
 COLUMNS = ("record", "silo", "budget", "rate", "rounds", "epsilon_spent")

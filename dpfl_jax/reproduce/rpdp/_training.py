@@ -28,8 +28,8 @@ from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, pu
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.sampling import Poisson
-from dpfl_jax.training.mesh import data_parallel_mesh
 
 _RPDP = RPDP()
 

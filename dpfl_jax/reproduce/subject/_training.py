@@ -24,7 +24,7 @@ from dpfl_jax.federation.recipes import Claim
 from dpfl_jax.federation.sources import SubjectData, load_subjects
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.reproduce.registry import Settings
-from dpfl_jax.training.mesh import data_parallel_mesh
+from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.training.start import make_optimizer
 
 

@@ -23,9 +23,9 @@ from dpfl_jax.data import limit_store
 from dpfl_jax.planning import Sensitivities, estimate_sensitivities, median_group_size
 from dpfl_jax.planning.sweep import Sweep
 from dpfl_jax.reproduce.registry import Settings
+from dpfl_jax.run.mesh import make_mesh
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.experiment import read_data
-from dpfl_jax.training.mesh import make_mesh
 from dpfl_jax.training.start import starting_params
 
 NOTE = (

@@ -25,8 +25,8 @@ from dpfl_jax.federation.isrl.runs.report import possible_risk, write_isrl_repor
 from dpfl_jax.federation.isrl.runs.sources import SiloRecords, load_silos
 from dpfl_jax.federation.isrl.runs.tasks import Task, make_task
 from dpfl_jax.federation.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT
+from dpfl_jax.run.directory import FINISHED, RunDirectory
 from dpfl_jax.training.report import environment
-from dpfl_jax.training.run_dir import FINISHED, RunDirectory
 
 _EVALUATION_CAVEAT = (
     "held-out figures are computed without noise on other records of the same silos: the guarantee "

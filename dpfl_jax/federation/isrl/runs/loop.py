@@ -34,14 +34,14 @@ from dpfl_jax.federation.isrl.runs.parameters import Parameters
 from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.checkpoint import Checkpoints
-from dpfl_jax.training.interrupt import StopRequest
+from dpfl_jax.run.checkpoint import Checkpoints
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.interrupt import StopRequest
+from dpfl_jax.run.mesh import data_parallel_mesh
+from dpfl_jax.run.progress import StepProgress
+from dpfl_jax.run.state import TrainState, hardware
+from dpfl_jax.run.terms import Terms, begin, value_digest
 from dpfl_jax.training.loop import MOVED_CAVEAT, PUBLIC_KEY_CAVEAT
-from dpfl_jax.training.mesh import data_parallel_mesh
-from dpfl_jax.training.progress import StepProgress
-from dpfl_jax.training.run_dir import RunDirectory
-from dpfl_jax.training.state import TrainState, hardware
-from dpfl_jax.training.terms import Terms, begin, value_digest
 
 _MILESTONES = 20
 

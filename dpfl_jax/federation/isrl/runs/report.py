@@ -14,7 +14,7 @@ from dpfl_jax.federation.isrl.arms import SiloNoise
 from dpfl_jax.federation.isrl.runs.parameters import Parameters, effective_silos
 from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.report import plot_curves
-from dpfl_jax.training.run_dir import write_atomically
+from dpfl_jax.run.directory import write_atomically
 
 
 def possible_risk(

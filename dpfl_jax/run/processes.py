@@ -21,7 +21,7 @@ import numpy as np
 from dpfl_jax.config.schema import ProcessesConfig
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.watch import LastWords, Watch, say_and_leave, sentence
+from dpfl_jax.run.watch import LastWords, Watch, say_and_leave, sentence
 
 T = TypeVar("T")
 

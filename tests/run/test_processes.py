@@ -21,14 +21,14 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.checkpoint import fingerprint, save_checkpoint
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training import processes
-from dpfl_jax.training.checkpoint import Checkpoints
+from dpfl_jax.run import processes
+from dpfl_jax.run.checkpoint import Checkpoints
+from dpfl_jax.run.directory import RunDirectory, seal_of
+from dpfl_jax.run.mesh import make_mesh
+from dpfl_jax.run.state import init_state
+from dpfl_jax.run.watch import LastWords, Roll
 from dpfl_jax.training.experiment import build_model, make_optimizer
-from dpfl_jax.training.mesh import make_mesh
-from dpfl_jax.training.run_dir import RunDirectory, seal_of
 from dpfl_jax.training.start import trained_by_name
-from dpfl_jax.training.state import init_state
-from dpfl_jax.training.watch import LastWords, Roll
 
 LOCAL = pathlib.Path(__file__).parents[2] / "launch" / "local.py"
 PATIENCE = 900  # seconds: of a machine that does much else at the same time

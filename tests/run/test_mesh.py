@@ -14,16 +14,16 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training import fit
-from dpfl_jax.training.mesh import (
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.mesh import (
     make_mesh,
     parameter_shardings,
     state_shardings,
     unit_axes,
     unit_parts,
 )
-from dpfl_jax.training.run_dir import RunDirectory
-from dpfl_jax.training.state import init_state
+from dpfl_jax.run.state import init_state
+from dpfl_jax.training import fit
 from dpfl_jax.training.step import make_train_step
 from dpfl_jax.training.sums import bounded_sum_over_microbatches
 

@@ -16,10 +16,10 @@ import orbax.checkpoint as ocp
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training import processes
-from dpfl_jax.training.content import content_digest
-from dpfl_jax.training.state import TrainState
-from dpfl_jax.training.terms import refuse_other
+from dpfl_jax.run import processes
+from dpfl_jax.run.content import content_digest
+from dpfl_jax.run.state import TrainState
+from dpfl_jax.run.terms import refuse_other
 
 
 class Checkpoints:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from dpfl_jax.training.mesh import (
+from dpfl_jax.run.mesh import (
     parameter_shardings,
     place,
     replicated,

@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.training.run_dir import RunDirectory
+from dpfl_jax.run.directory import RunDirectory
 
 
 def test_the_fingerprint_of_the_data_is_written_only_keyed(tmp_path):

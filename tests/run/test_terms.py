@@ -14,9 +14,9 @@ from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.terms import computation_digest
 from dpfl_jax.training import fit
-from dpfl_jax.training.run_dir import RunDirectory
-from dpfl_jax.training.terms import computation_digest
 
 pytestmark = pytest.mark.privacy
 USERS, SIGMA = 12, 1.5

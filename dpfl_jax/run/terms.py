@@ -22,8 +22,8 @@ import numpy as np
 from dpfl_jax.clipping import join
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.content import content_digest
-from dpfl_jax.training.run_dir import RunDirectory
+from dpfl_jax.run.content import content_digest
+from dpfl_jax.run.directory import RunDirectory
 
 # Terms of which only a digest is kept: named last, as they differ wherever another one does.
 _UNSPOKEN = {

@@ -1,0 +1,1 @@
+"""The run around an algorithm: directory, checkpoints, keys, processes, progress, report."""
