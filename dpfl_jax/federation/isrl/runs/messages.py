@@ -1,23 +1,23 @@
-"""Rounds in blocks: resumable, logged, and the same whatever stops them."""
+"""Rounds of messages in blocks, as an algorithm that the one driver runs."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.federation.isrl.accelerated import accelerated_step, step_weights
-from dpfl_jax.federation.isrl.arms import SiloNoise, at_one_delta
+from dpfl_jax.federation.isrl.arms import at_one_delta
 from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, loss_name, make_oracle
 from dpfl_jax.federation.isrl.minibatch_sgd import (
     MinibatchState,
@@ -34,46 +34,17 @@ from dpfl_jax.federation.isrl.runs.parameters import Parameters
 from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.checkpoint import Checkpoints
+from dpfl_jax.run import processes
+from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.interrupt import StopRequest
-from dpfl_jax.run.mesh import data_parallel_mesh
-from dpfl_jax.run.progress import StepProgress
+from dpfl_jax.run.driver import RunResult, drive
+from dpfl_jax.run.mesh import DATA_AXIS, data_parallel_mesh, place, replicated
 from dpfl_jax.run.state import TrainState, hardware
 from dpfl_jax.run.terms import Terms, begin, value_digest
-from dpfl_jax.training.loop import MOVED_CAVEAT, PUBLIC_KEY_CAVEAT
-
-_MILESTONES = 20
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """What a run returns.
-
-    Attributes:
-      w: the algorithm's output after the rounds taken.
-      rounds: taken in all.
-      metrics: one row a block and an evaluation.
-      interrupted: name of the signal that stopped it, or None.
-      caveats: what the run itself adds to the guarantee's.
-      seconds, messages: wall time of this process's blocks after the first, and messages sent.
-    """
-
-    w: jax.Array
-    rounds: int
-    metrics: list[dict[str, Any]]
-    interrupted: str | None
-    caveats: tuple[str, ...]
-    seconds: float
-    messages: int
-
-    def evaluation(self, step: int) -> dict[str, Any] | None:
-        """The evaluation logged after ``step`` rounds, if there is one."""
-        return next((r["eval"] for r in self.metrics if r["step"] == step and "eval" in r), None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Algorithm:
+class Method:
     """An algorithm of the paper, one round at a time.
 
     Attributes:
@@ -89,7 +60,7 @@ class Algorithm:
     values: Any
 
 
-def make_algorithm(config: IsrlConfig, parameters: Parameters) -> Algorithm:
+def make_method(config: IsrlConfig, parameters: Parameters) -> Method:
     """The algorithm that a configuration names."""
     rounds, mu = parameters.rounds, config.model.regularization
     project = ball(config.model.radius)
@@ -106,7 +77,7 @@ def make_algorithm(config: IsrlConfig, parameters: Parameters) -> Algorithm:
         def sgd(oracle: Any, row: Any, state: MinibatchState, x: Any) -> MinibatchState:
             return minibatch_step(oracle, row, state, x[0], x[1], project)
 
-        return Algorithm(
+        return Method(
             minibatch_start,
             sgd,
             # Only the last iterates may count: before the end, the current one stands in.
@@ -129,7 +100,7 @@ def make_algorithm(config: IsrlConfig, parameters: Parameters) -> Algorithm:
         strong = mu if config.isrl.algorithm == "multi_stage" else 0.0
         return accelerated_step(oracle, row, (w, w_ag), alpha, prox_weight, strong, project)
 
-    return Algorithm(lambda w: (w, w), accelerate, lambda s, r: s[1], (alphas, prox, begins))
+    return Method(lambda w: (w, w), accelerate, lambda s, r: s[1], (alphas, prox, begins))
 
 
 def _counted(weights: jax.Array, rounds: int) -> bool:
@@ -178,7 +149,7 @@ def solve(
     config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, key: RootKey
 ) -> jax.Array:
     """All rounds at once, without a run directory; returns the algorithm's output."""
-    algorithm = make_algorithm(config, parameters)
+    algorithm = make_method(config, parameters)
     terms = _terms(config, task, data, parameters, algorithm)
     key, _ = begin(terms, key, None, "", None, str)
     schedule = schedule_of(config, parameters, np.asarray(data.sizes), key)
@@ -189,7 +160,7 @@ def solve(
 
 
 def _block(
-    config: IsrlConfig, task: Task, parameters: Parameters, algorithm: Algorithm
+    config: IsrlConfig, task: Task, parameters: Parameters, algorithm: Method
 ) -> Callable[..., Any]:
     """``(state, rows, values, data, rank) -> state`` after these rounds, compiled."""
 
@@ -206,7 +177,7 @@ def _block(
 
 
 def _terms(
-    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, algorithm: Algorithm
+    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, algorithm: Method
 ) -> Terms:
     """The terms of a run; it starts from zero."""
     section, noise = config.isrl, parameters.noise or []
@@ -230,32 +201,109 @@ def _terms(
     )
 
 
-class Spent:
-    """An upper bound on every silo's epsilon, at the largest delta, after any number of rounds."""
+class Messages(Algorithm):
+    """The rounds of a prepared configuration; a step of the driver is a block of them."""
 
-    def __init__(self, noise: list[SiloNoise] | None, rounds: int) -> None:
-        """Prices some numbers of rounds; ``rounds`` is R."""
-        self._at = np.unique(np.ceil(np.linspace(0, rounds, _MILESTONES + 1)[1:]).astype(int))
-        self._epsilons = np.full(len(self._at), math.inf)
+    word = "rounds"
+    # Records' turns are drawn once for the whole run: it cannot go on as another computation.
+    movable = False
+    smaller = "lower train.rounds_per_block"
+
+    def __init__(
+        self, config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, mesh: Mesh
+    ) -> None:
+        """See ``run_rounds``."""
+        self.config, self.task, self.data, self.parameters = config, task, data, parameters
+        self.mesh, self.method = mesh, make_method(config, parameters)
+        self.steps, self.private = parameters.rounds, parameters.noise is not None
+        self.delta = max((z.budget.delta for z in parameters.noise or []), default=1.0)
+        self.hardware = hardware(mesh)
+
+    def terms(self) -> Terms:
+        """Algorithm, sampling, rounds, batches and noise; data and computation."""
+        return _terms(self.config, self.task, self.data, self.parameters, self.method)
+
+    def init(self) -> TrainState:
+        """From zero."""
+        start = self.method.start(jnp.zeros(self.task.shape))
+        return self.packed(self.everywhere(start), 0)
+
+    def everywhere(self, tree: Any) -> Any:
+        """On all devices, whole."""
+        return place(tree, jax.tree.map(lambda _: replicated(self.mesh), tree))
+
+    def packed(self, state: Any, done: int) -> TrainState:
+        """As the driver keeps it."""
+        step = self.everywhere(np.int32(done))
+        return TrainState(self.method.output(state, done), {"state": state}, step)
+
+    def params(self, state: TrainState) -> jax.Array:
+        """The algorithm's output."""
+        return state.params
+
+    def row(self, stats: tuple[int, float]) -> dict[str, Any]:
+        """A block's metrics."""
+        messages, loss = stats
+        return {"messages": messages, "outside_guarantee": {"train_loss": loss}}
+
+    def epsilons(self, counts: Sequence[int]) -> Sequence[float]:
+        """Of every silo, at the largest delta."""
+        noise = self.parameters.noise
         if not noise or noise[0].sampling == "with_replacement":
-            return
+            return [math.inf] * len(counts)
         curves = []
         for one in {(z.event, z.budget): z for z in at_one_delta(noise)}.values():
             if one.sampling == "disjoint":  # a record is in one round, whichever
-                curves.append([one.epsilon] * len(self._at))
+                curves.append([one.epsilon] * len(counts))
                 continue
             event = dataclasses.replace(one, rounds=1).event
-            counts = [min(int(m), one.rounds) for m in self._at]
-            coarse = accounting.epsilon_curve(event, counts, one.budget.delta, relation=REPLACE)
+            taken = [min(count, one.rounds) for count in counts]
+            coarse = accounting.epsilon_curve(event, taken, one.budget.delta, relation=REPLACE)
             curves.append([min(e, one.epsilon) for e in coarse])
-        self._epsilons = np.max(curves, axis=0)
+        return np.max(curves, axis=0).tolist()
 
-    def __call__(self, rounds: int) -> float | None:
-        """After that many rounds; None if nothing is established."""
-        if rounds == 0:
-            return 0.0
-        epsilon = float(self._epsilons[int(np.searchsorted(self._at, rounds))])
-        return epsilon if math.isfinite(epsilon) else None
+    def begin(self, key: RootKey, start: int) -> MessageSteps:
+        """The rounds after the first ``start``."""
+        return MessageSteps(self, key, start)
+
+
+class MessageSteps(Steps):
+    """Blocks of the schedule, through one compiled program."""
+
+    def __init__(self, run: Messages, key: RootKey, start: int) -> None:
+        self.run, self.start = run, start
+        sizes = np.asarray(run.data.sizes)
+        self.schedule = run.everywhere(schedule_of(run.config, run.parameters, sizes, key))
+        self.block = _block(run.config, run.task, run.parameters, run.method)
+        self.present = np.asarray(self.schedule.present)
+        self.batch = float(run.parameters.batches.mean())
+        parts = run.mesh.size
+        split = NamedSharding(run.mesh, PartitionSpec(DATA_AXIS))
+        by_silo = split if run.data.num_silos % parts == 0 else replicated(run.mesh)
+        self.data = place(run.data, jax.tree.map(lambda _: by_silo, run.data))
+        evaluate = make_evaluation(run.task, self.data)
+        self.train_loss = lambda w: float(evaluate(w)["loss_by_silo"])
+
+    def inputs(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Spans of rounds."""
+        size, rounds = self.run.config.train.rounds_per_block, self.run.steps
+        for begin_at in range(self.start, rounds, size):
+            yield min(begin_at + size, rounds), (begin_at, min(begin_at + size, rounds))
+
+    def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, Taken]:
+        """A block."""
+        run, (begin_at, end) = self.run, inputs
+        values = jax.tree.map(lambda x: x[begin_at:end], run.method.values)
+        now = jax.tree.unflatten(
+            jax.tree.structure(run.method.start(jnp.zeros(run.task.shape))),
+            jax.tree.leaves(state.opt_state["state"]),
+        )
+        rows = self.schedule.rows(begin_at, end)
+        now = self.block(now, rows, values, self.data, self.schedule.rank)
+        state = run.packed(now, end)
+        answered = int(self.present[begin_at:end].sum())
+        stats = (answered, self.train_loss(state.params))
+        return state, Taken(stats, round(answered * self.batch))
 
 
 def run_rounds(
@@ -266,9 +314,8 @@ def run_rounds(
     *,
     run_dir: RunDirectory,
     evaluate: Callable[[jax.Array], dict[str, Any]],
-    train_loss: Callable[[jax.Array], float],
     console: Console | None = None,
-) -> Result:
+) -> RunResult:
     """Runs (or goes on with) a prepared configuration.
 
     Args:
@@ -278,91 +325,49 @@ def run_rounds(
       parameters: its numbers, noise included.
       run_dir: where to log and checkpoint.
       evaluate: ``w -> dict`` with at least ``loss``; before, during and after.
-      train_loss: for the part of the metrics that is not private.
       console: where the progress bar goes; None for none.
     """
-    root, sizes = run_dir.root_key, np.asarray(data.sizes)
-    algorithm = make_algorithm(config, parameters)
-    checkpoints = Checkpoints(run_dir.path / "checkpoints", config.train.keep_checkpoints)
-    resumed, here = checkpoints.latest_step(), hardware(data_parallel_mesh(jax.devices()[:1]))
-    terms = _terms(config, task, data, parameters, algorithm)
-    # Records' turns are drawn once for the whole run: it cannot go on as another computation.
-    key, sealed = begin(terms, root, run_dir, None, resumed, str)
-    schedule = schedule_of(config, parameters, sizes, key)
-    block = _block(config, task, parameters, algorithm)
-    rounds, train = parameters.rounds, config.train
-    state = algorithm.start(jnp.zeros(task.shape))
-    done = 0
-
-    def packed(taken: int) -> TrainState:
-        return TrainState(algorithm.output(state, taken), {"state": state}, jnp.int32(taken))
-
-    private = parameters.noise is not None
-    caveats = (PUBLIC_KEY_CAVEAT,) if root.public and private else ()
-    if run_dir.computed_with(here)[1:]:
-        caveats = (*caveats, MOVED_CAVEAT)
-    if resumed is not None:
-        restored = checkpoints.restore(packed(0), root, sealed)
-        kept, done = jax.tree.leaves(restored.opt_state["state"]), int(restored.step)
-        state = jax.tree.unflatten(jax.tree.structure(state), kept)
-    run_dir.drop_metrics_after(done)
-    metrics = run_dir.read_metrics()
-
-    def log(row: dict[str, Any]) -> None:
-        metrics.append(row)
-        run_dir.append_metrics(row)
-
-    def evaluated(taken: int) -> None:
-        if not any(r["step"] == taken and "eval" in r for r in metrics):
-            log({"step": taken, "eval": evaluate(algorithm.output(state, taken))})
-
-    if done == 0:
-        evaluated(0)
-    spent, present = Spent(parameters.noise, rounds), np.asarray(schedule.present)
-    seconds, messages, blocks = 0.0, 0, -(-done // train.rounds_per_block)
-    quiet = Console(quiet=True)
-    with StopRequest() as stop, StepProgress(console or quiet, "rounds", rounds, done) as bar:
-        first = True
-        while done < rounds:
-            stop_at = min(done + train.rounds_per_block, rounds)
-            began = time.perf_counter()
-            values = jax.tree.map(lambda x, a=done, b=stop_at: x[a:b], algorithm.values)
-            rows = schedule.rows(done, stop_at)
-            state = jax.block_until_ready(block(state, rows, values, data, schedule.rank))
-            if not first:  # which compiles
-                seconds += time.perf_counter() - began
-                messages += int(present[done:stop_at].sum())
-            first, blocks = False, blocks + 1
-            answered = int(present[done:stop_at].sum())
-            done = stop_at
-            loss, epsilon = train_loss(algorithm.output(state, done)), spent(done)
-            log(
-                {
-                    "step": done,
-                    "epsilon_spent": epsilon,
-                    "messages": answered,
-                    "outside_guarantee": {"train_loss": loss},
-                }
-            )
-            shown = "" if epsilon is None or not private else f"  ε ≤ {epsilon:.2f}"
-            bar.update(done, f"loss {loss:.4f}{shown}")
-            last = done == rounds
-            if train.eval_every and blocks % train.eval_every == 0 and not last:
-                evaluated(done)
-            if last or stop.requested or blocks % train.checkpoint_every == 0:
-                delta = max(z.budget.delta for z in parameters.noise) if parameters.noise else None
-                checkpoints.save(packed(done), root, {"epsilon": epsilon, "delta": delta}, sealed)
-            if stop.requested:
-                break
-    checkpoints.close()
-    if done == rounds:
-        evaluated(done)
-    return Result(
-        algorithm.output(state, done),
-        done,
-        metrics,
-        None if done == rounds else stop.requested,
-        caveats,
-        seconds,
-        messages,
+    train, size = config.train, config.train.rounds_per_block
+    mesh = data_parallel_mesh(None if processes.many() else jax.devices()[:1])
+    return drive(
+        Messages(config, task, data, parameters, mesh),
+        run_dir=run_dir,
+        evaluate=evaluate,
+        eval_every=train.eval_every * size,
+        checkpoint_every=train.checkpoint_every * size,
+        keep_checkpoints=train.keep_checkpoints,
+        console=console,
     )
+
+
+def make_evaluation(task: Task, data: SiloData) -> Callable[[jax.Array], dict[str, Any]]:
+    """``w -> dict``: mean loss over records and over silos, the worst silo's, and accuracy."""
+
+    def per_silo(value: Any, w: jax.Array, data: SiloData) -> jax.Array:
+        real = jnp.arange(data.capacity)[None, :] < data.sizes[:, None]
+        each = jax.vmap(jax.vmap(value, (None, 0)), (None, 0))(w, data.examples)
+        return jnp.where(real, each, 0.0).sum(1)
+
+    # Of the data, too: what it captured would be written into the compiled program.
+    def measured(w: jax.Array, data: SiloData) -> tuple[jax.Array, jax.Array]:
+        hits = jnp.zeros(data.num_silos) if task.hit is None else per_silo(task.hit, w, data)
+        return per_silo(task.loss, w, data), hits
+
+    # Whole on every device: each process then has all losses.
+    place = jax.tree.leaves(data.examples)[0].sharding
+    whole = None if place.is_fully_addressable else replicated(place.mesh)
+    compiled = jax.jit(measured, out_shardings=whole)
+
+    def evaluate(w: jax.Array) -> dict[str, Any]:
+        losses, hits = (np.asarray(v, np.float64) for v in compiled(w, data))
+        accuracy = None if task.hit is None else float(hits.sum() / sizes.sum())
+        return {
+            "loss": float(losses.sum() / sizes.sum()),
+            "loss_by_silo": float((losses / sizes).mean()),
+            "worst_silo": float((losses / sizes).max()),
+            "accuracy": accuracy,
+            "examples": int(sizes.sum()),
+        }
+
+    sizes = np.asarray(jax.device_get(jax.jit(lambda x: x, out_shardings=whole)(data.sizes)), float)
+    return evaluate
