@@ -44,6 +44,12 @@ def near(claim: str, measured: float, expected: float, rel: float, note: str = "
     return Claim(claim, measured, expected, holds, note or f"within {rel:.0%}")
 
 
+def within(claim: str, measured: float, expected: float, room: float, note: str = "") -> Claim:
+    """A claim about a number, within an absolute tolerance."""
+    holds = abs(measured - expected) <= room
+    return Claim(claim, round(measured, 4), expected, holds, note or f"within {room:.3g}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """How a reproduction is run.

@@ -21,6 +21,7 @@ from scipy import stats
 from dpfl_jax.federation.isrl import Budget, MessageSpec
 from dpfl_jax.federation.isrl.arms import SiloNoise, silo_guarantee, silo_noise
 from dpfl_jax.federation.isrl.message import make_message
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.subject.empirical_audit import CONFIDENCE, attack
 
@@ -201,17 +202,12 @@ def run(settings: Settings) -> Outcome:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(6, 4))
-    names = list(dict.fromkeys(r["silo"] for r in rows))
-    for at, epsilon in enumerate(EPSILONS):
-        part = [r["attack"] for r in rows if r["target"] == epsilon]
-        ax.barh(np.arange(len(names)) + 0.4 * at, part, 0.38, label=f"target {epsilon:g}")
-        ax.axvline(epsilon, color=f"C{at}", linewidth=0.8, linestyle="--")
-    ax.set(xlabel="epsilon that the attack proves")
-    ax.set_yticks(np.arange(len(names)) + 0.2, names)
-    ax.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file) as ax:
+        names = list(dict.fromkeys(r["silo"] for r in rows))
+        for at, epsilon in enumerate(EPSILONS):
+            part = [r["attack"] for r in rows if r["target"] == epsilon]
+            ax.barh(np.arange(len(names)) + 0.4 * at, part, 0.38, label=f"target {epsilon:g}")
+            ax.axvline(epsilon, color=f"C{at}", linewidth=0.8, linestyle="--")
+        ax.set(xlabel="epsilon that the attack proves")
+        ax.set_yticks(np.arange(len(names)) + 0.2, names)
+        ax.legend()

@@ -7,6 +7,7 @@ from typing import Any
 from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.federation.isrl import Budget
 from dpfl_jax.federation.isrl.arms import local_sgd_noise, silo_noise
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings, near
 
 TITLE = "what the paper's noise really spends"
@@ -102,20 +103,15 @@ def run(settings: Settings) -> Outcome:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(6, 4))
-    x = [r["epsilon"] for r in rows]
-    for key, name in (
-        ("experiments_local", "experiments, local SGD"),
-        ("experiments", "experiments, MB-SGD"),
-        ("theorem", "theorem"),
-        ("sound", "sound"),
-    ):
-        ax.plot(x, [r[key] for r in rows], marker="o", label=name)
-    ax.plot(x, x, color="black", linewidth=0.8, label="as stated")
-    ax.set(xscale="log", yscale="log", xlabel="stated epsilon", ylabel="epsilon spent")
-    ax.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file) as ax:
+        x = [r["epsilon"] for r in rows]
+        for key, name in (
+            ("experiments_local", "experiments, local SGD"),
+            ("experiments", "experiments, MB-SGD"),
+            ("theorem", "theorem"),
+            ("sound", "sound"),
+        ):
+            ax.plot(x, [r[key] for r in rows], marker="o", label=name)
+        ax.plot(x, x, color="black", linewidth=0.8, label="as stated")
+        ax.set(xscale="log", yscale="log", xlabel="stated epsilon", ylabel="epsilon spent")
+        ax.legend(fontsize=8)

@@ -14,9 +14,10 @@ from dpfl_jax.data.sets.arrays import read_medical_cost
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
 from dpfl_jax.federation.isrl.arms import local_sgd_noise, silo_noise
 from dpfl_jax.federation.isrl.runs.sources import padded
+from reproductions._plots import columns, panel
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._train import Task, best_over_steps, summary
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions.registry import Claim, Outcome, Settings, within
 
 TITLE = "medical cost, linear regression: relative error against epsilon"
 SOURCE = "Lowy and Razaviyayn 2023, section 6 and appendix I, figures 5, 8 and 9"
@@ -193,13 +194,7 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
         room = 2 * math.hypot(row["standard_error"], 0.012) + 0.02
         name = f"N={row['silos']}, {row['arm']}, {row['algorithm']}, epsilon {row['epsilon']:g}"
         claims.append(
-            Claim(
-                f"{name}: relative RMSE",
-                round(row["relative_rmse"], 3),
-                row["reference"],
-                abs(row["relative_rmse"] - row["reference"]) <= room,
-                f"within {room:.3f}",
-            )
+            within(f"{name}: relative RMSE", row["relative_rmse"], row["reference"], room)
         )
     at = {(r["silos"], r["arm"], r["algorithm"], r["epsilon"]): r["relative_rmse"] for r in rows}
     top = max(r["epsilon"] for r in rows)
@@ -256,28 +251,20 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
-    import matplotlib.pyplot as plt
-
     federations = sorted({(r["silos"], r["cohort"]) for r in rows}, reverse=True)
-    figure, axes = plt.subplots(1, len(federations), figsize=(6 * len(federations), 4))
-    for ax, (silos, cohort) in zip(np.atleast_1d(axes), federations, strict=True):
-        for arm, algorithm in sorted({(r["arm"], r["algorithm"]) for r in rows}):
-            part = [
-                r for r in rows if (r["silos"], r["arm"], r["algorithm"]) == (silos, arm, algorithm)
-            ]
-            ax.errorbar(
-                [r["epsilon"] for r in part],
-                [r["relative_rmse"] for r in part],
-                yerr=[1.645 * r["standard_error"] for r in part],
-                marker="o" if algorithm == MB else "s",
-                linestyle="-" if arm == "sound" else "--",
-                label=f"{algorithm}, {arm}",
-            )
-        ax.axhline(1.0, color="grey", linewidth=0.8)
-        ax.set(
-            xscale="log", xlabel="epsilon", ylabel="relative RMSE", title=f"N={silos}, M={cohort}"
-        )
-        ax.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, 1, len(federations), size=(6 * len(federations), 4)) as axes:
+        for ax, (silos, cohort) in zip(np.atleast_1d(axes), federations, strict=True):
+            for arm, algorithm in sorted({(r["arm"], r["algorithm"]) for r in rows}):
+                cell = (silos, arm, algorithm)
+                part = [r for r in rows if (r["silos"], r["arm"], r["algorithm"]) == cell]
+                ax.errorbar(
+                    *columns(part, "epsilon", "relative_rmse"),
+                    yerr=[1.645 * r["standard_error"] for r in part],
+                    marker="o" if algorithm == MB else "s",
+                    linestyle="-" if arm == "sound" else "--",
+                    label=f"{algorithm}, {arm}",
+                )
+            ax.axhline(1.0, color="grey", linewidth=0.8)
+            ax.set(xscale="log", xlabel="epsilon", ylabel="relative RMSE")
+            ax.set_title(f"N={silos}, M={cohort}")
+            ax.legend(fontsize=7)

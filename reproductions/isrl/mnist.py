@@ -16,9 +16,10 @@ import numpy as np
 from dpfl_jax.data.sets.arrays import read_idx
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
 from dpfl_jax.federation.isrl.arms import local_sgd_noise, silo_noise
+from reproductions._plots import columns, panel
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._train import Task, best_over_steps, summary
-from reproductions.registry import Claim, Outcome, Settings, near
+from reproductions.registry import Claim, Outcome, Settings, near, within
 
 TITLE = "MNIST odd/even, logistic regression: error against epsilon"
 SOURCE = "Lowy and Razaviyayn 2023, section 6 and appendix I, figures 4 and 7"
@@ -253,11 +254,11 @@ def _claims(rows: list[dict[str, Any]], epsilons: tuple[float, ...]) -> list[Cla
         # The reference has 3 or 4 trials with a spread of .002 to .011.
         room = 2 * math.hypot(row["standard_error"] or 0.0, 0.005)
         claims.append(
-            Claim(
+            within(
                 f"{row['arm']}, {row['algorithm']}, epsilon {row['epsilon']}: test error",
-                round(row["test_error"], 4),
+                row["test_error"],
                 row["reference"],
-                abs(row["test_error"] - row["reference"]) <= room,
+                room,
                 f"within 2 standard errors of both ({room:.3f})",
             )
         )
@@ -324,32 +325,26 @@ def _claims(rows: list[dict[str, Any]], epsilons: tuple[float, ...]) -> list[Cla
 
 
 def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
-    import matplotlib.pyplot as plt
-
     cohorts = sorted({r["cohort"] for r in rows}, reverse=True)
-    figure, axes = plt.subplots(1, len(cohorts), figsize=(6 * len(cohorts), 4), squeeze=False)
-    for ax, cohort in zip(axes[0], cohorts, strict=True):
-        kinds = sorted({(r["arm"], r["algorithm"]) for r in rows})
-        for arm, algorithm in kinds:
-            part = [
-                r
-                for r in rows
-                if (r["arm"], r["algorithm"], r["cohort"]) == (arm, algorithm, cohort)
-                and math.isfinite(r["epsilon"])
-            ]
-            ax.errorbar(
-                [r["epsilon"] for r in part],
-                [r["test_error"] for r in part],
-                yerr=[1.645 * r["standard_error"] for r in part],
-                marker="o" if algorithm == "minibatch" else "s",
-                linestyle={"sound": "-", "as_published": "--"}.get(arm, ":"),
-                label=f"{algorithm}, {arm}",
-            )
-        for r in rows:
-            if r["cohort"] == cohort and math.isinf(r["epsilon"]):
-                ax.axhline(r["test_error"], color="grey", alpha=0.5, linewidth=0.8)
-        ax.set(xscale="log", xlabel="epsilon", ylabel="test error", title=f"M = {cohort} of 25")
-        ax.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, 1, len(cohorts), size=(6 * len(cohorts), 4), squeeze=False) as axes:
+        for ax, cohort in zip(axes[0], cohorts, strict=True):
+            kinds = sorted({(r["arm"], r["algorithm"]) for r in rows})
+            for arm, algorithm in kinds:
+                part = [
+                    r
+                    for r in rows
+                    if (r["arm"], r["algorithm"], r["cohort"]) == (arm, algorithm, cohort)
+                    and math.isfinite(r["epsilon"])
+                ]
+                ax.errorbar(
+                    *columns(part, "epsilon", "test_error"),
+                    yerr=[1.645 * r["standard_error"] for r in part],
+                    marker="o" if algorithm == "minibatch" else "s",
+                    linestyle={"sound": "-", "as_published": "--"}.get(arm, ":"),
+                    label=f"{algorithm}, {arm}",
+                )
+            for r in rows:
+                if r["cohort"] == cohort and math.isinf(r["epsilon"]):
+                    ax.axhline(r["test_error"], color="grey", alpha=0.5, linewidth=0.8)
+            ax.set(xscale="log", xlabel="epsilon", ylabel="test error", title=f"M = {cohort} of 25")
+            ax.legend(fontsize=7)

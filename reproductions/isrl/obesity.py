@@ -14,9 +14,10 @@ from dpfl_jax.data.sets.obesity import COLUMNS, read_obesity
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
 from dpfl_jax.federation.isrl.arms import local_sgd_noise, silo_noise
 from dpfl_jax.federation.isrl.runs.tasks import softmax
+from reproductions._plots import columns, panel
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._train import Task, best_over_steps, summary
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions.registry import Claim, Outcome, Settings, within
 
 TITLE = "obesity levels, softmax regression: error against epsilon"
 SOURCE = "Lowy and Razaviyayn 2023, section 6 and appendix I, figure 6"
@@ -188,12 +189,11 @@ def _claims(rows: list[dict[str, Any]], epsilons: tuple[float, ...]) -> list[Cla
             continue
         room = 2 * math.hypot(row["standard_error"], 0.014) + 0.02
         claims.append(
-            Claim(
+            within(
                 f"{row['arm']}, epsilon {row['epsilon']:g}: test error",
-                round(row["test_error"], 3),
+                row["test_error"],
                 row["reference"],
-                abs(row["test_error"] - row["reference"]) <= room,
-                f"within {room:.3f}",
+                room,
             )
         )
     for epsilon in epsilons:
@@ -251,21 +251,15 @@ def _bundled_claims(rows: list[dict[str, Any]], epsilons: tuple[float, ...]) -> 
 
 
 def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(6, 4))
-    for arm in STEPS:
-        part = [r for r in rows if r["arm"] == arm and math.isfinite(r["epsilon"])]
-        ax.errorbar(
-            [r["epsilon"] for r in part],
-            [r["test_error"] for r in part],
-            yerr=[1.645 * r["standard_error"] for r in part],
-            marker="s" if arm.startswith("local") else "o",
-            linestyle="-" if "sound" in arm else "--",
-            label=arm.replace("_", " "),
-        )
-    ax.set(xscale="log", xlabel="epsilon", ylabel="test error")
-    ax.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file) as ax:
+        for arm in STEPS:
+            part = [r for r in rows if r["arm"] == arm and math.isfinite(r["epsilon"])]
+            ax.errorbar(
+                *columns(part, "epsilon", "test_error"),
+                yerr=[1.645 * r["standard_error"] for r in part],
+                marker="s" if arm.startswith("local") else "o",
+                linestyle="-" if "sound" in arm else "--",
+                label=arm.replace("_", " "),
+            )
+        ax.set(xscale="log", xlabel="epsilon", ylabel="test error")
+        ax.legend(fontsize=8)

@@ -15,6 +15,7 @@ from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.federation.isrl import Budget, bounds
 from dpfl_jax.federation.isrl.arms import silo_noise
+from reproductions._plots import columns, panel
 from reproductions.isrl._synthetic import (
     averaged_descent,
     drawn,
@@ -23,7 +24,7 @@ from reproductions.isrl._synthetic import (
     rows_of,
 )
 from reproductions.isrl.rates import slope
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions.registry import Claim, Outcome, Settings, within
 
 TITLE = "privacy for free, and protection of a silo's whole data"
 SOURCE = "Lowy and Razaviyayn 2023, section 2 (d < n epsilon^2) and appendix D.3.5"
@@ -123,11 +124,11 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
             "decreasing",
             all(b < a for a, b in itertools.pairwise(falling)),
         ),
-        Claim(
+        within(
             "user-level target: the price of privacy against n, log-log slope",
-            round(found, 3),
+            found,
             0.0,
-            abs(found) <= 0.15,
+            0.15,
             "within 0.15: more records in a silo do not help",
         ),
         Claim(
@@ -149,16 +150,11 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
-    part = [r for r in rows if r["part"] == "free"]
-    axes[0].loglog([r["signal"] for r in part], [r["ratio"] for r in part], "o-")
-    axes[0].axhline(1.0, color="grey", linewidth=0.8)
-    axes[0].set(xlabel="n epsilon^2 / d", ylabel="risk / non-private risk")
-    part = [r for r in rows if r["part"] == "user-level"]
-    axes[1].loglog([r["n"] for r in part], [r["private_risk"] for r in part], "o-")
-    axes[1].set(xlabel="records of a silo", ylabel="price of user-level privacy")
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, 1, 2, size=(9, 3.6)) as axes:
+        part = [r for r in rows if r["part"] == "free"]
+        axes[0].loglog(*columns(part, "signal", "ratio"), "o-")
+        axes[0].axhline(1.0, color="grey", linewidth=0.8)
+        axes[0].set(xlabel="n epsilon^2 / d", ylabel="risk / non-private risk")
+        part = [r for r in rows if r["part"] == "user-level"]
+        axes[1].loglog(*columns(part, "n", "private_risk"), "o-")
+        axes[1].set(xlabel="records of a silo", ylabel="price of user-level privacy")

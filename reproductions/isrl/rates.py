@@ -12,7 +12,8 @@ import numpy as np
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData, make_oracle
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball, minibatch_sgd, uniform_weights
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions._plots import columns, panel
+from reproductions.registry import Claim, Outcome, Settings, within
 
 TITLE = "rates in n, epsilon, N and d on hard instances"
 SOURCE = "Lowy and Razaviyayn 2023, Theorems 2.1 and 2.2 and their hard instances (appendix D)"
@@ -121,12 +122,8 @@ def run(settings: Settings) -> Outcome:
         found = slope(list(values), risks)
         room = 0.15 if kind == "convex" else 0.25
         claims.append(
-            Claim(
-                f"{kind}: private excess risk against {name}, log-log slope",
-                round(found, 3),
-                expected,
-                abs(found - expected) <= room,
-                f"within {room}",
+            within(
+                f"{kind}: private excess risk against {name}, log-log slope", found, expected, room
             )
         )
     file = settings.out / "isrl-rates.png"
@@ -143,15 +140,10 @@ def run(settings: Settings) -> Outcome:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(14, 3.4))
-    for ax, name in zip(axes, SWEEPS, strict=True):
-        for kind in ("convex", "strongly convex"):
-            part = [r for r in rows if r["loss"] == kind and r["varied"] == name]
-            ax.loglog([r["value"] for r in part], [r["risk"] for r in part], "o-", label=kind)
-        ax.set(xlabel=name, ylabel="private excess risk")
-    axes[0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, 1, 4, size=(14, 3.4)) as axes:
+        for ax, name in zip(axes, SWEEPS, strict=True):
+            for kind in ("convex", "strongly convex"):
+                part = [r for r in rows if r["loss"] == kind and r["varied"] == name]
+                ax.loglog(*columns(part, "value", "risk"), "o-", label=kind)
+            ax.set(xlabel=name, ylabel="private excess risk")
+        axes[0].legend(fontsize=8)

@@ -15,6 +15,7 @@ from dpfl_jax.federation.isrl.runs.experiment import make_evaluation, prepare
 from dpfl_jax.federation.isrl.runs.messages import solve
 from dpfl_jax.federation.isrl.smoothing import plain, smoothed
 from dpfl_jax.randomness import RootKey
+from reproductions._plots import columns, panel
 from reproductions.registry import Claim, Outcome, Settings
 
 TITLE = "hinge and absolute loss by Nesterov smoothing"
@@ -113,14 +114,9 @@ def run(settings: Settings) -> Outcome:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(5, 3.5))
-    part = [r for r in rows if math.isfinite(r["epsilon"])]
-    ax.plot([r["epsilon"] for r in part], [r["hinge_loss"] for r in part], "o-", label="private")
-    ax.axhline(rows[-1]["hinge_loss"], color="grey", label="no privacy")
-    ax.set(xscale="log", xlabel="epsilon", ylabel="held-out hinge loss")
-    ax.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, size=(5, 3.5)) as ax:
+        part = [r for r in rows if math.isfinite(r["epsilon"])]
+        ax.plot(*columns(part, "epsilon", "hinge_loss"), "o-", label="private")
+        ax.axhline(rows[-1]["hinge_loss"], color="grey", label="no privacy")
+        ax.set(xscale="log", xlabel="epsilon", ylabel="held-out hinge loss")
+        ax.legend()

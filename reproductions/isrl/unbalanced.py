@@ -12,6 +12,7 @@ import numpy as np
 
 from dpfl_jax.federation.isrl import Budget, SiloData, bounds
 from dpfl_jax.federation.isrl.arms import federation_noise
+from reproductions._plots import columns, panel
 from reproductions.isrl._synthetic import (
     averaged_descent,
     drawn,
@@ -113,11 +114,6 @@ def run(settings: Settings) -> Outcome:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(5, 3.5))
-    ax.bar([r["silos"] for r in rows], [r["risk"] for r in rows])
-    ax.set(ylabel="excess risk", yscale="log")
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, size=(5, 3.5)) as ax:
+        ax.bar(*columns(rows, "silos", "risk"))
+        ax.set(ylabel="excess risk", yscale="log")

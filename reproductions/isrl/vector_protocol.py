@@ -22,6 +22,7 @@ from dpfl_jax.federation.isrl.vector_protocol import (
     make_vector_oracle,
     protocol_guarantee,
 )
+from reproductions._plots import columns, panel
 from reproductions.isrl._synthetic import (
     drawn,
     opposed_means,
@@ -191,13 +192,8 @@ def run(settings: Settings) -> Outcome:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(5, 4))
-    for name in ("isrl", "shuffle"):
-        ax.loglog([r["epsilon"] for r in rows], [r[name] for r in rows], "o-", label=name)
-    ax.set(xlabel="epsilon", ylabel="excess risk")
-    ax.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, size=(5, 4)) as ax:
+        for name in ("isrl", "shuffle"):
+            ax.loglog(*columns(rows, "epsilon", name), "o-", label=name)
+        ax.set(xlabel="epsilon", ylabel="excess risk")
+        ax.legend()

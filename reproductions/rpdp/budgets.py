@@ -16,6 +16,7 @@ from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Policy
 from dpfl_jax.federation.sources import load_subjects
 from dpfl_jax.models import MLP, LogisticRegression
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.rpdp._cells import Cell, always, train
 from reproductions.rpdp._tables import cost_of_certifying
@@ -165,24 +166,19 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    width = 0.8 / len(POLICIES)
-    at = {(r["budgets"], r["run"]): r for r in rows}
-    for k, policy in enumerate(POLICIES):
-        found = [at[name, policy] for name in LAWS]
-        left.bar(np.arange(len(LAWS)) + k * width, [r["accuracy"] for r in found], width,
-                 yerr=[r["std"] for r in found], label=policy)  # fmt: skip
-    left.axhline(at["all", "non-private"]["accuracy"], color="black", lw=0.8, ls=":")
-    left.set_xticks(np.arange(len(LAWS)) + 0.4, list(LAWS), fontsize=7)
-    left.set(ylabel="test accuracy", ylim=(0.3, 1.0), title="patients (dotted: non-private)")
-    left.legend(fontsize=7)
-    for r in rows:
-        if r["budgets"].startswith("digits"):
-            right.plot(range(1, len(r["curve"]) + 1), r["curve"], label=r["budgets"])
-    right.set(xlabel="round of 10 steps", ylabel="test accuracy", title="budgets by class")
-    right.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, 1, 2, size=(11, 4)) as (left, right):
+        width = 0.8 / len(POLICIES)
+        at = {(r["budgets"], r["run"]): r for r in rows}
+        for k, policy in enumerate(POLICIES):
+            found = [at[name, policy] for name in LAWS]
+            left.bar(np.arange(len(LAWS)) + k * width, [r["accuracy"] for r in found], width,
+                     yerr=[r["std"] for r in found], label=policy)  # fmt: skip
+        left.axhline(at["all", "non-private"]["accuracy"], color="black", lw=0.8, ls=":")
+        left.set_xticks(np.arange(len(LAWS)) + 0.4, list(LAWS), fontsize=7)
+        left.set(ylabel="test accuracy", ylim=(0.3, 1.0), title="patients (dotted: non-private)")
+        left.legend(fontsize=7)
+        for r in rows:
+            if r["budgets"].startswith("digits"):
+                right.plot(range(1, len(r["curve"]) + 1), r["curve"], label=r["budgets"])
+        right.set(xlabel="round of 10 steps", ylabel="test accuracy", title="budgets by class")
+        right.legend(fontsize=7)

@@ -19,6 +19,7 @@ from dpfl_jax.federation.personal.renyi_filter import (
     norms_of_epsilon,
 )
 from dpfl_jax.models import LogisticRegression
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.rpdp._tables import row
 from reproductions.rpdp._training import Bench, torch_init
@@ -123,19 +124,16 @@ def _compare(
 
 
 def _draw(rows: list[dict[str, Any]], active: dict[str, np.ndarray], file: pathlib.Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    x = TAU * np.arange(1, ROUNDS + 1)
-    for r in rows:
-        style = "-" if r["run"] == "certified" else "--"
-        left.plot(x, r["curve"], style, label=f"{r['budgets']}, {r['run']}")
-    for name, share in active.items():
-        right.plot(x, share, label=name)
-    left.set(xlabel="step", ylabel="test accuracy")
-    right.set(xlabel="step", ylabel="share of records with budget left (filter)", ylim=(0, 1.05))
-    left.legend(fontsize=7)
-    right.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, 1, 2, size=(11, 4)) as (left, right):
+        x = TAU * np.arange(1, ROUNDS + 1)
+        for r in rows:
+            style = "-" if r["run"] == "certified" else "--"
+            left.plot(x, r["curve"], style, label=f"{r['budgets']}, {r['run']}")
+        for name, share in active.items():
+            right.plot(x, share, label=name)
+        left.set(xlabel="step", ylabel="test accuracy")
+        right.set(
+            xlabel="step", ylabel="share of records with budget left (filter)", ylim=(0, 1.05)
+        )
+        left.legend(fontsize=7)
+        right.legend(fontsize=7)

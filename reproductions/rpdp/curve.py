@@ -9,6 +9,7 @@ import numpy as np
 
 from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import RateSolver, TwoStage, certified_rates, fitted_rates, solver
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings, near
 
 TITLE = "epsilon of a sampling rate, the fitted curve, and its overruns"
@@ -184,25 +185,20 @@ def _million(rows: list[dict[str, Any]]) -> Claim:
 
 
 def _draw(profiles: dict[str, Any], budgets: np.ndarray, file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-    shown = profiles["MNIST, as run"]
-    fitted, certified = shown["fitted"], shown["certified"]
-    left.plot(fitted.rates, fitted.renyi_epsilons, label="Renyi (what is fitted)")
-    left.plot(fitted.rates, budgets, "--", label="fitted curve")
-    left.plot(certified.rates, certified.epsilons, label="tight, certified")
-    left.set(xlabel="sampling rate q", ylabel="epsilon", xscale="log", yscale="log",
-             title="MNIST as run: epsilon(q)")  # fmt: skip
-    left.legend(fontsize=8)
-    for i, (name, profile) in enumerate(profiles.items()):
-        found = profile["fitted"]
-        right.plot(budgets, found.renyi_epsilons / budgets, f"C{i}", label=f"{name}, Renyi")
-        right.plot(budgets, found.epsilons / budgets, f"C{i}:", label=f"{name}, tight")
-    right.axhline(1.0, color="black", lw=0.8)
-    right.set(xscale="log", xlabel="budget", ylabel="spent at the fitted rate / budget",
-              title="the fit overruns above 1")  # fmt: skip
-    right.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, 1, 2, size=(11, 4)) as (left, right):
+        shown = profiles["MNIST, as run"]
+        fitted, certified = shown["fitted"], shown["certified"]
+        left.plot(fitted.rates, fitted.renyi_epsilons, label="Renyi (what is fitted)")
+        left.plot(fitted.rates, budgets, "--", label="fitted curve")
+        left.plot(certified.rates, certified.epsilons, label="tight, certified")
+        left.set(xlabel="sampling rate q", ylabel="epsilon", xscale="log", yscale="log",
+                 title="MNIST as run: epsilon(q)")  # fmt: skip
+        left.legend(fontsize=8)
+        for i, (name, profile) in enumerate(profiles.items()):
+            found = profile["fitted"]
+            right.plot(budgets, found.renyi_epsilons / budgets, f"C{i}", label=f"{name}, Renyi")
+            right.plot(budgets, found.epsilons / budgets, f"C{i}:", label=f"{name}, tight")
+        right.axhline(1.0, color="black", lw=0.8)
+        right.set(xscale="log", xlabel="budget", ylabel="spent at the fitted rate / budget",
+                  title="the fit overruns above 1")  # fmt: skip
+        right.legend(fontsize=7)

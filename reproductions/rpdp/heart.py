@@ -20,6 +20,7 @@ from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Policy
 from dpfl_jax.federation.tabular import HEART_SCALE
 from dpfl_jax.models import LogisticRegression
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.rpdp._cells import Cell, always, train
 from reproductions.rpdp._tables import beside, cost_of_certifying, distance
@@ -259,21 +260,15 @@ def _beside_numpy(at: dict[Any, dict[str, Any]], taus: tuple[int, ...]) -> list[
 
 
 def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
-    import matplotlib.pyplot as plt
-
     taus = sorted({r["tau"] for r in rows}, reverse=True)
-    figure, axes = plt.subplots(
-        len(taus), len(LAWS), figsize=(4 * len(LAWS), 3.2 * len(taus)), squeeze=False, sharey=True
-    )
-    for line, tau in zip(axes, taus, strict=True):
-        for ax, law in zip(line, LAWS, strict=True):
-            for r in rows:
-                if r["tau"] == tau and r["budgets"] == law and r["run"] in LABELS:
-                    ax.plot(range(1, ROUNDS + 1), r["curve"], LABELS[r["run"]], label=r["run"])
-                if r["tau"] == tau and r["run"] == "non-private":
-                    ax.plot(range(1, ROUNDS + 1), r["curve"], "k:", label="non-private")
-            ax.set(title=f"{law}, tau = {tau}", xlabel="round", ylabel="test accuracy")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    size = (4 * len(LAWS), 3.2 * len(taus))
+    with panel(file, len(taus), len(LAWS), size=size, squeeze=False, sharey=True) as axes:
+        for line, tau in zip(axes, taus, strict=True):
+            for ax, law in zip(line, LAWS, strict=True):
+                for r in rows:
+                    if r["tau"] == tau and r["budgets"] == law and r["run"] in LABELS:
+                        ax.plot(range(1, ROUNDS + 1), r["curve"], LABELS[r["run"]], label=r["run"])
+                    if r["tau"] == tau and r["run"] == "non-private":
+                        ax.plot(range(1, ROUNDS + 1), r["curve"], "k:", label="non-private")
+                ax.set(title=f"{law}, tau = {tau}", xlabel="round", ylabel="test accuracy")
+        axes[0][0].legend(fontsize=7)

@@ -21,6 +21,7 @@ from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Policy
 from dpfl_jax.models import SmallCNN
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.rpdp._cells import Cell, always, train
 from reproductions.rpdp._tables import cost_of_certifying
@@ -177,17 +178,12 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
 
 
 def _draw(rows: list[dict[str, Any]], rounds: int, file: pathlib.Path) -> None:
-    import matplotlib.pyplot as plt
-
     names = [n for n in LAWS if any(r["budgets"] == n for r in rows)] or ["ThreeLevels"]
-    figure, axes = plt.subplots(2, len(names), figsize=(4.2 * len(names), 6), squeeze=False)
-    for line, split in zip(axes, SPLITS, strict=True):
-        for ax, law in zip(line, names, strict=True):
-            for r in rows:
-                if r["split"] == split and r["budgets"] in (law, "all"):
-                    ax.plot(range(1, rounds + 1), r["curve"], label=r["run"])
-            ax.set(title=f"{split}, {law}", xlabel="round", ylabel="test accuracy", ylim=(0, 1))
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, 2, len(names), size=(4.2 * len(names), 6), squeeze=False) as axes:
+        for line, split in zip(axes, SPLITS, strict=True):
+            for ax, law in zip(line, names, strict=True):
+                for r in rows:
+                    if r["split"] == split and r["budgets"] in (law, "all"):
+                        ax.plot(range(1, rounds + 1), r["curve"], label=r["run"])
+                ax.set(title=f"{split}, {law}", xlabel="round", ylabel="test accuracy", ylim=(0, 1))
+        axes[0][0].legend(fontsize=7)

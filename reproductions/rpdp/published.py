@@ -32,6 +32,7 @@ from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Assignment
 from dpfl_jax.models import LogisticRegression, SmallCNN
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.rpdp import heart, mnist
 from reproductions.rpdp._cells import Cell, always, train
@@ -283,26 +284,21 @@ def _batches(of: Published, where: str) -> list[Claim]:
 
 
 def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
-    import matplotlib.pyplot as plt
-
     places = [where for where in PUBLISHED if any(r["data"] == where for r in rows)]
-    figure, axes = plt.subplots(1, len(places), figsize=(5 * len(places), 4), squeeze=False)
-    for ax, where in zip(axes[0], places, strict=True):
-        lines = [r for r in rows if r["data"] == where]
-        theirs = np.array([PUBLISHED[where].line(r["run"], r["budgets"]) for r in lines])
-        ours = np.array([(r["accuracy"], r["std"]) for r in lines])
-        at = np.arange(len(lines))
-        for found, shift, marker, label in (
-            (theirs, 0.15, "s", "published, 5 seeds"),
-            (ours, -0.15, "o", "ours, same settings"),
-        ):
-            ax.errorbar(found[:, 0], at + shift, xerr=found[:, 1], fmt=marker, label=label)
-        names = [
-            r["run"] if r["budgets"] == "all" else f"{r['budgets']}, {r['run']}" for r in lines
-        ]
-        ax.set(title=where, xlabel="test accuracy", yticks=at, yticklabels=names)
-        ax.invert_yaxis()
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, 1, len(places), size=(5 * len(places), 4), squeeze=False) as axes:
+        for ax, where in zip(axes[0], places, strict=True):
+            lines = [r for r in rows if r["data"] == where]
+            theirs = np.array([PUBLISHED[where].line(r["run"], r["budgets"]) for r in lines])
+            ours = np.array([(r["accuracy"], r["std"]) for r in lines])
+            at = np.arange(len(lines))
+            for found, shift, marker, label in (
+                (theirs, 0.15, "s", "published, 5 seeds"),
+                (ours, -0.15, "o", "ours, same settings"),
+            ):
+                ax.errorbar(found[:, 0], at + shift, xerr=found[:, 1], fmt=marker, label=label)
+            names = [
+                r["run"] if r["budgets"] == "all" else f"{r['budgets']}, {r['run']}" for r in lines
+            ]
+            ax.set(title=where, xlabel="test accuracy", yticks=at, yticklabels=names)
+            ax.invert_yaxis()
+        axes[0][0].legend(fontsize=7)

@@ -47,6 +47,14 @@ class Run:
     optimizer: tuple[str, float] | None = None
 
 
+# What the papers compare where the federation itself varies.
+COMPARED = (
+    Run("LocalItemDP", "local_item"),
+    Run("LocalGroupDP, papers", "local_group", "paper_batch_z"),
+    Run("HiGradAvgDP, text B", "hi_grad_avg", "paper_b"),
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Trained:
     """What a run gave.

@@ -8,6 +8,7 @@ from typing import Any
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.closed_forms import subject
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings, near
 
 TITLE = "what the papers' calibrations really cost"
@@ -183,21 +184,16 @@ def _fractions() -> list[Claim]:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     some = [r for r in rows if r["local_steps"] == 62]
-    figure, axes = plt.subplots(figsize=(8, 3.6), layout="constrained")
-    for i, key in enumerate(("claimed", "one_silo_100_rounds", "16_silos_25_rounds")):
-        offsets = [k + 0.27 * (i - 1) for k in range(len(some))]
-        bars = axes.bar(offsets, [r[key] for r in some], width=0.25, label=key.replace("_", " "))
-        axes.bar_label(bars, fmt="%.3g", fontsize=8)
-    axes.set_yscale("log")
-    axes.set_xticks(range(len(some)), [r["mechanism"] for r in some], fontsize=8)
-    axes.set_ylabel("epsilon of a subject at delta 1e-5")
-    axes.legend(fontsize=8)
-    axes.set_title("What the papers' calibrations really cost (FEMNIST-like)")
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+    with panel(file, size=(8, 3.6)) as axes:
+        for i, key in enumerate(("claimed", "one_silo_100_rounds", "16_silos_25_rounds")):
+            offsets = [k + 0.27 * (i - 1) for k in range(len(some))]
+            bars = axes.bar(
+                offsets, [r[key] for r in some], width=0.25, label=key.replace("_", " ")
+            )
+            axes.bar_label(bars, fmt="%.3g", fontsize=8)
+        axes.set_yscale("log")
+        axes.set_xticks(range(len(some)), [r["mechanism"] for r in some], fontsize=8)
+        axes.set_ylabel("epsilon of a subject at delta 1e-5")
+        axes.legend(fontsize=8)
+        axes.set_title("What the papers' calibrations really cost (FEMNIST-like)")

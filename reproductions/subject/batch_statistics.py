@@ -9,6 +9,7 @@ import numpy as np
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.partition import assign_to_silos, batch_statistics
 from dpfl_jax.randomness import RootKey
+from reproductions._plots import columns, panel
 from reproductions.registry import Claim, Outcome, Settings, near
 
 TITLE = "distinct subjects and largest groups in a batch"
@@ -105,23 +106,16 @@ def _is_three(name: str, dominant: int) -> Claim:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
-    for row in rows:
-        if row["set"] == "FEMNIST":
-            share = np.array(row["histogram_z"]) / sum(row["histogram_z"])
-            left.plot(range(len(share)), share, "o-", ms=3, label=f"a = {row['alpha']:g}")
-    left.set(xlabel="largest group Z", ylabel="share of batches", title="FEMNIST-like")
-    left.legend(fontsize=8)
-    some = [r for r in rows if r["set"] == "FEMNIST"]
-    right.plot([r["alpha"] for r in some], [r["distinct"] for r in some], "o-")
-    right.axhline(475, color="0.6", ls=":", label="paper, a = 1")
-    right.axhline(310, color="0.6", ls="--", label="paper, a = 16")
-    right.set(xlabel="skew a", ylabel="distinct subjects in a batch of 512", xscale="log")
-    right.legend(fontsize=8)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+    with panel(file, 1, 2, size=(9, 3.4)) as (left, right):
+        for row in rows:
+            if row["set"] == "FEMNIST":
+                share = np.array(row["histogram_z"]) / sum(row["histogram_z"])
+                left.plot(range(len(share)), share, "o-", ms=3, label=f"a = {row['alpha']:g}")
+        left.set(xlabel="largest group Z", ylabel="share of batches", title="FEMNIST-like")
+        left.legend(fontsize=8)
+        some = [r for r in rows if r["set"] == "FEMNIST"]
+        right.plot(*columns(some, "alpha", "distinct"), "o-")
+        right.axhline(475, color="0.6", ls=":", label="paper, a = 1")
+        right.axhline(310, color="0.6", ls="--", label="paper, a = 16")
+        right.set(xlabel="skew a", ylabel="distinct subjects in a batch of 512", xscale="log")
+        right.legend(fontsize=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.subject._training import Run, Trained, base_config, confined, train
 
@@ -130,21 +131,16 @@ def _at_round(trained: Trained, rounds: int) -> float:
 
 def draw(found: list[Trained], file: Any, title: str) -> None:
     """Draws accuracy by round, one line per run, named with a subject's real epsilon."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8.5, 4.4), layout="constrained")
-    for i, trained in enumerate(found):
-        curve = trained.curves[0]
-        claim = trained.claim
-        real = claim.real_epsilon if claim.subject_epsilon is None else claim.subject_epsilon
-        shown = "∞" if real == float("inf") else f"{real:.3g}"
-        label = f"{trained.run.label} (ε {shown})"
-        style = "--" if "sound" in trained.run.label else "-"
-        axes.plot([c[0] for c in curve], [c[2] for c in curve], style, color=f"C{i}", label=label)
-    axes.set(xlabel="round", ylabel="held-out accuracy", ylim=(0, 1), title=title)
-    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+    with panel(file, size=(8.5, 4.4)) as axes:
+        for i, trained in enumerate(found):
+            curve = trained.curves[0]
+            claim = trained.claim
+            real = claim.real_epsilon if claim.subject_epsilon is None else claim.subject_epsilon
+            shown = "∞" if real == float("inf") else f"{real:.3g}"
+            label = f"{trained.run.label} (ε {shown})"
+            style = "--" if "sound" in trained.run.label else "-"
+            axes.plot(
+                [c[0] for c in curve], [c[2] for c in curve], style, color=f"C{i}", label=label
+            )
+        axes.set(xlabel="round", ylabel="held-out accuracy", ylim=(0, 1), title=title)
+        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -19,6 +19,7 @@ from scipy import stats
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.closed_forms import subject
+from reproductions._plots import columns, panel
 from reproductions.registry import Claim, Outcome, Settings
 
 TITLE = "an attack that tells which calibrations are broken"
@@ -182,16 +183,9 @@ def run(settings: Settings) -> Outcome:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 3), layout="constrained")
-    bars = axes.barh([r["mechanism"] for r in rows], [r["attack"] for r in rows])
-    axes.bar_label(bars, fmt="%.2f")
-    axes.axvline(EPSILON, color="C3", ls="--", label="claimed")
-    axes.set_xlabel("epsilon shown by the attack (99 % confidence)")
-    axes.legend(fontsize=8)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+    with panel(file, size=(8, 3)) as axes:
+        bars = axes.barh(*columns(rows, "mechanism", "attack"))
+        axes.bar_label(bars, fmt="%.2f")
+        axes.axvline(EPSILON, color="C3", ls="--", label="claimed")
+        axes.set_xlabel("epsilon shown by the attack (99 % confidence)")
+        axes.legend(fontsize=8)

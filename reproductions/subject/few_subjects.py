@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
-from reproductions.subject._training import Run, Trained, base_config, train
+from reproductions.subject._training import COMPARED, Trained, base_config, train
 
 TITLE = "accuracy with fewer subjects"
 SOURCE = "Marathe et al., text B Figure 4 (Small-FEMNIST)"
-
-RUNS = (
-    Run("LocalItemDP", "local_item"),
-    Run("LocalGroupDP, papers", "local_group", "paper_batch_z"),
-    Run("HiGradAvgDP, text B", "hi_grad_avg", "paper_b"),
-)
 
 
 def run(settings: Settings) -> Outcome:
@@ -27,16 +22,16 @@ def run(settings: Settings) -> Outcome:
     found: dict[tuple[str, int], Trained] = {}
     for count in (total, total // 5):
         own = raw | {"data": raw["data"] | {"max_subjects": count}}
-        for item in RUNS:
+        for item in COMPARED:
             trained = train(settings, own, item, seeds)
             found[item.label, count] = trained
             rows.append({"subjects": count} | trained.row())
             settings.console.print(f"{count} subjects, {item.label}: accuracy {trained.mean:.3f}")
     drops = {
         item.label: round(1 - found[item.label, total // 5].mean / found[item.label, total].mean, 3)
-        for item in RUNS
+        for item in COMPARED
     }
-    _, group, average = (drops[r.label] for r in RUNS)
+    _, group, average = (drops[r.label] for r in COMPARED)
     claims = [
         Claim("text B: LocalGroupDP drops substantially", group, ">= 0.1", group >= 0.1,
               "relative loss of accuracy with a fifth of the subjects"),
@@ -48,20 +43,13 @@ def run(settings: Settings) -> Outcome:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6.5, 3.6), layout="constrained")
-    counts = sorted({r["subjects"] for r in rows}, reverse=True)
-    for i, count in enumerate(counts):
-        mine = [r for r in rows if r["subjects"] == count]
-        offsets = [k + 0.4 * (i - 0.5) for k in range(len(mine))]
-        bars = axes.bar(offsets, [r["accuracy"] for r in mine], 0.38, label=f"{count} subjects")
-        axes.bar_label(bars, fmt="%.2f", fontsize=8)
-    axes.set_xticks(range(len(RUNS)), [r.label for r in RUNS])
-    axes.set(ylabel="held-out accuracy", ylim=(0, 1))
-    axes.legend(fontsize=8)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+    with panel(file, size=(6.5, 3.6)) as axes:
+        counts = sorted({r["subjects"] for r in rows}, reverse=True)
+        for i, count in enumerate(counts):
+            mine = [r for r in rows if r["subjects"] == count]
+            offsets = [k + 0.4 * (i - 0.5) for k in range(len(mine))]
+            bars = axes.bar(offsets, [r["accuracy"] for r in mine], 0.38, label=f"{count} subjects")
+            axes.bar_label(bars, fmt="%.2f", fontsize=8)
+        axes.set_xticks(range(len(COMPARED)), [r.label for r in COMPARED])
+        axes.set(ylabel="held-out accuracy", ylim=(0, 1))
+        axes.legend(fontsize=8)

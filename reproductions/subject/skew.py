@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from reproductions._plots import columns, panel
 from reproductions.registry import Claim, Outcome, Settings
-from reproductions.subject._training import Run, Trained, base_config, train
+from reproductions.subject._training import COMPARED, Trained, base_config, train
 
 TITLE = "accuracy when subjects are concentrated in few silos"
 SOURCE = "Marathe et al., text A Figure 3, text B Figure 3"
-
-RUNS = (
-    Run("LocalItemDP", "local_item"),
-    Run("LocalGroupDP, papers", "local_group", "paper_batch_z"),
-    Run("HiGradAvgDP, text B", "hi_grad_avg", "paper_b"),
-)
 
 
 def run(settings: Settings) -> Outcome:
@@ -31,7 +26,7 @@ def run(settings: Settings) -> Outcome:
             "federation": raw["federation"] | {"partition": "power", "alpha": alpha},
             "mechanism": raw["mechanism"] | {"max_items_per_subject": cap},
         }
-        for item in RUNS:
+        for item in COMPARED:
             trained = train(settings, own, item, seeds)
             found[item.label, alpha] = trained
             rows.append({"alpha": alpha} | trained.row())
@@ -41,8 +36,8 @@ def run(settings: Settings) -> Outcome:
     def kept(label: str) -> float:
         return found[label, last].mean / found[label, first].mean
 
-    drops = {item.label: round(1 - kept(item.label), 3) for item in RUNS}
-    alone, group, average = (drops[r.label] for r in RUNS)
+    drops = {item.label: round(1 - kept(item.label), 3) for item in COMPARED}
+    alone, group, average = (drops[r.label] for r in COMPARED)
     claims = [
         Claim("both: LocalItemDP is not significantly affected by skew", alone, "<= 0.05",
               alone <= 0.05, "relative loss of accuracy from a=1 to a=16"),
@@ -61,16 +56,9 @@ def _most(raw: dict[str, Any]) -> int:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(5.5, 3.6), layout="constrained")
-    for item in RUNS:
-        mine = [r for r in rows if r["run"] == item.label]
-        axes.plot([r["alpha"] for r in mine], [r["accuracy"] for r in mine], "o-", label=item.label)
-    axes.set(xlabel="skew a", ylabel="held-out accuracy", xscale="log", ylim=(0, 1))
-    axes.legend(fontsize=8)
-    figure.savefig(file, dpi=130)
-    plt.close(figure)
+    with panel(file, size=(5.5, 3.6)) as axes:
+        for item in COMPARED:
+            mine = [r for r in rows if r["run"] == item.label]
+            axes.plot(*columns(mine, "alpha", "accuracy"), "o-", label=item.label)
+        axes.set(xlabel="skew a", ylabel="held-out accuracy", xscale="log", ylim=(0, 1))
+        axes.legend(fontsize=8)

@@ -12,6 +12,7 @@ from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.training import fit
 from dpfl_jax.training.optimizers import build_optimizer
 from dpfl_jax.training.personalize import personalize
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.userlevel import _small_lm as small
 
@@ -95,14 +96,9 @@ class _View:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(5, 4))
-    for k, row in enumerate(rows):
-        ax.plot([0, 1], [row["before"], row["after"]], "o-", color=f"C{k}", label=row["model"])
-    ax.set_xticks([0, 1], ["as it is", "personalised"])
-    ax.set(ylabel="loss of held-out users")
-    ax.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, size=(5, 4)) as ax:
+        for k, row in enumerate(rows):
+            ax.plot([0, 1], [row["before"], row["after"]], "o-", color=f"C{k}", label=row["model"])
+        ax.set_xticks([0, 1], ["as it is", "personalised"])
+        ax.set(ylabel="loss of held-out users")
+        ax.legend()

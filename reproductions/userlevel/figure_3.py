@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.userlevel._mean_estimation import (
     PER_USER,
@@ -139,25 +140,22 @@ def _claims(found: Results) -> list[Claim]:
 
 
 def _draw(found: Results, panels: dict[str, list[Any]], file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4))
-    labels = {"epsilon": "epsilon", "budget": "compute budget B", "sigma_2": "sigma_2"}
-    for ax, (name, values) in zip(axes, panels.items()):
-        points = [dataclasses.replace(Setting(), **{name: value}) for value in values]
-        arms = {arm: None for point in points for arm in found[point]}
-        for arm in arms:
-            part = [
-                (getattr(p, name), found[p][arm].mean, found[p][arm].standard_error)
-                for p in points
-                if arm in found[p]
-            ]
-            x, y, e = zip(*part)
-            style = "--" if arm.kind == "els" else "-"
-            ax.errorbar(x, y, yerr=2 * np.asarray(e), fmt=f"o{style}", label=arm.name, capsize=2)
-        ax.set(xscale="log", yscale="log", xlabel=labels[name])
-    axes[0].set_ylabel("squared error of the last iterate")
-    axes[0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, 1, 3, size=(14, 4)) as axes:
+        labels = {"epsilon": "epsilon", "budget": "compute budget B", "sigma_2": "sigma_2"}
+        for ax, (name, values) in zip(axes, panels.items()):
+            points = [dataclasses.replace(Setting(), **{name: value}) for value in values]
+            arms = {arm: None for point in points for arm in found[point]}
+            for arm in arms:
+                part = [
+                    (getattr(p, name), found[p][arm].mean, found[p][arm].standard_error)
+                    for p in points
+                    if arm in found[p]
+                ]
+                x, y, e = zip(*part)
+                style = "--" if arm.kind == "els" else "-"
+                ax.errorbar(
+                    x, y, yerr=2 * np.asarray(e), fmt=f"o{style}", label=arm.name, capsize=2
+                )
+            ax.set(xscale="log", yscale="log", xlabel=labels[name])
+        axes[0].set_ylabel("squared error of the last iterate")
+        axes[0].legend(fontsize=7)

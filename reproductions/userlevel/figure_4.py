@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from reproductions._plots import columns, panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.userlevel import _small_lm as small
 
@@ -51,16 +52,11 @@ def run(settings: Settings) -> Outcome:
 
 
 def _draw(rows: list[dict[str, Any]], points: Any, median: int, file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(6, 4))
-    for budget, epsilon in points:
-        part = [r for r in rows if (r["budget"], r["epsilon"]) == (budget, epsilon)]
-        x, y = [r["group_size"] for r in part], [r["loss"] for r in part]
-        ax.semilogx(x, y, "o-", base=2, label=f"B = {budget}, epsilon {epsilon:g}")
-    ax.axvline(median, color="grey", linestyle=":", label="median (power of two)")
-    ax.set(xlabel="ELS group size", ylabel="held-out loss")
-    ax.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file) as ax:
+        for budget, epsilon in points:
+            part = [r for r in rows if (r["budget"], r["epsilon"]) == (budget, epsilon)]
+            x, y = columns(part, "group_size", "loss")
+            ax.semilogx(x, y, "o-", base=2, label=f"B = {budget}, epsilon {epsilon:g}")
+        ax.axvline(median, color="grey", linestyle=":", label="median (power of two)")
+        ax.set(xlabel="ELS group size", ylabel="held-out loss")
+        ax.legend(fontsize=8)

@@ -9,6 +9,7 @@ import numpy as np
 
 from dpfl_jax.planning import Planner, Users, estimate_and_double
 from dpfl_jax.planning.sweep import draw
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.userlevel import _small_lm as small
 
@@ -174,15 +175,10 @@ def _claims(heat: Heat, regret: dict[str, dict[int, float]], budgets: list[int])
 
 
 def _draw_regret(regret: dict[str, dict[int, float]], file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(6.5, 4))
-    shift = random.Random(0)
-    for name, found in regret.items():
-        x = [b * (1 + 0.03 * shift.random()) for b in found]
-        ax.semilogx(x, [100 * v for v in found.values()], "o-", base=2, label=name)
-    ax.set(xlabel="compute budget B", ylabel="loss above the best cell, %")
-    ax.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file, size=(6.5, 4)) as ax:
+        shift = random.Random(0)
+        for name, found in regret.items():
+            x = [b * (1 + 0.03 * shift.random()) for b in found]
+            ax.semilogx(x, [100 * v for v in found.values()], "o-", base=2, label=name)
+        ax.set(xlabel="compute budget B", ylabel="loss above the best cell, %")
+        ax.legend(fontsize=8)

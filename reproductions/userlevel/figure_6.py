@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.userlevel import _small_lm as small
 
@@ -58,17 +59,12 @@ def run(settings: Settings) -> Outcome:
 
 
 def _draw(loss: Any, budgets: list[int], epsilons: list[float], initial: float, file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(6, 4))
-    for k, budget in enumerate(budgets):
-        for kind, style in (("els", "--"), ("uls", "-")):
-            y = [loss[kind, budget, e] for e in epsilons]
-            label = f"{kind.upper()}, B = {budget}"
-            ax.semilogx(epsilons, y, f"o{style}", color=f"C{k}", label=label)
-    ax.axhline(initial, color="black", linestyle=":", label="pre-trained")
-    ax.set(xlabel="epsilon", ylabel="held-out loss")
-    ax.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file) as ax:
+        for k, budget in enumerate(budgets):
+            for kind, style in (("els", "--"), ("uls", "-")):
+                y = [loss[kind, budget, e] for e in epsilons]
+                label = f"{kind.upper()}, B = {budget}"
+                ax.semilogx(epsilons, y, f"o{style}", color=f"C{k}", label=label)
+        ax.axhline(initial, color="black", linestyle=":", label="pre-trained")
+        ax.set(xlabel="epsilon", ylabel="held-out loss")
+        ax.legend(fontsize=8)

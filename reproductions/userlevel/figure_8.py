@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.planning import Planner, Sensitivities, Users
+from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.userlevel import _small_lm as small
 
@@ -81,16 +82,11 @@ def run(settings: Settings) -> Outcome:
 
 
 def _draw(loss: Any, factors: list[int], budgets: list[int], file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(6, 4))
-    for k, factor in enumerate(factors):
-        for kind, style in (("els", "--"), ("uls", "-")):
-            y = [loss[kind, factor, b] for b in budgets]
-            label = f"{kind.upper()}, {factor}x users"
-            ax.semilogx(budgets, y, f"o{style}", color=f"C{k}", label=label)
-    ax.set(xlabel="compute budget B", ylabel="held-out loss")
-    ax.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file) as ax:
+        for k, factor in enumerate(factors):
+            for kind, style in (("els", "--"), ("uls", "-")):
+                y = [loss[kind, factor, b] for b in budgets]
+                label = f"{kind.upper()}, {factor}x users"
+                ax.semilogx(budgets, y, f"o{style}", color=f"C{k}", label=label)
+        ax.set(xlabel="compute budget B", ylabel="held-out loss")
+        ax.legend(fontsize=8)

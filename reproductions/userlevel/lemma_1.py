@@ -8,6 +8,7 @@ from typing import Any
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.closed_forms.userlevel import lemma_1_holds
+from reproductions._plots import columns, panel
 from reproductions.registry import Claim, Outcome, Settings
 
 TITLE = "Conjecture 1 and Lemma 1 over a grid"
@@ -75,15 +76,10 @@ def run(settings: Settings) -> Outcome:
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(6, 4))
-    for size in sorted({r["group_size"] for r in rows}):
-        part = [r for r in rows if r["group_size"] == size]
-        ax.semilogx([r["prob"] for r in part], [r["ratio"] for r in part], "o", label=f"K = {size}")
-    ax.axhline(1.0, color="black", linewidth=0.8)
-    ax.set(xlabel="sampling probability", ylabel="sigma_ELS / (K sigma_ULS)")
-    ax.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=150)
-    plt.close(figure)
+    with panel(file) as ax:
+        for size in sorted({r["group_size"] for r in rows}):
+            part = [r for r in rows if r["group_size"] == size]
+            ax.semilogx(*columns(part, "prob", "ratio"), "o", label=f"K = {size}")
+        ax.axhline(1.0, color="black", linewidth=0.8)
+        ax.set(xlabel="sampling probability", ylabel="sigma_ELS / (K sigma_ULS)")
+        ax.legend()
