@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dpfl_jax.cli.main import main
-from reproductions.registry import Claim, Outcome, figures, load, near
+from reproductions.registry import Claim, Outcome, figures, load, near, within
 
 
 def dpfl(*args):
@@ -75,6 +75,9 @@ def test_verdicts_and_json_of_claims():
     assert near("x", 1.04, 1.0, 0.05).holds
     assert not near("x", 1.06, 1.0, 0.05).holds
     assert not near("x", float("inf"), 1.0, 0.05).holds
+    assert within("x", -0.1, 0.0, 0.15) == Claim("x", -0.1, 0.0, True, "within 0.15")
+    assert not within("x", 0.2, 0.0, 0.15).holds
+    assert not within("x", float("nan"), 0.0, 0.15, "why").holds
     outcome = Outcome([Claim("c", float("inf"), 4.0, False)], [], [{"e": float("nan")}])
     assert outcome.to_json("p/f")["claims"][0]["measured"] == "inf"
     assert outcome.to_json("p/f")["rows"] == [{"e": "nan"}]
