@@ -38,6 +38,7 @@ LARGEST_GRID = 30.0
 _ATOM_RESOLUTION = 1.0 / 30.0
 # What is cut off must itself be a floating-point number.
 _LEAST_LOG_TAIL = -600.0
+_LEAST_DELTA = 1e-200
 
 
 class TooLittleNoiseError(BadInputError):
@@ -45,11 +46,16 @@ class TooLittleNoiseError(BadInputError):
 
 
 def check_delta(delta: float) -> None:
-    """Raises BadInputError unless 0 < delta < 1."""
+    """Raises BadInputError unless 0 < delta < 1, and large enough for tails to be computed."""
     if not (isinstance(delta, int | float) and math.isfinite(delta) and 0.0 < delta < 1.0):
         raise BadInputError(
             f"delta is {delta}, but it must lie strictly between 0 and 1 (a usual choice is below "
             "one over the number of units)"
+        )
+    if delta < _LEAST_DELTA:
+        raise BadInputError(
+            f"delta is {delta:g}, but tails of privacy losses are only computed down to "
+            f"{_LEAST_DELTA:g}: choose a larger one"
         )
 
 

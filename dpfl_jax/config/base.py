@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,6 +11,13 @@ class Section(BaseModel):
     """A section: unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+# It names a folder.
+NAME = r"^[^/\\.][^/\\]*$"
+# What float32 holds with room for sums; infinity is none of them.
+Positive = Annotated[float, Field(gt=0, le=1e30)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class LedgerSection(Section):
@@ -63,7 +70,7 @@ class RunSection(Section):
         the config, which the report then says.
     """
 
-    name: str = "run"
+    name: str = Field("run", pattern=NAME)
     seed: int | None = None
     privacy: Any
     processes: ProcessesConfig = ProcessesConfig()

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dpfl_jax.config.base import LedgerSection, RunSection, Section
+from dpfl_jax.config.base import NAME, LedgerSection, Positive, RunSection, Section, Seed
 from dpfl_jax.config.schema import OptimizerConfig
 
 
@@ -55,7 +55,7 @@ class FederatedDataConfig(Section):
     stride: int = Field(1, gt=0)
     validation_fraction: float = Field(0.2, gt=0, lt=1)
     split: Literal["by_subject", "by_record"] = "by_subject"
-    split_seed: int = 0
+    split_seed: Seed = 0
 
 
 class BudgetConfig(Section):
@@ -111,7 +111,7 @@ class FederationConfig(Section):
     silos: int = Field(16, gt=0)
     partition: Literal["uniform", "power", "confined", "natural", "labels"] = "uniform"
     alpha: float = Field(1.0, ge=1)
-    partition_seed: int = 0
+    partition_seed: Seed = 0
     rounds: int = Field(gt=0)
     local_steps: int = Field(gt=0)
     silos_per_round: int | None = Field(None, gt=0)
@@ -155,7 +155,7 @@ class SiloMechanismConfig(Section):
     batch_size: float | None = Field(None, gt=0)
     sampling_prob: float | None = Field(None, gt=0, le=1)
     max_items_per_subject: int = Field(4, ge=1)
-    clip_norm: float = Field(1.0, gt=0)
+    clip_norm: Positive = 1.0
     noise_multiplier: float | None = Field(None, gt=0)
     sampling: Literal["poisson", "fixed"] = "poisson"
     batch_cap: int | None = Field(None, ge=1)
@@ -235,8 +235,8 @@ class FederatedConfig(RunSection):
       init_seed: of the initial parameters.
     """
 
-    name: str = "federated-run"
-    init_seed: int = 0
+    name: str = Field("federated-run", pattern=NAME)
+    init_seed: Seed = 0
     data: FederatedDataConfig = FederatedDataConfig()
     federation: FederationConfig
     model: FederatedModelConfig = FederatedModelConfig()

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from dpfl_jax.config.base import LedgerSection, RunSection, Section
+from dpfl_jax.config.base import NAME, LedgerSection, Positive, RunSection, Section, Seed
 
 
 class IsrlDataConfig(Section):
@@ -44,7 +44,7 @@ class IsrlDataConfig(Section):
     max_norm: float = Field(4.0, gt=0)
     max_target: float = Field(3.0, gt=0)
     max_records: int | None = Field(None, gt=0)
-    split_seed: int = 0
+    split_seed: Seed = 0
 
 
 class IsrlModelConfig(Section):
@@ -60,7 +60,7 @@ class IsrlModelConfig(Section):
 
     loss: Literal["logistic", "hinge", "softmax", "squared", "absolute"] = "logistic"
     regularization: float = Field(0.0, ge=0)
-    radius: float = Field(5.0, gt=0)
+    radius: Positive = 5.0
     smoothing: float | None = Field(None, gt=0)
 
 
@@ -93,7 +93,7 @@ class IsrlSection(Section):
     arm: Literal["sound", "paper_closed_form", "as_published"] = "sound"
     rounds: int | None = Field(None, gt=0)
     batch_fraction: float | None = Field(None, gt=0, le=1)
-    clip_norm: float | None = Field(None, gt=0)
+    clip_norm: Positive | None = None
     step_size: float | None = Field(None, gt=0)
     average_last: int | None = Field(None, gt=0)
     available: int | dict[int, float] | None = None
@@ -137,7 +137,7 @@ class IsrlTrainConfig(Section):
 class IsrlConfig(RunSection):
     """A whole ISRL-DP run; see ``RunSection``."""
 
-    name: str = "isrl-run"
+    name: str = Field("isrl-run", pattern=NAME)
     data: IsrlDataConfig = IsrlDataConfig()
     model: IsrlModelConfig = IsrlModelConfig()
     isrl: IsrlSection

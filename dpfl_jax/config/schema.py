@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dpfl_jax.config.base import LedgerSection, RunSection, Section
+from dpfl_jax.config.base import LedgerSection, Positive, RunSection, Section, Seed
 from dpfl_jax.data import DataConfig
 
 
@@ -26,7 +26,7 @@ class OptimizerConfig(Section):
     """
 
     name: str = "adam"
-    learning_rate: float = Field(1e-3, gt=0)
+    learning_rate: Positive = 1e-3
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     options: dict[str, Any] = Field(default_factory=dict)
@@ -130,7 +130,7 @@ class MechanismConfig(Section):
 
     kind: Literal["els", "uls", "none"] = "uls"
     compute_budget: float = Field(256, gt=0)
-    clip_norm: float = Field(1.0, gt=0)
+    clip_norm: Positive = 1.0
     clipping: Literal["standard", "normalized"] = "normalized"
     noise_multiplier: float | None = Field(None, gt=0)
     sampling_prob: float | None = None
@@ -257,7 +257,7 @@ class RunConfig(RunSection):
       init_seed: seed of the initial parameters (public; they carry no privacy).
     """
 
-    init_seed: int = 0
+    init_seed: Seed = 0
     data: DataConfig
     population: PopulationConfig | None = None
     model: ModelConfig = ModelConfig()

@@ -78,6 +78,8 @@ def split_within_users(
     """
     if not 0.0 <= fraction <= 1.0:
         raise BadInputError(f"the held-out fraction is {fraction}, but it must be in [0, 1]")
+    if most is not None and most < 0:
+        raise BadInputError(f"data.held_out_max is {most}, but it must be 0 or more")
     counts = store.examples_per_user
     users = np.flatnonzero(counts >= smallest)
     # The rounding guard keeps ceil(0.1 * 30) at 3.

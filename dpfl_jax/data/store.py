@@ -327,7 +327,13 @@ class UserView(StoreBase):
           first: int64 [k], number of each user's leading examples left out (default 0).
           counts: int64 [k], number of examples kept (default: all that follow). Users left without
             an example are dropped.
+
+        Raises:
+          BadInputError: a number below 0: users would then share examples.
         """
+        for name, values in (("first", first), ("counts", counts)):
+            if values is not None and np.any(np.asarray(values) < 0):
+                raise BadInputError(f"{name} of a user's examples must be 0 or more")
         users = np.asarray(users, dtype=np.int64)
         begin = parent.user_offsets[users]
         size = parent.user_offsets[users + 1] - begin

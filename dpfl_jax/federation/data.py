@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -195,26 +195,3 @@ class ArrayRecords:
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the records at ``positions``."""
         return {name: array[positions] for name, array in self.arrays.items()}
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Renamed:
-    """A store whose fields are given other names, for models that expect them.
-
-    Attributes:
-      records: the store.
-      names: old name -> new name; fields not named keep theirs.
-    """
-
-    records: Any
-    names: Mapping[str, str]
-
-    @property
-    def fingerprint(self) -> str | None:
-        """The store's, if it has one."""
-        return getattr(self.records, "fingerprint", None)
-
-    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
-        """Returns the records at ``positions``."""
-        found = self.records.read(positions)
-        return {self.names.get(name, name): array for name, array in found.items()}

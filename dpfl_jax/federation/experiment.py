@@ -223,7 +223,7 @@ class FederatedRun(Prepared):
         return Charge(event, self.delta, guarantee.unit, guarantee.adjacency)
 
     def train(
-        self, directory: RunDirectory, console: Console
+        self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
     ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
         """Runs the rounds."""
         config, federation, model = self.config, self.federation, self.model
@@ -252,6 +252,7 @@ class FederatedRun(Prepared):
             run_dir=directory,
             checkpoint_every=train.checkpoint_every,
             keep_checkpoints=train.keep_checkpoints,
+            charge=charge,
             console=console,
         )
 

@@ -304,6 +304,7 @@ def run_rounds(
     checkpoint_every: int = 5,
     keep_checkpoints: int = 2,
     show_spent: bool = True,
+    charge: Callable[[str], Any] | None = None,
     console: Console | None = None,
     hooks: Hooks | None = None,
 ) -> RunResult:
@@ -331,6 +332,7 @@ def run_rounds(
       checkpoint_every: rounds between checkpoints.
       keep_checkpoints: checkpoints kept.
       show_spent: whether epsilon is computed for the log of every round.
+      charge: see ``run.driver.drive``.
       console: where the progress bar goes; None for none.
       hooks: functions that are called on the way.
 
@@ -361,6 +363,7 @@ def run_rounds(
         eval_every=eval_every,
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
+        charge=charge,
         console=console,
         hooks=hooks,
     )

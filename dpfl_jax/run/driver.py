@@ -35,8 +35,8 @@ PUBLIC_KEY_CAVEAT = (
 )
 MOVED_CAVEAT = (
     "the run went on from a checkpoint, or from its start, on other hardware: steps taken twice "
-    "used the same noise on sums that may differ in rounding, so metrics written between there and "
-    "the interruption must not have been published"
+    "used the same noise on sums that may differ in rounding, or drew anew, so metrics written "
+    "between there and the interruption must not have been published"
 )
 
 
@@ -96,6 +96,7 @@ def drive(
     checkpoint_every: int = 50,
     keep_checkpoints: int = 2,
     log_every: int = 1,
+    charge: Callable[[str], Any] | None = None,
     console: Console | None = None,
     hooks: Hooks | None = None,
 ) -> RunResult:
@@ -110,6 +111,8 @@ def drive(
       checkpoint_every: steps between checkpoints.
       keep_checkpoints: checkpoints kept.
       log_every: steps between rows of metrics.
+      charge: called before the first step with a name of the run's draws, to pay for them (in the
+        process that writes): a run that moves and draws anew pays again.
       console: where the progress bar goes; None for none.
       hooks: called on the way.
 
@@ -141,6 +144,8 @@ def drive(
         if resumed is not None:
             state = checkpoints.restore(state, root, terms, resumed)
         log.start_at(int(state.step))
+    if charge is not None:
+        processes.primary_first(lambda: charge(key.fingerprint))
     start = int(state.step)
 
     def evaluated(done: int) -> None:

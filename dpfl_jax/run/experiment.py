@@ -67,7 +67,7 @@ class Prepared(abc.ABC):
 
     @abc.abstractmethod
     def train(
-        self, directory: RunDirectory, console: Console
+        self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
     ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
         """Runs; returns the result, and what makes its report (called where it is written)."""
 
@@ -108,16 +108,16 @@ def run_prepared(
         console.print(f"{verb} [bold]{config.name}[/bold] in {directory.path}")
         for line in prepared.headline():
             console.print(line)
-        ledger = processes.primary_first(lambda: _reserve(prepared, directory, console))
-        result, make_report = prepared.train(directory, console)
+        bill = _Bill(prepared, directory, console)
+        result, make_report = prepared.train(directory, console, bill)
         if not directory.writes:
             status = FINISHED if result.interrupted is None else "interrupted"
             return {"status": status, "steps": result.steps, "run_dir": str(directory.path)}
         report = make_report()
         report["run_dir"] = str(directory.path)
         report["data"]["keyed_digest"] = directory.facts["data"]
-        if ledger is not None and result.interrupted is None:
-            ledger.commit(directory.run_id)
+        if result.interrupted is None:
+            bill.commit()
         write_report(directory.path, report, result.metrics)
         return report
     finally:
@@ -134,26 +134,36 @@ def _open_directory(
     return processes.together(lambda: mine or RunDirectory.join(introduction, facts))
 
 
-def _reserve(
-    prepared: Prepared, directory: RunDirectory, console: Console
-) -> accounting.Ledger | None:
+class _Bill:
     """Charges the whole run to the ledger before its first step, if the config names one."""
-    privacy = prepared.config.privacy
-    if privacy.ledger is None:
-        return None
-    ledger, charge = accounting.Ledger(privacy.ledger), prepared.charge()
-    reservation = ledger.reserve(
-        accounting.Account(privacy.account, charge.unit, charge.adjacency),
-        directory.run_id,
-        charge.event,
-        charge.delta,
-        privacy.budget,
-    )
-    left = "" if reservation.left is None else f", {reservation.left:.4g} left"
-    lines = [f"a new ledger was made at {ledger.path}"] * reservation.new_ledger
-    lines.append(
-        f"ledger {ledger.path}, account {privacy.account}: epsilon {reservation.before:.4g} spent "
-        f"before this run, {reservation.after:.4g} with it{left} (delta {charge.delta:.3g})"
-    )
-    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
-    return ledger
+
+    def __init__(self, prepared: Prepared, directory: RunDirectory, console: Console) -> None:
+        self._privacy, self._console = prepared.config.privacy, console
+        self._run, self._paid = directory.run_id, ""
+        if self._privacy.ledger is None:
+            return
+        self._ledger, charge = accounting.Ledger(self._privacy.ledger), prepared.charge()
+        self._charge = charge
+        self._account = accounting.Account(self._privacy.account, charge.unit, charge.adjacency)
+
+    def __call__(self, draws: str) -> None:
+        """Charges the run under its own name and that of its draws."""
+        if self._privacy.ledger is None:
+            return
+        self._paid = f"{self._run}:{draws}"
+        found = self._ledger.reserve(
+            self._account, self._paid, self._charge.event, self._charge.delta, self._privacy.budget
+        )
+        left = "" if found.left is None else f", {found.left:.4g} left"
+        lines = [f"a new ledger was made at {self._ledger.path}"] * found.new_ledger
+        lines.append(
+            f"ledger {self._ledger.path}, account {self._privacy.account}: epsilon "
+            f"{found.before:.4g} spent before this run, {found.after:.4g} with it{left} "
+            f"(delta {self._charge.delta:.3g})"
+        )
+        self._console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+
+    def commit(self) -> None:
+        """The run is finished."""
+        if self._paid:
+            self._ledger.commit(self._paid)

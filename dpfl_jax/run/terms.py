@@ -12,12 +12,13 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from dpfl_jax.clipping import join
 from dpfl_jax.errors import BadInputError
@@ -172,16 +173,43 @@ def traced_parts(function: Callable[..., Any], *args: Any) -> tuple[str, list[An
     """What a function traces to: its operations as text, and the arrays it has captured.
 
     Raises:
-      BadInputError: it calls back into Python, where nothing can be traced.
+      BadInputError: it calls back into Python, or computes something else under ``vmap``: what that
+        is cannot be traced.
     """
     traced = jax.make_jaxpr(function)(*jax.tree.map(shape_of, args))
     text = re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr))  # functions print where they lie
-    if found := re.search(r"\b(pure_callback|io_callback)\[", text):
-        raise BadInputError(
-            f"the loss (or the optimiser) calls back into Python ({found[1]}): what is computed "
-            "there can neither be bounded nor told from another run's; write it in JAX"
-        )
-    return text, list(traced.consts)
+    constants = list(traced.consts)
+    for equation in _equations(traced.jaxpr, constants):
+        if equation.primitive.name in ("pure_callback", "io_callback"):
+            raise BadInputError(
+                f"the loss (or the optimiser) calls back into Python ({equation.primitive.name}): "
+                "what is computed there can neither be bounded nor told from another run's; write "
+                "it in JAX"
+            )
+        if equation.primitive.name == "custom_vmap_call":
+            raise BadInputError(
+                "the loss (or the optimiser) has a rule of its own for vmap (custom_vmap): what "
+                "that computes cannot be told from another run's; write it without one"
+            )
+    return text, constants
+
+
+def _equations(jaxpr: Any, constants: list[Any]) -> Iterator[Any]:
+    """All equations, of inner functions too; the arrays these captured are put to ``constants``."""
+    for equation in jaxpr.eqns:
+        yield equation
+        inner: list[Any] = list(equation.params.values())
+        while inner:
+            part = inner.pop()
+            if isinstance(part, (list, tuple)):
+                inner += part
+            elif isinstance(part, Mapping):
+                inner += part.values()
+            elif isinstance(part, ClosedJaxpr):
+                constants += part.consts
+                yield from _equations(part.jaxpr, constants)
+            elif isinstance(part, Jaxpr):
+                yield from _equations(part, constants)
 
 
 def training_digest(

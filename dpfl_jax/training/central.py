@@ -305,6 +305,7 @@ def fit(
     eval_batch_size: int = 64,
     log_every: int = 1,
     caveats: tuple[str, ...] = (),
+    charge: Callable[[str], Any] | None = None,
     console: Console | None = None,
     hooks: Hooks | None = None,
 ) -> FitResult:
@@ -345,6 +346,7 @@ def fit(
       eval_batch_size: examples per device and evaluation batch.
       log_every: steps between rows of metrics.
       caveats: further sentences for the guarantee.
+      charge: see ``run.driver.drive``.
       console: where the progress bar goes; None for none.
       hooks: functions that are called on the way.
 
@@ -399,6 +401,7 @@ def fit(
         checkpoint_every=checkpoint_every,
         keep_checkpoints=keep_checkpoints,
         log_every=log_every,
+        charge=charge,
         console=console,
         hooks=hooks,
     )

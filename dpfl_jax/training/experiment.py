@@ -145,7 +145,7 @@ class CentralRun(Prepared):
         return Charge(self.mechanism.event(self.population, self.config.train.steps), self.delta)
 
     def train(
-        self, directory: RunDirectory, console: Console
+        self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
     ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
         """Pre-trains if asked to, and fits."""
         config, mesh = self.config, make_mesh(**self.config.mesh.axes)
@@ -176,6 +176,7 @@ class CentralRun(Prepared):
             eval_batch_size=config.eval.batch_size,
             log_every=config.train.log_every,
             caveats=run_caveats(config, self.mechanism),
+            charge=charge,
             console=console,
         )
         personal = _personalized(self, result, mesh)

@@ -6,6 +6,8 @@ import difflib
 import inspect
 from typing import Any
 
+import jax
+import numpy as np
 import optax
 
 from dpfl_jax.errors import BadInputError
@@ -64,7 +66,16 @@ def build_optimizer(
                 f"optax.{name} takes no option {option!r}; it takes {', '.join(takes)}"
             )
     rate = learning_rate_schedule(learning_rate, schedule, warmup_steps, steps)
-    return factory(learning_rate=rate, **options)  # type: ignore[misc]
+    try:
+        made = factory(learning_rate=rate, **options)  # type: ignore[misc]
+        like = jax.ShapeDtypeStruct((1,), np.float32)  # some options fail at the first update alone
+        jax.eval_shape(lambda g: made.update(g, made.init(g), g), like)
+    except TypeError as error:
+        raise BadInputError(
+            f"optax.{name} cannot be used with these options ({error}): it must update parameters "
+            "from their gradients alone"
+        ) from None
+    return made
 
 
 def _parameters(factory: Any) -> list[str]:

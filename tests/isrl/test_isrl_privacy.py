@@ -527,6 +527,23 @@ def test_one_schedule_gives_two_uses_no_common_noise():
 
 
 @pytest.mark.privacy
+def test_schedules_of_one_key_that_differ_share_no_key():
+    """From the second round on, other silos answered in one of them: the models differ."""
+    key, sizes = RootKey.generate(), np.array([6, 5, 4, 3])
+    given = [
+        {},
+        {"available": 3},
+        {"available": {4: 0.5, 3: 0.5}},
+        {"one_pass_batch": np.array([2, 2, 2, 1])},
+        {"most_rounds": 4},
+    ]
+    made = [np.asarray(make_schedule(key, 5, sizes, **g).keys) for g in given]
+    made.append(np.asarray(make_schedule(key, 5, sizes + 1).keys))
+    for a, b in itertools.combinations(made, 2):
+        assert not (a == b).all(axis=-1).any()
+    np.testing.assert_array_equal(made[0], np.asarray(make_schedule(key, 5, sizes).keys))
+
+
 def test_what_other_silos_hold_and_weigh_is_another_use_of_a_schedule():
     """A silo's message depends on it through the model: its noise must not be the same then."""
     rounds, sizes = 3, [5, 4]

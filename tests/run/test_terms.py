@@ -67,8 +67,15 @@ CHANGES = {
 }
 
 
+def weighted(factor):
+    """A loss whose weights belong to a compiled function inside of it."""
+    weigh = jax.jit(lambda x: x * (factor * jnp.ones(4)))
+    return lambda p, e: jnp.vdot(p["w"], weigh(e["x"]))
+
+
 def noise_of(key, **changes):
     """What the first step added to the clipped sum, over its standard deviation."""
+    factor = changes.pop("factor", 2.0 if "loss_fn" in changes else 1.0)
     given = arguments(**changes)
     seen = []
 
@@ -79,9 +86,7 @@ def noise_of(key, **changes):
 
     watcher = optax.GradientTransformation(lambda _: optax.EmptyState(), watch)
     fit(**given | {"optimizer": optax.chain(watcher, given["optimizer"])}, key=key)
-    x, factor = given["data"].read(np.arange(USERS))["x"].astype(np.float64), 1.0
-    if changes.get("loss_fn"):
-        factor = 2.0
+    x = given["data"].read(np.arange(USERS))["x"].astype(np.float64)
     mechanism = given["mechanism"]
     norm = factor * np.linalg.norm(x, axis=1, keepdims=True)
     clean = (factor * x * np.minimum(1.0, mechanism.clip_norm / norm)).sum(0)
@@ -101,6 +106,8 @@ def test_two_runs_with_one_secret_key_share_no_noise():
         # Two independent normals lie within 1e-4 of each other with probability 6e-5.
         assert np.abs(first - other).min() > 1e-4, name
     np.testing.assert_allclose(noise_of(key), first, rtol=1e-6)  # the same run is the same run
+    once, twice = (noise_of(key, loss_fn=weighted(f), factor=f) for f in (1.0, 2.0))
+    assert np.abs(once - twice).min() > 1e-4
 
 
 def test_sampling_is_a_runs_own_too():
@@ -189,8 +196,23 @@ def test_computations_are_told_apart_by_operations_constants_and_gradients():
         fresh.defjvp(lambda x, t: (jnp.sum(x[0]), factor * jnp.sum(t[0])))
         return fresh
 
+    def within(constant, depth=1):
+        """The array belongs to a compiled function, which lies in others."""
+        inner = jax.jit(lambda x: jnp.asarray(constant) * jnp.tanh(x))
+        for _ in range(depth):
+            inner = jax.jit(lambda x, f=inner: jax.lax.cond(x[0] > 0, f, jnp.sin, x))
+        return lambda x: jnp.sum(inner(x))
+
+    def drawn(seed):
+        key = jax.random.key(seed)
+        inner = jax.jit(lambda x: jax.random.normal(key, (3,)) * x)
+        return lambda x: jnp.sum(inner(x))
+
     one, two = np.arange(3.0), np.array([0.0, 1.0, 3.0])
     assert digest(scaled(one)) == digest(scaled(one.copy()))
+    assert digest(within(one)) == digest(within(one.copy()))
+    for other in (within, lambda c: within(c, 2), lambda c: drawn(int(c.sum()))):
+        assert digest(other(one)) != digest(other(two))
     found = [digest(f) for f in (scaled(one), scaled(two), with_rule(1.0), with_rule(2.0))]
     assert len(set(found)) == 4
 
@@ -272,6 +294,34 @@ def test_losses_that_call_back_into_python_are_refused():
     loss.defjvp(lambda p, t: (loss(*p), loss_fn(t[0], p[1])))
     with pytest.raises(BadInputError, match=r"calls back into Python \(pure_callback\)"):
         fit(**arguments(loss_fn=loss), key=RootKey.generate())
+
+
+def test_losses_with_a_rule_for_vmap_are_refused():
+    """What is trained is the rule, which nothing that is traced tells."""
+    fresh = jax.custom_batching.custom_vmap(lambda x: x)
+    fresh.def_vmap(lambda size, batched, x: (3.0 * x, True))
+    loss = jax.jit(lambda p, e: loss_fn(p, {"x": fresh(e["x"])}))
+    with pytest.raises(BadInputError, match=r"rule of its own for vmap \(custom_vmap\)"):
+        fit(**arguments(loss_fn=loss), key=RootKey.generate())
+
+
+def test_a_run_that_moves_and_draws_anew_is_charged_again(tmp_path):
+    """Else a copy of its directory would be another run that nobody pays for."""
+    charged = []
+    directory = RunDirectory(tmp_path / "run", {}, "f", None)
+
+    def train(**changes):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / "2", ignore_errors=True)
+        fit(**arguments(steps=2) | changes, run_dir=directory, checkpoint_every=1,
+            charge=charged.append)  # fmt: skip
+
+    one, two = (jax.sharding.Mesh(np.array(jax.devices()[:n]), ("data",)) for n in (1, 2))
+    train()
+    train(mesh=one)
+    train(mesh=two, loss_fn=lambda p, e: 1.0 * loss_fn(p, e) + 0.0)
+    directory.close()
+    assert charged[0] == charged[1]
+    assert charged[2] != charged[1]
 
 
 def test_damaged_files_of_a_run_are_named(tmp_path):

@@ -8,6 +8,7 @@ import conv_zoo
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from neighbours import removed
 
@@ -18,7 +19,7 @@ from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.mesh import make_mesh, parameter_shardings, place, unit_parts
-from dpfl_jax.training import convolutions
+from dpfl_jax.training import convolutions, fit
 from dpfl_jax.training.batches import training_pipeline
 from dpfl_jax.training.sum_check import check_sum
 from dpfl_jax.training.sums import bounded_sum_over_microbatches
@@ -131,6 +132,33 @@ def check(name, layout, option, copied=True):
     found = check_sum(total, mechanism, loss, params, nobody, pipeline, size)
     assert total._cache_size() == 1
     return found
+
+
+@pytest.mark.parametrize("way", ["scan", "examples_at_once"])
+def test_a_step_of_fit_is_that_of_one_device(way):
+    """Units that are formed one by one mixed on 2 x 2 x 2 where kernels were split."""
+    loss, params, data = problem("one_d")
+    mechanism, options = (
+        (EXAMPLES, {"strategy": way}) if way == "scan" else (USERS, {"examples_at_once": 1})
+    )
+
+    def moved(mesh):
+        result = fit(
+            loss_fn=loss,
+            params=params,
+            data=data,
+            mechanism=mechanism,
+            optimizer=optax.sgd(1.0),
+            steps=1,
+            delta=1e-3,
+            key=KEY,
+            mesh=mesh,
+            **options,
+        )
+        return jax.tree.map(lambda a, b: np.asarray(b, "f8") - a, params, result.params)
+
+    want, got = moved(make_mesh(devices=jax.devices()[:1])), moved(make_mesh(2, 2, 2))
+    assert apart(got, want) <= 1e-5 * norm(want)
 
 
 def cells():

@@ -14,7 +14,7 @@ import numpy as np
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.content import content_words, mixed
-from dpfl_jax.run.terms import traced_parts
+from dpfl_jax.run.terms import traced_parts, value_digest
 
 PyTree = Any
 
@@ -100,6 +100,9 @@ def make_schedule(
     sizes = np.asarray(sizes)
     silos = len(sizes)
     law = participation_law(available, silos)
+    # Schedules that differ in anything must not share noise: their messages could be subtracted.
+    given = [rounds, sizes, sorted(law.items()), one_pass_batch, most_rounds]
+    key = key.child("isrl-schedule:" + value_digest(given))
     rng = key.numpy("isrl-participation")
     counts = rng.choice(list(law), size=rounds, p=list(law.values()))
     order = rng.random((rounds, silos)).argsort(axis=1).argsort(axis=1)

@@ -85,7 +85,7 @@ class IsrlRun(Prepared):
         return Charge(worst.event, max(z.budget.delta for z in noise), unit, adjacency)
 
     def train(
-        self, directory: RunDirectory, console: Console
+        self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
     ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
         """Runs the rounds."""
         result = run_rounds(
@@ -95,6 +95,7 @@ class IsrlRun(Prepared):
             self.parameters,
             run_dir=directory,
             evaluate=make_evaluation(self.task, self.records.test),
+            charge=charge,
             console=console,
         )
         return result, lambda: _report(self, result)

@@ -314,6 +314,7 @@ def run_rounds(
     *,
     run_dir: RunDirectory,
     evaluate: Callable[[jax.Array], dict[str, Any]],
+    charge: Callable[[str], Any] | None = None,
     console: Console | None = None,
 ) -> RunResult:
     """Runs (or goes on with) a prepared configuration.
@@ -325,6 +326,7 @@ def run_rounds(
       parameters: its numbers, noise included.
       run_dir: where to log and checkpoint.
       evaluate: ``w -> dict`` with at least ``loss``; before, during and after.
+      charge: see ``run.driver.drive``.
       console: where the progress bar goes; None for none.
     """
     train, size = config.train, config.train.rounds_per_block
@@ -336,6 +338,7 @@ def run_rounds(
         eval_every=train.eval_every * size,
         checkpoint_every=train.checkpoint_every * size,
         keep_checkpoints=train.keep_checkpoints,
+        charge=charge,
         console=console,
     )
 
