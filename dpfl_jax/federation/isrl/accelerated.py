@@ -94,11 +94,3 @@ def step_weights(
     scale = max(2 * smoothness, math.sqrt(grown))
     alphas, prox = 2 / (r + 1), 4 * scale / (r * (r + 1))
     return jnp.asarray(alphas, jnp.float32), jnp.asarray(prox, jnp.float32)
-
-
-def risk_bound(rounds: int, smoothness: float, variance: float, distance: float) -> float:
-    """The bound that goes with ``step_weights``."""
-    grown = 2 * variance * rounds * (rounds + 1) * (rounds + 2) / (3 * distance**2)
-    scale = max(2 * smoothness, math.sqrt(grown))
-    first = 2 * scale * distance**2 / (rounds * (rounds + 1))
-    return first + 4 * variance * (rounds + 2) / (3 * scale)

@@ -8,9 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.accounting import Guarantee
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, silo_guarantee, silo_noise
+from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, silo_noise
 from dpfl_jax.federation.isrl.message import (
     UNIT_NOISE,
     Loss,
@@ -94,27 +93,6 @@ def make_central_oracle(
         return clean(w, row) + scale * UNIT_NOISE.sample(key, w)
 
     return oracle
-
-
-def central_guarantee(noise: SiloNoise) -> Guarantee:
-    """What a trusted server's run gives every record of every silo."""
-    own = silo_guarantee(noise)
-    return Guarantee(
-        unit=own.unit,
-        adjacency=own.adjacency,
-        trust="central",
-        epsilon=own.epsilon,
-        delta=own.delta,
-        noise_multiplier=own.noise_multiplier,
-        steps=own.steps,
-        accountant=own.accountant,
-        sampling=own.sampling,
-        assumptions=(
-            "the server is trusted: it sees each silo's clean gradients and adds noise once",
-            *own.assumptions[1:],
-        ),
-        caveats=own.caveats,
-    )
 
 
 def alone(data: SiloData, silo: int) -> SiloData:

@@ -187,44 +187,6 @@ def one_pass_batch_strongly_convex(
     return int(min(max(1, round(batch)), n))
 
 
-def unbalanced_step_convex(
-    rounds: int,
-    beta: float,
-    lipschitz: float,
-    diameter: float,
-    *,
-    n: float,
-    silos: float,
-    dim: int,
-    term: float,
-) -> float:
-    """Theorem H.1, convex: eta of unbalanced noisy MB-SGD (Algorithm 7).
-
-    Args:
-      rounds: R.
-      beta: smoothness.
-      lipschitz: L.
-      diameter: D.
-      n: of the smallest silo.
-      silos: M.
-      dim: d.
-      term: ``bounds.unbalanced_term``, min{Xi/M', xi_max/M}, whose inverse the theorem writes.
-    """
-    check(rounds=rounds, beta=beta, lipschitz=lipschitz, diameter=diameter, term=term)
-    least = min(1.0, math.sqrt(n * silos / rounds), math.sqrt(1 / (dim * rounds * term)))
-    return min(1 / beta, diameter / (lipschitz * math.sqrt(rounds)) * least)
-
-
-def unbalanced_rounds_convex(
-    beta: float, lipschitz: float, diameter: float, *, n: float, silos: float, dim: int, term: float
-) -> int:
-    """Theorem H.1, convex: R; the entry 1/sqrt(d term) is printed as its reciprocal."""
-    check(beta=beta, lipschitz=lipschitz, diameter=diameter, term=term)
-    private = 1 / math.sqrt(dim * term)
-    first = beta * diameter / lipschitz * min(math.sqrt(silos * n), private)
-    return max(1, math.ceil(first + min(n * silos, private**2)))
-
-
 def variance_sco(
     phi: float,
     upsilon: float,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -84,6 +85,14 @@ def averaged_descent(oracle: Any, rows: Any, start: jax.Array) -> jax.Array:
 
     etas = 1.0 / (1.0 + jnp.arange(rounds))
     return jax.lax.scan(step, start, (rows, etas))[0]
+
+
+def risk_bound(rounds: int, smoothness: float, variance: float, distance: float) -> float:
+    """The bound that goes with ``step_weights``."""
+    grown = 2 * variance * rounds * (rounds + 1) * (rounds + 2) / (3 * distance**2)
+    scale = max(2 * smoothness, math.sqrt(grown))
+    first = 2 * scale * distance**2 / (rounds * (rounds + 1))
+    return first + 4 * variance * (rounds + 2) / (3 * scale)
 
 
 def repeated(one: Callable[..., jax.Array]) -> Callable[..., np.ndarray]:

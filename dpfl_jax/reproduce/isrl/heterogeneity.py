@@ -11,11 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.federation.isrl import Budget
-from dpfl_jax.federation.isrl.accelerated import accelerated, risk_bound, step_weights
+from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
 from dpfl_jax.federation.isrl.theory import variance_sco
-from dpfl_jax.reproduce.isrl._synthetic import drawn, opposed_means, oracle_of, repeated, rows_of
+from dpfl_jax.reproduce.isrl._synthetic import (
+    drawn,
+    opposed_means,
+    oracle_of,
+    repeated,
+    risk_bound,
+    rows_of,
+)
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings, near
 
 TITLE = "heterogeneous silos: one-pass accelerated MB-SGD"

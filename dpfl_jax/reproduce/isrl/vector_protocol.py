@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.federation.isrl import Budget
-from dpfl_jax.federation.isrl.accelerated import accelerated, risk_bound, step_weights
+from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
 from dpfl_jax.federation.isrl.schedule import Schedule
 from dpfl_jax.federation.isrl.theory import variance_sco
-from dpfl_jax.federation.isrl.theory_shuffle import variance_vector
 from dpfl_jax.federation.isrl.vector_protocol import (
     VectorProtocol,
     calibrate_protocol,
@@ -28,6 +27,7 @@ from dpfl_jax.reproduce.isrl._synthetic import (
     oracle_of,
     quadratic,
     repeated,
+    risk_bound,
     rows_of,
 )
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings, near
@@ -84,7 +84,10 @@ def one_pass(epsilon: float, upsilon: float, trials: int, seed: int) -> dict[str
     facts: dict[str, Any] = {"batch": BATCH, "silos": SILOS, "num_silos": SILOS, "dim": DIM}
     phi = SPREAD * math.sqrt(DIM)
     variances = {
-        "shuffle": variance_vector(phi, upsilon, noise=protocol.variance(reports), **facts),
+        # Lemma E.3, with the noise of the protocol's sum.
+        "shuffle": variance_sco(
+            phi, upsilon, sigma=math.sqrt(SILOS * protocol.variance(reports)) / reports, **facts
+        ),
         "ISRL-DP": variance_sco(phi, upsilon, sigma=own.noise_multiplier * CLIP / BATCH, **facts),
     }
     template = rows_of(jnp.asarray(0), ROUNDS, SILOS)
