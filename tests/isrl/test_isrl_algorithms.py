@@ -1,5 +1,7 @@
 """The algorithms: without noise they are the classical ones; the closed form is the argmin."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,9 @@ from scipy import optimize
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import (
+    Budget,
     MessageSpec,
+    Problem,
     Stage,
     accelerated,
     local_sgd,
@@ -298,9 +302,18 @@ def test_variance_of_the_aggregate_is_lemma_e3():
     means = x.mean(1)
     phi = np.sqrt(np.mean(np.sum((x - means[:, None]) ** 2, axis=2)))
     upsilon = np.sqrt(np.mean(np.sum((means - means.mean(0)) ** 2, axis=1)))
-    want = theory.variance_sco(
-        phi, upsilon, batch=batch, silos=cohort, num_silos=silos_, dim=dim, sigma=sigma
+    problem = Problem(
+        lipschitz=9.0,
+        diameter=1.0,
+        dim=dim,
+        silos=silos_,
+        silo_size=n,
+        budget=Budget(1.0, 1e-6),
+        cohort=cohort,
+        phi=phi,
+        upsilon=upsilon,
     )
+    want = theory.variance_sco(problem, batch, sigma)
     draws = []
     for _ in range(4000):
         who = rng.permutation(silos_)[:cohort]
@@ -310,17 +323,23 @@ def test_variance_of_the_aggregate_is_lemma_e3():
 
 
 def test_theory_at_the_sizes_of_the_experiment():
-    common = {"n": 1238, "silos": 25, "dim": 50, "epsilon": 1.0}
-    lipschitz, beta = 10.85, 10.85**2 / 4
-    rounds = [theory.minibatch_rounds_convex(beta, lipschitz, d, **common) for d in (2, 10)]
-    assert 30_000 < rounds[0] < rounds[1] < 38_000
-    batch = theory.one_pass_batch_convex(beta, lipschitz, 2, delta=1 / 1238**2, **common)
-    assert 30 < batch < 80
-    step = theory.minibatch_step_convex(rounds[0], beta, lipschitz, 2, **common)
-    assert 0 < step <= 1 / beta
-    accelerated_rounds = theory.accelerated_rounds_convex(
-        beta, lipschitz, 10, delta=1e-6, batch=1238, num_silos=25, **common
+    small = Problem(
+        lipschitz=10.85,
+        diameter=2.0,
+        dim=50,
+        silos=25,
+        silo_size=1238,
+        budget=Budget(1.0, 1 / 1238**2),
+        cohort=25,
+        smoothness=10.85**2 / 4,
     )
-    assert accelerated_rounds <= 100
+    large = dataclasses.replace(small, diameter=10.0)
+    rounds = [theory.minibatch_rounds(p) for p in (small, large)]
+    assert 30_000 < rounds[0] < rounds[1] < 38_000
+    assert 30 < theory.one_pass_batch(small) < 80
+    assert 0 < theory.minibatch_step(small, rounds[0], 0.0) <= 1 / small.smoothness
+    assert theory.accelerated_rounds(large, batch=1238) <= 100
     with pytest.raises(BadInputError, match="rounds is 0"):
-        theory.minibatch_step_convex(0, beta, lipschitz, 2, **common)
+        theory.minibatch_step(small, 0, 0.0)
+    with pytest.raises(BadInputError, match="dim is 0"):
+        dataclasses.replace(small, dim=0)

@@ -34,6 +34,7 @@ from dpfl_jax.federation.isrl.baselines import (
 from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights, minibatch_sgd
 from dpfl_jax.federation.isrl.relations import relations, shuffled_view
 from dpfl_jax.federation.isrl.runs.experiment import _relations, guarantee_of
+from dpfl_jax.federation.isrl.theory import Problem
 from dpfl_jax.federation.isrl.vector_protocol import (
     VectorProtocol,
     calibrate_protocol,
@@ -318,38 +319,34 @@ def test_a_silo_alone():
     np.testing.assert_array_equal(part.examples["x"][0], data.examples["x"][1])
 
 
+def a_problem(epsilon=0.2, **changes):
+    """Strongly convex if ``strong_convexity`` is given."""
+    base = {"lipschitz": 1.0, "diameter": 2.0, "dim": 10, "silos": 50, "cohort": 50.0, "phi": 1.0}
+    return Problem(**base | {"silo_size": 1000.0, "budget": Budget(epsilon, 1e-6)} | changes)
+
+
 def test_bounds_follow_their_theorems():
-    """Log-log slopes of the private parts in n, N, d and epsilon, exactly."""
-    base = {"n": 1000.0, "silos": 50.0, "dim": 10, "epsilon": 0.2}
-    logs = {"delta": 1e-6}
+    """Log-log slopes of the private parts in n, M, d and epsilon, exactly."""
 
     def slopes(bound, **fixed):
-        def at(**change):
-            return bound(**(base | change), **fixed).private
+        here = bound(a_problem(**fixed)).private
+        doubled = ({"silo_size": 2000.0}, {"cohort": 100.0}, {"dim": 20}, {"epsilon": 0.4})
+        there = [bound(a_problem(**fixed | change)).private for change in doubled]
+        return [round(math.log(value / here) / math.log(2), 6) for value in there]
 
-        return [
-            round(math.log(at(**{k: 2 * base[k]}) / at()) / math.log(2), 6)
-            for k in ("n", "silos", "dim", "epsilon")
-        ]
-
-    flat = {"lipschitz": 1.0, "diameter": 2.0}
-    strong = {"lipschitz": 1.0, "mu": 0.1}
-    assert slopes(bounds.iid_convex, **flat, **logs) == [-1, -0.5, 0.5, -1]
-    assert slopes(bounds.iid_strongly_convex, **strong, **logs) == [-2, -1, 1, -2]
-    assert slopes(bounds.central_convex, phi=1.0, **flat) == [-1, -1, 0.5, -1]
-    whole = strong | {"phi": 1.0, "diameter": 2.0}
-    assert slopes(bounds.lower_strongly_convex, **whole) == [-2, -1, 1, -2]
+    assert slopes(bounds.upper) == [-1, -0.5, 0.5, -1]
+    assert slopes(bounds.lower) == [-1, -0.5, 0.5, -1]
+    assert slopes(bounds.central) == [-1, -1, 0.5, -1]
+    assert slopes(bounds.upper, strong_convexity=0.1) == [-2, -1, 1, -2]
+    assert slopes(bounds.lower, strong_convexity=0.1) == [-2, -1, 1, -2]
 
 
 def test_bounds_say_when_privacy_is_free():
-    common = {"lipschitz": 1.0, "diameter": 2.0, "n": 1000, "silos": 20, "dim": 10}
-    few = bounds.iid_convex(epsilon=0.1, delta=1e-6, **common)
-    many = bounds.iid_convex(epsilon=10.0, delta=1e-6, **common)
+    few, many = bounds.upper(a_problem(0.1)), bounds.upper(a_problem(10.0))
     assert few.private > few.statistical
     assert many.private < many.statistical
-    lower = bounds.lower_convex(1.0, 1.0, 2.0, 1000, 20, 10, 0.1)
-    central = bounds.central_convex(1.0, 1.0, 2.0, 1000, 20, 10, 0.1)
-    assert central.private == pytest.approx(lower.private / math.sqrt(20))
+    lower, central = bounds.lower(a_problem(0.1)), bounds.central(a_problem(0.1))
+    assert central.private == pytest.approx(lower.private / math.sqrt(50))
     assert lower.private <= few.private
 
 

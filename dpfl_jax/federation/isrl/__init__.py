@@ -15,11 +15,13 @@ from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, make_oracle
 from dpfl_jax.federation.isrl.minibatch_sgd import minibatch_sgd
 from dpfl_jax.federation.isrl.multi_stage import Stage, multi_stage, stages
 from dpfl_jax.federation.isrl.schedule import Schedule, make_schedule
+from dpfl_jax.federation.isrl.theory import Problem
 
 __all__ = [
     "Arm",
     "Budget",
     "MessageSpec",
+    "Problem",
     "Schedule",
     "SiloData",
     "SiloNoise",

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from dpfl_jax.federation.isrl.theory import Problem
+
 
 class Risk(NamedTuple):
     """Excess risk: the part that sampling causes, and the part that privacy causes."""
@@ -16,61 +18,30 @@ class Risk(NamedTuple):
     statistical: float
     private: float
 
-    @property
-    def total(self) -> float:
-        """Their sum."""
-        return self.statistical + self.private
+
+def upper(problem: Problem) -> Risk:
+    """Theorem 2.1: noisy MB-SGD, i.i.d. silos."""
+    p = problem
+    if p.strong_convexity:
+        scale = p.lipschitz**2 / (p.strong_convexity * p.cohort)
+        return Risk(scale / p.silo_size, scale * p.noise**2)
+    scale = p.lipschitz * p.diameter / math.sqrt(p.cohort)
+    return Risk(scale / math.sqrt(p.silo_size), scale * p.noise)
 
 
-def iid_convex(
-    lipschitz: float,
-    diameter: float,
-    n: float,
-    silos: float,
-    dim: int,
-    epsilon: float,
-    delta: float,
-) -> Risk:
-    """Theorem 2.1: noisy MB-SGD, i.i.d. silos, convex; optimal."""
-    noise = math.sqrt(dim * math.log(1 / delta)) / (epsilon * n)
-    scale = lipschitz * diameter / math.sqrt(silos)
-    return Risk(scale / math.sqrt(n), scale * noise)
-
-
-def iid_strongly_convex(
-    lipschitz: float, mu: float, n: float, silos: float, dim: int, epsilon: float, delta: float
-) -> Risk:
-    """Theorem 2.1: strongly convex."""
-    scale = lipschitz**2 / (mu * silos)
-    return Risk(scale / n, scale * dim * math.log(1 / delta) / (epsilon * n) ** 2)
-
-
-def lower_convex(
-    phi: float, lipschitz: float, diameter: float, n: float, silos: float, dim: int, epsilon: float
-) -> Risk:
+def lower(problem: Problem) -> Risk:
     """Theorem 2.2: no ISRL-DP algorithm (compositional, C = 1) does better, up to logarithms."""
-    private = lipschitz * diameter * min(1.0, math.sqrt(dim) / (epsilon * n * math.sqrt(silos)))
-    return Risk(phi * diameter / math.sqrt(silos * n), private)
+    p = problem
+    cost = 1 / (p.signal * math.sqrt(p.cohort))
+    if p.strong_convexity:
+        sampled = p.phi**2 / (p.strong_convexity * p.silo_size * p.cohort)
+        return Risk(sampled, p.lipschitz * p.diameter * min(1.0, cost**2))
+    sampled = p.phi * p.diameter / math.sqrt(p.cohort * p.silo_size)
+    return Risk(sampled, p.lipschitz * p.diameter * min(1.0, cost))
 
 
-def lower_strongly_convex(
-    phi: float,
-    lipschitz: float,
-    mu: float,
-    diameter: float,
-    n: float,
-    silos: float,
-    dim: int,
-    epsilon: float,
-) -> Risk:
-    """Theorem 2.2: strongly convex."""
-    private = lipschitz * diameter * min(1.0, dim / ((epsilon * n) ** 2 * silos))
-    return Risk(phi**2 / (mu * n * silos), private)
-
-
-def central_convex(
-    phi: float, lipschitz: float, diameter: float, n: float, silos: float, dim: int, epsilon: float
-) -> Risk:
-    """The trusted-server lower bound (Bassily et al. 2019): 1/sqrt(N) less noise."""
-    private = lipschitz * diameter * min(1.0, math.sqrt(dim) / (epsilon * n * silos))
-    return Risk(phi * diameter / math.sqrt(silos * n), private)
+def central(problem: Problem) -> Risk:
+    """The trusted server's convex lower bound (Bassily et al. 2019): 1/sqrt(N) less noise."""
+    p = problem
+    private = p.lipschitz * p.diameter * min(1.0, 1 / (p.signal * p.cohort))
+    return Risk(p.phi * p.diameter / math.sqrt(p.cohort * p.silo_size), private)

@@ -14,7 +14,7 @@ from dpfl_jax.federation.isrl import Budget
 from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
-from dpfl_jax.federation.isrl.theory import variance_sco
+from dpfl_jax.federation.isrl.theory import Problem, variance_sco
 from dpfl_jax.reproduce.isrl._synthetic import (
     drawn,
     opposed_means,
@@ -36,15 +36,18 @@ BUDGET = Budget(4.0, 1e-6)
 
 def facts(cohort: int, upsilon: float, multiplier: float) -> float:
     """V^2 by Lemma E.3."""
-    return variance_sco(
-        SPREAD * math.sqrt(DIM),
-        upsilon,
-        batch=BATCH,
-        silos=cohort,
-        num_silos=SILOS,
+    problem = Problem(
+        lipschitz=CLIP,
+        diameter=CLIP,
         dim=DIM,
-        sigma=multiplier * CLIP / BATCH,
+        silos=SILOS,
+        silo_size=BATCH * ROUNDS,
+        budget=BUDGET,
+        cohort=cohort,
+        phi=SPREAD * math.sqrt(DIM),
+        upsilon=upsilon,
     )
+    return variance_sco(problem, BATCH, multiplier * CLIP / BATCH)
 
 
 def run(settings: Settings) -> Outcome:

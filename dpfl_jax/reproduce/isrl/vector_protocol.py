@@ -14,7 +14,7 @@ from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
 from dpfl_jax.federation.isrl.schedule import Schedule
-from dpfl_jax.federation.isrl.theory import variance_sco
+from dpfl_jax.federation.isrl.theory import Problem, variance_sco
 from dpfl_jax.federation.isrl.vector_protocol import (
     VectorProtocol,
     calibrate_protocol,
@@ -78,18 +78,26 @@ def one_pass(epsilon: float, upsilon: float, trials: int, seed: int) -> dict[str
     guarantee = protocol_guarantee(
         protocol, batch=BATCH, cohort=SILOS, dim=DIM, delta=DELTA, rounds=ROUNDS
     )
-    own = silo_noise(Budget(epsilon, DELTA), n, BATCH, ROUNDS, sampling="disjoint")
+    budget = Budget(epsilon, DELTA)
+    own = silo_noise(budget, n, BATCH, ROUNDS, sampling="disjoint")
     multipliers = np.full(SILOS, own.noise_multiplier)
     means, start = opposed_means(SILOS, DIM, upsilon), jnp.zeros(DIM).at[0].set(1.0)
-    facts: dict[str, Any] = {"batch": BATCH, "silos": SILOS, "num_silos": SILOS, "dim": DIM}
-    phi = SPREAD * math.sqrt(DIM)
-    variances = {
-        # Lemma E.3, with the noise of the protocol's sum.
-        "shuffle": variance_sco(
-            phi, upsilon, sigma=math.sqrt(SILOS * protocol.variance(reports)) / reports, **facts
-        ),
-        "ISRL-DP": variance_sco(phi, upsilon, sigma=own.noise_multiplier * CLIP / BATCH, **facts),
+    problem = Problem(
+        lipschitz=CLIP,
+        diameter=CLIP,
+        dim=DIM,
+        silos=SILOS,
+        silo_size=n,
+        budget=budget,
+        cohort=SILOS,
+        phi=SPREAD * math.sqrt(DIM),
+        upsilon=upsilon,
+    )
+    sigmas = {  # of a silo's mean; with a shuffler its share of the sum's noise
+        "shuffle": math.sqrt(SILOS * protocol.variance(reports)) / reports,
+        "ISRL-DP": own.noise_multiplier * CLIP / BATCH,
     }
+    variances = {name: variance_sco(problem, BATCH, sigma) for name, sigma in sigmas.items()}
     template = rows_of(jnp.asarray(0), ROUNDS, SILOS)
     rank = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (SILOS, n))
     schedule = Schedule(template["present"], template["turn"], template["keys"], rank)

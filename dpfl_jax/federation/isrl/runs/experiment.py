@@ -231,7 +231,7 @@ def _facts(prepared: Prepared, guarantee: Guarantee, taken: list[SiloNoise]) -> 
             "available": config.isrl.available or config.data.silos,
             "effective": effective_silos(config.isrl.available, config.data.silos),
         },
-        "possible_risk": possible_risk(config, prepared.task, prepared.parameters, taken),
+        "possible_risk": possible_risk(prepared.parameters),
         "parameters": {
             name: {"value": value, "from": source}
             for name, (value, source) in prepared.parameters.sources.items()

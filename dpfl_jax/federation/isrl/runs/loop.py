@@ -117,7 +117,7 @@ def make_algorithm(config: IsrlConfig, parameters: Parameters) -> Algorithm:
         alphas, prox, begins = stage_weights(parameters.stages)
     else:
         alphas, prox = step_weights(
-            rounds, parameters.smoothness, parameters.variance, parameters.distance
+            rounds, parameters.problem.smoothness, parameters.variance, parameters.distance
         )
         begins = jnp.arange(rounds) == 0
 
