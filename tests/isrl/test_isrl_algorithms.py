@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from isrl_zoo import logistic, quadratic, silos
-from scipy import optimize
+from scipy import optimize, stats
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import (
@@ -16,7 +16,8 @@ from dpfl_jax.federation.isrl import (
     Problem,
     Stage,
     accelerated,
-    local_sgd,
+    iterate,
+    make_local_oracle,
     make_oracle,
     make_schedule,
     minibatch_sgd,
@@ -25,7 +26,6 @@ from dpfl_jax.federation.isrl import (
     step_weights,
     theory,
 )
-from dpfl_jax.federation.isrl import accelerated as _accelerated_function
 from dpfl_jax.federation.isrl.accelerated import closed_form, middle_point
 from dpfl_jax.federation.isrl.minibatch_sgd import (
     ball,
@@ -37,7 +37,6 @@ from dpfl_jax.federation.isrl.smoothing import plain, smoothed
 from dpfl_jax.randomness import RootKey
 
 KEY = RootKey.from_seed(11)
-assert callable(_accelerated_function)
 
 
 def risk_bound(rounds, smoothness, variance, distance):
@@ -75,9 +74,11 @@ def test_minibatch_sgd_without_noise_is_gradient_descent():
         w = w - eta * g
         w = w * min(1.0, 0.4 / np.linalg.norm(w))
         iterates.append(w)
-    run = lambda weights: minibatch_sgd(  # noqa: E731
-        full_oracle(logistic, data), rows, jnp.zeros(3), jnp.full(rounds, eta), weights, ball(0.4)
-    )
+
+    def run(weights):
+        sgd = minibatch_sgd(jnp.full(rounds, eta), weights, ball(0.4))
+        return iterate(sgd, full_oracle(logistic, data), rows, jnp.zeros(3))
+
     np.testing.assert_allclose(run(last_weights(rounds)), iterates[-1], rtol=2e-4, atol=1e-6)
     np.testing.assert_allclose(
         run(uniform_weights(rounds)), np.mean(iterates[:-1], axis=0), rtol=2e-4, atol=1e-6
@@ -93,14 +94,8 @@ def test_growing_weights_are_averaged_in_logs():
     weights = strongly_convex_weights(rounds, 0.5, 0.2)
     rows = make_schedule(KEY, rounds, np.array([2])).rows()
     data = silos([2])
-    found = minibatch_sgd(
-        full_oracle(quadratic, data),
-        rows,
-        jnp.zeros(3),
-        jnp.full(rounds, 0.01),
-        weights,
-        ball(None),
-    )
+    sgd = minibatch_sgd(jnp.full(rounds, 0.01), weights, ball(None))
+    found = iterate(sgd, full_oracle(quadratic, data), rows, jnp.zeros(3))
     np.testing.assert_allclose(found, data.examples["x"][0].mean(0), rtol=1e-3, atol=1e-4)
     short = np.asarray(strongly_convex_weights(3, 0.5, 0.2))
     np.testing.assert_allclose(np.exp(short[:3]), 0.9 ** -np.arange(1.0, 4.0), rtol=1e-5)
@@ -146,14 +141,11 @@ def test_accelerated_rounds_solve_the_constrained_problem_of_algorithm_1(mu, rad
             objective, np.zeros(3), constraints=inside, method="SLSQP", options={"ftol": 1e-14}
         ).x
         w_ag = a * w + (1 - a) * w_ag
-    found = accelerated(
+    found = iterate(
+        accelerated(alphas, prox, mu, ball(radius)),
         lambda w, _: jnp.asarray(curvature) * (w - jnp.asarray(target)),
         rows,
         jnp.zeros(3),
-        alphas,
-        prox,
-        mu,
-        ball(radius),
     )
     assert np.linalg.norm(w) == pytest.approx(radius, rel=1e-4)  # the constraint is active
     np.testing.assert_allclose(found, w_ag, atol=2e-5)
@@ -169,10 +161,17 @@ def test_no_round_serves_two_stages():
         return w
 
     plan = [Stage(3, 2.0), Stage(2, 2.0), Stage(4, 2.0)]
-    rows = {"r": jnp.arange(12)}
-    jax.block_until_ready(multi_stage(oracle, rows, jnp.ones(2), plan, 0.1, ball(None)))
+    rows = {"r": jnp.arange(9)}
+    found = iterate(multi_stage(plan, 0.1, ball(None)), oracle, rows, jnp.ones(2))
     jax.effects_barrier()
     assert seen == list(range(9))
+    # Each stage is a run of its own, from where the one before it ended.
+    w = jnp.ones(2)
+    for stage in plan:
+        r = np.arange(1, stage.rounds + 1)
+        one = accelerated(2 / (r + 1), 4 * stage.scale / (r * (r + 1)), 0.1, ball(None))
+        w = iterate(one, lambda w, row: w, jnp.zeros(stage.rounds), w)
+    np.testing.assert_allclose(found, w, rtol=1e-5)
 
 
 def test_middle_point_is_a_convex_combination():
@@ -193,7 +192,8 @@ def test_acceleration_without_noise_is_fast():
     def risk(rounds):
         alphas, prox = step_weights(rounds, 1.0, 0.0, float(jnp.linalg.norm(start)))
         part = jax.tree.map(lambda x: x[:rounds], rows)
-        w = accelerated(lambda w, _: curvatures * w, part, start, alphas, prox, 0.0, ball(None))
+        method = accelerated(alphas, prox, 0.0, ball(None))
+        w = iterate(method, lambda w, _: curvatures * w, part, start)
         return float(0.5 * curvatures @ w**2)
 
     for rounds in (25, 100, 400):
@@ -213,7 +213,7 @@ def test_risk_stays_below_the_bound_of_the_step_weights(rounds, variance):
     risks = []
     for trial in range(20):
         rows = make_schedule(RootKey.from_seed(trial), rounds, np.array([1])).rows()
-        w = accelerated(oracle, rows, start, alphas, prox, 0.0, ball(None))
+        w = iterate(accelerated(alphas, prox, 0.0, ball(None)), oracle, rows, start)
         risks.append(float(0.5 * jnp.sum(w**2)))
     assert np.mean(risks) <= risk_bound(rounds, 1.0, variance, 6**0.5)
 
@@ -224,8 +224,6 @@ def test_multi_stage_meets_its_targets():
     for rounds in (5, 30, 263, 300, 3000):  # what a silo pays for, whatever fits
         assert sum(s.rounds for s in stages(rounds, beta, mu, variance, gap)) == rounds
     assert len(plan) >= 3
-    printed = stages(3000, beta, mu, variance, gap, as_printed=True)
-    assert all(s.scale == 2 * beta for s in printed)
     assert any(s.scale > 2 * beta for s in stages(3000, beta, mu, 1.0, 50.0, stage_constant=1e-2))
     dim = 5
     curvature = jnp.linspace(mu, beta, dim)
@@ -236,7 +234,7 @@ def test_multi_stage_meets_its_targets():
         return curvature * w + jnp.sqrt(variance / dim) * jax.random.normal(key, (dim,))
 
     rows = make_schedule(KEY, 3000, np.array([1])).rows()
-    w = multi_stage(oracle, rows, start, plan, mu, ball(None))
+    w = iterate(multi_stage(plan, mu, ball(None)), oracle, rows, start)
     assert float(0.5 * curvature @ w**2) <= gap * 2.0 ** -len(plan)
     assert len(stages(5, beta, mu, variance, gap)) == 1  # too few rounds for one whole stage
     with pytest.raises(BadInputError, match="strongly convex"):
@@ -246,23 +244,38 @@ def test_multi_stage_meets_its_targets():
 def test_local_sgd_without_noise_is_fedavg():
     data = silos([1, 1], dim=2)  # one record: every local step takes it
     rows = make_schedule(KEY, 3, np.array([1, 1])).rows()
-    found = local_sgd(
-        quadratic,
-        data,
-        rows,
-        jnp.zeros(2),
-        jnp.full(3, 0.1),
-        last_weights(3),
-        local_steps=4,
-        clip_norm=1e6,
-        stddev=jnp.zeros(2),
+    oracle = make_local_oracle(
+        quadratic, data, local_steps=4, step_size=0.1, clip_norm=1e6, stddev=jnp.zeros(2)
     )
+    sgd = minibatch_sgd(jnp.full(3, 0.1), last_weights(3), ball(None))
+    found = iterate(sgd, oracle, rows, jnp.zeros(2))
     x = np.asarray(data.examples["x"][:, 0])
     w = np.zeros(2)
     for _ in range(3):
         ends = [x[i] + (w - x[i]) * 0.9**4 for i in range(2)]
         w = np.mean(ends, axis=0)
     np.testing.assert_allclose(found, w, rtol=1e-5)
+
+
+@pytest.mark.privacy
+def test_each_local_step_and_each_use_has_noise_of_its_own():
+    """Chi-square test of 4,000 normals, false-alarm rate 1e-3."""
+    data = silos([2, 2], dim=2000)
+    row = {k: v[0] for k, v in make_schedule(KEY, 1, np.array([2, 2])).rows().items()}
+    given = {"local_steps": 5, "step_size": 0.1, "clip_norm": 1e-20, "stddev": jnp.full(2, 3.0)}
+
+    def sent(**changes):
+        oracle = make_local_oracle(quadratic, data, **given | changes)
+        each = [oracle(jnp.zeros(2000), row | {"present": jnp.eye(2)[i] > 0}) for i in (0, 1)]
+        return np.concatenate(each)
+
+    found = sent()
+    square = np.sum(found**2) / (5 * 3.0**2)
+    assert 5e-4 < stats.chi2.cdf(square, 4000) < 1 - 5e-4
+    np.testing.assert_array_equal(found, sent())
+    for changes in ({"step_size": 0.2}, {"local_steps": 4}, {"stddev": jnp.full(2, 2.0)}):
+        assert abs(np.corrcoef(found, sent(**changes))[0, 1]) < 4 / np.sqrt(4000)
+    assert abs(np.corrcoef(found[:2000], found[2000:])[0, 1]) < 4 / np.sqrt(2000)
 
 
 @pytest.mark.parametrize("kind", ["hinge", "absolute"])

@@ -17,9 +17,19 @@ from scipy import stats
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl import Budget, MessageSpec, bounds, make_oracle, make_schedule
+from dpfl_jax.federation.isrl import (
+    Budget,
+    MessageSpec,
+    Problem,
+    accelerated,
+    bounds,
+    iterate,
+    make_oracle,
+    make_schedule,
+    minibatch_sgd,
+    step_weights,
+)
 from dpfl_jax.federation.isrl import message as message_module
-from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
 from dpfl_jax.federation.isrl.arms import (
     SiloNoise,
     federation_noise,
@@ -31,10 +41,9 @@ from dpfl_jax.federation.isrl.baselines import (
     central_noise,
     make_central_oracle,
 )
-from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights, minibatch_sgd
+from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
 from dpfl_jax.federation.isrl.relations import relations, shuffled_view
 from dpfl_jax.federation.isrl.runs.experiment import _relations, guarantee_of
-from dpfl_jax.federation.isrl.theory import Problem
 from dpfl_jax.federation.isrl.vector_protocol import (
     VectorProtocol,
     calibrate_protocol,
@@ -413,14 +422,14 @@ def test_one_schedule_gives_two_uses_no_common_noise():
         oracle, seen = made
         etas, weights = jnp.full(rounds, rate), last_weights(rounds)
         pulled = (lambda w, row: oracle(w, row) + pull * w) if pull else oracle
-        minibatch_sgd(pulled, schedule.rows(), w, etas, weights, ball(radius))
+        iterate(minibatch_sgd(etas, weights, ball(radius)), pulled, schedule.rows(), w)
         jax.effects_barrier()
         return np.asarray(seen)
 
     def by_acceleration(made):
         oracle, seen = made
         alphas, prox = step_weights(rounds, 1.0, 0.1, 1.0)
-        accelerated(oracle, schedule.rows(), w, alphas, prox, 0.0, ball(None))
+        iterate(accelerated(alphas, prox, 0.0, ball(None)), oracle, schedule.rows(), w)
         jax.effects_barrier()
         return np.asarray(seen)
 
@@ -463,7 +472,8 @@ def test_what_other_silos_hold_and_weigh_is_another_use_of_a_schedule():
             silo_weights=silo_weights,
         )
         rows = schedule.rows()
-        return np.asarray(minibatch_sgd(oracle, rows, jnp.zeros(3), etas, weights, ball(None)))
+        sgd = minibatch_sgd(etas, weights, ball(None))
+        return np.asarray(iterate(sgd, oracle, rows, jnp.zeros(3)))
 
     other = type(data)({**data.examples, "x": data.examples["x"].at[1].add(1.0)}, data.sizes)
     same, moved = ended(data), ended(other)

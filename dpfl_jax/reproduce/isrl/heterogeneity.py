@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.federation.isrl import Budget
-from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
+from dpfl_jax.federation.isrl import Budget, Problem, accelerated, iterate, step_weights
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
-from dpfl_jax.federation.isrl.theory import Problem, variance_sco
+from dpfl_jax.federation.isrl.theory import variance_sco
 from dpfl_jax.reproduce.isrl._synthetic import (
     drawn,
     opposed_means,
@@ -60,7 +59,8 @@ def run(settings: Settings) -> Outcome:
 
     def one(s: jax.Array, means: jax.Array, counts: jax.Array, a: jax.Array, p: Any) -> jax.Array:
         oracle = oracle_of(drawn(s, means, n, SPREAD), "disjoint", BATCH, CLIP, multipliers)
-        w = accelerated(oracle, rows_of(s, ROUNDS, SILOS, counts), start, a, p, 0, ball(None))
+        method = accelerated(a, p, 0.0, ball(None))
+        w = iterate(method, oracle, rows_of(s, ROUNDS, SILOS, counts), start)
         first = jax.tree.map(lambda x: x[0], rows_of(s, 1, SILOS, counts[:1]))
         off = oracle(start, first) - start
         return jnp.stack([0.5 * jnp.sum(w**2), jnp.sum(jnp.square(off))])

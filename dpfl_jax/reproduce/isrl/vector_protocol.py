@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.federation.isrl import Budget
-from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
+from dpfl_jax.federation.isrl import Budget, Problem, accelerated, iterate, step_weights
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
 from dpfl_jax.federation.isrl.schedule import Schedule
-from dpfl_jax.federation.isrl.theory import Problem, variance_sco
+from dpfl_jax.federation.isrl.theory import variance_sco
 from dpfl_jax.federation.isrl.vector_protocol import (
     VectorProtocol,
     calibrate_protocol,
@@ -112,8 +111,8 @@ def one_pass(epsilon: float, upsilon: float, trials: int, seed: int) -> dict[str
         }
         risks = []
         for name, oracle in oracles.items():
-            alphas, prox = step_weights(ROUNDS, 1.0, variances[name], 1.0)
-            w = accelerated(oracle, rows, start, alphas, prox, 0, ball(None))
+            steps = step_weights(ROUNDS, 1.0, variances[name], 1.0)
+            w = iterate(accelerated(*steps, 0.0, ball(None)), oracle, rows, start)
             risks.append(0.5 * jnp.sum(w**2))
         return jnp.stack(risks)
 

@@ -1,0 +1,56 @@
+"""An algorithm one round at a time, and all its rounds over a schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from dpfl_jax.federation.isrl.schedule import own_rows, use_of
+
+Oracle = Callable[[jax.Array, Any], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """An algorithm of the paper.
+
+    Attributes:
+      start: ``w_0 -> state``.
+      step: ``(oracle, schedule row, state, per-round values) -> state``; the oracle is
+        ``(w, row) -> mean noisy gradient``.
+      output: ``(state, rounds taken) -> w``.
+      values: pytree of arrays [R, ...].
+    """
+
+    start: Callable[[jax.Array], Any]
+    step: Callable[[Oracle, Any, Any, Any], Any]
+    output: Callable[[Any, int], jax.Array]
+    values: Any
+
+    @property
+    def rounds(self) -> int:
+        """R."""
+        return jax.tree.leaves(self.values)[0].shape[0]
+
+
+def iterate(algorithm: Algorithm, oracle: Oracle, rows: Any, start: jax.Array) -> jax.Array:
+    """All rounds from w_0; returns the algorithm's output.
+
+    Args:
+      algorithm: of R rounds.
+      oracle: ``(w, row) -> mean noisy gradient``.
+      rows: R rounds of a schedule. Their keys are made this use's own.
+      start: w_0.
+    """
+
+    def step(state: Any, x: Any) -> tuple[Any, None]:
+        return algorithm.step(oracle, x[0], state, x[1]), None
+
+    state = algorithm.start(start)
+    first = jax.tree.map(lambda x: x[0], (rows, algorithm.values))
+    rows = own_rows(rows, start, algorithm.values, *use_of(step, state, first))
+    state, _ = jax.lax.scan(step, state, (rows, algorithm.values))
+    return algorithm.output(state, algorithm.rounds)
