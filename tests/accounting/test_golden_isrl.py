@@ -119,7 +119,7 @@ def test_one_pass_constant_is_valid(epsilon, z, true, tight):
 def test_local_sgd_constant_is_not_a_bound():
     steps = R * K
     for epsilon, true in ((0.75, 0.60), (1.5, 1.79), (3, 26.7)):
-        z = isrl.local_sgd_noise(R, K, N, epsilon, DELTA)
+        z = isrl.experiment_noise(steps, N, epsilon, DELTA)
         found = spent(z, 1 / N, steps)
         assert found == pytest.approx(true, rel=2e-2)
         assert (found > epsilon) == (epsilon >= 1.5)

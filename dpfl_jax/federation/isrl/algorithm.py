@@ -8,7 +8,8 @@ from typing import Any
 
 import jax
 
-from dpfl_jax.federation.isrl.schedule import own_rows, use_of
+from dpfl_jax.federation.isrl.schedule import own_rows
+from dpfl_jax.run.terms import traced_parts
 
 Oracle = Callable[[jax.Array, Any], jax.Array]
 
@@ -51,6 +52,6 @@ def iterate(algorithm: Algorithm, oracle: Oracle, rows: Any, start: jax.Array) -
 
     state = algorithm.start(start)
     first = jax.tree.map(lambda x: x[0], (rows, algorithm.values))
-    rows = own_rows(rows, start, algorithm.values, *use_of(step, state, first))
+    rows = own_rows(rows, start, algorithm.values, *traced_parts(step, state, first))
     state, _ = jax.lax.scan(step, state, (rows, algorithm.values))
     return algorithm.output(state, algorithm.rounds)

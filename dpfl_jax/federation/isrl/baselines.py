@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.algorithm import Oracle
 from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, silo_noise
 from dpfl_jax.federation.isrl.message import (
     UNIT_NOISE,
@@ -59,7 +60,7 @@ def make_central_oracle(
     clip_norm: float | jax.Array,
     noise_multiplier: float | jax.Array,
     rank: jax.Array | None = None,
-) -> Callable[[jax.Array, Any], jax.Array]:
+) -> Oracle:
     """Returns ``oracle(w, round)``: the mean of all silos' clean messages, plus noise once.
 
     NOT ISRL-DP: the server sees every silo's clean gradient. Arguments as of ``make_oracle``;

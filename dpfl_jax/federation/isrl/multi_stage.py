@@ -61,20 +61,16 @@ def stages(
             "multi-stage needs a strongly convex loss (mu > 0): use the accelerated algorithm"
         )
     lengths: list[int] = []
-    used, k = 0, 1
-    while True:
+    for k in range(1, 61):
         target = gap * 2.0**-k
         least = 4 * math.sqrt(2 * smoothness / strong_convexity)
         noise = stage_constant * 128 * variance / (3 * strong_convexity * target / 2)
         length = math.ceil(max(least, noise, 1.0))
-        if used + length > rounds:
+        if sum(lengths) + length > rounds:
             break
         lengths.append(length)
-        used, k = used + length, k + 1
-        if k > 60:
-            break
     if lengths:
-        lengths[-1] += rounds - used
+        lengths[-1] += rounds - sum(lengths)
     found = []
     for k, length in enumerate(lengths or [rounds]):
         cube = float(length) * (length + 1) * (length + 2)
