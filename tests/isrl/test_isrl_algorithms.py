@@ -80,6 +80,8 @@ def test_minibatch_sgd_without_noise_is_gradient_descent():
         return iterate(sgd, full_oracle(logistic, data), rows, jnp.zeros(3))
 
     np.testing.assert_allclose(run(last_weights(rounds)), iterates[-1], rtol=2e-4, atol=1e-6)
+    started = minibatch_sgd(jnp.ones(5), last_weights(5, 2), ball(None))
+    assert started.output(started.start(jnp.full(1, 7.0)), 0) == 7.0  # none of the last two yet
     np.testing.assert_allclose(
         run(uniform_weights(rounds)), np.mean(iterates[:-1], axis=0), rtol=2e-4, atol=1e-6
     )
