@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import pathlib
 from typing import Any
 
@@ -25,7 +24,7 @@ a run directory:
   metrics.jsonl   one line per step; what is computed from private data is marked
   checkpoints/    everything needed to go on, except the key
   private/        the root key of sampling and noise: never publish it
-  report.json, report.md, loss.png
+  report.json, report.md, curves.png
 
 A run that was stopped (Ctrl-C, SIGTERM, kill -9, power) is resumed by the same command with the
 same --run-dir; on the same hardware it ends with the parameters it would have ended with. A
@@ -68,51 +67,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Trains, or prices."""
-    from dpfl_jax.config import IsrlConfig, RunConfig, load_config
+    from dpfl_jax.config import load_config
 
     console = Console(stderr=args.json)
     config = load_config(args.config, args.overrides)
-    run_dir = args.run_dir or _new_run_dir(config.name)
-    if isinstance(config, RunConfig):
-        from dpfl_jax.training import experiment
-
-        if args.dry_run:
-            price = experiment.dry_run(config, console)
-        else:
-            return _train(args, config, run_dir, console)
-    elif isinstance(config, IsrlConfig):
-        from dpfl_jax.federation.isrl.runs import experiment as isrl_experiment
-
-        if args.dry_run:
-            price = isrl_experiment.dry_run_isrl(config, console)
-        else:
-            report = isrl_experiment.run_isrl(config, run_dir, console)
-    else:
-        from dpfl_jax.federation.experiment import dry_run_federated, run_federated
-
-        if os.environ.get("DPFL_NUM_PROCESSES", "1") != "1":
-            raise BadInputError(
-                "federated configurations are trained by one process (it uses all of its devices): "
-                "start it once, without DPFL_NUM_PROCESSES"
-            )
-        if args.dry_run:
-            price = dry_run_federated(config, console)
-        else:
-            report = run_federated(config, run_dir, console)
     if args.dry_run:
+        price = _system(config).dry_run(config, console)
         _print_price(console, price)
         return price
-    print_report(console, report)
-    _check_finished(report)
-    return report
+    return _train(config, args.run_dir or _new_run_dir(config.name), console)
 
 
-def _train(
-    args: argparse.Namespace, config: Any, run_dir: Any, console: Console
-) -> dict[str, Any] | None:
+def _system(config: Any) -> Any:
+    """The module that trains configurations of this kind."""
+    from dpfl_jax.config import FederatedConfig, IsrlConfig
+
+    if isinstance(config, IsrlConfig):
+        from dpfl_jax.federation.isrl.runs import experiment as isrl
+
+        return isrl
+    if isinstance(config, FederatedConfig):
+        from dpfl_jax.federation import experiment as federated
+
+        return federated
+    from dpfl_jax.training import experiment as central
+
+    return central
+
+
+def _train(config: Any, run_dir: Any, console: Console) -> dict[str, Any] | None:
     """Trains, alone or as one of many processes; only process 0 speaks."""
     from dpfl_jax.run import processes
-    from dpfl_jax.training import experiment
 
     processes.start(config.processes)
     with processes.ending_together(f"--run-dir {run_dir}", config.processes):
@@ -121,7 +106,7 @@ def _train(
         run_dir = processes.broadcast(str(run_dir))
         if processes.many():
             console.print(f"{processes.count()} processes")
-        report = experiment.run_experiment(config, run_dir, console)
+        report = _system(config).run_experiment(config, run_dir, console)
         if processes.is_primary():
             print_report(console, report)
         processes.broadcast(None)  # a launcher may kill process 0 once another has ended
@@ -177,7 +162,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             table.add_row(name, *cells)
         console.print(table)
     if "claim" in report:
-        from dpfl_jax.federation.report import claim_rows
+        from dpfl_jax.run.report import claim_rows
 
         table = Table("epsilon", "", title="claimed and real", title_justify="left")
         for row in claim_rows(report["claim"]):
@@ -199,7 +184,7 @@ def _print_price(console: Console, price: dict[str, Any]) -> None:
 
     table = Table(title=f"{price['name']} (dry run)", title_justify="left", show_header=False)
     if "claim" in price:
-        from dpfl_jax.federation.report import claim_rows
+        from dpfl_jax.run.report import claim_rows
 
         price = {**price, **{f"epsilon {k}": v for k, v in claim_rows(price["claim"])}}
     for key, value in price.items():

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from dpfl_jax.config.schema import OptimizerConfig, Section
+from dpfl_jax.config.base import LedgerSection, RunSection, Section
+from dpfl_jax.config.schema import OptimizerConfig
 
 
 class FederatedDataConfig(Section):
@@ -163,8 +164,8 @@ class SiloMechanismConfig(Section):
     group_size: int = Field(1, ge=1)
 
 
-class FederatedPrivacyConfig(Section):
-    """The target.
+class FederatedPrivacyConfig(LedgerSection):
+    """The target, and the budget it is charged to (``LedgerSection``).
 
     Attributes:
       epsilon: target for a subject (local_item: for a record) over the whole federation; rpdp: the
@@ -227,18 +228,14 @@ class FederatedEvalConfig(Section):
     max_records_per_subject: int | None = Field(None, gt=0)
 
 
-class FederatedConfig(Section):
-    """A whole federated run.
+class FederatedConfig(RunSection):
+    """A whole federated run; see ``RunSection``, too.
 
     Attributes:
-      name: names the run directory.
-      seed: None draws the root key from the operating system and keeps it secret; an integer makes
-        the run reproducible and its noise known to all who read the config.
       init_seed: of the initial parameters.
     """
 
     name: str = "federated-run"
-    seed: int | None = None
     init_seed: int = 0
     data: FederatedDataConfig = FederatedDataConfig()
     federation: FederationConfig

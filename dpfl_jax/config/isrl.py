@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from dpfl_jax.config.schema import Section
+from dpfl_jax.config.base import LedgerSection, RunSection, Section
 
 
 class IsrlDataConfig(Section):
@@ -106,8 +106,8 @@ class IsrlSection(Section):
     silo_weights: tuple[float, ...] | None = None
 
 
-class IsrlPrivacyConfig(Section):
-    """What each silo grants each of its records, against everybody else.
+class IsrlPrivacyConfig(LedgerSection):
+    """What each silo grants each of its records, against everybody else; and a ledger.
 
     Attributes:
       epsilon: one number, one for each silo, or null for a baseline without privacy.
@@ -134,17 +134,10 @@ class IsrlTrainConfig(Section):
     eval_every: int = Field(0, ge=0)
 
 
-class IsrlConfig(Section):
-    """A whole ISRL-DP run.
-
-    Attributes:
-      name: names the run directory.
-      seed: None draws the root key from the operating system and keeps it secret; an integer makes
-        the run reproducible and its noise known to all who read the config.
-    """
+class IsrlConfig(RunSection):
+    """A whole ISRL-DP run; see ``RunSection``."""
 
     name: str = "isrl-run"
-    seed: int | None = None
     data: IsrlDataConfig = IsrlDataConfig()
     model: IsrlModelConfig = IsrlModelConfig()
     isrl: IsrlSection

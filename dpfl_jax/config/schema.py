@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from dpfl_jax.config.base import LedgerSection, RunSection, Section
 from dpfl_jax.data import DataConfig
-
-
-class Section(BaseModel):
-    """A section: unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class OptimizerConfig(Section):
@@ -34,7 +29,7 @@ class OptimizerConfig(Section):
     learning_rate: float = Field(1e-3, gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default_factory=dict)
 
 
 class LoraConfig(Section):
@@ -69,7 +64,7 @@ class ModelConfig(Section):
 
     size: str = "tiny"
     checkpoint: str | None = None
-    overrides: dict[str, Any] = {}
+    overrides: dict[str, Any] = Field(default_factory=dict)
     lora: LoraConfig | None = None
     trainable: Literal["all", "lora", "biases", "last_layers"] | tuple[str, ...] | None = None
     last_layers: int = Field(1, ge=1)
@@ -143,24 +138,16 @@ class MechanismConfig(Section):
     uls: UlsConfig = UlsConfig()
 
 
-class PrivacyConfig(Section):
-    """The target, and the budget it is charged to.
+class PrivacyConfig(LedgerSection):
+    """The target, and the budget it is charged to (``LedgerSection``).
 
     Attributes:
       epsilon: target; the noise multiplier is calibrated to it.
       delta: default (number of training examples) ** -1.1, as in Charles et al. 2024.
-      ledger: file that records what the users of a data set have spent over all runs; relative to
-        the folder of the configuration file.
-      account: name of the people in the ledger. Give one name to all
-        versions of a data set that hold the same people.
-      budget: largest epsilon (at ``delta``) the ledger may reach; the run is refused beyond it.
     """
 
     epsilon: float | None = None
     delta: float | None = None
-    ledger: str | None = None
-    account: str | None = None
-    budget: float | None = None
 
 
 class PopulationConfig(Section):
@@ -229,30 +216,6 @@ class MeshConfig(Section):
         return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
 
-class ProcessesConfig(Section):
-    """One run in many processes; where and how many is no part of what a run computes.
-
-    What is left open is taken from the variables DPFL_COORDINATOR, DPFL_NUM_PROCESSES and
-    DPFL_PROCESS_ID, and then from the cluster.
-
-    Attributes:
-      mode: auto joins others if the section, the variables or the cluster announce them (SLURM,
-        Open MPI, TPU workers); detect always asks the cluster (TPU slices); one never does.
-      coordinator: HOST:PORT at which process 0 is reached.
-      num_processes: how many there are.
-      process_id: which one this is, from 0.
-      start_timeout_s: how long to wait for the others at the start.
-      lost_after_s: silence after which a process counts as lost.
-    """
-
-    mode: Literal["auto", "detect", "one"] = "auto"
-    coordinator: str | None = Field(None, pattern=r"^.+:\d+$")
-    num_processes: int | None = Field(None, gt=0)
-    process_id: int | None = Field(None, ge=0)
-    start_timeout_s: int = Field(300, gt=0)
-    lost_after_s: int = Field(100, gt=0)
-
-
 class EvalConfig(Section):
     """Held-out evaluation.
 
@@ -283,23 +246,17 @@ class SweepConfig(Section):
     """
 
     grid: dict[str, list[Any]]
-    tune: list[str] = []
+    tune: list[str] = Field(default_factory=list)
     repeats: int = Field(1, ge=1)
 
 
-class RunConfig(Section):
-    """A whole run.
+class RunConfig(RunSection):
+    """A whole run; see ``RunSection``, too.
 
     Attributes:
-      name: names the run directory.
-      seed: None draws the root key from the operating system and keeps it secret (the default for
-        private runs); an integer makes the run reproducible and its noise known to all who read
-        the config, which the report then says.
       init_seed: seed of the initial parameters (public; they carry no privacy).
     """
 
-    name: str = "run"
-    seed: int | None = None
     init_seed: int = 0
     data: DataConfig
     population: PopulationConfig | None = None
@@ -310,7 +267,6 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig
     mesh: MeshConfig = MeshConfig()
-    processes: ProcessesConfig = ProcessesConfig()
     eval: EvalConfig = EvalConfig()
     sweep: SweepConfig | None = None
 
@@ -352,16 +308,4 @@ class RunConfig(Section):
                     f"{name} forms users' gradients, which train.strategy=ghost does not: leave "
                     "out one of the two"
                 )
-        if privacy.budget is not None and privacy.ledger is None:
-            raise ValueError("privacy.budget needs privacy.ledger, the file it is charged to")
-        if privacy.ledger is not None and privacy.account is None:
-            raise ValueError(
-                "privacy.ledger needs privacy.account: one name for these people, the same in "
-                "every run on them, however their data are cut"
-            )
-        if privacy.ledger is not None and self.seed is not None:
-            raise ValueError(
-                "privacy.ledger adds up independent runs, but seed makes sampling and noise known "
-                "and the same in every run with it: leave seed unset"
-            )
         return self

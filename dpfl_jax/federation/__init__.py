@@ -1,15 +1,15 @@
 """Rounds over silos: local steps of a mechanism in each silo, then a server's rule.
 
 ``data`` and ``partition`` say who holds what, ``mechanisms`` what a silo does at a local step,
-``engine`` is the compiled round, ``rounds`` ships its batches, ``server`` averages, ``loop`` runs
-it all; ``accountant``, ``recipes`` and ``guarantee`` say what it costs a subject.
+``engine`` is the compiled round, ``rounds`` ships its batches, ``server`` averages,
+``federated`` runs it all; ``accountant``, ``recipes`` and ``guarantee`` say what it costs.
 """
 
 from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
+from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.loop import FederatedResult, run_rounds
 from dpfl_jax.federation.mechanisms import (
     RPDP,
     FedAvg,
@@ -29,7 +29,6 @@ __all__ = [
     "ArrayRecords",
     "FedAvg",
     "FederatedData",
-    "FederatedResult",
     "Federation",
     "HiGradAvgDP",
     "LocalGroupDP",

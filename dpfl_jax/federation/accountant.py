@@ -13,6 +13,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import dp_accounting
+
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.accountant import clt_signal
@@ -145,6 +147,23 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
         return [[events.horizontal([p.event(rounds, subject) for p in order[:together]])]]
     worst = _envelope(order).event(rounds, subject)
     return [[events.horizontal([worst] * together)], [everything]]
+
+
+def whole_event(federation: Federation, delta: float) -> Any:
+    """One event that costs any unit no less than the whole run does, for a ledger.
+
+    Where no single silo costs most in every respect it is of one that combines the worst of all.
+    """
+    mechanism = federation.mechanism
+    if not mechanism.private or mechanism.unsound():
+        return dp_accounting.NonPrivateDpEvent()
+    cases = worst_cases(federation, federation.rounds)
+    alone = [case[0] for case in cases if len(case) == 1]
+    if alone:
+        return min(alone, key=lambda event: accounting.epsilon(event, delta))
+    members = federation.participants.tolist()
+    worst = _envelope([_Profile.of(federation.silos[i]) for i in members])
+    return worst.event(federation.rounds, False)
 
 
 def federated_epsilon(

@@ -26,8 +26,8 @@ from dpfl_jax.clipping import accumulate
 from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.federation.mechanisms import SiloMechanism
 from dpfl_jax.noise import GaussianNoise
+from dpfl_jax.run.algorithm import StepStats
 from dpfl_jax.run.mesh import DATA_AXIS
-from dpfl_jax.training.step import StepStats
 
 PyTree = Any
 
@@ -123,7 +123,7 @@ def bounded_sum(
             return (*accumulate.add(total, errors, bounded.sum), stats)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        zeros, nothing = vary((zeros, _no_stats()), varying_axes(mask))
+        zeros, nothing = vary((zeros, StepStats.zero()), varying_axes(mask))
         compensated = accumulate.needs_compensation(mask.size, mask.shape[0])
         start = (zeros, accumulate.start(zeros, compensated), nothing)
         total, errors, stats = jax.lax.fori_loop(0, microbatches, body, start)
@@ -264,11 +264,6 @@ def mean_update(released: Released) -> PyTree:
     """Weighted mean over the usable silos; zero if there is none."""
     weight = jnp.where(released.weight > 0, released.weight, 1.0)
     return jax.tree.map(lambda u: u / weight, released.update)
-
-
-def _no_stats() -> StepStats:
-    zero = jnp.zeros((), jnp.float32)
-    return StepStats(units=zero, loss=zero, clipped=zero, norm=zero, nonfinite=zero)
 
 
 def _stacked(tree: PyTree, width: int) -> PyTree:

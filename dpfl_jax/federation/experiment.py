@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import hashlib
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,17 +15,15 @@ import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
-from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.config.federated import FederatedConfig, SiloMechanismConfig
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.data.store import Store
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.accountant import silo_epsilons
+from dpfl_jax.federation.accountant import silo_epsilons, whole_event
 from dpfl_jax.federation.data import FederatedData
-from dpfl_jax.federation.evaluate import FederatedEvaluator
+from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.loop import FederatedResult, run_rounds
 from dpfl_jax.federation.mechanisms import (
     RPDP,
     FedAvg,
@@ -41,12 +39,6 @@ from dpfl_jax.federation.personal.personalise import personal_guarantee, persona
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.placement import spread, subject_keys
 from dpfl_jax.federation.recipes import AS_IF_SOUND, Claim, apply_recipe, claim_of
-from dpfl_jax.federation.report import (
-    EVALUATION_CAVEAT,
-    PRIVATE_METRICS_CAVEAT,
-    TUNING_CAVEAT,
-    write_federated_report,
-)
 from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.federation.sources import SubjectData, load_subjects
 from dpfl_jax.models import (
@@ -58,12 +50,21 @@ from dpfl_jax.models import (
     StackedLSTM,
     transformer_config,
 )
-from dpfl_jax.run.directory import FINISHED, RunDirectory
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.driver import RunResult
+from dpfl_jax.run.experiment import Charge, Prepared, run_prepared
 from dpfl_jax.run.mesh import data_parallel_mesh
+from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.sampling import FixedSize, Poisson
+from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.experiment import make_optimizer
-from dpfl_jax.training.report import environment
 
+EVALUATION_CAVEAT = {
+    "by_subject": "held-out figures are computed without noise on subjects who are not in the "
+    "training set: the guarantee does not cover those subjects",
+    "by_record": "held-out figures are computed without noise on other records of the training "
+    "subjects: the guarantee does not cover them; do not publish them",
+}
 # Share of records left out by the cap beyond which a run says so aloud.
 _MANY = 0.2
 _OWN_OPTIONS: dict[str, tuple[type[SiloMechanism], ...]] = {
@@ -170,7 +171,7 @@ def calibrated(
 
 
 @dataclasses.dataclass(frozen=True)
-class PreparedFederation:
+class FederatedRun(Prepared):
     """Everything a run needs, checked, before anything is written."""
 
     config: FederatedConfig
@@ -183,14 +184,90 @@ class PreparedFederation:
     held_out: Store
     personal: Personal | None = None
 
-    def with_noise(self, sigmas: list[float]) -> PreparedFederation:
-        """With the noise that a run began with; personal rates follow it."""
+    def facts(self) -> dict[str, Any]:
+        """Data (with budgets and rates, where records have them), noise, delta."""
+        noise = [p.mechanism.noise_multiplier for p in self.federation.silos]
+        return {"data": _identity(self), "noise": noise, "delta": self.delta}
+
+    def going_on(self, directory: RunDirectory) -> FederatedRun:
+        """With the noise and delta that the run began with; personal rates follow them."""
+        if self.personal is not None and directory.writes:
+            self.personal.remember(directory.path)
+        began = directory.facts["noise"]
+        now = dataclasses.replace(self, delta=directory.facts["delta"])
+        if not directory.resumed or any(sigma is None for sigma in began):
+            return now
         if self.personal is not None:
-            return _personalised(self, sigmas[0])
-        return dataclasses.replace(self, federation=self.federation.with_noise(sigmas))
+            return _personalised(now, began[0])
+        return dataclasses.replace(now, federation=self.federation.with_noise(began))
+
+    def headline(self) -> list[str]:
+        """Data, silos, model."""
+        kept, config = _kept(self), self.config
+        lines = [
+            self.subjects.description,
+            f"{config.federation.silos} silos, {kept['records']} records in training, "
+            f"{kept['dropped_by_cap']} left out by the cap; {config.model.kind} with "
+            f"{self.model.num_params:,} parameters",
+        ]
+        if "warning" in kept:
+            lines.append(f"[bold yellow]warning:[/bold yellow] {kept['warning']}")
+        return lines
+
+    def charge(self) -> Charge:
+        """All rounds, to one unit of the whole federation."""
+        event = whole_event(self.federation, self.delta)
+        if not self.federation.mechanism.private:
+            return Charge(event, self.delta, "subject", "add-or-remove one subject")
+        guarantee = _guarantee(self, self.federation.rounds)
+        return Charge(event, self.delta, guarantee.unit, guarantee.adjacency)
+
+    def train(
+        self, directory: RunDirectory, console: Console
+    ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
+        """Runs the rounds."""
+        config, federation, model = self.config, self.federation, self.model
+        section, train, mesh = config.federation, config.train, data_parallel_mesh()
+        evaluator = Evaluator(
+            model.loss, mesh, config.eval.batch_size, getattr(model, "predict", None)
+        )
+        result = run_rounds(
+            loss_fn=model.loss,
+            params=model.init(jax.random.key(config.init_seed)),
+            data=self.data,
+            federation=federation,
+            local_optimizer=make_optimizer(
+                section.local_optimizer, section.rounds * section.local_steps
+            ),
+            delta=self.delta,
+            server=OptimizerServer(make_optimizer(section.server_optimizer, section.rounds)),
+            keep_local_state=section.local_state == "keep",
+            evaluate=lambda params: evaluator(params, self.held_out).to_json(),
+            eval_every=train.eval_every,
+            mesh=mesh,
+            width=train.width,
+            microbatch_size=train.microbatch_size,
+            chunk_silos=train.chunk_silos,
+            strategy=train.strategy,
+            run_dir=directory,
+            checkpoint_every=train.checkpoint_every,
+            keep_checkpoints=train.keep_checkpoints,
+            console=console,
+        )
+
+        def report() -> dict[str, Any]:
+            made = _report(self, result)
+            if self.personal is not None:
+                summary = self.personal.write(directory.path, result.steps)
+                # The rest is computed from the budgets, and stays with the silos.
+                told = ("policy", "rounds", "over_budget")
+                made["outside_guarantee"]["personal"] = {name: summary[name] for name in told}
+            return made
+
+        return result, report
 
 
-def _personalised(prepared: PreparedFederation, noise: float | None = None) -> PreparedFederation:
+def _personalised(prepared: FederatedRun, noise: float | None = None) -> FederatedRun:
     """Sets noise and rates of a federation with personal budgets."""
     config, store = prepared.config, prepared.subjects.train
     keys = subject_keys(store, config.federation.partition_seed)
@@ -219,7 +296,7 @@ def _personalised(prepared: PreparedFederation, noise: float | None = None) -> P
     return dataclasses.replace(prepared, federation=federation, personal=personal, claim=claim)
 
 
-def prepare(config: FederatedConfig, console: Console) -> PreparedFederation:
+def prepare(config: FederatedConfig, console: Console) -> FederatedRun:
     """Reads the data, spreads it, calibrates.
 
     Raises:
@@ -242,7 +319,7 @@ def prepare(config: FederatedConfig, console: Console) -> PreparedFederation:
     )
     rounds = federation.rounds
     none = Claim("none", math.inf, delta, math.inf, math.inf, rounds, rounds)
-    prepared = PreparedFederation(config, subjects, data, federation, none, delta, model, held_out)
+    prepared = FederatedRun(config, subjects, data, federation, none, delta, model, held_out)
     with console.status("calibrating noise"):
         if config.mechanism.kind == "rpdp":
             return _personalised(prepared)
@@ -250,7 +327,7 @@ def prepare(config: FederatedConfig, console: Console) -> PreparedFederation:
     return dataclasses.replace(prepared, federation=federation, claim=claim)
 
 
-def run_federated(
+def run_experiment(
     config: FederatedConfig, run_dir: str | os.PathLike[str], console: Console
 ) -> dict[str, Any]:
     """Runs (or resumes) a federated configuration and returns its report.
@@ -258,30 +335,19 @@ def run_federated(
     Raises:
       BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
     """
-    fingerprint = config_fingerprint(config)
-    RunDirectory.check(run_dir, fingerprint)
-    prepared = prepare(config, console)
-    if prepared.personal is not None:
-        section = config.privacy.budgets
-        source = section.path or f"privacy.budgets.column={section.column} of the data"
-        prepared.personal.check_unchanged(pathlib.Path(run_dir), source)
-    noise = [p.mechanism.noise_multiplier for p in prepared.federation.silos]
-    facts = {"data": _identity(prepared), "noise": noise, "delta": prepared.delta}
-    directory = RunDirectory(run_dir, config_to_dict(config), fingerprint, config.seed, facts)
-    try:
+
+    def ready() -> FederatedRun:
+        prepared = prepare(config, console)
         if prepared.personal is not None:
-            prepared.personal.remember(directory.path)
-        # A resumed run goes on with the noise it began with, whatever calibration would say today.
-        began = directory.facts["noise"]
-        prepared = dataclasses.replace(prepared, delta=directory.facts["delta"])
-        if directory.resumed and all(sigma is not None for sigma in began):
-            prepared = prepared.with_noise(began)
-        return _run(prepared, directory, console)
-    finally:
-        directory.close()
+            section = config.privacy.budgets
+            source = section.path or f"privacy.budgets.column={section.column} of the data"
+            prepared.personal.check_unchanged(pathlib.Path(run_dir), source)
+        return prepared
+
+    return run_prepared(config, run_dir, console, ready)
 
 
-def _identity(prepared: PreparedFederation) -> str:
+def _identity(prepared: FederatedRun) -> str:
     """Identifies what is drawn from: the data and, where records have them, budgets and rates.
 
     A run that went on with other rates would spend what its report does not say, and add the same
@@ -296,56 +362,7 @@ def _identity(prepared: PreparedFederation) -> str:
     return digest.hexdigest()
 
 
-def _run(prepared: PreparedFederation, directory: RunDirectory, console: Console) -> dict[str, Any]:
-    config, federation, model = prepared.config, prepared.federation, prepared.model
-    section, train = config.federation, config.train
-    verb = "resuming" if directory.resumed else "starting"
-    console.print(f"{verb} [bold]{config.name}[/bold] in {directory.path}")
-    console.print(prepared.subjects.description)
-    kept = _kept(prepared)
-    console.print(
-        f"{section.silos} silos, {kept['records']} records in training, {kept['dropped_by_cap']} "
-        f"left out by the cap; {config.model.kind} with {model.num_params:,} parameters"
-    )
-    _warn(kept, console)
-    mesh = data_parallel_mesh()
-    evaluator = FederatedEvaluator(model, mesh, config.eval.batch_size)
-    result = run_rounds(
-        loss_fn=model.loss,
-        params=model.init(jax.random.key(config.init_seed)),
-        data=prepared.data,
-        federation=federation,
-        local_optimizer=make_optimizer(
-            section.local_optimizer, section.rounds * section.local_steps
-        ),
-        delta=prepared.delta,
-        server=OptimizerServer(make_optimizer(section.server_optimizer, section.rounds)),
-        keep_local_state=section.local_state == "keep",
-        evaluate=lambda params: evaluator(params, prepared.held_out).to_json(),
-        eval_every=train.eval_every,
-        mesh=mesh,
-        width=train.width,
-        microbatch_size=train.microbatch_size,
-        chunk_silos=train.chunk_silos,
-        strategy=train.strategy,
-        run_dir=directory,
-        checkpoint_every=train.checkpoint_every,
-        keep_checkpoints=train.keep_checkpoints,
-        console=console,
-    )
-    report = _report(prepared, result)
-    report["run_dir"] = str(directory.path)
-    report["data"]["keyed_digest"] = directory.facts["data"]
-    if prepared.personal is not None:
-        summary = prepared.personal.write(directory.path, result.rounds)
-        # The rest is computed from the budgets, and stays with the silos.
-        told = ("policy", "rounds", "over_budget")
-        report["outside_guarantee"]["personal"] = {name: summary[name] for name in told}
-    write_federated_report(directory.path, report, result.metrics)
-    return report
-
-
-def _caveats(prepared: PreparedFederation) -> tuple[str, ...]:
+def _caveats(prepared: FederatedRun) -> tuple[str, ...]:
     config = prepared.config
     evaluation = EVALUATION_CAVEAT[config.data.split]
     if not prepared.federation.mechanism.private:
@@ -359,7 +376,7 @@ def _caveats(prepared: PreparedFederation) -> tuple[str, ...]:
     return tuple(caveats)
 
 
-def _kept(prepared: PreparedFederation) -> dict[str, Any]:
+def _kept(prepared: FederatedRun) -> dict[str, Any]:
     """What the cap per subject and silo left: counts that the guarantee takes as public."""
     before, after = prepared.subjects.train.num_examples, prepared.data.num_records
     found: dict[str, Any] = {
@@ -380,12 +397,7 @@ def _kept(prepared: PreparedFederation) -> dict[str, Any]:
     return found
 
 
-def _warn(kept: dict[str, Any], console: Console) -> None:
-    if "warning" in kept:
-        console.print(f"[bold yellow]warning:[/bold yellow] {kept['warning']}")
-
-
-def _silo_rows(prepared: PreparedFederation) -> list[dict[str, Any]]:
+def _silo_rows(prepared: FederatedRun) -> list[dict[str, Any]]:
     federation = prepared.federation
     alone = silo_epsilons(federation, prepared.delta)
     return [
@@ -402,9 +414,7 @@ def _silo_rows(prepared: PreparedFederation) -> list[dict[str, Any]]:
     ]
 
 
-def _guarantee(
-    prepared: PreparedFederation, rounds: int, caveats: tuple[str, ...] = ()
-) -> Guarantee:
+def _guarantee(prepared: FederatedRun, rounds: int, caveats: tuple[str, ...] = ()) -> Guarantee:
     caveats = (*_caveats(prepared), *caveats)
     if prepared.personal is not None:
         return personal_guarantee(prepared.personal, rounds, caveats)
@@ -418,46 +428,28 @@ def _guarantee(
     )
 
 
-def _report(prepared: PreparedFederation, result: FederatedResult) -> dict[str, Any]:
+def _report(prepared: FederatedRun, result: RunResult) -> dict[str, Any]:
     config, federation = prepared.config, prepared.federation
-    guarantee = _guarantee(prepared, max(result.rounds, 1), result.caveats)
-    evaluation = {"initial": result.evaluation(0)}
-    if result.interrupted is None:
-        evaluation["final"] = result.evaluation(result.rounds)
     rows = [r for r in result.metrics if "outside_guarantee" in r]
-    mechanism = federation.mechanism
-    return {
-        "status": FINISHED if result.interrupted is None else "interrupted",
-        "name": config.name,
-        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "steps": result.rounds,
-        "privacy": guarantee.to_json(),
-        "guarantee": str(guarantee),
-        "claim": prepared.claim.to_json(),
-        "eval": {name: value for name, value in evaluation.items() if value is not None},
-        "throughput": {
-            "examples_per_s": round(result.records / result.seconds, 1) if result.seconds else None,
-            "tokens_per_s": None,
-            "seconds_per_round": round(result.seconds / max(len(rows) - 1, 1), 4),
-        },
-        "outside_guarantee": {
-            "nonfinite_units": sum(r["outside_guarantee"]["nonfinite_units"] for r in rows),
-            "final_train_loss": rows[-1]["outside_guarantee"]["train_loss"] if rows else None,
-        },
-        "dropped_silos": sum(r["dropped_silos"] for r in rows),
-        "silos": _silo_rows(prepared),
-        "model": {"kind": config.model.kind, "parameters": prepared.model.num_params},
-        "data": {
+    return build_report(
+        config.name,
+        federation.rounds,
+        result,
+        _guarantee(prepared, max(result.steps, 1), result.caveats),
+        claim=prepared.claim.to_json(),
+        dropped_silos=sum(r["dropped_silos"] for r in rows),
+        silos=_silo_rows(prepared),
+        model={"kind": config.model.kind, "parameters": prepared.model.num_params},
+        data={
             "description": prepared.subjects.description,
             "silos": prepared.data.num_silos,
             **_kept(prepared),
         },
-        "mechanism": mechanism.to_json(),
-        "environment": environment(),
-    }
+        mechanism=federation.mechanism.to_json(),
+    )
 
 
-def dry_run_federated(config: FederatedConfig, console: Console) -> dict[str, Any]:
+def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
     """Validates and prices a configuration: parameters, noise, epsilon. Trains nothing."""
     prepared = prepare(config, console)
     federation, plan = prepared.federation, prepared.federation.silos[0]
@@ -466,7 +458,8 @@ def dry_run_federated(config: FederatedConfig, console: Console) -> dict[str, An
     sigmas = [p.mechanism.sigma for p in members]
     divisors = [p.mechanism.divisor(p.facts) for p in members]
     kept = _kept(prepared)
-    _warn(kept, console)
+    if "warning" in kept:
+        console.print(f"[bold yellow]warning:[/bold yellow] {kept['warning']}")
     per_step = sum(p.mechanism.expected_records(p.facts) for p in members)
     return {
         "status": "dry-run",

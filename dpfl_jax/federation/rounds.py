@@ -18,12 +18,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.data.example_keys import example_keys, with_keys
+from dpfl_jax.data.placement import local_columns
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Chunk
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.mechanisms import SiloDraw
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import DATA_AXIS
+from dpfl_jax.run.mesh import DATA_AXIS, place
 
 _BYTES = 192 << 20
 
@@ -131,8 +132,31 @@ class RoundBuilder:
         )
 
     def build(self, round_index: int, silos: np.ndarray) -> Piece:
-        """Draws, reads and ships the work of ``silos`` (at most ``size``) in a round."""
+        """Draws, reads and ships the work of ``silos`` (at most ``size``) in a round.
+
+        Of many processes each reads the silos of its own devices.
+        """
+        sharding = NamedSharding(self.mesh, PartitionSpec(DATA_AXIS))
+        mine = local_columns(sharding, self.size, axis=0)
+        host, records = self.gather(round_index, silos, mine)
+        if sharding.is_fully_addressable:  # all arrays in one call: small ones are many
+            return Piece(silos, jax.device_put(Chunk(**host), sharding), records)
+        places = jax.tree.map(lambda _: sharding, host)
+        return Piece(silos, Chunk(**place(host, places, copy=False)), records)
+
+    def gather(
+        self, round_index: int, silos: np.ndarray, mine: np.ndarray | None = None
+    ) -> tuple[dict[str, Any], int]:
+        """The fields of a chunk on the host, and how many records are drawn for it.
+
+        Args:
+          round_index: which round.
+          silos: at most ``size``.
+          mine: int64, places in the chunk whose records are read, the others being zeros; None:
+            all.
+        """
         drawn = [self.draws(int(i), round_index) for i in silos]
+        records = sum(int((d.positions >= 0).sum()) for row in drawn for d in row)
         steps, unit_size = self.federation.max_local_steps, self.unit_size
         most = max((d.size for row in drawn for d in row), default=0)
         capacity = self.capacity
@@ -143,7 +167,8 @@ class RoundBuilder:
             while unit_size < widest:
                 unit_size *= 2
         shape = (self.size, steps, capacity, self.row)
-        slots, positions = self._slots(drawn, capacity * self.row, unit_size)
+        read = [row if mine is None or s in mine else [] for s, row in enumerate(drawn)]
+        slots, positions = self._slots(read, capacity * self.row, unit_size)
         examples = self.data.read(positions)
         full = shape if unit_size is None else (*shape, unit_size)
 
@@ -154,7 +179,7 @@ class RoundBuilder:
 
         units: Any = {name: scatter(leaf) for name, leaf in examples.items()}
         if self.loss_keys:
-            keys_of = self._record_keys(silos, round_index, drawn)
+            keys_of = self._record_keys(silos, round_index, read)
             units = with_keys(units, scatter(keys_of))
         present = scatter(np.ones(len(slots), bool))
         mask = np.zeros((self.size, steps, capacity * self.row), bool)
@@ -189,8 +214,7 @@ class RoundBuilder:
             "clip_norm": clip_norm,
             "weight": weight,
         }
-        sharding = NamedSharding(self.mesh, PartitionSpec(DATA_AXIS))
-        return Piece(silos, jax.device_put(Chunk(**host), sharding), len(positions))
+        return host, records
 
     def _record_keys(
         self, silos: np.ndarray, round_index: int, drawn: list[list[SiloDraw]]

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from dpfl_jax.config.schema import ProcessesConfig
+from dpfl_jax.config.base import ProcessesConfig
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.watch import LastWords, Watch, say_and_leave, sentence

@@ -1,4 +1,4 @@
-"""Held-out loss, by example and by user."""
+"""Held-out loss and accuracy, by example and by user."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -26,12 +27,14 @@ class Evaluation:
       loss_by_user: mean over users of the mean over each user's examples.
       examples: examples evaluated.
       users: users evaluated.
+      accuracy: share of examples whose label is predicted; None if the task has no labels.
     """
 
     loss: float
     loss_by_user: float
     examples: int
     users: int
+    accuracy: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON types."""
@@ -61,6 +64,7 @@ class Evaluator:
         loss_fn: Callable[..., jax.Array],
         mesh: Mesh,
         batch_size: int = 64,
+        predict: Callable[..., jax.Array] | None = None,
     ) -> None:
         """Prepares the evaluation.
 
@@ -68,15 +72,23 @@ class Evaluator:
           loss_fn: ``(params, example) -> scalar`` for one example.
           mesh: examples are split over its unit axes.
           batch_size: examples per device and batch.
+          predict: ``(params, x) -> label``, compared with the ``label`` of an example that has one.
         """
         self._batch = batch_size * unit_parts(mesh)
         self._sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
+
+        def one(params: PyTree, example: Any) -> tuple[jax.Array, jax.Array]:
+            hit = jnp.float32(jnp.nan)
+            if predict is not None and "label" in example:
+                hit = (predict(params, example["x"]) == example["label"]).astype(jnp.float32)
+            return loss_fn(params, example), hit
+
         # Whole on every device: each process then has all losses.
         whole = None if self._sharding.is_fully_addressable else replicated(mesh)
-        self._losses = jax.jit(jax.vmap(loss_fn, in_axes=(None, 0)), out_shardings=whole)
+        self._measure = jax.jit(jax.vmap(one, in_axes=(None, 0)), out_shardings=whole)
 
-    def losses(self, params: PyTree, store: Readable) -> np.ndarray:
-        """Returns the loss of each example, float32 [n], in store order."""
+    def measure(self, params: PyTree, store: Readable) -> tuple[np.ndarray, np.ndarray]:
+        """Returns losses and hits (NaN without labels), float32 [n], in store order."""
         first, stop = int(store.user_offsets[0]), int(store.user_offsets[-1])
         mine = local_columns(self._sharding, self._batch, axis=0)
         parts = []
@@ -86,9 +98,13 @@ class Evaluator:
             examples = ship_columns(
                 store.read(positions[mine]), mine, self._batch, 0, self._sharding
             )
-            parts.append(self._losses(params, examples))
-        return np.concatenate([np.asarray(p) for p in parts]).astype(np.float32)[: stop - first]
+            parts.append(self._measure(params, examples))
+        losses, hits = (np.concatenate([np.asarray(p[i]) for p in parts]) for i in (0, 1))
+        return losses.astype(np.float32)[: stop - first], hits[: stop - first]
 
     def __call__(self, params: PyTree, store: Readable) -> Evaluation:
-        """Returns the mean losses on ``store``."""
-        return summarize(self.losses(params, store).astype(np.float64), store.user_offsets)
+        """Returns the means on ``store``."""
+        losses, hits = self.measure(params, store)
+        found = summarize(losses.astype(np.float64), store.user_offsets)
+        accuracy = float(hits.mean())
+        return dataclasses.replace(found, accuracy=None if np.isnan(accuracy) else accuracy)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import math
 import os
 from collections.abc import Callable
@@ -12,31 +11,22 @@ from typing import Any
 from jax.sharding import Mesh
 from rich.console import Console
 
-from dpfl_jax import accounting
-from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
+from dpfl_jax.config import RunConfig
 from dpfl_jax.config.schema import MechanismConfig
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, Mechanism, NonPrivate, Population
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
-from dpfl_jax.run import processes
-from dpfl_jax.run.directory import FINISHED, RunDirectory
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.driver import RunResult
+from dpfl_jax.run.experiment import Charge, Prepared, run_prepared
 from dpfl_jax.run.mesh import make_mesh
+from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
+from dpfl_jax.training.central import FitResult, fit
 from dpfl_jax.training.evaluate import summarize
-from dpfl_jax.training.loop import FitResult, fit
 from dpfl_jax.training.personalize import Personalization, check_users, personalize
 from dpfl_jax.training.pretrain import Pretrained, begin_from
-from dpfl_jax.training.report import (
-    BASE_CAVEAT,
-    EVALUATION_CAVEAT,
-    PRIVATE_METRICS_CAVEAT,
-    TUNING_CAVEAT,
-    WITHIN_USER_CAVEAT,
-    build_report,
-    with_perplexity,
-    write_report,
-)
 from dpfl_jax.training.start import (
     build_model,
     check_trainable,
@@ -46,6 +36,18 @@ from dpfl_jax.training.start import (
     trained_by_name,
 )
 
+EVALUATION_CAVEAT = (
+    "held-out losses are computed without noise on users who are not in the training set: the "
+    "guarantee does not cover those users"
+)
+WITHIN_USER_CAVEAT = (
+    "held-out losses are computed without noise on examples set aside from the training users "
+    "themselves: they are outside the guarantee, and the model's choice by them would be too"
+)
+BASE_CAVEAT = (
+    "the checkpoint that training started from is taken as public: nobody whose data it was made "
+    "of is protected by this guarantee, whether or not they are users here too"
+)
 LoadData = Callable[[DataConfig], Dataset]
 
 
@@ -75,7 +77,7 @@ def build_mechanism(config: MechanismConfig) -> Mechanism:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class CentralRun(Prepared):
     """Everything a run needs, checked, before anything is written.
 
     Attributes:
@@ -98,8 +100,96 @@ class Prepared:
     model: LanguageModel
     optimizer: Any
 
+    def facts(self) -> dict[str, Any]:
+        """Data, noise, delta, checkpoint."""
+        facts: dict[str, Any] = {
+            "data": self.data.train.fingerprint,
+            "noise_multiplier": self.mechanism.noise_multiplier,
+            "delta": self.delta,
+        }
+        if self.config.model.checkpoint is not None:
+            facts["base"] = describe(self.config.model.checkpoint)
+            facts["checkpoint"] = facts["base"]["digest"]
+        return facts
 
-def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) -> Prepared:
+    def going_on(self, directory: RunDirectory) -> CentralRun:
+        """With the noise and delta that the run began with, from the same checkpoint."""
+        if directory.facts.get("checkpoint") != self.facts().get("checkpoint"):
+            raise BadInputError(
+                f"the checkpoint {self.config.model.checkpoint} is not the one that the run in "
+                f"{directory.path} began with: bring it back, or start another run"
+            )
+        mechanism = dataclasses.replace(
+            self.mechanism, noise_multiplier=directory.facts["noise_multiplier"]
+        )
+        return dataclasses.replace(self, mechanism=mechanism, delta=directory.facts["delta"])
+
+    def headline(self) -> list[str]:
+        """Data, model, mechanism."""
+        facts = model_facts(self.config, self.model)
+        lines = [
+            self.data.description,
+            f"transformer {facts.get('checkpoint', facts.get('size'))}: {facts['parameters']:,} "
+            f"parameters, {facts['trained']:,} of them trained",
+        ]
+        if self.mechanism.private:
+            lines.append(
+                f"{self.mechanism.kind.upper()} with noise multiplier "
+                f"{self.mechanism.noise_multiplier:.5g}, delta {self.delta:.3g}, "
+                f"{self.config.train.steps} steps"
+            )
+        return lines
+
+    def charge(self) -> Charge:
+        """All steps, to the users."""
+        return Charge(self.mechanism.event(self.population, self.config.train.steps), self.delta)
+
+    def train(
+        self, directory: RunDirectory, console: Console
+    ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
+        """Pre-trains if asked to, and fits."""
+        config, mesh = self.config, make_mesh(**self.config.mesh.axes)
+        params, pretrained = starting_params(config, self.data, self.model, mesh, console)
+        if pretrained is not None:
+            facts = model_facts(config, self.model)
+            begin_from(pretrained, directory, needed=facts["trained"] < facts["parameters"])
+        result = fit(
+            loss_fn=self.model.loss,
+            params=params,
+            data=self.data.train,
+            mechanism=self.mechanism,
+            optimizer=self.optimizer,
+            steps=config.train.steps,
+            trainable=trained_by_name(config.model, self.model.config),
+            delta=self.delta,
+            validation=self.held_out,
+            microbatch_size=config.train.microbatch_size,
+            mesh=mesh,
+            strategy=config.train.strategy,
+            group_buckets=config.train.group_buckets,
+            examples_at_once=config.train.examples_at_once,
+            split_users=config.mesh.split_users,
+            run_dir=directory,
+            checkpoint_every=config.train.checkpoint_every,
+            keep_checkpoints=config.train.keep_checkpoints,
+            eval_every=config.train.eval_every,
+            eval_batch_size=config.eval.batch_size,
+            log_every=config.train.log_every,
+            caveats=run_caveats(config, self.mechanism),
+            console=console,
+        )
+        personal = _personalized(self, result, mesh)
+
+        def report() -> dict[str, Any]:
+            made = _report(self, pretrained, result, directory.facts)
+            if personal is not None:
+                made["personalization"] = dataclasses.asdict(personal)
+            return made
+
+        return result, report
+
+
+def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) -> CentralRun:
     """Reads the data and builds everything that the configuration describes.
 
     Args:
@@ -126,7 +216,7 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
                 f"set data.{config.eval.split}_fraction, or eval.personalize to false"
             )
         check_users(held_out)
-    return Prepared(config, data, held_out, mechanism, population, delta, model, optimizer)
+    return CentralRun(config, data, held_out, mechanism, population, delta, model, optimizer)
 
 
 def read_data(
@@ -175,141 +265,7 @@ def run_experiment(
     Raises:
       BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
     """
-    ledger = config.privacy.ledger
-    if ledger is not None and not os.path.isabs(ledger):  # load_config makes it absolute
-        raise BadInputError(
-            f"privacy.ledger is the relative path {ledger!r}, but this configuration was read from "
-            "no file that it could be relative to: give the full path"
-        )
-    kept = config_to_dict(config)
-    kept.pop("processes", None)  # where a run computes is no part of it
-    identity = (kept, config_fingerprint(config), config.seed)
-    processes.check_same({"configuration": identity[1]})
-    processes.primary_first(lambda: RunDirectory.check(run_dir, identity[1]))
-    prepared = processes.together(lambda: prepare(config, console, load))
-    facts: dict[str, Any] = {
-        "data": prepared.data.train.fingerprint,
-        "noise_multiplier": prepared.mechanism.noise_multiplier,
-        "delta": prepared.delta,
-    }
-    if config.model.checkpoint is not None:
-        facts["base"] = describe(config.model.checkpoint)
-        facts["checkpoint"] = facts["base"]["digest"]
-    directory = _open_directory(run_dir, identity, facts)
-
-    def check_checkpoint() -> None:
-        if directory.facts.get("checkpoint") != facts.get("checkpoint"):
-            raise BadInputError(
-                f"the checkpoint {config.model.checkpoint} is not the one that the run in "
-                f"{directory.path} began with: bring it back, or start another run"
-            )
-
-    # A resumed run goes on with the noise it began with, whatever calibration would say today.
-    mechanism = dataclasses.replace(
-        prepared.mechanism, noise_multiplier=directory.facts["noise_multiplier"]
-    )
-    prepared = dataclasses.replace(prepared, mechanism=mechanism, delta=directory.facts["delta"])
-    try:
-        processes.together(check_checkpoint)
-        return _run(prepared, directory, console)
-    finally:
-        directory.close()
-
-
-def _open_directory(
-    run_dir: str | os.PathLike[str], identity: tuple[Any, ...], facts: dict[str, Any]
-) -> RunDirectory:
-    """Process 0 opens (and locks) the directory, the others read the same one."""
-    content, fingerprint, seed = identity
-    mine = processes.primary_first(lambda: RunDirectory(run_dir, content, fingerprint, seed, facts))
-    introduction = processes.broadcast(None if mine is None else mine.introduction())
-    return processes.together(lambda: mine or RunDirectory.join(introduction, facts))
-
-
-def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[str, Any]:
-    config, data, mechanism = prepared.config, prepared.data, prepared.mechanism
-    mesh = make_mesh(**config.mesh.axes)
-    verb = "resuming" if directory.resumed else "starting"
-    console.print(f"{verb} [bold]{config.name}[/bold] in {directory.path}")
-    console.print(data.description)
-    facts = model_facts(config, prepared.model)
-    console.print(
-        f"transformer {facts.get('checkpoint', facts.get('size'))}: {facts['parameters']:,} "
-        f"parameters, {facts['trained']:,} of them trained"
-    )
-    if mechanism.private:
-        console.print(
-            f"{mechanism.kind.upper()} with noise multiplier {mechanism.noise_multiplier:.5g}, "
-            f"delta {prepared.delta:.3g}, {config.train.steps} steps"
-        )
-    ledger = processes.primary_first(lambda: _reserve(prepared, directory, console))
-    params, pretrained = starting_params(config, data, prepared.model, mesh, console)
-    if pretrained is not None:
-        begin_from(pretrained, directory, needed=facts["trained"] < facts["parameters"])
-    result = fit(
-        loss_fn=prepared.model.loss,
-        params=params,
-        data=data.train,
-        mechanism=mechanism,
-        optimizer=prepared.optimizer,
-        steps=config.train.steps,
-        trainable=trained_by_name(config.model, prepared.model.config),
-        delta=prepared.delta,
-        validation=prepared.held_out,
-        microbatch_size=config.train.microbatch_size,
-        mesh=mesh,
-        strategy=config.train.strategy,
-        group_buckets=config.train.group_buckets,
-        examples_at_once=config.train.examples_at_once,
-        split_users=config.mesh.split_users,
-        run_dir=directory,
-        checkpoint_every=config.train.checkpoint_every,
-        keep_checkpoints=config.train.keep_checkpoints,
-        eval_every=config.train.eval_every,
-        eval_batch_size=config.eval.batch_size,
-        log_every=config.train.log_every,
-        caveats=run_caveats(config, mechanism),
-        console=console,
-    )
-    personal = _personalized(prepared, result, mesh)
-    if not directory.writes:
-        status = FINISHED if result.interrupted is None else "interrupted"
-        return {"status": status, "steps": result.steps, "run_dir": str(directory.path)}
-    report = _report(prepared, pretrained, result, directory.facts)
-    if personal is not None:
-        report["personalization"] = dataclasses.asdict(personal)
-    report["run_dir"] = str(directory.path)
-    if ledger is not None and result.interrupted is None:
-        ledger.commit(directory.run_id)
-    write_report(directory.path, report, result.metrics)
-    return report
-
-
-def _reserve(
-    prepared: Prepared, directory: RunDirectory, console: Console
-) -> accounting.Ledger | None:
-    """Charges the whole run to the ledger before its first step, if the config names one."""
-    privacy, mechanism = prepared.config.privacy, prepared.mechanism
-    if privacy.ledger is None:
-        return None
-    ledger = accounting.Ledger(privacy.ledger)
-    assert privacy.account is not None  # the config is validated
-    account = accounting.Account(dataset=privacy.account)
-    reservation = ledger.reserve(
-        account,
-        directory.run_id,
-        mechanism.event(prepared.population, prepared.config.train.steps),
-        prepared.delta,
-        privacy.budget,
-    )
-    left = "" if reservation.left is None else f", {reservation.left:.4g} left"
-    lines = [f"a new ledger was made at {ledger.path}"] * reservation.new_ledger
-    lines.append(
-        f"ledger {ledger.path}, account {privacy.account}: epsilon {reservation.before:.4g} spent "
-        f"before this run, {reservation.after:.4g} with it{left} (delta {prepared.delta:.3g})"
-    )
-    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
-    return ledger
+    return run_prepared(config, run_dir, console, lambda: prepare(config, console, load))
 
 
 def calibrated(
@@ -354,7 +310,7 @@ def run_caveats(config: RunConfig, mechanism: Mechanism) -> tuple[str, ...]:
     return tuple(caveats)
 
 
-def _personalized(prepared: Prepared, result: FitResult, mesh: Mesh) -> Personalization | None:
+def _personalized(prepared: CentralRun, result: FitResult, mesh: Mesh) -> Personalization | None:
     """Tuned to each held-out user, if asked for; by all processes together, as all hold a part."""
     config = prepared.config
     if not config.eval.personalize or prepared.held_out is None or result.final is None:
@@ -369,7 +325,7 @@ def _personalized(prepared: Prepared, result: FitResult, mesh: Mesh) -> Personal
 
 
 def _report(
-    prepared: Prepared, pretrained: Pretrained | None, result: FitResult, facts: dict[str, Any]
+    prepared: CentralRun, pretrained: Pretrained | None, result: FitResult, facts: dict[str, Any]
 ) -> dict[str, Any]:
     config, data, population = prepared.config, prepared.data, prepared.population
     baselines = {}
@@ -379,9 +335,10 @@ def _report(
         evaluation = summarize(losses, prepared.held_out.user_offsets)
         baselines["unigram model of the public corpus"] = evaluation.to_json()
     report = build_report(
+        config.name,
+        config.train.steps,
         result,
-        name=config.name,
-        finished_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        result.guarantee,
         baselines=baselines,
         model={
             **model_facts(config, prepared.model),
@@ -389,7 +346,6 @@ def _report(
         },
         data={
             "description": data.description,
-            "keyed_digest": facts["data"],
             "users": population.num_users,
             "examples": population.num_examples,
         },
@@ -400,6 +356,19 @@ def _report(
     )
     report["eval"] = {name: with_perplexity(value) for name, value in report["eval"].items()}
     return report
+
+
+def with_perplexity(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation of a language model (losses in nats per token) with perplexities."""
+    return {
+        **evaluation,
+        "perplexity": _exp(evaluation["loss"]),
+        "perplexity_by_user": _exp(evaluation["loss_by_user"]),
+    }
+
+
+def _exp(loss: float) -> float | None:
+    return math.exp(loss) if loss < 700 else None  # NaN and overflow have no perplexity
 
 
 # ---- dry run -------------------------------------------------------------------------------

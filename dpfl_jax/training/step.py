@@ -24,9 +24,10 @@ import optax
 from jax.sharding import Mesh
 
 from dpfl_jax.mechanisms import Mechanism
+from dpfl_jax.run.algorithm import StepStats
 from dpfl_jax.run.mesh import parameter_shardings
 from dpfl_jax.run.state import TrainState, shardings_of
-from dpfl_jax.training.sums import StepStats, bounded_sum_over_microbatches
+from dpfl_jax.training.sums import bounded_sum_over_microbatches
 
 PyTree = Any
 

@@ -7,7 +7,6 @@ that gradients still meet over ``data`` once, after the loop.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from typing import Any
@@ -19,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dpfl_jax.clipping import accumulate, join
 from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.models.placement import activations_pinned
+from dpfl_jax.run.algorithm import StepStats
 from dpfl_jax.run.mesh import (
     DATA_AXIS,
     FSDP_AXIS,
@@ -29,27 +29,7 @@ from dpfl_jax.run.mesh import (
 )
 
 PyTree = Any
-Sum = Callable[..., tuple[PyTree, "StepStats"]]
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StepStats:
-    """Sums over the units of one step. Computed from private data without noise.
-
-    Attributes (float32 scalars):
-      units: units drawn.
-      loss: sum of unit losses over finite ones.
-      clipped: units whose gradient norm was above the clip norm.
-      norm: sum of unit gradient norms.
-      nonfinite: units whose gradient had a NaN or infinity and was replaced by zero.
-    """
-
-    units: jax.Array
-    loss: jax.Array
-    clipped: jax.Array
-    norm: jax.Array
-    nonfinite: jax.Array
+Sum = Callable[..., tuple[PyTree, StepStats]]
 
 
 def bounded_sum_over_microbatches(
@@ -151,10 +131,9 @@ def _by_hand(
             bounded = bounded_grad(join(params, frozen), row, mask=mask)
             return bounded.sum, _stats(bounded, mask, mechanism.clip_norm)
 
-        zero = jnp.zeros((), jnp.float32)
         carry = (
             jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-            StepStats(units=zero, loss=zero, clipped=zero, norm=zero, nonfinite=zero),
+            StepStats.zero(),
         )
         carry = jax.tree.map(lambda x: jax.lax.pcast(x, DATA_AXIS, to="varying"), carry)
         return jax.lax.psum(_loop(one, carry, units, mask, num_microbatches), DATA_AXIS)
@@ -215,9 +194,8 @@ def _automatic(
             sums, stats = every(jax.tree.map(split, row), split(mask))
             return placed(sums, DATA_AXIS), stats
 
-        zero = jnp.zeros((parts,), jnp.float32)
         sums = jax.tree.map(lambda p: jnp.zeros((parts, *p.shape), jnp.float32), params)
-        stats = StepStats(units=zero, loss=zero, clipped=zero, norm=zero, nonfinite=zero)
+        stats = StepStats.zero(parts)
         carry = _loop(one, (placed(sums, DATA_AXIS), stats), units, mask, num_microbatches, parts)
         sums, stats = jax.tree.map(lambda x: x.sum(axis=0), carry)
         return placed(sums), jax.lax.with_sharding_constraint(stats, replicated(mesh))

@@ -98,7 +98,7 @@ def test_report_has_what_the_design_asks_for(finished):
     assert {"initial", "final"} <= report["eval"].keys()
     assert report["throughput"]["tokens_per_s"] > 0
     assert report["environment"]["jax"]
-    for name in ("config.yaml", "metrics.jsonl", "report.json", "report.md", "loss.png"):
+    for name in ("config.yaml", "metrics.jsonl", "report.json", "report.md", "curves.png"):
         assert (run_dir / name).stat().st_size > 0
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in rows if "outside_guarantee" in r]

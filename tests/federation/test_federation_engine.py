@@ -18,10 +18,10 @@ from fed_zoo import (
 
 from dpfl_jax.clipping import SelfCheckError
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation import loop
+from dpfl_jax.federation import federated
 from dpfl_jax.federation.engine import make_release, mean_update
+from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.loop import run_rounds
 from dpfl_jax.federation.mechanisms import LocalItemDP, SiloFacts
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.randomness import RootKey
@@ -268,7 +268,7 @@ def test_silos_in_which_units_mix_are_refused(kind, monkeypatch):
     federation = make_federation(data, MECHANISMS[kind], rounds=1)
 
     def run():
-        return loop.run_rounds(
+        return federated.run_rounds(
             loss_fn=loss_fn,
             params=make_params(),
             data=data,
@@ -280,8 +280,8 @@ def test_silos_in_which_units_mix_are_refused(kind, monkeypatch):
             show_spent=False,
         )
 
-    assert run().rounds == 1
-    make = loop.make_release
+    assert run().steps == 1
+    make = federated.make_release
 
     def mixing(*args, **options):
         release = make(*args, **options)
@@ -294,6 +294,6 @@ def test_silos_in_which_units_mix_are_refused(kind, monkeypatch):
 
         return wrapped
 
-    monkeypatch.setattr(loop, "make_release", mixing)
+    monkeypatch.setattr(federated, "make_release", mixing)
     with pytest.raises(SelfCheckError, match=r"units mix: .*no round was run"):
         run()

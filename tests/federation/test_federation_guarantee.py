@@ -12,10 +12,10 @@ from dpfl_jax.accounting import IDEALISED
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import calibrate_federation, subject_epsilon
-from dpfl_jax.federation.experiment import dry_run_federated, prepare
+from dpfl_jax.federation.experiment import dry_run, prepare
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.recipes import Claim, apply_recipe, claim_of
-from dpfl_jax.federation.report import claim_rows
+from dpfl_jax.run.report import claim_rows
 
 pytestmark = pytest.mark.privacy
 GIVEN = Claim("given", math.inf, 1e-5, math.inf, math.inf, 2, 2)
@@ -101,7 +101,7 @@ def make_config(**sections):
 def test_what_a_cap_leaves_out_is_counted_and_warned_of(federation, mechanism, warned):
     pytest.importorskip("sklearn")
     config, output = make_config(federation=federation, mechanism=mechanism), io.StringIO()
-    price = dry_run_federated(config, Console(file=output, width=200))
+    price = dry_run(config, Console(file=output, width=200))
     told, prepared = price["population"], prepare(config, Console(quiet=True))
     before, after = prepared.subjects.train.num_examples, prepared.data.num_records
     assert (told["records_before_cap"], told["records"]) == (before, after)

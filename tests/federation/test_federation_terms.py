@@ -13,8 +13,8 @@ from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
+from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.loop import run_rounds
 from dpfl_jax.federation.mechanisms import RPDP, LocalItemDP, SiloFacts
 from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.randomness import RootKey
@@ -106,7 +106,7 @@ def test_a_continued_run_is_held_against_what_ran(tmp_path):
             run_rounds(**arguments(**CHANGES[name]), run_dir=directory)
     with pytest.raises(BadInputError, match="rounds is 2, but the run in"):
         run_rounds(**arguments(rounds=2), run_dir=directory)
-    assert run_rounds(**arguments(), run_dir=directory).rounds == 1
+    assert run_rounds(**arguments(), run_dir=directory).steps == 1
     directory.close()
 
 

@@ -23,8 +23,8 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, silo_epsilons
 from dpfl_jax.federation.engine import bounded_sum
 from dpfl_jax.federation.experiment import build_federation
+from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.loop import run_rounds
 from dpfl_jax.federation.mechanisms import RPDP, LocalItemDP, SiloFacts
 from dpfl_jax.federation.personal.personalise import personal_guarantee, personalise
 from dpfl_jax.federation.personal.policies import POLICIES, assign
@@ -347,7 +347,7 @@ def test_records_whose_budget_is_used_up_leave_and_training_goes_on():
         loss_fn=loss_fn, params=make_params(), data=data, federation=federation,
         local_optimizer=optax.sgd(0.05), delta=1e-3, key=KEY, show_spent=False,
     )  # fmt: skip
-    assert result.rounds == 6
+    assert result.steps == 6
     assert np.all(personal.check(6) <= personal.budgets)
     # Everybody leaves: batches are empty, noise is still added, and nothing is spent any more.
     data, federation, personal = build(np.full(30, 0.02), policy="uniform", rounds=6)
@@ -372,7 +372,7 @@ def test_rounds_without_silos_leave_the_model_and_are_charged():
         loss_fn=loss_fn, params=params, data=data, federation=federation,
         local_optimizer=optax.sgd(0.1), delta=1e-3, key=key,
     )  # fmt: skip
-    assert result.rounds == 3
+    assert result.steps == 3
     for a, b in zip(jax.tree.leaves(result.params), jax.tree.leaves(params), strict=True):
         assert np.array_equal(a, b)
     assert [row["silos"] for row in result.metrics] == [0] * 3

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
-from dpfl_jax.federation.isrl.runs import loop
+from dpfl_jax.federation.isrl.runs import messages
 from dpfl_jax.federation.isrl.runs.experiment import prepare
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run import driver
 
 pytest.importorskip("sklearn")
 
@@ -52,7 +53,7 @@ def final_state(run_dir):
     return jax.tree.map(np.asarray, manager.restore(manager.latest_step(), args=items)["state"])
 
 
-class StopAtOnce(loop.StopRequest):
+class StopAtOnce(driver.StopRequest):
     """As if a signal had come during the first block."""
 
     def __enter__(self):
@@ -100,7 +101,7 @@ def test_a_run_reports_its_guarantee_and_goes_on_where_it_stopped(
 
     # Stopped in the first block, and gone on with.
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "StopRequest", StopAtOnce)
+        patch.setattr(driver, "StopRequest", StopAtOnce)
         assert dpfl("train", config, "--run-dir", tmp_path / "parts") == 1
     half = json.loads((tmp_path / "parts" / "report.json").read_text())
     assert half["status"] == "interrupted"
@@ -194,9 +195,11 @@ def test_no_record_is_written_into_a_compiled_program(tmp_path):
     config = load_config(written(tmp_path))
     prepared = prepare(config, Console(quiet=True))
     data, parameters, task = prepared.records.train, prepared.parameters, prepared.task
-    algorithm = loop.make_algorithm(config, parameters)
-    schedule = loop.schedule_of(config, parameters, np.asarray(data.sizes), RootKey.from_seed(0))
-    block = loop._block(config, task, parameters, algorithm)
+    algorithm = messages.make_method(config, parameters)
+    schedule = messages.schedule_of(
+        config, parameters, np.asarray(data.sizes), RootKey.from_seed(0)
+    )
+    block = messages._block(config, task, parameters, algorithm)
     state = algorithm.start(np.zeros(task.shape, np.float32))
     records = int(np.asarray(data.sizes).max())
     traced = jax.make_jaxpr(block)(state, schedule.rows(), algorithm.values, data, schedule.rank)

@@ -13,9 +13,9 @@ from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.planning.sweep import Sweep, best_rows
 from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.driver import PUBLIC_KEY_CAVEAT
+from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT
 from dpfl_jax.training import experiment
-from dpfl_jax.training.loop import PUBLIC_KEY_CAVEAT
-from dpfl_jax.training.report import PRIVATE_METRICS_CAVEAT
 
 CONFIG = """
 name: swept

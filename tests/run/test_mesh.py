@@ -201,21 +201,21 @@ def test_a_run_goes_on_with_another_layout(params, tmp_path, monkeypatch):
     def directory():
         return RunDirectory(tmp_path / "run", {}, "same", 3, {})
 
-    import dpfl_jax.training.loop as loop
+    from dpfl_jax.training import central
 
-    stop_after = loop.step_arguments
+    stop_after = central.step_arguments
 
     def dies(mechanism, batch):
         if batch.step == 3:
             raise KeyboardInterrupt
         return stop_after(mechanism, batch)
 
-    monkeypatch.setattr(loop, "step_arguments", dies)
+    monkeypatch.setattr(central, "step_arguments", dies)
     run = directory()
     with pytest.raises(KeyboardInterrupt):
         train(data, LAYOUTS["fsdp"], params, run)
     run.close()
-    monkeypatch.setattr(loop, "step_arguments", stop_after)
+    monkeypatch.setattr(central, "step_arguments", stop_after)
     run = directory()
     resumed = train(data, LAYOUTS["tensor"], params, run)
     run.close()

@@ -16,7 +16,7 @@ import yaml
 from dpfl_jax.accounting import Account, Ledger
 from dpfl_jax.clipping import split
 from dpfl_jax.config import load_config
-from dpfl_jax.config.schema import ProcessesConfig
+from dpfl_jax.config.base import ProcessesConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.checkpoint import fingerprint, save_checkpoint

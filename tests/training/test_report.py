@@ -13,8 +13,8 @@ from rich.console import Console
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.mechanisms import ELS
 from dpfl_jax.run.mesh import data_parallel_mesh
+from dpfl_jax.run.report import build_report, render_markdown
 from dpfl_jax.training import fit
-from dpfl_jax.training.report import build_report, render_markdown
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -50,6 +50,6 @@ def test_a_run_says_how_norms_are_computed(shown):
     else:
         with pytest.warns(UserWarning, match="'w' .* is copied for each unit"):
             result = run()
-    report = build_report(result)
+    report = build_report("run", 1, result, result.guarantee)
     assert report["clipping"]["norms"] == {"per-unit copies": 2}
     assert "norms of 0 of 2 parameters by book-keeping" in render_markdown(report)

@@ -16,7 +16,7 @@ from dpfl_jax.data.schema import Field
 from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.mesh import make_mesh, parameter_shardings, place
-from dpfl_jax.training import convolutions, fit, loop, sum_check
+from dpfl_jax.training import central, convolutions, fit, sum_check
 from dpfl_jax.training.batches import training_pipeline
 from dpfl_jax.training.sums import bounded_sum_over_microbatches
 
@@ -200,9 +200,9 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_with_convolutions_trains_as_on_one_device_or_not_at_all(way, monkeypatch):
-    made, make = [], loop.make_train_step
+    made, make = [], central.make_train_step
     monkeypatch.setattr(
-        loop, "make_train_step", lambda *a, **k: made.append(make(*a, **k)) or made[-1]
+        central, "make_train_step", lambda *a, **k: made.append(make(*a, **k)) or made[-1]
     )
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
     want = train(make_mesh(devices=jax.devices()[:1]), way.get("kind", ELS))
@@ -215,6 +215,6 @@ def test_a_run_with_convolutions_trains_as_on_one_device_or_not_at_all(way, monk
         return
     # The layout that was: no step is taken.
     monkeypatch.setattr(convolutions, "kernels", lambda *_: frozenset())
-    monkeypatch.setattr(loop, "step_arguments", None)
+    monkeypatch.setattr(central, "step_arguments", None)
     with pytest.raises(SelfCheckError, match="sum of the training step is wrong on the mesh"):
         train(mesh, **way)

@@ -10,20 +10,20 @@ vmap it over trials, step sizes and noise.
 """
 
 from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
-from dpfl_jax.federation.isrl.algorithm import Algorithm, iterate
 from dpfl_jax.federation.isrl.arms import Arm, Budget, SiloNoise, silo_guarantee, silo_noise
 from dpfl_jax.federation.isrl.local_sgd import make_local_oracle
 from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, make_oracle
+from dpfl_jax.federation.isrl.method import Method, iterate
 from dpfl_jax.federation.isrl.minibatch_sgd import minibatch_sgd
 from dpfl_jax.federation.isrl.multi_stage import Stage, multi_stage, stages
 from dpfl_jax.federation.isrl.schedule import Schedule, make_schedule
 from dpfl_jax.federation.isrl.theory import Problem
 
 __all__ = [
-    "Algorithm",
     "Arm",
     "Budget",
     "MessageSpec",
+    "Method",
     "Problem",
     "Schedule",
     "SiloData",

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.federation.isrl.algorithm import Algorithm, Oracle
+from dpfl_jax.federation.isrl.method import Method, Oracle
 from dpfl_jax.federation.isrl.minibatch_sgd import Project
 
 
@@ -19,7 +19,7 @@ def accelerated(
     strong_convexity: jax.Array | float,
     project: Project,
     begins: jax.Array | None = None,
-) -> Algorithm:
+) -> Method:
     """Its state is (w, w^ag), its output w_R^ag.
 
     Args:
@@ -40,7 +40,7 @@ def accelerated(
         w = project(closed_form(oracle(w_md, row), w_md, w, alpha, prox, mu))
         return w, alpha * w + (1 - alpha) * w_ag
 
-    return Algorithm(
+    return Method(
         lambda w: (w, w), step, lambda state, rounds: state[1], (alphas, prox_weights, begins)
     )
 

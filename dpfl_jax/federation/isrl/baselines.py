@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.algorithm import Oracle
 from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, silo_noise
 from dpfl_jax.federation.isrl.message import (
     UNIT_NOISE,
@@ -20,6 +19,7 @@ from dpfl_jax.federation.isrl.message import (
     loss_name,
     make_oracle,
 )
+from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
 from dpfl_jax.run.content import mixed
 

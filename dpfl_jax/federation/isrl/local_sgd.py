@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.federation.isrl.algorithm import Oracle
 from dpfl_jax.federation.isrl.message import (
     Loss,
     MessageSpec,
@@ -16,6 +15,7 @@ from dpfl_jax.federation.isrl.message import (
     loss_name,
     make_message,
 )
+from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
 from dpfl_jax.run.content import mixed
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping import Standard, bounded_grad
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.algorithm import Oracle
+from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
 from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.run.content import mixed

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.federation.isrl.algorithm import Algorithm, Oracle
+from dpfl_jax.federation.isrl.method import Method, Oracle
 
 Project = Callable[[jax.Array], jax.Array]
 
@@ -33,7 +33,7 @@ class MinibatchState(NamedTuple):
     log_total: jax.Array
 
 
-def minibatch_sgd(step_sizes: jax.Array, log_weights: jax.Array, project: Project) -> Algorithm:
+def minibatch_sgd(step_sizes: jax.Array, log_weights: jax.Array, project: Project) -> Method:
     """w_{r+1} = project(w_r - eta_r g_r); its output is the weighted mean of the iterates.
 
     Args:
@@ -56,7 +56,7 @@ def minibatch_sgd(step_sizes: jax.Array, log_weights: jax.Array, project: Projec
         # Only the last iterates may count: before the end, the current one stands in.
         return jnp.where(jnp.isneginf(log_total), state.w, mean)
 
-    return Algorithm(start, step, output, (step_sizes, log_weights[:-1]))
+    return Method(start, step, output, (step_sizes, log_weights[:-1]))
 
 
 def _averaged(state: MinibatchState, log_weight: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.accelerated import accelerated
-from dpfl_jax.federation.isrl.algorithm import Algorithm
+from dpfl_jax.federation.isrl.method import Method
 from dpfl_jax.federation.isrl.minibatch_sgd import Project
 
 
@@ -79,7 +79,7 @@ def stages(
     return found
 
 
-def multi_stage(plan: Sequence[Stage], strong_convexity: float, project: Project) -> Algorithm:
+def multi_stage(plan: Sequence[Stage], strong_convexity: float, project: Project) -> Method:
     """The stages over consecutive rounds of a schedule; no round serves twice."""
     rounds = [np.arange(1, stage.rounds + 1, dtype=float) for stage in plan]
     alphas = np.concatenate([2 / (r + 1) for r in rounds])

@@ -23,8 +23,8 @@ from scipy import stats
 
 from dpfl_jax.accounting import IDEALISED, Guarantee
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.algorithm import Oracle
 from dpfl_jax.federation.isrl.message import loss_name
+from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import Schedule, own_keys, words_of
 from dpfl_jax.run.content import mixed
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.federation.isrl.runs.experiment import make_evaluation, prepare
-from dpfl_jax.federation.isrl.runs.loop import solve
+from dpfl_jax.federation.isrl.runs.messages import solve
 from dpfl_jax.federation.isrl.smoothing import plain, smoothed
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.reproduce.registry import Claim, Outcome, Settings

@@ -18,15 +18,16 @@ import optax
 from dpfl_jax import accounting
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.federation.data import FederatedData
-from dpfl_jax.federation.engine import make_release, mean_update
+from dpfl_jax.federation.engine import make_release
+from dpfl_jax.federation.federated import Federated, FederatedSteps, RoundExecution
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.loop import SiloStates
 from dpfl_jax.federation.mechanisms import RPDP, FedAvg, LocalItemDP, SiloFacts, SiloMechanism
 from dpfl_jax.federation.personal.budgets import BudgetDistribution, mean_over
 from dpfl_jax.federation.personal.personalise import with_rates
 from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, public_batch
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.rounds import RoundBuilder
+from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.sampling import Poisson
@@ -223,27 +224,23 @@ class Bench:
                 self._mesh,
                 keep_state=True,
             )
-        release = self._release[layout]
-        builder = _Buffers(
-            federation,
-            self.data,
-            RootKey.from_seed(seed),
-            self._mesh,
-            1,
-            self.microbatch_size,
+        run = Federated(
+            loss_fn=self.model.loss,
+            params=params,
+            data=self.data,
+            federation=federation,
+            local_optimizer=self._optimizer,
+            delta=1.0 / self.data.num_records,
+            mesh=self._mesh,
+            server=OptimizerServer(),
+            keep_local_state=True,
+            execution=RoundExecution(microbatch_size=self.microbatch_size),
         )
-        states = SiloStates(self._optimizer, params, self.data.num_silos)
-        found = []
-        for _, pieces in builder.prefetch(0, self.rounds):
-            total = None
-            for piece in pieces:
-                kept = states.take(piece.silos, builder.size)
-                released, kept, _ = release(params, kept, piece.chunk)
-                states.put(piece.silos, kept)
-                total = released if total is None else jax.tree.map(jnp.add, total, released)
-            if total is not None:
-                params = jax.tree.map(jnp.add, params, mean_update(total))
-            found.append(float(self._accuracy(params, self._held)))
+        key, found, state = RootKey.from_seed(seed), [], run.init()
+        work = FederatedSteps(run, key, 0, builder=_Buffers, release=self._release[layout])
+        for _, pieces in work.inputs():
+            state, _ = work.step(state, pieces)
+            found.append(float(self._accuracy(state.params, self._held)))
         if made.personal is not None:
             made.personal.check(self.rounds)
         return np.array(found)

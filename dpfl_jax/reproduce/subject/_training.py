@@ -12,19 +12,19 @@ import numpy as np
 
 from dpfl_jax.config.federated import FederatedConfig, FederatedDataConfig
 from dpfl_jax.federation.data import FederatedData
-from dpfl_jax.federation.evaluate import FederatedEvaluator
 from dpfl_jax.federation.experiment import (
     build_federated_model,
     build_federation,
     calibrated,
     spread,
 )
-from dpfl_jax.federation.loop import run_rounds
+from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.recipes import Claim
 from dpfl_jax.federation.sources import SubjectData, load_subjects
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.reproduce.registry import Settings
 from dpfl_jax.run.mesh import data_parallel_mesh
+from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import make_optimizer
 
 
@@ -172,7 +172,7 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
     settings.console.print(f"[dim]{run.label}: calibrating[/dim]")
     federation, claim = calibrated(config, federation, config.privacy.delta or 1e-5)
     model = build_federated_model(config, subjects)
-    evaluator = FederatedEvaluator(model, data_parallel_mesh())
+    evaluator = Evaluator(model.loss, data_parallel_mesh(), 256, model.predict)
     curves = []
     for seed in range(seeds):
         result = run_rounds(

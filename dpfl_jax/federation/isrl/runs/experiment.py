@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
-import jax
-import jax.numpy as jnp
+import dp_accounting
 import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
-from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.config.isrl import IsrlConfig
+from dpfl_jax.federation.isrl import bounds
 from dpfl_jax.federation.isrl.arms import SiloNoise, at_one_delta, silo_guarantee
-from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.isrl.relations import relations
-from dpfl_jax.federation.isrl.runs.loop import Result, run_rounds
+from dpfl_jax.federation.isrl.runs.messages import make_evaluation, run_rounds
 from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose, effective_silos, smoothing
-from dpfl_jax.federation.isrl.runs.report import possible_risk, write_isrl_report
 from dpfl_jax.federation.isrl.runs.sources import SiloRecords, load_silos
 from dpfl_jax.federation.isrl.runs.tasks import Task, make_task
-from dpfl_jax.federation.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT
-from dpfl_jax.run.directory import FINISHED, RunDirectory
-from dpfl_jax.training.report import environment
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.driver import RunResult
+from dpfl_jax.run.experiment import Charge, Prepared, run_prepared
+from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 
 _EVALUATION_CAVEAT = (
     "held-out figures are computed without noise on other records of the same silos: the guarantee "
@@ -36,7 +34,7 @@ _SILOS_CAVEAT = "the silos are cut from one data set: who holds which record is 
 
 
 @dataclasses.dataclass(frozen=True)
-class Prepared:
+class IsrlRun(Prepared):
     """Everything a run needs, checked, before anything is written."""
 
     config: IsrlConfig
@@ -44,8 +42,65 @@ class Prepared:
     task: Task
     parameters: Parameters
 
+    def facts(self) -> dict[str, Any]:
+        """Data and noise."""
+        noise = self.parameters.noise
+        return {
+            "data": self.records.fingerprint,
+            "noise": None if noise is None else [float(z.noise_multiplier) for z in noise],
+        }
 
-def prepare(config: IsrlConfig, console: Console) -> Prepared:
+    def going_on(self, directory: RunDirectory) -> IsrlRun:
+        """With the noise that the run began with."""
+        if self.parameters.noise is None:
+            return self
+        began = [
+            dataclasses.replace(z, noise_multiplier=m)
+            for z, m in zip(self.parameters.noise, directory.facts["noise"], strict=True)
+        ]
+        parameters = dataclasses.replace(self.parameters, noise=began)
+        return dataclasses.replace(self, parameters=parameters)
+
+    def headline(self) -> list[str]:
+        """Data, algorithm."""
+        return [
+            self.records.description,
+            f"{self.config.isrl.algorithm}, {self.parameters.rounds} rounds, "
+            f"{self.config.isrl.sampling} batches; {self.task.kind} loss, {self.task.dim} "
+            "parameters",
+        ]
+
+    def charge(self) -> Charge:
+        """All rounds, to the records of the silo that costs most, or of one worse than all."""
+        unit, adjacency = "record", "replace one record"
+        noise = self.parameters.noise
+        if not noise or noise[0].sampling == "with_replacement":
+            return Charge(dp_accounting.NonPrivateDpEvent(), 0.5, unit, adjacency)
+        worst = max(noise, key=lambda z: z.rate)
+        worst = dataclasses.replace(
+            worst,
+            noise_multiplier=min(z.noise_multiplier for z in noise),
+            rounds=max(z.rounds for z in noise),
+        )
+        return Charge(worst.event, max(z.budget.delta for z in noise), unit, adjacency)
+
+    def train(
+        self, directory: RunDirectory, console: Console
+    ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
+        """Runs the rounds."""
+        result = run_rounds(
+            self.config,
+            self.task,
+            self.records.train,
+            self.parameters,
+            run_dir=directory,
+            evaluate=make_evaluation(self.task, self.records.test),
+            console=console,
+        )
+        return result, lambda: _report(self, result)
+
+
+def prepare(config: IsrlConfig, console: Console) -> IsrlRun:
     """Reads the data, fills in what theory gives, calibrates.
 
     Raises:
@@ -66,10 +121,10 @@ def prepare(config: IsrlConfig, console: Console) -> Prepared:
         parameters = choose(config, task, sizes)
     if beta is not None:
         parameters.sources["smoothing"] = (beta, "section 2, or Theorem F.2")
-    return Prepared(config, records, task, parameters)
+    return IsrlRun(config, records, task, parameters)
 
 
-def run_isrl(
+def run_experiment(
     config: IsrlConfig, run_dir: str | os.PathLike[str], console: Console
 ) -> dict[str, Any]:
     """Runs (or resumes) an ISRL-DP configuration and returns its report.
@@ -77,88 +132,11 @@ def run_isrl(
     Raises:
       BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
     """
-    fingerprint = config_fingerprint(config)
-    RunDirectory.check(run_dir, fingerprint)
-    prepared = prepare(config, console)
-    noise = prepared.parameters.noise
-    facts = {
-        "data": prepared.records.fingerprint,
-        "noise": None if noise is None else [float(z.noise_multiplier) for z in noise],
-    }
-    directory = RunDirectory(run_dir, config_to_dict(config), fingerprint, config.seed, facts)
-    try:
-        if noise is not None:
-            # A resumed run goes on with the noise it began with.
-            began = [
-                dataclasses.replace(z, noise_multiplier=m)
-                for z, m in zip(noise, directory.facts["noise"], strict=True)
-            ]
-            parameters = dataclasses.replace(prepared.parameters, noise=began)
-            prepared = dataclasses.replace(prepared, parameters=parameters)
-        return _run(prepared, directory, console)
-    finally:
-        directory.close()
-
-
-def make_evaluation(task: Task, data: SiloData) -> Any:
-    """``w -> dict``: mean loss over records and over silos, the worst silo's, and accuracy."""
-
-    def per_silo(value: Any, w: jax.Array, data: SiloData) -> jax.Array:
-        real = jnp.arange(data.capacity)[None, :] < data.sizes[:, None]
-        each = jax.vmap(jax.vmap(value, (None, 0)), (None, 0))(w, data.examples)
-        return jnp.where(real, each, 0.0).sum(1)
-
-    @jax.jit  # of the data too: what it captured would be written into the compiled program
-    def measured(w: jax.Array, data: SiloData) -> tuple[jax.Array, jax.Array]:
-        hits = jnp.zeros(data.num_silos) if task.hit is None else per_silo(task.hit, w, data)
-        return per_silo(task.loss, w, data), hits
-
-    def evaluate(w: jax.Array) -> dict[str, Any]:
-        losses, hits = (np.asarray(v, np.float64) for v in measured(w, data))
-        sizes = np.asarray(data.sizes, np.float64)
-        accuracy = None if task.hit is None else float(hits.sum() / sizes.sum())
-        return {
-            "loss": float(losses.sum() / sizes.sum()),
-            "loss_by_silo": float((losses / sizes).mean()),
-            "worst_silo": float((losses / sizes).max()),
-            "accuracy": accuracy,
-            "examples": int(sizes.sum()),
-        }
-
-    return evaluate
-
-
-def _run(prepared: Prepared, directory: RunDirectory, console: Console) -> dict[str, Any]:
-    config, records, task = prepared.config, prepared.records, prepared.task
-    console.print(
-        f"{'resuming' if directory.resumed else 'starting'} [bold]{config.name}[/bold] in "
-        f"{directory.path}"
-    )
-    console.print(records.description)
-    console.print(
-        f"{config.isrl.algorithm}, {prepared.parameters.rounds} rounds, {config.isrl.sampling} "
-        f"batches; {task.kind} loss, {task.dim} parameters"
-    )
-    trained = make_evaluation(task, records.train)
-    result = run_rounds(
-        config,
-        task,
-        records.train,
-        prepared.parameters,
-        run_dir=directory,
-        evaluate=make_evaluation(task, records.test),
-        train_loss=lambda w: float(trained(w)["loss_by_silo"]),
-        console=console,
-    )
-    report = _report(prepared, result)
-    report["run_dir"] = str(directory.path)
-    report["data"]["keyed_digest"] = directory.facts["data"]
-    write_isrl_report(directory.path, report, result.metrics)
-    return report
+    return run_prepared(config, run_dir, console, lambda: prepare(config, console))
 
 
 def guarantee_of(
-    prepared: Prepared, rounds: int, caveats: tuple[str, ...] = ()
+    prepared: IsrlRun, rounds: int, caveats: tuple[str, ...] = ()
 ) -> tuple[Guarantee, list[SiloNoise]]:
     """One guarantee that all silos give, and every silo's noise, after ``rounds``.
 
@@ -200,7 +178,24 @@ def guarantee_of(
     )
 
 
-def _silo_rows(prepared: Prepared, taken: list[SiloNoise]) -> list[dict[str, Any]]:
+def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
+    """Excess risk that the theorems allow (constants 1, no logarithms): known before training."""
+    if parameters.noise is None:
+        return []
+    lipschitz = float(parameters.clip_norms.max())
+    problem = dataclasses.replace(parameters.problem, lipschitz=lipschitz)
+    rows = [
+        ("this trust model, upper bound (Theorem 2.1)", bounds.upper(problem)),
+        ("this trust model, lower bound (Theorem 2.2)", bounds.lower(problem)),
+        ("a trusted server, convex lower bound", bounds.central(problem)),
+    ]
+    return [
+        {"bound": name, "sampling": risk.statistical, "privacy": risk.private}
+        for name, risk in rows
+    ]
+
+
+def _silo_rows(prepared: IsrlRun, taken: list[SiloNoise]) -> list[dict[str, Any]]:
     sizes, batches = np.asarray(prepared.records.train.sizes), prepared.parameters.batches
     prices = {z: silo_guarantee(z).epsilon for z in set(taken)}
     rows = []
@@ -218,12 +213,10 @@ def _silo_rows(prepared: Prepared, taken: list[SiloNoise]) -> list[dict[str, Any
     return rows
 
 
-def _facts(prepared: Prepared, guarantee: Guarantee, taken: list[SiloNoise]) -> dict[str, Any]:
+def _facts(prepared: IsrlRun, guarantee: Guarantee, taken: list[SiloNoise]) -> dict[str, Any]:
     config = prepared.config
     private = bool(taken) and guarantee.private
     return {
-        "privacy": guarantee.to_json(),
-        "guarantee": str(guarantee),
         "relations": _plain(_relations(config, taken)) if private else [],
         "silos": _silo_rows(prepared, taken),
         "participation": {
@@ -259,48 +252,31 @@ def _plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _report(prepared: Prepared, result: Result) -> dict[str, Any]:
+def _report(prepared: IsrlRun, result: RunResult) -> dict[str, Any]:
     config = prepared.config
-    guarantee, taken = guarantee_of(prepared, result.rounds, result.caveats)
-    evaluation = {"initial": result.evaluation(0)}
-    if result.interrupted is None:
-        evaluation["final"] = result.evaluation(result.rounds)
-    rows = [r for r in result.metrics if "outside_guarantee" in r]
-    per_second = round(result.messages / result.seconds, 1) if result.seconds else None
-    return {
-        "status": FINISHED if result.interrupted is None else "interrupted",
-        "name": config.name,
-        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "steps": result.rounds,
+    guarantee, taken = guarantee_of(prepared, result.steps, result.caveats)
+    return build_report(
+        config.name,
+        prepared.parameters.rounds,
+        result,
+        guarantee,
         **_facts(prepared, guarantee, taken),
-        "eval": {name: value for name, value in evaluation.items() if value is not None},
-        "throughput": {
-            "messages_per_s": per_second,
-            "examples_per_s": None
-            if per_second is None
-            else round(per_second * float(prepared.parameters.batches.mean()), 1),
-            "tokens_per_s": None,
-        },
-        "outside_guarantee": {
-            "final_train_loss": rows[-1]["outside_guarantee"]["train_loss"] if rows else None,
-        },
-        "model": {"kind": prepared.task.kind, "parameters": prepared.task.dim},
-        "data": {
+        model={"kind": prepared.task.kind, "parameters": prepared.task.dim},
+        data={
             "description": prepared.records.description,
             "silos": config.data.silos,
             "records": int(np.asarray(prepared.records.train.sizes).sum()),
         },
-        "mechanism": {
+        mechanism={
             "kind": f"isrl/{config.isrl.algorithm}",
             "sampling": config.isrl.sampling,
             "arm": config.isrl.arm,
             "clip_norm": float(prepared.parameters.clip_norms[0]),
         },
-        "environment": environment(),
-    }
+    )
 
 
-def dry_run_isrl(config: IsrlConfig, console: Console) -> dict[str, Any]:
+def dry_run(config: IsrlConfig, console: Console) -> dict[str, Any]:
     """Validates and prices a configuration: parameters, noise, epsilon, possible risk."""
     prepared = prepare(config, console)
     guarantee, taken = guarantee_of(prepared, prepared.parameters.rounds)
@@ -315,5 +291,7 @@ def dry_run_isrl(config: IsrlConfig, console: Console) -> dict[str, Any]:
         "rounds": prepared.parameters.rounds,
         "epsilon": guarantee.epsilon if guarantee.private else None,
         "delta": guarantee.delta,
+        "privacy": guarantee.to_json(),
+        "guarantee": str(guarantee),
         **_facts(prepared, guarantee, taken),
     }

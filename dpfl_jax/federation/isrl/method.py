@@ -15,7 +15,7 @@ Oracle = Callable[[jax.Array, Any], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Algorithm:
+class Method:
     """An algorithm of the paper.
 
     Attributes:
@@ -36,22 +36,26 @@ class Algorithm:
         """R."""
         return jax.tree.leaves(self.values)[0].shape[0]
 
+    def scan(self, oracle: Oracle, state: Any, rows: Any, values: Any) -> Any:
+        """The state after these rounds."""
 
-def iterate(algorithm: Algorithm, oracle: Oracle, rows: Any, start: jax.Array) -> jax.Array:
+        def one(state: Any, x: Any) -> tuple[Any, None]:
+            return self.step(oracle, x[0], state, x[1]), None
+
+        return jax.lax.scan(one, state, (rows, values))[0]
+
+
+def iterate(method: Method, oracle: Oracle, rows: Any, start: jax.Array) -> jax.Array:
     """All rounds from w_0; returns the algorithm's output.
 
     Args:
-      algorithm: of R rounds.
+      method: of R rounds.
       oracle: ``(w, row) -> mean noisy gradient``.
       rows: R rounds of a schedule. Their keys are made this use's own.
       start: w_0.
     """
-
-    def step(state: Any, x: Any) -> tuple[Any, None]:
-        return algorithm.step(oracle, x[0], state, x[1]), None
-
-    state = algorithm.start(start)
-    first = jax.tree.map(lambda x: x[0], (rows, algorithm.values))
-    rows = own_rows(rows, start, algorithm.values, *traced_parts(step, state, first))
-    state, _ = jax.lax.scan(step, state, (rows, algorithm.values))
-    return algorithm.output(state, algorithm.rounds)
+    state = method.start(start)
+    row, values = jax.tree.map(lambda x: x[0], (rows, method.values))
+    use = traced_parts(lambda *given: method.step(oracle, *given), row, state, values)
+    rows = own_rows(rows, start, method.values, *use)
+    return method.output(method.scan(oracle, state, rows, method.values), method.rounds)

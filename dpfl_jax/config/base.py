@@ -1,0 +1,86 @@
+"""Sections that the configurations of all systems have."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A section: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class LedgerSection(Section):
+    """The budget that a run is charged to.
+
+    Attributes:
+      ledger: file that records what the people of a data set have spent over all runs; relative to
+        the folder of the configuration file.
+      account: name of the people in the ledger. Give one name to all versions of a data set that
+        hold the same people.
+      budget: largest epsilon (at the run's delta) the ledger may reach; beyond it a run is refused.
+    """
+
+    ledger: str | None = None
+    account: str | None = None
+    budget: float | None = None
+
+
+class ProcessesConfig(Section):
+    """One run in many processes; where and how many is no part of what a run computes.
+
+    What is left open is taken from the variables DPFL_COORDINATOR, DPFL_NUM_PROCESSES and
+    DPFL_PROCESS_ID, and then from the cluster.
+
+    Attributes:
+      mode: auto joins others if the section, the variables or the cluster announce them (SLURM,
+        Open MPI, TPU workers); detect always asks the cluster (TPU slices); one never does.
+      coordinator: HOST:PORT at which process 0 is reached.
+      num_processes: how many there are.
+      process_id: which one this is, from 0.
+      start_timeout_s: how long to wait for the others at the start.
+      lost_after_s: silence after which a process counts as lost.
+    """
+
+    mode: Literal["auto", "detect", "one"] = "auto"
+    coordinator: str | None = Field(None, pattern=r"^.+:\d+$")
+    num_processes: int | None = Field(None, gt=0)
+    process_id: int | None = Field(None, ge=0)
+    start_timeout_s: int = Field(300, gt=0)
+    lost_after_s: int = Field(100, gt=0)
+
+
+class RunSection(Section):
+    """The top level of a configuration.
+
+    Attributes:
+      name: names the run directory.
+      seed: None draws the root key from the operating system and keeps it secret (the default for
+        private runs); an integer makes the run reproducible and its noise known to all who read
+        the config, which the report then says.
+    """
+
+    name: str = "run"
+    seed: int | None = None
+    privacy: Any
+    processes: ProcessesConfig = ProcessesConfig()
+
+    @model_validator(mode="after")
+    def _check_ledger(self) -> RunSection:
+        privacy: LedgerSection = self.privacy
+        if privacy.budget is not None and privacy.ledger is None:
+            raise ValueError("privacy.budget needs privacy.ledger, the file it is charged to")
+        if privacy.ledger is not None and privacy.account is None:
+            raise ValueError(
+                "privacy.ledger needs privacy.account: one name for these people, the same in "
+                "every run on them, however their data are cut"
+            )
+        if privacy.ledger is not None and self.seed is not None:
+            raise ValueError(
+                "privacy.ledger adds up independent runs, but seed makes sampling and noise known "
+                "and the same in every run with it: leave seed unset"
+            )
+        return self

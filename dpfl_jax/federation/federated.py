@@ -1,0 +1,421 @@
+"""``run_rounds``: rounds over silos, as an algorithm that the one driver runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from dpfl_jax import accounting
+from dpfl_jax.clipping import SelfCheckError, bounded_grad, self_check
+from dpfl_jax.data.example_keys import key_argument, keyed, with_any_key
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.accountant import federated_epsilon, worst_cases
+from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.federation.engine import Chunk, Released, make_release, mean_update
+from dpfl_jax.federation.federation import Federation
+from dpfl_jax.federation.rounds import Piece, RoundBuilder
+from dpfl_jax.federation.server import OptimizerServer, ServerRule
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.algorithm import Algorithm, Steps, StepStats, Taken
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.driver import Hooks, RunResult, drive
+from dpfl_jax.run.mesh import data_parallel_mesh, place, replicated
+from dpfl_jax.run.state import TrainState, hardware
+from dpfl_jax.run.terms import Terms, computation_digest, training_digest, value_digest
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundExecution:
+    """How rounds are computed. Nothing here changes what is guaranteed.
+
+    Attributes:
+      width: silos of a device that are vmapped.
+      microbatch_size: units processed at once in a silo.
+      chunk_silos: silos on the devices at once; default by size.
+      strategy: how bounded gradients are computed.
+    """
+
+    width: int = 1
+    microbatch_size: int = 32
+    chunk_silos: int | None = None
+    strategy: str = "auto"
+
+
+class Federated(Algorithm):
+    """Rounds of a federation whose noise is set, silos over the devices of any number of hosts."""
+
+    word = "rounds"
+    smaller = "lower train.microbatch_size, train.chunk_silos or train.width"
+
+    def __init__(
+        self,
+        *,
+        loss_fn: Callable[..., jax.Array],
+        params: PyTree,
+        data: FederatedData,
+        federation: Federation,
+        local_optimizer: optax.GradientTransformation,
+        delta: float,
+        mesh: Mesh,
+        server: ServerRule,
+        keep_local_state: bool,
+        execution: RoundExecution,
+        show_spent: bool = True,
+    ) -> None:
+        """See ``run_rounds``.
+
+        Raises:
+          BadInputError: data that do not keep what the plan promises, or a mechanism without noise.
+        """
+        federation.check(data)
+        if not len(federation.participants):
+            raise BadInputError("no silo holds any record: check the data and federation sections")
+        for plan in federation.silos:
+            _ = plan.mechanism.sigma
+        self.loss_fn, self.data, self.federation = loss_fn, data, federation
+        self.local_optimizer, self.delta, self.mesh, self.server = (
+            local_optimizer,
+            delta,
+            mesh,
+            server,
+        )
+        self.keep, self.execution, self.show_spent = keep_local_state, execution, show_spent
+        self.steps, self.private = federation.rounds, federation.mechanism.private
+        self.hardware = hardware(mesh)
+        self.layout = [self.hardware, *dataclasses.astuple(execution)]
+        self.random = key_argument(loss_fn)
+        whole = jax.tree.map(lambda _: replicated(mesh), params)
+        self.given, self.start = params, place(params, whole)
+
+    def terms(self) -> Terms:
+        """Mechanism, noise, rounds, delta; what the silos do, data and computation."""
+        record = jax.tree.map(lambda x: x[0], self.data.read(np.zeros(1, np.int64)))
+        traced, server = with_any_key(self.loss_fn, self.random), self.server
+
+        def serves(params: PyTree, r: jax.Array) -> Any:
+            now = server.init(params)
+            after = server.apply(now, params, r)
+            return server.broadcast(now), server.broadcast(after), after, server.model(after)
+
+        computation = [
+            training_digest(traced, self.start, None, record, self.local_optimizer),
+            computation_digest(serves, self.start, jnp.int32(0)),
+        ]
+        return Terms(
+            stated={
+                "mechanism": self.federation.mechanism.to_json(),
+                "noise_multipliers": [p.mechanism.noise_multiplier for p in self.federation.silos],
+                "rounds": self.steps,
+                "keep_local_state": self.keep,
+                "delta": self.delta,
+            },
+            secret={
+                "plan": value_digest(self.federation),
+                "data": self.data.fingerprint,
+                "computation": value_digest(computation),
+            },
+        )
+
+    def init(self) -> TrainState:
+        """The server's state and, where silos keep theirs, all of those [silos, ...]."""
+        everywhere = replicated(self.mesh)
+        server = jax.jit(self.server.init, out_shardings=everywhere)(self.start)
+        kept = {}
+        if self.keep:
+
+            def start(params: PyTree) -> PyTree:
+                one, silos = self.local_optimizer.init(params), len(self.federation.silos)
+                return jax.tree.map(lambda x: jnp.broadcast_to(x, (silos, *jnp.shape(x))), one)
+
+            kept = {"silos": jax.jit(start, out_shardings=everywhere)(self.start)}
+        return self.packed({"server": server} | kept, 0)
+
+    def packed(self, state: dict[str, PyTree], done: int) -> TrainState:
+        """As the driver keeps it."""
+        step = place(np.int32(done), replicated(self.mesh))
+        return TrainState(self.server.model(state["server"]), state, step)
+
+    def params(self, state: TrainState) -> PyTree:
+        """The server's model."""
+        return state.params
+
+    def row(self, stats: tuple[Released | None, StepStats]) -> dict[str, Any]:
+        """A round's metrics."""
+        released, found = stats
+        return {
+            "silos": 0 if released is None else int(released.silos),
+            "dropped_silos": 0 if released is None else int(released.dropped),
+            "outside_guarantee": found.row(self.private),
+        }
+
+    def epsilons(self, counts: Sequence[int]) -> Sequence[float]:
+        """Of one unit over the whole federation."""
+        mechanism = self.federation.mechanism
+        if not (self.show_spent and mechanism.private) or mechanism.unsound():
+            return [math.inf] * len(counts)
+        curves = [
+            np.max([accounting.epsilon_curve(e, list(counts), self.delta) for e in case], axis=0)
+            for case in worst_cases(self.federation, 1)
+        ]
+        # The curves are coarse; what all rounds cost is known more finely.
+        total = federated_epsilon(self.federation, self.delta)
+        return np.minimum(np.min(curves, axis=0), total).tolist()
+
+    def begin(self, key: RootKey, start: int) -> FederatedSteps:
+        """The rounds after the first ``start``."""
+        return FederatedSteps(self, key, start)
+
+
+class FederatedSteps(Steps):
+    """Chunks of silos from a builder, through the compiled round."""
+
+    def __init__(
+        self,
+        run: Federated,
+        key: RootKey,
+        start: int,
+        builder: type[RoundBuilder] = RoundBuilder,
+        release: Callable[..., Any] | None = None,
+    ) -> None:
+        """Args: release: ``make_release`` of another run with the same layout, loss and options."""
+        self.run, self.start, how = run, start, run.execution
+        self.loss_fn = keyed(run.loss_fn, run.random) if run.random else run.loss_fn
+        self.release = release or make_release(
+            run.federation.mechanism,
+            self.loss_fn,
+            run.local_optimizer,
+            run.mesh,
+            width=how.width,
+            keep_state=run.keep,
+            strategy=how.strategy,
+        )
+        self.apply = jax.jit(lambda s, total, r: run.server.apply(s, mean_update(total), r))
+        self.builder = builder(
+            run.federation,
+            run.data,
+            key,
+            run.mesh,
+            how.width,
+            how.microbatch_size,
+            how.chunk_silos,
+            loss_keys=bool(run.random),
+        )
+
+    def agreed(self) -> dict[str, Any]:
+        """What the processes of a run must have alike."""
+        return {
+            "mesh": [list(self.run.mesh.shape.items()), [d.id for d in self.run.mesh.devices.flat]],
+            "size of a chunk": [self.builder.size, self.builder.capacity, self.builder.row],
+            "strategy": dataclasses.astuple(self.run.execution),
+            "version of JAX or NumPy": [jax.__version__, np.__version__],
+        }
+
+    def check(self, state: TrainState) -> None:
+        """Looks whether units mix, and compares the strategy's norms with plain ones."""
+        found = self._first_work()
+        if found is None:
+            return
+        piece, units, group = found
+        params = self.run.server.broadcast(state.opt_state["server"])
+        _check_unmixed(self.release, params, self._kept(state.opt_state, piece), piece.chunk)
+        if self.run.execution.strategy not in ("vmap", "scan"):
+            mechanism = self.run.federation.mechanism
+            bounded = bounded_grad(
+                mechanism.unit_loss(self.loss_fn),
+                rule=mechanism.rule(mechanism.clip_norm),
+                strategy=self.run.execution.strategy,  # type: ignore[arg-type]
+            )
+            self_check(bounded, self.run.given, units, group=group)
+
+    def inputs(self) -> Iterator[tuple[int, Iterator[Piece]]]:
+        """The chunks of each round, built ahead."""
+        for r, pieces in self.builder.prefetch(self.start, self.run.steps):
+            yield r + 1, pieces
+
+    def step(self, state: TrainState, inputs: Iterator[Piece]) -> tuple[TrainState, Taken]:
+        """A round: what the silos release, added up, and the server's rule."""
+        run, now, done = self.run, dict(state.opt_state), int(state.step)
+        total: Released | None = None
+        stats, records = StepStats.zero(), 0
+        for piece in inputs:
+            params, kept = run.server.broadcast(now["server"]), self._kept(now, piece)
+            released, kept, seen = self.release(params, kept, piece.chunk)
+            if run.keep:
+                now["silos"] = _put(now["silos"], piece.silos, kept)
+            total = released if total is None else _add(total, released)
+            stats = _add(stats, seen)
+            records += piece.num_records
+        if total is not None:
+            now["server"] = self.apply(now["server"], total, done)
+        return run.packed(now, done + 1), Taken((total, stats), records)
+
+    def _kept(self, state: dict[str, PyTree], piece: Piece) -> PyTree:
+        """Optimiser states of a chunk; padding silos get a copy of the first one's."""
+        if not self.run.keep:
+            return None
+        padding = np.full(self.builder.size - len(piece.silos), piece.silos[0])
+        return _take(state["silos"], np.concatenate([piece.silos, padding]))
+
+    def _first_work(self) -> tuple[Piece, PyTree, jax.Array] | None:
+        """The first chunk that holds a unit, and its first two units; a run may hold none."""
+        builder = self.builder
+        for r in range(self.run.steps):
+            for silos in builder.pieces(r):
+                if any(draw.size for silo in silos.tolist() for draw in builder.draws(silo, r)):
+                    host, _ = builder.gather(r, silos)
+                    index = tuple(np.argwhere(host["mask"])[:2].T)
+                    units = jax.tree.map(operator.itemgetter(index), host["units"])
+                    return builder.build(r, silos), units, jnp.asarray(host["group"][index])
+        return None
+
+
+def run_rounds(
+    *,
+    loss_fn: Callable[..., jax.Array],
+    params: PyTree,
+    data: FederatedData,
+    federation: Federation,
+    local_optimizer: optax.GradientTransformation,
+    delta: float,
+    server: ServerRule | None = None,
+    keep_local_state: bool = False,
+    key: RootKey | None = None,
+    evaluate: Callable[[PyTree], dict[str, Any]] | None = None,
+    eval_every: int = 0,
+    mesh: Mesh | None = None,
+    width: int = 1,
+    microbatch_size: int = 32,
+    chunk_silos: int | None = None,
+    strategy: str = "auto",
+    run_dir: RunDirectory | None = None,
+    checkpoint_every: int = 5,
+    keep_checkpoints: int = 2,
+    show_spent: bool = True,
+    console: Console | None = None,
+    hooks: Hooks | None = None,
+) -> RunResult:
+    """Runs a federation whose noise is set.
+
+    Args:
+      loss_fn: ``(params, record) -> scalar``. If it also takes ``rng`` (or ``key``), with default
+        None, each record of each local step gets a key of its own there.
+      params: initial parameters; not modified.
+      data: what the silos hold; must keep the federation's caps.
+      federation: who does what, with which noise.
+      local_optimizer: of the silos.
+      delta: for the epsilon shown on the way.
+      server: what the server does with the mean update; default: adds it.
+      keep_local_state: whether local optimiser states live on between a silo's rounds.
+      key: root key; default a fresh secret one (or the run directory's).
+      evaluate: ``params -> dict`` with at least ``loss``; called before, during and after.
+      eval_every: rounds between evaluations; 0 for before and after only.
+      mesh: default: silos over all devices.
+      width: silos of a device that are vmapped.
+      microbatch_size: units processed at once in a silo.
+      chunk_silos: silos on the devices at once; default by size.
+      strategy: how bounded gradients are computed.
+      run_dir: where to log and checkpoint; an unfinished one is resumed.
+      checkpoint_every: rounds between checkpoints.
+      keep_checkpoints: checkpoints kept.
+      show_spent: whether epsilon is computed for the log of every round.
+      console: where the progress bar goes; None for none.
+      hooks: functions that are called on the way.
+
+    Raises:
+      BadInputError: data that do not keep what the plan promises, or a mechanism without noise.
+      clipping.SelfCheckError: the strategy's norms disagree with plain per-unit gradients, or units
+        mix; no round was run.
+    """
+    mesh = data_parallel_mesh() if mesh is None else mesh
+    algorithm = Federated(
+        loss_fn=loss_fn,
+        params=params,
+        data=data,
+        federation=federation,
+        local_optimizer=local_optimizer,
+        delta=delta,
+        mesh=mesh,
+        server=OptimizerServer() if server is None else server,
+        keep_local_state=keep_local_state,
+        execution=RoundExecution(width, microbatch_size, chunk_silos, strategy),
+        show_spent=show_spent,
+    )
+    return drive(
+        algorithm,
+        key=key,
+        run_dir=run_dir,
+        evaluate=evaluate,
+        eval_every=eval_every,
+        checkpoint_every=checkpoint_every,
+        keep_checkpoints=keep_checkpoints,
+        console=console,
+        hooks=hooks,
+    )
+
+
+_take = jax.jit(lambda states, index: jax.tree.map(lambda x: x[index], states))
+_put = jax.jit(
+    lambda states, index, new: jax.tree.map(
+        lambda x, n: x.at[index].set(n[: len(index)]), states, new
+    )
+)
+_add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
+
+
+def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -> None:
+    """Looks whether data that are masked out change what silos release, in the run's own program.
+
+    One microbatch of each local step of a chunk, without noise, a random half of its units and then
+    the other half left out; not a bit may change when their data become zeros (a device that adds
+    up in no fixed order shows nothing). Silos are split over devices by hand, so no compiler could
+    split their sums wrongly: these are compared with no other program's.
+
+    Raises:
+      SelfCheckError: it changes.
+    """
+    half = np.random.default_rng(0).random(chunk.mask.shape) < 0.5
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def left_out(chunk: Chunk, left: jax.Array, blank: bool) -> Chunk:
+        mask = chunk.mask & left
+
+        def kept(x: jax.Array) -> jax.Array:
+            return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, 0)
+
+        units = jax.tree.map(lambda x: kept(x).astype(x.dtype), chunk.units)
+        return dataclasses.replace(
+            chunk,
+            units=units if blank else chunk.units,
+            mask=mask,
+            stddev=jnp.zeros_like(chunk.stddev),
+            microbatches=jnp.minimum(chunk.microbatches, 1),
+        )
+
+    places = jax.tree.map(lambda x: x.sharding, chunk)
+
+    def run(left: np.ndarray, blank: bool) -> list[bytes]:
+        changed = left_out(chunk, place(left, chunk.mask.sharding), blank)
+        released, _, stats = release(params, states, place(changed, places))
+        return [np.asarray(x).tobytes() for x in jax.tree.leaves((released, stats))]
+
+    for left in (half, ~half):
+        full = run(left, False)
+        if full != run(left, True) and full == run(left, False):
+            raise SelfCheckError(
+                "units mix: what the silos release changes with the data of units that are left "
+                "out, so no round was run: use another train.strategy or train.width=1, and report "
+                "this"
+            )

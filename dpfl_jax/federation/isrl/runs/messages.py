@@ -1,0 +1,324 @@
+"""Rounds of messages in blocks, as an algorithm that the one driver runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting import REPLACE
+from dpfl_jax.config.isrl import IsrlConfig
+from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
+from dpfl_jax.federation.isrl.arms import at_one_delta
+from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, loss_name, make_oracle
+from dpfl_jax.federation.isrl.method import Method, Oracle
+from dpfl_jax.federation.isrl.minibatch_sgd import (
+    ball,
+    last_weights,
+    minibatch_sgd,
+    strongly_convex_weights,
+    uniform_weights,
+)
+from dpfl_jax.federation.isrl.multi_stage import multi_stage
+from dpfl_jax.federation.isrl.runs.parameters import Parameters
+from dpfl_jax.federation.isrl.runs.tasks import Task
+from dpfl_jax.federation.isrl.schedule import make_schedule
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run import processes
+from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.driver import RunResult, drive
+from dpfl_jax.run.mesh import DATA_AXIS, data_parallel_mesh, place, replicated
+from dpfl_jax.run.state import TrainState, hardware
+from dpfl_jax.run.terms import Terms, begin, value_digest
+
+
+def make_method(config: IsrlConfig, parameters: Parameters) -> Method:
+    """The algorithm that a configuration names."""
+    rounds, mu = parameters.rounds, config.model.regularization
+    project = ball(config.model.radius)
+    if config.isrl.algorithm == "minibatch_sgd":
+        last = config.isrl.average_last
+        if last is not None:
+            weights = last_weights(rounds, last)
+        elif mu:
+            weights = strongly_convex_weights(rounds, mu, parameters.step_size)
+        else:
+            weights = uniform_weights(rounds)
+        return minibatch_sgd(jnp.full(rounds, parameters.step_size, jnp.float32), weights, project)
+    if config.isrl.algorithm == "multi_stage":
+        return multi_stage(parameters.stages, mu, project)
+    smoothness = parameters.problem.smoothness
+    steps = step_weights(rounds, smoothness, parameters.variance, parameters.distance)
+    # The paper's mu is the objective's; a single stage runs Algorithm 1 as for convex losses.
+    return accelerated(*steps, 0.0, project)
+
+
+def schedule_of(config: IsrlConfig, parameters: Parameters, sizes: np.ndarray, key: RootKey) -> Any:
+    """The run's schedule; one-pass silos fall silent when their records are used."""
+    one_pass = parameters.batches if config.isrl.sampling == "disjoint" else None
+    return make_schedule(
+        key,
+        parameters.rounds,
+        sizes,
+        available=config.isrl.available,
+        one_pass_batch=one_pass,
+        most_rounds=config.isrl.most_rounds,
+    )
+
+
+def objective_oracle(
+    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
+) -> Oracle:
+    """Mean of the messages, plus the regulariser's gradient, which depends on no record.
+
+    To be made inside ``jit``, of arguments: captured records would be written into the program, and
+    with it wherever compiled programs are kept.
+    """
+    section = config.isrl
+    weights = section.silo_weights
+    oracle = make_oracle(
+        task.train_loss,
+        MessageSpec(section.sampling),
+        data,
+        batch=jnp.asarray(parameters.batches, jnp.float32),
+        clip_norm=jnp.asarray(parameters.clip_norms, jnp.float32),
+        stddev=jnp.asarray(parameters.stddevs, jnp.float32),
+        rank=rank,
+        silo_weights=None if weights is None else jnp.asarray(weights, jnp.float32),
+        batch_capacity=int(parameters.batches.max()),
+    )
+    mu = config.model.regularization
+    return lambda w, row: oracle(w, row) + mu * w
+
+
+def solve(
+    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, key: RootKey
+) -> jax.Array:
+    """All rounds at once, without a run directory; returns the algorithm's output."""
+    algorithm = make_method(config, parameters)
+    terms = _terms(config, task, data, parameters, algorithm)
+    key, _ = begin(terms, key, None, "", None, str)
+    schedule = schedule_of(config, parameters, np.asarray(data.sizes), key)
+    block = _block(config, task, parameters, algorithm)
+    start = algorithm.start(jnp.zeros(task.shape))
+    state = block(start, schedule.rows(), algorithm.values, data, schedule.rank)
+    return algorithm.output(state, parameters.rounds)
+
+
+def _block(
+    config: IsrlConfig, task: Task, parameters: Parameters, algorithm: Method
+) -> Callable[..., Any]:
+    """``(state, rows, values, data, rank) -> state`` after these rounds, compiled."""
+
+    @jax.jit
+    def block(state: Any, rows: Any, values: Any, data: SiloData, rank: jax.Array) -> Any:
+        oracle = objective_oracle(config, task, data, parameters, rank)
+        return algorithm.scan(oracle, state, rows, values)
+
+    return block
+
+
+def _terms(
+    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, algorithm: Method
+) -> Terms:
+    """The terms of a run; it starts from zero."""
+    section, noise = config.isrl, parameters.noise or []
+    start = jax.ShapeDtypeStruct(task.shape, jnp.float32)
+    trained = loss_name(task.train_loss, start, data)
+    return Terms(
+        stated={
+            "algorithm": section.algorithm,
+            "sampling": section.sampling,
+            "rounds": parameters.rounds,
+            "batches": parameters.batches.tolist(),
+            "clip_norms": parameters.clip_norms.tolist(),
+            "noise_multipliers": [float(z.noise_multiplier) for z in noise],
+            "budgets": [dataclasses.asdict(z.budget) for z in noise],
+        },
+        secret={
+            "data": value_digest(data),
+            # What an algorithm takes is a function of the rest of its configuration.
+            "computation": value_digest([trained, algorithm.values, config.model_dump()]),
+        },
+    )
+
+
+class Messages(Algorithm):
+    """The rounds of a prepared configuration; a step of the driver is a block of them."""
+
+    word = "rounds"
+    # Records' turns are drawn once for the whole run: it cannot go on as another computation.
+    movable = False
+    smaller = "lower train.rounds_per_block"
+
+    def __init__(
+        self, config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, mesh: Mesh
+    ) -> None:
+        """See ``run_rounds``."""
+        self.config, self.task, self.data, self.parameters = config, task, data, parameters
+        self.mesh, self.method = mesh, make_method(config, parameters)
+        self.steps, self.private = parameters.rounds, parameters.noise is not None
+        self.delta = max((z.budget.delta for z in parameters.noise or []), default=1.0)
+        self.hardware = hardware(mesh)
+
+    def terms(self) -> Terms:
+        """Algorithm, sampling, rounds, batches and noise; data and computation."""
+        return _terms(self.config, self.task, self.data, self.parameters, self.method)
+
+    def init(self) -> TrainState:
+        """From zero."""
+        start = self.method.start(jnp.zeros(self.task.shape))
+        return self.packed(self.everywhere(start), 0)
+
+    def everywhere(self, tree: Any) -> Any:
+        """On all devices, whole."""
+        return place(tree, jax.tree.map(lambda _: replicated(self.mesh), tree))
+
+    def packed(self, state: Any, done: int) -> TrainState:
+        """As the driver keeps it."""
+        step = self.everywhere(np.int32(done))
+        return TrainState(self.method.output(state, done), {"state": state}, step)
+
+    def params(self, state: TrainState) -> jax.Array:
+        """The algorithm's output."""
+        return state.params
+
+    def row(self, stats: tuple[int, float]) -> dict[str, Any]:
+        """A block's metrics."""
+        messages, loss = stats
+        return {"messages": messages, "outside_guarantee": {"train_loss": loss}}
+
+    def epsilons(self, counts: Sequence[int]) -> Sequence[float]:
+        """Of every silo, at the largest delta."""
+        noise = self.parameters.noise
+        if not noise or noise[0].sampling == "with_replacement":
+            return [math.inf] * len(counts)
+        curves = []
+        for one in {(z.event, z.budget): z for z in at_one_delta(noise)}.values():
+            if one.sampling == "disjoint":  # a record is in one round, whichever
+                curves.append([one.epsilon] * len(counts))
+                continue
+            event = dataclasses.replace(one, rounds=1).event
+            taken = [min(count, one.rounds) for count in counts]
+            coarse = accounting.epsilon_curve(event, taken, one.budget.delta, relation=REPLACE)
+            curves.append([min(e, one.epsilon) for e in coarse])
+        return np.max(curves, axis=0).tolist()
+
+    def begin(self, key: RootKey, start: int) -> MessageSteps:
+        """The rounds after the first ``start``."""
+        return MessageSteps(self, key, start)
+
+
+class MessageSteps(Steps):
+    """Blocks of the schedule, through one compiled program."""
+
+    def __init__(self, run: Messages, key: RootKey, start: int) -> None:
+        self.run, self.start = run, start
+        sizes = np.asarray(run.data.sizes)
+        self.schedule = run.everywhere(schedule_of(run.config, run.parameters, sizes, key))
+        self.block = _block(run.config, run.task, run.parameters, run.method)
+        self.present = np.asarray(self.schedule.present)
+        self.batch = float(run.parameters.batches.mean())
+        parts = run.mesh.size
+        split = NamedSharding(run.mesh, PartitionSpec(DATA_AXIS))
+        by_silo = split if run.data.num_silos % parts == 0 else replicated(run.mesh)
+        self.data = place(run.data, jax.tree.map(lambda _: by_silo, run.data))
+        evaluate = make_evaluation(run.task, self.data)
+        self.train_loss = lambda w: float(evaluate(w)["loss_by_silo"])
+
+    def inputs(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Spans of rounds."""
+        size, rounds = self.run.config.train.rounds_per_block, self.run.steps
+        for begin_at in range(self.start, rounds, size):
+            yield min(begin_at + size, rounds), (begin_at, min(begin_at + size, rounds))
+
+    def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, Taken]:
+        """A block."""
+        run, (begin_at, end) = self.run, inputs
+        values = jax.tree.map(lambda x: x[begin_at:end], run.method.values)
+        now = jax.tree.unflatten(
+            jax.tree.structure(run.method.start(jnp.zeros(run.task.shape))),
+            jax.tree.leaves(state.opt_state["state"]),
+        )
+        rows = self.schedule.rows(begin_at, end)
+        now = self.block(now, rows, values, self.data, self.schedule.rank)
+        state = run.packed(now, end)
+        answered = int(self.present[begin_at:end].sum())
+        stats = (answered, self.train_loss(state.params))
+        return state, Taken(stats, round(answered * self.batch))
+
+
+def run_rounds(
+    config: IsrlConfig,
+    task: Task,
+    data: SiloData,
+    parameters: Parameters,
+    *,
+    run_dir: RunDirectory,
+    evaluate: Callable[[jax.Array], dict[str, Any]],
+    console: Console | None = None,
+) -> RunResult:
+    """Runs (or goes on with) a prepared configuration.
+
+    Args:
+      config: the configuration.
+      task: its loss.
+      data: training records.
+      parameters: its numbers, noise included.
+      run_dir: where to log and checkpoint.
+      evaluate: ``w -> dict`` with at least ``loss``; before, during and after.
+      console: where the progress bar goes; None for none.
+    """
+    train, size = config.train, config.train.rounds_per_block
+    mesh = data_parallel_mesh(None if processes.many() else jax.devices()[:1])
+    return drive(
+        Messages(config, task, data, parameters, mesh),
+        run_dir=run_dir,
+        evaluate=evaluate,
+        eval_every=train.eval_every * size,
+        checkpoint_every=train.checkpoint_every * size,
+        keep_checkpoints=train.keep_checkpoints,
+        console=console,
+    )
+
+
+def make_evaluation(task: Task, data: SiloData) -> Callable[[jax.Array], dict[str, Any]]:
+    """``w -> dict``: mean loss over records and over silos, the worst silo's, and accuracy."""
+
+    def per_silo(value: Any, w: jax.Array, data: SiloData) -> jax.Array:
+        real = jnp.arange(data.capacity)[None, :] < data.sizes[:, None]
+        each = jax.vmap(jax.vmap(value, (None, 0)), (None, 0))(w, data.examples)
+        return jnp.where(real, each, 0.0).sum(1)
+
+    # Of the data, too: what it captured would be written into the compiled program.
+    def measured(w: jax.Array, data: SiloData) -> tuple[jax.Array, jax.Array]:
+        hits = jnp.zeros(data.num_silos) if task.hit is None else per_silo(task.hit, w, data)
+        return per_silo(task.loss, w, data), hits
+
+    # Whole on every device: each process then has all losses.
+    place = jax.tree.leaves(data.examples)[0].sharding
+    whole = None if place.is_fully_addressable else replicated(place.mesh)
+    compiled = jax.jit(measured, out_shardings=whole)
+
+    def evaluate(w: jax.Array) -> dict[str, Any]:
+        losses, hits = (np.asarray(v, np.float64) for v in compiled(w, data))
+        accuracy = None if task.hit is None else float(hits.sum() / sizes.sum())
+        return {
+            "loss": float(losses.sum() / sizes.sum()),
+            "loss_by_silo": float((losses / sizes).mean()),
+            "worst_silo": float((losses / sizes).max()),
+            "accuracy": accuracy,
+            "examples": int(sizes.sum()),
+        }
+
+    sizes = np.asarray(jax.device_get(jax.jit(lambda x: x, out_shardings=whole)(data.sizes)), float)
+    return evaluate

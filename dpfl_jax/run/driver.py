@@ -1,0 +1,342 @@
+"""The only loop: takes an algorithm's steps, keeps, logs and evaluates them, and ends the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from dpfl_jax.errors import too_little_memory
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run import processes
+from dpfl_jax.run.algorithm import Algorithm, Taken
+from dpfl_jax.run.checkpoint import Checkpoints
+from dpfl_jax.run.content import content_digest
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.interrupt import StopRequest
+from dpfl_jax.run.progress import StepProgress
+from dpfl_jax.run.terms import begin
+
+PyTree = Any
+Evaluate = Callable[[PyTree], dict[str, Any]]
+_MILESTONES = 20
+
+PUBLIC_KEY_CAVEAT = (
+    "sampling and noise come from a seed written in the configuration: the guarantee holds only "
+    "against those who do not know it, and for one run alone, as two runs with one seed add the "
+    "same noise (leave seed unset for a release)"
+)
+MOVED_CAVEAT = (
+    "the run went on from a checkpoint, or from its start, on other hardware: steps taken twice "
+    "used the same noise on sums that may differ in rounding, so metrics written between there and "
+    "the interruption must not have been published"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hooks:
+    """Functions of the user that are called on the way; what they do is not in the guarantee.
+
+    Attributes:
+      on_step: called with each row of metrics.
+      on_evaluation: called with each row that holds an evaluation.
+      on_checkpoint: called with the number of steps that a checkpoint was written after.
+    """
+
+    on_step: Callable[[dict[str, Any]], Any] | None = None
+    on_evaluation: Callable[[dict[str, Any]], Any] | None = None
+    on_checkpoint: Callable[[int], Any] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What a run returns.
+
+    Attributes:
+      params: the model after the last step.
+      steps: taken in all (also before a resume).
+      metrics: the rows of metrics.jsonl.
+      interrupted: name of the signal that stopped the run, or None.
+      caveats: what the run itself adds to the guarantee's.
+      seconds: wall time of the steps taken in this process (without compilation).
+      examples: processed in that time.
+      tokens: real tokens processed in that time (0 if examples are not token sequences).
+      clipping: how the norms of how many parameters were computed; None if the run is not private.
+    """
+
+    params: PyTree
+    steps: int
+    metrics: list[dict[str, Any]]
+    interrupted: str | None
+    caveats: tuple[str, ...]
+    seconds: float
+    examples: int
+    tokens: int
+    clipping: dict[str, Any] | None = None
+
+    def evaluation(self, step: int) -> dict[str, Any] | None:
+        """The evaluation logged after ``step`` steps, if there is one."""
+        return _evaluation(self.metrics, step)
+
+
+def drive(
+    algorithm: Algorithm,
+    *,
+    key: RootKey | None = None,
+    run_dir: RunDirectory | None = None,
+    evaluate: Evaluate | None = None,
+    eval_every: int = 0,
+    checkpoint_every: int = 50,
+    keep_checkpoints: int = 2,
+    log_every: int = 1,
+    console: Console | None = None,
+    hooks: Hooks | None = None,
+) -> RunResult:
+    """Takes an algorithm's steps.
+
+    Args:
+      algorithm: what is run.
+      key: root key; default a fresh secret one (or the run directory's).
+      run_dir: where to log and checkpoint; an unfinished one is resumed.
+      evaluate: ``params -> dict`` with at least ``loss``; called before, during and after.
+      eval_every: steps between evaluations; 0 for before and after only.
+      checkpoint_every: steps between checkpoints.
+      keep_checkpoints: checkpoints kept.
+      log_every: steps between rows of metrics.
+      console: where the progress bar goes; None for none.
+      hooks: called on the way.
+
+    Raises:
+      BadInputError: the run directory holds another run, or memory does not suffice.
+      clipping.SelfCheckError: the algorithm's check before the first step failed.
+    """
+    steps = algorithm.steps
+    root = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
+    caveats = (PUBLIC_KEY_CAVEAT,) if root.public and algorithm.private else ()
+    state = algorithm.init()
+    log = _Log(run_dir, hooks or Hooks())
+    checkpoints, resumed = None, None
+    if run_dir is not None:
+        checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
+        resumed = checkpoints.resumed_step()
+    key, terms = begin(
+        algorithm.terms(),
+        root,
+        run_dir,
+        algorithm.hardware if algorithm.movable else None,
+        resumed,
+        lambda: content_digest(state.params),
+        algorithm.layout,
+    )
+    if run_dir is not None and checkpoints is not None:
+        if run_dir.computed_with(algorithm.hardware)[1:]:
+            caveats = (*caveats, MOVED_CAVEAT)
+        if resumed is not None:
+            state = checkpoints.restore(state, root, terms, resumed)
+        log.start_at(int(state.step))
+    start = int(state.step)
+
+    def evaluated(done: int) -> None:
+        if evaluate is not None and _evaluation(log.rows, done) is None:
+            log.append({"step": done, "eval": evaluate(algorithm.params(state))})
+
+    if start == 0:
+        evaluated(0)
+    work = algorithm.begin(key, start)
+    facts = {"root key": root.fingerprint, "number of steps": [start, steps], "set of terms": terms}
+    processes.check_same(facts | work.agreed())
+    clipping = None
+    if algorithm.private:
+        if start < steps:
+            with too_little_memory("the check before the first step", algorithm.smaller):
+                work.check(state)
+        clipping = work.clipping()
+        if clipping is not None:
+            _tell(clipping, console)
+    spent, meter = Spent(algorithm), _Meter()
+    with (
+        StopRequest() as stop,
+        StepProgress(console or Console(quiet=True), algorithm.word, steps, start) as bar,
+        too_little_memory("training", algorithm.smaller),
+    ):
+        done, stopping = start, None
+        for after, inputs in work.inputs():
+            state, taken = work.step(state, inputs)
+            before, done = done, after
+            meter.count(taken, done - before)
+            last = done == steps
+
+            def due(every: int, before: int = before, done: int = done) -> bool:
+                return bool(every) and done // every > before // every
+
+            logs, saves = due(log_every) or last, due(checkpoint_every) or last
+            if logs or saves or not processes.many():  # else they would wait for each other
+                stopping = meter.exchange(stop.requested)
+            if logs:
+                row = {"step": done, "epsilon_spent": spent(done), **algorithm.row(taken.stats)}
+                meter.measure(row)
+                log.append(row)
+                bar.update(done, _status(row))
+            if due(eval_every) and not last:
+                evaluated(done)
+                meter.restart()
+            if checkpoints is not None and (saves or stopping):
+                told = {"epsilon": spent(done), "delta": algorithm.delta}
+                checkpoints.save(state, root, told, terms)
+                if log.hooks.on_checkpoint is not None:
+                    log.hooks.on_checkpoint(done)
+                meter.restart()
+            if stopping:
+                break
+    if checkpoints is not None:
+        checkpoints.close()
+    if done == steps:
+        evaluated(done)
+    return RunResult(
+        params=algorithm.params(state),
+        steps=done,
+        metrics=log.rows,
+        interrupted=None if done == steps else stopping,
+        caveats=caveats,
+        seconds=meter.seconds,
+        examples=meter.examples,
+        tokens=meter.tokens,
+        clipping=clipping,
+    )
+
+
+class Spent:
+    """An upper bound on epsilon after any number of steps, cheap enough for a progress bar.
+
+    Epsilon is computed at a few milestones; between two of them the later one is shown, which is
+    never too small.
+    """
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        points = np.linspace(0, algorithm.steps, _MILESTONES + 1)[1:]
+        self._at = np.unique(np.ceil(points).astype(int))
+        self._epsilons = np.asarray(algorithm.epsilons(self._at.tolist()), np.float64)
+
+    def __call__(self, step: int) -> float | None:
+        """Epsilon after ``step`` steps; None if there is none."""
+        if step == 0:
+            return 0.0
+        epsilon = float(self._epsilons[int(np.searchsorted(self._at, step))])
+        return epsilon if math.isfinite(epsilon) else None
+
+
+def _tell(clipping: dict[str, Any], console: Console | None) -> None:
+    for line in filter(None, (clipping["summary"], clipping["warning"])):
+        if console is not None:
+            console.print(line, highlight=False)
+    if console is None and clipping["warning"]:
+        warnings.warn(clipping["warning"], stacklevel=3)
+
+
+def _status(row: dict[str, Any]) -> str:
+    raw = row["outside_guarantee"]
+    parts = [f"{row['silos']} silos"] if "silos" in row else []
+    if row.get("dropped_silos"):
+        parts.append(f"[red]dropped {row['dropped_silos']}[/red]")
+    if raw["train_loss"] is not None:
+        parts.append(f"loss {raw['train_loss']:.4g}")
+    if raw.get("fraction_clipped") is not None:
+        parts.append(f"clipped {raw['fraction_clipped']:.0%}")
+    if raw.get("nonfinite_units"):
+        parts.append(f"[red]non-finite {raw['nonfinite_units']}[/red]")
+    if raw.get("tokens_per_s"):
+        parts.append(f"{raw['tokens_per_s']:,.0f} tok/s")
+    if row["epsilon_spent"] is not None:
+        parts.append(f"ε ≤ {row['epsilon_spent']:.2f}")
+    return "  ".join(parts)
+
+
+class _Meter:
+    """Examples and tokens per second, compilation, evaluation and checkpoints left out."""
+
+    def __init__(self) -> None:
+        self.seconds, self.examples, self.tokens = 0.0, 0, 0
+        self._last: float | None = None
+        self._pending = [0, 0, 0]
+        self._read = (1, 1)
+        self._seen_tokens = 0
+
+    def restart(self) -> None:
+        """Leaves out the time since the last measurement, and the steps in it."""
+        self._last = time.perf_counter()
+        self._pending = [0, 0, 0]
+
+    def count(self, taken: Taken, steps: int) -> None:
+        """Counts what was taken at once."""
+        for i, amount in enumerate((steps, taken.examples, taken.tokens)):
+            self._pending[i] += amount
+        self._read = taken.read
+
+    def exchange(self, stop: str | None) -> str | None:
+        """Adds up what the processes read since the last measurement; all must call it.
+
+        Args:
+          stop: name of the signal that asks this process to stop, if one does.
+
+        Returns:
+          The name of a signal that asks any process to stop: all then stop at the same step.
+        """
+        columns, row = self._read
+        found = processes.gather_numbers(self._pending[2], columns, getattr(signal, stop or "", 0))
+        self._seen_tokens = round(found[:, 0].sum() * row / found[:, 1].sum())
+        heard = int(found[:, 2].max())
+        return signal.Signals(heard).name if heard else None
+
+    def measure(self, row: dict[str, Any]) -> None:
+        """Adds the steps since the last call to ``row`` (the first call, which compiles, not)."""
+        if self._last is not None:
+            steps, examples, _ = self._pending
+            elapsed = time.perf_counter() - self._last
+            self.seconds += elapsed
+            self.examples += examples
+            self.tokens += self._seen_tokens
+            # Together they give the exact number of tokens drawn: as private as the data.
+            row["outside_guarantee"]["seconds_per_step"] = round(elapsed / steps, 6)
+            if self._seen_tokens:
+                row["outside_guarantee"]["tokens_per_s"] = round(self._seen_tokens / elapsed, 1)
+        self.restart()
+
+
+class _Log:
+    """Rows of metrics, in memory and (with a run directory) on disk."""
+
+    def __init__(self, run_dir: RunDirectory | None, hooks: Hooks) -> None:
+        self._run_dir, self.hooks = run_dir, hooks
+        self.rows: list[dict[str, Any]] = []
+
+    def start_at(self, step: int) -> None:
+        """Goes on from what the run's directory holds.
+
+        Every process must decide alike what is still to be evaluated: process 0 tells them.
+        """
+        assert self._run_dir is not None
+        self._run_dir.drop_metrics_after(step)
+        if self._run_dir.writes:
+            self.rows = self._run_dir.read_metrics()
+        told = processes.broadcast([row for row in self.rows if "eval" in row])
+        if not self._run_dir.writes:
+            self.rows = told
+
+    def append(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        if self._run_dir is not None:
+            self._run_dir.append_metrics(row)
+        call = self.hooks.on_evaluation if "eval" in row else self.hooks.on_step
+        if call is not None:
+            call(row)
+
+
+def _evaluation(rows: list[dict[str, Any]], step: int) -> dict[str, Any] | None:
+    return next((r["eval"] for r in rows if r["step"] == step and "eval" in r), None)

@@ -1,0 +1,159 @@
+"""A configuration made into a run: the same way for every system, in any number of processes."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+
+from dpfl_jax import accounting
+from dpfl_jax.config import config_fingerprint, config_to_dict
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.run import processes
+from dpfl_jax.run.directory import FINISHED, RunDirectory
+from dpfl_jax.run.driver import RunResult
+from dpfl_jax.run.report import write_report
+
+
+@dataclasses.dataclass(frozen=True)
+class Charge:
+    """What a whole run does to one unit, for a ledger.
+
+    Attributes:
+      event: what it may spend at most.
+      delta: at which the account is kept.
+      unit: whose account it is.
+      adjacency: as in ``Guarantee``.
+    """
+
+    event: Any
+    delta: float
+    unit: str = "user"
+    adjacency: str = "add-or-remove one user"
+
+
+class Prepared(abc.ABC):
+    """A configuration whose data are read and whose noise is set, before anything is written.
+
+    Attributes:
+      config: the configuration.
+    """
+
+    config: Any
+
+    @abc.abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What a run that goes on must find again (``data``), or goes on with (noise, delta)."""
+
+    @abc.abstractmethod
+    def going_on(self, directory: RunDirectory) -> Prepared:
+        """With the noise that the run began with, whatever calibration would say today.
+
+        Raises:
+          BadInputError: something is not what it was; the sentence names it.
+        """
+
+    @abc.abstractmethod
+    def headline(self) -> list[str]:
+        """What is run, in a few lines for people."""
+
+    @abc.abstractmethod
+    def charge(self) -> Charge:
+        """What a ledger is charged before the first step."""
+
+    @abc.abstractmethod
+    def train(
+        self, directory: RunDirectory, console: Console
+    ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
+        """Runs; returns the result, and what makes its report (called where it is written)."""
+
+
+def run_prepared(
+    config: Any,
+    run_dir: str | os.PathLike[str],
+    console: Console,
+    prepare: Callable[[], Prepared],
+) -> dict[str, Any]:
+    """Runs (or resumes) a configuration and returns its report.
+
+    Args:
+      config: the configuration.
+      run_dir: where the run lives.
+      console: for people.
+      prepare: reads the data and calibrates.
+
+    Raises:
+      BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
+    """
+    ledger_path = config.privacy.ledger
+    if ledger_path is not None and not os.path.isabs(ledger_path):  # load_config makes it absolute
+        raise BadInputError(
+            f"privacy.ledger is the relative path {ledger_path!r}, but this configuration was read "
+            "from no file that it could be relative to: give the full path"
+        )
+    kept = config_to_dict(config)
+    kept.pop("processes")  # where a run computes is no part of it
+    identity = (kept, config_fingerprint(config), config.seed)
+    processes.check_same({"configuration": identity[1]})
+    processes.primary_first(lambda: RunDirectory.check(run_dir, identity[1]))
+    prepared = processes.together(prepare)
+    directory = _open_directory(run_dir, identity, prepared.facts())
+    try:
+        prepared = processes.together(lambda: prepared.going_on(directory))
+        verb = "resuming" if directory.resumed else "starting"
+        console.print(f"{verb} [bold]{config.name}[/bold] in {directory.path}")
+        for line in prepared.headline():
+            console.print(line)
+        ledger = processes.primary_first(lambda: _reserve(prepared, directory, console))
+        result, make_report = prepared.train(directory, console)
+        if not directory.writes:
+            status = FINISHED if result.interrupted is None else "interrupted"
+            return {"status": status, "steps": result.steps, "run_dir": str(directory.path)}
+        report = make_report()
+        report["run_dir"] = str(directory.path)
+        report["data"]["keyed_digest"] = directory.facts["data"]
+        if ledger is not None and result.interrupted is None:
+            ledger.commit(directory.run_id)
+        write_report(directory.path, report, result.metrics)
+        return report
+    finally:
+        directory.close()
+
+
+def _open_directory(
+    run_dir: str | os.PathLike[str], identity: tuple[Any, ...], facts: dict[str, Any]
+) -> RunDirectory:
+    """Process 0 opens (and locks) the directory, the others read the same one."""
+    content, fingerprint, seed = identity
+    mine = processes.primary_first(lambda: RunDirectory(run_dir, content, fingerprint, seed, facts))
+    introduction = processes.broadcast(None if mine is None else mine.introduction())
+    return processes.together(lambda: mine or RunDirectory.join(introduction, facts))
+
+
+def _reserve(
+    prepared: Prepared, directory: RunDirectory, console: Console
+) -> accounting.Ledger | None:
+    """Charges the whole run to the ledger before its first step, if the config names one."""
+    privacy = prepared.config.privacy
+    if privacy.ledger is None:
+        return None
+    ledger, charge = accounting.Ledger(privacy.ledger), prepared.charge()
+    reservation = ledger.reserve(
+        accounting.Account(privacy.account, charge.unit, charge.adjacency),
+        directory.run_id,
+        charge.event,
+        charge.delta,
+        privacy.budget,
+    )
+    left = "" if reservation.left is None else f", {reservation.left:.4g} left"
+    lines = [f"a new ledger was made at {ledger.path}"] * reservation.new_ledger
+    lines.append(
+        f"ledger {ledger.path}, account {privacy.account}: epsilon {reservation.before:.4g} spent "
+        f"before this run, {reservation.after:.4g} with it{left} (delta {charge.delta:.3g})"
+    )
+    console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
+    return ledger

@@ -1,0 +1,212 @@
+"""What a run leaves for people: report.json, report.md and a picture of its curves."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import math
+import pathlib
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpfl_jax import __version__
+from dpfl_jax.accounting import Guarantee
+from dpfl_jax.run.directory import FINISHED, write_atomically
+from dpfl_jax.run.driver import RunResult
+
+PRIVATE_METRICS_CAVEAT = (
+    "what metrics.jsonl and report.json hold under `outside_guarantee`, all timings and rates, and "
+    "the training-loss curve of curves.png are computed from private data without noise: do not "
+    "publish them"
+)
+TUNING_CAVEAT = (
+    "if the clip norm, the learning rates, the batch size or other settings were chosen by trying "
+    "them on these private data, those trials are not in this epsilon"
+)
+_BULLETS = (
+    "personalization",
+    "model",
+    "data",
+    "mechanism",
+    "participation",
+    "pretrain",
+    "throughput",
+    "environment",
+)
+_MOST_SILOS = 32
+
+
+def environment() -> dict[str, Any]:
+    """Versions and devices, without anything that identifies the machine."""
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "dp-accounting", "numpy")
+    device = jax.devices()[0]
+    return {
+        "dpfl_jax": __version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "device": f"{device.platform} ({device.device_kind})",
+        "devices": jax.device_count(),
+        "processes": jax.process_count(),
+        **{name: metadata.version(name) for name in packages},
+    }
+
+
+def build_report(
+    name: str, steps: int, result: RunResult, guarantee: Guarantee, **sections: Any
+) -> dict[str, Any]:
+    """Returns the content of report.json.
+
+    Args:
+      name: of the configuration.
+      steps: that the run has when it is finished.
+      result: of the driver.
+      guarantee: of the steps taken.
+      **sections: further top-level entries (model, data, mechanism, silos, ...).
+    """
+    evaluation = {"initial": result.evaluation(0), "final": result.evaluation(steps)}
+    raw = [row["outside_guarantee"] for row in result.metrics if "outside_guarantee" in row]
+
+    def rate(amount: int) -> float | None:
+        return round(amount / result.seconds, 1) if amount and result.seconds > 0 else None
+
+    return {
+        "status": FINISHED if result.interrupted is None else "interrupted",
+        "name": name,
+        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "steps": result.steps,
+        "privacy": guarantee.to_json(),
+        "guarantee": str(guarantee),
+        "eval": {name: value for name, value in evaluation.items() if value is not None},
+        "throughput": {
+            "examples_per_s": rate(result.examples),
+            "tokens_per_s": rate(result.tokens),
+        },
+        "clipping": result.clipping,
+        "outside_guarantee": {
+            "nonfinite_units": sum(r.get("nonfinite_units", 0) for r in raw),
+            "final_train_loss": raw[-1]["train_loss"] if raw else None,
+        },
+        **sections,
+        "environment": environment(),
+    }
+
+
+def write_report(
+    directory: pathlib.Path, report: dict[str, Any], metrics: Sequence[dict[str, Any]]
+) -> None:
+    """Writes report.md, curves.png and, last, report.json (whose status ends the run)."""
+    plot_curves(directory / "curves.png", metrics, report)
+    write_atomically(directory / "report.md", render_markdown(report))
+    write_atomically(directory / "report.json", json.dumps(report, indent=2, default=str) + "\n")
+
+
+def claim_rows(claim: dict[str, Any]) -> list[tuple[str, str]]:
+    """Epsilons of a federation's claim (as JSON), each with whose it is."""
+    unit, real = claim["unit"], claim["real_epsilon"]
+    if unit == "none":
+        return [("nobody is protected", "inf")]
+    rows = [
+        (f"of a {unit}, claimed by the recipe {claim['recipe']}", claim["epsilon"]),
+        (f"of a {unit}, of the mechanism as it runs", real),
+    ]
+    if claim["subject_epsilon"] is not None:
+        rows.append(("of a subject with all its records, as it runs", claim["subject_epsilon"]))
+    if claim["if_constant"] != real:
+        constant = f"of a {unit}, if what follows the private batch were constant"
+        rows.append((constant, claim["if_constant"]))
+    return [(name, _short(value)) for name, value in rows]
+
+
+def render_markdown(report: dict[str, Any]) -> str:
+    """The report as Markdown; sections that it does not have are left out."""
+    lines = [f"# {report['name']}: {report['status']} after {report['steps']} steps", ""]
+    lines += ["## Guarantee", "", report["guarantee"], ""]
+    if claim := report.get("claim"):
+        rows = [{"epsilon": name, "": value} for name, value in claim_rows(claim)]
+        lines += _table("Claimed and real", rows)
+        lines += [*[f"- {reason}" for reason in claim["why"]], ""]
+    lines += _table("The same run under other notions of privacy", report.get("relations"))
+    names = {"initial": "before private training", "final": "after private training"}
+    shown = {names[key]: value for key, value in report["eval"].items()}
+    rows = [{"": k, **v} for k, v in {**shown, **report.get("baselines", {})}.items()]
+    lines += _table("Held out", rows)
+    if clipping := report.get("clipping"):
+        lines += ["## Clipping", ""]
+        lines += [f"- {clipping[k]}" for k in ("summary", "warning") if clipping[k]] + [""]
+    lines += _table(
+        "Excess risk that is possible (rates: constants 1, logarithms left out)",
+        report.get("possible_risk"),
+    )
+    parameters = report.get("parameters", {}).items()
+    lines += _table("Parameters", [{"parameter": k, **v} for k, v in parameters])
+    silos = report.get("silos", [])
+    most = len(silos) if len(silos) <= _MOST_SILOS else _MOST_SILOS // 2
+    lines += _table("Silos", silos[:most])
+    if most < len(silos):
+        lines += [f"{len(silos) - most} more in report.json", ""]
+    for title in _BULLETS:
+        if section := report.get(title):
+            lines += [f"## {title.capitalize()}", ""]
+            lines += [f"- {key}: {_short(value)}" for key, value in section.items()] + [""]
+    return "\n".join(lines)
+
+
+def _table(title: str, rows: Sequence[dict[str, Any]] | None) -> list[str]:
+    """Columns are those that hold something somewhere."""
+    if not rows:
+        return []
+    known = dict.fromkeys(name for row in rows for name in row)
+    columns = [c for c in known if any(row.get(c) is not None for row in rows)]
+    heads = [c.replace("_", " ") for c in columns]
+    lines = [f"## {title}", "", "| " + " | ".join(heads) + " |", "|---" * len(columns) + "|"]
+    for row in rows:
+        lines.append("| " + " | ".join(_short(row.get(c)) for c in columns) + " |")
+    return [*lines, ""]
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.6g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def plot_curves(
+    path: pathlib.Path, metrics: Sequence[dict[str, Any]], report: dict[str, Any]
+) -> None:
+    """Draws held-out loss and accuracy, training loss (marked) and epsilon by step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    evals = [(r["step"], r["eval"]) for r in metrics if "eval" in r]
+    rows = [r for r in metrics if "outside_guarantee" in r]
+    has_accuracy = any(e.get("accuracy") is not None for _, e in evals)
+    figure, axes = plt.subplots(
+        1, 3 if has_accuracy else 2, figsize=(11, 3.6), layout="constrained"
+    )
+    train = [(r["step"], r["outside_guarantee"]["train_loss"]) for r in rows]
+    train = [(s, loss) for s, loss in train if loss is not None]
+    if train:
+        axes[0].plot(*np.array(train).T, color="0.7", lw=1, label="training (not to be published)")
+    if evals:
+        axes[0].plot(*np.array([(s, e["loss"]) for s, e in evals]).T, "o-", label="held out")
+    for i, (name, value) in enumerate(report.get("baselines", {}).items()):
+        axes[0].axhline(value["loss"], color=f"C{i + 2}", ls=":", label=name)
+    axes[0].set(xlabel="step", ylabel="loss")
+    axes[0].legend(fontsize=8)
+    spent = [(r["step"], r["epsilon_spent"]) for r in rows if r["epsilon_spent"] is not None]
+    if spent:
+        axes[-1].step(*np.array(spent).T, color="C1", where="post")
+    axes[-1].set(xlabel="step", ylabel="epsilon spent (upper bound)", ylim=(0, None))
+    if has_accuracy:
+        axes[1].plot(*np.array([(s, e["accuracy"]) for s, e in evals]).T, "o-", color="C2")
+        axes[1].set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
+    figure.suptitle(report["name"])
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
