@@ -154,7 +154,7 @@ class Step:
 
     def flops(self, units: Units) -> float:
         """Operations of one microbatch on one device, counted before the compiler sees them."""
-        from dpfl_jax.bench._flops import count_flops
+        from dpfl_jax.cli._flops import count_flops
         from dpfl_jax.run.mesh import splits_parameters
 
         step, arguments = self._lowerable(units)

@@ -19,6 +19,7 @@ from dpfl_jax.errors import BadInputError, StoppedError, too_little_memory
 
 # Modules are imported only when asked for, so that `dpfl --help` does not load JAX.
 COMMANDS = {
+    "init": "write a configuration to start from",
     "train": "train a model privately (or resume a run)",
     "account": "what a mechanism guarantees, or the noise a guarantee needs",
     "data": "build, inspect and verify user-partitioned stores",

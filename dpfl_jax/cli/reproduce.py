@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
+from dpfl_jax.cli._checkout import from_checkout
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError
 
@@ -17,6 +18,8 @@ DESCRIPTION = """\
 Reproduce a figure or a table of a paper: what it claims, what is measured, whether it holds, and
 the figure as a PNG. Reproductions on real data read them from the folder in DPFL_DATA_DIR and fall
 back to smaller, bundled data (which the notes then say).
+
+Reproductions are not part of the installed package: run this in a checkout of the repository.
 
 examples:
   dpfl reproduce list
@@ -53,12 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Lists, or runs."""
-    from dpfl_jax.reproduce import registry
-
+    registry = from_checkout("reproductions.registry")
     console = Console(stderr=args.json)
     known = registry.figures()
     if args.figure == "list":
-        return _list(console, known)
+        return _list(console, {name: registry.load(name) for name in known})
     names = [args.figure]
     if args.figure.endswith("/all"):
         paper = args.figure.removesuffix("all")
@@ -99,15 +101,12 @@ def _check(args: argparse.Namespace, modules: dict[str, Any]) -> None:
             raise BadInputError(f"--{option} is given, but {args.figure} does not use it: omit it")
 
 
-def _list(console: Console, known: dict[str, str]) -> dict[str, Any]:
+def _list(console: Console, modules: dict[str, Any]) -> dict[str, Any]:
     from rich.table import Table
-
-    from dpfl_jax.reproduce import registry
 
     table = Table("figure", "what", "source")
     rows = []
-    for name in known:
-        module = registry.load(name)
+    for name, module in modules.items():
         table.add_row(name, module.TITLE, module.SOURCE)
         rows.append({"figure": name, "title": module.TITLE, "source": module.SOURCE})
     console.print(table)

@@ -190,7 +190,7 @@ def test_group_lemma_by_hand():
 
 @pytest.mark.slow
 def test_noise_is_smaller_than_under_group_privacy_for_every_group_size():
-    from dpfl_jax.bench.accounting import group_rows
+    from benchmarks.accounting import group_rows
 
     rows = group_rows((2, 8, 32, 128))
     assert all(row["ratio"] > 1.05 for row in rows)

@@ -1,0 +1,242 @@
+"""``dpfl bench federation``: a round of many silos, against no privacy and a loop over silos."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+HELP = "time of a federated round, against no privacy and a Python loop over silos"
+DESCRIPTION = """\
+Times one round of a federation of silos with a small CNN on images of 28 x 28: every silo takes its
+local steps of private SGD on Poisson batches of its own records. In the same process, in turn:
+
+  private        the engine, with the mechanism
+  no privacy     the same engine and sampling, plain gradients (XLA's own convolutions), no noise
+  python loop    the private local step compiled once, called from Python for each silo and step, as
+                 a simulator does that handles one client after the other (on --loop-silos of the
+                 silos, scaled up)
+  host           drawing, reading and padding the round's batches (a thread does it during a round)
+
+With --convex: rounds of ISRL-DP minibatch SGD of a logistic regression instead, all of them in one
+compiled loop, silos vmapped, and trials too; against a NumPy loop over silos (in float32, on the
+drawn records only). Seconds are of --rounds rounds of one trial.
+
+Images are random: only the time is of interest. Seconds are wall time; CPU seconds beside them.
+
+examples:
+  dpfl bench federation
+  dpfl bench federation --silos 100 --mechanism subject_uls --json
+  dpfl bench federation --convex --silos 1000 --rounds 100
+  dpfl bench federation --convex --silos 25 --records 1238 --batch-size 443 --rounds 35  # MNIST's
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    from dpfl_jax.cli.main import add_json_flag
+
+    parser.add_argument("--silos", type=int, default=1000)
+    parser.add_argument("--local-steps", type=int, default=10)
+    parser.add_argument("--records", type=int, default=64, help="records of each silo")
+    parser.add_argument("--batch-size", type=float, default=8.0, help="expected records per step")
+    parser.add_argument("--channels", type=int, nargs="*", default=[8, 16], help="of the CNN")
+    parser.add_argument("--hidden", type=int, default=32, help="dense units of the CNN")
+    parser.add_argument("--mechanism", default="hi_grad_avg", help="of the silos")
+    parser.add_argument("--width", type=int, default=1, help="silos of a device that are vmapped")
+    parser.add_argument("--devices", type=int, default=1, help="devices the silos are split over")
+    parser.add_argument("--microbatch-size", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3, help="of each; the median is printed")
+    parser.add_argument("--loop-silos", type=int, default=50, help="silos the Python loop runs")
+    parser.add_argument("--convex", action="store_true", help="ISRL-DP logistic regression instead")
+    parser.add_argument("--dim", type=int, default=50, help="features, with --convex")
+    parser.add_argument("--trials", type=int, default=10, help="vmapped trials, with --convex")
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measures and prints a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(stderr=args.json)
+    if args.convex:
+        from benchmarks._isrl import measure_convex
+
+        rows, one = measure_convex(args), "vmapped silos"
+        table = Table("what", "seconds a trial", "CPU seconds", "x vmapped silos", "records/s")
+    else:
+        rows, one = measure(args), "no privacy"
+        table = Table("what", "seconds a round", "CPU seconds", "x no privacy", "records/s")
+    base = next(r["seconds"] for r in rows if r["what"] == one)
+    for row in rows:
+        row["ratio"] = row["seconds"] / base
+        table.add_row(
+            row["what"],
+            f"{row['seconds']:.3f}",
+            f"{row['cpu_seconds']:.3f}",
+            f"{row['ratio']:.2f}",
+            f"{row['records'] / row['seconds']:,.0f}",
+        )
+    console.print(table)
+    settings = {k: v for k, v in vars(args).items() if isinstance(v, int | float | str | list)}
+    return {
+        "machine": {"platform": platform.platform(), "cpus": os.cpu_count()},
+        "settings": settings,
+        "rows": rows,
+    }
+
+
+def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns one row per variant."""
+    import jax
+    import optax
+
+    from dpfl_jax.config.federated import SiloMechanismConfig
+    from dpfl_jax.federation.data import ArrayRecords, FederatedData
+    from dpfl_jax.federation.engine import make_release
+    from dpfl_jax.federation.experiment import build_silo_mechanism
+    from dpfl_jax.federation.federation import Federation, SiloPlan
+    from dpfl_jax.federation.mechanisms import FedAvg, SiloFacts
+    from dpfl_jax.federation.rounds import RoundBuilder
+    from dpfl_jax.models import LeafCNN
+    from dpfl_jax.randomness import RootKey
+    from dpfl_jax.run.mesh import data_parallel_mesh
+
+    rng = np.random.default_rng(0)
+    total = args.silos * args.records
+    records = ArrayRecords(
+        {
+            "x": rng.random((total, 28, 28), dtype=np.float32),
+            "label": rng.integers(0, 10, total).astype(np.int32),
+        }
+    )
+    silos = np.repeat(np.arange(args.silos), args.records)
+    subjects = np.arange(total) // 2  # two records each
+    data = FederatedData.from_assignment(records, subjects, silos, args.silos)
+    private = build_silo_mechanism(
+        SiloMechanismConfig(
+            kind=args.mechanism,
+            batch_size=args.batch_size,
+            max_items_per_subject=2,
+            noise_multiplier=None if args.mechanism == "fed_avg" else 1.0,
+        )
+    )
+    plain = FedAvg(batch_size=args.batch_size, max_items_per_subject=2)
+    model = LeafCNN(10, tuple(args.channels), args.hidden)
+    params = model.init(jax.random.key(0))
+    mesh = data_parallel_mesh(jax.devices()[: args.devices])
+    optimizer = optax.sgd(0.1)
+
+    def federation(mechanism: Any) -> Federation:
+        plans = (SiloPlan(mechanism, SiloFacts(args.records, args.records // 2), args.local_steps),)
+        return Federation(plans * args.silos, args.rounds + 1, 1)
+
+    key = RootKey.from_seed(0)
+    variants: dict[str, tuple[Any, Any]] = {}
+    for name, mechanism in (("private", private), ("no privacy", plain)):
+        builder = RoundBuilder(
+            federation(mechanism), data, key, mesh, args.width, args.microbatch_size
+        )
+        release = make_release(mechanism, model.loss, optimizer, mesh, width=args.width)
+        variants[name] = (builder, release)
+    found: dict[str, list[tuple[float, float, int]]] = {}
+    for r in range(args.rounds + 1):  # the first one compiles
+        for name, (builder, release) in variants.items():
+            host, taken, drawn = (0.0, 0.0), (0.0, 0.0), 0
+            for part in builder.pieces(r):
+                start = _clock()
+                piece = builder.build(r, part)
+                jax.block_until_ready(piece.chunk)
+                host = _plus(host, _since(start))
+                start = _clock()
+                jax.block_until_ready(release(params, None, piece.chunk))
+                taken = _plus(taken, _since(start))
+                drawn += piece.num_records
+            if r:
+                found.setdefault(name, []).append((*taken, drawn))
+                if name == "private":
+                    found.setdefault("host", []).append((*host, drawn))
+        if r and args.loop_silos:
+            loop = _python_loop(variants["private"][0], private, model, params, optimizer, args, r)
+            found.setdefault("python loop", []).append(loop)
+        elif args.loop_silos:
+            _python_loop(variants["private"][0], private, model, params, optimizer, args, r)
+    rows = []
+    for name in ("private", "no privacy", "python loop", "host"):
+        if name in found:
+            seconds, cpu, count = (float(np.median(x)) for x in zip(*found[name]))
+            rows.append({"what": name, "seconds": seconds, "cpu_seconds": cpu, "records": count})
+    return rows
+
+
+def _python_loop(
+    builder: Any,
+    mechanism: Any,
+    model: Any,
+    params: Any,
+    optimizer: Any,
+    args: argparse.Namespace,
+    round_index: int,
+) -> tuple[float, float, int]:
+    """Silos one after the other, each local step a call of one compiled function; scaled up."""
+    import jax
+    import optax
+
+    from dpfl_jax.federation.engine import bounded_sum
+    from dpfl_jax.noise import GaussianNoise
+
+    if "step" not in _COMPILED:
+        summed = bounded_sum(mechanism, model.loss)
+
+        def step(local: Any, state: Any, x: Any, rows: Any, scale: Any) -> Any:
+            units, mask, group, noise_key = x
+            stddev, divisor, clip_norm = scale
+            total, _ = summed(local, units, mask, group, rows, clip_norm)
+            key = jax.random.wrap_key_data(noise_key, impl="threefry2x32")
+            noise = GaussianNoise(1.0).sample(key, total)
+            gradient = jax.tree.map(lambda g, z: (g + stddev * z) / divisor, total, noise)
+            updates, state = optimizer.update(gradient, state, local)
+            return optax.apply_updates(local, updates), state
+
+        _COMPILED["step"] = jax.jit(step)
+    step = _COMPILED["step"]
+    count = min(args.loop_silos, args.silos, builder.size)
+    piece = builder.build(round_index, np.arange(count))
+    host = jax.tree.map(np.asarray, piece.chunk)
+    start = _clock()
+    total = jax.tree.map(np.zeros_like, params)
+    for s in range(count):
+        local, state = params, optimizer.init(params)
+        for t in range(args.local_steps):
+            units = jax.tree.map(lambda u: u[s, t], host.units)  # noqa: B023
+            x = (units, host.mask[s, t], host.group[s, t], host.noise_key[s, t])
+            scale = (host.stddev[s, t], host.divisor[s, t], host.clip_norm[s])
+            local, state = step(local, state, x, host.microbatches[s, t], scale)
+        total = jax.tree.map(
+            lambda a, b, c: a + (np.asarray(b) - np.asarray(c)), total, local, params
+        )
+    seconds, cpu = _since(start)
+    scale_up = args.silos / count
+    return seconds * scale_up, cpu * scale_up, int(piece.num_records * scale_up)
+
+
+_COMPILED: dict[str, Callable[..., Any]] = {}
+
+
+def _clock() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+
+def _plus(a: tuple[float, float], b: tuple[float, float]) -> tuple[float, float]:
+    return a[0] + b[0], a[1] + b[1]
+
+
+def _since(start: tuple[float, float]) -> tuple[float, float]:
+    now = _clock()
+    return now[0] - start[0], now[1] - start[1]

@@ -1,1 +1,0 @@
-"""dpfl_jax.bench."""

@@ -1,0 +1,93 @@
+"""``dpfl init``: one of the configurations shipped, as a file to change."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import itertools
+import pathlib
+import re
+from typing import Any
+
+from rich.console import Console
+
+import dpfl_jax
+from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.errors import BadInputError
+
+DESCRIPTION = """\
+Write a configuration to start from: one of those shipped, comments included, into the current
+folder. No file is ever overwritten.
+
+examples:
+  dpfl init                                 # quickstart.yaml
+  dpfl init --list
+  dpfl init subject/quickstart --out mine.yaml
+
+exit status: 0 written or listed; 2 bad input (no such name, the file exists); 1 anything else.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument(
+        "name", metavar="NAME", nargs="?", default="quickstart", help="default: quickstart"
+    )
+    parser.add_argument("--list", action="store_true", help="print the names, write nothing")
+    parser.add_argument(
+        "--out", metavar="FILE", help="default: the last part of NAME, with .yaml, in this folder"
+    )
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Writes one, or lists all."""
+    console = Console(stderr=args.json)
+    known = shipped()
+    if args.list:
+        return _list(console, known)
+    if args.name not in known:
+        close = difflib.get_close_matches(args.name, known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise BadInputError(
+            f"there is no configuration {args.name!r}: {hint}known: {', '.join(known)}"
+        )
+    source = known[args.name]
+    text = source.read_bytes()
+    out = pathlib.Path(args.out or source.name)
+    try:
+        with out.open("xb") as file:
+            file.write(text)
+    except FileExistsError:
+        raise BadInputError(f"{out} exists: name another file with --out") from None
+    except OSError as error:
+        raise BadInputError(f"{out} cannot be written: {error.strerror}") from None
+    console.print(f"{args.name} written to {out}; next: dpfl train {out}", highlight=False)
+    return {"name": args.name, "file": str(out)}
+
+
+def shipped() -> dict[str, pathlib.Path]:
+    """Name -> file of every configuration shipped, e.g. "isrl/quickstart"."""
+    package = pathlib.Path(dpfl_jax.__file__).parent
+    # An installed package holds them; in a checkout they are beside it.
+    folder = next(x for x in (package / "configs", package.parent / "configs") if x.is_dir())
+    files = sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file))
+    return {file.relative_to(folder).with_suffix("").as_posix(): file for file in files}
+
+
+def _list(console: Console, known: dict[str, pathlib.Path]) -> dict[str, Any]:
+    from rich.table import Table
+
+    table = Table("name", "what")
+    rows = []
+    for name, file in known.items():
+        rows.append({"name": name, "about": _about(file.read_text(encoding="utf-8"))})
+        table.add_row(name, rows[-1]["about"])
+    console.print(table)
+    return {"configs": rows}
+
+
+def _about(text: str) -> str:
+    """The first sentence of the comment that a configuration begins with."""
+    comment = itertools.takewhile(lambda line: line.startswith("# "), text.splitlines())
+    return re.split(r"\.(?: (?=[A-Z])|$)", " ".join(line[2:] for line in comment))[0]

@@ -1,0 +1,213 @@
+"""Training the papers' five algorithms on one federation: shared by the figures that train."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpfl_jax.config.federated import FederatedConfig, FederatedDataConfig
+from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.federation.experiment import (
+    build_federated_model,
+    build_federation,
+    calibrated,
+    spread,
+)
+from dpfl_jax.federation.federated import run_rounds
+from dpfl_jax.federation.recipes import Claim
+from dpfl_jax.federation.sources import SubjectData, load_subjects
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.mesh import data_parallel_mesh
+from dpfl_jax.training.evaluate import Evaluator
+from dpfl_jax.training.start import make_optimizer
+from reproductions.registry import Settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One algorithm under one recipe.
+
+    Attributes:
+      label: in tables and figures.
+      kind: of the mechanism.
+      recipe: of its noise.
+      horizontal: how a paper's recipe pays for several silos.
+      optimizer: name and learning rate of the local optimiser; None for the setting's.
+    """
+
+    label: str
+    kind: str
+    recipe: str = "sound"
+    horizontal: str = "paper_sqrt"
+    optimizer: tuple[str, float] | None = None
+
+
+# What the papers compare where the federation itself varies.
+COMPARED = (
+    Run("LocalItemDP", "local_item"),
+    Run("LocalGroupDP, papers", "local_group", "paper_batch_z"),
+    Run("HiGradAvgDP, text B", "hi_grad_avg", "paper_b"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a run gave.
+
+    Attributes:
+      run: which.
+      accuracy: held-out accuracy after the last round, one per seed.
+      curves: per seed, (round, loss, accuracy) of every evaluation.
+      claim: what the recipe claims and what is real.
+      noise_multiplier: of the first silo.
+    """
+
+    run: Run
+    accuracy: list[float]
+    curves: list[list[tuple[int, float, float]]]
+    claim: Claim
+    noise_multiplier: float
+
+    @property
+    def mean(self) -> float:
+        """Mean accuracy over seeds."""
+        return float(np.mean(self.accuracy))
+
+    @property
+    def loss(self) -> float:
+        """Mean held-out loss after the last round, over seeds."""
+        return float(np.mean([curve[-1][1] for curve in self.curves]))
+
+    def row(self) -> dict[str, Any]:
+        """For the table of numbers."""
+        return {
+            "run": self.run.label,
+            "accuracy": self.mean,
+            "accuracies": self.accuracy,
+            "loss": self.loss,
+            "claimed_epsilon": self.claim.epsilon,
+            "unit": self.claim.unit,
+            "real_epsilon": self.claim.real_epsilon,
+            "subject_epsilon": self.claim.subject_epsilon,
+            "if_constant": self.claim.if_constant,
+            "rounds": self.claim.rounds,
+            "noise_multiplier": self.noise_multiplier,
+            "curve": self.curves[0],
+        }
+
+
+@functools.lru_cache(maxsize=4)
+def _subjects(config_json: str) -> SubjectData:
+    return load_subjects(FederatedDataConfig.model_validate_json(config_json))
+
+
+@functools.lru_cache(maxsize=8)
+def _spread(config_json: str) -> FederatedData:
+    config = FederatedConfig.model_validate_json(config_json)
+    return spread(_subjects(config.data.model_dump_json()).train, config)
+
+
+def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int = 350) -> Any:
+    """A FEMNIST-like federation on the data at hand: (raw config, note).
+
+    MNIST with synthetic writers of 145 images over 16 silos if ``DPFL_DATA_DIR`` has it, else
+    scikit-learn's digits with writers of 15 images over 4 silos.
+    """
+    mnist = None if settings.data_dir is None else settings.data_dir / "mnist"
+    raw: dict[str, Any] = {
+        "seed": 0,
+        "federation": {
+            "rounds": rounds,
+            "local_steps": local_steps,
+            "local_optimizer": {"name": "adam", "learning_rate": 0.003},
+        },
+        "model": {"kind": "mlp", "options": {"hidden": [32]}},
+        "mechanism": {"clip_norm": 1.0},
+        "privacy": {"epsilon": 4.0, "delta": 1e-5},
+        "train": {"microbatch_size": 64},
+    }
+    if mnist is not None and pathlib.Path(mnist).is_dir():
+        raw["data"] = {
+            "source": "mnist",
+            "path": str(mnist),
+            "records_per_subject": 145,
+            "max_subjects": round(subjects / 0.8),
+        }
+        raw["federation"]["silos"] = 16
+        raw["mechanism"] |= {"batch_size": 256, "max_items_per_subject": 16}
+        return raw, "MNIST; 16 silos; writers are synthetic: 145 images of mixed labels each"
+    raw["data"] = {"source": "digits", "records_per_subject": 15}
+    raw["federation"]["silos"] = 4
+    raw["mechanism"] |= {"batch_size": 64, "max_items_per_subject": 6}
+    return raw, (
+        "DPFL_DATA_DIR holds no mnist: scikit-learn's 1,797 digits stand in, 4 silos, synthetic "
+        "writers of 15 images; orders of accuracies may differ at this size"
+    )
+
+
+def confined(raw: dict[str, Any]) -> dict[str, Any]:
+    """As many records of as many kinds, but people of K records each, all in one silo (H = 1)."""
+    cap, data = raw["mechanism"]["max_items_per_subject"], dict(raw["data"])
+    if "max_subjects" in data:
+        data["max_subjects"] = data["max_subjects"] * data["records_per_subject"] // cap
+    data["records_per_subject"] = cap
+    return raw | {"data": data, "federation": raw["federation"] | {"partition": "confined"}}
+
+
+def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: int = 6) -> Trained:
+    """Trains one run with several seeds."""
+    raw = {k: dict(v) if isinstance(v, dict) else v for k, v in raw.items()}
+    raw["mechanism"]["kind"] = run.kind
+    raw["privacy"] |= {"recipe": run.recipe, "horizontal": run.horizontal}
+    if run.optimizer is not None:
+        name, rate = run.optimizer
+        raw["federation"]["local_optimizer"] = {"name": name, "learning_rate": rate}
+    config = FederatedConfig.model_validate(raw)
+    subjects = _subjects(config.data.model_dump_json())
+    data_part = config.model_copy(
+        update={
+            "privacy": FederatedConfig.model_fields["privacy"].default,
+            "mechanism": config.mechanism.model_copy(update={"noise_multiplier": 1.0}),
+        }
+    )
+    data = _spread(data_part.model_dump_json())
+    federation = build_federation(config, data)
+    settings.console.print(f"[dim]{run.label}: calibrating[/dim]")
+    federation, claim = calibrated(config, federation, config.privacy.delta or 1e-5)
+    model = build_federated_model(config, subjects)
+    evaluator = Evaluator(model.loss, data_parallel_mesh(), 256, model.predict)
+    curves = []
+    for seed in range(seeds):
+        result = run_rounds(
+            loss_fn=model.loss,
+            params=model.init(jax.random.key(seed)),
+            data=data,
+            federation=federation,
+            local_optimizer=make_optimizer(config.federation.local_optimizer, 10**6),
+            delta=config.privacy.delta or 1e-5,
+            key=RootKey.from_seed(seed),
+            evaluate=lambda params: evaluator(params, subjects.held_out).to_json(),
+            eval_every=max(1, federation.rounds // evals),
+            microbatch_size=config.train.microbatch_size,
+            show_spent=False,
+            console=settings.console,
+        )
+        curves.append(
+            [
+                (r["step"], r["eval"]["loss"], r["eval"]["accuracy"])
+                for r in result.metrics
+                if "eval" in r
+            ]
+        )
+    return Trained(
+        run,
+        [curve[-1][2] for curve in curves],
+        curves,
+        claim,
+        federation.silos[0].mechanism.sigma,
+    )

@@ -1,0 +1,81 @@
+"""The reproductions of rPDP-FL: what does not hold is what the paper gets wrong."""
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from dpfl_jax.errors import BadInputError
+from reproductions import registry
+from reproductions.registry import Settings
+from reproductions.rpdp import mnist
+from reproductions.rpdp._tables import beside, row
+
+
+def outcome(name, tmp_path, data_dir=None):
+    console = Console(quiet=True)
+    return registry.load(name).run(Settings(True, tmp_path, console, data_dir))
+
+
+@pytest.mark.parametrize("name", ["rpdp/heart", "rpdp/mnist"])
+def test_missing_data_is_one_sentence(tmp_path, name):
+    with pytest.raises(BadInputError, match="DPFL_DATA_DIR"):
+        outcome(name, tmp_path)
+
+
+def test_verdicts_use_the_standard_errors_of_both():
+    curves = [np.full(5, a) for a in (0.70, 0.72, 0.74)]
+    found = row("certified", "ThreeLevels", curves)
+    assert found["accuracy"] == pytest.approx(0.72)
+    assert found["std"] == pytest.approx(0.02)
+    assert beside(found, 0.74, 0.02, 20, "x").holds  # 1.6 standard errors
+    assert not beside(found, 0.76, 0.02, 20, "x").holds
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_the_curve_overruns_and_certified_rates_do_not(tmp_path):
+    found = outcome("rpdp/curve", tmp_path)
+    failed = {claim.claim for claim in found.claims if not claim.holds}
+    wrong = {claim.claim for claim in found.claims if "keeps every budget" in claim.claim}
+    assert len(wrong) == 4
+    assert wrong <= failed
+    assert all(claim.startswith("paper: ") for claim in failed)
+    assert any("server" in claim for claim in failed)
+    assert found.files[0].stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_distributions_of_budgets_on_embedded_data(tmp_path):
+    pytest.importorskip("sklearn")
+    found = outcome("rpdp/budgets", tmp_path)
+    by_claim = {claim.claim: claim for claim in found.claims}
+    assert by_claim["nobody exceeds a budget, in any run"].holds
+    ahead = [c.holds for n, c in by_claim.items() if "ahead of Dropout and Minimum" in n]
+    assert len(ahead) == 5
+    assert all(ahead)
+
+
+@pytest.mark.slow
+def test_one_silo_against_the_filter(tmp_path):
+    pytest.importorskip("sklearn")
+    found = outcome("rpdp/centralised", tmp_path)
+    assert next(c for c in found.claims if "nobody exceeds" in c.claim).holds
+    assert {r["run"] for r in found.rows} == {"certified", "filter"}
+
+
+@pytest.mark.slow
+def test_hospitals(tmp_path, data_dir):
+    found = outcome("rpdp/heart", tmp_path, data_dir)
+    assert all(claim.holds for claim in found.claims), [c for c in found.claims if not c.holds]
+
+
+@pytest.mark.slow
+def test_mnist_silos_hold_what_they_should(data_dir):
+    for split, classes in (("IID", 10), ("non-IID", 5)):
+        data, test = mnist.silos(data_dir / "mnist", split, 0)
+        for silo in data.silos:
+            read = data.read(np.arange(silo.first, silo.first + silo.num_records))
+            assert len(set(read["label"].tolist())) == classes
+            assert abs(silo.num_records - 3960) < 200
+        assert len(test["x"]) + data.num_records <= 60_000
+        assert len(np.unique(data.order)) == data.num_records
