@@ -52,7 +52,7 @@ def _vmapped(
     import jax
     import jax.numpy as jnp
 
-    from dpfl_jax.federation.isrl import MessageSpec, SiloData, make_oracle, minibatch_sgd
+    from dpfl_jax.federation.isrl import MessageSpec, SiloData, iterate, make_oracle, minibatch_sgd
     from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
     from dpfl_jax.federation.isrl.runs.tasks import logistic
 
@@ -78,8 +78,8 @@ def _vmapped(
                 "turn": jnp.zeros((rounds, silos), jnp.int32),
                 "keys": keys,
             }
-            start, etas = jnp.zeros(args.dim), jnp.full(rounds, STEP)
-            return minibatch_sgd(oracle, rows, start, etas, last_weights(rounds), ball(None))
+            sgd = minibatch_sgd(jnp.full(rounds, STEP), last_weights(rounds), ball(None))
+            return iterate(sgd, oracle, rows, jnp.zeros(args.dim))
 
         return jax.vmap(one)(seeds)
 

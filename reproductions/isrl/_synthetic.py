@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.federation.isrl import MessageSpec, SiloData, make_oracle
+from dpfl_jax.federation.isrl import MessageSpec, SiloData, iterate, make_oracle, minibatch_sgd
 from dpfl_jax.federation.isrl.message import Sampling
+from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
 
 
 def quadratic(w: jax.Array, example: Any) -> jax.Array:
@@ -77,13 +79,16 @@ def oracle_of(
 def averaged_descent(oracle: Any, rows: Any, start: jax.Array) -> jax.Array:
     """Steps of 1/(r+1), by which the last iterate is the mean of all rounds' estimates."""
     rounds = rows["present"].shape[0]
-
-    def step(w: jax.Array, x: Any) -> tuple[jax.Array, None]:
-        row, eta = x
-        return w - eta * oracle(w, row), None
-
     etas = 1.0 / (1.0 + jnp.arange(rounds))
-    return jax.lax.scan(step, start, (rows, etas))[0]
+    return iterate(minibatch_sgd(etas, last_weights(rounds), ball(None)), oracle, rows, start)
+
+
+def risk_bound(rounds: int, smoothness: float, variance: float, distance: float) -> float:
+    """The bound that goes with ``step_weights``."""
+    grown = 2 * variance * rounds * (rounds + 1) * (rounds + 2) / (3 * distance**2)
+    scale = max(2 * smoothness, math.sqrt(grown))
+    first = 2 * scale * distance**2 / (rounds * (rounds + 1))
+    return first + 4 * variance * (rounds + 2) / (3 * scale)
 
 
 def repeated(one: Callable[..., jax.Array]) -> Callable[..., np.ndarray]:

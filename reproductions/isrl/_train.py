@@ -15,10 +15,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.federation.isrl import MessageSpec, SiloData, make_oracle
-from dpfl_jax.federation.isrl.local_sgd import local_sgd
+from dpfl_jax.federation.isrl import (
+    MessageSpec,
+    SiloData,
+    iterate,
+    make_local_oracle,
+    make_oracle,
+    minibatch_sgd,
+)
 from dpfl_jax.federation.isrl.message import UNIT_NOISE
-from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights, minibatch_sgd
+from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
 
 Loss = Callable[[jax.Array, Any], jax.Array]
 
@@ -72,7 +78,6 @@ def _lane(
     silos = train.num_silos
     own = 0.0 if algorithm == "server_noise" else multiplier
     stddev = jnp.full(silos, own * jnp.where(jnp.isfinite(clip), clip, 0.0))
-    weights = last_weights(rounds, window)
 
     def one(step: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
         who, what = jax.random.split(jax.random.key(seed))
@@ -82,18 +87,9 @@ def _lane(
             "turn": jnp.zeros((rounds, silos), jnp.int32),
             "keys": jax.random.bits(what, (rounds, silos, 2, 2), jnp.uint32),
         }
-        start, etas = jnp.zeros(shape), jnp.full(rounds, step)
         if algorithm == "local":
-            w = local_sgd(
-                loss,
-                train,
-                rows,
-                start,
-                etas,
-                weights,
-                local_steps=batch,
-                clip_norm=clip,
-                stddev=stddev,
+            oracle = make_local_oracle(
+                loss, train, local_steps=batch, step_size=step, clip_norm=clip, stddev=stddev
             )
         else:
             oracle = make_oracle(
@@ -107,7 +103,8 @@ def _lane(
             )
             if algorithm == "server_noise":
                 oracle = _summed_with_server_noise(oracle, batch, multiplier * clip / batch)
-            w = minibatch_sgd(oracle, rows, start, etas, weights, ball(None))
+        sgd = minibatch_sgd(jnp.full(rounds, step), last_weights(rounds, window), ball(None))
+        w = iterate(sgd, oracle, rows, jnp.zeros(shape))
         return mean_loss(loss, train, w), metric(w, train, test)
 
     return jax.vmap(jax.vmap(one, (None, 0)), (0, None))(steps, seeds)

@@ -8,13 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.federation.isrl.accelerated import (
-    accelerated,
-    accelerated_step,
-    step_weights,
-)
+from dpfl_jax.federation.isrl import accelerated, iterate, multi_stage, stages, step_weights
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
-from dpfl_jax.federation.isrl.multi_stage import multi_stage, stages
 from reproductions._plots import columns, panel
 from reproductions.isrl.rates import slope
 from reproductions.registry import Claim, Outcome, Settings, within
@@ -54,21 +49,15 @@ def plain_rounds(kappa: float, noise: float, seeds: jax.Array) -> int:
 
 
 @jax.jit
-def _ended(h: Any, noise: Any, start: Any, weights: Any, active: Any, seeds: Any) -> jax.Array:
-    """Mean risk after the active rounds of Algorithm 1."""
+def _ended(h: Any, noise: Any, start: Any, alphas: Any, prox: Any, seeds: Any) -> jax.Array:
+    """Mean risk after the rounds of Algorithm 1."""
 
-    def oracle(w: jax.Array, key: jax.Array) -> jax.Array:
-        return h * w + noise * jax.random.normal(key, (DIM,))
+    def oracle(w: jax.Array, row: jax.Array) -> jax.Array:
+        return h * w + noise * jax.random.normal(jax.random.wrap_key_data(row), (DIM,))
 
     def one(seed: jax.Array) -> jax.Array:
-        keys = jax.random.split(jax.random.key(seed), len(active))
-
-        def step(state: Any, x: Any) -> tuple[Any, None]:
-            key, alpha, prox, on = x
-            new = accelerated_step(oracle, key, state, alpha, prox, 0.0, ball(None))
-            return jax.tree.map(lambda a, b: jnp.where(on, a, b), new, state), None
-
-        (_, w), _ = jax.lax.scan(step, (start, start), (keys, *weights, active))
+        keys = jax.random.key_data(jax.random.split(jax.random.key(seed), len(alphas)))
+        w = iterate(accelerated(alphas, prox, 0.0, ball(None)), oracle, keys, start)
         return 0.5 * h @ w**2
 
     return jax.vmap(one)(seeds).mean()
@@ -82,11 +71,10 @@ def accelerated_rounds(kappa: float, noise: float, seeds: jax.Array) -> int:
 
     def risk(rounds: int) -> float:
         alphas, prox = step_weights(rounds, 1.0, DIM * noise**2, distance)
-        # Padded to a power of two, so that few lengths are compiled.
+        # Padded to a power of two, so that few lengths are compiled: a round of alpha 0 is none.
         spare = (0, (1 << (rounds - 1).bit_length()) - rounds)
-        padded = (jnp.pad(alphas, spare), jnp.pad(prox, spare, constant_values=1.0))
-        active = jnp.arange(len(padded[0])) < rounds
-        return float(_ended(h, noise, start, padded, active, seeds))
+        alphas, prox = jnp.pad(alphas, spare), jnp.pad(prox, spare, constant_values=1.0)
+        return float(_ended(h, noise, start, alphas, prox, seeds))
 
     low, high = 1, 4
     while risk(high) > FLOOR:
@@ -110,10 +98,8 @@ def staged_risks(kappa: float, noise: float, rounds: int, seeds: jax.Array) -> d
 
     def one(seed: jax.Array) -> jax.Array:
         keys = jax.random.key_data(jax.random.split(jax.random.key(seed), rounds))
-        ends = (
-            accelerated(oracle, keys, start, alphas, prox, 0.0, ball(None)),
-            multi_stage(oracle, keys, start, plan, mu, ball(None)),
-        )
+        methods = (accelerated(alphas, prox, 0.0, ball(None)), multi_stage(plan, mu, ball(None)))
+        ends = (iterate(method, oracle, keys, start) for method in methods)
         return jnp.stack([0.5 * h @ w**2 for w in ends])
 
     single, many = np.asarray(jax.jit(jax.vmap(one))(seeds)).mean(0)

@@ -10,13 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.federation.isrl import Budget
-from dpfl_jax.federation.isrl.accelerated import accelerated, risk_bound, step_weights
+from dpfl_jax.federation.isrl import Budget, Problem, accelerated, iterate, step_weights
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
 from dpfl_jax.federation.isrl.theory import variance_sco
 from reproductions._plots import columns, panel
-from reproductions.isrl._synthetic import drawn, opposed_means, oracle_of, repeated, rows_of
+from reproductions.isrl._synthetic import (
+    drawn,
+    opposed_means,
+    oracle_of,
+    repeated,
+    risk_bound,
+    rows_of,
+)
 from reproductions.registry import Claim, Outcome, Settings, near, within
 
 TITLE = "heterogeneous silos: one-pass accelerated MB-SGD"
@@ -30,15 +36,18 @@ BUDGET = Budget(4.0, 1e-6)
 
 def facts(cohort: int, upsilon: float, multiplier: float) -> float:
     """V^2 by Lemma E.3."""
-    return variance_sco(
-        SPREAD * math.sqrt(DIM),
-        upsilon,
-        batch=BATCH,
-        silos=cohort,
-        num_silos=SILOS,
+    problem = Problem(
+        lipschitz=CLIP,
+        diameter=CLIP,
         dim=DIM,
-        sigma=multiplier * CLIP / BATCH,
+        silos=SILOS,
+        silo_size=BATCH * ROUNDS,
+        budget=BUDGET,
+        cohort=cohort,
+        phi=SPREAD * math.sqrt(DIM),
+        upsilon=upsilon,
     )
+    return variance_sco(problem, BATCH, multiplier * CLIP / BATCH)
 
 
 def run(settings: Settings) -> Outcome:
@@ -51,7 +60,8 @@ def run(settings: Settings) -> Outcome:
 
     def one(s: jax.Array, means: jax.Array, counts: jax.Array, a: jax.Array, p: Any) -> jax.Array:
         oracle = oracle_of(drawn(s, means, n, SPREAD), "disjoint", BATCH, CLIP, multipliers)
-        w = accelerated(oracle, rows_of(s, ROUNDS, SILOS, counts), start, a, p, 0, ball(None))
+        method = accelerated(a, p, 0.0, ball(None))
+        w = iterate(method, oracle, rows_of(s, ROUNDS, SILOS, counts), start)
         first = jax.tree.map(lambda x: x[0], rows_of(s, 1, SILOS, counts[:1]))
         off = oracle(start, first) - start
         return jnp.stack([0.5 * jnp.sum(w**2), jnp.sum(jnp.square(off))])

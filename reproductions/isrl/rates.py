@@ -9,9 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData, make_oracle
+from dpfl_jax.federation.isrl import (
+    Budget,
+    MessageSpec,
+    SiloData,
+    iterate,
+    make_oracle,
+    minibatch_sgd,
+)
 from dpfl_jax.federation.isrl.arms import silo_noise
-from dpfl_jax.federation.isrl.minibatch_sgd import ball, minibatch_sgd, uniform_weights
+from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
 from reproductions._plots import columns, panel
 from reproductions.registry import Claim, Outcome, Settings, within
 
@@ -86,8 +93,8 @@ def private_risk(kind: str, setting: dict[str, float], trials: int, seed: int) -
                 w = ball(RADIUS)(-1e6 * total / ROUNDS)
                 return RADIUS * jnp.linalg.norm(mean) - w @ mean
             etas = 1.0 / (1.0 + jnp.arange(ROUNDS))
-            weights = uniform_weights(ROUNDS).at[:-1].set(-jnp.inf).at[-1].set(0.0)
-            w = minibatch_sgd(oracle, rows, start, etas, weights, ball(RADIUS))
+            sgd = minibatch_sgd(etas, last_weights(ROUNDS), ball(RADIUS))
+            w = iterate(sgd, oracle, rows, start)
             return 0.5 * jnp.sum(jnp.square(w - mean))
 
         return jax.vmap(one)(seeds)

@@ -9,13 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.federation.isrl import Budget
-from dpfl_jax.federation.isrl.accelerated import accelerated, risk_bound, step_weights
+from dpfl_jax.federation.isrl import Budget, Problem, accelerated, iterate, step_weights
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
 from dpfl_jax.federation.isrl.schedule import Schedule
 from dpfl_jax.federation.isrl.theory import variance_sco
-from dpfl_jax.federation.isrl.theory_shuffle import variance_vector
 from dpfl_jax.federation.isrl.vector_protocol import (
     VectorProtocol,
     calibrate_protocol,
@@ -29,6 +27,7 @@ from reproductions.isrl._synthetic import (
     oracle_of,
     quadratic,
     repeated,
+    risk_bound,
     rows_of,
 )
 from reproductions.registry import Claim, Outcome, Settings, near
@@ -79,15 +78,26 @@ def one_pass(epsilon: float, upsilon: float, trials: int, seed: int) -> dict[str
     guarantee = protocol_guarantee(
         protocol, batch=BATCH, cohort=SILOS, dim=DIM, delta=DELTA, rounds=ROUNDS
     )
-    own = silo_noise(Budget(epsilon, DELTA), n, BATCH, ROUNDS, sampling="disjoint")
+    budget = Budget(epsilon, DELTA)
+    own = silo_noise(budget, n, BATCH, ROUNDS, sampling="disjoint")
     multipliers = np.full(SILOS, own.noise_multiplier)
     means, start = opposed_means(SILOS, DIM, upsilon), jnp.zeros(DIM).at[0].set(1.0)
-    facts: dict[str, Any] = {"batch": BATCH, "silos": SILOS, "num_silos": SILOS, "dim": DIM}
-    phi = SPREAD * math.sqrt(DIM)
-    variances = {
-        "shuffle": variance_vector(phi, upsilon, noise=protocol.variance(reports), **facts),
-        "ISRL-DP": variance_sco(phi, upsilon, sigma=own.noise_multiplier * CLIP / BATCH, **facts),
+    problem = Problem(
+        lipschitz=CLIP,
+        diameter=CLIP,
+        dim=DIM,
+        silos=SILOS,
+        silo_size=n,
+        budget=budget,
+        cohort=SILOS,
+        phi=SPREAD * math.sqrt(DIM),
+        upsilon=upsilon,
+    )
+    sigmas = {  # of a silo's mean; with a shuffler its share of the sum's noise
+        "shuffle": math.sqrt(SILOS * protocol.variance(reports)) / reports,
+        "ISRL-DP": own.noise_multiplier * CLIP / BATCH,
     }
+    variances = {name: variance_sco(problem, BATCH, sigma) for name, sigma in sigmas.items()}
     template = rows_of(jnp.asarray(0), ROUNDS, SILOS)
     rank = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (SILOS, n))
     schedule = Schedule(template["present"], template["turn"], template["keys"], rank)
@@ -102,8 +112,8 @@ def one_pass(epsilon: float, upsilon: float, trials: int, seed: int) -> dict[str
         }
         risks = []
         for name, oracle in oracles.items():
-            alphas, prox = step_weights(ROUNDS, 1.0, variances[name], 1.0)
-            w = accelerated(oracle, rows, start, alphas, prox, 0, ball(None))
+            steps = step_weights(ROUNDS, 1.0, variances[name], 1.0)
+            w = iterate(accelerated(*steps, 0.0, ball(None)), oracle, rows, start)
             risks.append(0.5 * jnp.sum(w**2))
         return jnp.stack(risks)
 

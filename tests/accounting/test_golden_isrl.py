@@ -119,7 +119,7 @@ def test_one_pass_constant_is_valid(epsilon, z, true, tight):
 def test_local_sgd_constant_is_not_a_bound():
     steps = R * K
     for epsilon, true in ((0.75, 0.60), (1.5, 1.79), (3, 26.7)):
-        z = isrl.local_sgd_noise(R, K, N, epsilon, DELTA)
+        z = isrl.experiment_noise(steps, N, epsilon, DELTA)
         found = spent(z, 1 / N, steps)
         assert found == pytest.approx(true, rel=2e-2)
         assert (found > epsilon) == (epsilon >= 1.5)
@@ -142,22 +142,8 @@ def test_shuffling_golden_and_range():
     assert delta == pytest.approx(1e-6 + 2 * 1000 * 100 * math.exp(0.99) * 1e-13)
 
 
-def test_shuffle_model_needs_hundreds_of_silos():
-    found = [isrl.sdp_least_cohort(r, 1, d) for r, d in ((100, 1e-5), (1000, 1e-6), (10_000, 1e-8))]
-    assert found == [400, 477, 591]
-
-
-def test_user_level_budget_by_hand():
-    assert isrl.user_level_budget(100, 1.0, 1e-5) == pytest.approx((0.01, 2.5e-8))
+def test_user_level_guarantee_by_hand():
     epsilon, delta = isrl.user_level_guarantee(100, 0.01, 2.5e-8)
     # n e^((n-1) e/n) delta / (4 n) <= e delta / 4 < delta: the recipe keeps its promise.
     assert epsilon == pytest.approx(1.0)
     assert delta <= 1e-5
-
-
-def test_shuffle_chain_helps_with_many_silos_and_refuses_few():
-    assert isrl.sdp_epsilon(20.0, 100, 25, 25, 50, 1e-6) == math.inf
-    found = isrl.sdp_epsilon(10.0, 100, 5000, 5000, 50, 1e-6)
-    # With K = 1 a silo's own guarantee (trust: silo-local) is Poisson of rate 1/n.
-    assert 0 < found < math.inf
-    assert found > isrl.sdp_epsilon(20.0, 100, 5000, 5000, 50, 1e-6)

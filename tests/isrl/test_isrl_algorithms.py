@@ -1,18 +1,23 @@
 """The algorithms: without noise they are the classical ones; the closed form is the argmin."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from isrl_zoo import logistic, quadratic, silos
-from scipy import optimize
+from scipy import optimize, stats
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import (
+    Budget,
     MessageSpec,
+    Problem,
     Stage,
     accelerated,
-    local_sgd,
+    iterate,
+    make_local_oracle,
     make_oracle,
     make_schedule,
     minibatch_sgd,
@@ -20,10 +25,8 @@ from dpfl_jax.federation.isrl import (
     stages,
     step_weights,
     theory,
-    theory_shuffle,
 )
-from dpfl_jax.federation.isrl import accelerated as _accelerated_function
-from dpfl_jax.federation.isrl.accelerated import closed_form, middle_point, risk_bound
+from dpfl_jax.federation.isrl.accelerated import closed_form, middle_point
 from dpfl_jax.federation.isrl.minibatch_sgd import (
     ball,
     last_weights,
@@ -34,7 +37,16 @@ from dpfl_jax.federation.isrl.smoothing import plain, smoothed
 from dpfl_jax.randomness import RootKey
 
 KEY = RootKey.from_seed(11)
-assert callable(_accelerated_function)
+
+
+def risk_bound(rounds, smoothness, variance, distance):
+    """What ``step_weights`` promises."""
+    u = max(
+        2 * smoothness,
+        np.sqrt(2 * variance * rounds * (rounds + 1) * (rounds + 2) / (3 * distance**2)),
+    )
+    first = 2 * u * distance**2 / (rounds * (rounds + 1))
+    return first + 4 * variance * (rounds + 2) / (3 * u)
 
 
 def full_oracle(loss, data, stddev=0.0):
@@ -62,10 +74,14 @@ def test_minibatch_sgd_without_noise_is_gradient_descent():
         w = w - eta * g
         w = w * min(1.0, 0.4 / np.linalg.norm(w))
         iterates.append(w)
-    run = lambda weights: minibatch_sgd(  # noqa: E731
-        full_oracle(logistic, data), rows, jnp.zeros(3), jnp.full(rounds, eta), weights, ball(0.4)
-    )
+
+    def run(weights):
+        sgd = minibatch_sgd(jnp.full(rounds, eta), weights, ball(0.4))
+        return iterate(sgd, full_oracle(logistic, data), rows, jnp.zeros(3))
+
     np.testing.assert_allclose(run(last_weights(rounds)), iterates[-1], rtol=2e-4, atol=1e-6)
+    started = minibatch_sgd(jnp.ones(5), last_weights(5, 2), ball(None))
+    assert started.output(started.start(jnp.full(1, 7.0)), 0) == 7.0  # none of the last two yet
     np.testing.assert_allclose(
         run(uniform_weights(rounds)), np.mean(iterates[:-1], axis=0), rtol=2e-4, atol=1e-6
     )
@@ -80,14 +96,8 @@ def test_growing_weights_are_averaged_in_logs():
     weights = strongly_convex_weights(rounds, 0.5, 0.2)
     rows = make_schedule(KEY, rounds, np.array([2])).rows()
     data = silos([2])
-    found = minibatch_sgd(
-        full_oracle(quadratic, data),
-        rows,
-        jnp.zeros(3),
-        jnp.full(rounds, 0.01),
-        weights,
-        ball(None),
-    )
+    sgd = minibatch_sgd(jnp.full(rounds, 0.01), weights, ball(None))
+    found = iterate(sgd, full_oracle(quadratic, data), rows, jnp.zeros(3))
     np.testing.assert_allclose(found, data.examples["x"][0].mean(0), rtol=1e-3, atol=1e-4)
     short = np.asarray(strongly_convex_weights(3, 0.5, 0.2))
     np.testing.assert_allclose(np.exp(short[:3]), 0.9 ** -np.arange(1.0, 4.0), rtol=1e-5)
@@ -133,14 +143,11 @@ def test_accelerated_rounds_solve_the_constrained_problem_of_algorithm_1(mu, rad
             objective, np.zeros(3), constraints=inside, method="SLSQP", options={"ftol": 1e-14}
         ).x
         w_ag = a * w + (1 - a) * w_ag
-    found = accelerated(
+    found = iterate(
+        accelerated(alphas, prox, mu, ball(radius)),
         lambda w, _: jnp.asarray(curvature) * (w - jnp.asarray(target)),
         rows,
         jnp.zeros(3),
-        alphas,
-        prox,
-        mu,
-        ball(radius),
     )
     assert np.linalg.norm(w) == pytest.approx(radius, rel=1e-4)  # the constraint is active
     np.testing.assert_allclose(found, w_ag, atol=2e-5)
@@ -156,10 +163,17 @@ def test_no_round_serves_two_stages():
         return w
 
     plan = [Stage(3, 2.0), Stage(2, 2.0), Stage(4, 2.0)]
-    rows = {"r": jnp.arange(12)}
-    jax.block_until_ready(multi_stage(oracle, rows, jnp.ones(2), plan, 0.1, ball(None)))
+    rows = {"r": jnp.arange(9)}
+    found = iterate(multi_stage(plan, 0.1, ball(None)), oracle, rows, jnp.ones(2))
     jax.effects_barrier()
     assert seen == list(range(9))
+    # Each stage is a run of its own, from where the one before it ended.
+    w = jnp.ones(2)
+    for stage in plan:
+        r = np.arange(1, stage.rounds + 1)
+        one = accelerated(2 / (r + 1), 4 * stage.scale / (r * (r + 1)), 0.1, ball(None))
+        w = iterate(one, lambda w, row: w, jnp.zeros(stage.rounds), w)
+    np.testing.assert_allclose(found, w, rtol=1e-5)
 
 
 def test_middle_point_is_a_convex_combination():
@@ -180,7 +194,8 @@ def test_acceleration_without_noise_is_fast():
     def risk(rounds):
         alphas, prox = step_weights(rounds, 1.0, 0.0, float(jnp.linalg.norm(start)))
         part = jax.tree.map(lambda x: x[:rounds], rows)
-        w = accelerated(lambda w, _: curvatures * w, part, start, alphas, prox, 0.0, ball(None))
+        method = accelerated(alphas, prox, 0.0, ball(None))
+        w = iterate(method, lambda w, _: curvatures * w, part, start)
         return float(0.5 * curvatures @ w**2)
 
     for rounds in (25, 100, 400):
@@ -200,7 +215,7 @@ def test_risk_stays_below_the_bound_of_the_step_weights(rounds, variance):
     risks = []
     for trial in range(20):
         rows = make_schedule(RootKey.from_seed(trial), rounds, np.array([1])).rows()
-        w = accelerated(oracle, rows, start, alphas, prox, 0.0, ball(None))
+        w = iterate(accelerated(alphas, prox, 0.0, ball(None)), oracle, rows, start)
         risks.append(float(0.5 * jnp.sum(w**2)))
     assert np.mean(risks) <= risk_bound(rounds, 1.0, variance, 6**0.5)
 
@@ -211,8 +226,6 @@ def test_multi_stage_meets_its_targets():
     for rounds in (5, 30, 263, 300, 3000):  # what a silo pays for, whatever fits
         assert sum(s.rounds for s in stages(rounds, beta, mu, variance, gap)) == rounds
     assert len(plan) >= 3
-    printed = stages(3000, beta, mu, variance, gap, as_printed=True)
-    assert all(s.scale == 2 * beta for s in printed)
     assert any(s.scale > 2 * beta for s in stages(3000, beta, mu, 1.0, 50.0, stage_constant=1e-2))
     dim = 5
     curvature = jnp.linspace(mu, beta, dim)
@@ -223,7 +236,7 @@ def test_multi_stage_meets_its_targets():
         return curvature * w + jnp.sqrt(variance / dim) * jax.random.normal(key, (dim,))
 
     rows = make_schedule(KEY, 3000, np.array([1])).rows()
-    w = multi_stage(oracle, rows, start, plan, mu, ball(None))
+    w = iterate(multi_stage(plan, mu, ball(None)), oracle, rows, start)
     assert float(0.5 * curvature @ w**2) <= gap * 2.0 ** -len(plan)
     assert len(stages(5, beta, mu, variance, gap)) == 1  # too few rounds for one whole stage
     with pytest.raises(BadInputError, match="strongly convex"):
@@ -233,23 +246,38 @@ def test_multi_stage_meets_its_targets():
 def test_local_sgd_without_noise_is_fedavg():
     data = silos([1, 1], dim=2)  # one record: every local step takes it
     rows = make_schedule(KEY, 3, np.array([1, 1])).rows()
-    found = local_sgd(
-        quadratic,
-        data,
-        rows,
-        jnp.zeros(2),
-        jnp.full(3, 0.1),
-        last_weights(3),
-        local_steps=4,
-        clip_norm=1e6,
-        stddev=jnp.zeros(2),
+    oracle = make_local_oracle(
+        quadratic, data, local_steps=4, step_size=0.1, clip_norm=1e6, stddev=jnp.zeros(2)
     )
+    sgd = minibatch_sgd(jnp.full(3, 0.1), last_weights(3), ball(None))
+    found = iterate(sgd, oracle, rows, jnp.zeros(2))
     x = np.asarray(data.examples["x"][:, 0])
     w = np.zeros(2)
     for _ in range(3):
         ends = [x[i] + (w - x[i]) * 0.9**4 for i in range(2)]
         w = np.mean(ends, axis=0)
     np.testing.assert_allclose(found, w, rtol=1e-5)
+
+
+@pytest.mark.privacy
+def test_each_local_step_and_each_use_has_noise_of_its_own():
+    """Chi-square test of 4,000 normals, false-alarm rate 1e-3."""
+    data = silos([2, 2], dim=2000)
+    row = {k: v[0] for k, v in make_schedule(KEY, 1, np.array([2, 2])).rows().items()}
+    given = {"local_steps": 5, "step_size": 0.1, "clip_norm": 1e-20, "stddev": jnp.full(2, 3.0)}
+
+    def sent(**changes):
+        oracle = make_local_oracle(quadratic, data, **given | changes)
+        each = [oracle(jnp.zeros(2000), row | {"present": jnp.eye(2)[i] > 0}) for i in (0, 1)]
+        return np.concatenate(each)
+
+    found = sent()
+    square = np.sum(found**2) / (5 * 3.0**2)
+    assert 5e-4 < stats.chi2.cdf(square, 4000) < 1 - 5e-4
+    np.testing.assert_array_equal(found, sent())
+    for changes in ({"step_size": 0.2}, {"local_steps": 4}, {"stddev": jnp.full(2, 2.0)}):
+        assert abs(np.corrcoef(found, sent(**changes))[0, 1]) < 4 / np.sqrt(4000)
+    assert abs(np.corrcoef(found[:2000], found[2000:])[0, 1]) < 4 / np.sqrt(2000)
 
 
 @pytest.mark.parametrize("kind", ["hinge", "absolute"])
@@ -289,9 +317,18 @@ def test_variance_of_the_aggregate_is_lemma_e3():
     means = x.mean(1)
     phi = np.sqrt(np.mean(np.sum((x - means[:, None]) ** 2, axis=2)))
     upsilon = np.sqrt(np.mean(np.sum((means - means.mean(0)) ** 2, axis=1)))
-    want = theory.variance_sco(
-        phi, upsilon, batch=batch, silos=cohort, num_silos=silos_, dim=dim, sigma=sigma
+    problem = Problem(
+        lipschitz=9.0,
+        diameter=1.0,
+        dim=dim,
+        silos=silos_,
+        silo_size=n,
+        budget=Budget(1.0, 1e-6),
+        cohort=cohort,
+        phi=phi,
+        upsilon=upsilon,
     )
+    want = theory.variance_sco(problem, batch, sigma)
     draws = []
     for _ in range(4000):
         who = rng.permutation(silos_)[:cohort]
@@ -301,43 +338,23 @@ def test_variance_of_the_aggregate_is_lemma_e3():
 
 
 def test_theory_at_the_sizes_of_the_experiment():
-    common = {"n": 1238, "silos": 25, "dim": 50, "epsilon": 1.0}
-    lipschitz, beta = 10.85, 10.85**2 / 4
-    rounds = [theory.minibatch_rounds_convex(beta, lipschitz, d, **common) for d in (2, 10)]
+    small = Problem(
+        lipschitz=10.85,
+        diameter=2.0,
+        dim=50,
+        silos=25,
+        silo_size=1238,
+        budget=Budget(1.0, 1 / 1238**2),
+        cohort=25,
+        smoothness=10.85**2 / 4,
+    )
+    large = dataclasses.replace(small, diameter=10.0)
+    rounds = [theory.minibatch_rounds(p) for p in (small, large)]
     assert 30_000 < rounds[0] < rounds[1] < 38_000
-    batch = theory.one_pass_batch_convex(beta, lipschitz, 2, delta=1 / 1238**2, **common)
-    assert 30 < batch < 80
-    step = theory.minibatch_step_convex(rounds[0], beta, lipschitz, 2, **common)
-    assert 0 < step <= 1 / beta
-    accelerated_rounds = theory.accelerated_rounds_convex(
-        beta, lipschitz, 10, delta=1e-6, batch=1238, num_silos=25, **common
-    )
-    assert accelerated_rounds <= 100
+    assert 30 < theory.one_pass_batch(small) < 80
+    assert 0 < theory.minibatch_step(small, rounds[0], 0.0) <= 1 / small.smoothness
+    assert theory.accelerated_rounds(large, batch=1238) <= 100
     with pytest.raises(BadInputError, match="rounds is 0"):
-        theory.minibatch_step_convex(0, beta, lipschitz, 2, **common)
-
-
-def test_theory_of_unbalanced_and_shuffled_silos():
-    """With equal silos Appendix H is Theorem 2.1 up to its logarithms; K and R by hand."""
-    common = {"n": 1238, "silos": 25, "dim": 50}
-    for epsilon in (0.5, 2.0):
-        term = 1 / (25 * (1238 * epsilon) ** 2)  # xi / M without logarithms
-        mine = theory.unbalanced_step_convex(300, 10.0, 3.0, 2.0, term=term, **common)
-        theirs = theory.minibatch_step_convex(300, 10.0, 3.0, 2.0, epsilon=epsilon, **common)
-        assert mine == pytest.approx(theirs)
-    rounds = theory.unbalanced_rounds_convex(1.0, 1.0, 1.0, n=100, silos=4, dim=10, term=1e-5)
-    assert rounds == 20 + 400  # the private entries are 100 and 10^4: sampling decides
-    shuffled = {"n": 1238, "silos": 25, "num_silos": 25, "dim": 50, "epsilon": 1.0}
-    assert theory_shuffle.shuffled_rounds(smooth=0.0, **shuffled) == 1238**2 * 25  # 3.8e7
-    step = theory_shuffle.shuffled_step_convex(1000, 10.0, 3.0, 2.0, delta=1e-6, **shuffled)
-    logs = np.log(1000 * 25 / 1e-6) * np.log(1000 / 1e-6) * np.log(1e6)
-    private = 1238 * 25 / np.sqrt(50 * 25 * logs)
-    assert step == pytest.approx(2.0 * 5 / (3.0 * 1000) * min(np.sqrt(1238), private))
-    batch = theory_shuffle.vector_batch_convex(1.0, 1.0, 1.0, n=1000, silos=10, dim=32, epsilon=1.0,
-                                       delta=1e-6)  # fmt: skip
-    want = 1000**0.6 * 32**0.2 * np.log(32 / 1e-6) ** 0.4 / 10**0.4
-    assert batch == round(want)
-    found = theory_shuffle.variance_vector(
-        1.0, 0.0, batch=10, silos=4, num_silos=4, dim=3, noise=50.0
-    )
-    assert found == pytest.approx(1 / 40 + 3 * 50 / 1600)
+        theory.minibatch_step(small, 0, 0.0)
+    with pytest.raises(BadInputError, match="dim is 0"):
+        dataclasses.replace(small, dim=0)

@@ -17,9 +17,19 @@ from scipy import stats
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl import Budget, MessageSpec, bounds, make_oracle, make_schedule
+from dpfl_jax.federation.isrl import (
+    Budget,
+    MessageSpec,
+    Problem,
+    accelerated,
+    bounds,
+    iterate,
+    make_oracle,
+    make_schedule,
+    minibatch_sgd,
+    step_weights,
+)
 from dpfl_jax.federation.isrl import message as message_module
-from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
 from dpfl_jax.federation.isrl.arms import (
     SiloNoise,
     federation_noise,
@@ -28,18 +38,12 @@ from dpfl_jax.federation.isrl.arms import (
 )
 from dpfl_jax.federation.isrl.baselines import (
     alone,
-    central_guarantee,
     central_noise,
     make_central_oracle,
 )
-from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights, minibatch_sgd
+from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
 from dpfl_jax.federation.isrl.relations import relations, shuffled_view
 from dpfl_jax.federation.isrl.runs.experiment import _relations, guarantee_of
-from dpfl_jax.federation.isrl.shuffled import (
-    shuffled_epsilon,
-    shuffled_guarantee,
-    shuffled_noise,
-)
 from dpfl_jax.federation.isrl.vector_protocol import (
     VectorProtocol,
     calibrate_protocol,
@@ -205,27 +209,11 @@ def test_a_trusted_server_adds_noise_once_and_enough(sampling, monkeypatch):
     out = np.asarray(jax.vmap(lambda k: oracle(w, {**row, "keys": k}))(jnp.asarray(keys)))
     square = ((out - out.mean(0)) ** 2).sum() / (noise.noise_multiplier * bound / 2) ** 2
     assert 5e-4 < stats.chi2.cdf(square, 2 * 999) < 1 - 5e-4
-    guarantee = central_guarantee(noise)
-    assert guarantee.trust == "central"
-    assert guarantee.epsilon <= 1.0
+    assert noise.epsilon <= 1.0
     with pytest.raises(BadInputError, match="clipping per example"):
         make_central_oracle(
             quadratic, MessageSpec("full", "batch_mean"), data, noise_multiplier=1.0, **options
         )
-
-
-def test_shuffled_noise_meets_its_target_and_helps_with_many_silos():
-    many = {"rounds": 10, "cohort": 20_000, "silos": 20_000, "silo_size": 1}
-    noise = shuffled_noise(0.5, 1e-6, **many)
-    guarantee = shuffled_guarantee(noise, delta=1e-6, **many)
-    assert guarantee.epsilon <= 0.5
-    assert guarantee.trust == "shuffle"
-    own = accounting.epsilon(events.isrl_dp(noise, 1.0, 10), 1e-6, relation=REPLACE)
-    assert own > 1.3 * guarantee.epsilon  # a silo's own message is far less private
-    few = {"rounds": 50, "cohort": 25, "silos": 25, "silo_size": 50}
-    alone = shuffled_guarantee(shuffled_noise(0.5, 1e-6, **few), delta=1e-6, **few)
-    assert alone.epsilon <= 0.5
-    assert any("shuffling adds nothing" in c for c in alone.caveats)
 
 
 def test_vector_protocol_is_unbiased_with_the_stated_variance():
@@ -306,13 +294,10 @@ def test_vector_protocol_refuses_rounds_that_lack_reports():
 
 def test_a_guarantee_says_what_is_released_and_what_is_idealised():
     noise = silo_noise(Budget(3.0, 1e-6), 100, 10, 5)
-    many = {"rounds": 10, "cohort": 25, "silos": 25, "silo_size": 50}
     protocol = VectorProtocol(8, 100, 0.5, 1.0)
     sums = {"batch": 5, "cohort": 4, "dim": 3, "delta": 1e-5, "rounds": 2}
     for guarantee, released in (
         (silo_guarantee(noise), "every message of the silo"),
-        (central_guarantee(noise), "every intermediate model"),
-        (shuffled_guarantee(5.0, delta=1e-6, **many), "every round's shuffled reports"),
         (protocol_guarantee(protocol, **sums), "the sum of every round"),
     ):
         assert released in guarantee.released
@@ -343,99 +328,40 @@ def test_a_silo_alone():
     np.testing.assert_array_equal(part.examples["x"][0], data.examples["x"][1])
 
 
+def a_problem(epsilon=0.2, **changes):
+    """Strongly convex if ``strong_convexity`` is given."""
+    base = {"lipschitz": 1.0, "diameter": 2.0, "dim": 10, "silos": 50, "cohort": 50.0, "phi": 1.0}
+    return Problem(**base | {"silo_size": 1000.0, "budget": Budget(epsilon, 1e-6)} | changes)
+
+
 def test_bounds_follow_their_theorems():
-    """Log-log slopes of the private parts in n, N, d and epsilon, exactly."""
-    base = {"n": 1000.0, "silos": 50.0, "dim": 10, "epsilon": 0.2}
-    logs = {"delta": 1e-6}
+    """Log-log slopes of the private parts in n, M, d and epsilon, exactly."""
 
     def slopes(bound, **fixed):
-        def at(**change):
-            return bound(**(base | change), **fixed).private
+        here = bound(a_problem(**fixed)).private
+        doubled = ({"silo_size": 2000.0}, {"cohort": 100.0}, {"dim": 20}, {"epsilon": 0.4})
+        there = [bound(a_problem(**fixed | change)).private for change in doubled]
+        return [round(math.log(value / here) / math.log(2), 6) for value in there]
 
-        return [
-            round(math.log(at(**{k: 2 * base[k]}) / at()) / math.log(2), 6)
-            for k in ("n", "silos", "dim", "epsilon")
-        ]
-
-    flat = {"lipschitz": 1.0, "diameter": 2.0}
-    strong = {"lipschitz": 1.0, "mu": 0.1}
-    assert slopes(bounds.iid_convex, **flat, **logs) == [-1, -0.5, 0.5, -1]
-    assert slopes(bounds.erm_convex, **flat, **logs) == [-1, -0.5, 0.5, -1]
-    assert slopes(bounds.iid_strongly_convex, **strong, **logs) == [-2, -1, 1, -2]
-    one_pass = {"phi": 1.0, "beta": 1.0, **logs}
-    assert slopes(bounds.one_pass_convex, **flat, **one_pass) == [-0.8, -0.4, 0.4, -0.8]
-    assert slopes(bounds.one_pass_strongly_convex, **strong, **one_pass) == [-2, -1, 1, -2]
-    assert slopes(bounds.central_convex, phi=1.0, **flat) == [-1, -1, 0.5, -1]
-    whole = strong | {"phi": 1.0, "diameter": 2.0}
-    assert slopes(bounds.lower_strongly_convex, **whole) == [-2, -1, 1, -2]
-    assert slopes(bounds.central_strongly_convex, **whole) == [-2, -2, 1, -2]
-    assert slopes(bounds.vector_strongly_convex, **strong, **one_pass) == [-2, -2, 1, -2]
-    vector = slopes(bounds.vector_convex, **flat, **one_pass)
-    assert [vector[0], vector[1], vector[3]] == [-0.8, -0.8, -0.8]
-    user = slopes(bounds.user_level_convex, **flat, **logs)
-    assert 0 <= user[0] < 0.05  # more records in a silo do not help
-    assert user[1:] == [-0.5, 0.5, -1]
-    # All silos in the shuffle model: the trusted server's rate.
-    shuffle = bounds.shuffled_convex(**flat, n=1000, silos=50, num_silos=50, dim=10, epsilon=0.2,
-                                     **logs)  # fmt: skip
-    isrl = bounds.iid_convex(**flat, **base, **logs)
-    assert shuffle.private == pytest.approx(isrl.private / math.sqrt(50))
-    assert bounds.shuffled_strongly_convex(
-        1.0, 0.1, 1000, 50, 50, 10, 0.2, 1e-6
-    ).private == pytest.approx(
-        bounds.iid_strongly_convex(1.0, 0.1, 1000, 50, 10, 0.2, 1e-6).private / 50
-    )
-    assert bounds.local_convex(1.0, 2.0, 50, 10, 0.5).private > isrl.private
-    # Absent silos cost heterogeneity; if all answer nothing does.
-    absent = (1.0, 1.0, 1.0, 2.0, 1000)
-    assert bounds.absent_convex(*absent, 50, 50, 10, 0.2, 1e-6) == 0
-    assert bounds.absent_convex(*absent, 25, 50, 10, 0.2, 1e-6) > 0
-    assert bounds.absent_strongly_convex(1.0, 1.0, 0.25, 25, 50) == pytest.approx(
-        1 / (0.25 * 2 * 25) * 25 / 49
-    )
-
-
-def test_a_random_number_of_silos_by_hand():
-    """Appendix H: Xi and 1/M' of M_r in {1, 2} with probability 1/2 each."""
-    sizes, epsilons, deltas = [100, 100], [1.0, 0.5], [1e-6, 1e-6]
-    xi = [math.log(2.5 * 10 / 1e-6) * math.log(2 / 1e-6) / (100 * e) ** 2 for e in (0.5, 1.0)]
-    average = math.sqrt(0.5 * xi[0] ** 2 + 0.5 * (sum(xi) / 2) ** 2)
-    want = min(average * math.sqrt(0.5 + 0.5 / 4), xi[0] * 0.75)
-    law = {1: 0.5, 2: 0.5}
-    assert bounds.unbalanced_term(sizes, epsilons, deltas, 10, law) == pytest.approx(want)
-    fixed = bounds.unbalanced_term(sizes, epsilons, deltas, 10)
-    assert fixed == pytest.approx(sum(xi) / 4)  # the average, over M
-    facts = {"dim": 5, "sizes": sizes, "epsilons": epsilons, "deltas": deltas, "rounds": 10}
-    assert bounds.unbalanced_convex(1.0, 2.0, **facts).private == pytest.approx(
-        2 * math.sqrt(5 * fixed)
-    )
-    assert bounds.unbalanced_strongly_convex(1.0, 0.5, **facts).private == pytest.approx(
-        2 * 5 * fixed
-    )
+    assert slopes(bounds.upper) == [-1, -0.5, 0.5, -1]
+    assert slopes(bounds.lower) == [-1, -0.5, 0.5, -1]
+    assert slopes(bounds.central) == [-1, -1, 0.5, -1]
+    assert slopes(bounds.upper, strong_convexity=0.1) == [-2, -1, 1, -2]
+    assert slopes(bounds.lower, strong_convexity=0.1) == [-2, -1, 1, -2]
 
 
 def test_bounds_say_when_privacy_is_free():
-    common = {"lipschitz": 1.0, "diameter": 2.0, "n": 1000, "silos": 20, "dim": 10}
-    few = bounds.iid_convex(epsilon=0.1, delta=1e-6, **common)
-    many = bounds.iid_convex(epsilon=10.0, delta=1e-6, **common)
+    few, many = bounds.upper(a_problem(0.1)), bounds.upper(a_problem(10.0))
     assert few.private > few.statistical
     assert many.private < many.statistical
-    assert bounds.privacy_for_free(1000, 10, 1.0)
-    assert not bounds.privacy_for_free(1000, 10, 0.05)
-    lower = bounds.lower_convex(1.0, 1.0, 2.0, 1000, 20, 10, 0.1)
-    central = bounds.central_convex(1.0, 1.0, 2.0, 1000, 20, 10, 0.1)
-    assert central.private == pytest.approx(lower.private / math.sqrt(20))
+    lower, central = bounds.lower(a_problem(0.1)), bounds.central(a_problem(0.1))
+    assert central.private == pytest.approx(lower.private / math.sqrt(50))
     assert lower.private <= few.private
-    half = bounds.unbalanced_convex(1.0, 2.0, 10, [1000] * 20, [0.1] * 20, [1e-6] * 20, 100)
-    worse = bounds.unbalanced_convex(
-        1.0, 2.0, 10, [1000] * 20, [0.1] * 19 + [0.05], [1e-6] * 20, 100
-    )
-    assert half.private < worse.private < 1.2 * half.private  # the average counts, not the worst
 
 
 def test_one_record_of_n_is_not_poisson_sampling():
-    """Shuffled reports are of one record drawn from n: an absent one makes room for another."""
-    alone_epsilon = shuffled_epsilon(1.0, rounds=1, cohort=1, silos=1, silo_size=20, delta=1e-5)
+    """A batch of one record drawn from n: an absent one makes room for another."""
+    alone_epsilon = accounting.epsilon(events.fixed_size(1.0, 20, 1, 1), 1e-5, relation=REPLACE)
     # The other 19 gradients are -C, the record's is C or -C: one direction, integrated directly.
     x = np.linspace(-14, 14, 200_001)
     there = 0.05 * stats.norm.pdf(x, 1) + 0.95 * stats.norm.pdf(x, -1)
@@ -496,14 +422,14 @@ def test_one_schedule_gives_two_uses_no_common_noise():
         oracle, seen = made
         etas, weights = jnp.full(rounds, rate), last_weights(rounds)
         pulled = (lambda w, row: oracle(w, row) + pull * w) if pull else oracle
-        minibatch_sgd(pulled, schedule.rows(), w, etas, weights, ball(radius))
+        iterate(minibatch_sgd(etas, weights, ball(radius)), pulled, schedule.rows(), w)
         jax.effects_barrier()
         return np.asarray(seen)
 
     def by_acceleration(made):
         oracle, seen = made
         alphas, prox = step_weights(rounds, 1.0, 0.1, 1.0)
-        accelerated(oracle, schedule.rows(), w, alphas, prox, 0.0, ball(None))
+        iterate(accelerated(alphas, prox, 0.0, ball(None)), oracle, schedule.rows(), w)
         jax.effects_barrier()
         return np.asarray(seen)
 
@@ -563,7 +489,8 @@ def test_what_other_silos_hold_and_weigh_is_another_use_of_a_schedule():
             silo_weights=silo_weights,
         )
         rows = schedule.rows()
-        return np.asarray(minibatch_sgd(oracle, rows, jnp.zeros(3), etas, weights, ball(None)))
+        sgd = minibatch_sgd(etas, weights, ball(None))
+        return np.asarray(iterate(sgd, oracle, rows, jnp.zeros(3)))
 
     other = type(data)({**data.examples, "x": data.examples["x"].at[1].add(1.0)}, data.sizes)
     same, moved = ended(data), ended(other)

@@ -9,13 +9,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
-
-from dpfl_jax.accounting import events
-from dpfl_jax.accounting.accountant import REPLACE
-from dpfl_jax.accounting.accountant import delta as delta_of
-from dpfl_jax.accounting.accountant import epsilon as epsilon_of
-from dpfl_jax.accounting.event_types import ApproximateDpEvent
 from dpfl_jax.errors import BadInputError
 
 
@@ -44,30 +37,10 @@ def one_pass_noise(batch_size: float, epsilon: float, delta: float) -> float:
 def experiment_noise(rounds: int, silo_size: int, epsilon: float, delta: float) -> float:
     """Appendix I: sigma^2 = 8 L^2 ln(1/d) R / (n^2 e^2), over L^2. NOT A BOUND.
 
-    Justified there by an asymptotic theorem; at epsilon 12 and 18 it spends 12.5 and 20.3.
+    Justified there by an asymptotic theorem; at epsilon 12 and 18 it spends 12.5 and 20.3. Local
+    SGD takes it with R K for R, and spends 26.7 at epsilon 3 if composed step by step.
     """
     return math.sqrt(8 * math.log(1 / delta) * rounds) / (silo_size * epsilon)
-
-
-def experiment_batch(rounds: int, silo_size: int, epsilon: float) -> float:
-    """Appendix I: K = n sqrt(e) / (2 sqrt(R))."""
-    return silo_size * math.sqrt(epsilon) / (2 * math.sqrt(rounds))
-
-
-def local_sgd_noise(
-    rounds: int, local_steps: int, silo_size: int, epsilon: float, delta: float
-) -> float:
-    """Section 3.10: sigma^2 = 8 L^2 R K ln(1/d) / (e^2 n^2) per local step, over L^2. NOT A BOUND.
-
-    Composed step by step it spends 26.7 at epsilon 3.
-    """
-    return experiment_noise(rounds * local_steps, silo_size, epsilon, delta)
-
-
-def user_level_budget(silo_size: int, epsilon: float, delta: float) -> tuple[float, float]:
-    """Appendix D.3.5: record-level (eps / n, delta / (4 n)) for a user-level target, eps <= 1."""
-    _require(epsilon <= 1, "a user-level epsilon <= 1")
-    return epsilon / silo_size, delta / (4 * silo_size)
 
 
 def user_level_guarantee(silo_size: int, epsilon: float, delta: float) -> tuple[float, float]:
@@ -98,83 +71,6 @@ def shuffled_delta(
 ) -> float:
     """Theorem D.5: delta + 2 N n e^((n-1) e) silo_delta."""
     return delta + 2 * silos * silo_size * math.exp((silo_size - 1) * epsilon) * silo_delta
-
-
-def sdp_least_cohort(rounds: int, silos: int, delta: float) -> int:
-    """Theorem G.1's condition M >= 16 ln(18 R M^2 / (N delta)) at M = N: the least M."""
-    m = 1
-    while m < 16 * math.log(18 * rounds * m * (m / max(m, silos)) / delta):
-        m += 1
-    return m
-
-
-def sdp_noise(
-    rounds: int,
-    cohort: int,
-    silos: int,
-    silo_size: int,
-    epsilon: float,
-    delta: float,
-    constant: float = 1.0,
-) -> float:
-    """Theorem G.1: sigma^2 = C L^2 R M ln(R M^2/(N d)) ln(R/d) ln(1/d) / (n^2 N^2 e^2), over L^2.
-
-    The constant C is not given in the paper: NOT A BOUND for any particular one. See
-    :func:`sdp_epsilon` for the chain of its proof with numbers.
-    """
-    square = constant * rounds * cohort * math.log(rounds * cohort**2 / (silos * delta))
-    square *= math.log(rounds / delta) * math.log(1 / delta)
-    return math.sqrt(square) / (silo_size * silos * epsilon)
-
-
-def sdp_epsilon(
-    noise_multiplier: float, rounds: int, cohort: int, silos: int, silo_size: int, delta: float
-) -> float:
-    """Shuffle-DP epsilon of noisy SGD with K = 1: the chain of Theorem G.1, with numbers.
-
-    Each of M secretly drawn silos sends the noisy gradient of one random record through a
-    shuffler. Exact Gaussian (replace-one) -> shuffling, Feldman, McMillan, Talwar 2021, Theorem 3.8
-    -> subsampling with rate M / (n N) -> optimal composition over R rounds (PLD). The split of
-    delta is optimised over a grid; every choice is valid. Unit: record; adjacency: replace-one;
-    trust: shuffle.
-
-    Args:
-      noise_multiplier: sigma / L of each report.
-      rounds: R.
-      cohort: M, silos that answer in a round, drawn at random and in secret.
-      silos: N.
-      silo_size: n, public.
-      delta: in (0, 1).
-
-    Returns:
-      Epsilon; ``inf`` where no choice is within the range of the shuffling theorem.
-    """
-    rate = cohort / (silo_size * silos)
-    local = events.gaussian(noise_multiplier, 1)
-    best = math.inf
-    for share in (0.1, 0.3, 0.5):
-        # rounds * rate * (shuffle_delta + local part) = share * delta; the rest is composition's.
-        per_round = share * delta / (rounds * rate)
-        if per_round >= 1:
-            continue
-        shuffle_delta = per_round / 2
-        limit = cohort / (16 * math.log(2 / shuffle_delta))
-        if limit <= 1:
-            continue
-        for e0 in np.geomspace(1e-3, math.log(limit), 40):
-            try:
-                hidden = shuffled_epsilon(float(e0), cohort, 1, shuffle_delta)
-            except BadInputError:
-                continue
-            local_delta = delta_of(local, float(e0), relation=REPLACE)
-            spent = (math.exp(hidden) + 1) * (1 + math.exp(-e0) / 2) * cohort * local_delta
-            if spent > per_round / 2:
-                continue
-            step = ApproximateDpEvent(math.log1p(rate * math.expm1(hidden)), rate * per_round)
-            found = epsilon_of(events.repeated(step, rounds), delta, relation=REPLACE)
-            best = min(best, found)
-            break
-    return best
 
 
 def _require(condition: bool, words: str) -> None:

@@ -3,63 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dpfl_jax.federation.isrl.method import Method, Oracle
 from dpfl_jax.federation.isrl.minibatch_sgd import Project
-from dpfl_jax.federation.isrl.schedule import own_rows, use_of
 
 
 def accelerated(
-    oracle: Callable[[jax.Array, Any], jax.Array],
-    rows: Any,
-    start: jax.Array,
     alphas: jax.Array,
     prox_weights: jax.Array,
     strong_convexity: jax.Array | float,
     project: Project,
-) -> jax.Array:
-    """Returns w_R^ag.
+    begins: jax.Array | None = None,
+) -> Method:
+    """Its state is (w, w^ag), its output w_R^ag.
 
     Args:
-      oracle: ``(w, round) -> mean noisy gradient``.
-      rows: rounds 1 to R of a schedule.
-      start: w_0.
       alphas: float [R], alpha_r.
       prox_weights: float [R], the paper's eta_r, which is an *inverse* step size.
       strong_convexity: mu of the loss; 0 if it is only convex.
       project: on W.
+      begins: bool [R], rounds that begin a stage, from w^ag; None if there is one stage.
     """
-    first = jax.tree.map(lambda x: x[0], rows)
-    asked = [*use_of(oracle, start, first), *use_of(project, start)]
-    rows = own_rows(rows, "accelerated", start, alphas, prox_weights, strong_convexity, *asked)
+    mu = strong_convexity
+    if begins is None:
+        begins = jnp.zeros(len(alphas), bool)
 
-    def step(carry: tuple[jax.Array, jax.Array], x: Any) -> tuple[Any, None]:
-        row, alpha, prox = x
-        return accelerated_step(oracle, row, carry, alpha, prox, strong_convexity, project), None
+    def step(oracle: Oracle, row: Any, state: Any, x: Any) -> tuple[jax.Array, jax.Array]:
+        (w, w_ag), (alpha, prox, begin) = state, x
+        w = jnp.where(begin, w_ag, w)
+        w_md = middle_point(w, w_ag, alpha, prox, mu)
+        w = project(closed_form(oracle(w_md, row), w_md, w, alpha, prox, mu))
+        return w, alpha * w + (1 - alpha) * w_ag
 
-    (_, w_ag), _ = jax.lax.scan(step, (start, start), (rows, alphas, prox_weights))
-    return w_ag
-
-
-def accelerated_step(
-    oracle: Callable[[jax.Array, Any], jax.Array],
-    row: Any,
-    state: tuple[jax.Array, jax.Array],
-    alpha: Any,
-    prox: Any,
-    strong_convexity: jax.Array | float,
-    project: Project,
-) -> tuple[jax.Array, jax.Array]:
-    """One round: (w, w_ag) -> (w, w_ag)."""
-    (w, w_ag), mu = state, strong_convexity
-    w_md = middle_point(w, w_ag, alpha, prox, mu)
-    w = project(closed_form(oracle(w_md, row), w_md, w, alpha, prox, mu))
-    return w, alpha * w + (1 - alpha) * w_ag
+    return Method(
+        lambda w: (w, w), step, lambda state, rounds: state[1], (alphas, prox_weights, begins)
+    )
 
 
 def middle_point(w: jax.Array, w_ag: jax.Array, alpha: Any, prox: Any, mu: Any) -> jax.Array:
@@ -94,11 +77,3 @@ def step_weights(
     scale = max(2 * smoothness, math.sqrt(grown))
     alphas, prox = 2 / (r + 1), 4 * scale / (r * (r + 1))
     return jnp.asarray(alphas, jnp.float32), jnp.asarray(prox, jnp.float32)
-
-
-def risk_bound(rounds: int, smoothness: float, variance: float, distance: float) -> float:
-    """The bound that goes with ``step_weights``."""
-    grown = 2 * variance * rounds * (rounds + 1) * (rounds + 2) / (3 * distance**2)
-    scale = max(2 * smoothness, math.sqrt(grown))
-    first = 2 * scale * distance**2 / (rounds * (rounds + 1))
-    return first + 4 * variance * (rounds + 2) / (3 * scale)

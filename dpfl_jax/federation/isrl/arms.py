@@ -179,7 +179,7 @@ def local_sgd_noise(
             event, budget.epsilon, budget.delta, relation=REPLACE
         )
     elif arm == "as_published":
-        noise = closed.local_sgd_noise(rounds, local_steps, silo_size, budget.epsilon, budget.delta)
+        noise = closed.experiment_noise(steps, silo_size, budget.epsilon, budget.delta)
     else:
         raise BadInputError("the paper has no closed form for local SGD: sound or as_published")
     return noise, accounting.epsilon(event(noise), budget.delta, relation=REPLACE)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.accounting import Guarantee
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, silo_guarantee, silo_noise
+from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, silo_noise
 from dpfl_jax.federation.isrl.message import (
     UNIT_NOISE,
     Loss,
@@ -20,6 +19,7 @@ from dpfl_jax.federation.isrl.message import (
     loss_name,
     make_oracle,
 )
+from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
 from dpfl_jax.run.content import mixed
 
@@ -60,7 +60,7 @@ def make_central_oracle(
     clip_norm: float | jax.Array,
     noise_multiplier: float | jax.Array,
     rank: jax.Array | None = None,
-) -> Callable[[jax.Array, Any], jax.Array]:
+) -> Oracle:
     """Returns ``oracle(w, round)``: the mean of all silos' clean messages, plus noise once.
 
     NOT ISRL-DP: the server sees every silo's clean gradient. Arguments as of ``make_oracle``;
@@ -94,27 +94,6 @@ def make_central_oracle(
         return clean(w, row) + scale * UNIT_NOISE.sample(key, w)
 
     return oracle
-
-
-def central_guarantee(noise: SiloNoise) -> Guarantee:
-    """What a trusted server's run gives every record of every silo."""
-    own = silo_guarantee(noise)
-    return Guarantee(
-        unit=own.unit,
-        adjacency=own.adjacency,
-        trust="central",
-        epsilon=own.epsilon,
-        delta=own.delta,
-        noise_multiplier=own.noise_multiplier,
-        steps=own.steps,
-        accountant=own.accountant,
-        sampling=own.sampling,
-        assumptions=(
-            "the server is trusted: it sees each silo's clean gradients and adds noise once",
-            *own.assumptions[1:],
-        ),
-        caveats=own.caveats,
-    )
 
 
 def alone(data: SiloData, silo: int) -> SiloData:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -14,70 +15,60 @@ from dpfl_jax.federation.isrl.message import (
     loss_name,
     make_message,
 )
-from dpfl_jax.federation.isrl.minibatch_sgd import _averaged
-from dpfl_jax.federation.isrl.schedule import own_rows
+from dpfl_jax.federation.isrl.method import Oracle
+from dpfl_jax.federation.isrl.schedule import own_keys, words_of
+from dpfl_jax.run.content import mixed
 
 
-def local_sgd(
+def make_local_oracle(
     loss: Loss,
     data: SiloData,
-    rows: Any,
-    start: jax.Array,
-    step_sizes: jax.Array,
-    log_weights: jax.Array,
     *,
     local_steps: int,
+    step_size: jax.Array | float,
     clip_norm: jax.Array | float,
     stddev: jax.Array,
-) -> jax.Array:
-    """Rounds of: each silo takes K noisy steps from the global w, the server averages the ends.
+) -> Oracle:
+    """Returns ``oracle(w, round)``: the mean over silos of the sum of K noisy local gradients.
+
+    Minibatch SGD with the same step size then averages where the silos' local steps end.
 
     Args:
       loss: of one record.
       data: the silos.
-      rows: rounds of a schedule.
-      start: w_0.
-      step_sizes: float [R].
-      log_weights: float [R+1], of the global iterates (see ``minibatch_sgd``).
       local_steps: K.
+      step_size: of the local steps, and of the server's.
       clip_norm: bound of a record's gradient, scalar or [N].
       stddev: float [N], of the noise in each local step.
     """
     silos = data.num_silos
-    given = (start, step_sizes, log_weights, local_steps, clip_norm, stddev, data)
-    rows = own_rows(rows, "local_sgd", loss_name(loss, start, data), given)
     # One record, uniformly: a batch of fixed size without replacement, and accounted as such.
     message = make_message(loss, MessageSpec("with_replacement"), 1)
-    clips = jnp.broadcast_to(jnp.asarray(clip_norm, jnp.float32), (silos,))
-    rank = jnp.zeros((data.capacity,), jnp.int32)
+    clip_norms = jnp.broadcast_to(jnp.asarray(clip_norm, jnp.float32), (silos,))
+    rank, turn, one = jnp.zeros(data.capacity, jnp.int32), jnp.zeros((), jnp.int32), jnp.ones(())
+    name_silo = functools.partial(words_of, "local", f"{local_steps}", step_size)
+    words = jax.vmap(name_silo)(data.examples, data.sizes, clip_norms, stddev)
 
-    def one_silo(
-        w: jax.Array, eta: jax.Array, examples: Any, size: Any, clip: Any, std: Any, keys: Any
-    ) -> jax.Array:
-        def step(v: jax.Array, t: jax.Array) -> tuple[jax.Array, None]:
-            own = [
-                jax.random.fold_in(jax.random.wrap_key_data(k, impl="threefry2x32"), t)
-                for k in (keys[0], keys[1])
-            ]
-            pair = jnp.stack([jax.random.key_data(k) for k in own])
-            gradient = message(
-                v, examples, size, rank, jnp.zeros((), jnp.int32), jnp.ones(()), clip, std, pair
-            )
-            return v - eta * gradient, None
+    def sent(w: jax.Array, examples: Any, size: Any, clip: Any, std: Any, keys: Any) -> jax.Array:
+        def step(v: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
+            pair = jax.vmap(lambda k: _folded(k, t))(keys)
+            gradient = message(v, examples, size, rank, turn, one, clip, std, pair)
+            return v - step_size * gradient, gradient
 
-        return jax.lax.scan(step, w, jnp.arange(local_steps))[0]
+        return jax.lax.scan(step, w, jnp.arange(local_steps))[1].sum(0)
 
-    every = jax.vmap(one_silo, in_axes=(None, None, 0, 0, 0, 0, 0))
+    every = jax.vmap(sent, in_axes=(None, 0, 0, 0, 0, 0))
 
-    def one_round(carry: Any, x: Any) -> tuple[Any, None]:
-        w, mean, log_total = carry
-        row, eta, log_weight = x
-        mean, log_total = _averaged(mean, log_total, w, log_weight)
-        ends = every(w, eta, data.examples, data.sizes, clips, stddev, row["keys"])
+    def oracle(w: jax.Array, row: Any) -> jax.Array:
+        keys = jax.vmap(own_keys)(row["keys"], mixed(words, words_of(loss_name(loss, w, data))))
+        sums = every(w, data.examples, data.sizes, clip_norms, stddev, keys)
         answered = row["present"].sum()
-        moved = jnp.tensordot(row["present"] * 1.0, ends - w, axes=1, precision="highest")
-        return (w + moved / jnp.maximum(answered, 1), mean, log_total), None
+        total = jnp.tensordot(row["present"] * 1.0, sums, axes=1, precision="highest")
+        return total / jnp.maximum(answered, 1)
 
-    carry = (start, start, jnp.asarray(-jnp.inf))
-    (w, mean, log_total), _ = jax.lax.scan(one_round, carry, (rows, step_sizes, log_weights[:-1]))
-    return _averaged(mean, log_total, w, log_weights[-1])[0]
+    return oracle
+
+
+def _folded(key: jax.Array, t: jax.Array) -> jax.Array:
+    folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), t)
+    return jax.random.key_data(folded)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping import Standard, bounded_grad
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
 from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.run.content import mixed
@@ -167,7 +168,7 @@ def make_oracle(
     rank: jax.Array | None = None,
     silo_weights: jax.Array | None = None,
     batch_capacity: int | None = None,
-) -> Callable[[jax.Array, PyTree], jax.Array]:
+) -> Oracle:
     """Returns ``oracle(w, round) -> mean of the messages of the silos that answer``.
 
     Args:
@@ -183,7 +184,7 @@ def make_oracle(
       batch_capacity: largest K, with replacement.
 
     ``round`` is one row of ``Schedule``: ``present`` bool [N], ``turn`` int [N], ``keys`` uint32
-    [N, 2, 2], from which this oracle derives its own (``schedule.own_rows``). If nobody answers the
+    [N, 2, 2], from which this oracle derives its own (``schedule.own_keys``). If nobody answers the
     mean is zero.
     """
     silos = data.num_silos

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.federation.isrl.schedule import own_rows, use_of
+from dpfl_jax.federation.isrl.method import Method, Oracle
 
 Project = Callable[[jax.Array], jax.Array]
 
@@ -25,38 +25,6 @@ def ball(radius: float | None) -> Project:
     return project
 
 
-def minibatch_sgd(
-    oracle: Callable[[jax.Array, Any], jax.Array],
-    rows: Any,
-    start: jax.Array,
-    step_sizes: jax.Array,
-    log_weights: jax.Array,
-    project: Project,
-) -> jax.Array:
-    """w_{r+1} = project(w_r - eta_r g_r); returns the weighted mean of the iterates.
-
-    Args:
-      oracle: ``(w, round) -> mean noisy gradient``.
-      rows: rounds 0 to R-1 of a schedule.
-      start: w_0.
-      step_sizes: float [R], eta_r.
-      log_weights: float [R+1], log gamma_r of w_0 .. w_R. The paper leaves out w_R (-inf); its
-        gamma_r of strongly convex losses grow exponentially, hence logs.
-      project: on W.
-    """
-
-    def step(carry: MinibatchState, x: Any) -> tuple[MinibatchState, None]:
-        row, eta, log_weight = x
-        return minibatch_step(oracle, row, carry, eta, log_weight, project), None
-
-    first = jax.tree.map(lambda x: x[0], rows)
-    asked = [*use_of(oracle, start, first), *use_of(project, start)]
-    rows = own_rows(rows, "minibatch_sgd", start, step_sizes, log_weights, *asked)
-    xs = (rows, step_sizes, log_weights[:-1])
-    state, _ = jax.lax.scan(step, minibatch_start(start), xs)
-    return minibatch_output(state, log_weights[-1])
-
-
 class MinibatchState(NamedTuple):
     """w_r, and the weighted mean of what came before it."""
 
@@ -65,35 +33,36 @@ class MinibatchState(NamedTuple):
     log_total: jax.Array
 
 
-def minibatch_start(start: jax.Array) -> MinibatchState:
-    """The state before round 0."""
-    return MinibatchState(start, start, jnp.asarray(-jnp.inf))
+def minibatch_sgd(step_sizes: jax.Array, log_weights: jax.Array, project: Project) -> Method:
+    """w_{r+1} = project(w_r - eta_r g_r); its output is the weighted mean of the iterates.
+
+    Args:
+      step_sizes: float [R], eta_r.
+      log_weights: float [R+1], log gamma_r of w_0 .. w_R. The paper leaves out w_R (-inf); its
+        gamma_r of strongly convex losses grow exponentially, hence logs.
+      project: on W.
+    """
+
+    def start(w: jax.Array) -> MinibatchState:
+        return MinibatchState(w, w, jnp.asarray(-jnp.inf))
+
+    def step(oracle: Oracle, row: Any, state: MinibatchState, x: Any) -> MinibatchState:
+        eta, log_weight = x
+        mean, log_total = _averaged(state, log_weight)
+        return MinibatchState(project(state.w - eta * oracle(state.w, row)), mean, log_total)
+
+    def output(state: MinibatchState, rounds: int) -> jax.Array:
+        mean, log_total = _averaged(state, log_weights[rounds])
+        # Only the last iterates may count: before the end, the current one stands in.
+        return jnp.where(jnp.isneginf(log_total), state.w, mean)
+
+    return Method(start, step, output, (step_sizes, log_weights[:-1]))
 
 
-def minibatch_step(
-    oracle: Callable[[jax.Array, Any], jax.Array],
-    row: Any,
-    state: MinibatchState,
-    eta: jax.Array,
-    log_weight: jax.Array,
-    project: Project,
-) -> MinibatchState:
-    """One round."""
-    mean, log_total = _averaged(state.mean, state.log_total, state.w, log_weight)
-    return MinibatchState(project(state.w - eta * oracle(state.w, row)), mean, log_total)
-
-
-def minibatch_output(state: MinibatchState, log_weight: jax.Array) -> jax.Array:
-    """The weighted mean, with w_R's weight."""
-    return _averaged(state.mean, state.log_total, state.w, log_weight)[0]
-
-
-def _averaged(
-    mean: jax.Array, log_total: jax.Array, w: jax.Array, log_weight: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    grown = jnp.logaddexp(log_total, log_weight)
+def _averaged(state: MinibatchState, log_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    grown = jnp.logaddexp(state.log_total, log_weight)
     share = jnp.where(jnp.isneginf(grown), 0.0, jnp.exp(log_weight - grown))
-    return mean + share * (w - mean), grown
+    return state.mean + share * (state.w - state.mean), grown
 
 
 def uniform_weights(rounds: int) -> jax.Array:

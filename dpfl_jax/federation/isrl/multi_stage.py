@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.accelerated import accelerated
+from dpfl_jax.federation.isrl.method import Method
 from dpfl_jax.federation.isrl.minibatch_sgd import Project
 
 
@@ -37,15 +36,14 @@ def stages(
     gap: float,
     *,
     stage_constant: float = 1.0,
-    as_printed: bool = False,
 ) -> list[Stage]:
     """The stages that fit in R rounds, the last one lengthened to end with them.
 
     A silo pays for R rounds, so that none is left over: a longer stage's bound is a lower one. If
     not even the first stage fits, it is cut to R.
 
-    The paper's u_k has R_k (R_k+1) (R_k+2) in the denominator, so that it is always 2 beta; its
-    own stage bound (D_0^2 <= 2 gap 2^-(k-1) / mu) puts it in the numerator, which is the default.
+    The paper prints u_k with R_k (R_k+1) (R_k+2) in the denominator, so that it is always 2 beta;
+    its own stage bound (D_0^2 <= 2 gap 2^-(k-1) / mu) puts it in the numerator.
 
     Args:
       rounds: R.
@@ -54,7 +52,6 @@ def stages(
       variance: V^2 of the mean noisy gradient.
       gap: Delta >= F(w_0) - F*.
       stage_constant: scales 128/3, which is very conservative.
-      as_printed: the paper's u_k.
 
     Raises:
       BadInputError: mu is not positive.
@@ -64,52 +61,33 @@ def stages(
             "multi-stage needs a strongly convex loss (mu > 0): use the accelerated algorithm"
         )
     lengths: list[int] = []
-    used, k = 0, 1
-    while True:
+    for k in range(1, 61):
         target = gap * 2.0**-k
         least = 4 * math.sqrt(2 * smoothness / strong_convexity)
         noise = stage_constant * 128 * variance / (3 * strong_convexity * target / 2)
         length = math.ceil(max(least, noise, 1.0))
-        if used + length > rounds:
+        if sum(lengths) + length > rounds:
             break
         lengths.append(length)
-        used, k = used + length, k + 1
-        if k > 60:
-            break
     if lengths:
-        lengths[-1] += rounds - used
+        lengths[-1] += rounds - sum(lengths)
     found = []
     for k, length in enumerate(lengths or [rounds]):
         cube = float(length) * (length + 1) * (length + 2)
-        inner = strong_convexity * variance / (3 * gap * 2.0**-k)
-        inner = inner / cube if as_printed else inner * cube
+        inner = strong_convexity * variance / (3 * gap * 2.0**-k) * cube
         found.append(Stage(length, max(2 * smoothness, math.sqrt(inner))))
     return found
 
 
-def multi_stage(
-    oracle: Callable[[jax.Array, Any], jax.Array],
-    rows: Any,
-    start: jax.Array,
-    plan: Sequence[Stage],
-    strong_convexity: float,
-    project: Project,
-) -> jax.Array:
-    """Runs the stages over consecutive rounds of a schedule; no round serves twice."""
-    q, first = start, 0
-    alphas, prox, _ = stage_weights(plan)
-    for stage in plan:
-        here = slice(first, first + stage.rounds)
-        part = jax.tree.map(lambda x, here=here: x[here], rows)
-        q = accelerated(oracle, part, q, alphas[here], prox[here], strong_convexity, project)
-        first += stage.rounds
-    return q
-
-
-def stage_weights(plan: Sequence[Stage]) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """alpha_r and prox weights of every round, and where a stage begins (bool): w is then w_ag."""
+def multi_stage(plan: Sequence[Stage], strong_convexity: float, project: Project) -> Method:
+    """The stages over consecutive rounds of a schedule; no round serves twice."""
     rounds = [np.arange(1, stage.rounds + 1, dtype=float) for stage in plan]
     alphas = np.concatenate([2 / (r + 1) for r in rounds])
     prox = np.concatenate([4 * s.scale / (r * (r + 1)) for s, r in zip(plan, rounds, strict=True)])
-    begins = np.concatenate([r == 1 for r in rounds])
-    return jnp.asarray(alphas, jnp.float32), jnp.asarray(prox, jnp.float32), jnp.asarray(begins)
+    return accelerated(
+        jnp.asarray(alphas, jnp.float32),
+        jnp.asarray(prox, jnp.float32),
+        strong_convexity,
+        project,
+        jnp.asarray(np.concatenate([r == 1 for r in rounds])),
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import numpy as np
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.content import content_words, mixed
-from dpfl_jax.run.terms import traced_parts, value_digest
+from dpfl_jax.run.terms import value_digest
 
 PyTree = Any
 
@@ -138,12 +138,6 @@ def own_rows(rows: PyTree, *what: Any) -> PyTree:
     if not (isinstance(rows, Mapping) and "keys" in rows):
         return rows
     return {**rows, "keys": own_keys(rows["keys"], words_of(*what))}
-
-
-def use_of(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """A function as ``words_of`` takes it: what it traces to, and the arrays it has captured."""
-    text, captured = traced_parts(function, *args)
-    return [text, captured]
 
 
 def words_of(*what: Any) -> jax.Array:

@@ -1,304 +1,163 @@
 """The paper's step sizes, rounds and batches, as pure functions. Natural logarithms throughout.
 
-n records a silo, M silos answer, d parameters, L gradient bound, beta smoothness, mu strong
-convexity, D diameter of W (twice the radius), (epsilon, delta) per silo. Misprints of the paper are
-corrected, and named where that happens. What needs private data to be known (phi, upsilon, the
-distance to the minimiser) is an input: it is never estimated here.
+Misprints of the paper are corrected, and named where that happens. What needs private data to be
+known (phi, upsilon, gap) is an input: it is never estimated here.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.arms import Budget
 
 
-def check(**values: float) -> None:
-    """Raises BadInputError unless every value is finite and above 0."""
-    for name, value in values.items():
-        if not (math.isfinite(value) and value > 0):
-            raise BadInputError(f"{name} is {value}, but it must be finite and above 0")
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What is to be minimised, by whom, and at which privacy. Where silos differ: the worst one's.
 
-
-def minibatch_step_convex(
-    rounds: int,
-    beta: float,
-    lipschitz: float,
-    diameter: float,
-    *,
-    n: float,
-    silos: float,
-    dim: int,
-    epsilon: float,
-) -> float:
-    """Theorem 2.1 (D.1), convex: eta of noisy MB-SGD."""
-    check(rounds=rounds, beta=beta, lipschitz=lipschitz, diameter=diameter, epsilon=epsilon)
-    private = epsilon * n * math.sqrt(silos) / math.sqrt(rounds * dim)
-    least = min(1.0, private, math.sqrt(n * silos / rounds))
-    return min(1 / beta, diameter / (lipschitz * math.sqrt(rounds)) * least)
-
-
-def minibatch_rounds_convex(
-    beta: float,
-    lipschitz: float,
-    diameter: float,
-    *,
-    n: float,
-    silos: float,
-    dim: int,
-    epsilon: float,
-) -> int:
-    """Theorem 2.1, convex: R of noisy MB-SGD."""
-    private = epsilon * n / math.sqrt(dim)
-    first = beta * diameter * math.sqrt(silos) / lipschitz * min(math.sqrt(n), private)
-    return max(1, math.ceil(first + min(n * silos, private**2 * silos)))
-
-
-def minibatch_step_strongly_convex(
-    rounds: int,
-    beta: float,
-    mu: float,
-    lipschitz: float,
-    diameter: float,
-    *,
-    silos: float,
-    dim: int,
-    sigma: float,
-) -> float:
-    """Lemma D.5 with c = d sigma^2 / M + L^2: eta; sigma is of the *mean* gradient."""
-    check(rounds=rounds, beta=beta, mu=mu, lipschitz=lipschitz, diameter=diameter)
-    noise = dim * sigma**2 / silos + lipschitz**2
-    grown = max(2.0, mu**2 * diameter**2 * rounds**2 / noise)
-    return min(1 / (2 * beta), math.log(grown) / (mu * rounds))
-
-
-def minibatch_rounds_strongly_convex(
-    beta: float,
-    mu: float,
-    lipschitz: float,
-    diameter: float,
-    *,
-    n: float,
-    silos: float,
-    dim: int,
-    epsilon: float,
-) -> int:
-    """Theorem 2.1, strongly convex: R of noisy MB-SGD."""
-    private = silos * epsilon**2 * n**2 / dim
-    inside = max(math.e, beta * diameter**2 * mu * private / lipschitz**2)
-    return max(1, math.ceil(max(2 * beta / mu * math.log(inside), min(silos * n, private))))
-
-
-def accelerated_rounds_convex(
-    beta: float,
-    lipschitz: float,
-    diameter: float,
-    *,
-    n: float,
-    silos: float,
-    dim: int,
-    epsilon: float,
-    delta: float,
-    batch: float,
-    num_silos: float,
-) -> int:
-    """Theorem 4.1 (F.1): R of accelerated ERM.
-
-    Printed with (beta D/L)^{1/4}; balancing the proof's two terms gives the square root of the
-    whole product, which is also what reproduces Theorem F.2.
+    Attributes:
+      lipschitz: L, bound of a record's gradient over W.
+      diameter: D of W, twice its radius.
+      dim: d, number of parameters.
+      silos: N.
+      silo_size: n.
+      budget: what a silo grants its records.
+      cohort: M, silos that answer in a round; 1/M = E[1/M_r] if their number is random.
+      smoothness: beta; inf if the loss is not smooth.
+      strong_convexity: mu; 0 if the loss is only convex.
+      phi: standard deviation of a record's gradient within its silo.
+      upsilon: heterogeneity, root of the mean squared distance of silos' gradients from their mean.
+      gap: >= F(w_0) - F*.
     """
-    noise = math.sqrt(dim * math.log(1 / delta))
-    first = math.sqrt(beta * diameter / lipschitz * math.sqrt(silos) * epsilon * n / noise)
-    return max(
-        1, math.ceil(max(first, _sampling_rounds(n, silos, batch, num_silos, epsilon, noise)))
-    )
+
+    lipschitz: float
+    diameter: float
+    dim: int
+    silos: int
+    silo_size: float
+    budget: Budget
+    cohort: float
+    smoothness: float = math.inf
+    strong_convexity: float = 0.0
+    phi: float = 0.0
+    upsilon: float = 0.0
+    gap: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        for name in ("lipschitz", "diameter", "dim", "silo_size", "cohort", "smoothness"):
+            if not getattr(self, name) > 0:
+                raise BadInputError(f"{name} is {getattr(self, name)}, but it must be above 0")
+
+    @property
+    def signal(self) -> float:
+        """Epsilon n / sqrt(d): what privacy costs falls with it."""
+        return self.budget.epsilon * self.silo_size / math.sqrt(self.dim)
+
+    @property
+    def noise(self) -> float:
+        """sqrt(d ln(1/delta)) / (epsilon n)."""
+        return math.sqrt(math.log(1 / self.budget.delta)) / self.signal
 
 
-def _sampling_rounds(
-    n: float, silos: float, batch: float, num_silos: float, epsilon: float, noise: float
-) -> float:
-    if silos * batch >= num_silos * n:
-        return 0.0
-    return epsilon**2 * n**2 / (batch * noise**2)
-
-
-def accelerated_rounds_strongly_convex(
-    beta: float,
-    mu: float,
-    lipschitz: float,
-    gap: float,
-    *,
-    n: float,
-    silos: float,
-    dim: int,
-    epsilon: float,
-    delta: float,
-    batch: float,
-    num_silos: float,
-) -> int:
-    """Theorem 4.1: R of multi-stage accelerated ERM; gap >= F(w_0) - F*."""
-    inside = max(math.e, gap * mu * silos * epsilon**2 * n**2 / (lipschitz**2 * dim))
-    noise = math.sqrt(dim * math.log(1 / delta))
-    first = math.sqrt(beta / mu) * math.log(inside)
-    return max(
-        1, math.ceil(max(first, _sampling_rounds(n, silos, batch, num_silos, epsilon, noise)))
-    )
-
-
-def one_pass_batch_convex(
-    beta: float,
-    lipschitz: float,
-    diameter: float,
-    *,
-    n: float,
-    silos: float,
-    dim: int,
-    epsilon: float,
-    delta: float,
-) -> int:
-    """Theorem 3.1, convex: K of one-pass accelerated MB-SGD, within 1 and n; R = floor(n / K).
-
-    K = (L/(beta D))^{2/5} n^{3/5} (d ln(1/delta))^{1/5} / (epsilon^{2/5} M^{1/5}): printed with a
-    lost bracket; it balances beta D^2 K^2/n^2 against LD sqrt(d ln) / (epsilon sqrt(K n M)).
-    """
-    noise = dim * math.log(1 / delta)
-    batch = (lipschitz / (beta * diameter)) ** 0.4 * n**0.6 * noise**0.2
-    batch /= epsilon**0.4 * silos**0.2
-    return int(min(max(1, round(batch)), n))
-
-
-def one_pass_batch_strongly_convex(
-    beta: float,
-    mu: float,
-    lipschitz: float,
-    gap: float,
-    phi: float,
-    *,
-    n: float,
-    silos: float,
-    dim: int,
-    epsilon: float,
-    delta: float,
-) -> int:
-    """Theorem 3.1, strongly convex: K of the multi-stage one-pass algorithm."""
-    private = epsilon**2 * n**2 * silos / (lipschitz**2 * dim * math.log(1 / delta))
-    inside = max(math.e, mu * gap * min(private, n * silos / phi**2))
-    batch = n / (math.sqrt(beta / mu) * math.log(inside))
-    return int(min(max(1, round(batch)), n))
-
-
-def unbalanced_step_convex(
-    rounds: int,
-    beta: float,
-    lipschitz: float,
-    diameter: float,
-    *,
-    n: float,
-    silos: float,
-    dim: int,
-    term: float,
-) -> float:
-    """Theorem H.1, convex: eta of unbalanced noisy MB-SGD (Algorithm 7).
+def minibatch_step(problem: Problem, rounds: int, sigma: float) -> float:
+    """Eta of noisy MB-SGD: Theorem 2.1 (D.1), convex; Lemma D.5, c = d sigma^2/M + L^2, strongly.
 
     Args:
+      problem: of which silos.
       rounds: R.
-      beta: smoothness.
-      lipschitz: L.
-      diameter: D.
-      n: of the smallest silo.
-      silos: M.
-      dim: d.
-      term: ``bounds.unbalanced_term``, min{Xi/M', xi_max/M}, whose inverse the theorem writes.
+      sigma: noise of a silo's *mean* gradient (needed if strongly convex).
     """
-    check(rounds=rounds, beta=beta, lipschitz=lipschitz, diameter=diameter, term=term)
-    least = min(1.0, math.sqrt(n * silos / rounds), math.sqrt(1 / (dim * rounds * term)))
-    return min(1 / beta, diameter / (lipschitz * math.sqrt(rounds)) * least)
+    if not rounds > 0:
+        raise BadInputError(f"rounds is {rounds}, but it must be above 0")
+    p, mu = problem, problem.strong_convexity
+    if mu:
+        noise = p.dim * sigma**2 / p.cohort + p.lipschitz**2
+        grown = max(2.0, mu**2 * p.diameter**2 * rounds**2 / noise)
+        return min(1 / (2 * p.smoothness), math.log(grown) / (mu * rounds))
+    private = p.signal * math.sqrt(p.cohort / rounds)
+    least = min(1.0, private, math.sqrt(p.silo_size * p.cohort / rounds))
+    return min(1 / p.smoothness, p.diameter / (p.lipschitz * math.sqrt(rounds)) * least)
 
 
-def unbalanced_rounds_convex(
-    beta: float, lipschitz: float, diameter: float, *, n: float, silos: float, dim: int, term: float
-) -> int:
-    """Theorem H.1, convex: R; the entry 1/sqrt(d term) is printed as its reciprocal."""
-    check(beta=beta, lipschitz=lipschitz, diameter=diameter, term=term)
-    private = 1 / math.sqrt(dim * term)
-    first = beta * diameter / lipschitz * min(math.sqrt(silos * n), private)
-    return max(1, math.ceil(first + min(n * silos, private**2)))
+def minibatch_rounds(problem: Problem) -> int:
+    """Theorem 2.1: R of noisy MB-SGD."""
+    p, beta, mu = problem, problem.smoothness, problem.strong_convexity
+    private = p.cohort * p.signal**2
+    sampled = min(p.cohort * p.silo_size, private)
+    if mu:
+        inside = max(math.e, beta * p.diameter**2 * mu * private / p.lipschitz**2)
+        return math.ceil(max(1, 2 * beta / mu * math.log(inside), sampled))
+    return max(1, math.ceil(beta * p.diameter / p.lipschitz * math.sqrt(sampled) + sampled))
 
 
-def variance_sco(
-    phi: float,
-    upsilon: float,
-    *,
-    batch: float,
-    silos: float,
-    num_silos: int,
-    dim: int,
-    sigma: float,
-) -> float:
+def accelerated_rounds(problem: Problem, batch: float) -> int:
+    """Theorem 4.1 (F.1): R of accelerated ERM, in stages if strongly convex, at local batch K.
+
+    Convex: printed with (beta D/L)^{1/4}; balancing the proof's two terms gives the square root of
+    the whole product, which is also what reproduces Theorem F.2.
+    """
+    p, beta, mu = problem, problem.smoothness, problem.strong_convexity
+    if mu:
+        inside = max(math.e, p.gap * mu * p.cohort * p.signal**2 / p.lipschitz**2)
+        first = math.sqrt(beta / mu) * math.log(inside)
+    else:
+        first = math.sqrt(beta * p.diameter / p.lipschitz * math.sqrt(p.cohort) / p.noise)
+    whole = p.cohort * batch >= p.silos * p.silo_size
+    return math.ceil(max(1, first, 0 if whole else 1 / (batch * p.noise**2)))
+
+
+def one_pass_batch(problem: Problem) -> int:
+    """Theorem 3.1: K of one-pass accelerated MB-SGD, within 1 and n; R = floor(n / K).
+
+    Convex: K = (L/(beta D))^{2/5} n^{3/5} (d ln(1/delta))^{1/5} / (epsilon^{2/5} M^{1/5}), printed
+    with a lost bracket; it balances beta D^2 K^2/n^2 against LD sqrt(d ln) / (epsilon sqrt(K n M)).
+    """
+    p, n, mu = problem, problem.silo_size, problem.strong_convexity
+    if mu:
+        private = p.cohort / (p.lipschitz * p.noise) ** 2
+        sampled = n * p.cohort / p.phi**2
+        inside = max(math.e, mu * p.gap * min(private, sampled))
+        batch = n / (math.sqrt(p.smoothness / mu) * math.log(inside))
+    else:
+        scale = p.lipschitz / (p.smoothness * p.diameter)
+        batch = n * (scale * p.noise) ** 0.4 / p.cohort**0.2
+    return int(min(max(1, round(batch)), n))
+
+
+def variance_sco(problem: Problem, batch: float, sigma: float) -> float:
     """Lemma E.3: V^2 of the mean noisy gradient; sigma is the noise of one silo's *mean*.
 
     phi^2/(MK) + (1 - (M-1)/(N-1)) upsilon^2/M + d sigma^2/M. (The lemma writes the noise inside the
     mean over K; it is not divided by K.)
-
-    Args:
-      phi: standard deviation of a record's gradient within its silo.
-      upsilon: heterogeneity, root of the mean squared distance of silos' gradients from their mean.
-      batch: K.
-      silos: M.
-      num_silos: N.
-      dim: d.
-      sigma: noise of a silo's message.
     """
-    between = 0.0 if num_silos == 1 else (1 - (silos - 1) / (num_silos - 1)) * upsilon**2 / silos
-    return phi**2 / (silos * batch) + between + dim * sigma**2 / silos
+    p, m = problem, problem.cohort
+    between = 0.0 if p.silos == 1 else (1 - (m - 1) / (p.silos - 1)) * p.upsilon**2 / m
+    return p.phi**2 / (m * batch) + between + p.dim * sigma**2 / m
 
 
-def variance_erm(
-    lipschitz: float,
-    *,
-    batch: float,
-    n: float,
-    silos: float,
-    num_silos: int,
-    dim: int,
-    sigma: float,
-) -> float:
+def variance_erm(problem: Problem, batch: float, sigma: float) -> float:
     """Lemma F.1: V^2 <= 4 L^2/(MK) (unless all records answer) + d sigma^2/M."""
-    sampled = 0.0 if silos * batch >= n * num_silos else 4 * lipschitz**2 / (silos * batch)
-    return sampled + dim * sigma**2 / silos
+    p = problem
+    whole = p.cohort * batch >= p.silo_size * p.silos
+    sampled = 0.0 if whole else 4 * p.lipschitz**2 / (p.cohort * batch)
+    return sampled + p.dim * sigma**2 / p.cohort
 
 
-def smoothing_convex_sco(
-    lipschitz: float,
-    diameter: float,
-    *,
-    n: float,
-    silos: float,
-    dim: int,
-    epsilon: float,
-    delta: float,
-) -> float:
-    """Section 2 (non-smooth), convex SCO: beta of the Moreau envelope."""
-    inside = 1 / math.sqrt(n) + math.sqrt(dim * math.log(1 / delta)) / (epsilon * n)
-    return lipschitz * math.sqrt(silos) / diameter / inside
+def smoothing_sco(problem: Problem) -> float:
+    """Section 2 (non-smooth), SCO: beta of the Moreau envelope."""
+    p = problem
+    if p.strong_convexity:
+        return p.strong_convexity * p.cohort / (1 / p.silo_size + p.noise**2)
+    scale = p.lipschitz * math.sqrt(p.cohort) / p.diameter
+    return scale / (1 / math.sqrt(p.silo_size) + p.noise)
 
 
-def smoothing_strongly_convex_sco(
-    mu: float, *, n: float, silos: float, dim: int, epsilon: float, delta: float
-) -> float:
-    """The same, strongly convex SCO."""
-    return mu * silos / (1 / n + dim * math.log(1 / delta) / (epsilon * n) ** 2)
-
-
-def smoothing_convex_erm(
-    lipschitz: float, diameter: float, *, n: float, silos: float, dim: int, epsilon: float
-) -> float:
-    """Theorem F.2, convex ERM: beta = epsilon n sqrt(M) L / (sqrt(d) D)."""
-    return epsilon * n * math.sqrt(silos) * lipschitz / (math.sqrt(dim) * diameter)
-
-
-def smoothing_strongly_convex_erm(
-    mu: float, *, n: float, silos: float, dim: int, epsilon: float
-) -> float:
-    """The same, strongly convex ERM: beta = mu M epsilon^2 n^2 / d."""
-    return mu * silos * (epsilon * n) ** 2 / dim
+def smoothing_erm(problem: Problem) -> float:
+    """Theorem F.2: epsilon n sqrt(M) L / (sqrt(d) D); strongly mu M epsilon^2 n^2 / d."""
+    p = problem
+    if p.strong_convexity:
+        return p.strong_convexity * p.cohort * p.signal**2
+    return p.signal * math.sqrt(p.cohort) * p.lipschitz / p.diameter

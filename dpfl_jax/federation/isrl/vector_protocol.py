@@ -24,6 +24,7 @@ from scipy import stats
 from dpfl_jax.accounting import IDEALISED, Guarantee
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import loss_name
+from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import Schedule, own_keys, words_of
 from dpfl_jax.run.content import mixed
 
@@ -226,7 +227,7 @@ def make_vector_oracle(
     *,
     batch: int,
     cohort: int,
-) -> Callable[[jax.Array, Any], jax.Array]:
+) -> Oracle:
     """Algorithm 6's oracle: disjoint batches of K records of M silos through the shuffler.
 
     Args:

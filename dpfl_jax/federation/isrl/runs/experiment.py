@@ -179,29 +179,16 @@ def guarantee_of(
     )
 
 
-def possible_risk(
-    config: IsrlConfig, task: Task, parameters: Parameters, noise: list[SiloNoise]
-) -> list[dict[str, Any]]:
+def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
     """Excess risk that the theorems allow (constants 1, no logarithms): known before training."""
-    if not noise:
+    if parameters.noise is None:
         return []
-    n = min(z.silo_size for z in noise)
-    silos = effective_silos(config.isrl.available, config.data.silos)
-    epsilon, delta = min(z.budget.epsilon for z in noise), min(z.budget.delta for z in noise)
-    lipschitz, mu = float(parameters.clip_norms.max()), config.model.regularization
-    diameter, dim = 2 * config.model.radius, task.dim
-    phi = float(parameters.sources["phi"][0])
-    if mu:
-        upper = bounds.iid_strongly_convex(lipschitz, mu, n, silos, dim, epsilon, delta)
-        lower = bounds.lower_strongly_convex(phi, lipschitz, mu, diameter, n, silos, dim, epsilon)
-    else:
-        upper = bounds.iid_convex(lipschitz, diameter, n, silos, dim, epsilon, delta)
-        lower = bounds.lower_convex(phi, lipschitz, diameter, n, silos, dim, epsilon)
-    central = bounds.central_convex(phi, lipschitz, diameter, n, silos, dim, epsilon)
+    lipschitz = float(parameters.clip_norms.max())
+    problem = dataclasses.replace(parameters.problem, lipschitz=lipschitz)
     rows = [
-        ("this trust model, upper bound (Theorem 2.1)", upper),
-        ("this trust model, lower bound (Theorem 2.2)", lower),
-        ("a trusted server, convex lower bound", central),
+        ("this trust model, upper bound (Theorem 2.1)", bounds.upper(problem)),
+        ("this trust model, lower bound (Theorem 2.2)", bounds.lower(problem)),
+        ("a trusted server, convex lower bound", bounds.central(problem)),
     ]
     return [
         {"bound": name, "sampling": risk.statistical, "privacy": risk.private}
@@ -238,7 +225,7 @@ def _facts(prepared: IsrlRun, guarantee: Guarantee, taken: list[SiloNoise]) -> d
             "available": config.isrl.available or config.data.silos,
             "effective": effective_silos(config.isrl.available, config.data.silos),
         },
-        "possible_risk": possible_risk(config, prepared.task, prepared.parameters, taken),
+        "possible_risk": possible_risk(prepared.parameters),
         "parameters": {
             name: {"value": value, "from": source}
             for name, (value, source) in prepared.parameters.sources.items()

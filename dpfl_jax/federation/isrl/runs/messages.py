@@ -16,20 +16,18 @@ from rich.console import Console
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE
 from dpfl_jax.config.isrl import IsrlConfig
-from dpfl_jax.federation.isrl.accelerated import accelerated_step, step_weights
+from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
 from dpfl_jax.federation.isrl.arms import at_one_delta
 from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, loss_name, make_oracle
+from dpfl_jax.federation.isrl.method import Method, Oracle
 from dpfl_jax.federation.isrl.minibatch_sgd import (
-    MinibatchState,
     ball,
     last_weights,
-    minibatch_output,
-    minibatch_start,
-    minibatch_step,
+    minibatch_sgd,
     strongly_convex_weights,
     uniform_weights,
 )
-from dpfl_jax.federation.isrl.multi_stage import stage_weights
+from dpfl_jax.federation.isrl.multi_stage import multi_stage
 from dpfl_jax.federation.isrl.runs.parameters import Parameters
 from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.isrl.schedule import make_schedule
@@ -41,23 +39,6 @@ from dpfl_jax.run.driver import RunResult, drive
 from dpfl_jax.run.mesh import DATA_AXIS, data_parallel_mesh, place, replicated
 from dpfl_jax.run.state import TrainState, hardware
 from dpfl_jax.run.terms import Terms, begin, value_digest
-
-
-@dataclasses.dataclass(frozen=True)
-class Method:
-    """An algorithm of the paper, one round at a time.
-
-    Attributes:
-      start: ``w_0 -> state``.
-      step: ``(oracle, schedule row, state, per-round values) -> state``.
-      output: ``(state, rounds taken) -> w``.
-      values: pytree of arrays [R, ...].
-    """
-
-    start: Callable[[jax.Array], Any]
-    step: Callable[..., Any]
-    output: Callable[[Any, int], jax.Array]
-    values: Any
 
 
 def make_method(config: IsrlConfig, parameters: Parameters) -> Method:
@@ -72,39 +53,13 @@ def make_method(config: IsrlConfig, parameters: Parameters) -> Method:
             weights = strongly_convex_weights(rounds, mu, parameters.step_size)
         else:
             weights = uniform_weights(rounds)
-        etas = jnp.full(rounds, parameters.step_size, jnp.float32)
-
-        def sgd(oracle: Any, row: Any, state: MinibatchState, x: Any) -> MinibatchState:
-            return minibatch_step(oracle, row, state, x[0], x[1], project)
-
-        return Method(
-            minibatch_start,
-            sgd,
-            # Only the last iterates may count: before the end, the current one stands in.
-            lambda s, r: minibatch_output(s, weights[r]) if _counted(weights, r) else s.w,
-            (etas, weights[:-1]),
-        )
+        return minibatch_sgd(jnp.full(rounds, parameters.step_size, jnp.float32), weights, project)
     if config.isrl.algorithm == "multi_stage":
-        alphas, prox, begins = stage_weights(parameters.stages)
-    else:
-        alphas, prox = step_weights(
-            rounds, parameters.smoothness, parameters.variance, parameters.distance
-        )
-        begins = jnp.arange(rounds) == 0
-
-    def accelerate(oracle: Any, row: Any, state: Any, x: Any) -> Any:
-        alpha, prox_weight, begin = x
-        w, w_ag = state
-        w = jnp.where(begin, w_ag, w)
-        # The paper's mu is the objective's; a single stage runs Algorithm 1 as for convex losses.
-        strong = mu if config.isrl.algorithm == "multi_stage" else 0.0
-        return accelerated_step(oracle, row, (w, w_ag), alpha, prox_weight, strong, project)
-
-    return Method(lambda w: (w, w), accelerate, lambda s, r: s[1], (alphas, prox, begins))
-
-
-def _counted(weights: jax.Array, rounds: int) -> bool:
-    return bool(np.isfinite(np.asarray(weights[: rounds + 1])).any())
+        return multi_stage(parameters.stages, mu, project)
+    smoothness = parameters.problem.smoothness
+    steps = step_weights(rounds, smoothness, parameters.variance, parameters.distance)
+    # The paper's mu is the objective's; a single stage runs Algorithm 1 as for convex losses.
+    return accelerated(*steps, 0.0, project)
 
 
 def schedule_of(config: IsrlConfig, parameters: Parameters, sizes: np.ndarray, key: RootKey) -> Any:
@@ -122,7 +77,7 @@ def schedule_of(config: IsrlConfig, parameters: Parameters, sizes: np.ndarray, k
 
 def objective_oracle(
     config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
-) -> Callable[[jax.Array, Any], jax.Array]:
+) -> Oracle:
     """Mean of the messages, plus the regulariser's gradient, which depends on no record.
 
     To be made inside ``jit``, of arguments: captured records would be written into the program, and
@@ -167,11 +122,7 @@ def _block(
     @jax.jit
     def block(state: Any, rows: Any, values: Any, data: SiloData, rank: jax.Array) -> Any:
         oracle = objective_oracle(config, task, data, parameters, rank)
-
-        def one(carry: Any, x: Any) -> tuple[Any, None]:
-            return algorithm.step(oracle, x[0], carry, x[1]), None
-
-        return jax.lax.scan(one, state, (rows, values))[0]
+        return algorithm.scan(oracle, state, rows, values)
 
     return block
 

@@ -16,6 +16,7 @@ from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, federation_noise
 from dpfl_jax.federation.isrl.multi_stage import Stage, stages
 from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.isrl.schedule import participation_law
+from dpfl_jax.federation.isrl.theory import Problem
 
 MOST_ROUNDS = 200_000
 
@@ -25,25 +26,25 @@ class Parameters:
     """What runs.
 
     Attributes:
+      problem: what the theorems were asked about, regulariser included.
       rounds: R.
       batches: float64 [N], K_i.
       clip_norms: float64 [N] (with weights p_i the message is scaled by N p_i after its noise).
       noise: of every silo; None without privacy.
       step_size: of minibatch SGD.
       variance: V^2 of the mean noisy gradient, a bound.
-      smoothness: beta of the objective, regulariser included.
       distance: D_0.
       stages: of multi-stage.
       sources: name -> (value, where it came from), for the report.
     """
 
+    problem: Problem
     rounds: int
     batches: np.ndarray
     clip_norms: np.ndarray
     noise: list[SiloNoise] | None
     step_size: float
     variance: float
-    smoothness: float
     distance: float
     stages: list[Stage]
     sources: dict[str, tuple[Any, str]]
@@ -77,38 +78,30 @@ def budgets(config: IsrlConfig, sizes: np.ndarray) -> list[Budget] | None:
 
 def smoothing(config: IsrlConfig, sizes: np.ndarray, dim: int, lipschitz: float) -> float:
     """Smoothness of the Moreau envelope by section 2 (SCO for one pass) and Theorem F.2 (ERM)."""
-    facts = _Facts.of(config, sizes, dim)
-    mu, diameter = config.model.regularization, 2 * config.model.radius
-    short: dict[str, Any] = facts.common(dim)
-    if config.isrl.sampling == "disjoint":
-        if mu:
-            return theory.smoothing_strongly_convex_sco(mu, delta=facts.delta, **short)
-        return theory.smoothing_convex_sco(lipschitz, diameter, delta=facts.delta, **short)
-    if mu:
-        return theory.smoothing_strongly_convex_erm(mu, **short)
-    return theory.smoothing_convex_erm(lipschitz, diameter, **short)
+    smooth = theory.smoothing_sco if config.isrl.sampling == "disjoint" else theory.smoothing_erm
+    return smooth(_problem(config, sizes, dim, lipschitz))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Facts:
+def _problem(
+    config: IsrlConfig, sizes: np.ndarray, dim: int, lipschitz: float, **known: float
+) -> Problem:
     """The smallest silo and the tightest budget, for which the theorems are asked."""
-
-    n: float
-    cohort: float
-    epsilon: float
-    delta: float
-
-    @classmethod
-    def of(cls, config: IsrlConfig, sizes: np.ndarray, dim: int) -> _Facts:
-        granted = budgets(config, sizes)
-        n, cohort = float(sizes.min()), effective_silos(config.isrl.available, len(sizes))
-        if granted is None:  # so much that privacy costs nothing
-            return cls(n, cohort, 1e3 * math.sqrt(dim), 1.0 / n**2 if n > 1 else 0.5)
-        return cls(n, cohort, min(b.epsilon for b in granted), min(b.delta for b in granted))
-
-    def common(self, dim: int) -> dict[str, Any]:
-        """Arguments that most theorems take."""
-        return {"n": self.n, "silos": self.cohort, "dim": dim, "epsilon": self.epsilon}
+    granted, n = budgets(config, sizes), float(sizes.min())
+    if granted is None:  # so much that privacy costs nothing
+        budget = Budget(1e3 * math.sqrt(dim), 1.0 / n**2 if n > 1 else 0.5)
+    else:
+        budget = Budget(min(b.epsilon for b in granted), min(b.delta for b in granted))
+    return Problem(
+        lipschitz=lipschitz,
+        diameter=2 * config.model.radius,
+        dim=dim,
+        silos=len(sizes),
+        silo_size=n,
+        budget=budget,
+        cohort=effective_silos(config.isrl.available, len(sizes)),
+        strong_convexity=config.model.regularization,
+        **known,
+    )
 
 
 def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
@@ -118,9 +111,7 @@ def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
       BadInputError: numbers outside a theorem's or a mechanism's range.
     """
     section, model = config.isrl, config.model
-    silos, dim, mu = len(sizes), task.dim, model.regularization
-    facts = _Facts.of(config, sizes, dim)
-    diameter = 2 * model.radius
+    silos, mu = len(sizes), model.regularization
     told: dict[str, tuple[Any, str]] = {}
 
     def pick(name: str, given: Any, default: Any, why: str) -> Any:
@@ -137,17 +128,19 @@ def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
     told["smoothness"] = (beta, f"of the {task.kind} loss, regulariser included")
     distance = pick("distance", section.distance, model.radius, "the radius of W")
     phi = pick("phi", section.phi, lipschitz, "its largest value, the Lipschitz bound")
-    absent = facts.cohort < silos
+    absent = effective_silos(section.available, silos) < silos
     upsilon = pick(
         "upsilon",
         section.upsilon,
         lipschitz if absent else 0.0,
         "its largest value, the Lipschitz bound" if absent else "all silos answer",
     )
-    gap = pick("gap", section.gap, lipschitz * diameter, "L D")
-    common: dict[str, Any] = facts.common(dim)
+    gap = pick("gap", section.gap, lipschitz * 2 * model.radius, "L D")
+    problem = _problem(
+        config, sizes, task.dim, lipschitz, smoothness=beta, phi=phi, upsilon=upsilon, gap=gap
+    )
 
-    share, batches = _batches(config, task, sizes, facts, lipschitz, beta, gap, phi, told)
+    share, batches = _batches(config, problem, sizes, told)
     if section.sampling == "disjoint":
         fits = int((sizes // batches).max())
         rounds = pick("rounds", section.rounds, fits, "one pass: floor(n / K)")
@@ -159,10 +152,9 @@ def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
     elif section.rounds is not None:
         rounds = pick("rounds", section.rounds, None, "")
     else:
-        rounds, why = _theory_rounds(
-            config, facts, lipschitz, beta, gap, dim, silos, share * facts.n
+        rounds = pick(
+            "rounds", None, *_theory_rounds(section.algorithm, problem, share * problem.silo_size)
         )
-        rounds = pick("rounds", None, rounds, why)
     if rounds > MOST_ROUNDS:
         raise BadInputError(
             f"{told['rounds'][1]} asks for {rounds} rounds, more than {MOST_ROUNDS}: give "
@@ -186,51 +178,30 @@ def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
     # Root mean square over silos of the noise of a message, weights included.
     sigma = math.sqrt(float(np.mean((np.asarray(multipliers) * clip * shares / batches) ** 2)))
     if section.sampling == "disjoint":
-        variance = theory.variance_sco(
-            phi,
-            upsilon,
-            batch=float(batches.min()),
-            silos=facts.cohort,
-            num_silos=silos,
-            dim=dim,
-            sigma=sigma,
-        )
-        why = "Lemma E.3"
+        variance = theory.variance_sco(problem, float(batches.min()), sigma)
+        told["variance"] = (variance, "Lemma E.3")
     else:
-        variance = theory.variance_erm(
-            lipschitz,
-            batch=float(batches.min()),
-            n=facts.n,
-            silos=facts.cohort,
-            num_silos=silos,
-            dim=dim,
-            sigma=sigma,
-        )
-        why = "Appendix F.1"
-    told["variance"] = (variance, why)
+        variance = theory.variance_erm(problem, float(batches.min()), sigma)
+        told["variance"] = (variance, "Appendix F.1")
     step, plan = 0.0, []
     if section.algorithm == "minibatch_sgd":
-        theirs = (
-            theory.minibatch_step_strongly_convex(
-                rounds, beta, mu, lipschitz, diameter, silos=facts.cohort, dim=dim, sigma=sigma
-            )
-            if mu
-            else theory.minibatch_step_convex(rounds, beta, lipschitz, diameter, **common)
-        )
         step = pick(
-            "step_size", section.step_size, theirs, "Lemma D.5" if mu else "Theorem 2.1 (D.1)"
+            "step_size",
+            section.step_size,
+            theory.minibatch_step(problem, rounds, sigma),
+            "Lemma D.5" if mu else "Theorem 2.1 (D.1)",
         )
     elif section.algorithm == "multi_stage":
         plan = stages(rounds, beta, mu, variance, gap, stage_constant=section.stage_constant)
         told["stages"] = ([s.rounds for s in plan], "Appendix E.1, the last up to isrl.rounds")
     return Parameters(
+        problem,
         rounds,
         batches,
         np.full(silos, float(clip)),
         noise,
         step,
         variance,
-        beta,
         distance,
         plan,
         told,
@@ -238,36 +209,16 @@ def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
 
 
 def _batches(
-    config: IsrlConfig,
-    task: Task,
-    sizes: np.ndarray,
-    facts: _Facts,
-    lipschitz: float,
-    beta: float,
-    gap: float,
-    phi: float,
-    told: dict[str, tuple[Any, str]],
+    config: IsrlConfig, problem: Problem, sizes: np.ndarray, told: dict[str, tuple[Any, str]]
 ) -> tuple[float, np.ndarray]:
     """The share K_i / n_i, alike in all silos, and K_i."""
-    section, mu = config.isrl, config.model.regularization
+    section = config.isrl
     if section.sampling == "full":
         share, why = 1.0, "all records"
     elif section.batch_fraction is not None:
         share, why = section.batch_fraction, "configuration"
     elif section.sampling == "disjoint":
-        facts_: dict[str, Any] = {
-            "n": facts.n,
-            "silos": facts.cohort,
-            "dim": task.dim,
-            "epsilon": facts.epsilon,
-            "delta": facts.delta,
-        }
-        if mu:
-            batch = theory.one_pass_batch_strongly_convex(beta, mu, lipschitz, gap, phi, **facts_)
-        else:
-            diameter = 2 * config.model.radius
-            batch = theory.one_pass_batch_convex(beta, lipschitz, diameter, **facts_)
-        share, why = batch / facts.n, "Theorem 3.1"
+        share, why = theory.one_pass_batch(problem) / problem.silo_size, "Theorem 3.1"
     else:
         share, why = 0.25, "default"
     # Draws are whole records, except for Poisson sampling, whose K is an expectation.
@@ -279,34 +230,17 @@ def _batches(
     return share, batches
 
 
-def _theory_rounds(
-    config: IsrlConfig,
-    facts: _Facts,
-    lipschitz: float,
-    beta: float,
-    gap: float,
-    dim: int,
-    silos: int,
-    batch: float,
-) -> tuple[int, str]:
-    mu, diameter = config.model.regularization, 2 * config.model.radius
-    common: dict[str, Any] = facts.common(dim)
-    if config.isrl.algorithm == "minibatch_sgd":
-        if mu:
-            rounds = theory.minibatch_rounds_strongly_convex(
-                beta, mu, lipschitz, diameter, **common
-            )
-            return rounds, "Theorem 2.1, strongly convex"
-        rounds = theory.minibatch_rounds_convex(beta, lipschitz, diameter, **common)
-        return rounds, "Theorem 2.1, convex"
-    more = common | {"delta": facts.delta, "batch": batch, "num_silos": silos}
-    if mu:
-        rounds = theory.accelerated_rounds_strongly_convex(beta, mu, lipschitz, gap, **more)
-        if config.isrl.algorithm == "multi_stage":
-            # Never so few that not even the first stage fits.
-            rounds = max(rounds, math.ceil(4 * math.sqrt(2 * beta / mu)))
-        return rounds, "Theorem 4.1, strongly convex"
-    return theory.accelerated_rounds_convex(beta, lipschitz, diameter, **more), "Theorem 4.1"
+def _theory_rounds(algorithm: str, problem: Problem, batch: float) -> tuple[int, str]:
+    strongly = bool(problem.strong_convexity)
+    if algorithm == "minibatch_sgd":
+        kind = "strongly convex" if strongly else "convex"
+        return theory.minibatch_rounds(problem), f"Theorem 2.1, {kind}"
+    rounds = theory.accelerated_rounds(problem, batch)
+    if algorithm == "multi_stage":
+        # Never so few that not even the first stage fits.
+        least = 4 * math.sqrt(2 * problem.smoothness / problem.strong_convexity)
+        rounds = max(rounds, math.ceil(least))
+    return rounds, "Theorem 4.1, strongly convex" if strongly else "Theorem 4.1"
 
 
 def _check_least_batch(
