@@ -19,7 +19,20 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
+import jax
 import pytest
+
+# Compiling is most of the tests' work. What these folders show, book-keeping and mathematics, does
+# not depend on how hard the compiler tries; rounding, and whole runs, are tested as they run.
+_QUICKLY_COMPILED = {"clipping", "models", "isrl"}
+_ABOUT_ROUNDING = {"test_float32_sums", "test_low_precision_bound", "test_isolation"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compile_quickly(request: pytest.FixtureRequest) -> None:
+    quickly = request.path.parent.name in _QUICKLY_COMPILED
+    quickly &= request.path.stem not in _ABOUT_ROUNDING
+    jax.config.update("jax_disable_most_optimizations", quickly)
 
 
 @pytest.fixture(scope="session")
