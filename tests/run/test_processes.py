@@ -10,6 +10,7 @@ import time
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import yaml
 
@@ -402,3 +403,77 @@ def test_bad_input_and_stops_are_told_to_all(workspace, whole):
     assert report["status"] == "interrupted"
     assert (run_dir / "checkpoints" / str(report["steps"])).is_dir()
     assert output.count("goes on from there") == 1
+
+
+# ---- federations -----------------------------------------------------------------------------
+
+SILOS = {
+    "federated": {
+        "data": {"source": "digits", "records_per_subject": 6},
+        "federation": {
+            "silos": 11,  # the last chunk is padded
+            "rounds": 4,
+            "local_steps": 2,
+            "local_state": "keep",
+            "local_optimizer": {"name": "sgd", "learning_rate": 0.5, "options": {"momentum": 0.5}},
+        },
+        "model": {"kind": "mlp", "options": {"hidden": [8]}},
+        "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_items_per_subject": 3},
+        "privacy": {"epsilon": 8.0, "delta": 1e-4},
+        "train": {"checkpoint_every": 1, "microbatch_size": 16},
+    },
+    "personal": {
+        "data": {"source": "digits", "records_per_subject": 1},
+        "federation": {"silos": 5, "rounds": 4, "local_steps": 2, "participation_prob": 0.7},
+        "model": {"kind": "mlp", "options": {"hidden": [8]}},
+        "mechanism": {"kind": "rpdp", "max_items_per_subject": 1},
+        "privacy": {"epsilon": 8.0, "delta": 1e-4},
+        "train": {"checkpoint_every": 1, "microbatch_size": 16},
+    },
+    "isrl": {
+        "data": {"source": "digits", "silos": 8, "partition": "iid", "max_records": 400},
+        "isrl": {"algorithm": "minibatch_sgd", "rounds": 6, "step_size": 0.5},
+        "privacy": {"epsilon": 8.0},
+        "train": {"rounds_per_block": 2, "checkpoint_every": 1},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def silos(tmp_path_factory):
+    pytest.importorskip("sklearn")
+    folder = tmp_path_factory.mktemp("silos")
+    for name, sections in SILOS.items():
+        sections["privacy"] |= {"ledger": str(folder / "ledger.jsonl"), "account": name}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({"name": name, **sections}))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", SILOS)
+def test_silos_of_two_processes_train_what_those_of_one_do(silos, name):
+    """Model, optimisers of silos, evaluation, guarantee; and each run is charged once."""
+    found, here = [], jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for count, devices in ((1, 8), (2, 4)):
+        run_dir = silos / f"{name}-{count}"
+        if found:
+            with_key_of(run_dir, silos / f"{name}-1")
+        job = start(silos, run_dir, count, devices, config=name)
+        output, _ = job.communicate(timeout=PATIENCE)
+        assert job.returncode == 0, output
+        assert output.count("finished after") == 1  # process 0 alone speaks
+        state = ocp.CheckpointManager(run_dir / "checkpoints", item_names=("state", "progress"))
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(fallback_sharding=here))
+        last = state.restore(state.latest_step(), args=items)["state"]
+        report = json.loads((run_dir / "report.json").read_text())
+        found.append((jax.tree.map(np.asarray, last), report))
+    (alone, first), (together, second) = found
+    assert second["environment"]["processes"] == 2
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), alone, together)
+    assert first["privacy"]["epsilon"] == second["privacy"]["epsilon"] <= 8.0
+    for when in ("initial", "final"):
+        assert first["eval"][when]["loss"] == pytest.approx(second["eval"][when]["loss"], rel=1e-4)
+    entries = [json.loads(x) for x in (silos / "ledger.jsonl").read_text().splitlines()]
+    runs = {e["run"] for e in entries if e["account"]["dataset"] == name}
+    assert len(runs) == 2  # one charge each, by process 0
