@@ -138,14 +138,14 @@ def drive(
         lambda: content_digest(state.params),
         algorithm.layout,
     )
+    if charge is not None:
+        processes.primary_first(lambda: charge(key.fingerprint))
     if run_dir is not None and checkpoints is not None:
         if run_dir.computed_with(algorithm.hardware)[1:]:
             caveats = (*caveats, MOVED_CAVEAT)
         if resumed is not None:
             state = checkpoints.restore(state, root, terms, resumed)
         log.start_at(int(state.step))
-    if charge is not None:
-        processes.primary_first(lambda: charge(key.fingerprint))
     start = int(state.step)
 
     def evaluated(done: int) -> None:

@@ -1,0 +1,40 @@
+"""From a configuration to a report: the same for every system."""
+
+import json
+
+import pytest
+import yaml
+from silo_configs import SILOS
+
+from dpfl_jax.cli.main import main
+
+pytestmark = [pytest.mark.slow, pytest.mark.privacy]
+pytest.importorskip("sklearn")
+KEYS = {
+    "status", "name", "steps", "privacy", "guarantee", "eval", "throughput", "clipping",
+    "outside_guarantee", "model", "data", "mechanism", "environment", "run_dir",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SILOS)
+def test_two_runs_on_one_ledger_beyond_its_budget(tmp_path, capsys, name):
+    """The first is charged and reported like any run; the second is refused before it begins."""
+    config = SILOS[name] | {"name": name}
+    config["privacy"] = config["privacy"] | {
+        "ledger": "spent.jsonl", "account": "people", "budget": 9.0
+    }  # fmt: skip
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    run = ["train", str(file), "--json", "--run-dir"]
+    assert main([*run, str(tmp_path / "first")]) == 0
+    report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    assert report.keys() >= KEYS
+    assert {"examples_per_s", "tokens_per_s"} == report["throughput"].keys()
+    assert report["privacy"]["epsilon"] <= 8.0
+    assert main([*run, str(tmp_path / "second")]) == 2
+    assert "beyond the budget of 9" in capsys.readouterr().err
+    assert not (tmp_path / "second" / "metrics.jsonl").exists()
+    entries = [json.loads(line) for line in (tmp_path / "spent.jsonl").read_text().splitlines()]
+    account = entries[0]["account"]
+    assert account["unit"] == report["privacy"]["unit"]
+    assert account["adjacency"] == report["privacy"]["adjacency"]
