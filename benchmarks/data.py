@@ -269,15 +269,16 @@ def _store_path(
 def _samplers(store: Any, args: argparse.Namespace) -> Iterator[tuple[str, Any, Any, bool]]:
     from dpfl_jax.data.pipeline import bucket_group_sizes
     from dpfl_jax.randomness import RootKey
-    from dpfl_jax.sampling import PoissonExamples, PoissonUsers, limit_contributions
+    from dpfl_jax.sampling import ExampleSampler, Poisson, UserSampler, limit_contributions
 
     key = RootKey.from_seed(0)
     kept = limit_contributions(key.numpy("contribution"), store.user_offsets, args.limit)
-    examples = PoissonExamples(kept, min(1.0, args.batch / len(kept)), key)
+    examples = ExampleSampler(Poisson(len(kept), min(1.0, args.batch / len(kept))), kept, key)
     yield "ELS", examples, None, False
     yield "ELS, raw", examples, None, True
     prob = min(1.0, args.cohort / store.num_users)
-    users = PoissonUsers(store.user_offsets, prob, args.group_size, key)
+    law = Poisson(store.num_users, prob)
+    users = UserSampler(law, store.user_offsets, args.group_size, key)
     yield "ULS", users, None, False
     yield "ULS, raw", users, None, True
     yield "ULS, buckets", users, bucket_group_sizes(args.group_size), True

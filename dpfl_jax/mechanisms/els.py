@@ -29,7 +29,8 @@ from dpfl_jax.mechanisms.base import (
 )
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import (
-    PoissonExamples,
+    ExampleSampler,
+    Poisson,
     check_probability,
     limit_contributions,
     limited_size,
@@ -85,13 +86,13 @@ class ELS(Mechanism):
             f"with at most {self.group_size} per user",
         )
 
-    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> PoissonExamples:
+    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> ExampleSampler:
         """Limits contributions once (from the key), then samples examples by Poisson."""
         positions = limit_contributions(
             key.numpy("contribution-limit"), user_offsets, self.group_size
         )
         prob = self.sampling_probability(self.population(user_offsets))
-        return PoissonExamples(positions, prob, key)
+        return ExampleSampler(Poisson(len(positions), prob), positions, key)
 
     def event(self, population: Population, steps: int) -> Any:
         """Mixture of Gaussians with Binomial(group_size, p) sensitivity (Theorem 1)."""

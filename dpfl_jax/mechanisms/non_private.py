@@ -18,7 +18,7 @@ from dpfl_jax.clipping import BoundedSum, join, split
 from dpfl_jax.mechanisms.base import LossFn, Mechanism, Population, PyTree, require_positive
 from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import PoissonExamples, check_probability
+from dpfl_jax.sampling import ExampleSampler, Poisson, check_probability
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +57,12 @@ class NonPrivate(Mechanism):
             f"expected batch of {self.batch_size:g} from {population.num_units} examples",
         )
 
-    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> PoissonExamples:
+    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> ExampleSampler:
         """Poisson over all examples."""
         population = self.population(user_offsets)
         positions = np.arange(user_offsets[0], user_offsets[-1], dtype=np.int64)
-        return PoissonExamples(positions, self.sampling_probability(population), key)
+        law = Poisson(len(positions), self.sampling_probability(population))
+        return ExampleSampler(law, positions, key)
 
     def bounded_grad(self, loss_fn: LossFn, **options: Any) -> Any:
         """The plain gradient of the sum of losses, in the shape of a bounded sum."""

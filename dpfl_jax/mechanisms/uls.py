@@ -36,7 +36,7 @@ from dpfl_jax.mechanisms.base import (
     require_positive,
 )
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import PoissonUsers, check_probability
+from dpfl_jax.sampling import Poisson, UserSampler, check_probability
 from dpfl_jax.sampling.contribution import check_group_size
 
 
@@ -88,10 +88,11 @@ class ULS(Mechanism):
             f"expected cohort of {self.cohort_size:g} from {population.num_users} users",
         )
 
-    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> PoissonUsers:
+    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
         """Samples users by Poisson, and examples within each, afresh at each step."""
         prob = self.sampling_probability(self.population(user_offsets))
-        return PoissonUsers(np.asarray(user_offsets), prob, self.group_size, key)
+        law = Poisson(len(user_offsets) - 1, prob)
+        return UserSampler(law, np.asarray(user_offsets), self.group_size, key)
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
         """The mean of the losses of the user's examples."""

@@ -15,10 +15,9 @@ from dpfl_jax.sampling.laws import (
     Law,
     Poisson,
     Shuffle,
-    TruncatedPoisson,
+    poisson_indices,
 )
-from dpfl_jax.sampling.personalized import PersonalizedPoisson, TwoStage
-from dpfl_jax.sampling.poisson import PoissonExamples, PoissonUsers, poisson_indices
+from dpfl_jax.sampling.personalized import PersonalizedPoisson
 from dpfl_jax.sampling.units import ExampleSampler, UserSampler
 
 __all__ = [
@@ -28,13 +27,9 @@ __all__ = [
     "Law",
     "PersonalizedPoisson",
     "Poisson",
-    "PoissonExamples",
-    "PoissonUsers",
     "Sampler",
     "Share",
     "Shuffle",
-    "TruncatedPoisson",
-    "TwoStage",
     "UserSampler",
     "check_probability",
     "choose_within_users",

@@ -12,18 +12,18 @@ import functools
 from typing import ClassVar, Protocol
 
 import numpy as np
-from scipy import stats
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling.base import binomial_bound, check_probability
-from dpfl_jax.sampling.poisson import poisson_indices
 
 
 class Law(Protocol):
     """Random access to the indices drawn at each step."""
 
-    population: int
+    @property
+    def population(self) -> int:
+        """Number of units."""
 
     @property
     def name(self) -> str:
@@ -57,6 +57,22 @@ def _check_size(size: int, population: int, what: str) -> None:
         )
 
 
+def poisson_indices(rng: np.random.Generator, population: int, prob: float) -> np.ndarray:
+    """Draws each of ``population`` units independently with probability ``prob``.
+
+    The size is drawn from Binomial(population, prob), then a uniform subset of that size: the same
+    law as independent coins, at a cost that follows the draw and not the population.
+
+    Returns:
+      Sorted int64 [n], the units drawn.
+    """
+    if prob >= 1.0:
+        return np.arange(population, dtype=np.int64)
+    size = rng.binomial(population, prob)
+    chosen = rng.choice(population, size=size, replace=False, shuffle=False)
+    return np.sort(chosen.astype(np.int64, copy=False))
+
+
 @dataclasses.dataclass(frozen=True)
 class Poisson:
     """Each unit independently with the same probability (add-or-remove adjacency)."""
@@ -86,51 +102,6 @@ class Poisson:
     def indices(self, key: RootKey, step: int) -> np.ndarray:
         """Returns the indices of ``step``."""
         return poisson_indices(key.numpy("sampling", step), self.population, self.prob)
-
-
-@dataclasses.dataclass(frozen=True)
-class TruncatedPoisson:
-    """Poisson, but of a draw above ``max_size`` only a uniform subset of that size is kept.
-
-    A fixed buffer always suffices; the accounting must be that of truncated batches
-    (``dp_accounting.TruncatedSubsampledGaussianDpEvent``; Chua et al. 2024), not plain Poisson.
-    """
-
-    population: int
-    prob: float
-    max_size: int
-    name: ClassVar[str] = "truncated-poisson"
-
-    def __post_init__(self) -> None:
-        """Validates probability and size."""
-        check_population(self.population)
-        check_probability(self.prob, f"for {self.population} units")
-        _check_size(self.max_size, self.population, "the largest batch")
-
-    @property
-    def expected_size(self) -> float:
-        """E[min(Binomial(population, prob), max_size)]."""
-        below = np.arange(self.max_size)
-        return float(stats.binom.sf(below, self.population, self.prob).sum())
-
-    def size_bound(self, tail: float = 1e-15) -> int:
-        """A size that a draw exceeds with probability at most ``tail``."""
-        return min(self.max_size, binomial_bound(self.population, self.prob, tail))
-
-    def describe(self, units: str) -> str:
-        """One line for the report."""
-        return (
-            f"truncated Poisson over {self.population} {units}, probability {self.prob:.6g} each, "
-            f"at most {self.max_size} kept"
-        )
-
-    def indices(self, key: RootKey, step: int) -> np.ndarray:
-        """Returns the indices of ``step``."""
-        rng = key.numpy("sampling", step)
-        drawn = poisson_indices(rng, self.population, self.prob)
-        if len(drawn) <= self.max_size:
-            return drawn
-        return np.sort(rng.choice(drawn, self.max_size, replace=False, shuffle=False))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,9 +9,7 @@ import numpy as np
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling.base import check_probability
-from dpfl_jax.sampling.laws import check_population
-from dpfl_jax.sampling.poisson import poisson_indices
+from dpfl_jax.sampling.laws import check_population, poisson_indices
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,76 +67,3 @@ class PersonalizedPoisson:
             return np.zeros(0, np.int64)
         drawn = poisson_indices(rng, self.population, most)
         return drawn[rng.random(len(drawn)) * most < self.probs[drawn]]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TwoStage:
-    """Silos first, then records of the silos drawn: both Poisson.
-
-    The participation of a silo's records is not independent: all sit out when the silo does. The
-    marginal probability of a record is the product; what may be accounted for with it depends on
-    who knows which silos took part.
-
-    Attributes:
-      silo_offsets: int64 [num_silos + 1]; silo i holds records offsets[i]:offsets[i+1].
-      silo_prob: probability of each silo.
-      record_probs: probability of each record of a silo drawn: one number, or float64 [population].
-    """
-
-    silo_offsets: np.ndarray
-    silo_prob: float
-    record_probs: float | np.ndarray
-    name: ClassVar[str] = "two-stage-poisson"
-
-    def __post_init__(self) -> None:
-        """Validates the probabilities."""
-        offsets = np.asarray(self.silo_offsets, dtype=np.int64)
-        object.__setattr__(self, "silo_offsets", offsets)
-        check_probability(self.silo_prob, f"for {len(offsets) - 1} silos")
-        probs = np.asarray(self.record_probs, dtype=np.float64)
-        if probs.ndim and probs.shape != (self.population,):
-            raise BadInputError(
-                f"{probs.shape[0]} record probabilities for {self.population} records"
-            )
-        object.__setattr__(self, "record_probs", np.broadcast_to(probs, (self.population,)))
-        PersonalizedPoisson(self._probs)  # validates
-
-    @property
-    def _probs(self) -> np.ndarray:
-        return np.asarray(self.record_probs)
-
-    @property
-    def population(self) -> int:
-        """Number of records."""
-        return int(self.silo_offsets[-1])
-
-    @property
-    def expected_size(self) -> float:
-        """Expected number of records in a draw."""
-        return float(self.silo_prob * self._probs.sum())
-
-    def size_bound(self, tail: float = 1e-15) -> int:
-        """A size that a draw exceeds with probability at most ``tail`` (as if all silos came)."""
-        return PersonalizedPoisson(self._probs).size_bound(tail)
-
-    def describe(self, units: str) -> str:
-        """One line for the report."""
-        return (
-            f"two-stage Poisson: each of {len(self.silo_offsets) - 1} silos with probability "
-            f"{self.silo_prob:.6g}, then {units} of those with probability "
-            f"{self._probs.min():.6g} to {self._probs.max():.6g}"
-        )
-
-    def silos(self, key: RootKey, step: int) -> np.ndarray:
-        """Returns the silos of ``step``, sorted, int64 [n]."""
-        rng = key.numpy("silo-sampling", step)
-        return poisson_indices(rng, len(self.silo_offsets) - 1, self.silo_prob)
-
-    def indices(self, key: RootKey, step: int) -> np.ndarray:
-        """Returns the records of ``step``; a silo's coins do not depend on the other silos."""
-        drawn = [np.zeros(0, np.int64)]
-        for silo in self.silos(key, step).tolist():
-            first, last = self.silo_offsets[silo], self.silo_offsets[silo + 1]
-            coins = key.numpy("sampling", step, silo).random(last - first)
-            drawn.append(first + np.flatnonzero(coins < self._probs[first:last]))
-        return np.concatenate(drawn)

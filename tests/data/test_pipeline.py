@@ -21,7 +21,7 @@ from dpfl_jax.data.pipeline import (
 )
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import Draw, PoissonExamples, PoissonUsers
+from dpfl_jax.sampling import Draw, ExampleSampler, Poisson, UserSampler
 
 KEY = RootKey.from_seed(3)
 COUNTS = [1, 1, 2, 3, 5, 8, 13, 40, 100, 1, 2, 7] * 3
@@ -42,8 +42,9 @@ def store():
 
 
 def samplers(store):
-    yield PoissonExamples(np.arange(store.num_examples), 0.05, KEY), None
-    users = PoissonUsers(store.user_offsets, 0.4, 8, KEY)
+    everything = np.arange(store.num_examples)
+    yield ExampleSampler(Poisson(len(everything), 0.05), everything, KEY), None
+    users = UserSampler(Poisson(store.num_users, 0.4), store.user_offsets, 8, KEY)
     yield users, None
     yield users, bucket_group_sizes(8)
 
@@ -103,7 +104,7 @@ def test_raw_records_unpack_on_the_device(vocab_size):
 
     store = ArrayStore.from_users(((f"u{u}", examples(n)) for u, n in enumerate(COUNTS)), schema)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    sampler = PoissonUsers(store.user_offsets, 0.4, 8, KEY)
+    sampler = UserSampler(Poisson(store.num_users, 0.4), store.user_offsets, 8, KEY)
     raw = Pipeline(store, sampler, 8, (2, 8), mesh, compact=True)
     plain = Pipeline(store, sampler, 8, (2, 8), mesh)
     for step in range(3):
@@ -185,7 +186,7 @@ from jax.sharding import AxisType
 from dpfl_jax.data.pipeline import Pipeline, bucket_group_sizes
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import PoissonUsers
+from dpfl_jax.sampling import Poisson, UserSampler
 class Counting:
     reads = 0
     def __init__(self, store): self.store = store
@@ -194,7 +195,7 @@ class Counting:
         return self.store.read(positions)
 store = open_store(path)
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-sampler = PoissonUsers(store.user_offsets, 0.4, 8, RootKey.from_seed(3))
+sampler = UserSampler(Poisson(store.num_users, 0.4), store.user_offsets, 8, RootKey.from_seed(3))
 pipeline = Pipeline(Counting(store), sampler, 8, bucket_group_sizes(8), mesh)
 out = []
 for batch in pipeline.iterate(0, 4):

@@ -14,10 +14,7 @@ from dpfl_jax.sampling import (
     FixedSize,
     PersonalizedPoisson,
     Poisson,
-    PoissonExamples,
     Shuffle,
-    TruncatedPoisson,
-    TwoStage,
     UserSampler,
     limit_contributions,
     share_of,
@@ -33,12 +30,9 @@ PROBS = np.linspace(0.0, 0.5, N)
 
 LAWS = {
     "poisson": (Poisson(N, 0.2), np.full(N, 0.2)),
-    "truncated": (TruncatedPoisson(N, 0.2, 9), None),
     "fixed": (FixedSize(N, 7), np.full(N, 7 / N)),
     "shuffle": (Shuffle(N, 7), np.full(N, 7 / N)),
     "personalized": (PersonalizedPoisson(PROBS), PROBS),
-    "two-stage": (TwoStage(OFFSETS, 0.4, 0.5), np.full(N, 0.2)),
-    "two-stage personalized": (TwoStage(OFFSETS, 0.4, PROBS), 0.4 * PROBS),
 }
 
 
@@ -58,8 +52,6 @@ def drawn():
 def test_marginal_probability_of_every_unit(drawn, name):
     law, probs = LAWS[name]
     counts = drawn[name].sum(axis=0)
-    if probs is None:
-        probs = np.full(N, law.expected_size / N)  # by symmetry
     for count, prob in zip(counts, probs):
         assert stats.binomtest(int(count), STEPS, prob).pvalue > ALARM / N
     assert abs(counts.sum() / STEPS - law.expected_size) < 5 * np.sqrt(N / STEPS)
@@ -78,7 +70,7 @@ def test_steps_are_independent(drawn, name):
 
 
 def pairs(drawn):
-    """Observed joint inclusion of units 4 and 5 (one silo), and 4 and 30 (two silos)."""
+    """Observed joint inclusion of units 4 and 5 , and 4 and 30."""
     return (drawn[:, 4] & drawn[:, 5]).sum(), (drawn[:, 4] & drawn[:, 30]).sum()
 
 
@@ -89,7 +81,6 @@ def pairs(drawn):
         ("fixed", 7 * 6 / (40 * 39), 7 * 6 / (40 * 39)),
         ("shuffle", 7 * 6 / (40 * 39), 7 * 6 / (40 * 39)),
         ("personalized", PROBS[4] * PROBS[5], PROBS[4] * PROBS[30]),
-        ("two-stage", 0.4 * 0.5**2, 0.2**2),
     ],
 )
 def test_joint_inclusion_of_two_units(drawn, name, same, other):
@@ -105,14 +96,6 @@ def test_sizes(drawn, name):
     assert sizes.max() <= law.size_bound(1e-12)
     if name in ("fixed", "shuffle"):
         assert (sizes == 7).all()
-    if name == "truncated":
-        observed = np.bincount(sizes, minlength=10)[:10]
-        expected = np.r_[stats.binom.pmf(np.arange(9), N, 0.2), stats.binom.sf(8, N, 0.2)] * STEPS
-        few = expected < 5
-        observed = np.r_[observed[~few], observed[few].sum()]
-        expected = np.r_[expected[~few], expected[few].sum()]
-        assert stats.chisquare(observed, expected).pvalue > ALARM
-        assert sizes.max() == 9
 
 
 def test_shuffle_takes_every_unit_at_most_once_a_pass():
@@ -139,14 +122,6 @@ def test_any_step_without_the_steps_before_it(name):
         assert (np.diff(drawn) > 0).all()
     other = [law.indices(RootKey.from_seed(12), t) for t in range(12)]
     assert any(len(a) != len(b) or (a != b).any() for a, b in zip(forward, other))
-
-
-def test_poisson_law_is_the_poisson_sampler():
-    positions = np.arange(500, 540)
-    by_law = ExampleSampler(Poisson(N, 0.2), positions, KEY)
-    own = PoissonExamples(positions, 0.2, KEY)
-    for t in range(5):
-        np.testing.assert_array_equal(by_law.draw(t).positions, own.draw(t).positions)
 
 
 @pytest.mark.parametrize("law", [Poisson(5, 0.5), FixedSize(5, 2), Shuffle(5, 2)])
@@ -216,13 +191,10 @@ def test_bad_settings():
     for make, message in (
         (lambda: Poisson(10, 1.5), "sampling probability is 1.5"),
         (lambda: Poisson(0, 0.5), "nothing to sample"),
-        (lambda: TruncatedPoisson(10, 0.5, 11), "largest batch is 11"),
         (lambda: FixedSize(10, 0), "batch size is 0"),
         (lambda: Shuffle(10, 11), "batch size is 11"),
         (lambda: PersonalizedPoisson(np.array([0.5, 1.1])), r"in \[0, 1\]"),
         (lambda: PersonalizedPoisson(np.array([0.5, np.nan])), r"in \[0, 1\]"),
-        (lambda: TwoStage(OFFSETS, 0.0, 0.5), "sampling probability is 0"),
-        (lambda: TwoStage(OFFSETS, 0.5, np.ones(3)), "3 record probabilities for 40 records"),
         (lambda: ExampleSampler(Poisson(9, 0.5), np.arange(10), KEY), "for 9 units"),
         (lambda: UserSampler(Poisson(9, 0.5), OFFSETS, 2, KEY), "there are 5 users"),
         (lambda: UserSampler(Poisson(5, 0.5), OFFSETS, 0, KEY), "group_size is 0"),

@@ -10,9 +10,9 @@ from scipy import stats
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import (
+    ExampleSampler,
+    FixedSize,
     Poisson,
-    PoissonExamples,
-    PoissonUsers,
     UserSampler,
     poisson_indices,
 )
@@ -24,10 +24,18 @@ KEY = RootKey.from_seed(7)
 STEPS = 4000
 
 
+def examples(positions, prob):
+    return ExampleSampler(Poisson(len(positions), prob), positions, KEY)
+
+
+def users(offsets, prob, group_size):
+    return UserSampler(Poisson(len(offsets) - 1, prob), offsets, group_size, KEY)
+
+
 @pytest.fixture(scope="module")
 def inclusion() -> np.ndarray:
     """Bool [STEPS, 40]: who was drawn when, with probability 0.1 each."""
-    sampler = PoissonExamples(np.arange(100, 140), 0.1, KEY)
+    sampler = examples(np.arange(100, 140), 0.1)
     drawn = np.zeros((STEPS, 40), bool)
     for step in range(STEPS):
         drawn[step, sampler.draw(step).positions - 100] = True
@@ -59,7 +67,7 @@ def test_units_and_steps_are_independent(inclusion):
 
 
 def test_draws_are_random_access():
-    sampler = PoissonExamples(np.arange(50), 0.3, KEY)
+    sampler = examples(np.arange(50), 0.3)
     forward = [sampler.draw(t).positions for t in range(5)]
     backward = [sampler.draw(t).positions for t in reversed(range(5))][::-1]
     for a, b in zip(forward, backward, strict=True):
@@ -81,11 +89,11 @@ def test_probability_one_takes_everybody():
 @pytest.mark.parametrize("prob", [0.0, -0.1, 1.0001, float("nan")])
 def test_impossible_probabilities_are_refused(prob):
     with pytest.raises(BadInputError, match="sampling probability"):
-        PoissonExamples(np.arange(5), prob, KEY)
+        examples(np.arange(5), prob)
 
 
 def test_size_bound_is_exceeded_as_rarely_as_stated():
-    sampler = PoissonExamples(np.arange(1000), 0.05, KEY)
+    sampler = examples(np.arange(1000), 0.05)
     bound = sampler.size_bound(1e-3)
     assert stats.binom.sf(bound, 1000, 0.05) <= 1e-3
     assert stats.binom.sf(bound - 1, 1000, 0.05) > 1e-3
@@ -97,7 +105,7 @@ def offsets() -> np.ndarray:
 
 
 def test_users_bring_their_own_examples_up_to_the_group_size(offsets):
-    sampler = PoissonUsers(offsets, 0.6, 3, KEY)
+    sampler = users(offsets, 0.6, 3)
     for step in range(300):
         draw = sampler.draw(step)
         for user, positions, mask in zip(
@@ -109,7 +117,7 @@ def test_users_bring_their_own_examples_up_to_the_group_size(offsets):
 
 
 def test_users_are_included_with_the_stated_probability(offsets):
-    sampler = PoissonUsers(offsets, 0.2, 2, KEY)
+    sampler = users(offsets, 0.2, 2)
     counts = np.zeros(5)
     for step in range(STEPS):
         counts[sampler.draw(step).units] += 1
@@ -119,7 +127,7 @@ def test_users_are_included_with_the_stated_probability(offsets):
 
 def test_examples_within_a_user_are_a_uniform_subset(offsets):
     """User 1 has 5 examples, of which 2 are taken: 10 subsets, equally likely."""
-    sampler = PoissonUsers(offsets, 1.0, 2, KEY)
+    sampler = users(offsets, 1.0, 2)
     counts: dict[tuple[int, ...], int] = {}
     for step in range(STEPS):
         chosen = tuple(np.sort(sampler.draw(step).positions[1]))
@@ -129,7 +137,7 @@ def test_examples_within_a_user_are_a_uniform_subset(offsets):
 
 
 def test_an_empty_draw_has_the_right_shapes():
-    sampler = PoissonUsers(np.array([0, 2, 5]), 1e-9, 4, KEY)
+    sampler = users(np.array([0, 2, 5]), 1e-9, 4)
     draw = sampler.draw(0)
     assert draw.size == 0
     assert draw.positions.shape == (0, 4)
@@ -141,16 +149,14 @@ def test_bounds_on_users_by_how_many_examples_they_hold(law):
     offsets = np.r_[0, np.cumsum(sizes_of_users)]
     sizes, prob = (1, 2, 4, 8), 0.3
     if law:
-        sampler = UserSampler(Poisson(467, prob), offsets, 8, KEY)
+        sampler = UserSampler(FixedSize(467, 140), offsets, 8, KEY)
         # A law may draw users together: no less than all of a sort is sure.
-        assert sampler.bucket_bounds(sizes) == (min(302, sampler.size_bound()), 100, 40, 25)
+        assert sampler.bucket_bounds(sizes) == (140, 100, 40, 25)
     else:
-        sampler = PoissonUsers(offsets, prob, 8, KEY)
+        sampler = users(offsets, prob, 8)
         bounds = sampler.bucket_bounds(sizes, 1e-3)
-        for bound, users in zip(bounds, (302, 100, 40, 25)):
-            assert (
-                stats.binom.sf(bound, users, prob) <= 1e-3 < stats.binom.sf(bound - 1, users, prob)
-            )
+        for bound, held in zip(bounds, (302, 100, 40, 25)):
+            assert stats.binom.sf(bound, held, prob) <= 1e-3 < stats.binom.sf(bound - 1, held, prob)
     bounds = sampler.bucket_bounds(sizes)
     for step in range(200):
         held = sampler.draw(step).example_mask.sum(axis=1)

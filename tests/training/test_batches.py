@@ -14,7 +14,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.mesh import data_parallel_mesh
-from dpfl_jax.sampling import PoissonUsers
+from dpfl_jax.sampling import Poisson, UserSampler
 from dpfl_jax.training import fit
 from dpfl_jax.training.batches import step_arguments, training_pipeline
 
@@ -109,7 +109,7 @@ def test_every_step_has_the_same_shapes_and_every_unit_once(store):
 
 
 def test_a_draw_larger_than_the_buffer_gets_a_larger_one(store):
-    sampler = PoissonUsers(store.user_offsets, 0.9, 4, KEY)
+    sampler = UserSampler(Poisson(store.num_users, 0.9), store.user_offsets, 4, KEY)
     pipeline = Pipeline(store, sampler, 8, (2, 4), capacities=(1, 1))
     batch = pipeline.build(0)
     assert sum(b.unit_mask.sum() for b in batch.buckets) == sampler.draw(0).size > 100
