@@ -2,6 +2,7 @@
 
 import csv
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -192,7 +193,8 @@ def test_secret_budgets_need_a_declared_batch_or_typical_budgets(tmp_path):
 def test_a_resumed_run_keeps_its_noise_and_rates_follow_it():
     prepared = prepare(config(), Console(quiet=True))
     began = 1.5 * prepared.personal.setting.noise_multiplier
-    resumed = prepared.with_noise([began] * 4)
+    facts = {"noise": [began] * 4, "delta": prepared.delta}
+    resumed = prepared.going_on(types.SimpleNamespace(facts=facts, resumed=True, writes=False))
     assert {p.mechanism.sigma for p in resumed.federation.silos} == {began}
     assert resumed.personal.setting.noise_multiplier == began
     ours, before = resumed.personal.assignment.rates, prepared.personal.assignment.rates
