@@ -8,6 +8,8 @@ from typing import Any
 
 import jax
 
+from dpfl_jax.clipping.isolation import inner_jaxprs
+
 
 def count_flops(function: Callable[..., Any], *args: Any, loop_length: int = 1) -> float:
     """Multiply-adds times two of all products, times the lengths of the loops around them.
@@ -37,19 +39,11 @@ def _jaxpr_flops(jaxpr: Any, loop_length: int) -> float:
             total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * per_output
         else:
             times = {"scan": eqn.params.get("length", 1), "while": loop_length}.get(name, 1)
-            parts = [_jaxpr_flops(inner, loop_length) for inner in _inner(eqn)]
+            parts = [
+                _jaxpr_flops(inner, loop_length) for inner in inner_jaxprs(eqn.params.values())
+            ]
             if name == "cond":
                 total += max(parts, default=0.0)
             else:
                 total += times * sum(parts)
     return total
-
-
-def _inner(eqn: Any) -> list[Any]:
-    found = []
-    for value in eqn.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns"):
-                found.append(item)
-    return found

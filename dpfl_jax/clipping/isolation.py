@@ -6,7 +6,7 @@ other devices that it has captured, has a gradient that many units move at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,11 +91,16 @@ def _named_axes(params: dict[str, Any]) -> Iterator[str]:
 
 
 def inner_jaxprs(values: Any) -> Iterator[Any]:
-    """The programs among the parameters of an equation."""
+    """The programs among the parameters of an equation, without the arrays that they captured."""
+    return (getattr(program, "jaxpr", program) for program in inner_programs(values))
+
+
+def inner_programs(values: Any) -> Iterator[Any]:
+    """The programs among the parameters of an equation: ClosedJaxprs and Jaxprs."""
     for value in values:
-        if isinstance(value, jex.core.ClosedJaxpr):
-            yield value.jaxpr
-        elif isinstance(value, jex.core.Jaxpr):
+        if isinstance(value, (jex.core.ClosedJaxpr, jex.core.Jaxpr)):
             yield value
         elif isinstance(value, (tuple, list)):
-            yield from inner_jaxprs(value)
+            yield from inner_programs(value)
+        elif isinstance(value, Mapping):
+            yield from inner_programs(value.values())

@@ -31,7 +31,7 @@ from dpfl_jax.run.algorithm import Algorithm, Steps, StepStats, Taken
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Hooks, RunResult, drive
 from dpfl_jax.run.mesh import data_parallel_mesh, place, replicated
-from dpfl_jax.run.state import TrainState, hardware
+from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, computation_digest, training_digest, value_digest
 
 PyTree = Any
@@ -86,15 +86,10 @@ class Federated(Algorithm):
         for plan in federation.silos:
             _ = plan.mechanism.sigma
         self.loss_fn, self.data, self.federation = loss_fn, data, federation
-        self.local_optimizer, self.delta, self.mesh, self.server = (
-            local_optimizer,
-            delta,
-            mesh,
-            server,
-        )
+        self.local_optimizer, self.server = local_optimizer, server
+        self.delta, self.mesh = delta, mesh
         self.keep, self.execution, self.show_spent = keep_local_state, execution, show_spent
         self.steps, self.private = federation.rounds, federation.mechanism.private
-        self.hardware = hardware(mesh)
         self.layout = [self.hardware, *dataclasses.astuple(execution)]
         self.random = key_argument(loss_fn)
         whole = jax.tree.map(lambda _: replicated(mesh), params)
@@ -217,10 +212,8 @@ class FederatedSteps(Steps):
     def agreed(self) -> dict[str, Any]:
         """What the processes of a run must have alike."""
         return {
-            "mesh": [list(self.run.mesh.shape.items()), [d.id for d in self.run.mesh.devices.flat]],
             "size of a chunk": [self.builder.size, self.builder.capacity, self.builder.row],
             "strategy": dataclasses.astuple(self.run.execution),
-            "version of JAX or NumPy": [jax.__version__, np.__version__],
         }
 
     def check(self, state: TrainState) -> None:
@@ -275,10 +268,14 @@ class FederatedSteps(Steps):
         for r in range(self.run.steps):
             for silos in builder.pieces(r):
                 if any(draw.size for silo in silos.tolist() for draw in builder.draws(silo, r)):
-                    host, _ = builder.gather(r, silos)
+                    host, records = builder.gather(r, silos)
                     index = tuple(np.argwhere(host["mask"])[:2].T)
                     units = jax.tree.map(operator.itemgetter(index), host["units"])
-                    return builder.build(r, silos), units, jnp.asarray(host["group"][index])
+                    return (
+                        builder.ship(silos, host, records),
+                        units,
+                        jnp.asarray(host["group"][index]),
+                    )
         return None
 
 
@@ -391,7 +388,9 @@ def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -
     """
     half = np.random.default_rng(0).random(chunk.mask.shape) < 0.5
 
-    @functools.partial(jax.jit, static_argnums=2)
+    @functools.partial(
+        jax.jit, static_argnums=2, out_shardings=jax.tree.map(lambda x: x.sharding, chunk)
+    )
     def left_out(chunk: Chunk, left: jax.Array, blank: bool) -> Chunk:
         mask = chunk.mask & left
 
@@ -407,11 +406,9 @@ def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -
             microbatches=jnp.minimum(chunk.microbatches, 1),
         )
 
-    places = jax.tree.map(lambda x: x.sharding, chunk)
-
     def run(left: np.ndarray, blank: bool) -> list[bytes]:
         changed = left_out(chunk, place(left, chunk.mask.sharding), blank)
-        released, _, stats = release(params, states, place(changed, places))
+        released, _, stats = release(params, states, changed)
         return [np.asarray(x).tobytes() for x in jax.tree.leaves((released, stats))]
 
     for left in (half, ~half):

@@ -106,6 +106,10 @@ class RoundBuilder:
         # Chunks of equal size: the last one is padded, and padding is computed.
         return unit * math.ceil(most / unit / math.ceil(most / unit / fit))
 
+    @property
+    def _by_silo(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(DATA_AXIS))
+
     @functools.cached_property
     def _members(self) -> list[int]:
         return self.federation.participants.tolist()
@@ -136,9 +140,12 @@ class RoundBuilder:
 
         Of many processes each reads the silos of its own devices.
         """
-        sharding = NamedSharding(self.mesh, PartitionSpec(DATA_AXIS))
-        mine = local_columns(sharding, self.size, axis=0)
-        host, records = self.gather(round_index, silos, mine)
+        mine = local_columns(self._by_silo, self.size, axis=0)
+        return self.ship(silos, *self.gather(round_index, silos, mine))
+
+    def ship(self, silos: np.ndarray, host: dict[str, Any], records: int) -> Piece:
+        """What ``gather`` returned for ``silos``, on the devices."""
+        sharding = self._by_silo
         if sharding.is_fully_addressable:  # all arrays in one call: small ones are many
             return Piece(silos, jax.device_put(Chunk(**host), sharding), records)
         places = jax.tree.map(lambda _: sharding, host)

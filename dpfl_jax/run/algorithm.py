@@ -13,9 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.state import TrainState
+from dpfl_jax.run.state import TrainState, hardware
 from dpfl_jax.run.terms import Terms
 
 PyTree = Any
@@ -111,7 +112,7 @@ class Algorithm(abc.ABC):
       steps: how many there are.
       delta: of its guarantee.
       private: whether it has one.
-      hardware: what it is computed with (``run.state.hardware``).
+      mesh: what it is computed on.
       movable: whether a run may go on as another computation, drawing anew.
       layout: what changes no more than rounding; runs that differ in it alone draw independently.
       smaller: what the user changes if memory does not suffice.
@@ -121,10 +122,15 @@ class Algorithm(abc.ABC):
     steps: int
     delta: float
     private: bool
-    hardware: str
+    mesh: Mesh
     movable: bool = True
     layout: Any = None
     smaller: str
+
+    @property
+    def hardware(self) -> str:
+        """What the steps are computed with."""
+        return hardware(self.mesh)
 
     @abc.abstractmethod
     def terms(self) -> Terms:

@@ -126,7 +126,10 @@ class Checkpoints:
                 f"the checkpoint of step {step} in {self._manager.directory} cannot be restored: "
                 f"{reason}; remove it to go on from the one before"
             ) from None
-        return TrainState(**restored["state"]), restored["progress"]
+        # Files keep no tuples: states are given back in the structure that they were made in.
+        leaves = jax.tree.leaves(restored["state"])
+        state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
+        return TrainState(**state), restored["progress"]
 
     def close(self) -> None:
         """Waits for writing to finish."""

@@ -103,7 +103,9 @@ class RunDirectory:
             self.root_key = RootKey.generate() if seed is None else RootKey.from_seed(seed)
             self._write_key(private)
             # Last: a directory without config.yaml is not yet a run.
-            self.run_id, self.facts = uuid.uuid4().hex, self._sealed(facts)
+            # People look for the name in a ledger; nothing secret, so no key's fingerprint.
+            self.run_id = f"{self.path.name}-{uuid.uuid4().hex[:16]}"
+            self.facts = self._sealed(facts)
             self._content = {
                 "fingerprint": fingerprint,
                 "run_id": self.run_id,

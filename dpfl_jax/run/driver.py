@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 
@@ -155,7 +156,14 @@ def drive(
     if start == 0:
         evaluated(0)
     work = algorithm.begin(key, start)
-    facts = {"root key": root.fingerprint, "number of steps": [start, steps], "set of terms": terms}
+    mesh = algorithm.mesh
+    facts = {
+        "root key": root.fingerprint,
+        "number of steps": [start, steps],
+        "set of terms": terms,
+        "mesh": [list(mesh.shape.items()), [device.id for device in mesh.devices.flat]],
+        "version of JAX or NumPy": [jax.__version__, np.__version__],
+    }
     processes.check_same(facts | work.agreed())
     clipping = None
     if algorithm.private:
@@ -177,11 +185,8 @@ def drive(
             before, done = done, after
             meter.count(taken, done - before)
             last = done == steps
-
-            def due(every: int, before: int = before, done: int = done) -> bool:
-                return bool(every) and done // every > before // every
-
-            logs, saves = due(log_every) or last, due(checkpoint_every) or last
+            logs = last or _due(log_every, before, done)
+            saves = last or _due(checkpoint_every, before, done)
             if logs or saves or not processes.many():  # else they would wait for each other
                 stopping = meter.exchange(stop.requested)
             if logs:
@@ -189,7 +194,7 @@ def drive(
                 meter.measure(row)
                 log.append(row)
                 bar.update(done, _status(row))
-            if due(eval_every) and not last:
+            if _due(eval_every, before, done) and not last:
                 evaluated(done)
                 meter.restart()
             if checkpoints is not None and (saves or stopping):
@@ -215,6 +220,11 @@ def drive(
         tokens=meter.tokens,
         clipping=clipping,
     )
+
+
+def _due(every: int, before: int, done: int) -> bool:
+    """Whether a multiple of ``every`` was passed; never if it is 0."""
+    return bool(every) and done // every > before // every
 
 
 class Spent:

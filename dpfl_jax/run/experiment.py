@@ -138,32 +138,30 @@ class _Bill:
     """Charges the whole run to the ledger before its first step, if the config names one."""
 
     def __init__(self, prepared: Prepared, directory: RunDirectory, console: Console) -> None:
-        self._privacy, self._console = prepared.config.privacy, console
-        self._run, self._paid = directory.run_id, ""
-        if self._privacy.ledger is None:
-            return
-        self._ledger, charge = accounting.Ledger(self._privacy.ledger), prepared.charge()
-        self._charge = charge
-        self._account = accounting.Account(self._privacy.account, charge.unit, charge.adjacency)
+        self._prepared, self._run, self._console = prepared, directory.run_id, console
+        path = prepared.config.privacy.ledger
+        self._ledger = None if path is None else accounting.Ledger(path)
+        self._paid = ""
 
     def __call__(self, draws: str) -> None:
         """Charges the run under its own name and that of its draws."""
-        if self._privacy.ledger is None:
+        if self._ledger is None:
             return
+        privacy, charge = self._prepared.config.privacy, self._prepared.charge()
+        account = accounting.Account(privacy.account, charge.unit, charge.adjacency)
         self._paid = f"{self._run}:{draws}"
         found = self._ledger.reserve(
-            self._account, self._paid, self._charge.event, self._charge.delta, self._privacy.budget
+            account, self._paid, charge.event, charge.delta, privacy.budget
         )
         left = "" if found.left is None else f", {found.left:.4g} left"
         lines = [f"a new ledger was made at {self._ledger.path}"] * found.new_ledger
         lines.append(
-            f"ledger {self._ledger.path}, account {self._privacy.account}: epsilon "
-            f"{found.before:.4g} spent before this run, {found.after:.4g} with it{left} "
-            f"(delta {self._charge.delta:.3g})"
+            f"ledger {self._ledger.path}, account {privacy.account}: epsilon {found.before:.4g} "
+            f"spent before this run, {found.after:.4g} with it{left} (delta {charge.delta:.3g})"
         )
         self._console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 
     def commit(self) -> None:
         """The run is finished."""
-        if self._paid:
+        if self._ledger is not None and self._paid:
             self._ledger.commit(self._paid)

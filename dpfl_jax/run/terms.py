@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from dpfl_jax.clipping import join
+from dpfl_jax.clipping.isolation import inner_programs
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.content import content_digest
@@ -178,38 +178,27 @@ def traced_parts(function: Callable[..., Any], *args: Any) -> tuple[str, list[An
     """
     traced = jax.make_jaxpr(function)(*jax.tree.map(shape_of, args))
     text = re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr))  # functions print where they lie
-    constants = list(traced.consts)
-    for equation in _equations(traced.jaxpr, constants):
-        if equation.primitive.name in ("pure_callback", "io_callback"):
-            raise BadInputError(
-                f"the loss (or the optimiser) calls back into Python ({equation.primitive.name}): "
-                "what is computed there can neither be bounded nor told from another run's; write "
-                "it in JAX"
-            )
-        if equation.primitive.name == "custom_vmap_call":
-            raise BadInputError(
-                "the loss (or the optimiser) has a rule of its own for vmap (custom_vmap): what "
-                "that computes cannot be told from another run's; write it without one"
-            )
-    return text, constants
+    programs = list(_programs(traced))
+    used = {equation.primitive.name for program in programs for equation in program.eqns}
+    if callbacks := used & {"pure_callback", "io_callback"}:
+        raise BadInputError(
+            f"the loss (or the optimiser) calls back into Python ({min(callbacks)}): what is "
+            "computed there can neither be bounded nor told from another run's; write it in JAX"
+        )
+    if "custom_vmap_call" in used:
+        raise BadInputError(
+            "the loss (or the optimiser) has a rule of its own for vmap (custom_vmap): what that "
+            "computes cannot be told from another run's; write it without one"
+        )
+    return text, [constant for program in programs for constant in getattr(program, "consts", ())]
 
 
-def _equations(jaxpr: Any, constants: list[Any]) -> Iterator[Any]:
-    """All equations, of inner functions too; the arrays these captured are put to ``constants``."""
-    for equation in jaxpr.eqns:
-        yield equation
-        inner: list[Any] = list(equation.params.values())
-        while inner:
-            part = inner.pop()
-            if isinstance(part, (list, tuple)):
-                inner += part
-            elif isinstance(part, Mapping):
-                inner += part.values()
-            elif isinstance(part, ClosedJaxpr):
-                constants += part.consts
-                yield from _equations(part.jaxpr, constants)
-            elif isinstance(part, Jaxpr):
-                yield from _equations(part, constants)
+def _programs(program: Any) -> Iterator[Any]:
+    """A ClosedJaxpr or Jaxpr, and all that it calls."""
+    yield program
+    for equation in program.eqns:
+        for inner in inner_programs(equation.params.values()):
+            yield from _programs(inner)
 
 
 def training_digest(

@@ -32,7 +32,7 @@ from dpfl_jax.run.mesh import (
     place,
     splits_parameters,
 )
-from dpfl_jax.run.state import TrainState, hardware, init_state
+from dpfl_jax.run.state import TrainState, init_state
 from dpfl_jax.run.terms import Terms, training_digest
 from dpfl_jax.training import convolutions
 from dpfl_jax.training.batches import (
@@ -126,7 +126,6 @@ class Central(Algorithm):
         )
         self.trained, frozen = split(params, trainable)
         self.frozen = place(frozen, parameter_shardings(frozen, mesh, self.copied), copy=False)
-        self.hardware = hardware(mesh)
         more = (execution.strategy, execution.cut, execution.group_buckets)
         self.layout = [self.hardware, *more, execution.microbatch_size]
         users = ", set train.examples_at_once" if mechanism.kind == "uls" else ""
@@ -217,7 +216,6 @@ class CentralSteps(Steps):
         return {
             "mechanism": repr(run.mechanism),
             "draw": draw_digest(self.sampler, self.key, self.start),
-            "mesh": [list(run.mesh.shape.items()), [d.id for d in run.mesh.devices.flat]],
             "size of a microbatch": [
                 how.microbatch_size,
                 self.pipeline.row,
@@ -228,7 +226,6 @@ class CentralSteps(Steps):
                 [jax.tree_util.keystr(path), list(leaf.shape)]
                 for path, leaf in jax.tree_util.tree_leaves_with_path(run.trained)
             ],
-            "version of JAX or NumPy": [jax.__version__, np.__version__],
         }
 
     def check(self, state: TrainState) -> None:

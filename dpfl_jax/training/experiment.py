@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable
@@ -107,14 +108,19 @@ class CentralRun(Prepared):
             "noise_multiplier": self.mechanism.noise_multiplier,
             "delta": self.delta,
         }
-        if self.config.model.checkpoint is not None:
-            facts["base"] = describe(self.config.model.checkpoint)
-            facts["checkpoint"] = facts["base"]["digest"]
+        if self.base is not None:
+            facts |= {"base": self.base, "checkpoint": self.base["digest"]}
         return facts
+
+    @functools.cached_property
+    def base(self) -> dict[str, Any] | None:
+        """What identifies the checkpoint, all of which is read for it; None if there is none."""
+        path = self.config.model.checkpoint
+        return None if path is None else describe(path)
 
     def going_on(self, directory: RunDirectory) -> CentralRun:
         """With the noise and delta that the run began with, from the same checkpoint."""
-        if directory.facts.get("checkpoint") != self.facts().get("checkpoint"):
+        if directory.facts.get("checkpoint") != (self.base or {}).get("digest"):
             raise BadInputError(
                 f"the checkpoint {self.config.model.checkpoint} is not the one that the run in "
                 f"{directory.path} began with: bring it back, or start another run"

@@ -381,9 +381,10 @@ def kill_and_resume(workspace, whole, run_dir, victim, config):
     assert any("other hardware" in caveat for caveat in privacy["caveats"])
     # Reserved once and committed once, whatever happened in between.
     records = [json.loads(line) for line in (workspace / "ledger.jsonl").read_text().splitlines()]
-    kinds = [record["kind"] for record in records if record["run"] == run_dir.name]
-    assert kinds == ["reserve", "commit"]
-    assert run_dir.name in Ledger(workspace / "ledger.jsonl").runs(Account("people"))
+    mine = [record for record in records if record["run"].startswith(f"{run_dir.name}-")]
+    assert [record["kind"] for record in mine] == ["reserve", "commit"]
+    assert mine[0]["run"] == mine[1]["run"]
+    assert mine[0]["run"] in Ledger(workspace / "ledger.jsonl").runs(Account("people"))
 
 
 @pytest.mark.slow

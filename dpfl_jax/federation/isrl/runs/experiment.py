@@ -75,6 +75,7 @@ class IsrlRun(Prepared):
         unit, adjacency = "record", "replace one record"
         noise = self.parameters.noise
         if not noise or noise[0].sampling == "with_replacement":
+            # Infinite at any delta.
             return Charge(dp_accounting.NonPrivateDpEvent(), 0.5, unit, adjacency)
         worst = max(noise, key=lambda z: z.rate)
         worst = dataclasses.replace(

@@ -37,7 +37,7 @@ from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import RunResult, drive
 from dpfl_jax.run.mesh import DATA_AXIS, data_parallel_mesh, place, replicated
-from dpfl_jax.run.state import TrainState, hardware
+from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, begin, value_digest
 
 
@@ -168,7 +168,6 @@ class Messages(Algorithm):
         self.mesh, self.method = mesh, make_method(config, parameters)
         self.steps, self.private = parameters.rounds, parameters.noise is not None
         self.delta = max((z.budget.delta for z in parameters.noise or []), default=1.0)
-        self.hardware = hardware(mesh)
 
     def terms(self) -> Terms:
         """Algorithm, sampling, rounds, batches and noise; data and computation."""
@@ -245,11 +244,7 @@ class MessageSteps(Steps):
         """A block."""
         run, (begin_at, end) = self.run, inputs
         values = jax.tree.map(lambda x: x[begin_at:end], run.method.values)
-        now = jax.tree.unflatten(
-            jax.tree.structure(run.method.start(jnp.zeros(run.task.shape))),
-            jax.tree.leaves(state.opt_state["state"]),
-        )
-        rows = self.schedule.rows(begin_at, end)
+        now, rows = state.opt_state["state"], self.schedule.rows(begin_at, end)
         now = self.block(now, rows, values, self.data, self.schedule.rank)
         state = run.packed(now, end)
         answered = int(self.present[begin_at:end].sum())
@@ -303,17 +298,17 @@ def make_evaluation(task: Task, data: SiloData) -> Callable[[jax.Array], dict[st
         return jnp.where(real, each, 0.0).sum(1)
 
     # Of the data, too: what it captured would be written into the compiled program.
-    def measured(w: jax.Array, data: SiloData) -> tuple[jax.Array, jax.Array]:
+    def measured(w: jax.Array, data: SiloData) -> tuple[jax.Array, jax.Array, jax.Array]:
         hits = jnp.zeros(data.num_silos) if task.hit is None else per_silo(task.hit, w, data)
-        return per_silo(task.loss, w, data), hits
+        return per_silo(task.loss, w, data), hits, data.sizes
 
     # Whole on every device: each process then has all losses.
-    place = jax.tree.leaves(data.examples)[0].sharding
-    whole = None if place.is_fully_addressable else replicated(place.mesh)
+    held: Any = data.sizes.sharding
+    whole = None if held.is_fully_addressable else replicated(held.mesh)
     compiled = jax.jit(measured, out_shardings=whole)
 
     def evaluate(w: jax.Array) -> dict[str, Any]:
-        losses, hits = (np.asarray(v, np.float64) for v in compiled(w, data))
+        losses, hits, sizes = (np.asarray(v, np.float64) for v in compiled(w, data))
         accuracy = None if task.hit is None else float(hits.sum() / sizes.sum())
         return {
             "loss": float(losses.sum() / sizes.sum()),
@@ -323,5 +318,4 @@ def make_evaluation(task: Task, data: SiloData) -> Callable[[jax.Array], dict[st
             "examples": int(sizes.sum()),
         }
 
-    sizes = np.asarray(jax.device_get(jax.jit(lambda x: x, out_shardings=whole)(data.sizes)), float)
     return evaluate
