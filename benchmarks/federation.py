@@ -97,16 +97,15 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     import jax
     import optax
 
-    from dpfl_jax.config.federated import SiloMechanismConfig
+    from dpfl_jax.config.kinds import SILOS
     from dpfl_jax.federation.data import ArrayRecords, FederatedData
     from dpfl_jax.federation.engine import make_release
-    from dpfl_jax.federation.experiment import build_silo_mechanism
     from dpfl_jax.federation.federation import Federation, SiloPlan
     from dpfl_jax.federation.mechanisms import FedAvg, SiloFacts
     from dpfl_jax.federation.rounds import RoundBuilder
+    from dpfl_jax.mesh import data_parallel_mesh
     from dpfl_jax.models import LeafCNN
     from dpfl_jax.randomness import RootKey
-    from dpfl_jax.run.mesh import data_parallel_mesh
 
     rng = np.random.default_rng(0)
     total = args.silos * args.records
@@ -119,13 +118,10 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     silos = np.repeat(np.arange(args.silos), args.records)
     subjects = np.arange(total) // 2  # two records each
     data = FederatedData.from_assignment(records, subjects, silos, args.silos)
-    private = build_silo_mechanism(
-        SiloMechanismConfig(
-            kind=args.mechanism,
-            batch_size=args.batch_size,
-            max_items_per_subject=2,
-            noise_multiplier=None if args.mechanism == "fed_avg" else 1.0,
-        )
+    private = SILOS[args.mechanism](
+        batch_size=args.batch_size,
+        max_items_per_subject=2,
+        noise_multiplier=None if args.mechanism == "fed_avg" else 1.0,
     )
     plain = FedAvg(batch_size=args.batch_size, max_items_per_subject=2)
     model = LeafCNN(10, tuple(args.channels), args.hidden)

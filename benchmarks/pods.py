@@ -24,7 +24,7 @@ HELP = "fine-tuning jobs compiled for TPU slices: what fits, what it costs"
 DESCRIPTION = """\
 Compile the real train step of each job for each slice, on a machine that has none, and tabulate:
 
-  split     copies x parts of the parameters (mesh.data x mesh.fsdp)
+  split     copies x parts of the parameters (mesh.data x execution.mesh.fsdp)
   fits      whether it fits at one unit a device, and the memory of one device it takes then
   largest   the largest microbatch that fits (units a device, a power of two; with --suggest)
   FLOPs     over the same step without privacy, at that microbatch
@@ -38,8 +38,9 @@ many devices as that needs.
 
 A unit is an example (els) or a user (uls). A user's --group-size examples are processed at once
 where the parameters are copied. Where they are split, adapters take them one at a time
-(train.examples_at_once=1), and full fine-tuning shares the --split-group-size examples of a user
-out to the devices that share the parameters (mesh.split_users). --users forces one of the three.
+(execution.examples_at_once=1), and full fine-tuning shares the --split-group-size examples of a
+user out to the devices that share the parameters (execution.split_users). --users forces one of the
+three.
 
 Each row is compiled in a process of its own and appended to --out, so that an interrupted table
 goes on where it stopped. A row takes one to several minutes of one core. Needs the TPU compiler:
@@ -96,7 +97,9 @@ class Job:
     @property
     def config(self) -> dict[str, Any]:
         """Its configuration; data and calibrated noise do not matter to the compiler."""
-        kind = {"group_size": self.group_size}
+        size = {"cohort_size": 1024}
+        if self.unit == "els":
+            size = {"batch_size": 1024 * self.group_size}
         adapters: dict[str, Any] = {"lora": {"rank": 16}, "frozen_dtype": "bfloat16"}
         return {
             "name": "pods",
@@ -114,17 +117,18 @@ class Job:
             "mechanism": {
                 "kind": self.unit,
                 "noise_multiplier": 1.0,
-                "compute_budget": 1024 * self.group_size,
-                self.unit: kind,
+                "clipping": "normalized",
+                "group_size": self.group_size,
+                **size,
             },
             "optimizer": {"name": "adafactor", "learning_rate": 1e-4},
-            "train": {
-                "steps": 10,
+            "train": {"steps": 10},
+            "execution": {
                 "microbatch_size": self.microbatch,
                 "strategy": self.strategy,
                 "examples_at_once": self.examples_at_once,
+                "split_users": self.split_users,
             },
-            "mesh": {"split_users": self.split_users},
         }
 
 
@@ -142,7 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--users", default="auto", choices=USERS, help="how a user is processed")
     parser.add_argument("--fsdp", type=int, help="parts of the parameters (default: as needed)")
     parser.add_argument("--microbatch", type=int, default=1, help="units a device (default 1)")
-    parser.add_argument("--strategy", default="auto", help="as train.strategy")
+    parser.add_argument("--strategy", default="auto", help="as execution.strategy")
     parser.add_argument("--count-only", action="store_true", help="count FLOPs, compile nothing")
     parser.add_argument("--suggest", action="store_true", help="look for the largest microbatch")
     parser.add_argument("--out", help="append rows to this file, and skip those it holds")
@@ -265,7 +269,8 @@ def _compile(job: Job, fsdp: int | None, time_limit: float) -> dict[str, Any]:
         path.write_text(yaml.safe_dump(job.config))
         command = [sys.executable, "-m", "dpfl_jax.cli.main", "compile", str(path), "--json",
                    "--no-baseline", "--topology", job.topology,
-                   "--vocab-size", str(MODELS[job.model]["vocab_size"]), f"mesh.fsdp={parts}",
+                   "--vocab-size", str(MODELS[job.model]["vocab_size"]),
+                   f"execution.mesh.fsdp={parts}",
                    *(["--suggest"] if job.suggest else []),
                    *(["--count-only"] if job.count_only else [])]  # fmt: skip
         try:

@@ -6,7 +6,14 @@ parameters for a target; ``Guarantee`` is the answer with everything needed to j
 """
 
 from dpfl_jax.accounting import events
-from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, delta, epsilon, epsilon_curve
+from dpfl_jax.accounting.accountant import (
+    ADD_OR_REMOVE,
+    REPLACE,
+    delta,
+    epsilon,
+    epsilon_curve,
+    epsilons_midway,
+)
 from dpfl_jax.accounting.calibrate import (
     calibrate_group_size,
     calibrate_noise_multiplier,
@@ -43,5 +50,6 @@ __all__ = [
     "epsilon",
     "epsilon_curve",
     "epsilon_table",
+    "epsilons_midway",
     "events",
 ]

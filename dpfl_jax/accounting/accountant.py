@@ -140,6 +140,24 @@ def delta(
     return best
 
 
+def epsilons_midway(
+    event: Callable[[int], dp_accounting.DpEvent], total: int, counts: Sequence[int], delta: float
+) -> list[float]:
+    """Upper bounds on epsilon after some of the steps of a run.
+
+    Args:
+      event: what the first so many steps do to one unit. Only where all of them are one event
+        repeated is it composed here; else each number of steps is asked for.
+      total: steps of the whole run.
+      counts: numbers of steps, each >= 1.
+      delta: in (0, 1).
+    """
+    whole = event(total)
+    if isinstance(whole, dp_accounting.SelfComposedDpEvent) and whole.count == total:
+        return epsilon_curve(whole.event, counts, delta)
+    return [epsilon(event(count), delta) for count in counts]
+
+
 def epsilon_curve(
     step_event: dp_accounting.DpEvent,
     steps: Sequence[int],

@@ -109,7 +109,7 @@ def slice_mesh(topology: str, axes: dict[str, Any]) -> Any:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
-    from dpfl_jax.run.mesh import make_mesh
+    from dpfl_jax.mesh import make_mesh
 
     if kind == "cpu":
         if not shape.isdigit() or shape == "0":
@@ -155,7 +155,7 @@ class Step:
     def flops(self, units: Units) -> float:
         """Operations of one microbatch on one device, counted before the compiler sees them."""
         from dpfl_jax.cli._flops import count_flops
-        from dpfl_jax.run.mesh import splits_parameters
+        from dpfl_jax.mesh import splits_parameters
 
         step, arguments = self._lowerable(units)
         counted = count_flops(step, *arguments)
@@ -199,7 +199,7 @@ class Step:
         from jax.sharding import NamedSharding, PartitionSpec
 
         from dpfl_jax.clipping import split
-        from dpfl_jax.run.mesh import parameter_shardings, replicated, unit_axes
+        from dpfl_jax.mesh import parameter_shardings, replicated, unit_axes
         from dpfl_jax.run.state import TrainState, shardings_of
         from dpfl_jax.training.step import make_train_step
 
@@ -234,7 +234,7 @@ class Step:
             place(units.shapes(*lead), rows),
             place(jax.ShapeDtypeStruct(lead, jnp.bool_), rows),
             place(jax.ShapeDtypeStruct((), jnp.int32), whole),
-            place(jax.eval_shape(lambda: jax.random.key(0)), whole),
+            place(jax.ShapeDtypeStruct((1, 2), jnp.uint32), whole),
             frozen,
         )
         step = make_train_step(

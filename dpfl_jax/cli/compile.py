@@ -29,8 +29,8 @@ Needs the TPU compiler: pip install libtpu.
 
 examples:
   dpfl compile configs/userlevel/stackoverflow_uls.yaml --topology v5e:4x4
-  dpfl compile CONFIG train.microbatch_size=4 --topology v3:16x16 --json
-  dpfl compile CONFIG mesh.fsdp=16 --suggest    # the largest microbatch that fits
+  dpfl compile CONFIG execution.microbatch_size=4 --topology v3:16x16 --json
+  dpfl compile CONFIG execution.mesh.fsdp=16 --suggest    # the largest microbatch that fits
   dpfl compile CONFIG --topology cpu:8          # this machine's own compiler, 8 devices
 """
 
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suggest",
         action="store_true",
-        help="look for the largest train.microbatch_size (a power of two) that fits",
+        help="look for the largest execution.microbatch_size (a power of two) that fits",
     )
     parser.add_argument(
         "--no-baseline",
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = load_config(args.config, args.overrides)
     if not isinstance(config, RunConfig):
         raise BadInputError("compile: federated configurations are not compiled for slices yet")
-    mesh = slice_mesh(args.topology, config.mesh.axes)
+    mesh = slice_mesh(args.topology, config.execution.mesh.axes)
     if config.model.checkpoint is not None:
         vocab = args.vocab_size or 1  # its own vocabulary
     else:
@@ -106,8 +106,8 @@ def measure(
       baseline: compile the step without privacy too.
       count_only: compile nothing.
     """
-    from dpfl_jax.run.mesh import unit_parts
-    from dpfl_jax.training.experiment import build_mechanism
+    from dpfl_jax.mechanisms import NonPrivate
+    from dpfl_jax.mesh import unit_parts
     from dpfl_jax.training.start import (
         build_model,
         check_trainable,
@@ -116,26 +116,21 @@ def measure(
     )
 
     model = build_model(config, vocab)
-    mechanism = build_mechanism(config.mechanism)
+    mechanism, execution = config.mechanism, config.execution
     if mechanism.private and mechanism.noise_multiplier is None:
         mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)  # any value: same step
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     platform = "cpu" if kind_of(topology) == "cpu" else "tpu"
     trainable, low = trained_by_name(config.model, model.config), config.model.frozen_dtype
-    limit, size = memory_of(topology), config.train.microbatch_size
+    limit, size = memory_of(topology), execution.microbatch_size
     options = {
-        "strategy": config.train.strategy,
+        "strategy": execution.strategy,
         "platform": platform,
         "trainable": trainable,
         # What the choice of a strategy finds on the device itself.
         "memory_limit": None if limit is None else limit / 2,
     }
-    cut = {
-        "examples_at_once": config.train.examples_at_once,
-        "split_users": config.mesh.split_users,
-    }
-
-    group = config.mechanism.uls.group_size if config.mechanism.kind == "uls" else None
+    cut, group = execution.cut, mechanism.unit_examples
     parts, length = unit_parts(mesh), config.data.seq_len
     step = Step(mechanism, model, optimizer, mesh, options | cut, low)
     compiled: dict[int, Compiled] = {}
@@ -159,7 +154,7 @@ def measure(
         size = largest or min(compiled)
     private, units = at(size), Units(parts, size, group, length)
     plain_step = Step(
-        build_mechanism(config.mechanism.model_copy(update={"kind": "none"})),
+        NonPrivate(batch_size=mechanism.compute_budget),
         model, optimizer, mesh, {"trainable": trainable}, low,
     )  # fmt: skip
     plain_units = Units(parts, size * (group or 1), None, length)
@@ -171,7 +166,8 @@ def measure(
         "mesh": dict(mesh.shape),
         "parameters": model.num_params,
         "trained_parameters": check_trainable(config.model, model),
-        "mechanism": config.mechanism.kind,
+        "mechanism": mechanism.kind,
+        "group_size": group,
         "microbatch_size": size,
         "largest_microbatch_size": largest,
         "seq_len": length,
@@ -202,7 +198,7 @@ def _explain(
 ) -> str:
     import jax
 
-    from dpfl_jax.training.sums import in_pieces
+    from dpfl_jax.mechanisms.sums import in_pieces
 
     pieces = in_pieces(mechanism, mesh, **cut)
     bounded = mechanism.bounded_grad(model.loss, **options, **pieces)
@@ -227,10 +223,10 @@ def _print(result: dict[str, Any], to_stderr: bool) -> None:
     table.add_row(
         "FLOPs", f"{result['flops']:.3e} a microbatch, {result['flops_ratio']:.3f} x non-private"
     )
-    if result["fits"] is False and result["mechanism"] == "uls":
+    if result["fits"] is False and result["group_size"]:
         console.print(
-            "a user's examples may be taken a few at a time (train.examples_at_once), and users "
-            "be shared among devices (mesh.fsdp with mesh.split_users)",
+            "a user's examples may be taken a few at a time (execution.examples_at_once), and "
+            "users be shared among devices (execution.mesh.fsdp with execution.split_users)",
             highlight=False,
         )
     ratio = result["temp_ratio"]

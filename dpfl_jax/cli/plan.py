@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
 from typing import Any
 
@@ -120,15 +121,12 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
     declared = config.population
     largest = max(1, args.max_group_size)
     if declared is not None:
-        limited = None
-        if declared.num_limited_examples is not None:
-            limited = {config.mechanism.els.group_size: declared.num_limited_examples}
-        users = Users(declared.num_users, limited=limited)
+        users = Users(declared.num_users, limited=declared.limited_examples or None)
         examples = declared.num_examples
         groups = [2**k for k in range(largest.bit_length())]
         sensitivities = Sensitivities.assumed(args.decay, groups)
     else:
-        from dpfl_jax.run.mesh import make_mesh
+        from dpfl_jax.mesh import make_mesh
         from dpfl_jax.training.experiment import read_data
         from dpfl_jax.training.start import starting_params, trained_by_name
 
@@ -270,21 +268,15 @@ def _write(args: argparse.Namespace, plan: Any, epsilon: float) -> None:
     import yaml
 
     from dpfl_jax.config import config_to_dict, load_config
+    from dpfl_jax.config.kinds import CENTRAL
+    from dpfl_jax.planning.sweep import at_budget
 
     best = plan.best
-    budget = best.size * best.group_size if best.kind == "uls" else best.size
-    config = config_to_dict(
-        load_config(
-            args.config,
-            [
-                *args.overrides,
-                f"mechanism.kind={best.kind}",
-                f"mechanism.compute_budget={budget}",
-                f"mechanism.{best.kind}.group_size={best.group_size}",
-                f"privacy.epsilon={epsilon}",
-            ],
-        )
-    )
+    chosen: Any = load_config(args.config, args.overrides)
+    mechanism = at_budget(chosen.mechanism, best.kind, plan.budget, best.group_size)
+    section = json.dumps(CENTRAL.dump(mechanism))
+    overrides = [*args.overrides, f"mechanism={section}", f"privacy.epsilon={epsilon}"]
+    config = config_to_dict(load_config(args.config, overrides))
     try:
         args.out.write_text(f"# {plan.reason}.\n" + yaml.safe_dump(config, sort_keys=False))
     except OSError as error:

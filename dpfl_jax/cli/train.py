@@ -32,7 +32,7 @@ finished run is never overwritten.
 
 examples:
   dpfl train configs/quickstart.yaml
-  dpfl train configs/quickstart.yaml mechanism.kind=els train.steps=20 privacy.epsilon=2
+  dpfl train configs/quickstart.yaml mechanism.cohort_size=512 privacy.epsilon=2
   dpfl train configs/quickstart.yaml --run-dir runs/mine
   dpfl train configs/userlevel/stackoverflow_uls.yaml --dry-run
   dpfl train configs/subject/quickstart.yaml               # silos: a `federation` section

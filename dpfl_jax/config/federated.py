@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
-from dpfl_jax.config.base import NAME, LedgerSection, Positive, RunSection, Section, Seed
+from dpfl_jax.config.base import NAME, LedgerSection, RunSection, Section, Seed
+from dpfl_jax.config.execution import RoundExecution
+from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.config.schema import OptimizerConfig
 
 
@@ -123,47 +125,6 @@ class FederationConfig(Section):
     weights: tuple[float, ...] | None = None
 
 
-class SiloMechanismConfig(Section):
-    """What a silo does at a local step.
-
-    Attributes:
-      kind: fed_avg (none), local_item, local_group, hi_grad_avg, user_ldp, subject_uls or rpdp
-        (every record has a budget of its own: privacy.budgets).
-      batch_size: expected records per local step; give this or sampling_prob. rpdp: the public
-        divisor; default from the public distribution of budgets.
-      sampling_prob: q of each record (subject_uls: of each subject), the same in all silos.
-      max_items_per_subject: K, most records of a subject in a silo; enforced.
-      clip_norm: C.
-      noise_multiplier: sigma in all silos; leave out to calibrate it.
-      sampling: poisson, or fixed (not accounted for: for reproductions).
-      batch_cap: local_group: most records of a subject in a batch.
-      order: hi_grad_avg: clip_then_average or average_then_clip.
-      denominator: of the noised sum: expected_batch, or as the papers have it (not private):
-        distinct_subjects (hi_grad_avg), realized_batch (rpdp).
-      group_size: subject_uls: most records of a subject in a step.
-    """
-
-    kind: Literal[
-        "fed_avg",
-        "local_item",
-        "local_group",
-        "hi_grad_avg",
-        "user_ldp",
-        "subject_uls",
-        "rpdp",
-    ] = "hi_grad_avg"
-    batch_size: float | None = Field(None, gt=0)
-    sampling_prob: float | None = Field(None, gt=0, le=1)
-    max_items_per_subject: int = Field(4, ge=1)
-    clip_norm: Positive = 1.0
-    noise_multiplier: float | None = Field(None, gt=0)
-    sampling: Literal["poisson", "fixed"] = "poisson"
-    batch_cap: int | None = Field(None, ge=1)
-    order: Literal["clip_then_average", "average_then_clip"] = "clip_then_average"
-    denominator: Literal["expected_batch", "distinct_subjects", "realized_batch"] = "expected_batch"
-    group_size: int = Field(1, ge=1)
-
-
 class FederatedPrivacyConfig(LedgerSection):
     """The target, and the budget it is charged to (``LedgerSection``).
 
@@ -202,19 +163,11 @@ class FederatedTrainConfig(Section):
     """How rounds run.
 
     Attributes:
-      microbatch_size: units processed at once in a silo.
-      width: silos of a device that are vmapped (1 is fastest on a CPU).
-      chunk_silos: silos whose data are on the devices at once; default by size.
-      strategy: how bounded gradients are computed.
       checkpoint_every: rounds between checkpoints.
       keep_checkpoints: how many are kept.
       eval_every: rounds between evaluations; 0 for before and after only.
     """
 
-    microbatch_size: int = Field(32, gt=0)
-    width: int = Field(1, gt=0)
-    chunk_silos: int | None = Field(None, gt=0)
-    strategy: Literal["auto", "vmap", "scan", "ghost"] = "auto"
     checkpoint_every: int = Field(5, gt=0)
     keep_checkpoints: int = Field(2, gt=0)
     eval_every: int = Field(0, ge=0)
@@ -233,6 +186,8 @@ class FederatedConfig(RunSection):
 
     Attributes:
       init_seed: of the initial parameters.
+      mechanism: what a silo does at a local step: ``kind`` (fed_avg, local_item, local_group,
+        hi_grad_avg, user_ldp, subject_uls, rpdp, or ``package.module:Class``), and its fields.
     """
 
     name: str = Field("federated-run", pattern=NAME)
@@ -240,32 +195,21 @@ class FederatedConfig(RunSection):
     data: FederatedDataConfig = FederatedDataConfig()
     federation: FederationConfig
     model: FederatedModelConfig = FederatedModelConfig()
-    mechanism: SiloMechanismConfig = SiloMechanismConfig()
+    mechanism: Annotated[Any, PlainValidator(SILOS.parse), PlainSerializer(SILOS.dump)]
     privacy: FederatedPrivacyConfig = FederatedPrivacyConfig()
     train: FederatedTrainConfig = FederatedTrainConfig()
+    execution: RoundExecution = RoundExecution()
     eval: FederatedEvalConfig = FederatedEvalConfig()
 
     @model_validator(mode="after")
     def _check(self) -> FederatedConfig:
         mechanism, privacy = self.mechanism, self.privacy
-        if mechanism.kind == "rpdp":
-            if mechanism.sampling_prob is not None:
-                raise ValueError(
-                    "mechanism.sampling_prob does not go with rpdp: every record's rate follows "
-                    "from its budget (privacy.budgets); remove it"
-                )
-            if mechanism.max_items_per_subject != 1:
-                raise ValueError("rpdp protects records: set mechanism.max_items_per_subject to 1")
-            if privacy.recipe != "sound":
-                raise ValueError(
-                    f"privacy.recipe={privacy.recipe} belongs to other mechanisms: remove it, and "
-                    "choose privacy.policy for rpdp"
-                )
-        elif (mechanism.batch_size is None) == (mechanism.sampling_prob is None):
+        if mechanism.kind == "rpdp" and privacy.recipe != "sound":
             raise ValueError(
-                "give either mechanism.batch_size or mechanism.sampling_prob, and only one of them"
+                f"privacy.recipe={privacy.recipe} belongs to other mechanisms: remove it, and "
+                "choose privacy.policy for rpdp"
             )
-        if mechanism.kind != "fed_avg":
+        if mechanism.private:
             if privacy.epsilon is None and mechanism.noise_multiplier is None:
                 raise ValueError(
                     "neither privacy.epsilon nor mechanism.noise_multiplier is set: give the "

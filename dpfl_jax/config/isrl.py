@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from dpfl_jax.config.base import NAME, LedgerSection, Positive, RunSection, Section, Seed
+from dpfl_jax.config.execution import BlockExecution
 
 
 class IsrlDataConfig(Section):
@@ -122,13 +123,11 @@ class IsrlTrainConfig(Section):
     """How rounds run.
 
     Attributes:
-      rounds_per_block: rounds of one compiled call; a row of metrics each.
       checkpoint_every: blocks between checkpoints.
       keep_checkpoints: how many are kept.
       eval_every: blocks between evaluations; 0 for before and after only.
     """
 
-    rounds_per_block: int = Field(5, gt=0)
     checkpoint_every: int = Field(2, gt=0)
     keep_checkpoints: int = Field(2, gt=0)
     eval_every: int = Field(0, ge=0)
@@ -143,6 +142,7 @@ class IsrlConfig(RunSection):
     isrl: IsrlSection
     privacy: IsrlPrivacyConfig = IsrlPrivacyConfig()
     train: IsrlTrainConfig = IsrlTrainConfig()
+    execution: BlockExecution = BlockExecution()
 
     @model_validator(mode="after")
     def _check(self) -> IsrlConfig:

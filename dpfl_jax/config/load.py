@@ -81,8 +81,8 @@ def config_fingerprint(config: AnyConfig) -> str:
     """Identifies what a run computes, whatever its name and devices: resuming needs the same."""
     content = config_to_dict(config)
     content.pop("name")
-    content.pop("mesh", None)
-    content.pop("processes", None)
+    content.pop("execution")
+    content.pop("processes")
     content.pop("sweep", None)
     if "budget" in content["privacy"]:  # a run that it refused goes on once it is raised
         content["privacy"]["budget"] = None
@@ -152,6 +152,8 @@ def _one_sentence(error: ValidationError, where: str, kind: type[AnyConfig]) -> 
     message = first["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if not location:
+        return f"{where}: {message}{more}"
+    if f"{key}." in message:
         return f"{where}: {message}{more}"
     given = first.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool | None) else ""

@@ -6,11 +6,13 @@ line. Defaults are what a private run should have; nothing here reads data.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PlainSerializer, PlainValidator, model_validator
 
 from dpfl_jax.config.base import LedgerSection, Positive, RunSection, Section, Seed
+from dpfl_jax.config.execution import Execution
+from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import DataConfig
 
 
@@ -103,41 +105,6 @@ class PretrainConfig(Section):
     cache_dir: str | None = None
 
 
-class ElsConfig(Section):
-    """What only ELS has: ``group_size``, most examples of one user in the whole run."""
-
-    group_size: int = Field(8, ge=1)
-
-
-class UlsConfig(Section):
-    """What only ULS has: ``group_size``, most examples of one user per step."""
-
-    group_size: int = Field(4, ge=1)
-
-
-class MechanismConfig(Section):
-    """Which mechanism, at which compute budget.
-
-    Attributes:
-      kind: els, uls or none (not private, for baselines).
-      compute_budget: expected gradient evaluations per step. ELS and none: the batch size; ULS:
-        cohort size times group size.
-      clip_norm: largest gradient norm of one unit.
-      clipping: standard or normalized.
-      noise_multiplier: fixed noise; leave out to calibrate it from privacy.epsilon.
-      sampling_prob: declared probability per unit; default expected size over number of units.
-    """
-
-    kind: Literal["els", "uls", "none"] = "uls"
-    compute_budget: float = Field(256, gt=0)
-    clip_norm: Positive = 1.0
-    clipping: Literal["standard", "normalized"] = "normalized"
-    noise_multiplier: float | None = Field(None, gt=0)
-    sampling_prob: float | None = None
-    els: ElsConfig = ElsConfig()
-    uls: UlsConfig = UlsConfig()
-
-
 class PrivacyConfig(LedgerSection):
     """The target, and the budget it is charged to (``LedgerSection``).
 
@@ -156,12 +123,12 @@ class PopulationConfig(Section):
     Attributes:
       num_users: users that training samples from.
       num_examples: their examples, before any limit.
-      num_limited_examples: examples left under els.group_size (needed for ELS).
+      limited_examples: by group size, examples left with at most so many of a user (for ELS).
     """
 
     num_users: int = Field(gt=0)
     num_examples: int = Field(gt=0)
-    num_limited_examples: int | None = Field(None, gt=0)
+    limited_examples: dict[int, int] = Field(default_factory=dict)
 
 
 class TrainConfig(Section):
@@ -169,13 +136,6 @@ class TrainConfig(Section):
 
     Attributes:
       steps: number of steps T.
-      microbatch_size: units per device processed at once.
-      strategy: how bounded gradients are computed (auto, vmap, scan, ghost).
-      group_buckets: process users with few examples in buffers with a smaller group axis (1, 2, 4,
-        ...), instead of padding them to uls.group_size: less work, a longer compilation.
-      examples_at_once: examples of a user (ULS) that a device processes at once; the gradients of
-        the rest are accumulated before the user's norm is taken. Needed where a user's examples do
-        not fit together. Default: all.
       checkpoint_every: steps between checkpoints.
       keep_checkpoints: how many checkpoints are kept.
       eval_every: steps between evaluations on validation users; 0 for only before and after.
@@ -183,37 +143,10 @@ class TrainConfig(Section):
     """
 
     steps: int = Field(gt=0)
-    microbatch_size: int = Field(16, gt=0)
-    strategy: Literal["auto", "vmap", "scan", "ghost"] = "auto"
-    group_buckets: bool = False
-    examples_at_once: int | None = Field(None, gt=0)
     checkpoint_every: int = Field(50, gt=0)
     keep_checkpoints: int = Field(2, gt=0)
     eval_every: int = Field(0, ge=0)
     log_every: int = Field(1, gt=0)
-
-
-class MeshConfig(Section):
-    """How devices are arranged; what is trained and the guarantee are the same for every mesh.
-
-    Attributes:
-      data: copies of the parameters, each with its share of the units; default as many as fit.
-      fsdp: parts of parameters, optimiser state, sums and noise; units are split over them too.
-      tensor: parts of each layer's products.
-      split_users: share out each user's examples (ULS) to the fsdp devices, of which each then
-        forms a part of the gradient, instead of one user a device. Needed where no device holds a
-        whole gradient.
-    """
-
-    data: int | None = Field(None, gt=0)
-    fsdp: int = Field(1, gt=0)
-    tensor: int = Field(1, gt=0)
-    split_users: bool = False
-
-    @property
-    def axes(self) -> dict[str, Any]:
-        """Arguments of ``run.mesh.make_mesh``."""
-        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
 
 class EvalConfig(Section):
@@ -255,6 +188,7 @@ class RunConfig(RunSection):
 
     Attributes:
       init_seed: seed of the initial parameters (public; they carry no privacy).
+      mechanism: ``kind`` (els, uls, none, or ``package.module:Class``), and its fields.
     """
 
     init_seed: Seed = 0
@@ -262,11 +196,11 @@ class RunConfig(RunSection):
     population: PopulationConfig | None = None
     model: ModelConfig = ModelConfig()
     pretrain: PretrainConfig | None = None
-    mechanism: MechanismConfig = MechanismConfig()
+    mechanism: Annotated[Any, PlainValidator(CENTRAL.parse), PlainSerializer(CENTRAL.dump)]
     privacy: PrivacyConfig = PrivacyConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig
-    mesh: MeshConfig = MeshConfig()
+    execution: Execution = Execution()
     eval: EvalConfig = EvalConfig()
     sweep: SweepConfig | None = None
 
@@ -282,7 +216,7 @@ class RunConfig(RunSection):
             raise ValueError(
                 f"privacy.delta is {privacy.delta:g}, but it must lie strictly between 0 and 1"
             )
-        if mechanism.kind != "none":
+        if mechanism.private:
             if privacy.epsilon is None and mechanism.noise_multiplier is None:
                 raise ValueError(
                     "neither privacy.epsilon nor mechanism.noise_multiplier is set: give the "
@@ -297,15 +231,16 @@ class RunConfig(RunSection):
             raise ValueError(
                 "both pretrain and model.checkpoint are set: the private phase starts from one"
             )
+        execution = self.execution
         for name, asked in (
-            ("train.examples_at_once", self.train.examples_at_once is not None),
-            ("mesh.split_users", self.mesh.split_users),
+            ("execution.examples_at_once", execution.examples_at_once is not None),
+            ("execution.split_users", execution.split_users),
         ):
-            if asked and mechanism.kind != "uls":
+            if asked and mechanism.unit_examples is None:
                 raise ValueError(f"{name} is for users with several examples (mechanism.kind=uls)")
-            if asked and self.train.strategy == "ghost":
+            if asked and execution.strategy == "ghost":
                 raise ValueError(
-                    f"{name} forms users' gradients, which train.strategy=ghost does not: leave "
-                    "out one of the two"
+                    f"{name} forms users' gradients, which execution.strategy=ghost does not: "
+                    "leave out one of the two"
                 )
         return self

@@ -24,10 +24,10 @@ from jax.sharding import Mesh, PartitionSpec
 
 from dpfl_jax.clipping import accumulate
 from dpfl_jax.clipping.result import vary, varying_axes
+from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.mesh import DATA_AXIS
 from dpfl_jax.noise import GaussianNoise
-from dpfl_jax.run.algorithm import StepStats
-from dpfl_jax.run.mesh import DATA_AXIS
 
 PyTree = Any
 

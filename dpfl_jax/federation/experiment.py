@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
-from dpfl_jax.config.federated import FederatedConfig, SiloMechanismConfig
+from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.data.store import Store
 from dpfl_jax.errors import BadInputError
@@ -24,23 +24,14 @@ from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.mechanisms import (
-    RPDP,
-    FedAvg,
-    HiGradAvgDP,
-    LocalGroupDP,
-    LocalItemDP,
-    SiloFacts,
-    SiloMechanism,
-    SubjectULS,
-    UserLDP,
-)
+from dpfl_jax.federation.mechanisms import SiloFacts
 from dpfl_jax.federation.personal.personalise import personal_guarantee, personalise
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.placement import spread, subject_keys
 from dpfl_jax.federation.recipes import AS_IF_SOUND, Claim, apply_recipe, claim_of
 from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.federation.sources import SubjectData, load_subjects
+from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import (
     MLP,
     LanguageModel,
@@ -51,9 +42,8 @@ from dpfl_jax.models import (
     transformer_config,
 )
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.driver import RunResult
+from dpfl_jax.run.driver import Pace, RunResult
 from dpfl_jax.run.experiment import Charge, Prepared, run_prepared
-from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.training.evaluate import Evaluator
@@ -67,42 +57,6 @@ EVALUATION_CAVEAT = {
 }
 # Share of records left out by the cap beyond which a run says so aloud.
 _MANY = 0.2
-_OWN_OPTIONS: dict[str, tuple[type[SiloMechanism], ...]] = {
-    "batch_cap": (LocalGroupDP,),
-    "order": (HiGradAvgDP,),
-    "denominator": (HiGradAvgDP, RPDP),
-    "group_size": (SubjectULS,),
-}
-
-
-def build_silo_mechanism(config: SiloMechanismConfig) -> SiloMechanism:
-    """The mechanism of a config, not yet calibrated.
-
-    Raises:
-      BadInputError: an option that the mechanism does not have.
-    """
-    kinds = (FedAvg, LocalItemDP, LocalGroupDP, HiGradAvgDP, UserLDP, SubjectULS, RPDP)
-    chosen = next(kind for kind in kinds if kind.kind == config.kind)
-    options: dict[str, Any] = {}
-    for name, owners in _OWN_OPTIONS.items():
-        value = getattr(config, name)
-        if chosen in owners:
-            options[name] = value
-        elif value != SiloMechanismConfig.model_fields[name].default:
-            raise BadInputError(
-                f"mechanism.{name} is an option of {' and '.join(o.kind for o in owners)}, not of "
-                f"{config.kind}: remove it"
-            )
-    if config.kind != "fed_avg":
-        options["noise_multiplier"] = config.noise_multiplier
-    if chosen is not RPDP:  # its rates and its divisor follow from the budgets
-        options |= {"batch_size": config.batch_size, "sampling_prob": config.sampling_prob}
-    return chosen(
-        max_items_per_subject=config.max_items_per_subject,
-        clip_norm=config.clip_norm,
-        sampling=config.sampling,
-        **options,
-    )
 
 
 def build_federated_model(config: FederatedConfig, data: SubjectData) -> Any:
@@ -142,7 +96,7 @@ def build_federated_model(config: FederatedConfig, data: SubjectData) -> Any:
 
 def build_federation(config: FederatedConfig, data: FederatedData) -> Federation:
     """The federation of a config on its data, not yet calibrated."""
-    section, mechanism = config.federation, build_silo_mechanism(config.mechanism)
+    section, mechanism = config.federation, config.mechanism
     weights = section.weights or (1.0,) * section.silos
     reach = section.max_silos_per_subject
     if reach is None:
@@ -227,7 +181,7 @@ class FederatedRun(Prepared):
     ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
         """Runs the rounds."""
         config, federation, model = self.config, self.federation, self.model
-        section, train, mesh = config.federation, config.train, data_parallel_mesh()
+        section, mesh = config.federation, data_parallel_mesh()
         evaluator = Evaluator(
             model.loss, mesh, config.eval.batch_size, getattr(model, "predict", None)
         )
@@ -243,15 +197,10 @@ class FederatedRun(Prepared):
             server=OptimizerServer(make_optimizer(section.server_optimizer, section.rounds)),
             keep_local_state=section.local_state == "keep",
             evaluate=lambda params: evaluator(params, self.held_out).to_json(),
-            eval_every=train.eval_every,
+            pace=Pace.of(config.train),
             mesh=mesh,
-            width=train.width,
-            microbatch_size=train.microbatch_size,
-            chunk_silos=train.chunk_silos,
-            strategy=train.strategy,
+            execution=config.execution,
             run_dir=directory,
-            checkpoint_every=train.checkpoint_every,
-            keep_checkpoints=train.keep_checkpoints,
             charge=charge,
             console=console,
         )
@@ -304,7 +253,6 @@ def prepare(config: FederatedConfig, console: Console) -> FederatedRun:
       BadInputError: anything wrong with the configuration or the data.
     """
     section = config.federation
-    build_silo_mechanism(config.mechanism)
     make_optimizer(section.local_optimizer, section.rounds * section.local_steps)
     make_optimizer(section.server_optimizer, section.rounds)
     with console.status("reading data"):

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import SelfCheckError, bounded_grad, self_check
+from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.config.execution import RoundExecution
 from dpfl_jax.data.example_keys import key_argument, keyed, with_any_key
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, worst_cases
@@ -26,39 +27,21 @@ from dpfl_jax.federation.engine import Chunk, Released, make_release, mean_updat
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.rounds import Piece, RoundBuilder
 from dpfl_jax.federation.server import OptimizerServer, ServerRule
+from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.algorithm import Algorithm, Steps, StepStats, Taken
-from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.driver import Hooks, RunResult, drive
-from dpfl_jax.run.mesh import data_parallel_mesh, place, replicated
+from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
+from dpfl_jax.run.driver import RunResult, drive
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, computation_digest, training_digest, value_digest
 
 PyTree = Any
 
 
-@dataclasses.dataclass(frozen=True)
-class RoundExecution:
-    """How rounds are computed. Nothing here changes what is guaranteed.
-
-    Attributes:
-      width: silos of a device that are vmapped.
-      microbatch_size: units processed at once in a silo.
-      chunk_silos: silos on the devices at once; default by size.
-      strategy: how bounded gradients are computed.
-    """
-
-    width: int = 1
-    microbatch_size: int = 32
-    chunk_silos: int | None = None
-    strategy: str = "auto"
-
-
 class Federated(Algorithm):
     """Rounds of a federation whose noise is set, silos over the devices of any number of hosts."""
 
     word = "rounds"
-    smaller = "lower train.microbatch_size, train.chunk_silos or train.width"
+    smaller = "lower execution.microbatch_size, execution.chunk_silos or execution.width"
 
     def __init__(
         self,
@@ -90,7 +73,7 @@ class Federated(Algorithm):
         self.delta, self.mesh = delta, mesh
         self.keep, self.execution, self.show_spent = keep_local_state, execution, show_spent
         self.steps, self.private = federation.rounds, federation.mechanism.private
-        self.layout = [self.hardware, *dataclasses.astuple(execution)]
+        self.layout = [self.hardware, execution.model_dump()]
         self.random = key_argument(loss_fn)
         whole = jax.tree.map(lambda _: replicated(mesh), params)
         self.given, self.start = params, place(params, whole)
@@ -213,7 +196,7 @@ class FederatedSteps(Steps):
         """What the processes of a run must have alike."""
         return {
             "size of a chunk": [self.builder.size, self.builder.capacity, self.builder.row],
-            "strategy": dataclasses.astuple(self.run.execution),
+            "strategy": self.run.execution.model_dump(),
         }
 
     def check(self, state: TrainState) -> None:
@@ -229,7 +212,7 @@ class FederatedSteps(Steps):
             bounded = bounded_grad(
                 mechanism.unit_loss(self.loss_fn),
                 rule=mechanism.rule(mechanism.clip_norm),
-                strategy=self.run.execution.strategy,  # type: ignore[arg-type]
+                strategy=self.run.execution.strategy,
             )
             self_check(bounded, self.run.given, units, group=group)
 
@@ -289,21 +272,10 @@ def run_rounds(
     delta: float,
     server: ServerRule | None = None,
     keep_local_state: bool = False,
-    key: RootKey | None = None,
-    evaluate: Callable[[PyTree], dict[str, Any]] | None = None,
-    eval_every: int = 0,
+    execution: RoundExecution | None = None,
     mesh: Mesh | None = None,
-    width: int = 1,
-    microbatch_size: int = 32,
-    chunk_silos: int | None = None,
-    strategy: str = "auto",
-    run_dir: RunDirectory | None = None,
-    checkpoint_every: int = 5,
-    keep_checkpoints: int = 2,
     show_spent: bool = True,
-    charge: Callable[[str], Any] | None = None,
-    console: Console | None = None,
-    hooks: Hooks | None = None,
+    **options: Any,
 ) -> RunResult:
     """Runs a federation whose noise is set.
 
@@ -317,28 +289,16 @@ def run_rounds(
       delta: for the epsilon shown on the way.
       server: what the server does with the mean update; default: adds it.
       keep_local_state: whether local optimiser states live on between a silo's rounds.
-      key: root key; default a fresh secret one (or the run directory's).
-      evaluate: ``params -> dict`` with at least ``loss``; called before, during and after.
-      eval_every: rounds between evaluations; 0 for before and after only.
+      execution: how rounds are computed.
       mesh: default: silos over all devices.
-      width: silos of a device that are vmapped.
-      microbatch_size: units processed at once in a silo.
-      chunk_silos: silos on the devices at once; default by size.
-      strategy: how bounded gradients are computed.
-      run_dir: where to log and checkpoint; an unfinished one is resumed.
-      checkpoint_every: rounds between checkpoints.
-      keep_checkpoints: checkpoints kept.
       show_spent: whether epsilon is computed for the log of every round.
-      charge: see ``run.driver.drive``.
-      console: where the progress bar goes; None for none.
-      hooks: functions that are called on the way.
+      **options: of ``run.driver.drive`` (key, run_dir, evaluate, pace, hooks, console, ...).
 
     Raises:
       BadInputError: data that do not keep what the plan promises, or a mechanism without noise.
       clipping.SelfCheckError: the strategy's norms disagree with plain per-unit gradients, or units
         mix; no round was run.
     """
-    mesh = data_parallel_mesh() if mesh is None else mesh
     algorithm = Federated(
         loss_fn=loss_fn,
         params=params,
@@ -346,24 +306,13 @@ def run_rounds(
         federation=federation,
         local_optimizer=local_optimizer,
         delta=delta,
-        mesh=mesh,
+        mesh=data_parallel_mesh() if mesh is None else mesh,
         server=OptimizerServer() if server is None else server,
         keep_local_state=keep_local_state,
-        execution=RoundExecution(width, microbatch_size, chunk_silos, strategy),
+        execution=RoundExecution() if execution is None else execution,
         show_spent=show_spent,
     )
-    return drive(
-        algorithm,
-        key=key,
-        run_dir=run_dir,
-        evaluate=evaluate,
-        eval_every=eval_every,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        charge=charge,
-        console=console,
-        hooks=hooks,
-    )
+    return drive(algorithm, **options)
 
 
 _take = jax.jit(lambda states, index: jax.tree.map(lambda x: x[index], states))
@@ -416,6 +365,6 @@ def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -
         if full != run(left, True) and full == run(left, False):
             raise SelfCheckError(
                 "units mix: what the silos release changes with the data of units that are left "
-                "out, so no round was run: use another train.strategy or train.width=1, and report "
-                "this"
+                "out, so no round was run: use another execution.strategy or execution.width=1, "
+                "and report this"
             )

@@ -23,8 +23,8 @@ from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Chunk
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.mechanisms import SiloDraw
+from dpfl_jax.mesh import DATA_AXIS, place
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import DATA_AXIS, place
 
 _BYTES = 192 << 20
 
@@ -131,9 +131,7 @@ class RoundBuilder:
         """uint32 [local steps, 2]: one threefry key per local step."""
         key = self.silo_key(silo, round_index)
         steps = self.federation.silos[silo].local_steps
-        return np.stack(
-            [np.frombuffer(key.derive("noise", t)[:8], np.uint32) for t in range(steps)]
-        )
+        return key.words("noise", steps)
 
     def build(self, round_index: int, silos: np.ndarray) -> Piece:
         """Draws, reads and ships the work of ``silos`` (at most ``size``) in a round.

@@ -8,19 +8,24 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Normalized, Rule, Standard, bounded_grad
+from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise import GaussianNoise
+from dpfl_jax.noise import GaussianNoise, transformation
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Sampler
+
+if TYPE_CHECKING:
+    from dpfl_jax.mechanisms.plan import Plan
 
 PyTree = Any
 LossFn = Callable[..., jax.Array]
@@ -47,9 +52,9 @@ class Population:
 
 
 def require_positive(name: str, value: float) -> None:
-    """Raises BadInputError unless ``value`` is finite and above 0."""
-    if not (math.isfinite(value) and value > 0):
-        raise BadInputError(f"{name} is {value}, but it must be a finite number above 0")
+    """Raises BadInputError unless it is above 0, and float32 holds it with room for sums."""
+    if not 0 < value <= 1e30:
+        raise BadInputError(f"{name} is {value}, but it must be a number above 0, at most 1e30")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,6 +77,12 @@ class Mechanism(abc.ABC):
     kind: ClassVar[str]
     unit: ClassVar[str]
     private: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A class with a ``kind`` of its own can be named in configurations."""
+        super().__init_subclass__(**kwargs)
+        if "kind" in cls.__dict__:
+            CENTRAL.register(cls)
 
     def __post_init__(self) -> None:
         """Validates what all mechanisms share."""
@@ -97,6 +108,43 @@ class Mechanism(abc.ABC):
     @abc.abstractmethod
     def population(self, user_offsets: np.ndarray) -> Population:
         """Counts what this mechanism samples from. user_offsets: int64 [num_users + 1]."""
+
+    def declared_population(
+        self, num_users: int, num_examples: int, limited: Mapping[int, int]
+    ) -> Population:
+        """The same of a data set that is not here.
+
+        Args:
+          num_users: how many there are.
+          num_examples: their examples.
+          limited: by group size, examples left with at most so many of a user.
+
+        Raises:
+          BadInputError: a number that this mechanism needs is missing.
+        """
+        del limited
+        return Population(num_users, num_examples, num_examples)
+
+    @classmethod
+    def at_budget(cls: type[Self], compute_budget: float, group_size: int, **common: Any) -> Self:
+        """The mechanism that evaluates so many gradients a step, in expectation.
+
+        Args:
+          compute_budget: gradient evaluations.
+          group_size: for mechanisms that have one.
+          **common: fields that all mechanisms have.
+        """
+        raise NotImplementedError(f"{cls.__name__} does not say what it does at a compute budget")
+
+    @property
+    def unit_examples(self) -> int | None:
+        """Most examples of a unit in a step; None if a unit is one example."""
+        return None
+
+    @property
+    def compute_budget(self) -> float:
+        """Expected gradient evaluations of a step."""
+        return self.divisor * (self.unit_examples or 1)
 
     @abc.abstractmethod
     def sampling_probability(self, population: Population) -> float:
@@ -143,7 +191,7 @@ class Mechanism(abc.ABC):
         """
         raise BadInputError(
             f"a unit of {self.kind} is one example, which is processed at once: leave out "
-            "train.examples_at_once and mesh.split_users"
+            "execution.examples_at_once and execution.split_users"
         )
 
     def bounded_grad(
@@ -189,6 +237,31 @@ class Mechanism(abc.ABC):
         """The noise on the bounded sum."""
         return GaussianNoise(self.sigma * self.rule.sensitivity)
 
+    def noise_transform(self, keys: jax.Array | np.ndarray) -> optax.GradientTransformation:
+        """Adds the noise of each step to the sum, and divides by the expected size.
+
+        Args:
+          keys: uint32 [steps, 2], one for each step, used for nothing else.
+        """
+        return transformation(self.noise, self.divisor, keys)
+
+    def plan(self, data: Any, *, steps: int, **options: Any) -> Plan:
+        """Calibrates the mechanism for a data set.
+
+        Args:
+          data: a store: ``user_offsets`` and ``read(positions)``.
+          steps: number of steps T.
+          **options: ``epsilon`` (the target, unless the mechanism has a noise multiplier),
+            ``delta`` (default: number of examples ** -1.1), ``execution`` (``config.Execution``:
+            how steps are computed), ``mesh`` (default: that of the execution over all devices).
+
+        Raises:
+          BadInputError: no target, or one that is out of reach; data without examples.
+        """
+        from dpfl_jax.mechanisms.plan import Plan  # which is made of mechanisms
+
+        return Plan.make(self, data, steps=steps, **options)
+
     # ---- what is accounted -----------------------------------------------------------------
 
     @abc.abstractmethod
@@ -209,6 +282,24 @@ class Mechanism(abc.ABC):
 
         sigma = accounting.calibrate_noise_multiplier(event, epsilon, delta)
         return dataclasses.replace(self, noise_multiplier=sigma)
+
+    def calibrated(
+        self: Self, population: Population, steps: int, epsilon: float | None, delta: float | None
+    ) -> tuple[Self, float]:
+        """The mechanism with a noise multiplier, its own or the target's; and delta.
+
+        Raises:
+          BadInputError: there is neither, or nobody to protect; see ``calibrate``.
+        """
+        if population.num_units == 0:
+            raise BadInputError("the training set has no usable example: check the data section")
+        delta = population.default_delta() if delta is None else delta
+        self.sampling_probability(population)
+        if not self.private or self.noise_multiplier is not None:
+            return self, delta
+        if epsilon is None:
+            raise BadInputError("neither epsilon nor the mechanism's noise_multiplier is set")
+        return self.calibrate(population, steps, epsilon, delta), delta
 
     @abc.abstractmethod
     def guarantee(

@@ -16,11 +16,13 @@ runs shuffled instead of sampling; here the sampling that runs is Poisson.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
 from dpfl_jax import accounting
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import (
     COMMON_ASSUMPTIONS,
     Mechanism,
@@ -75,6 +77,22 @@ class ELS(Mechanism):
             num_examples=int(user_offsets[-1] - user_offsets[0]),
             num_units=limited_size(user_offsets, self.group_size),
         )
+
+    def declared_population(
+        self, num_users: int, num_examples: int, limited: Mapping[int, int]
+    ) -> Population:
+        """Counts what ``limited`` says of ``group_size``."""
+        if self.group_size not in limited:
+            raise BadInputError(
+                f"population.limited_examples has no number for {self.group_size}: ELS needs the "
+                f"number of examples left with at most {self.group_size} per user"
+            )
+        return Population(num_users, num_examples, limited[self.group_size])
+
+    @classmethod
+    def at_budget(cls, compute_budget: float, group_size: int, **common: Any) -> ELS:
+        """The budget is the batch."""
+        return cls(group_size=group_size, batch_size=compute_budget, **common)
 
     def sampling_probability(self, population: Population) -> float:
         """P = B / |D_sub| unless declared."""

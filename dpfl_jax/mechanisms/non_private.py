@@ -50,6 +50,11 @@ class NonPrivate(Mechanism):
         num_examples = int(user_offsets[-1] - user_offsets[0])
         return Population(len(user_offsets) - 1, num_examples, num_examples)
 
+    @classmethod
+    def at_budget(cls, compute_budget: float, group_size: int, **common: Any) -> NonPrivate:
+        """The budget is the batch."""
+        return cls(batch_size=compute_budget)
+
     def sampling_probability(self, population: Population) -> float:
         """batch_size / number of examples."""
         return check_probability(

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -78,6 +78,22 @@ class ULS(Mechanism):
             num_examples=int(user_offsets[-1] - user_offsets[0]),
             num_units=num_users,
         )
+
+    def declared_population(
+        self, num_users: int, num_examples: int, limited: Mapping[int, int]
+    ) -> Population:
+        """The units are the users."""
+        return Population(num_users, num_examples, num_users)
+
+    @classmethod
+    def at_budget(cls, compute_budget: float, group_size: int, **common: Any) -> ULS:
+        """Each user of the cohort has up to ``group_size`` examples."""
+        return cls(group_size=group_size, cohort_size=compute_budget / group_size, **common)
+
+    @property
+    def unit_examples(self) -> int:
+        """The group size."""
+        return self.group_size
 
     def sampling_probability(self, population: Population) -> float:
         """Q = M / N unless declared."""

@@ -1,5 +1,6 @@
-"""Noise that is added to bounded sums."""
+"""Noise that is added to clipped sums."""
 
 from dpfl_jax.noise.gaussian import GaussianNoise
+from dpfl_jax.noise.transform import NoiseState, transformation
 
-__all__ = ["GaussianNoise"]
+__all__ = ["GaussianNoise", "NoiseState", "transformation"]

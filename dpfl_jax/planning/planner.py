@@ -51,7 +51,7 @@ class Users:
             return int(self.limited[group])
         raise BadInputError(
             f"the number of examples left with at most {group} a user is not known: give the sizes "
-            "of users, or that number (population.num_limited_examples)"
+            "of users, or that number (population.limited_examples)"
         )
 
     def groups(self) -> list[int]:

@@ -25,21 +25,42 @@ from rich.console import Console
 
 from dpfl_jax.accounting import LedgerError
 from dpfl_jax.config import RunConfig, config_fingerprint, load_config
+from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.run.directory import finished_report, write_atomically
 
 # Short names of the axes of a compute-budget study; any other key of a configuration works too.
 ALIASES = {
-    "kind": "mechanism.kind",
-    "budget": "mechanism.compute_budget",
     "epsilon": "privacy.epsilon",
     "clip_norm": "mechanism.clip_norm",
     "learning_rate": "optimizer.learning_rate",
     "steps": "train.steps",
 }
-# Set together, once the mechanism's kind is known.
-SIZES = ("group_size", "cohort_size")
+# These make a mechanism together.
+SIZES = ("kind", "budget", "group_size", "cohort_size")
+
+
+def at_budget(chosen: Any, kind: str, budget: float, group_size: int) -> Any:
+    """A mechanism at a compute budget.
+
+    Args:
+      chosen: what all mechanisms have is taken from it; of its own kind all else, too.
+      kind: of the one that is made.
+      budget: expected gradient evaluations a step.
+      group_size: for kinds that have one.
+    """
+    cls = CENTRAL[kind]
+    if cls is type(chosen):
+        made = cls.at_budget(budget, group_size)
+        sizes = {
+            field.name: getattr(made, field.name)
+            for field in dataclasses.fields(made)
+            if getattr(made, field.name) != field.default
+        }
+        return dataclasses.replace(chosen, **sizes)
+    common = ("clip_norm", "clipping", "noise_multiplier")
+    return cls.at_budget(budget, group_size, **{name: getattr(chosen, name) for name in common})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +82,19 @@ class Cell:
             for axis, value in self.values.items()
             if axis not in SIZES
         ]
-        kind = self.values.get("kind", config.mechanism.kind)
-        group = self.values.get("group_size")
-        if group is not None and kind != "none":
-            out.append(f"mechanism.{kind}.group_size={group}")
-        cohort = self.values.get("cohort_size")
-        if cohort is not None:
-            if kind == "uls":
-                cohort *= group if group is not None else config.mechanism.uls.group_size
-            out.append(f"mechanism.compute_budget={cohort}")
+        if any(axis in self.values for axis in SIZES):
+            out.insert(0, f"mechanism={json.dumps(CENTRAL.dump(self.mechanism(config.mechanism)))}")
         return [*out, "sweep=null"]
+
+    def mechanism(self, chosen: Any) -> Any:
+        """The base configuration's, at this cell's kind, budget, group and cohort size."""
+        kind = self.values.get("kind", chosen.kind)
+        group = self.values.get("group_size", getattr(chosen, "group_size", 1))
+        budget = self.values.get("budget", chosen.compute_budget)
+        if "cohort_size" in self.values:
+            one = at_budget(chosen, kind, 1.0, group)
+            budget = self.values["cohort_size"] * (one.unit_examples or 1)
+        return at_budget(chosen, kind, budget, group)
 
 
 @dataclasses.dataclass(frozen=True)

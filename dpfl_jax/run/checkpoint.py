@@ -143,7 +143,8 @@ def _seal(key: RootKey, progress: dict[str, Any]) -> str:
 
 
 def _to_tree(state: TrainState) -> dict[str, Any]:
-    return {"params": state.params, "opt_state": state.opt_state, "step": state.step}
+    tree = {"params": state.params, "opt_state": state.opt_state, "step": state.step}
+    return tree | ({"noise": state.noise} if jax.tree.leaves(state.noise) else {})
 
 
 def save_params(path: pathlib.Path, params: Any) -> None:

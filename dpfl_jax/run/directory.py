@@ -53,7 +53,7 @@ class RunDirectory:
         path: str | os.PathLike[str],
         config: Mapping[str, Any],
         fingerprint: str,
-        seed: int | None,
+        key: RootKey | None = None,
         facts: Mapping[str, Any] | None = None,
     ) -> None:
         """Creates the directory, or opens an unfinished one of the same configuration.
@@ -62,7 +62,7 @@ class RunDirectory:
           path: the directory.
           config: resolved configuration, kept as config.yaml.
           fingerprint: identifies the configuration.
-          seed: public seed, or None for a secret key from the operating system.
+          key: root key of a new run; None for a secret one from the operating system.
           facts: what a resumed run must find unchanged or go on with: ``data`` (fingerprint of
             the training set) is compared, the rest is kept as it was at the start. The fingerprint
             itself is a function of private data without noise, by which somebody who knows all
@@ -80,6 +80,12 @@ class RunDirectory:
         private = self.path / "private"
         if self.resumed:
             self.root_key = self._read_key(private)
+            if key is not None and key.fingerprint != self.root_key.fingerprint:
+                self.close()
+                raise BadInputError(
+                    f"the run in {self.path} has a root key of its own, and another was given: "
+                    "leave it out to go on, or start another run in another directory"
+                )
             self._content = _parsed(self.path / "config.yaml")
             if self._content.pop("seal", None) != seal_of(self._content, self.root_key):
                 self.close()
@@ -100,7 +106,7 @@ class RunDirectory:
                 (self.path / name).unlink(missing_ok=True)
         else:
             private.mkdir(mode=0o700, exist_ok=True)
-            self.root_key = RootKey.generate() if seed is None else RootKey.from_seed(seed)
+            self.root_key = key or RootKey.generate()
             self._write_key(private)
             # Last: a directory without config.yaml is not yet a run.
             # People look for the name in a ledger; nothing secret, so no key's fingerprint.
@@ -125,17 +131,24 @@ class RunDirectory:
         if self.writes:
             self._write_content()
 
-    def computed_with(self, hardware: str) -> list[str]:
-        """Notes what the run is computed with from now on; returns all there was, first to last.
+    def computed_with(self, hardware: str, layout: Any = None) -> bool:
+        """Notes what the run is computed with from now on; returns whether there was anything else.
 
         Before the first step: a run that dies before its first checkpoint and goes on elsewhere
         takes steps twice, too.
+
+        Args:
+          hardware: devices and versions.
+          layout: what else changes rounding.
         """
-        known = list(self.facts.get("hardware", []))
-        if hardware not in known:
-            known.append(hardware)
-            self.note("hardware", known)
-        return list(known)
+        moved = False
+        for name, value in (("hardware", hardware), ("layouts", repr(layout))):
+            known = list(self.facts.get(name, []))
+            if value not in known:
+                known.append(value)
+                self.note(name, known)
+            moved = moved or len(known) > 1
+        return moved
 
     def introduction(self) -> dict[str, Any]:
         """What another process needs to ``join``: plain JSON, nothing secret."""

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from dpfl_jax.errors import too_little_memory
+from dpfl_jax.errors import BadInputError, too_little_memory
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, Taken
@@ -35,10 +35,43 @@ PUBLIC_KEY_CAVEAT = (
     "same noise (leave seed unset for a release)"
 )
 MOVED_CAVEAT = (
-    "the run went on from a checkpoint, or from its start, on other hardware: steps taken twice "
-    "used the same noise on sums that may differ in rounding, or drew anew, so metrics written "
-    "between there and the interruption must not have been published"
+    "the run went on from a checkpoint, or from its start, on other hardware or with another "
+    "execution: steps taken twice used the same noise on sums that may differ in rounding, or drew "
+    "anew, so metrics written between there and the interruption must not have been published"
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Pace:
+    """How often a run looks up from its steps.
+
+    Attributes:
+      checkpoint_every: steps between checkpoints.
+      keep_checkpoints: checkpoints kept.
+      eval_every: steps between evaluations; 0 for before and after only.
+      log_every: steps between rows of metrics.
+    """
+
+    checkpoint_every: int = 50
+    keep_checkpoints: int = 2
+    eval_every: int = 0
+    log_every: int = 1
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
+            if getattr(self, name) < 1:
+                raise BadInputError(f"{name} is {getattr(self, name)}, but it must be at least 1")
+
+    @classmethod
+    def of(cls, section: Any, steps: int = 1) -> Pace:
+        """What a section ``train`` says, whose numbers are of so many steps each."""
+        return cls(
+            section.checkpoint_every * steps,
+            section.keep_checkpoints,
+            section.eval_every * steps,
+            getattr(section, "log_every", 1),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +126,7 @@ def drive(
     key: RootKey | None = None,
     run_dir: RunDirectory | None = None,
     evaluate: Evaluate | None = None,
-    eval_every: int = 0,
-    checkpoint_every: int = 50,
-    keep_checkpoints: int = 2,
-    log_every: int = 1,
+    pace: Pace | None = None,
     charge: Callable[[str], Any] | None = None,
     console: Console | None = None,
     hooks: Hooks | None = None,
@@ -108,10 +138,7 @@ def drive(
       key: root key; default a fresh secret one (or the run directory's).
       run_dir: where to log and checkpoint; an unfinished one is resumed.
       evaluate: ``params -> dict`` with at least ``loss``; called before, during and after.
-      eval_every: steps between evaluations; 0 for before and after only.
-      checkpoint_every: steps between checkpoints.
-      keep_checkpoints: checkpoints kept.
-      log_every: steps between rows of metrics.
+      pace: how often it logs, evaluates and keeps.
       charge: called before the first step with a name of the run's draws, to pay for them (in the
         process that writes): a run that moves and draws anew pays again.
       console: where the progress bar goes; None for none.
@@ -121,14 +148,14 @@ def drive(
       BadInputError: the run directory holds another run, or memory does not suffice.
       clipping.SelfCheckError: the algorithm's check before the first step failed.
     """
-    steps = algorithm.steps
+    steps, pace = algorithm.steps, pace or Pace()
     root = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
     caveats = (PUBLIC_KEY_CAVEAT,) if root.public and algorithm.private else ()
     state = algorithm.init()
     log = _Log(run_dir, hooks or Hooks())
     checkpoints, resumed = None, None
     if run_dir is not None:
-        checkpoints = Checkpoints(run_dir.path / "checkpoints", keep_checkpoints)
+        checkpoints = Checkpoints(run_dir.path / "checkpoints", pace.keep_checkpoints)
         resumed = checkpoints.resumed_step()
     key, terms = begin(
         algorithm.terms(),
@@ -142,7 +169,7 @@ def drive(
     if charge is not None:
         processes.primary_first(lambda: charge(key.fingerprint))
     if run_dir is not None and checkpoints is not None:
-        if run_dir.computed_with(algorithm.hardware)[1:]:
+        if run_dir.computed_with(algorithm.hardware, algorithm.layout):
             caveats = (*caveats, MOVED_CAVEAT)
         if resumed is not None:
             state = checkpoints.restore(state, root, terms, resumed)
@@ -185,8 +212,8 @@ def drive(
             before, done = done, after
             meter.count(taken, done - before)
             last = done == steps
-            logs = last or _due(log_every, before, done)
-            saves = last or _due(checkpoint_every, before, done)
+            logs = last or _due(pace.log_every, before, done)
+            saves = last or _due(pace.checkpoint_every, before, done)
             if logs or saves or not processes.many():  # else they would wait for each other
                 stopping = meter.exchange(stop.requested)
             if logs:
@@ -194,7 +221,7 @@ def drive(
                 meter.measure(row)
                 log.append(row)
                 bar.update(done, _status(row))
-            if _due(eval_every, before, done) and not last:
+            if _due(pace.eval_every, before, done) and not last:
                 evaluated(done)
                 meter.restart()
             if checkpoints is not None and (saves or stopping):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import hashlib
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +15,7 @@ from rich.console import Console
 from dpfl_jax import accounting
 from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.directory import FINISHED, RunDirectory
 from dpfl_jax.run.driver import RunResult
@@ -97,11 +100,12 @@ def run_prepared(
         )
     kept = config_to_dict(config)
     kept.pop("processes")  # where a run computes is no part of it
-    identity = (kept, config_fingerprint(config), config.seed)
-    processes.check_same({"configuration": identity[1]})
-    processes.primary_first(lambda: RunDirectory.check(run_dir, identity[1]))
+    fingerprint = config_fingerprint(config)
+    processes.check_same({"configuration": fingerprint})
+    processes.primary_first(lambda: RunDirectory.check(run_dir, fingerprint))
     prepared = processes.together(prepare)
-    directory = _open_directory(run_dir, identity, prepared.facts())
+    key = None if config.seed is None else RootKey.from_seed(config.seed)
+    directory = open_directory(run_dir, kept, key, prepared.facts(), fingerprint)
     try:
         prepared = processes.together(lambda: prepared.going_on(directory))
         verb = "resuming" if directory.resumed else "starting"
@@ -124,12 +128,29 @@ def run_prepared(
         directory.close()
 
 
-def _open_directory(
-    run_dir: str | os.PathLike[str], identity: tuple[Any, ...], facts: dict[str, Any]
+def open_directory(
+    run_dir: str | os.PathLike[str],
+    content: Mapping[str, Any],
+    key: RootKey | None,
+    facts: Mapping[str, Any],
+    fingerprint: str | None = None,
 ) -> RunDirectory:
-    """Process 0 opens (and locks) the directory, the others read the same one."""
-    content, fingerprint, seed = identity
-    mine = processes.primary_first(lambda: RunDirectory(run_dir, content, fingerprint, seed, facts))
+    """Process 0 opens (and locks) the directory of a run, the others read the same one.
+
+    Args:
+      run_dir: where the run lives.
+      content: what the run is, as plain JSON; kept as config.yaml.
+      key: root key of a new run; None: a secret one.
+      facts: as ``RunDirectory`` takes them.
+      fingerprint: identifies ``content``; default a digest of it.
+
+    Raises:
+      BadInputError: the directory holds something else, or a run with another key.
+    """
+    if fingerprint is None:
+        plain = json.dumps(content, sort_keys=True)
+        fingerprint = hashlib.sha256(plain.encode()).hexdigest()[:16]
+    mine = processes.primary_first(lambda: RunDirectory(run_dir, content, fingerprint, key, facts))
     introduction = processes.broadcast(None if mine is None else mine.introduction())
     return processes.together(lambda: mine or RunDirectory.join(introduction, facts))
 

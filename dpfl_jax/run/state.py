@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from dpfl_jax.run.mesh import (
+from dpfl_jax.mesh import (
     parameter_shardings,
     place,
     replicated,
@@ -31,11 +31,13 @@ class TrainState:
       params: pytree of parameters.
       opt_state: state of the Optax optimiser; it has only ever seen noised gradients.
       step: int32 scalar, the number of steps taken.
+      noise: what correlated noise keeps between steps (``noise.NoiseState.memory``).
     """
 
     params: PyTree
     opt_state: PyTree
     step: jax.Array
+    noise: PyTree = ()
 
 
 def hardware(mesh: Mesh) -> str:
@@ -55,16 +57,17 @@ def init_state(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     whole: Collection[str] = (),
+    noise: PyTree = (),
 ) -> TrainState:
     """Returns the state before the first step, split over ``mesh`` as its axes say.
 
     The parameters are copied: the step donates its state, and the caller's arrays must live on.
     """
-    places = shardings_of(params, optimizer, mesh, whole)
+    places = shardings_of(params, optimizer, mesh, whole, noise)
     params = place(params, places.params)
     opt_state = jax.jit(optimizer.init, out_shardings=places.opt_state)(params)
     step = place(jnp.zeros((), jnp.int32), places.step)
-    return TrainState(params=params, opt_state=opt_state, step=step)
+    return TrainState(params, opt_state, step, place(noise, places.noise))
 
 
 def shardings_of(
@@ -72,6 +75,7 @@ def shardings_of(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     whole: Collection[str] = (),
+    noise: PyTree = (),
 ) -> TrainState:
     """Returns the NamedSharding of each array of a state.
 
@@ -80,10 +84,12 @@ def shardings_of(
       optimizer: the optimiser whose state it is.
       mesh: from ``mesh.make_mesh``.
       whole: as in ``mesh.parameter_shardings``.
+      noise: what the noise keeps between steps.
     """
     opt_state = jax.eval_shape(optimizer.init, params)
     return TrainState(
         params=parameter_shardings(params, mesh, whole),
         opt_state=state_shardings(params, opt_state, mesh, whole),
         step=replicated(mesh),  # type: ignore[arg-type]
+        noise=state_shardings(params, noise, mesh, whole),
     )

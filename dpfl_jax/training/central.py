@@ -3,49 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable, join, self_check, split
+from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.data.example_keys import key_argument, with_any_key
-from dpfl_jax.data.pipeline import Pipeline, StepBatch
-from dpfl_jax.data.store import Readable, check_offsets, fingerprint_of
-from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Mechanism
+from dpfl_jax.data.pipeline import StepBatch
+from dpfl_jax.data.store import Readable
+from dpfl_jax.mechanisms.batches import draw_digest, example_loss, step_arguments, units_of
+from dpfl_jax.mechanisms.plan import Plan
+from dpfl_jax.mechanisms.sums import in_pieces
+from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, replicated, splits_parameters
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.algorithm import Algorithm, Steps, StepStats, Taken
+from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.driver import Hooks, RunResult, drive
-from dpfl_jax.run.mesh import (
-    FSDP_AXIS,
-    data_parallel_mesh,
-    parameter_shardings,
-    place,
-    splits_parameters,
-)
+from dpfl_jax.run.driver import Hooks, Pace, RunResult, drive
+from dpfl_jax.run.experiment import open_directory
+from dpfl_jax.run.report import build_report, write_report
 from dpfl_jax.run.state import TrainState, init_state
 from dpfl_jax.run.terms import Terms, training_digest
 from dpfl_jax.training import convolutions
-from dpfl_jax.training.batches import (
-    draw_digest,
-    example_loss,
-    step_arguments,
-    training_pipeline,
-    units_of,
-)
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.step import TrainStep, make_train_step
 from dpfl_jax.training.sum_check import check_sum
-from dpfl_jax.training.sums import in_pieces
 
 PyTree = Any
 
@@ -65,89 +54,54 @@ class FitResult(RunResult):
     final: Evaluation | None
 
 
-@dataclasses.dataclass(frozen=True)
-class Execution:
-    """How steps are computed. Nothing here changes what is guaranteed.
-
-    Attributes:
-      microbatch_size: units per device processed at once.
-      strategy: how bounded gradients are computed.
-      group_buckets: process users with few examples in buffers with a smaller group axis, instead
-        of padding them to the group size (ULS): less work, a longer compilation.
-      examples_at_once: examples of a user that a device processes at once (ULS); the gradients of
-        the rest are accumulated before the user's norm is taken. None: all.
-      split_users: on a mesh with fsdp, share out each user's examples (ULS) to those devices,
-        instead of one user a device.
-    """
-
-    microbatch_size: int = 16
-    strategy: str = "auto"
-    group_buckets: bool = False
-    examples_at_once: int | None = None
-    split_users: bool = False
-
-    @property
-    def cut(self) -> dict[str, Any]:
-        """How users are cut up."""
-        return {"examples_at_once": self.examples_at_once, "split_users": self.split_users}
-
-
 class Central(Algorithm):
     """Steps of a mechanism over one data set, on any mesh."""
 
     def __init__(
         self,
-        *,
         loss_fn: Callable[..., jax.Array],
         params: PyTree,
-        data: Readable,
-        mechanism: Mechanism,
+        plan: Plan,
         optimizer: optax.GradientTransformation,
-        steps: int,
-        delta: float,
-        mesh: Mesh,
         trainable: Trainable = None,
-        execution: Execution,
     ) -> None:
-        """See ``fit``; the mechanism is calibrated."""
-        self.loss_fn, self.data, self.mechanism = loss_fn, data, mechanism
-        self.optimizer, self.steps, self.delta = optimizer, steps, delta
-        self.mesh, self.trainable, self.execution = mesh, trainable, execution
-        self.given = params
-        self.population = mechanism.population(data.user_offsets)
-        self.private = mechanism.private
+        """See ``fit``."""
+        self.loss_fn, self.plan, self.data, self.mechanism = (
+            loss_fn,
+            plan,
+            plan.data,
+            plan.mechanism,
+        )
+        self.optimizer, self.steps, self.delta = optimizer, plan.steps, plan.delta
+        self.mesh, self.trainable, self.given = plan.mesh, trainable, params
+        self.private = plan.mechanism.private
         self.random = key_argument(loss_fn)
-        self.example = jax.tree.map(lambda x: x[0], data.read(np.asarray(data.user_offsets)[:1]))
+        first = np.asarray(plan.data.user_offsets)[:1]
+        self.example = jax.tree.map(lambda x: x[0], plan.data.read(first))
         self.traced = with_any_key(loss_fn, self.random)
         self.copied = (
             convolutions.kernels(self.traced, params, self.example)
-            if splits_parameters(mesh)
+            if splits_parameters(self.mesh)
             else ()
         )
         self.trained, frozen = split(params, trainable)
-        self.frozen = place(frozen, parameter_shardings(frozen, mesh, self.copied), copy=False)
-        more = (execution.strategy, execution.cut, execution.group_buckets)
-        self.layout = [self.hardware, *more, execution.microbatch_size]
-        users = ", set train.examples_at_once" if mechanism.kind == "uls" else ""
+        places = parameter_shardings(frozen, self.mesh, self.copied)
+        self.frozen = place(frozen, places, copy=False)
+        how = plan.execution
+        more = (how.strategy, how.cut, how.group_buckets)
+        self.layout = [self.hardware, *more, how.microbatch_size]
+        users = ", set execution.examples_at_once" if self.mechanism.unit_examples else ""
         self.smaller = (
-            f"lower train.microbatch_size and eval.batch_size{users}, split parameters over "
-            "devices (mesh.fsdp), or train adapters (model.lora)"
+            f"lower execution.microbatch_size and eval.batch_size{users}, split parameters over "
+            "devices (execution.mesh.fsdp), or train adapters (model.lora)"
         )
 
     def terms(self) -> Terms:
         """Mechanism, population, delta, steps; data, frozen parameters and computation."""
-        offsets = np.asarray(self.data.user_offsets, np.int64)
-        digest = hashlib.sha256(offsets.tobytes())
-        digest.update(fingerprint_of(self.data, int(offsets[-1])).encode())
         return Terms(
-            stated={
-                "mechanism": {"kind": self.mechanism.kind, **dataclasses.asdict(self.mechanism)},
-                "population": dataclasses.asdict(self.population),
-                "delta": self.delta,
-                "steps": self.steps,
-            },
+            stated=self.plan.stated,
             secret={
-                "data": digest.hexdigest(),
+                "data": self.plan.data_digest,
                 "frozen": content_digest(self.frozen),
                 "computation": training_digest(
                     self.traced, self.trained, self.frozen, self.example, self.optimizer
@@ -157,7 +111,9 @@ class Central(Algorithm):
 
     def init(self) -> TrainState:
         """First parameters and optimiser state, split over the mesh."""
-        return init_state(self.trained, self.optimizer, self.mesh, self.copied)
+        none = np.zeros((1, 2), np.uint32)
+        noise = self.mechanism.noise_transform(none).init(self.trained)
+        return init_state(self.trained, self.optimizer, self.mesh, self.copied, noise.memory)
 
     def params(self, state: TrainState) -> PyTree:
         """All parameters, frozen ones too."""
@@ -168,14 +124,12 @@ class Central(Algorithm):
         return {"outside_guarantee": stats.row(self.private)}
 
     def epsilons(self, counts: Sequence[int]) -> Sequence[float]:
-        """From one per-step loss distribution."""
-        if not self.private:
-            return [np.inf] * len(counts)
-        event = self.mechanism.event(self.population, 1)
-        curve = accounting.epsilon_curve(event, list(counts), self.delta)
-        # The curve is coarse; what all steps cost is known more finely.
-        total = self.mechanism.guarantee(self.population, self.steps, self.delta).epsilon
-        return np.minimum(curve, total).tolist()
+        """As the plan says."""
+        return self.plan.epsilons(counts)
+
+    def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
+        """As the plan says."""
+        return self.plan.guarantee(steps, caveats)
 
     def begin(self, key: RootKey, start: int) -> CentralSteps:
         """The steps after the first ``start``."""
@@ -187,7 +141,7 @@ class CentralSteps(Steps):
 
     def __init__(self, run: Central, key: RootKey, start: int) -> None:
         self.run, self.key, self.start = run, key, start
-        how = run.execution
+        how = run.plan.execution
         self.loss_fn = example_loss(run.loss_fn, run.data)
         self.options: dict[str, Any] = {"strategy": how.strategy, "trainable": run.trainable}
         self.compiled: TrainStep = make_train_step(
@@ -199,20 +153,15 @@ class CentralSteps(Steps):
             **self.options,
             **how.cut,
         )
-        self.sampler = run.mechanism.sampler(run.data.user_offsets, key)
-        self.pipeline: Pipeline = training_pipeline(
-            self.sampler,
-            run.data,
-            run.mesh,
-            how.microbatch_size,
-            how.group_buckets,
-            key if run.random else None,
-        )
+        self.sampler = run.plan.sampler(key)
+        self.pipeline = run.plan.pipeline(self.sampler, key if run.random else None)
+        # One for each step: an argument of the compiled update, never a constant in it.
+        self.noise_keys = place(run.plan.noise_keys(key), replicated(run.mesh))
         self.pieces = in_pieces(run.mechanism, run.mesh, **how.cut)
 
     def agreed(self) -> dict[str, Any]:
         """Processes that cut a batch apart differently would count units twice, or never."""
-        run, how = self.run, self.run.execution
+        run, how = self.run, self.run.plan.execution
         return {
             "mechanism": repr(run.mechanism),
             "draw": draw_digest(self.sampler, self.key, self.start),
@@ -241,7 +190,7 @@ class CentralSteps(Steps):
             self.sampler.group_size,
             trainable=run.trainable,
         )
-        if run.execution.strategy not in ("vmap", "scan") and not self.pieces:
+        if run.plan.execution.strategy not in ("vmap", "scan") and not self.pieces:
             # Norms that no gradient was formed for; each shape of units has a plan of its own.
             bounded = run.mechanism.bounded_grad(self.loss_fn, **self.options)
             for some in self.pipeline.first_units(2, self.sampler.group_size):
@@ -251,7 +200,7 @@ class CentralSteps(Steps):
     def clipping(self) -> dict[str, Any] | None:
         """How norms are computed, for the largest units."""
         run = self.run
-        units = run.execution.microbatch_size
+        units = run.plan.execution.microbatch_size
         units *= run.mesh.shape[FSDP_AXIS] if splits_parameters(run.mesh) else 1
         bounded = run.mechanism.bounded_grad(self.loss_fn, **self.options, **self.pieces)
         largest = self.pipeline.first_units(1, self.sampler.group_size)[-1]
@@ -270,144 +219,97 @@ class CentralSteps(Steps):
         """Sum, noise, update."""
         run = self.run
         arguments = step_arguments(run.mechanism, inputs)
-        noise_key = self.key.jax("noise", inputs.step)
-        state, stats = self.compiled(state, *arguments, noise_key, run.frozen)
+        state, stats = self.compiled(state, *arguments, self.noise_keys, run.frozen)
         read = (inputs.columns, self.pipeline.row)
         return state, Taken(stats, inputs.num_examples, inputs.num_tokens, read)
 
 
 def fit(
-    *,
     loss_fn: Callable[..., jax.Array],
     params: PyTree,
-    data: Readable,
-    mechanism: Mechanism,
+    plan: Plan,
     optimizer: optax.GradientTransformation,
-    steps: int,
+    *,
     trainable: Trainable = None,
-    epsilon: float | None = None,
-    delta: float | None = None,
-    key: RootKey | None = None,
     validation: Readable | None = None,
-    microbatch_size: int = 16,
-    mesh: Mesh | None = None,
-    strategy: str = "auto",
-    group_buckets: bool = False,
-    examples_at_once: int | None = None,
-    split_users: bool = False,
-    run_dir: RunDirectory | None = None,
-    checkpoint_every: int = 50,
-    keep_checkpoints: int = 2,
-    eval_every: int = 0,
-    eval_batch_size: int = 64,
-    log_every: int = 1,
-    caveats: tuple[str, ...] = (),
-    charge: Callable[[str], Any] | None = None,
-    console: Console | None = None,
+    run_dir: str | os.PathLike[str] | RunDirectory | None = None,
+    key: RootKey | None = None,
+    pace: Pace | None = None,
     hooks: Hooks | None = None,
+    console: Console | None = None,
 ) -> FitResult:
-    """Trains ``params`` with a mechanism.
+    """Trains ``params`` as a plan says.
 
     Args:
       loss_fn: ``(params, example) -> float32 scalar`` for one example. If it also takes ``rng`` (or
         ``key``), with default None, each example of each training step gets a key of its own there;
         evaluation is without.
-      params: pytree of arrays, split over the mesh already if they should never be whole; not
-        modified.
-      data: a store: ``user_offsets`` and ``read(positions)``.
-      mechanism: ELS, ULS, NonPrivate, ...; calibrated here if it has no noise multiplier.
+      params: pytree of arrays, split over the plan's mesh already if they should never be whole;
+        not modified.
+      plan: mechanism, data, steps and guarantee: ``ULS(...).plan(data, steps=..., epsilon=...)``.
       optimizer: any Optax transformation.
-      steps: number of steps T.
       trainable: which parameters are trained: a function of their name (``blocks/mlp/up/kernel``),
         or a tree of bools that is a prefix of the parameters; default all. Only these have
         gradients, norms, noise, optimiser state and checkpoints.
-      epsilon: target, if the mechanism has no noise multiplier.
-      delta: default (number of examples) ** -1.1.
+      validation: held-out users, evaluated before, during and after.
+      run_dir: where to log, to checkpoint and to report; an unfinished run there goes on.
       key: root key of sampling and noise; default a fresh secret one (or the run directory's). Of
         a secret one, runs that differ in anything (data, mechanism, steps, delta, loss, optimiser,
-        first parameters, strategy, devices) draw independently; the same run draws the same again.
-      validation: held-out users, evaluated before, during and after.
-      microbatch_size: units per device processed at once.
-      mesh: default: data parallel over all devices.
-      strategy: how bounded gradients are computed.
-      group_buckets: process users with few examples in buffers with a smaller group axis, instead
-        of padding them to the group size (ULS): less work, a longer compilation.
-      examples_at_once: examples of a user that a device processes at once (ULS); the gradients of
-        the rest are accumulated before the user's norm is taken. None: all.
-      split_users: on a mesh with fsdp, share out each user's examples (ULS) to those devices,
-        instead of one user a device.
-      run_dir: where to log and checkpoint; an unfinished one is resumed.
-      checkpoint_every: steps between checkpoints.
-      keep_checkpoints: checkpoints kept.
-      eval_every: steps between evaluations; 0 for before and after only.
-      eval_batch_size: examples per device and evaluation batch.
-      log_every: steps between rows of metrics.
-      caveats: further sentences for the guarantee.
-      charge: see ``run.driver.drive``.
-      console: where the progress bar goes; None for none.
+        first parameters, execution, devices) draw independently; the same run draws the same again.
+      pace: how often the run logs, evaluates and keeps.
       hooks: functions that are called on the way.
-
-    Returns:
-      A FitResult.
+      console: where progress is shown; None for nowhere.
 
     Raises:
-      BadInputError: unusable arguments (see the mechanism, and ``accounting``).
+      BadInputError: unusable arguments, or a run directory that holds something else.
       clipping.SelfCheckError: the sum on this mesh, or the strategy's norms, disagree with plain
         per-unit gradients, or units mix; no step was taken.
     """
-    if steps < 1:
-        raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
-    check_offsets(data.user_offsets)
-    mesh = data_parallel_mesh() if mesh is None else mesh
-    population = mechanism.population(data.user_offsets)
-    if population.num_units == 0:
-        raise BadInputError("the training set has no usable example: check the data section")
-    delta = population.default_delta() if delta is None else delta
-    mechanism.sampling_probability(population)
-    if mechanism.private and mechanism.noise_multiplier is None:
-        if epsilon is None:
-            raise BadInputError("neither epsilon nor the mechanism's noise_multiplier is set")
-        mechanism = mechanism.calibrate(population, steps, epsilon, delta)
-    key_argument(loss_fn, needed_without=None if validation is None else "evaluation")
-    held_out = Evaluator(loss_fn, mesh, eval_batch_size)
+    evaluate = None
+    if validation is not None:
+        evaluate = Evaluator(loss_fn, plan.mesh).of(validation)
+    algorithm = Central(loss_fn, params, plan, optimizer, trainable)
+    if run_dir is None or isinstance(run_dir, RunDirectory):
+        return train(
+            algorithm,
+            run_dir=run_dir,
+            key=key,
+            evaluate=evaluate,
+            pace=pace,
+            hooks=hooks,
+            console=console,
+        )
+    opened = open_directory(run_dir, plan.stated, key, {"data": plan.data_digest})
+    try:
+        result = train(
+            algorithm, run_dir=opened, evaluate=evaluate, pace=pace, hooks=hooks, console=console
+        )
+        if opened.writes:
+            name = opened.path.name
+            report = build_report(name, plan.steps, result, result.guarantee, **plan.stated)
+            write_report(opened.path, report, result.metrics)
+        return result
+    finally:
+        opened.close()
 
-    def evaluate(params: PyTree) -> dict[str, Any]:
-        assert validation is not None
-        return held_out(params, validation).to_json()
 
-    algorithm = Central(
-        loss_fn=loss_fn,
-        params=params,
-        data=data,
-        mechanism=mechanism,
-        optimizer=optimizer,
-        steps=steps,
-        delta=delta,
-        mesh=mesh,
-        trainable=trainable,
-        execution=Execution(
-            microbatch_size, strategy, group_buckets, examples_at_once, split_users
-        ),
+def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) -> FitResult:
+    """Takes the steps of central training.
+
+    Args:
+      algorithm: what is run.
+      caveats: further sentences for the guarantee.
+      **options: of ``run.driver.drive``.
+    """
+    key_argument(
+        algorithm.loss_fn,
+        needed_without=None if options.get("evaluate") is None else "evaluation",
     )
-    result = drive(
-        algorithm,
-        key=key,
-        run_dir=run_dir,
-        evaluate=None if validation is None else evaluate,
-        eval_every=eval_every,
-        checkpoint_every=checkpoint_every,
-        keep_checkpoints=keep_checkpoints,
-        log_every=log_every,
-        charge=charge,
-        console=console,
-        hooks=hooks,
-    )
-    initial, final = result.evaluation(0), result.evaluation(steps)
+    result = drive(algorithm, **options)
+    initial, final = result.evaluation(0), result.evaluation(algorithm.steps)
     return FitResult(
         **{field.name: getattr(result, field.name) for field in dataclasses.fields(result)},
-        guarantee=mechanism.guarantee(
-            population, max(result.steps, 1), delta, (*caveats, *result.caveats)
-        ),
+        guarantee=algorithm.guarantee(max(result.steps, 1), (*caveats, *result.caveats)),
         initial=None if initial is None else Evaluation(**initial),
         final=None if final is None else Evaluation(**final),
     )

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
-from dpfl_jax.run.mesh import replicated, unit_axes, unit_parts
+from dpfl_jax.mesh import replicated, unit_axes, unit_parts
 
 PyTree = Any
 
@@ -101,6 +101,10 @@ class Evaluator:
             parts.append(self._measure(params, examples))
         losses, hits = (np.concatenate([np.asarray(p[i]) for p in parts]) for i in (0, 1))
         return losses.astype(np.float32)[: stop - first], hits[: stop - first]
+
+    def of(self, store: Readable) -> Callable[[PyTree], dict[str, Any]]:
+        """``params -> dict``: what a run logs of ``store``."""
+        return lambda params: self(params, store).to_json()
 
     def __call__(self, params: PyTree, store: Readable) -> Evaluation:
         """Returns the means on ``store``."""

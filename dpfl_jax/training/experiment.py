@@ -13,19 +13,19 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax.config import RunConfig
-from dpfl_jax.config.schema import MechanismConfig
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS, Mechanism, NonPrivate, Population
+from dpfl_jax.mechanisms import Mechanism, Population
+from dpfl_jax.mechanisms.plan import Plan
+from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.driver import RunResult
+from dpfl_jax.run.driver import Pace, RunResult
 from dpfl_jax.run.experiment import Charge, Prepared, run_prepared
-from dpfl_jax.run.mesh import make_mesh
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
-from dpfl_jax.training.central import FitResult, fit
-from dpfl_jax.training.evaluate import summarize
+from dpfl_jax.training.central import Central, FitResult, train
+from dpfl_jax.training.evaluate import Evaluator, summarize
 from dpfl_jax.training.personalize import Personalization, check_users, personalize
 from dpfl_jax.training.pretrain import Pretrained, begin_from
 from dpfl_jax.training.start import (
@@ -50,31 +50,6 @@ BASE_CAVEAT = (
     "of is protected by this guarantee, whether or not they are users here too"
 )
 LoadData = Callable[[DataConfig], Dataset]
-
-
-def build_mechanism(config: MechanismConfig) -> Mechanism:
-    """The mechanism of a config, not yet calibrated."""
-    common: dict[str, Any] = {
-        "clip_norm": config.clip_norm,
-        "clipping": config.clipping,
-        "noise_multiplier": config.noise_multiplier,
-    }
-    if config.kind == "els":
-        return ELS(
-            group_size=config.els.group_size,
-            batch_size=config.compute_budget,
-            sampling_prob=config.sampling_prob,
-            **common,
-        )
-    if config.kind == "uls":
-        group_size = config.uls.group_size
-        return ULS(
-            group_size=group_size,
-            cohort_size=config.compute_budget / group_size,
-            sampling_prob=config.sampling_prob,
-            **common,
-        )
-    return NonPrivate(batch_size=config.compute_budget)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,34 +129,24 @@ class CentralRun(Prepared):
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
     ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
         """Pre-trains if asked to, and fits."""
-        config, mesh = self.config, make_mesh(**self.config.mesh.axes)
+        config, mesh = self.config, make_mesh(**self.config.execution.mesh.axes)
         params, pretrained = starting_params(config, self.data, self.model, mesh, console)
         if pretrained is not None:
             facts = model_facts(config, self.model)
             begin_from(pretrained, directory, needed=facts["trained"] < facts["parameters"])
-        result = fit(
-            loss_fn=self.model.loss,
-            params=params,
-            data=self.data.train,
-            mechanism=self.mechanism,
-            optimizer=self.optimizer,
-            steps=config.train.steps,
-            trainable=trained_by_name(config.model, self.model.config),
-            delta=self.delta,
-            validation=self.held_out,
-            microbatch_size=config.train.microbatch_size,
-            mesh=mesh,
-            strategy=config.train.strategy,
-            group_buckets=config.train.group_buckets,
-            examples_at_once=config.train.examples_at_once,
-            split_users=config.mesh.split_users,
-            run_dir=directory,
-            checkpoint_every=config.train.checkpoint_every,
-            keep_checkpoints=config.train.keep_checkpoints,
-            eval_every=config.train.eval_every,
-            eval_batch_size=config.eval.batch_size,
-            log_every=config.train.log_every,
+        plan = Plan(
+            self.mechanism, self.data.train, config.train.steps, self.delta, config.execution, mesh
+        )
+        trainable = trained_by_name(config.model, self.model.config)
+        evaluate = None
+        if self.held_out is not None:
+            evaluate = Evaluator(self.model.loss, mesh, config.eval.batch_size).of(self.held_out)
+        result = train(
+            Central(self.model.loss, params, plan, self.optimizer, trainable),
             caveats=run_caveats(config, self.mechanism),
+            run_dir=directory,
+            evaluate=evaluate,
+            pace=Pace.of(config.train),
             charge=charge,
             console=console,
         )
@@ -207,12 +172,12 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     Raises:
       BadInputError: anything wrong with the configuration or the data.
     """
-    mechanism = build_mechanism(config.mechanism)
+    mechanism = config.mechanism
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     data, model = read_data(config, console, load)
     population = mechanism.population(data.train.user_offsets)
     with console.status("calibrating noise"):
-        mechanism, delta = calibrated(config, mechanism, population)
+        mechanism, delta = _calibrated(config, mechanism, population)
     held_out: Store | None = getattr(data, config.eval.split)
     if held_out is not None:
         held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
@@ -275,21 +240,12 @@ def run_experiment(
     return run_prepared(config, run_dir, console, lambda: prepare(config, console, load))
 
 
-def calibrated(
+def _calibrated(
     config: RunConfig, mechanism: Mechanism, population: Population
 ) -> tuple[Mechanism, float]:
     """The mechanism with its noise multiplier, and delta."""
-    if population.num_units == 0:
-        raise BadInputError("the training set has no usable example: check the data section")
-    delta = config.privacy.delta
-    delta = population.default_delta() if delta is None else delta
-    mechanism.sampling_probability(population)
-    if mechanism.private and mechanism.noise_multiplier is None:
-        assert config.privacy.epsilon is not None
-        mechanism = mechanism.calibrate(
-            population, config.train.steps, config.privacy.epsilon, delta
-        )
-    return mechanism, delta
+    privacy = config.privacy
+    return mechanism.calibrated(population, config.train.steps, privacy.epsilon, privacy.delta)
 
 
 def evaluation_caveat(config: RunConfig) -> str:
@@ -391,20 +347,23 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         mechanism, population, delta = prepared.mechanism, prepared.population, prepared.delta
         model, source = prepared.model, prepared.data.description
     else:
-        mechanism = build_mechanism(config.mechanism)
+        mechanism = config.mechanism
         make_optimizer(config.optimizer, config.train.steps)
         if config.pretrain is not None:
             make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
-        population = _declared_population(config, mechanism)
+        declared = config.population
+        population = mechanism.declared_population(
+            declared.num_users, declared.num_examples, declared.limited_examples
+        )
         model = _declared_model(config)
-        mechanism, delta = calibrated(config, mechanism, population)
+        mechanism, delta = _calibrated(config, mechanism, population)
         source = "declared in the config"
     guarantee = mechanism.guarantee(
         population, config.train.steps, delta, run_caveats(config, mechanism)
     )
     steps, budget, seq_len = (
         config.train.steps,
-        config.mechanism.compute_budget,
+        mechanism.compute_budget,
         config.data.seq_len,
     )
     pretraining = config.pretrain
@@ -448,19 +407,3 @@ def _declared_model(config: RunConfig) -> LanguageModel:
         return build_model(config, config.model.overrides["vocab_size"], bos_id=1)
     tokenizer = load_tokenizer(data_section(config).tokenizer)
     return build_model(config, tokenizer.vocab_size, tokenizer.bos_id)
-
-
-def _declared_population(config: RunConfig, mechanism: Mechanism) -> Population:
-    declared = config.population
-    assert declared is not None
-    units = declared.num_examples
-    if isinstance(mechanism, ULS):
-        units = declared.num_users
-    if isinstance(mechanism, ELS):
-        if declared.num_limited_examples is None:
-            raise BadInputError(
-                "population.num_limited_examples is not set: pricing ELS needs the number of "
-                f"examples left with at most {mechanism.group_size} per user"
-            )
-        units = declared.num_limited_examples
-    return Population(declared.num_users, declared.num_examples, units)

@@ -21,7 +21,7 @@ from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import mean_of_examples
-from dpfl_jax.run.mesh import make_mesh, replicated, unit_axes, unit_parts
+from dpfl_jax.mesh import make_mesh, replicated, unit_axes, unit_parts
 
 PyTree = Any
 

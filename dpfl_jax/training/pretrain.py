@@ -24,12 +24,12 @@ from rich.console import Console
 from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.mesh import parameter_shardings, place, unit_axes, unit_parts
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.checkpoint import load_params, save_params
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.mesh import parameter_shardings, place, unit_axes, unit_parts
 from dpfl_jax.run.progress import StepProgress
 from dpfl_jax.run.state import shardings_of
 

@@ -20,11 +20,11 @@ from dpfl_jax.config import RunConfig, config_to_dict
 from dpfl_jax.config.schema import ModelConfig, OptimizerConfig
 from dpfl_jax.data import DataConfig, Dataset
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.mesh import parameter_shardings, splits_parameters
 from dpfl_jax.models import LanguageModel, TransformerConfig, transformer_config
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
 from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.lora import is_adapter
-from dpfl_jax.run.mesh import parameter_shardings, splits_parameters
 from dpfl_jax.training.optimizers import build_optimizer
 from dpfl_jax.training.pretrain import Pretrained, pretrain
 

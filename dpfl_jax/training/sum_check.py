@@ -20,9 +20,9 @@ from dpfl_jax.clipping import SelfCheckError, Trainable, join
 from dpfl_jax.clipping.self_check import TOLERANCE, away_from_zero, is_low
 from dpfl_jax.data.pipeline import Bucket, Pipeline
 from dpfl_jax.mechanisms import Mechanism
+from dpfl_jax.mechanisms.batches import units_of
+from dpfl_jax.mesh import place, replicated
 from dpfl_jax.run import processes
-from dpfl_jax.run.mesh import place, replicated
-from dpfl_jax.training.batches import units_of
 
 PyTree = Any
 Mask = list[np.ndarray]
@@ -112,8 +112,8 @@ def check_sum(
             layout = " x ".join(f"{axis} {size}" for axis, size in pipeline.mesh.shape.items())
             raise SelfCheckError(
                 f"the sum of the training step is wrong on the mesh {layout}: {sentence}; no step "
-                "was taken: use another mesh (mesh.tensor=1, or data alone) or another "
-                "train.strategy, and report this"
+                "was taken: use another mesh (execution.mesh.tensor=1, or data alone) or another "
+                "execution.strategy, and report this"
             )
     return SumCheck(check.worst, tolerance, check.alone is not None)
 

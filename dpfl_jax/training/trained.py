@@ -18,6 +18,7 @@ from dpfl_jax.config import RunConfig, validate_config
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.checkpoint import fingerprint
 from dpfl_jax.models.checkpoint.load import flat_paths, nested
@@ -25,7 +26,6 @@ from dpfl_jax.models.lora import merge, without_adapters
 from dpfl_jax.run.checkpoint import Checkpoints, load_params
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import FINISHED
-from dpfl_jax.run.mesh import make_mesh, parameter_shardings
 from dpfl_jax.run.state import TrainState, shardings_of
 from dpfl_jax.training.start import (
     base_from_checkpoint,

@@ -17,9 +17,10 @@ import optax
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting.rates import TwoStage
+from dpfl_jax.config.execution import RoundExecution
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import make_release
-from dpfl_jax.federation.federated import Federated, FederatedSteps, RoundExecution
+from dpfl_jax.federation.federated import Federated, FederatedSteps
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import RPDP, FedAvg, LocalItemDP, SiloFacts, SiloMechanism
 from dpfl_jax.federation.personal.budgets import BudgetDistribution, mean_over
@@ -28,8 +29,8 @@ from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, pu
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.federation.server import OptimizerServer
+from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.sampling import Poisson
 
 _RPDP = RPDP()

@@ -21,8 +21,9 @@ from dpfl_jax.federation.experiment import (
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.recipes import Claim
 from dpfl_jax.federation.sources import SubjectData, load_subjects
+from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import data_parallel_mesh
+from dpfl_jax.run.driver import Pace
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import make_optimizer
 from reproductions.registry import Settings
@@ -172,7 +173,7 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
     data_part = config.model_copy(
         update={
             "privacy": FederatedConfig.model_fields["privacy"].default,
-            "mechanism": config.mechanism.model_copy(update={"noise_multiplier": 1.0}),
+            "mechanism": dataclasses.replace(config.mechanism, noise_multiplier=1.0),
         }
     )
     data = _spread(data_part.model_dump_json())
@@ -192,8 +193,8 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
             delta=config.privacy.delta or 1e-5,
             key=RootKey.from_seed(seed),
             evaluate=lambda params: evaluator(params, subjects.held_out).to_json(),
-            eval_every=max(1, federation.rounds // evals),
-            microbatch_size=config.train.microbatch_size,
+            pace=Pace(checkpoint_every=5, eval_every=max(1, federation.rounds // evals)),
+            execution=config.execution,
             show_spent=False,
             console=settings.console,
         )

@@ -19,10 +19,11 @@ import yaml
 from rich.console import Console
 
 from dpfl_jax.config import RunConfig, validate_config
+from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import limit_store
+from dpfl_jax.mesh import make_mesh
 from dpfl_jax.planning import Sensitivities, estimate_sensitivities, median_group_size
-from dpfl_jax.planning.sweep import Sweep
-from dpfl_jax.run.mesh import make_mesh
+from dpfl_jax.planning.sweep import Sweep, at_budget
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.experiment import read_data
 from dpfl_jax.training.start import starting_params
@@ -59,15 +60,21 @@ def base(quick: bool) -> dict[str, Any]:
                 "warmup_steps": 10,
             },
         },
-        "mechanism": {"kind": "uls", "compute_budget": 256, "clip_norm": 0.3},
+        "mechanism": {
+            "kind": "uls",
+            "group_size": 4,
+            "cohort_size": 64,
+            "clip_norm": 0.3,
+            "clipping": "normalized",
+        },
         "privacy": {"epsilon": 4.0},
         "optimizer": {"name": "adam", "learning_rate": 5e-3},
         "train": {
             "steps": 25 if quick else 60,
-            "microbatch_size": 64,
             "checkpoint_every": 1000,
             "log_every": 1000,
         },
+        "execution": {"microbatch_size": 64},
         "eval": {"max_examples_per_user": 2, "max_users": 300},
     }
 
@@ -125,12 +132,10 @@ def cells(
     """
     norms = sensitivities(settings.quick)
     clip_norm = norms.example if kind == "els" else norms.at(group)
-    overrides = (
-        f"mechanism.kind={kind}",
-        f"mechanism.{kind}.group_size={group}",
-        f"mechanism.clip_norm={clip_norm:.4g}",
-        *extra,
-    )
+    chosen = config(settings.quick).mechanism
+    mechanism = CENTRAL.dump(at_budget(chosen, kind, chosen.compute_budget, group))
+    mechanism["clip_norm"] = float(f"{clip_norm:.4g}")
+    overrides = (f"mechanism={json.dumps(mechanism)}", *extra)
     content = base(settings.quick)
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
     folder = (settings.out / "userlevel-cells").absolute()

@@ -6,9 +6,10 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 
+from dpfl_jax.config.execution import Execution
 from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.run.driver import Pace
 from dpfl_jax.training import fit
 from dpfl_jax.training.optimizers import build_optimizer
 from dpfl_jax.training.personalize import personalize
@@ -35,18 +36,16 @@ def run(settings: Settings) -> Outcome:
     models: dict[str, Any] = {"pre-trained": params}
     for name, mechanism in mechanisms.items():
         with settings.console.status(f"fine-tuning with {name}"):
-            models[name] = fit(
-                loss_fn=model.loss,
-                params=params,
-                data=data.train,
-                mechanism=mechanism,
-                optimizer=build_optimizer("adam", small.RATES[-1], config.train.steps),
+            plan = mechanism.plan(
+                data.train,
                 steps=config.train.steps,
                 epsilon=EPSILON,
                 delta=float(sizes.sum()) ** -1.1,
-                microbatch_size=64,
-                log_every=1000,
-                console=Console(quiet=True),
+                execution=Execution(microbatch_size=64),
+            )
+            optimizer = build_optimizer("adam", small.RATES[-1], config.train.steps)
+            models[name] = fit(
+                model.loss, params, plan, optimizer, pace=Pace(log_every=1000)
             ).params
     users = 100 if settings.quick else 400
     offsets = data.validation.user_offsets[: users + 1]

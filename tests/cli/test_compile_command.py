@@ -13,8 +13,9 @@ CONFIG = """
 name: small
 data: {source: python_source, seq_len: 16, tokenizer: bytes}
 model: {size: tiny}
-mechanism: {kind: uls, compute_budget: 64, noise_multiplier: 1.0, uls: {group_size: 2}}
-train: {steps: 3, microbatch_size: 2}
+mechanism: {kind: uls, group_size: 2, cohort_size: 32, noise_multiplier: 1.0}
+train: {steps: 3}
+execution: {microbatch_size: 2}
 """
 
 
@@ -27,7 +28,9 @@ def config(tmp_path):
 
 @pytest.mark.slow
 def test_one_reduction_a_step_and_nothing_in_the_loop(config, capsys):
-    assert main(["compile", config, "train.strategy=ghost", "--topology", "cpu:8", "--json"]) == 0
+    assert (
+        main(["compile", config, "execution.strategy=ghost", "--topology", "cpu:8", "--json"]) == 0
+    )
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["devices"] == 8
     assert 0.9 < result["flops_ratio"] < 1.6
@@ -55,7 +58,7 @@ def test_adapters_alone_are_reduced(config, tmp_path, capsys):
     }
     (tmp_path / "config.json").write_text(json.dumps(shape))
     change = [f"model={{checkpoint: {tmp_path}, lora: {{rank: 2}}, frozen_dtype: bfloat16}}"]
-    change += ["train.strategy=ghost", "--topology", "cpu:8", "--json"]
+    change += ["execution.strategy=ghost", "--topology", "cpu:8", "--json"]
     assert main(["compile", config, *change]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["trained_parameters"] == 2 * 4 * 2 * (32 + 32)

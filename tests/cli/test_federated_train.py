@@ -34,7 +34,8 @@ CONFIG = {
     "model": {"kind": "mlp", "options": {"hidden": [8]}},
     "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_items_per_subject": 3},
     "privacy": {"epsilon": 8.0, "delta": 1e-4},
-    "train": {"checkpoint_every": 2, "eval_every": 3, "microbatch_size": 16},
+    "train": {"checkpoint_every": 2, "eval_every": 3},
+    "execution": {"microbatch_size": 16},
 }
 
 
@@ -140,7 +141,8 @@ def test_kill_9_and_resume_gives_the_same_state(finished, config_file, tmp_path,
 def test_the_papers_recipe_claims_one_thing_and_reports_another(config_file, tmp_path, capsys):
     code = dpfl(
         "train", config_file, "privacy.recipe=paper_b", "federation.rounds=9",
-        "federation.local_steps=1", "train.strategy=vmap", "--run-dir", tmp_path / "b", "--json",
+        "federation.local_steps=1", "execution.strategy=vmap", "--run-dir", tmp_path / "b",
+        "--json",
     )  # fmt: skip
     report = last_json(capsys.readouterr().out)
     assert code == 0
@@ -168,7 +170,7 @@ def test_the_papers_recipe_claims_one_thing_and_reports_another(config_file, tmp
 def test_other_mechanisms_are_an_override_away(config_file, tmp_path, capsys, kind, unit, extra):
     code = dpfl(
         "train", config_file, f"mechanism.kind={kind}", "federation.rounds=2",
-        "privacy.epsilon=4", "federation.local_state=reset", "train.strategy=vmap", *extra,
+        "privacy.epsilon=4", "federation.local_state=reset", "execution.strategy=vmap", *extra,
         "--run-dir", tmp_path / kind, "--json",
     )  # fmt: skip
     report = last_json(capsys.readouterr().out)
@@ -194,7 +196,7 @@ def test_other_mechanisms_are_an_override_away(config_file, tmp_path, capsys, ki
 def test_unsound_options_leave_no_guarantee(config_file, tmp_path, capsys):
     code = dpfl(
         "train", config_file, "mechanism.denominator=distinct_subjects", "federation.rounds=1",
-        "train.strategy=vmap",
+        "execution.strategy=vmap",
         "--run-dir", tmp_path / "d", "--json",
     )  # fmt: skip
     report = last_json(capsys.readouterr().out)

@@ -10,11 +10,12 @@ import yaml
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
+from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import load_dataset
+from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.checkpoint import fingerprint, load_checkpoint, read_config, save_checkpoint
 from dpfl_jax.models.checkpoint.load import flat_paths
-from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import data_section
 
@@ -81,14 +82,15 @@ def workspace(tmp_path_factory):
         },
         "mechanism": {
             "kind": "uls",
-            "compute_budget": 64,
+            "group_size": 2,
+            "cohort_size": 32,
             "clip_norm": 0.5,
-            "uls": {"group_size": 2},
-            "els": {"group_size": 2},
+            "clipping": "normalized",
         },
         "privacy": {"epsilon": 8.0, "delta": 1e-3},
         "optimizer": {"name": "adam", "learning_rate": 0.03},
-        "train": {"steps": 25, "microbatch_size": 8, "checkpoint_every": 100},
+        "train": {"steps": 25, "checkpoint_every": 100},
+        "execution": {"microbatch_size": 8},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
@@ -132,12 +134,16 @@ def loss_in_transformers(path, store):
     return float((each.sum(-1) / real.sum(-1)).mean())
 
 
+ELS = "{kind: els, group_size: 2, batch_size: 64, clip_norm: 0.5, clipping: normalized}"
+MECHANISM = {"uls": [], "els": [f"mechanism={ELS}"]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["els", "uls"])
 def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp_path, capsys):
     run = tmp_path / "run"
     report, shown = dpfl(
-        capsys, "train", workspace / "config.yaml", f"mechanism.kind={kind}", "--run-dir", run
+        capsys, "train", workspace / "config.yaml", *MECHANISM[kind], "--run-dir", run
     )
     before, after = (report["eval"][when]["loss"] for when in ("initial", "final"))
     assert after < before - 0.3
@@ -227,10 +233,13 @@ def test_speaking_roles_of_shakespeare(kind, tmp_path, capsys, data_dir):
             "lora": {"rank": 8, "targets": ["*/attention/*", "*/mlp/*"]},
             "overrides": {"remat": "none"},
         },
-        "mechanism": {"kind": kind, "compute_budget": 128, "clip_norm": 0.5},
+        "mechanism": CENTRAL.dump(
+            CENTRAL[kind].at_budget(128, 4, clip_norm=0.5, clipping="normalized")
+        ),
         "privacy": {"epsilon": 8.0, "delta": 1e-4},
         "optimizer": {"name": "adam", "learning_rate": 0.02},
-        "train": {"steps": 15, "microbatch_size": 16, "checkpoint_every": 100},
+        "train": {"steps": 15, "checkpoint_every": 100},
+        "execution": {"microbatch_size": 16},
     }
     file = tmp_path / "plays.yaml"
     file.write_text(yaml.safe_dump(config))

@@ -41,10 +41,11 @@ def workspace(tmp_path_factory):
             "test_fraction": 0.0,
         },
         "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
-        "mechanism": {"kind": "uls", "compute_budget": 16, "uls": {"group_size": 2}},
+        "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 8, "clipping": "normalized"},
         "privacy": {"epsilon": 8.0, "delta": 1e-3},
         "optimizer": {"name": "adam", "learning_rate": 0.01},
-        "train": {"steps": 12, "microbatch_size": 4, "checkpoint_every": 3, "eval_every": 6},
+        "train": {"steps": 12, "checkpoint_every": 3, "eval_every": 6},
+        "execution": {"microbatch_size": 4},
     }
     (folder / "small.yaml").write_text(yaml.safe_dump(config))
     return folder
@@ -206,11 +207,18 @@ def test_personalisation_leaves_two_losses_and_nothing_else(finished, workspace,
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param("els", marks=[pytest.mark.slow, pytest.mark.privacy]), "none"]
+    ("kind", "mechanism"),
+    [
+        pytest.param(
+            *("els", "{kind: els, group_size: 2, batch_size: 16}"),
+            marks=[pytest.mark.slow, pytest.mark.privacy],
+        ),
+        ("none", "{kind: none, batch_size: 16}"),
+    ],
 )
-def test_other_mechanisms_are_an_override_away(workspace, tmp_path, capsys, kind):
+def test_other_mechanisms_are_an_override_away(workspace, tmp_path, capsys, kind, mechanism):
     code = dpfl(
-        "train", workspace / "small.yaml", f"mechanism.kind={kind}", "train.steps=2",
+        "train", workspace / "small.yaml", f"mechanism={mechanism}", "train.steps=2",
         "privacy.epsilon=2", "--run-dir", tmp_path / kind, "--json",
     )  # fmt: skip
     report = last_json(capsys.readouterr().out)
@@ -286,7 +294,7 @@ def test_a_dry_run_prices_without_writing(workspace, tmp_path, capsys):
         (["mechanism.clipnorm=1"], "did you mean 'clip_norm'"),
         (["privacy.epsilon=0"], "epsilon is 0"),
         (["privacy.delta=2"], "delta is 2"),
-        (["mechanism.compute_budget=100000"], "sampling probability"),
+        (["mechanism.cohort_size=50000"], "sampling probability"),
         (["data.user_column=author"], "author"),
         (["data.path=/nowhere/posts.jsonl"], "nowhere"),
         (["optimizer.name=adamm"], "did you mean"),

@@ -25,10 +25,11 @@ def train(tmp_path, data, capsys, name):
         "seed": 1,
         "data": {"seq_len": 32, "validation_fraction": 0.2, "test_fraction": 0.0} | data,
         "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
-        "mechanism": {"kind": "uls", "compute_budget": 8, "uls": {"group_size": 2}},
+        "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 4, "clipping": "normalized"},
         "privacy": {"epsilon": 8.0, "delta": 1e-3},
         "optimizer": {"name": "adam", "learning_rate": 0.01},
-        "train": {"steps": 2, "microbatch_size": 4},
+        "train": {"steps": 2},
+        "execution": {"microbatch_size": 4},
     }
     file = tmp_path / f"{name}.yaml"
     file.write_text(yaml.safe_dump(config))

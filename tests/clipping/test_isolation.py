@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from dpfl_jax.clipping import bounded_grad
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS
-from dpfl_jax.run.mesh import make_mesh
-from dpfl_jax.training.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mesh import make_mesh
 
 pytestmark = pytest.mark.privacy
 STRATEGIES = ["vmap", "scan", "ghost", "auto"]

@@ -12,6 +12,7 @@ from dpfl_jax.training.experiment import run_experiment
 
 MINIMAL = {
     "data": {"source": "python_source"},
+    "mechanism": {"kind": "uls", "group_size": 1, "cohort_size": 16},
     "privacy": {"epsilon": 2.0},
     "train": {"steps": 3},
 }
@@ -27,7 +28,13 @@ def minimal(tmp_path):
 
 def test_overrides_reach_any_key(minimal):
     config = load_config(
-        minimal, ["mechanism.kind=els", "train.steps=20", "privacy.epsilon=1e-1", "seed=3"]
+        minimal,
+        [
+            "mechanism={kind: els, group_size: 2, batch_size: 8}",
+            "train.steps=20",
+            "seed=3",
+            "privacy.epsilon=1e-1",
+        ],
     )
     assert config.mechanism.kind == "els"
     assert config.train.steps == 20
@@ -41,16 +48,20 @@ def test_overrides_reach_any_key(minimal):
         ("mechanism.clip_nrom=1", "unknown key 'mechanism.clip_nrom'.*did you mean 'clip_norm'"),
         ("trian.steps=1", "unknown key 'trian'.*did you mean 'train'"),
         ("data.seqlen=4", "unknown key 'data.seqlen'.*did you mean 'seq_len'"),
-        ("mechanism.uls.groupsize=4", "did you mean 'group_size'"),
+        ("mechanism.groupsize=4", "did you mean 'group_size'"),
         ("privacy.epsilon=0", "privacy.epsilon is 0"),
         ("privacy.epsilon=-1", "privacy.epsilon is -1"),
         ("privacy.delta=1", "privacy.delta is 1"),
         ("privacy.delta=0", "privacy.delta is 0"),
         ("privacy.epsilon=null", "neither privacy.epsilon nor mechanism.noise_multiplier"),
         ("mechanism.noise_multiplier=1", "both privacy.epsilon and mechanism.noise_multiplier"),
-        ("mechanism.kind=dpsgd", "mechanism.kind"),
+        ("mechanism.kind=dpsgd", "mechanism.kind is 'dpsgd'"),
+        ("mechanism.kind=nowhere:X", "mechanism.kind is 'nowhere:X', which cannot be used"),
         ("train.steps=zero", "train.steps"),
-        ("mechanism.clip_norm=0", "mechanism.clip_norm"),
+        ("mechanism.clip_norm=0", "mechanism: clip_norm is 0"),
+        ("mechanism.clip_norm=x", "mechanism.clip_norm is 'x'"),
+        ("mechanism={kind: uls}", "needs mechanism.group_size and mechanism.cohort_size"),
+        ("mechanism=3", "must hold kind"),
         ("train.steps", "must look like section.key=value"),
         ("name.first=x", "goes below 'name'"),
         ("privacy.budget=3", "privacy.ledger"),
@@ -66,7 +77,8 @@ def test_each_mistake_is_one_sentence(minimal, override, message):
 
 def test_missing_sections_and_files_are_named(tmp_path):
     path = tmp_path / "c.yaml"
-    path.write_text("data: {source: python_source}\nprivacy: {epsilon: 1}\n")
+    kind = "mechanism: {kind: uls, group_size: 1, cohort_size: 16}\n"
+    path.write_text(f"data: {{source: python_source}}\n{kind}privacy: {{epsilon: 1}}\n")
     with pytest.raises(BadInputError, match="'train' is missing"):
         load_config(path)
     with pytest.raises(BadInputError, match="no config file"):
@@ -127,6 +139,44 @@ def test_the_fingerprint_follows_what_is_computed(minimal):
     with_budgets = [load_config(minimal, [*ledger, f"privacy.budget={b}"]) for b in (1, 2)]
     assert len({config_fingerprint(config) for config in with_budgets}) == 1
     assert config_fingerprint(with_budgets[0]) != base
+
+
+SYSTEMS = {
+    "central": {
+        "data": {"source": "python_source"},
+        "mechanism": {"kind": "uls", "group_size": 4, "cohort_size": 16},
+        "privacy": {"epsilon": 2.0},
+        "train": {"steps": 3},
+    },
+    "federated": {
+        "mechanism": {"kind": "hi_grad_avg", "batch_size": 8},
+        "federation": {"rounds": 2, "local_steps": 1},
+        "privacy": {"epsilon": 2.0},
+    },
+    "isrl": {"isrl": {"algorithm": "minibatch_sgd"}},
+}
+OTHER = {
+    "microbatch_size": 3,
+    "strategy": "scan",
+    "group_buckets": True,
+    "examples_at_once": 2,
+    "split_users": True,
+    "mesh": {"fsdp": 2},
+    "width": 2,
+    "chunk_silos": 3,
+    "rounds_per_block": 9,
+}
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_execution_is_no_part_of_what_is_guaranteed(system):
+    """A run goes on with another one; every field is tried."""
+    base = validate_config(SYSTEMS[system])
+    for name in type(base.execution).model_fields:
+        other = validate_config(SYSTEMS[system] | {"execution": {name: OTHER[name]}})
+        assert getattr(other.execution, name) != getattr(base.execution, name)
+        assert config_fingerprint(other) == config_fingerprint(base), name
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda p: p.stem)

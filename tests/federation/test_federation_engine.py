@@ -17,6 +17,7 @@ from fed_zoo import (
 )
 
 from dpfl_jax.clipping import SelfCheckError
+from dpfl_jax.config.execution import RoundExecution
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation import federated
 from dpfl_jax.federation.engine import make_release, mean_update
@@ -24,8 +25,8 @@ from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import LocalItemDP, SiloFacts
 from dpfl_jax.federation.rounds import RoundBuilder
+from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.sampling import FixedSize, Poisson
 
 KEY = RootKey.from_seed(3)
@@ -238,7 +239,7 @@ def test_each_record_of_a_local_step_has_its_own_key():
             delta=1e-3,
             key=KEY,
             mesh=data_parallel_mesh(jax.devices()[:devices]),
-            microbatch_size=size,
+            execution=RoundExecution(microbatch_size=size),
         ).params
 
     one = trained(noisy, 1, 4)
@@ -276,7 +277,7 @@ def test_silos_in_which_units_mix_are_refused(kind, monkeypatch):
             local_optimizer=optax.sgd(0.1),
             delta=1e-3,
             key=KEY,
-            strategy="scan",
+            execution=RoundExecution(strategy="scan"),
             show_spent=False,
         )
 

@@ -80,6 +80,8 @@ def make_config(**sections):
         "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_items_per_subject": 3},
         "privacy": {"delta": 1e-4},
     }
+    if sections.get("mechanism", {}).get("kind") == "rpdp":
+        base["mechanism"] = {}
     return FederatedConfig.model_validate(
         {name: section | sections.get(name, {}) for name, section in base.items()}
     )
@@ -92,8 +94,7 @@ def make_config(**sections):
         ({}, {"noise_multiplier": 2.0, "max_items_per_subject": 4}, None),
         (
             {"partition": "confined"},
-            {"kind": "rpdp", "noise_multiplier": 5.0, "sampling_prob": None,
-             "max_items_per_subject": 1},
+            {"kind": "rpdp", "noise_multiplier": 5.0, "max_items_per_subject": 1},
             "give each record an id of its own",
         ),
     ],

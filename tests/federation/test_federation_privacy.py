@@ -22,8 +22,8 @@ from dpfl_jax.federation.mechanisms import (
     UserLDP,
 )
 from dpfl_jax.federation.rounds import RoundBuilder
+from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import data_parallel_mesh
 
 pytestmark = pytest.mark.privacy
 KEY = RootKey.from_seed(5)

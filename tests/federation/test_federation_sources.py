@@ -42,7 +42,7 @@ def test_the_embedded_corpus_needs_no_files_and_fits_the_transformer():
         },
         "federation": {"rounds": 1, "local_steps": 1, "silos": 3},
         "model": {"kind": "transformer", "options": {"num_layers": 1, "embed_dim": 16}},
-        "mechanism": {"sampling_prob": 0.1, "max_items_per_subject": 1},
+        "mechanism": {"kind": "local_item", "sampling_prob": 0.1},
         "privacy": {"epsilon": 8.0},
     }
     config = FederatedConfig.model_validate(raw)

@@ -164,7 +164,10 @@ def test_a_drawn_budget_depends_on_its_record_alone():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mechanism": {"sampling_prob": 0.1}}, "does not go with rpdp"),
+        (
+            {"mechanism": {"sampling_prob": 0.1}},
+            "unknown key 'mechanism.sampling_prob' of kind=rpdp",
+        ),
         ({"mechanism": {"max_items_per_subject": 2}}, "rpdp protects records"),
         ({"privacy": {"recipe": "paper_a"}}, "belongs to other mechanisms"),
         ({"federation": {"participation_prob": 0.5, "silos_per_round": 2}}, "keep one of them"),
@@ -181,11 +184,11 @@ def test_secret_budgets_need_a_declared_batch_or_typical_budgets(tmp_path):
     file.write_text(f"record,epsilon\n{rows}\n")
     secret = {"budgets": {"kind": "column", "path": str(file)}}
     quiet = Console(quiet=True)
-    with pytest.raises(BadInputError, match=r"set mechanism\.batch_size"):
+    with pytest.raises(BadInputError, match=r"set mechanism\.expected_batch"):
         prepare(config(privacy=secret), quiet)
     with pytest.raises(BadInputError, match=r"privacy\.budgets\.declared"):
         prepare(config(privacy=secret | {"policy": "minimum"}), quiet)
-    prepared = prepare(config(privacy=secret, mechanism={"batch_size": 30}), quiet)
+    prepared = prepare(config(privacy=secret, mechanism={"expected_batch": 30}), quiet)
     assert {p.mechanism.expected_batch for p in prepared.federation.silos} == {30.0}
     assert prepared.personal.declared is None
 

@@ -17,6 +17,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import IDEALISED
 from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.accounting.rates import TwoStage, certified_rates
+from dpfl_jax.config.execution import RoundExecution
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
@@ -30,8 +31,8 @@ from dpfl_jax.federation.personal.personalise import personal_guarantee, persona
 from dpfl_jax.federation.personal.policies import POLICIES, assign
 from dpfl_jax.federation.placement import spread, subject_keys
 from dpfl_jax.federation.rounds import RoundBuilder
+from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.sampling import Poisson
 
 pytestmark = pytest.mark.privacy
@@ -515,7 +516,7 @@ def test_norms_are_compared_before_the_first_unit_whenever_that_comes(monkeypatc
             local_optimizer=optax.sgd(0.1),
             delta=1e-3,
             key=RootKey.from_seed(seed),
-            strategy=strategy,
+            execution=RoundExecution(strategy=strategy),
             show_spent=False,
         )
 

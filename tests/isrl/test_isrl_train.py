@@ -26,7 +26,8 @@ SMALL = {
     "data": {"source": "digits", "silos": 5, "partition": "pairs", "max_records": 600},
     "isrl": {"algorithm": "minibatch_sgd", "rounds": 8, "step_size": 0.5, "average_last": 4},
     "privacy": {"epsilon": 8.0},
-    "train": {"rounds_per_block": 2, "checkpoint_every": 1, "eval_every": 2},
+    "train": {"checkpoint_every": 1, "eval_every": 2},
+    "execution": {"rounds_per_block": 2},
 }
 ACCELERATED = {"algorithm": "accelerated", "sampling": "disjoint", "batch_fraction": 0.12}
 STAGES = {"algorithm": "multi_stage", "sampling": "full", "rounds": 60, "stage_constant": 1e-3}

@@ -11,12 +11,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.mesh import parameter_shardings
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config, save_checkpoint
 from dpfl_jax.models.checkpoint.files import TensorFiles
 from dpfl_jax.models.checkpoint.hf_config import from_transformer, to_transformer
 from dpfl_jax.models.checkpoint.load import flat_paths
-from dpfl_jax.run.mesh import parameter_shardings
 
 LLAMA = {
     "vocab_size": 61,

@@ -8,9 +8,9 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from scipy import stats
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import data_parallel_mesh
 
 pytestmark = pytest.mark.privacy
 

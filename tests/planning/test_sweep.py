@@ -12,6 +12,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.planning.sweep import Sweep, best_rows
+from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import PUBLIC_KEY_CAVEAT
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT
@@ -21,9 +22,10 @@ CONFIG = """
 name: swept
 data: {source: python_source, seq_len: 16, max_users: 60, max_examples_per_user: 4}
 model: {size: tiny, overrides: {num_layers: 1, embed_dim: 16, num_heads: 2}}
-mechanism: {kind: uls, compute_budget: 8, uls: {group_size: 2}, els: {group_size: 2}}
+mechanism: {kind: uls, group_size: 2, cohort_size: 4}
 privacy: {epsilon: 8.0}
-train: {steps: 2, microbatch_size: 8, log_every: 2}
+train: {steps: 2, log_every: 2}
+execution: {microbatch_size: 8}
 eval: {max_users: 4, max_examples_per_user: 1}
 """
 
@@ -42,8 +44,8 @@ def sweep(config, axes, **options):
 def test_axes_become_overrides(config):
     grid = sweep(config, {"kind": ["els", "uls"], "group_size": [4], "cohort_size": [6]})
     found = {c.values["kind"]: grid.cell_config(c).mechanism for c in grid.cells()}
-    assert (found["els"].els.group_size, found["els"].compute_budget) == (4, 6)
-    assert (found["uls"].uls.group_size, found["uls"].compute_budget) == (4, 24)
+    assert (found["els"].group_size, found["els"].compute_budget) == (4, 6)
+    assert (found["uls"].group_size, found["uls"].compute_budget) == (4, 24)
     grid = sweep(config, {"epsilon": [1.5], "learning_rate": [0.01], "data.seq_len": [8]})
     (cell,) = grid.cells()
     made = grid.cell_config(cell)
@@ -72,7 +74,8 @@ def pretend(monkeypatch, steps=3, sigma=1.0):
 
     def run_experiment(config, path, console, load):
         fingerprint = config_fingerprint(config)
-        directory = RunDirectory(path, config_to_dict(config), fingerprint, config.seed)
+        key = None if config.seed is None else RootKey.from_seed(config.seed)
+        directory = RunDirectory(path, config_to_dict(config), fingerprint, key)
         try:
             privacy, caveats = config.privacy, []
             if privacy.ledger is not None:

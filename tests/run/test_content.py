@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.run.content import content_digest
-from dpfl_jax.run.mesh import make_mesh, parameter_shardings, place
 
 
 def parameters():

@@ -20,13 +20,13 @@ from dpfl_jax.clipping import split
 from dpfl_jax.config import load_config
 from dpfl_jax.config.base import ProcessesConfig
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.checkpoint import fingerprint, save_checkpoint
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.checkpoint import Checkpoints
 from dpfl_jax.run.directory import RunDirectory, seal_of
-from dpfl_jax.run.mesh import make_mesh
 from dpfl_jax.run.state import init_state
 from dpfl_jax.run.watch import LastWords, Roll
 from dpfl_jax.training.experiment import build_model, make_optimizer
@@ -151,7 +151,7 @@ def workspace(tmp_path_factory):
             "test_fraction": 0.0,
         },
         "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
-        "mechanism": {"kind": "uls", "compute_budget": 16, "uls": {"group_size": 2}},
+        "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 8, "clipping": "normalized"},
         "privacy": {
             "epsilon": 8.0,
             "delta": 1e-3,
@@ -163,7 +163,8 @@ def workspace(tmp_path_factory):
         # Processes of a busy machine are silent for long; tests that kill one set it lower.
         "processes": {"lost_after_s": 200},
         "eval": {"personalize": True},
-        "train": {"steps": 12, "microbatch_size": 2, "checkpoint_every": 4},
+        "train": {"steps": 12, "checkpoint_every": 4},
+        "execution": {"microbatch_size": 2},
     }
     (folder / "small.yaml").write_text(yaml.safe_dump(config))
     # The same on adapters of a checkpoint in the Hugging Face layout, in two files.
@@ -334,7 +335,7 @@ def test_two_processes_share_each_user(workspace, whole):
     """Four devices, of two processes, form one user's gradient together."""
     run_dir = workspace / "shared"
     with_key_of(run_dir, whole)
-    job = start(workspace, run_dir, 2, 2, "mesh.fsdp=4", "mesh.split_users=true")
+    job = start(workspace, run_dir, 2, 2, "execution.mesh.fsdp=4", "execution.split_users=true")
     output, _ = job.communicate(timeout=400)
     assert job.returncode == 0, output
     same(final(workspace, whole)[0], final(workspace, run_dir)[0])
@@ -381,7 +382,7 @@ def kill_and_resume(workspace, whole, run_dir, victim, config):
     assert any("other hardware" in caveat for caveat in privacy["caveats"])
     # Reserved once and committed once, whatever happened in between.
     records = [json.loads(line) for line in (workspace / "ledger.jsonl").read_text().splitlines()]
-    mine = [record for record in records if record["run"].startswith(f"{run_dir.name}-")]
+    mine = [record for record in records if record["run"].startswith(f"{run_dir.name}:")]
     assert [record["kind"] for record in mine] == ["reserve", "commit"]
     assert mine[0]["run"] == mine[1]["run"]
     assert mine[0]["run"] in Ledger(workspace / "ledger.jsonl").runs(Account("people"))

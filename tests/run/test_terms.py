@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 import yaml
+from fitting import fit_given as fit
 
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
@@ -16,7 +17,6 @@ from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.terms import computation_digest
-from dpfl_jax.training import fit
 
 pytestmark = pytest.mark.privacy
 USERS, SIGMA = 12, 1.5
@@ -278,11 +278,11 @@ def test_strategies_and_layouts_share_no_noise_under_one_secret_key():
 
 
 def test_a_public_seed_cannot_be_made_secret_afterwards(tmp_path):
-    RunDirectory(tmp_path / "run", {}, "f", 3).close()
+    RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(3)).close()
     file = tmp_path / "run" / "private" / "root_key.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"public": False}))
     with pytest.raises(BadInputError, match="was changed after the run began"):
-        RunDirectory(tmp_path / "run", {}, "f", 3)
+        RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(3))
 
 
 def test_losses_that_call_back_into_python_are_refused():

@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fitting import fit_given as fit
 
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.training import fit
 
 TRUE = np.array([1.0, -2.0, 0.5], np.float32)
 
@@ -93,7 +93,7 @@ def test_epsilon_spent_grows_to_the_guarantee():
 def test_resume_in_process_is_bit_for_bit(tmp_path, monkeypatch):
     whole = run(steps=20, validation=None)
 
-    directory = RunDirectory(tmp_path / "run", {}, "f", seed=0)
+    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
     calls = {"n": 0}
     real = RunDirectory.append_metrics
 
@@ -108,7 +108,7 @@ def test_resume_in_process_is_bit_for_bit(tmp_path, monkeypatch):
         run(steps=20, validation=None, run_dir=directory, key=None, checkpoint_every=5)
     directory.close()
     monkeypatch.setattr(RunDirectory, "append_metrics", real)
-    directory = RunDirectory(tmp_path / "run", {}, "f", seed=0)
+    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
     assert directory.resumed
     result = run(steps=20, validation=None, run_dir=directory, key=None, checkpoint_every=5)
     np.testing.assert_array_equal(result.params["w"], whole.params["w"])
@@ -126,13 +126,13 @@ def test_hardware_that_reached_no_checkpoint_is_named_too(tmp_path, monkeypatch)
         real(self, row)
 
     monkeypatch.setattr(RunDirectory, "append_metrics", crash)
-    directory = RunDirectory(tmp_path / "run", {}, "f", seed=0)
+    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
     with pytest.raises(KeyboardInterrupt):
         run(steps=6, validation=None, run_dir=directory, mesh=one, checkpoint_every=5)
     directory.close()
     monkeypatch.setattr(RunDirectory, "append_metrics", real)
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
-    directory = RunDirectory(tmp_path / "run", {}, "f", seed=0)
+    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
     moved = run(steps=6, validation=None, run_dir=directory, checkpoint_every=5)
     directory.close()
     assert moved.steps == 6
@@ -142,7 +142,7 @@ def test_hardware_that_reached_no_checkpoint_is_named_too(tmp_path, monkeypatch)
 def test_moving_a_run_to_other_hardware_is_named(tmp_path):
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     whole = run(steps=6, validation=None)
-    directory = RunDirectory(tmp_path / "run", {}, "f", seed=0)
+    directory = RunDirectory(tmp_path / "run", {}, "f", RootKey.from_seed(0))
     first = run(steps=6, validation=None, run_dir=directory, mesh=one, checkpoint_every=3)
     assert not any("other hardware" in c for c in first.guarantee.caveats)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
@@ -181,11 +181,11 @@ def test_bad_arguments_are_one_sentence(change, message):
 
 
 def test_two_processes_do_not_share_a_run_directory(tmp_path):
-    first = RunDirectory(tmp_path / "run", {}, "f", seed=None)
+    first = RunDirectory(tmp_path / "run", {}, "f", None)
     with pytest.raises(BadInputError, match="another process"):
-        RunDirectory(tmp_path / "run", {}, "f", seed=None)
+        RunDirectory(tmp_path / "run", {}, "f", None)
     first.close()
-    RunDirectory(tmp_path / "run", {}, "f", seed=None).close()
+    RunDirectory(tmp_path / "run", {}, "f", None).close()
 
 
 def test_a_run_goes_on_only_with_the_data_and_noise_it_began_with(tmp_path):
@@ -199,10 +199,10 @@ def test_a_run_goes_on_only_with_the_data_and_noise_it_began_with(tmp_path):
 
 
 def test_a_lost_key_is_said_not_replaced(tmp_path):
-    RunDirectory(tmp_path / "run", {}, "f", seed=None).close()
+    RunDirectory(tmp_path / "run", {}, "f", None).close()
     (tmp_path / "run/private/root_key.json").unlink()
     with pytest.raises(BadInputError, match="root key"):
-        RunDirectory(tmp_path / "run", {}, "f", seed=None)
+        RunDirectory(tmp_path / "run", {}, "f", None)
 
 
 def test_loss_is_computed_on_the_mesh_given():

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fitting import fit_given as fit
 
 from dpfl_jax.clipping import SelfCheckError
 from dpfl_jax.clipping.taps import leaves
@@ -12,7 +13,6 @@ from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
 from dpfl_jax.mechanisms import ULS
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training import fit
 
 pytestmark = pytest.mark.privacy
 

@@ -7,16 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fitting import fit_given as fit
 
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
+from dpfl_jax.mechanisms.batches import example_loss, step_arguments, training_pipeline
+from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import make_mesh, parameter_shardings, place
-from dpfl_jax.training import fit
-from dpfl_jax.training.batches import example_loss, step_arguments, training_pipeline
-from dpfl_jax.training.sums import bounded_sum_over_microbatches
 
 KEY = RootKey.from_seed(5)
 COUNTS = np.random.default_rng(1).integers(1, 7, 12)

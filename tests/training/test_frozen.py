@@ -12,13 +12,14 @@ from neighbours import removed
 
 from dpfl_jax.clipping import join, split
 from dpfl_jax.mechanisms import ELS, NonPrivate
+from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.config import Lora
 from dpfl_jax.models.lora import is_adapter
-from dpfl_jax.run.mesh import make_mesh, parameter_shardings
+from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.state import init_state
 from dpfl_jax.training.step import make_train_step
-from dpfl_jax.training.sums import bounded_sum_over_microbatches
 
 LENGTH, VOCAB, CLIP = 8, 32, 0.1
 MODEL = LanguageModel(
@@ -34,6 +35,8 @@ MODEL = LanguageModel(
 )
 LAYOUTS = {"data": {}, "mixed": {"data": 2, "fsdp": 2, "tensor": 2}, "fsdp": {"fsdp": 8}}
 MECHANISM = ELS(group_size=2, batch_size=20, clip_norm=CLIP, noise_multiplier=0.7)
+
+KEYS = RootKey.from_seed(0).words("noise", 1)
 
 
 def buffers():
@@ -103,7 +106,7 @@ def test_a_step_changes_adapters_alone_and_keeps_nothing_of_the_base():
     optimizer = optax.adam(1e-2)
     state = init_state(trained, optimizer, mesh)
     step = make_train_step(MECHANISM, MODEL.loss, optimizer, mesh, trainable=is_adapter)
-    new, _ = step(state, *buffers(), jax.random.key(0), frozen)
+    new, _ = step(state, *buffers(), KEYS, frozen)
     assert jax.tree.structure(new.params) == jax.tree.structure(trained)
     # Noise on every adapter: nothing is left as it was.
     for a, b in zip(jax.tree.leaves(new.params), jax.tree.leaves(trained), strict=True):
@@ -126,12 +129,10 @@ def test_without_privacy_the_same_leaves_are_trained():
     plain = NonPrivate(batch_size=24)
     step = make_train_step(plain, MODEL.loss, optimizer, mesh, trainable=is_adapter)
     units, mask, used = buffers()
-    new, _ = step(state, units, mask, used, jax.random.key(0), frozen)
+    new, _ = step(state, units, mask, used, KEYS, frozen)
     unclipped = dataclasses.replace(MECHANISM, clip_norm=1e9, noise_multiplier=0.0)
     other = make_train_step(unclipped, MODEL.loss, optimizer, mesh, trainable=is_adapter)
-    again, _ = other(
-        init_state(trained, optimizer, mesh), units, mask, used, jax.random.key(0), frozen
-    )
+    again, _ = other(init_state(trained, optimizer, mesh), units, mask, used, KEYS, frozen)
     moved = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), new.params, trained)
     want = jax.tree.map(
         lambda a, b: (np.asarray(a) - np.asarray(b)) * 20 / 24, again.params, trained

@@ -7,7 +7,7 @@ import pytest
 
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.run.mesh import make_mesh, parameter_shardings, place
+from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.training.personalize import personalize
 
 

@@ -77,7 +77,7 @@ def test_a_pretrained_base_is_named_and_compared(tmp_path, capsys):
             "lora": {"rank": 2, "targets": ["*/mlp/*"]},
         },
         "pretrain": {"steps": 2, "batch_size": 8, "cache_dir": str(tmp_path / "cache")},
-        "mechanism": {"kind": "uls", "compute_budget": 16, "uls": {"group_size": 2}},
+        "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 8, "clipping": "normalized"},
         "privacy": {"epsilon": 8.0, "delta": 1e-3},
         "train": {"steps": 2, "microbatch_size": 4, "checkpoint_every": 1},
     }

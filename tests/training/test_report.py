@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fitting import fit_given as fit
 from rich.console import Console
 
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.mechanisms import ELS
-from dpfl_jax.run.mesh import data_parallel_mesh
+from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.run.report import build_report, render_markdown
-from dpfl_jax.training import fit
 
 
 @pytest.mark.parametrize("shown", [True, False])

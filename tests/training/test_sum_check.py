@@ -8,17 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fitting import fit_given as fit
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import SelfCheckError
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
 from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.mechanisms.batches import training_pipeline
+from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import make_mesh, parameter_shardings, place
-from dpfl_jax.training import central, convolutions, fit, sum_check
-from dpfl_jax.training.batches import training_pipeline
-from dpfl_jax.training.sums import bounded_sum_over_microbatches
+from dpfl_jax.training import central, convolutions, sum_check
 
 pytestmark = pytest.mark.privacy
 

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from dpfl_jax.clipping import BoundedSum, Rule, Standard, bounded_grad
+from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.mechanisms.base import mean_of_examples, require_positive
@@ -94,6 +95,12 @@ class SiloMechanism(abc.ABC):
     kind: ClassVar[str]
     unit: ClassVar[str] = "subject"
     private: ClassVar[bool] = True
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """A class with a ``kind`` of its own can be named in configurations."""
+        super().__init_subclass__(**kwargs)
+        if "kind" in cls.__dict__:
+            SILOS.register(cls)
 
     def __post_init__(self) -> None:
         """Validates."""

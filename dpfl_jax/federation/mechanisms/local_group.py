@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dpfl_jax.accounting import events
+from dpfl_jax.config.kinds import DERIVED
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.mechanisms.base import SiloDraw, SiloFacts, SiloMechanism, runs_of
@@ -37,7 +38,7 @@ class LocalGroupDP(SiloMechanism):
     """
 
     batch_cap: int | None = None
-    batch_noise: tuple[float, ...] | None = None
+    batch_noise: tuple[float, ...] | None = dataclasses.field(default=None, metadata=DERIVED)
 
     kind: ClassVar[str] = "local_group"
 

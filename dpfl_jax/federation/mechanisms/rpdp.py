@@ -22,9 +22,11 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from dpfl_jax.accounting.rates import TwoStage
+from dpfl_jax.config.kinds import DERIVED
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.mechanisms.base import SiloDraw, SiloFacts, SiloMechanism
+from dpfl_jax.mechanisms.base import require_positive
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import PersonalizedPoisson
 
@@ -39,16 +41,18 @@ class RPDP(SiloMechanism):
       rates: float64 [num_records], q_j of the silo's records in order. Secret: the silo's own.
       stay: int64 [num_records], rounds after which each record leaves; None: all stay. Secret.
       setting: what is accounted, the same for all silos.
-      expected_batch: b, public; never computed from the records or their budgets.
+      expected_batch: b, public; never computed from the records or their budgets. None until
+        personalised: then by default from the public distribution of budgets.
       denominator: ``"expected_batch"`` (b), or the paper's ``"realized_batch"`` (|S|, at least 1:
         not private).
     """
 
-    sampling_prob: float | None = 1.0
-    rates: np.ndarray | None = None
-    stay: np.ndarray | None = None
-    setting: TwoStage | None = None
-    expected_batch: float = 1.0
+    batch_size: float | None = dataclasses.field(default=None, metadata=DERIVED)
+    sampling_prob: float | None = dataclasses.field(default=1.0, metadata=DERIVED)
+    rates: np.ndarray | None = dataclasses.field(default=None, metadata=DERIVED)
+    stay: np.ndarray | None = dataclasses.field(default=None, metadata=DERIVED)
+    setting: TwoStage | None = dataclasses.field(default=None, metadata=DERIVED)
+    expected_batch: float | None = None
     denominator: Literal["expected_batch", "realized_batch"] = "expected_batch"
 
     kind: ClassVar[str] = "rpdp"
@@ -57,8 +61,8 @@ class RPDP(SiloMechanism):
     def __post_init__(self) -> None:
         """Validates."""
         super().__post_init__()
-        if not self.expected_batch > 0:
-            raise BadInputError(f"expected_batch is {self.expected_batch}, but it must be above 0")
+        if self.expected_batch is not None:
+            require_positive("expected_batch", self.expected_batch)
         if self.denominator not in DENOMINATORS:
             raise BadInputError(
                 f"denominator is {self.denominator!r}, but rpdp has only {DENOMINATORS}"
@@ -111,11 +115,13 @@ class RPDP(SiloMechanism):
 
     def expected_records(self, facts: SiloFacts) -> float:
         """The declared number."""
-        return min(self.expected_batch, facts.num_records)
+        return min(self.divisor(facts), facts.num_records)
 
     def divisor(self, facts: SiloFacts) -> float:
         """The public constant b."""
         del facts
+        if self.expected_batch is None:
+            raise BadInputError("this rpdp mechanism has no expected batch: personalise it")
         return self.expected_batch
 
     def unsound(self) -> tuple[str, ...]:

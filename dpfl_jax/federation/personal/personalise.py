@@ -189,11 +189,11 @@ def personalise(
         raise BadInputError(
             f"record {which!r}: {error} (privacy.unreachable=exclude leaves such records out)"
         ) from None
-    batch = config.mechanism.batch_size
+    batch = config.mechanism.expected_batch
     if batch is None and public is None:
         raise BadInputError(
             "budgets from a column are secret, so the batch size cannot follow from them: set "
-            "mechanism.batch_size, or list typical budgets in privacy.budgets.declared"
+            "mechanism.expected_batch, or list typical budgets in privacy.budgets.declared"
         )
     share = 0.0 if public is None else public_batch(policy, public, setting, privacy.unreachable)
     # The plan's numbers, declared constants: they stay when a record is added or removed.

@@ -31,12 +31,12 @@ from dpfl_jax.federation.isrl.multi_stage import multi_stage
 from dpfl_jax.federation.isrl.runs.parameters import Parameters
 from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.isrl.schedule import make_schedule
+from dpfl_jax.mesh import DATA_AXIS, data_parallel_mesh, place, replicated
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.driver import RunResult, drive
-from dpfl_jax.run.mesh import DATA_AXIS, data_parallel_mesh, place, replicated
+from dpfl_jax.run.driver import Pace, RunResult, drive
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, begin, value_digest
 
@@ -158,7 +158,7 @@ class Messages(Algorithm):
     word = "rounds"
     # Records' turns are drawn once for the whole run: it cannot go on as another computation.
     movable = False
-    smaller = "lower train.rounds_per_block"
+    smaller = "lower execution.rounds_per_block"
 
     def __init__(
         self, config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, mesh: Mesh
@@ -166,6 +166,7 @@ class Messages(Algorithm):
         """See ``run_rounds``."""
         self.config, self.task, self.data, self.parameters = config, task, data, parameters
         self.mesh, self.method = mesh, make_method(config, parameters)
+        self.layout = [self.hardware, config.execution.model_dump()]
         self.steps, self.private = parameters.rounds, parameters.noise is not None
         self.delta = max((z.budget.delta for z in parameters.noise or []), default=1.0)
 
@@ -236,7 +237,7 @@ class MessageSteps(Steps):
 
     def inputs(self) -> Iterator[tuple[int, tuple[int, int]]]:
         """Spans of rounds."""
-        size, rounds = self.run.config.train.rounds_per_block, self.run.steps
+        size, rounds = self.run.config.execution.rounds_per_block, self.run.steps
         for begin_at in range(self.start, rounds, size):
             yield min(begin_at + size, rounds), (begin_at, min(begin_at + size, rounds))
 
@@ -275,15 +276,12 @@ def run_rounds(
       charge: see ``run.driver.drive``.
       console: where the progress bar goes; None for none.
     """
-    train, size = config.train, config.train.rounds_per_block
     mesh = data_parallel_mesh(None if processes.many() else jax.devices()[:1])
     return drive(
         Messages(config, task, data, parameters, mesh),
         run_dir=run_dir,
         evaluate=evaluate,
-        eval_every=train.eval_every * size,
-        checkpoint_every=train.checkpoint_every * size,
-        keep_checkpoints=train.keep_checkpoints,
+        pace=Pace.of(config.train, config.execution.rounds_per_block),
         charge=charge,
         console=console,
     )

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import accumulate, join
+from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.mechanisms import Mechanism
-from dpfl_jax.models.placement import activations_pinned
-from dpfl_jax.run.algorithm import StepStats
-from dpfl_jax.run.mesh import (
+from dpfl_jax.mesh import (
     DATA_AXIS,
     FSDP_AXIS,
     parameter_sharding,
@@ -27,6 +26,7 @@ from dpfl_jax.run.mesh import (
     replicated,
     splits_parameters,
 )
+from dpfl_jax.models.placement import activations_pinned
 
 PyTree = Any
 Sum = Callable[..., tuple[PyTree, StepStats]]
@@ -90,7 +90,7 @@ def in_pieces(
         return {} if examples_at_once is None else {"examples_at_once": examples_at_once}
     parts = mesh.shape[FSDP_AXIS]
     if examples_at_once is None:
-        examples_at_once = -(-getattr(mechanism, "group_size", 1) // parts)
+        examples_at_once = -(-(mechanism.unit_examples or 1) // parts)
     return {
         "examples_at_once": examples_at_once * parts,
         "example_sharding": NamedSharding(mesh, PartitionSpec(FSDP_AXIS)),

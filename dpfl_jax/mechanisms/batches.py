@@ -19,8 +19,8 @@ from dpfl_jax.data.example_keys import key_argument, keyed, with_keys
 from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_sizes, is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.mechanisms import Mechanism
+from dpfl_jax.mesh import unit_axes, unit_parts
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import unit_axes, unit_parts
 from dpfl_jax.sampling import Sampler
 
 PyTree = Any

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fitting import fit_given as fit
 
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.build import write_store
@@ -12,11 +13,10 @@ from dpfl_jax.data.pipeline import Pipeline
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.mechanisms.batches import step_arguments, training_pipeline
+from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import data_parallel_mesh
 from dpfl_jax.sampling import Poisson, UserSampler
-from dpfl_jax.training import fit
-from dpfl_jax.training.batches import step_arguments, training_pipeline
 
 KEY = RootKey.from_seed(2)
 LENGTH, VOCAB = 6, 20

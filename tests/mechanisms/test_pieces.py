@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fitting import fit_given as fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from neighbours import removed
@@ -14,11 +15,10 @@ from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, mean_of_examples
 from dpfl_jax.mechanisms.base import pieces_of_user
+from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.mesh import make_mesh, parameter_shardings, place
-from dpfl_jax.training import fit
-from dpfl_jax.training.sums import bounded_sum_over_microbatches
 
 GROUP, LENGTH, VOCAB, CLIP = 5, 8, 16, 0.3
 MODEL = LanguageModel(
@@ -212,12 +212,17 @@ def test_single_examples_are_not_cut(tmp_path):
     file = tmp_path / "job.yaml"
     file.write_text(
         "data: {source: jsonl, path: unread}\n"
-        "mechanism: {kind: els, noise_multiplier: 1.0}\n"
+        "mechanism: {kind: els, group_size: 2, batch_size: 4, noise_multiplier: 1.0}\n"
         "train: {steps: 2}\n"
     )
-    with pytest.raises(BadInputError, match=r"mesh\.split_users is for users"):
-        load_config(file, ["mesh.split_users=true", "mesh.fsdp=2"])
-    with pytest.raises(BadInputError, match=r"train\.examples_at_once forms users' gradients"):
+    with pytest.raises(BadInputError, match=r"execution\.split_users is for users"):
+        load_config(file, ["execution.split_users=true", "execution.mesh.fsdp=2"])
+    with pytest.raises(BadInputError, match=r"execution\.examples_at_once forms users' gradients"):
         load_config(
-            file, ["mechanism.kind=uls", "train.examples_at_once=2", "train.strategy=ghost"]
+            file,
+            [
+                "mechanism={kind: uls, group_size: 2, cohort_size: 4, noise_multiplier: 1.0}",
+                "execution.examples_at_once=2",
+                "execution.strategy=ghost",
+            ],
         )

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fitting import fit_given as fit
 from jax.sharding import NamedSharding, PartitionSpec
 from neighbours import removed
 
@@ -12,20 +13,19 @@ from dpfl_jax.cli._hlo import collectives
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS
-from dpfl_jax.models import LanguageModel, TransformerConfig
-from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.mesh import (
+from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mesh import (
     make_mesh,
     parameter_shardings,
     state_shardings,
     unit_axes,
     unit_parts,
 )
+from dpfl_jax.models import LanguageModel, TransformerConfig
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import init_state
-from dpfl_jax.training import fit
 from dpfl_jax.training.step import make_train_step
-from dpfl_jax.training.sums import bounded_sum_over_microbatches
 
 pytestmark = pytest.mark.privacy
 
@@ -101,8 +101,8 @@ def test_a_step_draws_the_same_noise_and_trains_the_same_parameters(params, name
         mesh = make_mesh(**LAYOUTS[name])
         state = init_state(params, optimizer, mesh)
         step = make_train_step(mechanism, MODEL.loss, optimizer, mesh)
-        for i in range(2):
-            state, _ = step(state, *batch, jax.random.key(i))
+        for _ in range(2):
+            state, _ = step(state, *batch, RootKey.from_seed(0).words("noise", 2))
         results[name] = jax.tree.map(np.asarray, state.params)
         places = parameter_shardings(params, mesh)
         for x, place in zip(jax.tree.leaves(state.params), jax.tree.leaves(places)):
@@ -199,7 +199,7 @@ def test_a_run_goes_on_with_another_layout(params, tmp_path, monkeypatch):
     assert whole.final.loss == pytest.approx(want.final.loss, rel=1e-4)
 
     def directory():
-        return RunDirectory(tmp_path / "run", {}, "same", 3, {})
+        return RunDirectory(tmp_path / "run", {}, "same", RootKey.from_seed(3), {})
 
     from dpfl_jax.training import central
 

@@ -1,0 +1,85 @@
+"""The section ``execution``: what changes speed and memory, and never what is guaranteed.
+
+A run may go on with another one: no field enters the fingerprint of a configuration.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from dpfl_jax.config.base import Section
+
+Strategy = Literal["auto", "vmap", "scan", "ghost"]
+
+
+class MeshConfig(Section):
+    """How devices are arranged.
+
+    Attributes:
+      data: copies of the parameters, each with its share of the units; default as many as fit.
+      fsdp: parts of parameters, optimiser state, sums and noise; units are split over them too.
+      tensor: parts of each layer's products.
+    """
+
+    data: int | None = Field(None, gt=0)
+    fsdp: int = Field(1, gt=0)
+    tensor: int = Field(1, gt=0)
+
+    @property
+    def axes(self) -> dict[str, Any]:
+        """Arguments of ``mesh.make_mesh``."""
+        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+
+
+class Execution(Section):
+    """How central training computes its steps.
+
+    Attributes:
+      microbatch_size: units per device processed at once.
+      strategy: how clipped gradients are computed.
+      group_buckets: process users with few examples in buffers with a smaller group axis (1, 2, 4,
+        ...), instead of padding them to the group size: less work, a longer compilation.
+      examples_at_once: examples of a user (ULS) that a device processes at once; the gradients of
+        the rest are accumulated before the user's norm is taken. Needed where a user's examples do
+        not fit together. Default: all.
+      split_users: share out each user's examples (ULS) to the fsdp devices, of which each then
+        forms a part of the gradient, instead of one user a device. Needed where no device holds a
+        whole gradient.
+      mesh: how devices are arranged.
+    """
+
+    microbatch_size: int = Field(16, gt=0)
+    strategy: Strategy = "auto"
+    group_buckets: bool = False
+    examples_at_once: int | None = Field(None, gt=0)
+    split_users: bool = False
+    mesh: MeshConfig = MeshConfig()
+
+    @property
+    def cut(self) -> dict[str, Any]:
+        """How users are cut up."""
+        return {"examples_at_once": self.examples_at_once, "split_users": self.split_users}
+
+
+class RoundExecution(Section):
+    """How a federation computes its rounds.
+
+    Attributes:
+      microbatch_size: units processed at once in a silo.
+      width: silos of a device that are vmapped (1 is fastest on a CPU).
+      chunk_silos: silos whose data are on the devices at once; default by size.
+      strategy: how clipped gradients are computed.
+    """
+
+    microbatch_size: int = Field(32, gt=0)
+    width: int = Field(1, gt=0)
+    chunk_silos: int | None = Field(None, gt=0)
+    strategy: Strategy = "auto"
+
+
+class BlockExecution(Section):
+    """How ISRL computes its rounds: ``rounds_per_block`` in one compiled call, a row each."""
+
+    rounds_per_block: int = Field(5, gt=0)

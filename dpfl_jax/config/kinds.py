@@ -1,0 +1,135 @@
+"""Sections that are objects: ``kind`` names a class, the other keys are its fields.
+
+A class registers itself where it is defined; whoever asks for a kind (a configuration, a sweep, the
+planner) finds it here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from dpfl_jax.errors import BadInputError
+
+# Metadata of a dataclass field that no configuration sets.
+DERIVED = {"derived": True}
+
+
+class Kinds:
+    """Frozen dataclasses by name.
+
+    Attributes:
+      home: module that defines the library's own; imported when a kind is asked for.
+    """
+
+    def __init__(self, home: str) -> None:
+        self.home = home
+        self._known: dict[str, type] = {}
+
+    def register(self, cls: type) -> None:
+        """Takes a class with an attribute ``kind``.
+
+        Raises:
+          BadInputError: another class has that kind.
+        """
+        kind: str = cls.kind  # type: ignore[attr-defined]
+        before = self._known.get(kind, cls)
+        if (before.__module__, before.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise BadInputError(
+                f"{cls.__module__}.{cls.__qualname__} has the kind {kind!r} of "
+                f"{before.__module__}.{before.__qualname__}: give it another"
+            )
+        self._known[kind] = cls
+
+    def names(self) -> list[str]:
+        """All kinds that are known by now."""
+        importlib.import_module(self.home)
+        return sorted(self._known)
+
+    def __getitem__(self, kind: Any) -> Any:
+        """The class of a kind; ``"package.module:Class"`` is imported.
+
+        Raises:
+          BadInputError: there is none.
+        """
+        if isinstance(kind, str) and ":" in kind:
+            module, _, name = kind.partition(":")
+            try:
+                kind = getattr(importlib.import_module(module), name).kind
+            except (ImportError, AttributeError) as error:
+                raise BadInputError(
+                    f"mechanism.kind is {kind!r}, which cannot be used: {error}"
+                ) from error
+        names = self.names()
+        if kind not in self._known:
+            raise BadInputError(
+                f"mechanism.kind is {kind!r}: {_or(names, kind, 'it must be one of ')}"
+            )
+        return self._known[kind]
+
+    def parse(self, given: Any) -> Any:
+        """The object that a section describes; an object is returned as it is.
+
+        Raises:
+          BadInputError: a key that the kind does not have, or a value that does not fit.
+        """
+        if isinstance(given, tuple(self._known.values())):
+            return given
+        if not isinstance(given, Mapping):
+            raise BadInputError(f"mechanism is {given!r}, but it must hold kind and its fields")
+        if "kind" not in given:
+            raise BadInputError(f"mechanism.kind is missing: give one of {', '.join(self.names())}")
+        cls = self[given["kind"]]
+        known, hints = configured(cls), typing.get_type_hints(cls)
+        values = {}
+        for name, value in given.items():
+            if name == "kind":
+                continue
+            if name not in known:
+                raise BadInputError(
+                    f"unknown key 'mechanism.{name}' of kind={cls.kind}: "
+                    f"{_or(known, name, 'known here: ')}"
+                )
+            try:
+                values[name] = TypeAdapter(hints[name]).validate_python(value)
+            except ValidationError as error:
+                what = error.errors()[0]["msg"]
+                raise BadInputError(
+                    f"mechanism.{name} is {value!r}: {what[:1].lower()}{what[1:]}"
+                ) from error
+        missing = [
+            name
+            for name, field in known.items()
+            if field.default is dataclasses.MISSING and name not in values
+        ]
+        if missing:
+            raise BadInputError(
+                f"mechanism.kind={cls.kind} needs mechanism.{' and mechanism.'.join(missing)}"
+            )
+        return cls(**values)
+
+    @staticmethod
+    def dump(made: Any) -> dict[str, Any]:
+        """The section that describes an object."""
+        return {"kind": made.kind} | {name: getattr(made, name) for name in configured(type(made))}
+
+
+def configured(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a class that a configuration sets."""
+    fields = dataclasses.fields(cls)
+    return {f.name: f for f in fields if f.init and not f.metadata.get("derived")}
+
+
+def _or(names: Iterable[str], near: Any, otherwise: str = "one of ") -> str:
+    close = difflib.get_close_matches(str(near), list(names), n=1, cutoff=0.5)
+    return f"did you mean {close[0]!r}?" if close else otherwise + ", ".join(sorted(names))
+
+
+CENTRAL = Kinds("dpfl_jax.mechanisms")
+SILOS = Kinds("dpfl_jax.federation.mechanisms")

@@ -1,0 +1,56 @@
+"""Mechanisms named in configurations: found where they are defined, and one of each name."""
+
+import dataclasses
+
+import pytest
+
+from dpfl_jax.config.kinds import CENTRAL, SILOS, Kinds
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
+
+
+def test_the_library_registers_its_own():
+    assert set(CENTRAL.names()) >= {"els", "uls", "none"}
+    assert set(SILOS.names()) >= {
+        *("fed_avg", "local_item", "local_group", "hi_grad_avg", "user_ldp", "subject_uls", "rpdp")
+    }
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        ULS(group_size=3, cohort_size=2.5, clip_norm=0.25, clipping="normalized"),
+        ELS(group_size=3, batch_size=8, noise_multiplier=1.5, sampling_prob=0.5),
+        NonPrivate(batch_size=8),
+    ],
+)
+def test_a_section_is_the_object(made):
+    section = CENTRAL.dump(made)
+    assert CENTRAL.parse(section) == made
+    assert CENTRAL.parse(made) is made
+
+
+def test_derived_fields_are_no_keys():
+    assert "rates" not in SILOS.dump(SILOS.parse({"kind": "rpdp"}))
+    for section in ({"kind": "rpdp", "rates": [0.5]}, {"kind": "local_group", "batch_noise": [1]}):
+        with pytest.raises(BadInputError, match="unknown key 'mechanism"):
+            SILOS.parse(section)
+
+
+def test_a_class_of_a_module_of_ones_own():
+    section = {"kind": "dpfl_jax.mechanisms.uls:ULS", "group_size": 1, "cohort_size": 4}
+    assert CENTRAL.parse(section) == ULS(group_size=1, cohort_size=4)
+    with pytest.raises(BadInputError, match=r"'dpfl_jax\.mechanisms\.uls:VLS', which cannot"):
+        CENTRAL.parse(section | {"kind": "dpfl_jax.mechanisms.uls:VLS"})
+    with pytest.raises(BadInputError, match="did you mean 'uls'"):
+        CENTRAL.parse(section | {"kind": "ulss"})
+
+
+def test_a_name_is_given_once():
+    kinds = Kinds("dpfl_jax.mechanisms")
+    one, two = (dataclasses.make_dataclass(name, []) for name in ("One", "Two"))
+    one.kind = two.kind = "same"
+    kinds.register(one)
+    kinds.register(one)
+    with pytest.raises(BadInputError, match="has the kind 'same' of .*One: give it another"):
+        kinds.register(two)

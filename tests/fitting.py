@@ -1,0 +1,28 @@
+"""``fit`` for tests that vary one thing: all that makes a plan beside all that ``fit`` takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from dpfl_jax.config.execution import Execution
+from dpfl_jax.run.driver import Pace
+from dpfl_jax.training.central import Central, fit, train
+
+_PLAN = ("epsilon", "delta", "mesh")
+_PACE = tuple(field.name for field in dataclasses.fields(Pace))
+
+
+def fit_given(*, loss_fn, params, data, mechanism, optimizer, steps, charge=None, **given: Any):
+    """Makes the plan, and fits."""
+
+    def taken(names):
+        return {name: given.pop(name) for name in names if name in given}
+
+    execution = Execution(**taken(name for name in Execution.model_fields if name != "mesh"))
+    plan = mechanism.plan(data, steps=steps, execution=execution, **taken(_PLAN))
+    pace = Pace(**taken(_PACE))
+    if charge is None:
+        return fit(loss_fn, params, plan, optimizer, pace=pace, **given)
+    algorithm = Central(loss_fn, params, plan, optimizer, given.pop("trainable", None))
+    return train(algorithm, pace=pace, charge=charge, **given)
