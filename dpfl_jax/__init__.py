@@ -2,8 +2,9 @@
 
     import dpfl_jax as dpfl
 
-A *mechanism* (``ELS``, ``ULS``) joins sampling, bounded gradients, noise and accounting; ``fit``
-trains with it; ``bounded_grad`` is useful alone; ``accounting`` needs no JAX.
+A *mechanism* (``ELS``, ``ULS``) joins sampling, clipped gradients, noise and accounting; its *plan*
+for a data set, a number of steps and a target is what can be run and accounted; ``fit`` runs it;
+``bounded_grad`` is useful alone; ``accounting`` needs no JAX.
 """
 
 from __future__ import annotations
@@ -15,14 +16,19 @@ __version__ = "0.1.0"
 
 # Loaded on first use, so that `dpfl --help` and `dpfl account` do not start JAX.
 _HOMES = {
+    "ArrayStore": "dpfl_jax.data",
     "BadInputError": "dpfl_jax.errors",
     "BoundedSum": "dpfl_jax.clipping",
     "DataConfig": "dpfl_jax.data",
     "ELS": "dpfl_jax.mechanisms",
+    "Execution": "dpfl_jax.config.execution",
     "FitResult": "dpfl_jax.training",
     "Guarantee": "dpfl_jax.accounting",
+    "Hooks": "dpfl_jax.run.driver",
     "LanguageModel": "dpfl_jax.models",
     "NonPrivate": "dpfl_jax.mechanisms",
+    "Pace": "dpfl_jax.run.driver",
+    "Plan": "dpfl_jax.mechanisms.plan",
     "RootKey": "dpfl_jax.randomness",
     "ULS": "dpfl_jax.mechanisms",
     "bounded_grad": "dpfl_jax.clipping",
@@ -34,13 +40,18 @@ _HOMES = {
 __all__ = [
     "ELS",
     "ULS",
+    "ArrayStore",
     "BadInputError",
     "BoundedSum",
     "DataConfig",
+    "Execution",
     "FitResult",
     "Guarantee",
+    "Hooks",
     "LanguageModel",
     "NonPrivate",
+    "Pace",
+    "Plan",
     "RootKey",
     "accounting",
     "bounded_grad",
@@ -53,11 +64,14 @@ if TYPE_CHECKING:
     from dpfl_jax import accounting
     from dpfl_jax.accounting import Guarantee
     from dpfl_jax.clipping import BoundedSum, bounded_grad
-    from dpfl_jax.data import DataConfig, load_dataset
+    from dpfl_jax.config.execution import Execution
+    from dpfl_jax.data import ArrayStore, DataConfig, load_dataset
     from dpfl_jax.errors import BadInputError
     from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
+    from dpfl_jax.mechanisms.plan import Plan
     from dpfl_jax.models import LanguageModel, transformer_config
     from dpfl_jax.randomness import RootKey
+    from dpfl_jax.run.driver import Hooks, Pace
     from dpfl_jax.training import FitResult, fit
 
 

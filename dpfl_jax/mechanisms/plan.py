@@ -129,37 +129,66 @@ class Plan:
                 "own does not: use fit, or a mesh with data alone"
             )
         shipped, random = example_loss(loss_fn, self.data), key_argument(loss_fn)
-        options: dict[str, Any] = {"strategy": self.execution.strategy, "trainable": trainable}
-        cut = self.execution.cut
         summed = jax.jit(
-            bounded_sum_over_microbatches(self.mechanism, shipped, self.mesh, **options, **cut)
+            bounded_sum_over_microbatches(
+                self.mechanism,
+                shipped,
+                self.mesh,
+                strategy=self.execution.strategy,
+                trainable=trainable,
+                **self.execution.cut,
+            )
         )
         checked = False
 
-        def check(params: PyTree, batch: StepBatch) -> None:
+        def clipped(params: PyTree, batch: StepBatch) -> ClippedSum:
+            nonlocal checked
             if random and batch.buckets[0].keys is None:
                 raise BadInputError(
                     f"the loss takes its own randomness (`{random}`), but the batch has none: "
                     "give plan.batches loss_keys=True"
                 )
-            pieces = in_pieces(self.mechanism, self.mesh, **cut)
-            if self.execution.strategy in ("vmap", "scan") or pieces or not self.mechanism.private:
-                return
-            bounded = self.mechanism.bounded_grad(shipped, **options)
-            for bucket in batch.buckets:
-                if bucket.num_units:
-                    some = jax.tree.map(lambda x: x[0, :2], units_of(self.mechanism, bucket))
-                    self_check(bounded, params, some)
-
-        def clipped(params: PyTree, batch: StepBatch) -> ClippedSum:
-            nonlocal checked
             if not checked:
-                check(params, batch)
+                any_key = RootKey.from_seed(0)  # it looks at the first units, whoever is drawn
+                sampler = self.sampler(any_key)
+                pipeline = self.pipeline(sampler, any_key if random else None)
+                self.check_norms(shipped, params, pipeline, sampler.group_size, trainable)
                 checked = True
             trained, frozen = split(params, trainable)
             return ClippedSum(*summed(trained, *step_arguments(self.mechanism, batch), frozen))
 
         return clipped
+
+    def check_norms(
+        self,
+        loss_fn: LossFn,
+        params: PyTree,
+        pipeline: Pipeline,
+        group_size: int | None,
+        trainable: Trainable = None,
+    ) -> None:
+        """Compares norms that no gradient is formed for with plain ones, for each shape of units.
+
+        Args:
+          loss_fn: of one example, as the pipeline ships it.
+          params: all parameters.
+          pipeline: gives the first units.
+          group_size: the sampler's.
+          trainable: as for ``fit``.
+
+        Raises:
+          clipping.SelfCheckError: they disagree.
+        """
+        strategy = self.execution.strategy
+        formed = strategy in ("vmap", "scan") or in_pieces(
+            self.mechanism, self.mesh, **self.execution.cut
+        )
+        if formed or not self.mechanism.private:
+            return
+        bounded = self.mechanism.bounded_grad(loss_fn, strategy=strategy, trainable=trainable)
+        for some in pipeline.first_units(2, group_size):
+            rows = jax.tree.map(lambda leaf: leaf[0], units_of(self.mechanism, some))
+            self_check(bounded, params, rows)
 
     def noise(self, key: RootKey) -> optax.GradientTransformation:
         """Turns a clipped sum into a private gradient: noise is added, and the sum divided.

@@ -13,7 +13,7 @@ import optax
 from rich.console import Console
 
 from dpfl_jax import accounting
-from dpfl_jax.clipping import Trainable, join, self_check, split
+from dpfl_jax.clipping import Trainable, join, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.pipeline import StepBatch
@@ -28,7 +28,12 @@ from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Hooks, Pace, RunResult, drive
 from dpfl_jax.run.experiment import open_directory
-from dpfl_jax.run.report import build_report, write_report
+from dpfl_jax.run.report import (
+    PRIVATE_METRICS_CAVEAT,
+    TUNING_CAVEAT,
+    build_report,
+    write_report,
+)
 from dpfl_jax.run.state import TrainState, init_state
 from dpfl_jax.run.terms import Terms, training_digest
 from dpfl_jax.training import convolutions
@@ -190,12 +195,8 @@ class CentralSteps(Steps):
             self.sampler.group_size,
             trainable=run.trainable,
         )
-        if run.plan.execution.strategy not in ("vmap", "scan") and not self.pieces:
-            # Norms that no gradient was formed for; each shape of units has a plan of its own.
-            bounded = run.mechanism.bounded_grad(self.loss_fn, **self.options)
-            for some in self.pipeline.first_units(2, self.sampler.group_size):
-                rows = jax.tree.map(lambda leaf: leaf[0], units_of(run.mechanism, some))
-                self_check(bounded, run.given, rows)
+        group = self.sampler.group_size
+        run.plan.check_norms(self.loss_fn, run.given, self.pipeline, group, run.trainable)
 
     def clipping(self) -> dict[str, Any] | None:
         """How norms are computed, for the largest units."""
@@ -269,24 +270,26 @@ def fit(
     if validation is not None:
         evaluate = Evaluator(loss_fn, plan.mesh).of(validation)
     algorithm = Central(loss_fn, params, plan, optimizer, trainable)
+    caveats: tuple[str, ...] = ()
+    if plan.mechanism.private:
+        caveats = (PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT)
+    options: dict[str, Any] = {"evaluate": evaluate, "pace": pace, "hooks": hooks}
+    options |= {"console": console, "caveats": caveats}
     if run_dir is None or isinstance(run_dir, RunDirectory):
-        return train(
-            algorithm,
-            run_dir=run_dir,
-            key=key,
-            evaluate=evaluate,
-            pace=pace,
-            hooks=hooks,
-            console=console,
-        )
+        return train(algorithm, run_dir=run_dir, key=key, **options)
     opened = open_directory(run_dir, plan.stated, key, {"data": plan.data_digest})
     try:
-        result = train(
-            algorithm, run_dir=opened, evaluate=evaluate, pace=pace, hooks=hooks, console=console
-        )
+        result = train(algorithm, run_dir=opened, **options)
         if opened.writes:
-            name = opened.path.name
-            report = build_report(name, plan.steps, result, result.guarantee, **plan.stated)
+            people = plan.population
+            report = build_report(
+                opened.path.name,
+                plan.steps,
+                result,
+                result.guarantee,
+                mechanism=plan.stated["mechanism"],
+                data={"users": people.num_users, "examples": people.num_examples},
+            )
             write_report(opened.path, report, result.metrics)
         return result
     finally:

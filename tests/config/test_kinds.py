@@ -52,5 +52,5 @@ def test_a_name_is_given_once():
     one.kind = two.kind = "same"
     kinds.register(one)
     kinds.register(one)
-    with pytest.raises(BadInputError, match="has the kind 'same' of .*One: give it another"):
+    with pytest.raises(BadInputError, match=r"has the kind 'same' of .*One: give it another"):
         kinds.register(two)

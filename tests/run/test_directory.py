@@ -40,7 +40,11 @@ def test_hardware_is_known_before_the_first_checkpoint(tmp_path):
     joined.note("said", "by a process that does not write")
     again.close()
     known = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert known["facts"] == {"data": before, "hardware": ["4 x cpu", "8 x tpu"]}
+    assert known["facts"] == {
+        "data": before,
+        "hardware": ["4 x cpu", "8 x tpu"],
+        "layouts": ["None"],
+    }
     assert (known["fingerprint"], known["config"]) == ("f", {"a": 1})
 
 
