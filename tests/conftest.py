@@ -1,10 +1,7 @@
 """Shared fixtures: forced CPU devices and the optional data directory."""
 
-import atexit
 import os
 import pathlib
-import shutil
-import tempfile
 
 # Tests about devices need several; must be set before JAX starts. Everything else uses one.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -12,11 +9,11 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Programs are compiled once for all workers and for the commands that tests start.
+# Programs are compiled once for all workers, for the commands that tests start, and for the next
+# time (`pytest --cache-clear` forgets them).
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _compiled = tempfile.mkdtemp(prefix="dpfl-tests-")
-    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    _compiled = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_compiled)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 import jax
