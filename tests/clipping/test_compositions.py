@@ -140,7 +140,7 @@ def test_random_compositions(**case):
 
 @pytest.mark.slow
 @pytest.mark.privacy
-@settings(derandomize=True, deadline=None, max_examples=150)
+@settings(derandomize=True, deadline=None, max_examples=60)
 @given(**CASES)
 def test_many_random_compositions(**case):
     check(**case)
