@@ -87,7 +87,7 @@ def build_synthetic(
 ) -> dict[str, Any]:
     """Builds a synthetic token store partition by partition and says what that took."""
     from dpfl_jax.data.build import encode_partition, finish, prepare, side_path
-    from dpfl_jax.data.plan import BuildPlan, default_num_shards
+    from dpfl_jax.data.build_plan import BuildPlan, default_num_shards
     from dpfl_jax.data.schema import Schema
     from dpfl_jax.data.store import user_order_key
 

@@ -127,7 +127,7 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
         sensitivities = Sensitivities.assumed(args.decay, groups)
     else:
         from dpfl_jax.mesh import make_mesh
-        from dpfl_jax.training.experiment import read_data
+        from dpfl_jax.training.central_run import read_data
         from dpfl_jax.training.start import starting_params, trained_by_name
 
         data, model = read_data(config, console)

@@ -83,14 +83,14 @@ def _system(config: Any) -> Any:
     from dpfl_jax.config import FederatedConfig, IsrlConfig
 
     if isinstance(config, IsrlConfig):
-        from dpfl_jax.federation.isrl.runs import experiment as isrl
+        from dpfl_jax.federation.isrl.runs import isrl_run as isrl
 
         return isrl
     if isinstance(config, FederatedConfig):
-        from dpfl_jax.federation import experiment as federated
+        from dpfl_jax.federation import federated_run as federated
 
         return federated
-    from dpfl_jax.training import experiment as central
+    from dpfl_jax.training import central_run as central
 
     return central
 

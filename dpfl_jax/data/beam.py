@@ -14,7 +14,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from dpfl_jax.data.build import encode_partition, finish, prepare, side_path
-from dpfl_jax.data.plan import BuildPlan
+from dpfl_jax.data.build_plan import BuildPlan
 from dpfl_jax.data.shards import ShardStore
 from dpfl_jax.data.sources import expand_paths, file_rows, file_source
 from dpfl_jax.data.store import user_order_key

@@ -27,8 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.data.chunking import encode_user
-from dpfl_jax.data.plan import (
+from dpfl_jax.data.build_plan import (
     BuildPlan,
     Progress,
     Row,
@@ -36,6 +35,7 @@ from dpfl_jax.data.plan import (
     disk_error,
     write_text,
 )
+from dpfl_jax.data.chunking import encode_user
 from dpfl_jax.data.records import FORMATS, write_records
 from dpfl_jax.data.shards import FileEntry, Manifest, ShardStore, open_store
 from dpfl_jax.data.spill import spill_rows, spilled_users

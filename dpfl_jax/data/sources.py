@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.data import python_source
+from dpfl_jax.data.build_plan import Row
 from dpfl_jax.data.documents import expand_paths, read_documents
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.plan import Row
 from dpfl_jax.data.rows import text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError

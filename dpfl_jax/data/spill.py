@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
 
-from dpfl_jax.data.plan import BuildPlan, Progress, Row, disk_error, write_text
+from dpfl_jax.data.build_plan import BuildPlan, Progress, Row, disk_error, write_text
 from dpfl_jax.data.store import user_order_key
 from dpfl_jax.errors import BadInputError
 

@@ -229,7 +229,7 @@ class Sweep:
         return len(left)
 
     def _run_cell(self, cell: Cell, load: Any) -> dict[str, Any]:
-        from dpfl_jax.training.experiment import run_experiment
+        from dpfl_jax.training.central_run import run_experiment
 
         config = self.cell_config(cell)
         path = self.directory / "cells" / self.digest(cell)

@@ -27,7 +27,7 @@ from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Hooks, Pace, RunResult, drive
-from dpfl_jax.run.experiment import open_directory
+from dpfl_jax.run.prepared import open_directory
 from dpfl_jax.run.report import (
     PRIVATE_METRICS_CAVEAT,
     TUNING_CAVEAT,

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.config.isrl import IsrlConfig
-from dpfl_jax.federation.isrl.runs.experiment import make_evaluation, prepare
+from dpfl_jax.federation.isrl.runs.isrl_run import make_evaluation, prepare
 from dpfl_jax.federation.isrl.runs.messages import solve
 from dpfl_jax.federation.isrl.smoothing import plain, smoothed
 from dpfl_jax.randomness import RootKey

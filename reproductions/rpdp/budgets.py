@@ -14,7 +14,7 @@ from dpfl_jax.config.federated import FederatedDataConfig
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Policy
-from dpfl_jax.federation.sources import load_subjects
+from dpfl_jax.federation.subject_sources import load_subjects
 from dpfl_jax.models import MLP, LogisticRegression
 from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
@@ -99,7 +99,7 @@ def _by_law(sigma: float, quick: bool) -> list[Cell]:
 
 def _by_class() -> list[Cell]:
     """Appendix A in one silo: budgets that follow the digit against one budget for all."""
-    from dpfl_jax.federation.sources import digits
+    from dpfl_jax.federation.subject_sources import digits
 
     x, label = digits()
     order = np.random.default_rng(0).permutation(len(x))

@@ -12,15 +12,15 @@ import numpy as np
 
 from dpfl_jax.config.federated import FederatedConfig, FederatedDataConfig
 from dpfl_jax.federation.data import FederatedData
-from dpfl_jax.federation.experiment import (
+from dpfl_jax.federation.federated import run_rounds
+from dpfl_jax.federation.federated_run import (
     build_federated_model,
     build_federation,
     calibrated,
     spread,
 )
-from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.recipes import Claim
-from dpfl_jax.federation.sources import SubjectData, load_subjects
+from dpfl_jax.federation.subject_sources import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.driver import Pace

@@ -24,8 +24,8 @@ from dpfl_jax.data import limit_store
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.planning import Sensitivities, estimate_sensitivities, median_group_size
 from dpfl_jax.planning.sweep import Sweep, at_budget
+from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.evaluate import Evaluator
-from dpfl_jax.training.experiment import read_data
 from dpfl_jax.training.start import starting_params
 from reproductions.registry import Settings
 

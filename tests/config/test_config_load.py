@@ -8,7 +8,7 @@ from rich.console import Console
 
 from dpfl_jax.config import config_fingerprint, load_config, validate_config
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.training.experiment import run_experiment
+from dpfl_jax.training.central_run import run_experiment
 
 MINIMAL = {
     "data": {"source": "python_source"},

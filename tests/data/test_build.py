@@ -14,8 +14,8 @@ import pytest
 from dpfl_jax.data import ArrayStore, ByteTokenizer, DataConfig, load_dataset, store_from_documents
 from dpfl_jax.data import build as build_module
 from dpfl_jax.data.build import build_store, write_store
+from dpfl_jax.data.build_plan import BuildPlan, default_num_shards
 from dpfl_jax.data.documents import read_documents
-from dpfl_jax.data.plan import BuildPlan, default_num_shards
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.sources import file_source
 from dpfl_jax.errors import BadInputError
@@ -170,7 +170,7 @@ def test_killed_build_resumes(files, memory, tmp_path):
     program = f"""
 import os, signal
 from dpfl_jax.data import build as b
-from dpfl_jax.data.plan import BuildPlan
+from dpfl_jax.data.build_plan import BuildPlan
 from dpfl_jax.data.sources import file_source
 real, done = b.encode_partition, []
 def encode(*args):

@@ -10,7 +10,7 @@ tfds = pytest.importorskip("tensorflow_datasets")
 
 from dpfl_jax.data import ByteTokenizer  # noqa: E402
 from dpfl_jax.data.build import build_store  # noqa: E402
-from dpfl_jax.data.plan import BuildPlan  # noqa: E402
+from dpfl_jax.data.build_plan import BuildPlan  # noqa: E402
 from dpfl_jax.data.sources import tfds_source  # noqa: E402
 from dpfl_jax.errors import BadInputError  # noqa: E402
 
@@ -134,7 +134,7 @@ def test_errors(folder, tmp_path):
 def test_silos_take_a_store_made_from_tfds(folder, tmp_path):
     """Images with labels from any builder: the users of the store are the subjects."""
     from dpfl_jax.config.federated import FederatedDataConfig
-    from dpfl_jax.federation.sources import load_subjects
+    from dpfl_jax.federation.subject_sources import load_subjects
 
     source = tfds_source(folder, "author")
     plan = BuildPlan(source.schema, tokenizer=None)

@@ -12,7 +12,7 @@ from dpfl_jax.accounting import IDEALISED
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import calibrate_federation, subject_epsilon
-from dpfl_jax.federation.experiment import dry_run, prepare
+from dpfl_jax.federation.federated_run import dry_run, prepare
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.recipes import Claim, apply_recipe, claim_of
 from dpfl_jax.run.report import claim_rows

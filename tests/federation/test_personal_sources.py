@@ -11,12 +11,12 @@ from rich.console import Console
 from dpfl_jax.config.federated import BudgetConfig, FederatedConfig, FederatedDataConfig
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.experiment import _identity, prepare
+from dpfl_jax.federation.federated_run import _identity, prepare
 from dpfl_jax.federation.partition import assign_by_labels
 from dpfl_jax.federation.personal.budgets import budgets_of_column
 from dpfl_jax.federation.personal.personalise import column_budgets, record_budgets
 from dpfl_jax.federation.placement import own_silos, spread, subject_keys
-from dpfl_jax.federation.sources import load_subjects
+from dpfl_jax.federation.subject_sources import load_subjects
 
 pytest.importorskip("sklearn")
 RPDP = {"kind": "rpdp", "max_items_per_subject": 1}

@@ -23,8 +23,8 @@ from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, silo_epsilons
 from dpfl_jax.federation.engine import bounded_sum
-from dpfl_jax.federation.experiment import build_federation
 from dpfl_jax.federation.federated import run_rounds
+from dpfl_jax.federation.federated_run import build_federation
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import RPDP, LocalItemDP, SiloFacts
 from dpfl_jax.federation.personal.personalise import personal_guarantee, personalise

@@ -43,7 +43,7 @@ from dpfl_jax.federation.isrl.baselines import (
 )
 from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
 from dpfl_jax.federation.isrl.relations import relations, shuffled_view
-from dpfl_jax.federation.isrl.runs.experiment import _relations, guarantee_of
+from dpfl_jax.federation.isrl.runs.isrl_run import _relations, guarantee_of
 from dpfl_jax.federation.isrl.vector_protocol import (
     VectorProtocol,
     calibrate_protocol,

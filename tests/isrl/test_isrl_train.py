@@ -13,7 +13,7 @@ from rich.console import Console
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.federation.isrl.runs import messages
-from dpfl_jax.federation.isrl.runs.experiment import prepare
+from dpfl_jax.federation.isrl.runs.isrl_run import prepare
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import driver
 

@@ -16,7 +16,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import PUBLIC_KEY_CAVEAT
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT
-from dpfl_jax.training import experiment
+from dpfl_jax.training import central_run
 
 CONFIG = """
 name: swept
@@ -94,7 +94,7 @@ def pretend(monkeypatch, steps=3, sigma=1.0):
         finally:
             directory.close()
 
-    monkeypatch.setattr(experiment, "run_experiment", run_experiment)
+    monkeypatch.setattr(central_run, "run_experiment", run_experiment)
     return ran
 
 

@@ -29,7 +29,7 @@ from dpfl_jax.run.checkpoint import Checkpoints
 from dpfl_jax.run.directory import RunDirectory, seal_of
 from dpfl_jax.run.state import init_state
 from dpfl_jax.run.watch import LastWords, Roll
-from dpfl_jax.training.experiment import build_model, make_optimizer
+from dpfl_jax.training.central_run import build_model, make_optimizer
 from dpfl_jax.training.start import trained_by_name
 
 LOCAL = pathlib.Path(__file__).parents[2] / "launch" / "local.py"

@@ -8,8 +8,8 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from dpfl_jax.data.build_plan import Row
 from dpfl_jax.data.chunking import store_from_documents
-from dpfl_jax.data.plan import Row
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sets import arrays, text
 from dpfl_jax.data.sources import Source, file_identity, sequence_number

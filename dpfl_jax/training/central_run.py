@@ -22,7 +22,7 @@ from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
-from dpfl_jax.run.experiment import Charge, Prepared, run_prepared
+from dpfl_jax.run.prepared import Charge, Prepared, run_prepared
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.training.central import Central, FitResult, train
 from dpfl_jax.training.evaluate import Evaluator, summarize

@@ -19,11 +19,11 @@ from dpfl_jax.federation.isrl.arms import SiloNoise, at_one_delta, silo_guarante
 from dpfl_jax.federation.isrl.relations import relations
 from dpfl_jax.federation.isrl.runs.messages import make_evaluation, run_rounds
 from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose, effective_silos, smoothing
-from dpfl_jax.federation.isrl.runs.sources import SiloRecords, load_silos
+from dpfl_jax.federation.isrl.runs.silo_sources import SiloRecords, load_silos
 from dpfl_jax.federation.isrl.runs.tasks import Task, make_task
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import RunResult
-from dpfl_jax.run.experiment import Charge, Prepared, run_prepared
+from dpfl_jax.run.prepared import Charge, Prepared, run_prepared
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 
 _EVALUATION_CAVEAT = (

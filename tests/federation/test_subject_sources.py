@@ -5,8 +5,8 @@ import pytest
 
 from dpfl_jax.config.federated import FederatedConfig, FederatedDataConfig
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.experiment import build_federated_model, spread
-from dpfl_jax.federation.sources import LEAF_CHARACTERS, load_subjects
+from dpfl_jax.federation.federated_run import build_federated_model, spread
+from dpfl_jax.federation.subject_sources import LEAF_CHARACTERS, load_subjects
 
 
 def test_digits_have_declared_synthetic_writers():

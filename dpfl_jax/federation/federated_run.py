@@ -30,7 +30,7 @@ from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.placement import spread, subject_keys
 from dpfl_jax.federation.recipes import AS_IF_SOUND, Claim, apply_recipe, claim_of
 from dpfl_jax.federation.server import OptimizerServer
-from dpfl_jax.federation.sources import SubjectData, load_subjects
+from dpfl_jax.federation.subject_sources import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import (
     MLP,
@@ -43,11 +43,11 @@ from dpfl_jax.models import (
 )
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
-from dpfl_jax.run.experiment import Charge, Prepared, run_prepared
+from dpfl_jax.run.prepared import Charge, Prepared, run_prepared
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.sampling import FixedSize, Poisson
+from dpfl_jax.training.central_run import make_optimizer
 from dpfl_jax.training.evaluate import Evaluator
-from dpfl_jax.training.experiment import make_optimizer
 
 EVALUATION_CAVEAT = {
     "by_subject": "held-out figures are computed without noise on subjects who are not in the "
