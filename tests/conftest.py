@@ -3,11 +3,6 @@
 import os
 import pathlib
 
-# Tests about devices need several; must be set before JAX starts. Everything else uses one.
-if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = (
-        os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Programs are compiled once for all workers, for the commands that tests start, and for the next
 # time (`pytest --cache-clear` forgets them).
@@ -16,8 +11,13 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_compiled)
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
+import chex
 import jax
 import pytest
+
+# Tests about devices need several; must be set before JAX starts. Everything else uses one.
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    chex.set_n_cpu_devices(8)
 
 # Compiling is most of the tests' work. What these folders show, book-keeping and mathematics, does
 # not depend on how hard the compiler tries; rounding, and whole runs, are tested as they run.

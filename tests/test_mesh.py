@@ -1,5 +1,6 @@
 """Every layout of devices: the same sums, noise, parameters and sensitivity."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,7 +68,7 @@ def norm(tree):
 
 
 def close(a, b, atol):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=atol), a, b)
+    chex.assert_trees_all_close(a, b, atol=atol)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("els", marks=pytest.mark.slow), "uls"])

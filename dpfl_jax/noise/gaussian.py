@@ -11,6 +11,7 @@ import dataclasses
 import math
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -66,7 +67,13 @@ class GaussianNoise:
         return jax.tree.unflatten(treedef, drawn)
 
     def add(self, key: jax.Array, tree: PyTree) -> PyTree:
-        """Returns ``tree`` (float32) plus noise; with stddev 0 the tree itself."""
+        """Returns ``tree`` plus noise; with stddev 0 the tree itself.
+
+        Raises:
+          AssertionError: an array of the tree is not float32.
+        """
+        # In lower precision noise would be rounded away with the sum.
+        chex.assert_type(jax.tree.leaves(tree), jnp.float32)
         if self.stddev == 0:
             return tree
         return jax.tree.map(jnp.add, tree, self.sample(key, tree))

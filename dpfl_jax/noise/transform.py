@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +63,8 @@ def transformation(
     def update(
         total: PyTree, state: NoiseState, params: PyTree | None = None
     ) -> tuple[PyTree, NoiseState]:
+        chex.assert_shape(state.keys, (None, 2))
+        chex.assert_type(state.keys, jnp.uint32)  # another key would be another law of noise
         words = jnp.take(state.keys, state.step, axis=0, mode="clip")
         noised = noise.add(jax.random.wrap_key_data(words, impl="threefry2x32"), total)
         # Divided by NaN, not multiplied by 1: with steps left, the numbers are those of a division.

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import chex
 import jax
 import optax
 from jax.sharding import Mesh
@@ -91,6 +92,7 @@ def make_train_step(
         noise = mechanism.noise_transform(noise_keys)
         before = NoiseState(noise_keys, state.step, state.noise)
         gradient, after = noise.update(total, before, state.params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(gradient, state.params)
         # Each device draws the noise of its own part of the sum: the numbers are the same for every
         # layout, and no device holds them all.
         gradient = jax.lax.with_sharding_constraint(

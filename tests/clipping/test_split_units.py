@@ -1,5 +1,6 @@
 """Units over devices: nothing is summed over them before it is bounded, and none is mixed."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,7 +72,7 @@ def test_units_that_differ_by_their_keys_alone(strategy):
     want = bounded_grad(loss, clip_norm=0.1, strategy="vmap")(
         PARAMS, jnp.tile(same, (8, 1, 1)), rng=keys
     ).sum
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got, want)
+    chex.assert_trees_all_close(got, want, atol=1e-5)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -89,7 +90,7 @@ def test_microbatches_of_units_split_over_devices(strategy, size):
     got = jax.jit(f)(PARAMS, batch, mask=mask, group=group)
     want = jax.jit(bounded_grad(loss, clip_norm=0.5, strategy="vmap"))(PARAMS, batch, mask=mask)
     np.testing.assert_allclose(got.norms, want.norms, rtol=2e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got.sum, want.sum)
+    chex.assert_trees_all_close(got.sum, want.sum, atol=2e-5)
     for unit in (1, 17, 47):
         less, others = removed(batch, mask, unit)
         without = jax.jit(f)(PARAMS, less, mask=others, group=group)
@@ -114,7 +115,7 @@ def test_auto_splits_the_batch_over_devices_and_microbatches():
     assert found.microbatch_size < 128
     want = bounded_grad(loss, clip_norm=1.0, strategy="vmap")(PARAMS, batch)
     got = jax.jit(f)(PARAMS, batch)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got.sum, want.sum)
+    chex.assert_trees_all_close(got.sum, want.sum, atol=1e-4)
 
 
 def test_a_unit_axis_left_to_the_compiler():

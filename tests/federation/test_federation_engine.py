@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +53,7 @@ def run_round(federation, data, devices=1, width=1, optimizer=None, poison=(), *
 
 
 def assert_close(a, b):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=3e-5, atol=3e-6), a, b)
+    chex.assert_trees_all_close(a, b, rtol=3e-5, atol=3e-6)
 
 
 @pytest.mark.parametrize("kind", MECHANISMS)

@@ -1,5 +1,6 @@
 """Users too large to be processed at once: the same bounded sums, piece by piece."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +61,7 @@ def test_any_cut_gives_the_same_norms_and_sums(size, at_once, seed):
     got = mechanism.bounded_grad(linear, examples_at_once=at_once)(params, units)
     np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
     np.testing.assert_allclose(got.losses, want.losses, atol=1e-5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got.sum, want.sum)
+    chex.assert_trees_all_close(got.sum, want.sum, atol=1e-5)
 
 
 def test_a_bad_example_takes_its_user_out_and_nobody_else():
@@ -73,7 +74,7 @@ def test_a_bad_example_takes_its_user_out_and_nobody_else():
     assert got.nonfinite.tolist() == [False, True, False]
     rest = jax.tree.map(lambda leaf: leaf[np.array([0, 2])], units)
     want = mechanism.bounded_grad(linear, strategy="vmap")(params, rest)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got.sum, want.sum)
+    chex.assert_trees_all_close(got.sum, want.sum, atol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{"strategy": "vmap"}, {"examples_at_once": 2}])
@@ -135,8 +136,8 @@ def test_users_in_pieces_on_every_layout(axes, cut, params):
     units, mask = buffers()
     want, want_stats = total(params, {}, units, mask, strategy="vmap")
     got, stats = total(params, axes, units, mask, **cut)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, want)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), stats, want_stats)
+    chex.assert_trees_all_close(got, want, atol=1e-6)
+    chex.assert_trees_all_close(stats, want_stats, rtol=1e-5)
     less, _ = total(params, axes, *removed(units, mask, (0, np.flatnonzero(mask[0])[0])), **cut)
     moved = sum(np.square(a - b).sum() for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(less)))
     assert CLIP * (1 - 1e-2) <= np.sqrt(moved) <= CLIP * (1 + 1e-4)
@@ -195,9 +196,7 @@ def test_training_piece_by_piece_trains_the_same_parameters(params):
         ({}, {"split_users": True}),  # nothing to split over
     ):
         got = train(axes, **cut)
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got.params, want.params
-        )
+        chex.assert_trees_all_close(got.params, want.params, atol=1e-5)
         assert got.guarantee.epsilon == want.guarantee.epsilon
 
 

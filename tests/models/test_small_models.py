@@ -1,5 +1,6 @@
 """CNN, LSTM and linear models: against NumPy, published sizes, and bounded gradients."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,9 +120,7 @@ def test_bounded_gradients_know_every_layer(name):
     )
     assert plain.norms.min() > 0
     np.testing.assert_allclose(ghost.norms, plain.norms, rtol=1e-5)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), ghost.sum, plain.sum
-    )
+    chex.assert_trees_all_close(ghost.sum, plain.sum, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +61,7 @@ def test_padding_changes_nothing(form):
     other = {**short, "tokens": short["tokens"].at[7:].set(0)}
     a = jax.value_and_grad(model.loss)(params, short)
     b = jax.value_and_grad(model.loss)(params, other)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7), a, b)
+    chex.assert_trees_all_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 def numpy_forward(p, ids, heads):
@@ -125,7 +126,7 @@ def test_remat_changes_memory_not_values(scan_layers):
     params = plain.init(jax.random.key(0))
     a = jax.value_and_grad(plain.loss)(params, example())
     b = jax.value_and_grad(remat.loss)(params, example())
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), a, b)
+    chex.assert_trees_all_close(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_bfloat16_is_close_and_keeps_float32_parameters_and_loss():

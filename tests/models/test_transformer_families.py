@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +43,7 @@ def batch(n=6):
 
 
 def assert_trees_close(a, b, rtol=1e-5, atol=1e-6):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), a, b)
+    chex.assert_trees_all_close(a, b, rtol=rtol, atol=atol)
 
 
 # ---- an independent forward pass in NumPy ----------------------------------------------------

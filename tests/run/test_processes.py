@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import chex
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
@@ -241,7 +242,7 @@ def final(workspace, run_dir, config="small"):
 
 def same(a, b):
     assert a.step == b.step == 12
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=3e-6), a.params, b.params)
+    chex.assert_trees_all_close(a.params, b.params, atol=3e-6)
 
 
 def wait_for_steps(run_dir, steps, job):
@@ -443,7 +444,7 @@ def test_silos_of_two_processes_train_what_those_of_one_do(silos, name):
         found.append((jax.tree.map(np.asarray, last), report))
     (alone, first), (together, second) = found
     assert second["environment"]["processes"] == 2
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), alone, together)
+    chex.assert_trees_all_close(alone, together, atol=1e-5)
     assert first["privacy"]["epsilon"] == second["privacy"]["epsilon"] <= 8.0
     for when in ("initial", "final"):
         assert first["eval"][when]["loss"] == pytest.approx(second["eval"][when]["loss"], rel=1e-4)

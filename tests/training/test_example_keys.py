@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,7 +86,7 @@ def test_each_example_has_its_own_key_on_every_layout(name):
     params = place(PARAMS, parameter_shardings(PARAMS, mesh))
     got, _ = summed(params, *step_arguments(mechanism, pipeline.build(step)))
     want = by_hand(mechanism, step)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got, want)
+    chex.assert_trees_all_close(got, want, atol=2e-5)
 
 
 @pytest.mark.privacy
@@ -106,7 +107,7 @@ def test_training_draws_and_evaluation_does_not(mechanism):
         validation=held_out,
     )
     want = jax.tree.map(lambda p, g: p - g / 20, PARAMS, by_hand(mechanism, 0))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), result.params, want)
+    chex.assert_trees_all_close(result.params, want, atol=2e-5)
     plain = jax.vmap(dropout_loss, (None, 0))(result.params, held_out.read(np.arange(5)))
     np.testing.assert_allclose(result.final.loss, plain.mean(), rtol=1e-5)
     again, later = by_hand(mechanism, 0), by_hand(mechanism, 1)

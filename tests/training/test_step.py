@@ -1,5 +1,6 @@
 """The real step: its sensitivity is measured, on one device and on eight."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,9 +106,7 @@ def test_sum_equals_one_unit_after_the_other(make, clipping, devices):
         make_params(), *batch
     )
     expected = reference_sum(mechanism, make_params(), units, n)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5), total, expected
-    )
+    chex.assert_trees_all_close(total, expected, rtol=2e-5, atol=1e-5)
     assert float(stats.units) == n
 
 
@@ -225,11 +224,7 @@ def run_steps(devices, mechanism=None, steps=4):
 def test_one_and_eight_devices_give_the_same_parameters():
     _, one = run_steps(1)
     _, eight = run_steps(8)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
-        one.params,
-        eight.params,
-    )
+    chex.assert_trees_all_close(one.params, eight.params, rtol=1e-5, atol=1e-6)
 
 
 def test_batch_sizes_never_recompile():
@@ -249,9 +244,7 @@ def test_non_finite_units_are_counted_and_replaced_by_zero():
     assert float(stats.nonfinite) == 2
     assert float(stats.units) == 10
     assert np.isfinite(float(stats.loss))
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), total, expected
-    )
+    chex.assert_trees_all_close(total, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("capacity", [1, 6])
