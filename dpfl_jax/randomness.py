@@ -90,15 +90,14 @@ class RootKey:
         words = np.frombuffer(self.derive(purpose, *counters)[:16], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=words))
 
-    def words(self, purpose: str, count: int) -> np.ndarray:
-        """uint32 [count, 2]: the bits of ``jax(purpose, 0)``, ``jax(purpose, 1)``, ..."""
-        found = [np.frombuffer(self.derive(purpose, i)[:8], np.uint32) for i in range(count)]
-        return np.stack(found) if found else np.zeros((0, 2), np.uint32)
+    def threefry(self, purpose: str, *counters: int) -> np.ndarray:
+        """uint32 [2]: the words of the key that ``jax`` returns."""
+        return np.frombuffer(self.derive(purpose, *counters)[:8], np.uint32)
 
     def jax(self, purpose: str, *counters: int) -> jax.Array:
         """Returns a JAX threefry key (64 bits, the most JAX's default generator takes)."""
         import jax
         import jax.numpy as jnp
 
-        words = np.frombuffer(self.derive(purpose, *counters)[:8], dtype=np.uint32)
-        return jax.random.wrap_key_data(jnp.asarray(words), impl="threefry2x32")
+        words = jnp.asarray(self.threefry(purpose, *counters))
+        return jax.random.wrap_key_data(words, impl="threefry2x32")

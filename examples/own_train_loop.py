@@ -3,7 +3,8 @@
     python examples/own_train_loop.py
 
 ``dpfl.fit`` is this loop with a run directory, checkpoints, evaluation and a report around it: with
-the same key it ends with the same parameters, bit for bit.
+the same seed (``RootKey.from_seed``) it ends with the same parameters, bit for bit. A secret key is
+for one run alone: two losses under one key would get the same noise.
 """
 
 from __future__ import annotations
@@ -46,24 +47,28 @@ def train(
     plan: dpfl.Plan, params: PyTree, optimizer: optax.GradientTransformation, key: dpfl.RootKey
 ) -> PyTree:
     """Trains ``params`` as the plan says; ``key`` is used for nothing else."""
-    grad, noise = plan.clipped_grad(loss_fn), plan.noise(key)
+    grad, noise = plan.clipped_grad(loss_fn), plan.noise()
     noise_state, opt_state = noise.init(params), optimizer.init(params)
 
     @jax.jit
-    def update(total: PyTree, noise_state: Any, opt_state: Any, params: PyTree) -> Any:
-        g, noise_state = noise.update(total, noise_state, params)  # noised and divided
+    def update(total: PyTree, noise_key: Any, noise_state: Any, opt_state: Any, params: Any) -> Any:
+        # Noised and divided; the key is an argument, so that no compiled program holds it.
+        g, noise_state = noise.update(total, noise_state, params, noise_key=noise_key)
         updates, opt_state = optimizer.update(g, opt_state, params)
         return optax.apply_updates(params, updates), noise_state, opt_state
 
     for batch in plan.batches(key):
         total = grad(params, batch).sum
-        params, noise_state, opt_state = update(total, noise_state, opt_state, params)
+        params, noise_state, opt_state = update(
+            total, batch.noise_key, noise_state, opt_state, params
+        )
     return params
 
 
 if __name__ == "__main__":
     plan = make_plan()
     start = {"w": jnp.zeros(3), "b": jnp.zeros(())}
-    trained = train(plan, start, optax.adam(0.1), dpfl.RootKey.generate())
+    key = dpfl.RootKey.generate()
+    trained = train(plan, start, optax.adam(0.1), key)
     print(jax.tree.map(lambda x: np.round(np.asarray(x), 2), trained))
-    print(plan.guarantee())
+    print(plan.guarantee(key=key))

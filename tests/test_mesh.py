@@ -102,8 +102,8 @@ def test_a_step_draws_the_same_noise_and_trains_the_same_parameters(params, name
         mesh = make_mesh(**LAYOUTS[name])
         state = init_state(params, optimizer, mesh)
         step = make_train_step(mechanism, MODEL.loss, optimizer, mesh)
-        for _ in range(2):
-            state, _ = step(state, *batch, RootKey.from_seed(0).words("noise", 2))
+        for i in range(2):
+            state, _ = step(state, *batch, RootKey.from_seed(0).threefry("noise", i))
         results[name] = jax.tree.map(np.asarray, state.params)
         places = parameter_shardings(params, mesh)
         for x, place in zip(jax.tree.leaves(state.params), jax.tree.leaves(places)):

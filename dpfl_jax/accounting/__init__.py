@@ -9,6 +9,7 @@ from dpfl_jax.accounting import events
 from dpfl_jax.accounting.accountant import (
     ADD_OR_REMOVE,
     REPLACE,
+    check_delta,
     delta,
     epsilon,
     epsilon_curve,
@@ -44,6 +45,7 @@ __all__ = [
     "calibrate_noise_multiplier",
     "calibrate_sampling_prob",
     "calibrate_steps",
+    "check_delta",
     "delta",
     "delta_caveats",
     "els_epsilons",

@@ -33,12 +33,17 @@ class Kinds:
         self._known: dict[str, type] = {}
 
     def register(self, cls: type) -> None:
-        """Takes a class with an attribute ``kind``.
+        """Takes a class with an attribute ``kind``, by which runs tell it from others.
 
         Raises:
-          BadInputError: another class has that kind.
+          BadInputError: it has none of its own, or another class has that kind.
         """
-        kind: str = cls.kind  # type: ignore[attr-defined]
+        kind: str | None = cls.__dict__.get("kind")
+        if kind is None:
+            raise BadInputError(
+                f"{cls.__module__}.{cls.__qualname__} has no `kind` of its own: what it does could "
+                "not be told from what its parent does"
+            )
         before = self._known.get(kind, cls)
         if (before.__module__, before.__qualname__) != (cls.__module__, cls.__qualname__):
             raise BadInputError(
@@ -58,16 +63,21 @@ class Kinds:
         Raises:
           BadInputError: there is none.
         """
+        names = self.names()
         if isinstance(kind, str) and ":" in kind:
             module, _, name = kind.partition(":")
             try:
-                kind = getattr(importlib.import_module(module), name).kind
-            except (ImportError, AttributeError) as error:
+                cls = getattr(importlib.import_module(module), name)
+            except Exception as error:  # whatever a module of the user's does
                 raise BadInputError(
                     f"mechanism.kind is {kind!r}, which cannot be used: {error}"
                 ) from error
-        names = self.names()
-        if kind not in self._known:
+            if self._known.get(getattr(cls, "kind", "")) is not cls:
+                raise BadInputError(
+                    f"mechanism.kind is {kind!r}, which is no mechanism of this kind"
+                )
+            return cls
+        if not isinstance(kind, str) or kind not in self._known:
             raise BadInputError(
                 f"mechanism.kind is {kind!r}: {_or(names, kind, 'it must be one of ')}"
             )

@@ -64,7 +64,7 @@ def example_keys(root: RootKey, counters: tuple[int, ...], places: np.ndarray) -
     Returns:
       uint32 [..., 3]: the step's key ``root.jax("loss", *counters)``, and the place.
     """
-    words = np.frombuffer(root.derive(PURPOSE, *counters)[:8], np.uint32)
+    words = root.threefry(PURPOSE, *counters)
     out = np.empty((*places.shape, 3), np.uint32)
     out[..., :2] = words
     out[..., 2] = places.astype(np.uint32)  # modulo 2^32

@@ -131,7 +131,7 @@ class RoundBuilder:
         """uint32 [local steps, 2]: one threefry key per local step."""
         key = self.silo_key(silo, round_index)
         steps = self.federation.silos[silo].local_steps
-        return key.words("noise", steps)
+        return np.stack([key.threefry("noise", t) for t in range(steps)])
 
     def build(self, round_index: int, silos: np.ndarray) -> Piece:
         """Draws, reads and ships the work of ``silos`` (at most ``size``) in a round.

@@ -81,8 +81,7 @@ class Mechanism(abc.ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A class with a ``kind`` of its own can be named in configurations."""
         super().__init_subclass__(**kwargs)
-        if "kind" in cls.__dict__:
-            CENTRAL.register(cls)
+        CENTRAL.register(cls)
 
     def __post_init__(self) -> None:
         """Validates what all mechanisms share."""
@@ -237,13 +236,9 @@ class Mechanism(abc.ABC):
         """The noise on the bounded sum."""
         return GaussianNoise(self.sigma * self.rule.sensitivity)
 
-    def noise_transform(self, keys: jax.Array | np.ndarray) -> optax.GradientTransformation:
-        """Adds the noise of each step to the sum, and divides by the expected size.
-
-        Args:
-          keys: uint32 [steps, 2], one for each step, used for nothing else.
-        """
-        return transformation(self.noise, self.divisor, keys)
+    def noise_transform(self) -> optax.GradientTransformationExtraArgs:
+        """Adds the noise of a step to the sum, and divides by the expected size."""
+        return transformation(self.noise, self.divisor)
 
     def plan(self, data: Any, *, steps: int, **options: Any) -> Plan:
         """Calibrates the mechanism for a data set.
@@ -293,13 +288,21 @@ class Mechanism(abc.ABC):
         """
         if population.num_units == 0:
             raise BadInputError("the training set has no usable example: check the data section")
-        delta = population.default_delta() if delta is None else delta
+        delta = population.default_delta() if delta is None else float(delta)
+        accounting.check_delta(delta)
         self.sampling_probability(population)
-        if not self.private or self.noise_multiplier is not None:
+        if not self.private:
+            return self, delta
+        if self.noise_multiplier is not None:
+            if epsilon is not None:
+                raise BadInputError(
+                    "both epsilon and the mechanism's noise_multiplier are set: keep one, the "
+                    "other follows from it"
+                )
             return self, delta
         if epsilon is None:
             raise BadInputError("neither epsilon nor the mechanism's noise_multiplier is set")
-        return self.calibrate(population, steps, epsilon, delta), delta
+        return self.calibrate(population, steps, float(epsilon), delta), delta
 
     @abc.abstractmethod
     def guarantee(

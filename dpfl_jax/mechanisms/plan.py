@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,15 +22,17 @@ from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable, self_check, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.execution import Execution
-from dpfl_jax.data.example_keys import key_argument
+from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.pipeline import Pipeline, StepBatch
 from dpfl_jax.data.store import Readable, check_offsets, fingerprint_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import LossFn, Mechanism, Population, PyTree
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments, training_pipeline, units_of
+from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches, in_pieces
-from dpfl_jax.mesh import make_mesh, splits_parameters
+from dpfl_jax.mesh import DATA_AXIS, make_mesh, place, replicated, splits_parameters
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, refuse_untold
 from dpfl_jax.sampling import Sampler
 
 
@@ -44,6 +47,27 @@ class ClippedSum:
 
     sum: PyTree
     stats: StepStats
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    """The units of one step, and the key of its noise.
+
+    Attributes:
+      step: its number.
+      units: what ``Plan.clipped_grad`` takes.
+      noise_key: uint32 [2], what ``Plan.noise`` takes. Secret.
+      plan: digest of the plan that it belongs to.
+    """
+
+    step: int
+    units: StepBatch
+    noise_key: np.ndarray
+    plan: str
+
+
+# Digest of a secret key and a plan -> steps that were drawn in this process.
+_drawn: dict[str, int] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +103,10 @@ class Plan:
         mesh: Mesh | None = None,
     ) -> Plan:
         """See ``Mechanism.plan``."""
+        try:
+            steps = operator.index(steps)
+        except TypeError:
+            raise BadInputError(f"the number of steps is {steps!r}: give a whole number") from None
         if steps < 1:
             raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
         check_offsets(data.user_offsets)
@@ -86,32 +114,52 @@ class Plan:
         mechanism, delta = mechanism.calibrated(population, steps, epsilon, delta)
         execution = Execution() if execution is None else execution
         mesh = make_mesh(**execution.mesh.axes) if mesh is None else mesh
+        if DATA_AXIS not in mesh.axis_names:
+            raise BadInputError(
+                f"the mesh has the axes {mesh.axis_names}, but units are split over one called "
+                f"{DATA_AXIS!r}: make it with dpfl_jax.mesh.make_mesh"
+            )
         return cls(mechanism, data, steps, delta, execution, mesh)
 
     # ---- what runs -------------------------------------------------------------------------
 
-    def batches(
-        self, key: RootKey, *, start: int = 0, loss_keys: bool = False
-    ) -> Iterator[StepBatch]:
-        """The units of every step from ``start`` on, read ahead and on the devices.
+    def batches(self, key: RootKey, *, start: int = 0, loss_keys: bool = False) -> Iterator[Batch]:
+        """The units of every step from ``start`` on, with its noise's key; read ahead.
+
+        What is drawn from a secret key also depends on the plan. It does not depend on the loss or
+        on the parameters: a key is for one run alone, or two would add the same noise, which their
+        difference does not have. Within a process a secret key gives each step once.
 
         Args:
-          key: of this run alone, the same as for ``noise``. What is drawn from a secret key also
-            depends on the plan: two plans share neither units nor noise.
+          key: of this run alone. To go on with a loop, keep it (secret) beside the parameters.
           start: steps already taken.
           loss_keys: whether the loss takes a key of its own for each example (``rng`` or ``key``).
+
+        Raises:
+          BadInputError: ``start`` is no step of the plan, or was drawn from this key before.
         """
-        key = self._own(key)
-        return self.pipeline(self.sampler(key), key if loss_keys else None).iterate(
-            start, self.steps
-        )
+        if not 0 <= start <= self.steps:
+            raise BadInputError(f"start is {start}, but the plan has {self.steps} steps")
+        key, name = self._own(key), f"{self._own(key).fingerprint}:{self.digest}"
+        pipeline = self.pipeline(self.sampler(key), key if loss_keys else None)
+        for units in pipeline.iterate(start, self.steps):
+            if not key.public:
+                if units.step < _drawn.get(name, 0):
+                    raise BadInputError(
+                        f"step {units.step} was already drawn from this key: its noise would be "
+                        "added twice; take another key for another run (RootKey.generate()), or a "
+                        "public one for a trial (RootKey.from_seed)"
+                    )
+                _drawn[name] = units.step + 1
+            yield Batch(units.step, units, self.noise_key(key, units.step), self.digest)
 
     def clipped_grad(
         self, loss_fn: LossFn, *, trainable: Trainable = None
-    ) -> Callable[[PyTree, StepBatch], ClippedSum]:
+    ) -> Callable[[PyTree, Batch], ClippedSum]:
         """The sum of a batch's clipped gradients.
 
-        Norms are compared with plain per-unit gradients at the first call.
+        At the first call it is checked as by ``fit``: that units do not mix, that the sum is that
+        of one device, and that norms are those of plain per-unit gradients.
 
         Args:
           loss_fn: ``(params, example) -> scalar`` for one example.
@@ -139,23 +187,43 @@ class Plan:
                 **self.execution.cut,
             )
         )
-        checked = False
+        checked = not self.mechanism.private
 
-        def clipped(params: PyTree, batch: StepBatch) -> ClippedSum:
+        def check(params: PyTree) -> None:
+            example = jax.tree.map(lambda x: x[0], self.data.read(self.data.user_offsets[:1]))
+            refuse_untold(with_any_key(loss_fn, random), params, example)
+            any_key = RootKey.from_seed(0)  # it looks at the first units, whoever is drawn
+            sampler = self.sampler(any_key)
+            pipeline = self.pipeline(sampler, any_key if random else None)
+            trained, frozen = (
+                place(part, jax.tree.map(lambda _: replicated(self.mesh), part))
+                for part in split(params, trainable)
+            )
+            group = sampler.group_size
+            check_sum(
+                *(summed, self.mechanism, shipped, trained, frozen, pipeline, group),
+                trainable=trainable,
+            )
+            self.check_norms(shipped, params, pipeline, group, trainable)
+
+        def clipped(params: PyTree, batch: Batch) -> ClippedSum:
             nonlocal checked
-            if random and batch.buckets[0].keys is None:
+            if batch.plan != self.digest:
+                raise BadInputError(
+                    "the batch is of another plan (data, mechanism, steps or delta): what it costs "
+                    "is not what this plan states; take plan.batches of this one"
+                )
+            if random and batch.units.buckets[0].keys is None:
                 raise BadInputError(
                     f"the loss takes its own randomness (`{random}`), but the batch has none: "
                     "give plan.batches loss_keys=True"
                 )
             if not checked:
-                any_key = RootKey.from_seed(0)  # it looks at the first units, whoever is drawn
-                sampler = self.sampler(any_key)
-                pipeline = self.pipeline(sampler, any_key if random else None)
-                self.check_norms(shipped, params, pipeline, sampler.group_size, trainable)
+                check(params)
                 checked = True
             trained, frozen = split(params, trainable)
-            return ClippedSum(*summed(trained, *step_arguments(self.mechanism, batch), frozen))
+            units = step_arguments(self.mechanism, batch.units)
+            return ClippedSum(*summed(trained, *units, frozen))
 
         return clipped
 
@@ -190,17 +258,14 @@ class Plan:
             rows = jax.tree.map(lambda leaf: leaf[0], units_of(self.mechanism, some))
             self_check(bounded, params, rows)
 
-    def noise(self, key: RootKey) -> optax.GradientTransformation:
+    def noise(self) -> optax.GradientTransformationExtraArgs:
         """Turns a clipped sum into a private gradient: noise is added, and the sum divided.
 
-        Args:
-          key: as for ``batches``.
-
         Returns:
-          ``init(params) -> state`` and ``update(sum, state, params=None) -> (gradient, state)``
-          (``noise.transformation``).
+          ``init(params) -> state`` and ``update(sum, state, params=None, *, noise_key) ->
+          (gradient, state)``, with the batch's own ``noise_key`` (``noise.transformation``).
         """
-        return self.mechanism.noise_transform(self.noise_keys(self._own(key)))
+        return self.mechanism.noise_transform()
 
     def sampler(self, key: RootKey) -> Sampler:
         """Which units each step has, under the key of a run."""
@@ -213,9 +278,9 @@ class Plan:
             sampler, self.data, self.mesh, how.microbatch_size, how.group_buckets, loss_key
         )
 
-    def noise_keys(self, key: RootKey) -> np.ndarray:
-        """uint32 [steps, 2]: of the noise of each step, under the key of a run."""
-        return key.words("noise", self.steps)
+    def noise_key(self, key: RootKey, step: int) -> np.ndarray:
+        """uint32 [2]: of the noise of a step, under the key of a run."""
+        return key.threefry("noise", step)
 
     def _own(self, key: RootKey) -> RootKey:
         """Who compares runs under a seed wants their draws; nothing about that key is secret."""
@@ -231,12 +296,13 @@ class Plan:
     @functools.cached_property
     def stated(self) -> dict[str, Any]:
         """The plan as a report tells it: plain JSON."""
-        return {
+        told = {
             "mechanism": {"kind": self.mechanism.kind, **dataclasses.asdict(self.mechanism)},
             "population": dataclasses.asdict(self.population),
             "delta": self.delta,
             "steps": self.steps,
         }
+        return json.loads(json.dumps(told, default=lambda number: number.item()))
 
     @functools.cached_property
     def data_digest(self) -> str:
@@ -254,20 +320,44 @@ class Plan:
 
     def event(self, steps: int | None = None) -> Any:
         """The ``dp_accounting.DpEvent`` of the first ``steps`` steps (all) for one unit."""
-        return self.mechanism.event(self.population, self.steps if steps is None else steps)
+        return self.mechanism.event(self.population, self._of(steps))
 
     def epsilons(self, counts: Sequence[int]) -> list[float]:
         """Upper bounds on epsilon after these numbers of steps; inf where there is none."""
         total = self.guarantee().epsilon
+        counts = [self._of(count) for count in counts]
         curve = accounting.epsilons_midway(self.event, self.steps, counts, self.delta)
         return [min(epsilon, total) for epsilon in curve]
 
     def guarantee(
-        self, steps: int | None = None, caveats: tuple[str, ...] = ()
+        self,
+        steps: int | None = None,
+        caveats: tuple[str, ...] = (),
+        *,
+        key: RootKey | None = None,
     ) -> accounting.Guarantee:
         """What the first ``steps`` steps (all) guarantee.
 
         A loop of one's own adds caveats for what it releases beside the parameters.
+
+        Args:
+          steps: taken.
+          caveats: further sentences.
+          key: what was drawn from; one that is public is named.
+
+        Raises:
+          BadInputError: the plan has fewer steps.
         """
+        if key is not None and key.public and self.mechanism.private:
+            caveats = (*caveats, PUBLIC_KEY_CAVEAT)
+        return self.mechanism.guarantee(self.population, self._of(steps), self.delta, caveats)
+
+    def _of(self, steps: int | None) -> int:
+        """``steps`` (all), which the plan must have."""
         steps = self.steps if steps is None else steps
-        return self.mechanism.guarantee(self.population, steps, self.delta, caveats)
+        if not 0 <= steps <= self.steps:
+            raise BadInputError(
+                f"{steps} steps are asked for, but the plan is of {self.steps}: make a plan of as "
+                "many as will be taken"
+            )
+        return steps

@@ -1,11 +1,12 @@
 """Noise as an Optax transformation: adds it to a clipped sum, and divides by the expected size.
 
-    noise = transformation(GaussianNoise(stddev), divisor, keys)
+    noise = transformation(GaussianNoise(stddev), divisor)
     state = noise.init(params)
-    gradient, state = noise.update(total, state, params)
+    gradient, state = noise.update(total, state, params, noise_key=key)
 
-Noise that is drawn afresh at every step counts its steps alone; noise that is correlated between
-steps keeps what it needs in ``memory``.
+The key of a step is an argument, used once: so it is in no state that could be kept, and no
+constant of a compiled program. Noise that is drawn afresh at every step counts its steps alone;
+noise that is correlated between steps keeps what it needs in ``memory``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from dpfl_jax.noise.gaussian import GaussianNoise
@@ -27,50 +27,51 @@ class NoiseState(NamedTuple):
     """What noise knows between steps.
 
     Attributes:
-      keys: uint32 [steps, 2], a threefry key for each step. Secret: never in a checkpoint (a run
-        has them from its root key) and never a constant of a compiled program.
       step: int32 scalar, steps noised so far.
       memory: pytree of arrays, in checkpoints: nothing that is more secret than these belongs here
         (past noise can be drawn again from its key).
     """
 
-    keys: jax.Array
     step: jax.Array
     memory: PyTree = ()
 
 
-def transformation(
-    noise: GaussianNoise, divisor: float, keys: jax.Array | np.ndarray
-) -> optax.GradientTransformation:
+def transformation(noise: GaussianNoise, divisor: float) -> optax.GradientTransformationExtraArgs:
     """Independent noise at every step.
 
     Args:
       noise: on the sum.
       divisor: expected number of units, a constant.
-      keys: uint32 [steps, 2].
 
     Returns:
-      ``init(params) -> NoiseState`` and ``update(sum, state, params=None) -> (gradient, state)``,
-      to be chained with any optimiser, and compiled with it or alone. The sum is float32; the
-      gradient has the dtypes of ``params`` if they are given. Beyond the last step it is NaN: there
-      is no noise left that was not used.
+      ``init(params) -> NoiseState`` and ``update(sum, state, params=None, *, noise_key) ->
+      (gradient, state)``, to be chained with any optimiser, and compiled with it or alone. The sum
+      is float32; the gradient has the dtypes of ``params`` if they are given; noise_key is uint32
+      [2], a threefry key for this step alone.
     """
 
     def init(params: PyTree) -> NoiseState:
         del params
-        return NoiseState(jnp.asarray(keys, jnp.uint32), jnp.zeros((), jnp.int32))
+        return NoiseState(jnp.zeros((), jnp.int32))
 
     def update(
-        total: PyTree, state: NoiseState, params: PyTree | None = None
+        total: PyTree,
+        state: NoiseState,
+        params: PyTree | None = None,
+        *,
+        noise_key: jax.Array,
+        **others: Any,
     ) -> tuple[PyTree, NoiseState]:
-        chex.assert_shape(state.keys, (None, 2))
-        chex.assert_type(state.keys, jnp.uint32)  # another key would be another law of noise
-        words = jnp.take(state.keys, state.step, axis=0, mode="clip")
-        noised = noise.add(jax.random.wrap_key_data(words, impl="threefry2x32"), total)
-        # Divided by NaN, not multiplied by 1: with steps left, the numbers are those of a division.
-        by = jnp.where(state.step < state.keys.shape[0], jnp.float32(divisor), jnp.nan)
-        like = noised if params is None else params
-        gradient = jax.tree.map(lambda g, p: (g / by).astype(p.dtype), noised, like)
+        del others
+        chex.assert_shape(noise_key, (2,))
+        chex.assert_type(noise_key, jnp.uint32)  # another key would be another law of noise
+        noised = noise.add(jax.random.wrap_key_data(noise_key, impl="threefry2x32"), total)
+        gradient = jax.tree.map(
+            lambda g, p: None if g is None else (g / divisor).astype(p.dtype),
+            noised,
+            noised if params is None else params,
+            is_leaf=lambda x: x is None,  # parameters that are not trained have no sum
+        )
         return gradient, state._replace(step=state.step + 1)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

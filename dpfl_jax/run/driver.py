@@ -23,17 +23,12 @@ from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.interrupt import StopRequest
 from dpfl_jax.run.progress import StepProgress
-from dpfl_jax.run.terms import begin
+from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
 
 PyTree = Any
 Evaluate = Callable[[PyTree], dict[str, Any]]
 _MILESTONES = 20
 
-PUBLIC_KEY_CAVEAT = (
-    "sampling and noise come from a seed written in the configuration: the guarantee holds only "
-    "against those who do not know it, and for one run alone, as two runs with one seed add the "
-    "same noise (leave seed unset for a release)"
-)
 MOVED_CAVEAT = (
     "the run went on from a checkpoint, or from its start, on other hardware or with another "
     "execution: steps taken twice used the same noise on sums that may differ in rounding, or drew "

@@ -33,6 +33,11 @@ _UNSPOKEN = {
     "plan": "what the silos do is",
     "computation": "the loss, the set of trained parameters or the optimiser is",
 }
+PUBLIC_KEY_CAVEAT = (
+    "sampling and noise come from a seed written in the configuration: the guarantee holds only "
+    "against those who do not know it, and for one run alone, as two runs with one seed add the "
+    "same noise (leave seed unset for a release)"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +224,24 @@ def training_digest(
         return value, optimizer.update(gradient, optimizer.init(trained), trained)
 
     return computation_digest(trains, trained, frozen, example)
+
+
+def refuse_untold(loss_fn: Callable[..., Any], params: Any, example: Any) -> None:
+    """Refuses a loss of which nothing that is traced tells what it computes.
+
+    Args:
+      loss_fn: ``(params, example) -> scalar``.
+      params: pytree of arrays or ShapeDtypeStructs.
+      example: likewise, of one example.
+
+    Raises:
+      BadInputError: it calls back into Python, or has a rule of its own for vmap.
+    """
+
+    def of_floats(example: Any, params: Any) -> Any:
+        return jax.value_and_grad(loss_fn, allow_int=True)(params, example)
+
+    traced_parts(of_floats, example, params)
 
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:

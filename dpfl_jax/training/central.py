@@ -20,8 +20,9 @@ from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable
 from dpfl_jax.mechanisms.batches import draw_digest, example_loss, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
+from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import in_pieces
-from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, replicated, splits_parameters
+from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
 from dpfl_jax.run.content import content_digest
@@ -39,7 +40,6 @@ from dpfl_jax.run.terms import Terms, training_digest
 from dpfl_jax.training import convolutions
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.step import TrainStep, make_train_step
-from dpfl_jax.training.sum_check import check_sum
 
 PyTree = Any
 
@@ -116,8 +116,7 @@ class Central(Algorithm):
 
     def init(self) -> TrainState:
         """First parameters and optimiser state, split over the mesh."""
-        none = np.zeros((1, 2), np.uint32)
-        noise = self.mechanism.noise_transform(none).init(self.trained)
+        noise = self.mechanism.noise_transform().init(self.trained)
         return init_state(self.trained, self.optimizer, self.mesh, self.copied, noise.memory)
 
     def params(self, state: TrainState) -> PyTree:
@@ -160,8 +159,6 @@ class CentralSteps(Steps):
         )
         self.sampler = run.plan.sampler(key)
         self.pipeline = run.plan.pipeline(self.sampler, key if run.random else None)
-        # One for each step: an argument of the compiled update, never a constant in it.
-        self.noise_keys = place(run.plan.noise_keys(key), replicated(run.mesh))
         self.pieces = in_pieces(run.mechanism, run.mesh, **how.cut)
 
     def agreed(self) -> dict[str, Any]:
@@ -220,7 +217,8 @@ class CentralSteps(Steps):
         """Sum, noise, update."""
         run = self.run
         arguments = step_arguments(run.mechanism, inputs)
-        state, stats = self.compiled(state, *arguments, self.noise_keys, run.frozen)
+        noise_key = run.plan.noise_key(self.key, inputs.step)
+        state, stats = self.compiled(state, *arguments, noise_key, run.frozen)
         read = (inputs.columns, self.pipeline.row)
         return state, Taken(stats, inputs.num_examples, inputs.num_tokens, read)
 

@@ -1,6 +1,6 @@
 """The private training step: bounded sum over microbatches, one reduction, noise, optimiser.
 
-    step(state, units, mask, num_microbatches, noise_keys, frozen) -> state, stats
+    step(state, units, mask, num_microbatches, noise_key, frozen) -> state, stats
 
 ``units`` is a buffer of fixed shape [capacity, parts * microbatch, ...], of which the first
 ``num_microbatches`` rows hold this step's units: a Poisson draw of any size runs without
@@ -35,11 +35,11 @@ PyTree = Any
 
 
 class TrainStep:
-    """``(state, units, mask, num_microbatches, noise_keys, frozen=None) -> (state, StepStats)``.
+    """``(state, units, mask, num_microbatches, noise_key, frozen=None) -> (state, StepStats)``.
 
     Attributes:
       sum: compiled ``(params, units, mask, num_microbatches, frozen) -> (sum, StepStats)``.
-      update: compiled ``(state, sum, noise_keys) -> state``; the state given to it is donated.
+      update: compiled ``(state, sum, noise_key) -> state``; the state given to it is donated.
     """
 
     def __init__(self, summed: Callable[..., Any], update: Callable[..., TrainState]) -> None:
@@ -52,12 +52,12 @@ class TrainStep:
         units: PyTree,
         mask: Any,
         num_microbatches: Any,
-        noise_keys: Any,
+        noise_key: Any,
         frozen: PyTree = None,
     ) -> tuple[TrainState, StepStats]:
         """Takes one step."""
         total, stats = self.sum(state.params, units, mask, num_microbatches, frozen)
-        return self.update(state, total, noise_keys), stats
+        return self.update(state, total, noise_key), stats
 
 
 def make_train_step(
@@ -80,18 +80,17 @@ def make_train_step(
       **options: passed to ``clipping.bounded_grad`` (e.g. ``strategy``, ``trainable``).
 
     Returns:
-      ``step(state, units, mask, num_microbatches, noise_keys, frozen=None) -> (state, StepStats)``
+      ``step(state, units, mask, num_microbatches, noise_key, frozen=None) -> (state, StepStats)``
       with state.params and frozen the parts of ``clipping.split(params, trainable)``, units
       [capacity, parts * microbatch, ...] and mask bool [capacity, parts * microbatch], both split
-      over the mesh's unit axes, num_microbatches int32 scalar <= capacity, and noise_keys uint32
-      [steps, 2], of which step ``state.step`` uses its own. The first three may be tuples of equal
-      length, for units of several shapes.
+      over the mesh's unit axes, num_microbatches int32 scalar <= capacity, and noise_key uint32
+      [2], used for this step alone. The first three may be tuples of equal length, for units of
+      several shapes.
     """
 
-    def update(state: TrainState, total: PyTree, noise_keys: jax.Array) -> TrainState:
-        noise = mechanism.noise_transform(noise_keys)
-        before = NoiseState(noise_keys, state.step, state.noise)
-        gradient, after = noise.update(total, before, state.params)
+    def update(state: TrainState, total: PyTree, noise_key: jax.Array) -> TrainState:
+        noise, before = mechanism.noise_transform(), NoiseState(state.step, state.noise)
+        gradient, after = noise.update(total, before, state.params, noise_key=noise_key)
         chex.assert_trees_all_equal_shapes_and_dtypes(gradient, state.params)
         # Each device draws the noise of its own part of the sum: the numbers are the same for every
         # layout, and no device holds them all.

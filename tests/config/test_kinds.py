@@ -46,10 +46,24 @@ def test_a_class_of_a_module_of_ones_own():
         CENTRAL.parse(section | {"kind": "ulss"})
 
 
+@pytest.mark.privacy
+def test_a_class_is_run_under_its_own_name():
+    """Else another algorithm could run, and go on, as its parent."""
+    with pytest.raises(BadInputError, match=r"Louder has no `kind` of its own"):
+
+        class Louder(ULS):
+            pass
+
+    for kind in ("dpfl_jax.errors:BadInputError", ["uls"], 3, "tests.conftest_absent:X"):
+        with pytest.raises(BadInputError, match=r"mechanism\.kind is"):
+            CENTRAL.parse({"kind": kind, "group_size": 1, "cohort_size": 4})
+
+
 def test_a_name_is_given_once():
     kinds = Kinds("dpfl_jax.mechanisms")
-    one, two = (dataclasses.make_dataclass(name, []) for name in ("One", "Two"))
-    one.kind = two.kind = "same"
+    one, two = (
+        dataclasses.make_dataclass(name, [], namespace={"kind": "same"}) for name in ("One", "Two")
+    )
     kinds.register(one)
     kinds.register(one)
     with pytest.raises(BadInputError, match=r"has the kind 'same' of .*One: give it another"):

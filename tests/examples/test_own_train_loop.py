@@ -52,34 +52,114 @@ def test_it_learns_and_states_what_it_spent():
 
 
 @pytest.mark.privacy
-def test_one_secret_key_in_two_plans_gives_two_noises():
-    """What a user does with a kept key: the same noise would show the difference of two sums."""
-    key, like = dpfl.RootKey.generate(), {"w": jnp.zeros((200,))}
-    data, made = make_data(), dpfl.ULS(group_size=4, cohort_size=100, noise_multiplier=1.0)
-
-    def drawn(mechanism, steps):
-        noise = mechanism.plan(data, steps=steps, delta=1e-4).noise(key)
-        return np.asarray(noise.update(like, noise.init(like))[0]["w"])
-
-    one, again, other = drawn(made, 3), drawn(made, 3), drawn(made, 4)
-    np.testing.assert_array_equal(one, again)
-    # Two independent normals of stddev 0.01 lie within 1e-9 of each other with chance 1e-7.
-    assert np.abs(one - other).min() > 1e-9
+def test_a_secret_key_gives_the_noise_of_a_step_once():
+    """Two plans share no noise; one plan gives none twice, whatever is trained with it."""
+    key, data = dpfl.RootKey.generate(), make_data()
+    made = dpfl.ULS(group_size=4, cohort_size=100, noise_multiplier=1.0)
+    plans = [made.plan(data, steps=steps, delta=1e-4) for steps in (3, 4)]
+    drawn = [[batch.noise_key.tolist() for batch in plan.batches(key)] for plan in plans]
+    seen = {tuple(words) for words in drawn[0] + drawn[1]}
+    assert len(seen) == 7
+    for start in (0, 2):
+        with pytest.raises(BadInputError, match=f"step {start} was already drawn from this key"):
+            next(plans[0].batches(key, start=start))
+    other = dpfl.RootKey.generate()
+    assert next(plans[0].batches(other)).noise_key.tolist() not in drawn[0]
+    # A loop that goes on: its first batch is the next step, with that step's noise.
+    again = dpfl.RootKey(other.secret)
+    (batch,) = plans[0].batches(again, start=2)
+    assert batch.step == 2
+    public = dpfl.RootKey.from_seed(0)
+    one, two = (next(plans[0].batches(public, start=1)) for _ in range(2))
+    np.testing.assert_array_equal(one.noise_key, two.noise_key)
 
 
 @pytest.mark.privacy
-def test_no_noise_is_used_beyond_the_plan():
-    plan = dpfl.ULS(group_size=4, cohort_size=100, noise_multiplier=1.0).plan(
-        make_data(), steps=2, delta=1e-4
+def test_keys_are_in_no_state_and_in_no_program():
+    plan = make_plan()
+    noise, batch = plan.noise(), next(plan.batches(dpfl.RootKey.generate()))
+    tx = optax.chain(noise, optax.adam(0.1))
+    state = tx.init(START)
+    total = plan.clipped_grad(loss_fn)(START, batch).sum
+
+    def update(total, state, key):
+        return tx.update(total, state, START, noise_key=key)
+
+    text = jax.jit(update).lower(total, state, batch.noise_key).as_text()
+    kept = [np.asarray(x).ravel().tolist() for x in jax.tree.leaves(state)]
+    for word in batch.noise_key.tolist():
+        assert str(word) not in text
+        assert all(word not in values for values in kept)
+    alone, _ = noise.update(total, noise.init(START), START, noise_key=batch.noise_key)
+    chained, _ = jax.jit(update)(total, state, batch.noise_key)
+    want, _ = optax.adam(0.1).update(alone, optax.adam(0.1).init(START), START)
+    np.testing.assert_allclose(chained["w"], want["w"], rtol=1e-5)
+
+
+@pytest.mark.privacy
+def test_what_a_plan_did_not_account_for_is_refused():
+    data = make_data()
+    small, large = (
+        dpfl.ULS(group_size=4, cohort_size=c, noise_multiplier=1.0).plan(data, steps=2, delta=1e-4)
+        for c in (2, 200)
     )
-    noise, like = plan.noise(dpfl.RootKey.from_seed(0)), {"w": jnp.zeros(3)}
-    state, drawn = noise.init(like), []
-    for _ in range(4):
-        g, state = jax.jit(noise.update)(like, state)
-        drawn.append(np.asarray(g["w"]))
-    assert np.isfinite(drawn[:2]).all()
-    assert np.isnan(drawn[2:]).all()
-    assert (drawn[0] != drawn[1]).all()
+    key = dpfl.RootKey.from_seed(0)
+    with pytest.raises(BadInputError, match="the batch is of another plan"):
+        small.clipped_grad(loss_fn)(START, next(large.batches(key)))
+    for asked in (small.event, small.guarantee, lambda steps: small.epsilons([steps])):
+        with pytest.raises(BadInputError, match="3 steps are asked for, but the plan is of 2"):
+            asked(3)
+    with pytest.raises(BadInputError, match="start is -1"):
+        next(small.batches(key, start=-1))
+    assert any("seed written" in caveat for caveat in small.guarantee(key=key).caveats)
+    assert small.guarantee(key=dpfl.RootKey.generate()).caveats == small.guarantee().caveats
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "options", "message"),
+    [
+        ({}, {"steps": 2.5, "epsilon": 1.0}, "number of steps is 2.5"),
+        ({}, {"steps": 0, "epsilon": 1.0}, "number of steps is 0"),
+        ({}, {"steps": 2}, "neither epsilon nor"),
+        ({}, {"steps": 2, "epsilon": 1.0, "delta": 2.0}, "delta is 2"),
+        ({"noise_multiplier": 1.0}, {"steps": 2, "delta": 2.0}, "delta is 2"),
+        ({"noise_multiplier": 1.0}, {"steps": 2, "epsilon": 1.0}, "both epsilon and"),
+    ],
+)
+def test_bad_plans_are_one_sentence(mechanism, options, message):
+    with pytest.raises(BadInputError, match=message):
+        dpfl.ULS(group_size=4, cohort_size=10, **mechanism).plan(make_data(40), **options)
+
+
+def test_numbers_may_be_numpys():
+    mechanism = dpfl.ULS(group_size=np.int64(2), cohort_size=10, clip_norm=np.float32(0.5))
+    plan = mechanism.plan(make_data(40), steps=np.int64(2), epsilon=np.float32(4.0))
+    assert len(plan.digest) == 64
+    assert plan.guarantee().epsilon <= 4.0
+
+
+def mixing_by_vmap(params, example):
+    """What is summed is the rule, which adds up the batch."""
+    fresh = jax.custom_batching.custom_vmap(lambda x: x)
+    fresh.def_vmap(lambda size, batched, x: (jnp.broadcast_to(x.sum(0), x.shape), True))
+    return loss_fn(params, example | {"y": fresh(example["y"])})
+
+
+def mixing_by_callback(params, example):
+    y = example["y"]
+    shape = jax.ShapeDtypeStruct(y.shape, y.dtype)
+    total = jax.pure_callback(
+        lambda y: np.broadcast_to(y.sum(), y.shape), shape, y, vmap_method="broadcast_all"
+    )
+    return loss_fn(params, example | {"y": total})
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("loss", [mixing_by_vmap, mixing_by_callback])
+def test_losses_that_mix_units_are_refused_as_by_fit(loss):
+    plan, key = make_plan(), dpfl.RootKey.from_seed(0)
+    with pytest.raises(BadInputError, match=r"rule of its own for vmap|calls back into Python"):
+        plan.clipped_grad(loss)(START, next(plan.batches(key)))
 
 
 @pytest.mark.privacy
@@ -123,11 +203,14 @@ def test_fit_keeps_a_run_in_a_folder(tmp_path):
             hooks=dpfl.Hooks(on_checkpoint=stop),
         )  # fmt: skip
     assert not (folder / "report.json").exists()
+    # Less at once, as after running out of memory: the run goes on, and says so.
+    less = dataclasses.replace(plan, execution=dpfl.Execution(microbatch_size=4))
     result = dpfl.fit(
-        loss_fn, START, plan, optax.adam(0.1), run_dir=str(folder), pace=pace,
+        loss_fn, START, less, optax.adam(0.1), run_dir=str(folder), pace=pace,
         validation=make_data(40),
     )  # fmt: skip
     assert (calls, result.steps) == ([10, 20], 60)
+    assert any("another execution" in caveat for caveat in result.guarantee.caveats)
     assert 0.0 < result.final.loss < 0.2
     for name in ("report.json", "report.md", "curves.png"):
         assert (folder / name).exists()

@@ -18,12 +18,12 @@ from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
 from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.mechanisms.batches import training_pipeline
+from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place, unit_parts
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import convolutions
-from dpfl_jax.training.sum_check import check_sum
 
 pytestmark = pytest.mark.privacy
 

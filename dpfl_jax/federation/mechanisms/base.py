@@ -99,8 +99,7 @@ class SiloMechanism(abc.ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """A class with a ``kind`` of its own can be named in configurations."""
         super().__init_subclass__(**kwargs)
-        if "kind" in cls.__dict__:
-            SILOS.register(cls)
+        SILOS.register(cls)
 
     def __post_init__(self) -> None:
         """Validates."""

@@ -147,7 +147,9 @@ def _terms(
         secret={
             "data": value_digest(data),
             # What an algorithm takes is a function of the rest of its configuration.
-            "computation": value_digest([trained, algorithm.values, config.model_dump()]),
+            "computation": value_digest(
+                [trained, algorithm.values, section.model_dump(), config.model.model_dump()]
+            ),
         },
     )
 
