@@ -14,12 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpfl_jax.clipping import SelfCheckError
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
-from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.mechanisms import ELS, ULS, sum_check
 from dpfl_jax.mechanisms.batches import training_pipeline
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training import central, convolutions, sum_check
+from dpfl_jax.training import central, convolutions
 
 pytestmark = pytest.mark.privacy
 
