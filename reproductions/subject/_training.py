@@ -130,7 +130,7 @@ def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int
         "model": {"kind": "mlp", "options": {"hidden": [32]}},
         "mechanism": {"clip_norm": 1.0},
         "privacy": {"epsilon": 4.0, "delta": 1e-5},
-        "train": {"microbatch_size": 64},
+        "execution": {"microbatch_size": 64},
     }
     if mnist is not None and pathlib.Path(mnist).is_dir():
         raw["data"] = {

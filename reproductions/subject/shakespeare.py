@@ -49,7 +49,7 @@ def run(settings: Settings) -> Outcome:
         "model": {"kind": "lstm", "options": {"hidden": hidden, "num_layers": 1}},
         "mechanism": {"batch_size": 300 if settings.quick else 100, "max_items_per_subject": 60},
         "privacy": {"epsilon": 4.0, "delta": 1e-5},
-        "train": {"microbatch_size": 64},
+        "execution": {"microbatch_size": 64},
         "eval": {},
     }
     found: dict[str, Trained] = {}
