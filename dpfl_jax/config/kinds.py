@@ -102,8 +102,10 @@ class Kinds:
             if name == "kind":
                 continue
             if name not in known:
+                owners = [kind for kind in self.names() if name in configured(self._known[kind])]
+                what = f"an option of {' and '.join(owners)}; " if owners else ""
                 raise BadInputError(
-                    f"unknown key 'mechanism.{name}' of kind={cls.kind}: "
+                    f"unknown key 'mechanism.{name}' of kind={cls.kind}: {what}"
                     f"{_or(known, name, 'known here: ')}"
                 )
             try:
