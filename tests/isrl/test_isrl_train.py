@@ -14,6 +14,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.federation.isrl.runs import messages
 from dpfl_jax.federation.isrl.runs.isrl_run import prepare
+from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import driver
 
@@ -205,3 +206,18 @@ def test_no_record_is_written_into_a_compiled_program(tmp_path):
     records = int(np.asarray(data.sizes).max())
     traced = jax.make_jaxpr(block)(state, schedule.rows(), algorithm.values, data, schedule.rank)
     assert all(records not in np.shape(c) for c in traced.consts)
+
+
+@pytest.mark.privacy
+def test_a_run_goes_on_with_another_execution(tmp_path):
+    """And under another name; what it computes is the same."""
+    found = []
+    for changes in ({}, {"execution": {"rounds_per_block": 3}}, {"name": "other"}):
+        config = load_config(written(tmp_path, **changes))
+        prepared = prepare(config, Console(quiet=True))
+        run = messages.Messages(
+            config, prepared.task, prepared.records.train,
+            prepared.parameters, data_parallel_mesh(jax.devices()[:1]),
+        )  # fmt: skip
+        found.append(run.terms())
+    assert found[0] == found[1] == found[2]
