@@ -219,3 +219,21 @@ def test_fit_keeps_a_run_in_a_folder(tmp_path):
     other = dpfl.RootKey.from_seed(3)
     with pytest.raises(BadInputError, match="another"):
         dpfl.fit(loss_fn, START, plan, optax.adam(0.1), run_dir=folder, key=other)
+
+
+def test_some_parameters_may_be_trained():
+    """The sum has none of the others, and neither has the gradient."""
+    plan, key = make_plan(), dpfl.RootKey.from_seed(0)
+    grad, noise = plan.clipped_grad(loss_fn, trainable=lambda name: name == "w"), plan.noise()
+    batch = next(plan.batches(key))
+    total = grad(START, batch).sum
+    g, _ = noise.update(total, noise.init(START), START, noise_key=batch.noise_key)
+    assert g["b"] is None
+    assert np.isfinite(g["w"]).all()
+
+
+def test_a_mesh_without_units_is_refused():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+    mechanism = dpfl.ULS(group_size=4, cohort_size=10, noise_multiplier=1.0)
+    with pytest.raises(BadInputError, match=r"axes \('x',\)"):
+        mechanism.plan(make_data(40), steps=2, mesh=mesh)
