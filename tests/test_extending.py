@@ -106,7 +106,7 @@ CONFIGS = {
         "train": {"steps": 4, "checkpoint_every": 2},
     },
     "whole_silo": {
-        "data": {"source": "digits", "records_per_subject": 6},
+        "data": {"source": "digits", "records_per_user": 6},
         "federation": {"silos": 3, "rounds": 4, "local_steps": 1},
         "model": {"kind": "mlp", "options": {"hidden": [4]}},
         "mechanism": {"kind": "whole_silo", "max_items_per_subject": 2},

@@ -7,7 +7,7 @@ import pathlib
 ROOT = pathlib.Path(__file__).parents[1] / "dpfl_jax"
 # From the ground up: whoever is in a line imports from lines above it alone.
 FLOORS = (
-    ("errors",),
+    ("errors", "task"),
     ("randomness", "accounting", "clipping", "models", "noise"),
     ("sampling", "mesh"),
     ("data",),

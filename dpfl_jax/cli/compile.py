@@ -109,19 +109,19 @@ def measure(
     from dpfl_jax.mechanisms import NonPrivate
     from dpfl_jax.mesh import unit_parts
     from dpfl_jax.training.start import (
-        build_model,
+        build_transformer,
         check_trainable,
         make_optimizer,
         trained_by_name,
     )
 
-    model = build_model(config, vocab)
+    model = build_transformer(config, vocab)
     mechanism, execution = config.mechanism, config.execution
     if mechanism.private and mechanism.noise_multiplier is None:
         mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)  # any value: same step
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     platform = "cpu" if kind_of(topology) == "cpu" else "tpu"
-    trainable, low = trained_by_name(config.model, model.config), config.model.frozen_dtype
+    trainable, low = trained_by_name(config.model, model), config.model.frozen_dtype
     limit, size = memory_of(topology), execution.microbatch_size
     options = {
         "strategy": execution.strategy,

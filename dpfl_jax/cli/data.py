@@ -170,9 +170,11 @@ def _source(args: argparse.Namespace) -> Any:
         return sources.tfds_source(
             args.input[0], args.user_column, args.split, args.text_column, args.data_dir
         )
-    from dpfl_jax.data.sets import set_source
+    from dpfl_jax.data.registry import set_source
+    from dpfl_jax.data.sections import SourceConfig
 
-    return set_source(args.source, args.input[0], args.split)
+    section = SourceConfig(source=args.source, path=args.input[0], seq_len=args.seq_len)
+    return set_source(section, args.split)
 
 
 def _inspect(args: argparse.Namespace) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
                 data.train,
                 groups,
                 users=args.users,
-                trainable=trained_by_name(config.model, model.config),
+                trainable=trained_by_name(config.model, model),
             )
     median = None
     if args.private_median is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PlainSerializer, PlainValidator, model_validator
@@ -10,54 +11,22 @@ from dpfl_jax.config.base import NAME, LedgerSection, RunSection, Section, Seed
 from dpfl_jax.config.execution import RoundExecution
 from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.config.schema import OptimizerConfig
+from dpfl_jax.data import SourceConfig
+from dpfl_jax.models import ModelKind
 
 
-class FederatedDataConfig(Section):
-    """Records with subjects.
+@dataclasses.dataclass(frozen=True)
+class FederatedDataConfig(SourceConfig):
+    """Records with subjects: a user of the data is a subject.
 
     Attributes:
-      source: digits and mnist get declared synthetic writers; in python_source a source file is a
-        subject; breast_cancer and heart_disease (four hospitals) hold one record of each patient;
-        femnist (writers) and shakespeare (speaking roles) are LEAF's tasks; store is a folder that
-        `dpfl data build` made of images (from TFDS, say), its users the subjects.
-      path: folder of the files (mnist, femnist, shakespeare), e.g. ``${DPFL_DATA_DIR}/mnist``, or
-        of the store.
-      input_field: field of a store's examples that holds the image; bytes are scaled to 0..1.
-      label_field: field of a store's examples that holds the class, a whole number from 0.
-      num_classes: of a store's labels; a public number.
-      records_per_subject: images of a synthetic writer (digits, mnist), mixed labels.
-      max_subjects: keep that many subjects, a choice fixed by their ids.
-      max_records_per_subject: keep each subject's first records, before the spread.
-      seq_len: tokens in a record (python_source), characters in a window (shakespeare).
-      stride: characters between windows (shakespeare).
       validation_fraction: share held out for evaluation.
-      split: by_subject (held-out subjects are not in training) or by_record (the papers': known
+      split: by_user (held-out subjects are not in training) or within_user (the papers': known
         subjects, other records).
-      split_seed: chooses what is held out, and the synthetic writers; public.
     """
 
-    source: Literal[
-        "digits",
-        "breast_cancer",
-        "heart_disease",
-        "python_source",
-        "mnist",
-        "femnist",
-        "shakespeare",
-        "store",
-    ] = "python_source"
-    path: str | None = None
-    input_field: str = "image"
-    label_field: str = "label"
-    num_classes: int | None = Field(None, ge=2)
-    records_per_subject: int = Field(15, gt=0)
-    max_subjects: int | None = Field(None, gt=0)
-    max_records_per_subject: int | None = Field(None, gt=0)
-    seq_len: int = Field(64, gt=1)
-    stride: int = Field(1, gt=0)
-    validation_fraction: float = Field(0.2, gt=0, lt=1)
-    split: Literal["by_subject", "by_record"] = "by_subject"
-    split_seed: Seed = 0
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    split: Literal["by_user", "within_user"] = "by_user"
 
 
 class BudgetConfig(Section):
@@ -155,7 +124,7 @@ class FederatedPrivacyConfig(LedgerSection):
 class FederatedModelConfig(Section):
     """The model: its kind, and arguments of its class."""
 
-    kind: Literal["mlp", "logistic", "cnn", "small_cnn", "lstm", "transformer"] = "mlp"
+    kind: ModelKind = "mlp"
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -174,11 +143,11 @@ class FederatedTrainConfig(Section):
 
 
 class FederatedEvalConfig(Section):
-    """Held-out evaluation: records per device and batch, and how many subjects at most."""
+    """Held-out evaluation: records per device and batch, how many subjects and records of each."""
 
     batch_size: int = Field(256, gt=0)
-    max_subjects: int | None = Field(None, gt=0)
-    max_records_per_subject: int | None = Field(None, gt=0)
+    max_users: int | None = Field(None, gt=0)
+    max_examples_per_user: int | None = Field(None, gt=0)
 
 
 class FederatedConfig(RunSection):

@@ -7,45 +7,39 @@ stated default, and the report lists where every number came from.
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from dpfl_jax.config.base import NAME, LedgerSection, Positive, RunSection, Section, Seed
+from dpfl_jax.config.base import NAME, LedgerSection, Positive, RunSection, Section
 from dpfl_jax.config.execution import BlockExecution
+from dpfl_jax.data import SourceConfig
 
 
-class IsrlDataConfig(Section):
+@dataclasses.dataclass(frozen=True)
+class IsrlDataConfig(SourceConfig):
     """Records and silos.
 
     Attributes:
-      source: digits, breast_cancer and diabetes are bundled with scikit-learn; mnist, medical_cost
-        and obesity are read from ``path``.
-      path: folder of the files, e.g. ``${DPFL_DATA_DIR}/mnist``.
       silos: N.
-      partition: iid (at random), sorted (by label or target: as different as can be), or pairs
-        (digits and mnist: an even and an odd digit in a silo; 5 or 25 silos).
+      partition: iid (at random), sorted (by label or target: as different as can be), natural (the
+        data's own silos), or pairs (ten digits: an even and an odd one in a silo; 5 or 25 silos).
       test_fraction: of each silo, held out.
-      public_fraction: of all records, declared public: they set the scale of the features and of
-        the target, and are neither trained on nor evaluated.
+      public_fraction: where data.scale does not declare what brings numbers to order 1: this share
+        of all records is declared public: they set the scale of features and target, and are
+        neither trained on nor evaluated.
       max_norm: each record's features (with their constant) are scaled down to this norm.
-      max_target: each record's target (regression, in public units) is clipped to this.
-      max_records: keep that many records, drawn at random.
-      split_seed: of all of these choices; public.
+      max_target: each record's target (regression, scaled) is clipped to this.
     """
 
-    source: Literal["digits", "breast_cancer", "diabetes", "mnist", "medical_cost", "obesity"] = (
-        "digits"
-    )
-    path: str | None = None
-    silos: int = Field(5, gt=0)
-    partition: Literal["iid", "sorted", "pairs"] = "iid"
-    test_fraction: float = Field(0.2, gt=0, lt=1)
-    public_fraction: float = Field(0.1, gt=0, lt=1)
-    max_norm: float = Field(4.0, gt=0)
-    max_target: float = Field(3.0, gt=0)
-    max_records: int | None = Field(None, gt=0)
-    split_seed: Seed = 0
+    source: str = "digits"
+    silos: Annotated[int, Field(gt=0)] = 5
+    partition: Literal["iid", "sorted", "natural", "pairs"] = "iid"
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    public_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    max_norm: Annotated[float, Field(gt=0)] = 4.0
+    max_target: Annotated[float, Field(gt=0)] = 3.0
 
 
 class IsrlModelConfig(Section):

@@ -14,6 +14,7 @@ from dpfl_jax.config.base import LedgerSection, Positive, RunSection, Section, S
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import DataConfig
+from dpfl_jax.models import ModelKind
 
 
 class OptimizerConfig(Section):
@@ -50,9 +51,13 @@ class LoraConfig(Section):
 
 
 class ModelConfig(Section):
-    """The transformer, and which of its parameters are trained privately.
+    """The model, and which of its parameters are trained privately.
 
     Attributes:
+      kind: transformer (tokens), lstm (windows of characters), mlp, cnn, small_cnn, logistic
+        (classes), mlp, linear (numbers). Only the transformer takes size, checkpoint, overrides,
+        lora and last_layers.
+      options: arguments of the other kinds' classes.
       size: a named size; not beside a checkpoint.
       checkpoint: directory in the Hugging Face layout (config.json and safetensors files) of a
         GPT-2, Llama or Gemma model, taken as public.
@@ -64,6 +69,8 @@ class ModelConfig(Section):
       frozen_dtype: of parameters of a checkpoint that are not trained.
     """
 
+    kind: ModelKind = "transformer"
+    options: dict[str, Any] = Field(default_factory=dict)
     size: str = "tiny"
     checkpoint: str | None = None
     overrides: dict[str, Any] = Field(default_factory=dict)
@@ -74,6 +81,15 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _check_choice(self) -> ModelConfig:
+        own = ("size", "checkpoint", "overrides", "lora", "last_layers")
+        for name in ("options",) if self.kind == "transformer" else own:
+            if name in self.model_fields_set and getattr(self, name):
+                raise ValueError(
+                    f"model.{name} does not go with model.kind={self.kind}: remove it "
+                    f"(transformers take {', '.join(own)}, other kinds options)"
+                )
+        if self.kind != "transformer" and self.trainable in ("lora", "last_layers"):
+            raise ValueError(f"model.trainable={self.trainable} is for model.kind=transformer")
         if self.checkpoint is not None and "size" in self.model_fields_set and self.size != "tiny":
             raise ValueError("both model.size and model.checkpoint are set: keep one")
         if self.trainable == "lora" and self.lora is None:

@@ -1,12 +1,15 @@
 """User-partitioned data: stores, tokenisers, loaders, splits. Knows nothing of privacy mechanisms.
 
 A *store* holds examples user by user with random access (``store``), in memory or on disk. Loaders
-turn files into stores (``load``), and the embedded default corpus needs no files at all.
+turn files into stores (``load``); the embedded default corpus needs no files at all; ``registry``
+knows the data sets that have a name.
 """
 
 from dpfl_jax.data.chunking import store_from_documents
-from dpfl_jax.data.load import DataConfig, Dataset, load_dataset
+from dpfl_jax.data.load import Dataset, Examples, load_dataset, load_examples
+from dpfl_jax.data.registry import DataSource
 from dpfl_jax.data.schema import Field, Schema
+from dpfl_jax.data.sections import DataConfig, SourceConfig
 from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import ArrayStore, Store, UserView
 from dpfl_jax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
@@ -15,14 +18,18 @@ __all__ = [
     "ArrayStore",
     "ByteTokenizer",
     "DataConfig",
+    "DataSource",
     "Dataset",
+    "Examples",
     "Field",
     "Schema",
+    "SourceConfig",
     "Store",
     "Tokenizer",
     "UserView",
     "limit_store",
     "load_dataset",
+    "load_examples",
     "load_tokenizer",
     "split_by_user",
     "split_within_users",

@@ -12,12 +12,12 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.rows import guess_format, read_rows, text_of
+from dpfl_jax.data.rows import LocatedRow, guess_format, read_rows, text_of
 from dpfl_jax.errors import BadInputError
 
 Document = tuple[str, str]
 
-FORMATS = ("jsonl", "parquet", "csv", "arrow", "folder", "huggingface")
+FORMATS = ("jsonl", "parquet", "csv", "tsv", "arrow", "folder", "huggingface")
 
 
 def expand_paths(path: str | os.PathLike[str] | Sequence[str] | None) -> list[pathlib.Path]:
@@ -66,10 +66,20 @@ def read_documents(
         if kind == "folder":
             yield from read_folder(path)
             continue
-        for file in huggingface_files(path) if kind == "huggingface" else [path]:
-            file_kind = guess_format(file) if kind == "huggingface" else kind
-            for where, row in read_rows(file, file_kind, columns):
-                yield key(row, where), text_of(row, text_column, where)
+        for where, row in read_file_rows([path], kind, columns):
+            yield key(row, where), text_of(row, text_column, where)
+
+
+def read_file_rows(
+    paths: Iterable[pathlib.Path], format: str, columns: Sequence[str] | None = None
+) -> Iterator[LocatedRow]:
+    """Streams the rows of files one after another, with where each is; see ``rows.read_rows``."""
+    for path in paths:
+        if format != "huggingface":
+            yield from read_rows(path, format, columns)
+            continue
+        for file in huggingface_files(path):
+            yield from read_rows(file, guess_format(file), columns)
 
 
 def huggingface_files(path: pathlib.Path) -> list[pathlib.Path]:

@@ -1,85 +1,45 @@
-"""One entry to all data: a validated description in, a data set split by user out."""
+"""One entry to all data: a validated description in, examples with their owners and task out."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from pydantic import ConfigDict
+import numpy as np
 
 from dpfl_jax.data import python_source
 from dpfl_jax.data.chunking import store_from_documents
-from dpfl_jax.data.documents import expand_paths, read_documents
-from dpfl_jax.data.sets import SETS, load_set
+from dpfl_jax.data.documents import FORMATS, expand_paths, read_documents
+from dpfl_jax.data.registry import data_source
+from dpfl_jax.data.sections import DataConfig, SourceConfig
 from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import ArrayStore, Store
+from dpfl_jax.data.table import read_table
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError
-
-Source = Literal[
-    "python_source",
-    "jsonl",
-    "parquet",
-    "csv",
-    "arrow",
-    "folder",
-    "huggingface",
-    "store",
-    "shakespeare",
-    "stack_overflow",
-    "cc_news",
-    "femnist",
-    "mnist",
-    "heart_disease",
-    "medical_cost",
-]
+from dpfl_jax.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """Which data, how cut into examples, how split.
+class Examples:
+    """What a source holds.
 
     Attributes:
-      source: where the private examples come from. ``python_source`` needs no files.
-      path: file, files or glob pattern (all sources but ``python_source``); the folder of a store
-        or of a named set.
-      user_column: column of the user id, or a key expression (jsonl, parquet, csv, arrow,
-        huggingface).
-      text_column: column of the text (the same sources).
-      seq_len: tokens in an example (a store keeps its own).
-      tokenizer: ``"bytes"``, a tokenizers ``.json`` or a SentencePiece ``.model`` file; in a run's
-        configuration also ``"checkpoint"``, that of model.checkpoint.
-      validation_fraction: expected share of users held out for tuning.
-      test_fraction: expected share of users held out for the report.
-      split_seed: chooses which users.
-      split: ``"by_user"`` (a user is on one side; default), or ``"within_user"`` (the fractions are
-        the leading share of each user's examples, at most ``held_out_max`` of them; users with one
-        example are left out; Charles et al. 2024 split CC-News so with 0 and 0.1). A named set that
-        comes with a test part keeps it, and ``test_fraction`` is not used.
-      held_out_max: most held-out examples of a user in each part (``within_user``).
-      max_users: keep that many users (a choice fixed by their ids), before splitting.
-      max_examples_per_user: keep each user's first examples, before splitting.
-      public: public corpus for pre-training: ``"auto"`` (the standard library for
-        ``python_source``, nothing otherwise), ``"stdlib"``, ``"none"``, or a text file or folder.
+      store: the examples, by user.
+      task: what is learned.
+      unit: one line: what a user is.
+      test: a test part that the source itself defines, or None.
+      tokenizer: what made the ids, or None for examples that are not text.
     """
 
-    __pydantic_config__ = ConfigDict(extra="forbid")
-
-    source: Source = "python_source"
-    path: str | tuple[str, ...] | None = None
-    user_column: str = "user"
-    text_column: str = "text"
-    seq_len: int = 128
-    tokenizer: str = "bytes"
-    validation_fraction: float = 0.1
-    test_fraction: float = 0.1
-    split_seed: int = 0
-    split: Literal["by_user", "within_user"] = "by_user"
-    held_out_max: int = 32
-    max_users: int | None = None
-    max_examples_per_user: int | None = None
-    public: str = "auto"
+    store: Store
+    task: Task
+    unit: str
+    test: Store | None = None
+    tokenizer: Tokenizer | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +52,7 @@ class Dataset:
       test: held-out users for the report (None if its fraction is 0).
       public: a public corpus, or None.
       description: one line: source, users, examples.
+      task: what is learned.
       tokenizer: what made the ids, or None for examples that are not text.
     """
 
@@ -100,7 +61,42 @@ class Dataset:
     test: Store | None
     public: Store | None
     description: str
+    task: Task
     tokenizer: Tokenizer | None = None
+
+
+def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
+    """Reads what a section names, whole.
+
+    Args:
+      config: the section.
+      keep: columns of numbers that a table's examples carry beside input and target.
+
+    Raises:
+      BadInputError: with one sentence naming the file and line, or the setting to change.
+    """
+    is_file = config.source in FORMATS
+    if is_file and config.target_column is None and (config.silo_column or config.input_columns):
+        raise BadInputError(
+            "data.input_columns and data.silo_column are of tables: name the column that is "
+            "predicted as data.target_column"
+        )
+    if is_file and config.target_column is not None:
+        users, task = read_table(config, keep)
+        unit = "a row" if config.user_column is None else config.user_column
+        found = Examples(ArrayStore.from_users(users.items()), task, unit)
+    elif is_file or config.source == "python_source":
+        found = _texts(config)
+    elif config.source == "store":
+        found = _stored(config)
+    else:
+        found = _named(config)
+    if config.records_per_user is not None:
+        store = ArrayStore.from_users(_synthetic(found.store, config))
+        unit = f"users are synthetic: {config.records_per_user} records each, drawn at random"
+        found = dataclasses.replace(found, store=store, unit=unit)
+    limited = limit_store(found.store, config.max_users, config.max_examples_per_user)
+    return dataclasses.replace(found, store=limited)
 
 
 def load_dataset(config: DataConfig) -> Dataset:
@@ -109,84 +105,181 @@ def load_dataset(config: DataConfig) -> Dataset:
     Raises:
       BadInputError: with one sentence naming the file and line, or the setting to change.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
-    store, given_test = _load_private(config, tokenizer)
-    store = limit_store(store, config.max_users, config.max_examples_per_user)
+    found = load_examples(config)
+    store = found.store
     fractions = {"validation": config.validation_fraction, "test": config.test_fraction}
-    if given_test is not None:
+    if found.test is not None:
         fractions["test"] = 0.0
-    parts = _split(store, fractions, config)
-    for name, part in parts.items():
-        if part.num_users == 0 and (name == "train" or fractions[name] > 0):
-            raise BadInputError(
-                f"the {name} part holds none of the {store.num_users} users: change the fractions "
-                "or data.split_seed, or give more users"
-            )
-    if given_test is not None:
-        parts["test"], fractions["test"] = given_test, 1.0
-    public = _load_public(config, tokenizer)
+    parts = hold_out(store, config, fractions, config.split, config.held_out_max)
+    if found.test is not None:
+        parts["test"], fractions["test"] = found.test, 1.0
+    public = _load_public(config)
     description = (
         f"{config.source}: {store.num_users} users, {store.num_examples} examples"
         + "".join(f"; {n} {p.num_users} users" for n, p in parts.items() if p.num_users)
         + (f"; public {public.num_examples} examples" if public is not None else "")
     )
     held_out = {n: p if fractions[n] > 0 else None for n, p in parts.items() if n != "train"}
-    is_text = store.schema.kind == "tokens"
     return Dataset(
         parts["train"],
         held_out["validation"],
         held_out["test"],
         public,
         description,
-        tokenizer if is_text else None,
+        found.task,
+        found.tokenizer,
     )
 
 
-def _split(store: Store, fractions: dict[str, float], config: DataConfig) -> dict[str, Store]:
-    if config.split == "by_user":
-        return split_by_user(store, fractions, config.split_seed)
-    parts = {"train": store}
-    for name in ("test", "validation"):
-        parts["train"], parts[name] = split_within_users(
-            parts["train"],
-            fractions[name],
-            config.held_out_max,
-            smallest=2 if name == "test" else 1,
-        )
+def hold_out(
+    store: Store,
+    config: SourceConfig,
+    fractions: dict[str, float],
+    split: str,
+    most: int | None = None,
+) -> dict[str, Store]:
+    """Splits a store into ``train`` and the parts of ``fractions``.
+
+    Args:
+      store: what is split.
+      config: its ``split_seed`` chooses users.
+      fractions: share of each held-out part.
+      split: ``"by_user"``, or ``"within_user"`` (see ``DataConfig``).
+      most: most held-out examples of a user in each part (``within_user``).
+
+    Raises:
+      BadInputError: a part would be empty.
+    """
+    if split == "by_user":
+        parts = split_by_user(store, fractions, config.split_seed)
+    else:
+        parts = {"train": store}
+        for number, name in enumerate(reversed(fractions)):
+            parts["train"], parts[name] = split_within_users(
+                parts["train"], fractions[name], most, smallest=2 if number == 0 else 1
+            )
+    for name, part in parts.items():
+        if part.num_users == 0 and (name == "train" or fractions[name] > 0):
+            raise BadInputError(
+                f"the {name} part holds none of the {store.num_users} users: change the fractions "
+                "or data.split_seed, or give more users"
+            )
     return parts
 
 
-def _load_private(config: DataConfig, tokenizer: Tokenizer) -> tuple[Store, Store | None]:
-    """Returns the private examples, and the test part if the set comes with one."""
+def _texts(config: SourceConfig) -> Examples:
+    tokenizer, limit = load_tokenizer(config.tokenizer), config.max_examples_per_user
     if config.source == "python_source":
-        store: Store = python_source.private_store(
-            tokenizer, config.seq_len, config.max_users, config.max_examples_per_user
-        )
-        return store, None
-    if config.source == "store":
-        store = ArrayStore.load(os.fspath(expand_paths(config.path)[0]))
-        check_tokenizer(store, tokenizer, config.tokenizer)
-        return store, None
-    if config.source in SETS:
-        paths = expand_paths(config.path)
-        limit = config.max_examples_per_user
-        stores = load_set(config.source, paths[0], tokenizer, config.seq_len, limit)
-        return (stores["all"], None) if "all" in stores else (stores["train"], stores["test"])
+        store = python_source.private_store(tokenizer, config.seq_len, config.max_users, limit)
+        return _tokens(store, tokenizer, "a source file of an installed package")
     documents = read_documents(
-        expand_paths(config.path), config.source, config.user_column, config.text_column
+        expand_paths(config.path), config.source, config.user_column or "", config.text_column
     )
-    store = store_from_documents(
-        documents, tokenizer, config.seq_len, max_examples=config.max_examples_per_user
-    )
-    return store, None
+    store = store_from_documents(documents, tokenizer, config.seq_len, max_examples=limit)
+    return _tokens(store, tokenizer, config.user_column or "a document")
 
 
-def _load_public(config: DataConfig, tokenizer: Tokenizer) -> Store | None:
+def _tokens(store: Store, tokenizer: Tokenizer, unit: str, test: Store | None = None) -> Examples:
+    schema = store.schema
+    task = Task("tokens", (schema.seq_len,), 0, schema.vocab_size, tokenizer.bos_id)
+    return Examples(store, task, unit, test, tokenizer)
+
+
+def _named(config: SourceConfig) -> Examples:
+    source = data_source(config.source)
+    parts: list[Store] = []
+    tokenizer, limit = load_tokenizer(config.tokenizer), config.max_examples_per_user
+    for split in source.splits:
+        if source.task is None:
+            texts = source.read(config, split)
+            parts.append(store_from_documents(texts, tokenizer, config.seq_len, limit))
+        else:
+            parts.append(ArrayStore.from_users(source.read(config, split)))
+    test = parts[1] if len(parts) > 1 else None
+    if source.task is None:
+        return _tokens(parts[0], tokenizer, source.unit, test)
+    task = source.task
+    if not task.input_shape:
+        shape = next(f.shape for f in parts[0].schema.fields if f.name == "x")
+        task = dataclasses.replace(task, input_shape=shape)
+    return Examples(parts[0], task, source.unit, test)
+
+
+def _stored(config: SourceConfig) -> Examples:
+    """A built store: tokens as they are, arrays as ``x`` and ``label``."""
+    path = os.fspath(expand_paths(config.path)[0])
+    store, classes = ArrayStore.load(path), config.classes
+    if store.schema.kind == "tokens":
+        tokenizer = load_tokenizer(config.tokenizer)
+        check_tokenizer(store, tokenizer, config.tokenizer)
+        return _tokens(store, tokenizer, "a user of the store")
+    fields = {f.name: f for f in store.schema.fields}
+    target = config.target_column or "label"
+    inputs = config.input_columns or tuple(n for n, f in fields.items() if f.shape) or ("x",)
+    for option, name in (("input_columns", inputs[0]), ("target_column", target)):
+        if name not in fields:
+            raise BadInputError(
+                f"the examples of {path} have no field {name!r}, but {sorted(fields)}: "
+                f"set data.{option}"
+            )
+    if len(inputs) > 1:
+        raise BadInputError(
+            f"the examples of {path} have several fields, {list(inputs)}: set data.input_columns "
+            "to the one that is the input"
+        )
+    if classes is None and np.dtype(fields[target].dtype).kind in "iu":
+        raise BadInputError(
+            f"the labels in {path} are whole numbers: set data.classes, how many classes there are"
+        )
+    shape = tuple(size for size in fields[inputs[0]].shape if size != 1)
+
+    def users() -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+        for name, found in _by_user(store):
+            x, label = found[inputs[0]], found[target]
+            scale = 255.0 if x.dtype == np.uint8 else 1.0
+            if classes is not None and not ((label >= 0) & (label < classes)).all():
+                raise BadInputError(
+                    f"{path}: user {name!r} has labels that are not whole numbers from 0 to "
+                    f"{classes - 1}: check data.target_column and data.classes"
+                )
+            own = {"x": x.reshape(len(x), *shape).astype(np.float32) / scale,
+                   "label": label.astype(np.float32 if classes is None else np.int32)}  # fmt: skip
+            # Other numbers of a record: its silo, or its budget.
+            rest = {n: a for n, a in found.items() if a.ndim == 1 and n not in (inputs[0], target)}
+            yield name, rest | own
+
+    scaled = fields[inputs[0]].dtype == "uint8"
+    task = Task("regression" if classes is None else "classes", shape, classes or 0, scaled=scaled)
+    return Examples(ArrayStore.from_users(users()), task, "a user of the store")
+
+
+def _by_user(store: Store) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    names = store.user_ids(range(store.num_users))
+    for name, start, stop in zip(names, store.user_offsets, store.user_offsets[1:]):
+        yield name, store.read(np.arange(start, stop))
+
+
+def _synthetic(store: Store, config: SourceConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    if store.num_users < store.num_examples:
+        raise BadInputError(
+            "data.records_per_user makes synthetic users of records that are a person each, but "
+            f"users of data.source={config.source} have several: remove it"
+        )
+    digest = hashlib.sha256(b"dpfl_jax synthetic users %d" % config.split_seed).digest()
+    order = np.random.default_rng(np.frombuffer(digest, np.uint32)).permutation(store.num_examples)
+    size = config.records_per_user
+    assert size is not None
+    for number, start in enumerate(range(0, len(order), size)):
+        yield f"user {number:05d}", store.read(order[start : start + size])
+
+
+def _load_public(config: DataConfig) -> Store | None:
     kind = config.public
     if kind == "auto":
         kind = "stdlib" if config.source == "python_source" else "none"
     if kind == "none":
         return None
+    tokenizer = load_tokenizer(config.tokenizer)
     if kind == "stdlib":
         return python_source.public_store(tokenizer, config.seq_len)
     paths = expand_paths(kind)

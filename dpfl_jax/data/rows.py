@@ -1,15 +1,16 @@
-"""Streaming rows out of JSONL, Parquet, CSV and Arrow files, with errors that say where.
+"""Streaming rows out of JSONL, Parquet, CSV, TSV and Arrow files, with errors that say where.
 
 Each row comes as (where it is, dict of its columns): the place goes into every later error.
 """
 
 from __future__ import annotations
 
+import functools
 import gzip
 import io
 import json
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import IO, Any
 
 import pyarrow as pa
@@ -27,6 +28,7 @@ _SUFFIXES = {
     ".json": "jsonl",
     ".parquet": "parquet",
     ".csv": "csv",
+    ".tsv": "tsv",
     ".arrow": "arrow",
 }
 
@@ -91,13 +93,19 @@ def read_rows(
 
     Args:
       path: the file.
-      format: ``"jsonl"``, ``"parquet"``, ``"csv"`` or ``"arrow"``.
+      format: ``"jsonl"``, ``"parquet"``, ``"csv"``, ``"tsv"`` or ``"arrow"``.
       columns: columns that must be there; tables are read for these only. None for all.
 
     Raises:
       BadInputError: naming the file and the line or row.
     """
-    readers = {"jsonl": _jsonl, "parquet": _parquet, "csv": _csv, "arrow": _arrow}
+    readers: dict[str, Callable[..., Iterator[LocatedRow]]] = {
+        "jsonl": _jsonl,
+        "parquet": _parquet,
+        "csv": _csv,
+        "tsv": functools.partial(_csv, delimiter="\t"),
+        "arrow": _arrow,
+    }
     if format not in readers:
         raise BadInputError(f"unknown data format {format!r}: use one of {', '.join(readers)}")
     empty = True
@@ -177,13 +185,16 @@ def _arrow(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[Locate
         yield from _table(batches, path, columns)
 
 
-def _csv(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[LocatedRow]:
+def _csv(
+    path: pathlib.Path, columns: Sequence[str] | None, delimiter: str = ","
+) -> Iterator[LocatedRow]:
     read = pa.csv.ReadOptions(use_threads=False)
     with open_binary(path) as binary:
         header = binary.readline().decode(errors="replace")
     if not header.strip():
         raise BadInputError(f"{path}: the first line must name the columns, but it is blank")
-    names = pa.csv.read_csv(io.BytesIO(header.encode()), read).column_names
+    parse = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    names = pa.csv.read_csv(io.BytesIO(header.encode()), read, parse).column_names
     _check(names, columns, path)
     convert = pa.csv.ConvertOptions(
         include_columns=list(columns or names),
@@ -192,6 +203,5 @@ def _csv(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[LocatedR
         null_values=[],
         strings_can_be_null=False,
     )
-    parse = pa.csv.ParseOptions(newlines_in_values=True)
     with open_binary(path) as binary:
         yield from _table(pa.csv.open_csv(binary, read, parse, convert), path, columns)

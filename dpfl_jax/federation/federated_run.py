@@ -18,7 +18,6 @@ from dpfl_jax.accounting import Guarantee
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.data.store import Store
-from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import silo_epsilons, whole_event
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated import run_rounds
@@ -30,17 +29,9 @@ from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.placement import spread, subject_keys
 from dpfl_jax.federation.recipes import AS_IF_SOUND, Claim, apply_recipe, claim_of
 from dpfl_jax.federation.server import OptimizerServer
-from dpfl_jax.federation.subject_sources import SubjectData, load_subjects
+from dpfl_jax.federation.subjects import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
-from dpfl_jax.models import (
-    MLP,
-    LanguageModel,
-    LeafCNN,
-    LogisticRegression,
-    SmallCNN,
-    StackedLSTM,
-    transformer_config,
-)
+from dpfl_jax.models import build_by_name
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
 from dpfl_jax.run.prepared import Charge, Prepared, run_prepared
@@ -50,48 +41,13 @@ from dpfl_jax.training.central_run import make_optimizer
 from dpfl_jax.training.evaluate import Evaluator
 
 EVALUATION_CAVEAT = {
-    "by_subject": "held-out figures are computed without noise on subjects who are not in the "
+    "by_user": "held-out figures are computed without noise on subjects who are not in the "
     "training set: the guarantee does not cover those subjects",
-    "by_record": "held-out figures are computed without noise on other records of the training "
+    "within_user": "held-out figures are computed without noise on other records of the training "
     "subjects: the guarantee does not cover them; do not publish them",
 }
 # Share of records left out by the cap beyond which a run says so aloud.
 _MANY = 0.2
-
-
-def build_federated_model(config: FederatedConfig, data: SubjectData) -> Any:
-    """The model of a config; shapes and classes are the data's.
-
-    Raises:
-      BadInputError: a kind that does not fit the data, or options it does not take.
-    """
-    kind, options = config.model.kind, dict(config.model.options)
-    try:
-        if kind == "transformer" and data.vocab_size and not data.num_classes:
-            size = options.pop("size", "tiny")
-            facts = {
-                "vocab_size": data.vocab_size,
-                "bos_id": data.bos_id,
-                "max_seq_len": config.data.seq_len,
-            }
-            return LanguageModel(transformer_config(size, **facts | options))
-        if kind == "lstm" and data.vocab_size and data.num_classes:
-            return StackedLSTM(data.vocab_size, config.data.seq_len, **options)
-        if kind == "cnn" and data.input_shape:
-            return LeafCNN(data.num_classes, input_shape=data.input_shape, **options)
-        if kind == "small_cnn" and data.input_shape:
-            return SmallCNN(data.num_classes, data.input_shape, **options)
-        if kind == "logistic" and len(data.input_shape) == 1 and data.num_classes == 2:
-            return LogisticRegression(data.input_shape[0], **options)
-        if kind == "mlp" and data.input_shape:
-            return MLP(data.input_shape, data.num_classes, **options)
-    except TypeError as error:
-        raise BadInputError(f"model.options do not fit model.kind={kind}: {error}") from None
-    raise BadInputError(
-        f"model.kind={kind} does not fit data.source={config.data.source}: use mlp, cnn or "
-        "small_cnn for images, mlp or logistic for breast_cancer and heart_disease, lstm for "
-        "shakespeare, transformer for python_source"
-    )
 
 
 def build_federation(config: FederatedConfig, data: FederatedData) -> Federation:
@@ -182,9 +138,8 @@ class FederatedRun(Prepared):
         """Runs the rounds."""
         config, federation, model = self.config, self.federation, self.model
         section, mesh = config.federation, data_parallel_mesh()
-        evaluator = Evaluator(
-            model.loss, mesh, config.eval.batch_size, getattr(model, "predict", None)
-        )
+        predict = model.predict if self.subjects.task.kind == "classes" else None
+        evaluator = Evaluator(model.loss, mesh, config.eval.batch_size, predict)
         result = run_rounds(
             loss_fn=model.loss,
             params=model.init(jax.random.key(config.init_seed)),
@@ -256,15 +211,17 @@ def prepare(config: FederatedConfig, console: Console) -> FederatedRun:
     make_optimizer(section.local_optimizer, section.rounds * section.local_steps)
     make_optimizer(section.server_optimizer, section.rounds)
     with console.status("reading data"):
-        subjects = load_subjects(config.data)
-        data = spread(subjects.train, config, subjects.num_classes or None)
-    model = build_federated_model(config, subjects)
+        budgets = config.privacy.budgets
+        column = budgets.column if budgets.kind == "column" and budgets.path is None else None
+        subjects = load_subjects(config.data, () if column is None else (column,))
+        data = spread(subjects.train, config, subjects.task.classes or None)
+    model = build_by_name(config.model.kind, subjects.task, config.model.options)
     federation = build_federation(config, data)
     federation.check(data)
     delta = config.privacy.delta
     delta = float(subjects.train.num_users) ** -1.1 if delta is None else delta
     held_out = limit_store(
-        subjects.held_out, config.eval.max_subjects, config.eval.max_records_per_subject
+        subjects.held_out, config.eval.max_users, config.eval.max_examples_per_user
     )
     rounds = federation.rounds
     none = Claim("none", math.inf, delta, math.inf, math.inf, rounds, rounds)
@@ -317,9 +274,9 @@ def _caveats(prepared: FederatedRun) -> tuple[str, ...]:
     if not prepared.federation.mechanism.private:
         return ("this run is not private: it is a baseline", evaluation)
     caveats = [PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT]
-    if config.data.max_subjects is not None:
+    if config.data.max_users is not None:
         caveats.append(
-            "data.max_subjects keeps a fixed number of subjects, so that adding one to the raw "
+            "data.max_users keeps a fixed number of subjects, so that adding one to the raw "
             "data can displace another: the guarantee is for one of the subjects kept"
         )
     return tuple(caveats)

@@ -1,8 +1,9 @@
 """What is trained: models as pure functions of their parameters. Knows nothing of privacy."""
 
+from dpfl_jax.models.build import ModelKind, build_by_name
 from dpfl_jax.models.cnn import LeafCNN, SmallCNN
 from dpfl_jax.models.config import SIZES, TransformerConfig, transformer_config
-from dpfl_jax.models.dense import MLP, LinearRegression, LogisticRegression
+from dpfl_jax.models.dense import MLP, LinearRegression, LogisticRegression, RegressionMLP
 from dpfl_jax.models.functional import Classifier, FunctionalModel
 from dpfl_jax.models.lstm import StackedLSTM
 from dpfl_jax.models.transformer import LanguageModel
@@ -17,9 +18,12 @@ __all__ = [
     "LeafCNN",
     "LinearRegression",
     "LogisticRegression",
+    "ModelKind",
+    "RegressionMLP",
     "SmallCNN",
     "StackedLSTM",
     "TransformerConfig",
     "UnigramModel",
+    "build_by_name",
     "transformer_config",
 ]

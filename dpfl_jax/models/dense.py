@@ -21,23 +21,27 @@ class _Score(nn.Module):
         return nn.Dense(1, kernel_init=nn.initializers.zeros)(x)[0]
 
 
-class LinearRegression(FunctionalModel):
-    """``label ~ x @ w + b``, loss ``(prediction - label)^2 / 2``; x float32 [num_features]."""
-
-    def __init__(self, num_features: int) -> None:
-        _check_positive(num_features=num_features)
-        super().__init__(_Score(), (num_features,))
+class _Regression(FunctionalModel):
+    """One number per input, loss ``(prediction - label)^2 / 2``."""
 
     def loss(
         self, params: PyTree, example: Mapping[str, jax.Array], rng: jax.Array | None = None
     ) -> jax.Array:
         """Half the squared error."""
         del rng
-        return jnp.square(self.outputs(params, example["x"]) - example["label"]) / 2
+        return jnp.square(self.predict(params, example["x"]) - example["label"]) / 2
 
     def predict(self, params: PyTree, x: jax.Array) -> jax.Array:
         """The predicted value, float32 scalar."""
-        return self.outputs(params, x)
+        return self.outputs(params, x).reshape(())
+
+
+class LinearRegression(_Regression):
+    """``label ~ x @ w + b``, loss ``(prediction - label)^2 / 2``; x float32 [num_features]."""
+
+    def __init__(self, num_features: int) -> None:
+        _check_positive(num_features=num_features)
+        super().__init__(_Score(), (num_features,))
 
 
 class LogisticRegression(FunctionalModel):
@@ -89,6 +93,17 @@ class MLP(Classifier):
         for size in hidden:
             _check_positive(hidden=size)
         super().__init__(_Layers(tuple(hidden), num_classes), input_shape)
+
+
+class RegressionMLP(_Regression):
+    """Dense layers with ReLU, then one number; loss ``(prediction - label)^2 / 2``."""
+
+    def __init__(self, input_shape: Sequence[int], hidden: Sequence[int] = (64,)) -> None:
+        """Builds the model; arguments as of ``MLP``."""
+        _check_positive(
+            inputs=math.prod(input_shape), **{f"hidden[{i}]": h for i, h in enumerate(hidden)}
+        )
+        super().__init__(_Layers(tuple(hidden), 1), input_shape)
 
 
 def _check_positive(**sizes: int) -> None:

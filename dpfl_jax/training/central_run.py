@@ -30,6 +30,7 @@ from dpfl_jax.training.personalize import Personalization, check_users, personal
 from dpfl_jax.training.pretrain import Pretrained, begin_from
 from dpfl_jax.training.start import (
     build_model,
+    build_transformer,
     check_trainable,
     data_section,
     make_optimizer,
@@ -63,7 +64,7 @@ class CentralRun(Prepared):
       mechanism: calibrated.
       population: what it samples from.
       delta: of the guarantee.
-      model: the transformer.
+      model: of the data's task.
       optimizer: of the private phase.
     """
 
@@ -73,7 +74,7 @@ class CentralRun(Prepared):
     mechanism: Mechanism
     population: Population
     delta: float
-    model: LanguageModel
+    model: Any
     optimizer: Any
 
     def facts(self) -> dict[str, Any]:
@@ -110,8 +111,8 @@ class CentralRun(Prepared):
         facts = model_facts(self.config, self.model)
         lines = [
             self.data.description,
-            f"transformer {facts.get('checkpoint', facts.get('size'))}: {facts['parameters']:,} "
-            f"parameters, {facts['trained']:,} of them trained",
+            f"{self.config.model.kind} {facts.get('checkpoint', facts.get('size', ''))}".rstrip()
+            + f": {facts['parameters']:,} parameters, {facts['trained']:,} of them trained",
         ]
         if self.mechanism.private:
             lines.append(
@@ -137,10 +138,12 @@ class CentralRun(Prepared):
         plan = Plan(
             self.mechanism, self.data.train, config.train.steps, self.delta, config.execution, mesh
         )
-        trainable = trained_by_name(config.model, self.model.config)
+        trainable = trained_by_name(config.model, self.model)
         evaluate = None
         if self.held_out is not None:
-            evaluate = Evaluator(self.model.loss, mesh, config.eval.batch_size).of(self.held_out)
+            predict = self.model.predict if self.data.task.kind == "classes" else None
+            evaluator = Evaluator(self.model.loss, mesh, config.eval.batch_size, predict)
+            evaluate = evaluator.of(self.held_out)
         result = train(
             Central(self.model.loss, params, plan, self.optimizer, trainable),
             caveats=run_caveats(config, self.mechanism),
@@ -193,7 +196,7 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
 
 def read_data(
     config: RunConfig, console: Console, load: LoadData = load_dataset
-) -> tuple[Dataset, LanguageModel]:
+) -> tuple[Dataset, Any]:
     """Reads the data of a configuration; returns them and the model that fits them.
 
     Raises:
@@ -201,7 +204,7 @@ def read_data(
     """
     if config.pretrain is not None:
         make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
-    if config.model.checkpoint is None:
+    if config.model.kind == "transformer" and config.model.checkpoint is None:
         transformer_config(config.model.size)
     with console.status("reading data"):
         data = load(data_section(config))
@@ -210,12 +213,7 @@ def read_data(
             f"pretrain needs a public corpus, but data.source={config.data.source} has none: "
             "remove the pretrain section, or name one as data.public"
         )
-    if data.tokenizer is None:
-        raise BadInputError(
-            f"data.source={config.data.source} holds no token sequences, and a language model "
-            "needs them: give text, or a store built from text"
-        )
-    model = build_model(config, data.train.schema.vocab_size, data.tokenizer.bos_id)
+    model = build_model(config, data.task)
     check_trainable(config.model, model)
     return data, model
 
@@ -282,7 +280,7 @@ def _personalized(prepared: CentralRun, result: FitResult, mesh: Mesh) -> Person
         prepared.model.loss,
         result.params,
         prepared.held_out,
-        trainable=trained_by_name(config.model, prepared.model.config),
+        trainable=trained_by_name(config.model, prepared.model),
         mesh=mesh,
     )
 
@@ -317,7 +315,8 @@ def _report(
         if pretrained is None
         else {"path": str(pretrained.path), "cached": pretrained.cached},
     )
-    report["eval"] = {name: with_perplexity(value) for name, value in report["eval"].items()}
+    if data.task.kind == "tokens":
+        report["eval"] = {name: with_perplexity(value) for name, value in report["eval"].items()}
     return report
 
 
@@ -346,6 +345,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         prepared = prepare(config, console)
         mechanism, population, delta = prepared.mechanism, prepared.population, prepared.delta
         model, source = prepared.model, prepared.data.description
+        seq_len = config.data.seq_len if prepared.data.task.kind == "tokens" else 1
     else:
         mechanism = config.mechanism
         make_optimizer(config.optimizer, config.train.steps)
@@ -357,15 +357,11 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         )
         model = _declared_model(config)
         mechanism, delta = _calibrated(config, mechanism, population)
-        source = "declared in the config"
+        source, seq_len = "declared in the config", config.data.seq_len
     guarantee = mechanism.guarantee(
         population, config.train.steps, delta, run_caveats(config, mechanism)
     )
-    steps, budget, seq_len = (
-        config.train.steps,
-        mechanism.compute_budget,
-        config.data.seq_len,
-    )
+    steps, budget = config.train.steps, mechanism.compute_budget
     pretraining = config.pretrain
     return {
         "status": "dry-run",
@@ -390,20 +386,22 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
     }
 
 
-def model_facts(config: RunConfig, model: LanguageModel) -> dict[str, Any]:
+def model_facts(config: RunConfig, model: Any) -> dict[str, Any]:
     """What a report says of the model."""
     section = config.model
-    name = {"size": section.size}
+    name: dict[str, Any] = {"kind": section.kind}
     if section.checkpoint is not None:
-        name = {"checkpoint": section.checkpoint}
+        name["checkpoint"] = section.checkpoint
+    elif section.kind == "transformer":
+        name["size"] = section.size
     trained = check_trainable(section, model)
     return {**name, "parameters": model.num_params, "trained": trained}
 
 
 def _declared_model(config: RunConfig) -> LanguageModel:
     if config.model.checkpoint is not None:
-        return build_model(config, 1)
+        return build_transformer(config, 1)
     if "vocab_size" in config.model.overrides:  # the tokeniser's file need not be here
-        return build_model(config, config.model.overrides["vocab_size"], bos_id=1)
+        return build_transformer(config, config.model.overrides["vocab_size"], bos_id=1)
     tokenizer = load_tokenizer(data_section(config).tokenizer)
-    return build_model(config, tokenizer.vocab_size, tokenizer.bos_id)
+    return build_transformer(config, tokenizer.vocab_size, tokenizer.bos_id)

@@ -21,10 +21,11 @@ from dpfl_jax.config.schema import ModelConfig, OptimizerConfig
 from dpfl_jax.data import DataConfig, Dataset
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import parameter_shardings, splits_parameters
-from dpfl_jax.models import LanguageModel, TransformerConfig, transformer_config
+from dpfl_jax.models import LanguageModel, build_by_name, transformer_config
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
 from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.lora import is_adapter
+from dpfl_jax.task import Task
 from dpfl_jax.training.optimizers import build_optimizer
 from dpfl_jax.training.pretrain import Pretrained, pretrain
 
@@ -33,7 +34,19 @@ PyTree = Any
 _COMPUTED = ("dtype", "remat", "scan_layers")
 
 
-def build_model(config: RunConfig, vocab_size: int, bos_id: int = 1) -> LanguageModel:
+def build_model(config: RunConfig, task: Task) -> Any:
+    """The model of a config for the data's task.
+
+    Raises:
+      BadInputError: data and model do not fit, or a setting is unknown.
+    """
+    section = config.model
+    if section.kind != "transformer" or task.kind != "tokens":
+        return build_by_name(section.kind, task, section.options)
+    return build_transformer(config, task.vocab_size, task.bos_id)
+
+
+def build_transformer(config: RunConfig, vocab_size: int, bos_id: int = 1) -> LanguageModel:
     """The transformer of a config.
 
     Args:
@@ -45,6 +58,11 @@ def build_model(config: RunConfig, vocab_size: int, bos_id: int = 1) -> Language
       BadInputError: data and checkpoint do not fit, or a setting is unknown.
     """
     section = config.model
+    if section.kind != "transformer":
+        raise BadInputError(
+            f"model.kind={section.kind} takes its shapes from the data: only transformers can be "
+            "priced without them, compiled for a slice, or exported"
+        )
     more: dict[str, Any] = {}
     if section.lora is not None:
         more["lora"] = config_to_dict(section.lora)
@@ -84,12 +102,12 @@ def data_section(config: RunConfig) -> DataConfig:
     return dataclasses.replace(config.data, tokenizer=str(tokenizer_file(config.model.checkpoint)))
 
 
-def trained_by_name(section: ModelConfig, model: TransformerConfig) -> Callable[[str], bool] | None:
+def trained_by_name(section: ModelConfig, model: Any) -> Callable[[str], bool] | None:
     """Whether the parameter of a name is trained; None for all.
 
     Args:
       section: ``trainable`` of it is the choice.
-      model: the model's shape.
+      model: of its kind.
     """
     choice = section.trainable or ("lora" if section.lora is not None else "all")
     if choice == "all":
@@ -99,21 +117,22 @@ def trained_by_name(section: ModelConfig, model: TransformerConfig) -> Callable[
     if choice == "biases":
         return lambda name: name.rpartition("/")[2] == "bias"
     if choice == "last_layers":
-        first = model.num_layers - section.last_layers
-        last = {model.place_of_block(i)[0] for i in range(first, model.num_layers)}
+        layers = model.config.num_layers
+        first = layers - section.last_layers
+        last = {model.config.place_of_block(i)[0] for i in range(first, layers)}
         return lambda name: name.partition("/")[0] in {*last, "final_norm"}
     patterns = tuple(choice)
     return lambda name: any(fnmatch.fnmatchcase(name, p) for p in patterns)
 
 
-def check_trainable(section: ModelConfig, model: LanguageModel) -> int:
+def check_trainable(section: ModelConfig, model: Any) -> int:
     """How many parameters are trained.
 
     Raises:
       BadInputError: none, or a pattern that fits none.
     """
     shapes = flat_paths(jax.eval_shape(model.init, jax.random.key(0)))
-    chosen = trained_by_name(section, model.config) or (lambda _: True)
+    chosen = trained_by_name(section, model) or (lambda _: True)
     if isinstance(section.trainable, tuple):
         for pattern in section.trainable:
             if not fnmatch.filter(shapes, pattern):
@@ -145,7 +164,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> Any:
 
 
 def starting_params(
-    config: RunConfig, data: Dataset, model: LanguageModel, mesh: Mesh, console: Console
+    config: RunConfig, data: Dataset, model: Any, mesh: Mesh, console: Console
 ) -> tuple[PyTree, Pretrained | None]:
     """All parameters before the first private step, on ``mesh``."""
     key = jax.random.key(config.init_seed)
@@ -179,7 +198,7 @@ def starting_params(
     return _with_adapters(pretrained.params, model, key, mesh), pretrained
 
 
-def initial_params(model: LanguageModel, key: jax.Array, mesh: Mesh) -> PyTree:
+def initial_params(model: Any, key: jax.Array, mesh: Mesh) -> PyTree:
     """Initial parameters; where they are split, none is ever whole on one device."""
     if not splits_parameters(mesh):
         return model.init(key)
@@ -191,7 +210,7 @@ def base_from_checkpoint(config: RunConfig, model: LanguageModel, mesh: Mesh) ->
     """The checkpoint's parameters, each device's part read by itself; frozen ones in their type."""
     assert config.model.checkpoint is not None
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    trained = trained_by_name(config.model, model.config) or (lambda _: True)
+    trained = trained_by_name(config.model, model) or (lambda _: True)
     low = config.model.frozen_dtype
     return load_checkpoint(
         config.model.checkpoint,

@@ -29,7 +29,7 @@ from dpfl_jax.run.directory import FINISHED
 from dpfl_jax.run.state import TrainState, shardings_of
 from dpfl_jax.training.start import (
     base_from_checkpoint,
-    build_model,
+    build_transformer,
     data_section,
     make_optimizer,
     trained_by_name,
@@ -74,9 +74,9 @@ def load_trained(
     config, report = _read(directory)
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     tokenizer = load_tokenizer(data_section(config).tokenizer)
-    model = build_model(config, tokenizer.vocab_size, tokenizer.bos_id)
+    model = build_transformer(config, tokenizer.vocab_size, tokenizer.bos_id)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
-    trainable = trained_by_name(config.model, model.config)
+    trainable = trained_by_name(config.model, model)
     like, frozen = split(shapes, trainable)
     chosen = flat_paths(_newest(directory, config, report["steps"], like, mesh))
     if jax.tree.leaves(frozen):

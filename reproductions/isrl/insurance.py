@@ -13,7 +13,7 @@ import numpy as np
 from dpfl_jax.data.sets.arrays import read_medical_cost
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
 from dpfl_jax.federation.isrl.arms import local_sgd_noise, silo_noise
-from dpfl_jax.federation.isrl.runs.silo_sources import padded
+from dpfl_jax.federation.isrl.runs.silos import padded
 from reproductions._plots import columns, panel
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._train import Task, best_over_steps, summary
@@ -82,7 +82,7 @@ def load(folder: pathlib.Path | None) -> tuple[np.ndarray, np.ndarray]:
         return x / x.std(0), y.astype(np.float64)
     people = [arrays for _, arrays in read_medical_cost(folder, "train")]
     x = np.concatenate([p["x"] for p in people]).astype(np.float64)
-    return x, np.concatenate([p["y"] for p in people]).astype(np.float64)
+    return x, np.concatenate([p["label"] for p in people]).astype(np.float64)
 
 
 def run(settings: Settings) -> Outcome:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.data.sets.obesity import COLUMNS, read_obesity
+from dpfl_jax.data.sets.arrays import OBESITY_COLUMNS, read_obesity
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
 from dpfl_jax.federation.isrl.arms import local_sgd_noise, silo_noise
 from dpfl_jax.federation.isrl.runs.tasks import softmax
@@ -60,10 +60,10 @@ def load(folder: pathlib.Path | None) -> tuple[np.ndarray, np.ndarray]:
         kept = digits < CLASSES
         pixels = np.concatenate([pixels[kept] / 16.0, np.ones((kept.sum(), 1))], axis=1)
         return pixels.astype(np.float32), digits[kept]
-    people = [person for _, person in read_obesity(folder)]
+    people = [person for _, person in read_obesity(folder, "all")]
     x = np.concatenate([p["x"] for p in people]).astype(np.float64)
     for name in STANDARDISED:
-        column = x[:, COLUMNS.index(name)]
+        column = x[:, list(OBESITY_COLUMNS).index(name)]
         column[:] = (column - column.mean()) / column.std()
     x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
     return x.astype(np.float32), np.concatenate([p["label"] for p in people])
@@ -164,7 +164,7 @@ def _trial(x: np.ndarray, y: np.ndarray, noise: list[Work], trial: int, repeats:
     train, test, largest = draw(x, y, np.random.default_rng(trial))
     shape = (CLASSES, x.shape[1])
     task = Task(softmax, error_rate, train, test, shape, ROUNDS, BATCH, COHORT)
-    published = PUBLISHED_CLIP if x.shape[1] == len(COLUMNS) + 1 else 2 * largest
+    published = PUBLISHED_CLIP if x.shape[1] == len(OBESITY_COLUMNS) else 2 * largest
     for arm, algorithm, epsilon, multiplier, theirs, spec in noise:
         clip = published if theirs else math.sqrt(2) * largest
         error = best_over_steps(

@@ -14,7 +14,7 @@ from dpfl_jax.config.federated import FederatedDataConfig
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Policy
-from dpfl_jax.federation.subject_sources import load_subjects
+from dpfl_jax.federation.subjects import load_subjects
 from dpfl_jax.models import MLP, LogisticRegression
 from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
@@ -99,9 +99,10 @@ def _by_law(sigma: float, quick: bool) -> list[Cell]:
 
 def _by_class() -> list[Cell]:
     """Appendix A in one silo: budgets that follow the digit against one budget for all."""
-    from dpfl_jax.federation.subject_sources import digits
+    from sklearn.datasets import load_digits
 
-    x, label = digits()
+    found = load_digits()
+    x, label = (found.images / 16.0).astype(np.float32), found.target.astype(np.int32)
     order = np.random.default_rng(0).permutation(len(x))
     cut = int(0.66 * len(x))
     train, test = order[:cut], order[cut:]

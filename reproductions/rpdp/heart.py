@@ -12,13 +12,12 @@ from scipy import stats
 
 from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import TwoStage
-from dpfl_jax.data.sets.arrays import HOSPITALS, read_heart_disease
+from dpfl_jax.data.sets.arrays import HEART_SCALE, HOSPITALS, read_heart_disease
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.mechanisms import RPDP
 from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Policy
-from dpfl_jax.federation.tabular import HEART_SCALE
 from dpfl_jax.models import LogisticRegression
 from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings
@@ -87,7 +86,7 @@ def hospitals(
     Args:
       folder: of UCI's four processed files.
       scaling: ``per_hospital`` (FLamby's: mean and deviation of each hospital's training patients,
-        which no guarantee here counts) or ``published`` (constants, ``federation.tabular``).
+        which no guarantee here counts) or ``published`` (constants, ``HEART_SCALE``).
 
     Returns:
       Training data by silo, and pooled test arrays.
@@ -98,7 +97,7 @@ def hospitals(
         raise BadInputError("this figure needs scikit-learn for FLamby's split") from None
     patients = [patient for _, patient in read_heart_disease(folder, "all")]
     x = np.concatenate([p["x"] for p in patients])
-    label = np.concatenate([p["y"] for p in patients]).astype(np.int32)
+    label = np.concatenate([p["label"] for p in patients]).astype(np.int32)
     silo = np.concatenate([p["silo"] for p in patients])
     train, test = [], []
     if scaling == "published":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import pathlib
 from typing import Any
 
@@ -13,15 +14,11 @@ import numpy as np
 from dpfl_jax.config.federated import FederatedConfig, FederatedDataConfig
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated import run_rounds
-from dpfl_jax.federation.federated_run import (
-    build_federated_model,
-    build_federation,
-    calibrated,
-    spread,
-)
+from dpfl_jax.federation.federated_run import build_federation, calibrated, spread
 from dpfl_jax.federation.recipes import Claim
-from dpfl_jax.federation.subject_sources import SubjectData, load_subjects
+from dpfl_jax.federation.subjects import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
+from dpfl_jax.models import build_by_name
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.driver import Pace
 from dpfl_jax.training.evaluate import Evaluator
@@ -103,14 +100,14 @@ class Trained:
 
 
 @functools.lru_cache(maxsize=4)
-def _subjects(config_json: str) -> SubjectData:
-    return load_subjects(FederatedDataConfig.model_validate_json(config_json))
+def _subjects(section: str) -> SubjectData:
+    return load_subjects(FederatedDataConfig(**json.loads(section)))
 
 
 @functools.lru_cache(maxsize=8)
 def _spread(config_json: str) -> FederatedData:
     config = FederatedConfig.model_validate_json(config_json)
-    return spread(_subjects(config.data.model_dump_json()).train, config)
+    return spread(_subjects(json.dumps(dataclasses.asdict(config.data))).train, config)
 
 
 def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int = 350) -> Any:
@@ -136,13 +133,13 @@ def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int
         raw["data"] = {
             "source": "mnist",
             "path": str(mnist),
-            "records_per_subject": 145,
-            "max_subjects": round(subjects / 0.8),
+            "records_per_user": 145,
+            "max_users": round(subjects / 0.8),
         }
         raw["federation"]["silos"] = 16
         raw["mechanism"] |= {"batch_size": 256, "max_items_per_subject": 16}
         return raw, "MNIST; 16 silos; writers are synthetic: 145 images of mixed labels each"
-    raw["data"] = {"source": "digits", "records_per_subject": 15}
+    raw["data"] = {"source": "digits", "records_per_user": 15}
     raw["federation"]["silos"] = 4
     raw["mechanism"] |= {"batch_size": 64, "max_items_per_subject": 6}
     return raw, (
@@ -154,9 +151,9 @@ def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int
 def confined(raw: dict[str, Any]) -> dict[str, Any]:
     """As many records of as many kinds, but people of K records each, all in one silo (H = 1)."""
     cap, data = raw["mechanism"]["max_items_per_subject"], dict(raw["data"])
-    if "max_subjects" in data:
-        data["max_subjects"] = data["max_subjects"] * data["records_per_subject"] // cap
-    data["records_per_subject"] = cap
+    if "max_users" in data:
+        data["max_users"] = data["max_users"] * data["records_per_user"] // cap
+    data["records_per_user"] = cap
     return raw | {"data": data, "federation": raw["federation"] | {"partition": "confined"}}
 
 
@@ -169,7 +166,7 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
         name, rate = run.optimizer
         raw["federation"]["local_optimizer"] = {"name": name, "learning_rate": rate}
     config = FederatedConfig.model_validate(raw)
-    subjects = _subjects(config.data.model_dump_json())
+    subjects = _subjects(json.dumps(dataclasses.asdict(config.data)))
     data_part = config.model_copy(
         update={
             "privacy": FederatedConfig.model_fields["privacy"].default,
@@ -180,7 +177,7 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
     federation = build_federation(config, data)
     settings.console.print(f"[dim]{run.label}: calibrating[/dim]")
     federation, claim = calibrated(config, federation, config.privacy.delta or 1e-5)
-    model = build_federated_model(config, subjects)
+    model = build_by_name(config.model.kind, subjects.task, config.model.options)
     evaluator = Evaluator(model.loss, data_parallel_mesh(), 256, model.predict)
     curves = []
     for seed in range(seeds):

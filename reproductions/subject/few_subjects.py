@@ -16,12 +16,12 @@ def run(settings: Settings) -> Outcome:
     """Trains with many and with a fifth of the subjects, at the same batch size."""
     rounds, steps, seeds = (36, 6, 1) if settings.quick else (100, 12, 3)
     raw, note = base_config(settings, rounds, steps)
-    raw["mechanism"] |= {"batch_size": 64.0 if "max_subjects" in raw["data"] else 24.0}
-    total = raw["data"].get("max_subjects", 120)
+    raw["mechanism"] |= {"batch_size": 64.0 if "max_users" in raw["data"] else 24.0}
+    total = raw["data"].get("max_users", 120)
     rows: list[dict[str, Any]] = []
     found: dict[tuple[str, int], Trained] = {}
     for count in (total, total // 5):
-        own = raw | {"data": raw["data"] | {"max_subjects": count}}
+        own = raw | {"data": raw["data"] | {"max_users": count}}
         for item in COMPARED:
             trained = train(settings, own, item, seeds)
             found[item.label, count] = trained

@@ -33,12 +33,12 @@ def run(settings: Settings) -> Outcome:
     window, hidden = (16, 32) if settings.quick else (40, 128)
     raw: dict[str, Any] = {
         "data": {
-            "source": "shakespeare",
+            "source": "characters",
             "path": str(folder),
             "seq_len": window,
             "stride": 2,
-            "max_subjects": 200 if settings.quick else 660,
-            "max_records_per_subject": 1000,
+            "max_users": 200 if settings.quick else 660,
+            "max_examples_per_user": 1000,
         },
         "federation": {
             "silos": 16,
@@ -81,7 +81,7 @@ def run(settings: Settings) -> Outcome:
         ),
     ]
     notes = [
-        f"{raw['data']['max_subjects']} roles of up to 1,000 windows of {window} characters, LSTM "
+        f"{raw['data']['max_users']} roles of up to 1,000 windows of {window} characters, LSTM "
         f"of width {hidden}, {rounds} rounds calibrated, {seeds} seed(s)"
     ]
     return Outcome(claims, [file], [t.row() for t in found.values()], notes)

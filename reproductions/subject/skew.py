@@ -52,7 +52,7 @@ def run(settings: Settings) -> Outcome:
 
 def _most(raw: dict[str, Any]) -> int:
     """A cap that keeps (nearly) all of a concentrated subject's records."""
-    return int(raw["data"]["records_per_subject"])
+    return int(raw["data"]["records_per_user"])
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:

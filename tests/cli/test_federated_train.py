@@ -22,7 +22,7 @@ pytest.importorskip("sklearn")
 CONFIG = {
     "name": "small-federation",
     "seed": 1,
-    "data": {"source": "digits", "records_per_subject": 6},
+    "data": {"source": "digits", "records_per_user": 6},
     "federation": {
         "silos": 5,
         "rounds": 6,

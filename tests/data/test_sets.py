@@ -9,13 +9,17 @@ import pyarrow as pa
 import pytest
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.data import ByteTokenizer, DataConfig, load_dataset
+from dpfl_jax.data import ByteTokenizer, DataConfig, SourceConfig, load_dataset, load_examples
 from dpfl_jax.data.keys import base_domain
-from dpfl_jax.data.sets import SETS, load_set
+from dpfl_jax.data.registry import SETS
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.errors import BadInputError
 
 TOKENIZER = ByteTokenizer()
+
+
+def load_set(name, path, seq_len=8):
+    return load_examples(SourceConfig(source=name, path=str(path), seq_len=seq_len))
 
 
 def texts_of(store, user):
@@ -58,8 +62,8 @@ def test_shakespeare_plays_from_the_command_line(data_dir, tmp_path, capsys):
 
 def test_one_play_from_its_xml(data_dir):
     path = data_dir / "shakespeare_plays" / "ps_hamlet.xml"
-    plays = load_set("shakespeare", data_dir / "shakespeare_plays", TOKENIZER, 64)["all"]
-    one = load_set("shakespeare", path, TOKENIZER, 64)["all"]
+    plays = load_set("shakespeare", data_dir / "shakespeare_plays", 64).store
+    one = load_set("shakespeare", path, 64).store
     names = plays.user_ids(range(plays.num_users))
     roles = {n for n in names if n.startswith("hamlet/")}
     found = set(one.user_ids(range(one.num_users)))
@@ -73,24 +77,24 @@ def test_tiny_shakespeare(data_dir):
     data = load_dataset(config)
     users = data.train.num_users + data.validation.num_users + data.test.num_users
     assert users == 299  # 309 names occur, ten of them only without a line
-    store = load_set("shakespeare", data_dir / "tinyshakespeare", TOKENIZER, 64)["all"]
+    store = load_set("shakespeare", data_dir / "tinyshakespeare", 64).store
     assert texts_of(store, "First Citizen")[0] == ("Before we proceed any further, hear me speak.")
     total = sum(len(texts_of(store, u)) for u in store.user_ids(range(store.num_users)))
     assert total > 7000  # of 7,097 speeches with a line; an end mark alone in a row is left out
 
 
 def test_femnist_sample(data_dir):
-    stores = load_set("femnist", data_dir / "femnist_leaf_sample", TOKENIZER, 1)
-    assert (stores["train"].num_users, stores["train"].num_examples) == (5, 78)
-    assert stores["test"].num_examples == 89
-    batch = stores["train"].read(np.arange(78))
-    assert batch["image"].shape == (78, 28, 28)
-    assert batch["image"].dtype == np.float32
-    assert 0 <= batch["image"].min() <= batch["image"].max() <= 1
+    stores = load_set("femnist", data_dir / "femnist_leaf_sample", 1)
+    assert (stores.store.num_users, stores.store.num_examples) == (5, 78)
+    assert stores.test.num_examples == 89
+    batch = stores.store.read(np.arange(78))
+    assert batch["x"].shape == (78, 28, 28)
+    assert batch["x"].dtype == np.float32
+    assert 0 <= batch["x"].min() <= batch["x"].max() <= 1
     assert 0 <= batch["label"].min() <= batch["label"].max() < 62
-    names = stores["train"].user_ids(range(5))
+    names = stores.store.user_ids(range(5))
     u = names.index("f3797_07")
-    rows = stores["train"].read(np.arange(*stores["train"].user_offsets[u : u + 2]))
+    rows = stores.store.read(np.arange(*stores.store.user_offsets[u : u + 2]))
     assert rows["label"][:5].tolist() == [33, 21, 1, 9, 8]
 
 
@@ -103,27 +107,27 @@ def test_mnist(data_dir):
     ids = data.test.user_ids(range(10000))
     batch = data.test.read(np.array([ids.index(f"test-{i:05d}") for i in range(5)]))
     assert batch["label"].tolist() == [7, 2, 1, 0, 4]  # the known first labels
-    assert batch["image"].max() == 1.0
+    assert batch["x"].max() == 1.0
 
 
 def test_heart_disease_follows_flamby(data_dir):
-    store = load_set("heart_disease", data_dir / "heart_disease", TOKENIZER, 1)["all"]
+    store = load_set("heart_disease", data_dir / "heart_disease", 1).store
     assert store.num_users == store.num_examples == 740
     batch = store.read(np.arange(740))
     assert np.bincount(batch["silo"]).tolist() == [303, 261, 46, 130]  # FLamby's four centres
     assert batch["x"].shape == (740, 13)
     assert np.isfinite(batch["x"]).all()
-    assert set(batch["y"].tolist()) == {0, 1}
+    assert set(batch["label"].tolist()) == {0, 1}
     assert store.user_ids([0])[0].split("/")[0] in ("cleveland", "hungarian", "switzerland", "va")
 
 
 def test_medical_cost(data_dir):
-    store = load_set("medical_cost", data_dir / "insurance", TOKENIZER, 1)["all"]
+    store = load_set("medical_cost", data_dir / "insurance", 1).store
     assert store.num_users == 1338
     ids = store.user_ids(range(1338))
     row = store.read(np.array([ids.index("person 00001")]))
     np.testing.assert_allclose(row["x"][0], [19, 0, 27.9, 0, 1, 3], rtol=1e-6)
-    np.testing.assert_allclose(row["y"], [16884.924], rtol=1e-6)
+    np.testing.assert_allclose(row["label"], [16884.924], rtol=1e-6)
 
 
 # ---- made files -------------------------------------------------------------------------------
@@ -139,15 +143,15 @@ def test_stack_overflow_splits_at_2018(tmp_path):
     ]
     path = tmp_path / "posts.jsonl"
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    stores = load_set("stack_overflow", tmp_path, TOKENIZER, 16)
-    train, test = stores["train"], stores["test"]
+    stores = load_set("stack_overflow", tmp_path, 16)
+    train, test = stores.store, stores.test
     assert sorted(train.user_ids(range(train.num_users))) == ["1", "3", "4"]
     assert sorted(test.user_ids(range(test.num_users))) == ["1", "2"]
     assert texts_of(train, "1") == ["old"]
     assert texts_of(test, "1") == ["new"]
     path.write_text(json.dumps({**rows[0], "creation_date": "yesterday"}) + "\n")
     with pytest.raises(BadInputError, match=r"posts.jsonl, line 1: 'yesterday' is not a time"):
-        load_set("stack_overflow", tmp_path, TOKENIZER, 16)
+        load_set("stack_overflow", tmp_path, 16)
 
 
 def test_cc_news_by_domain_with_the_papers_split(tmp_path):
@@ -172,12 +176,15 @@ def test_cc_news_by_domain_with_the_papers_split(tmp_path):
     assert base_domain("//User@WWW.x.co.uk:8/p") == "x.co.uk"
 
 
-@pytest.mark.parametrize("name", sorted(SETS))
+BUNDLED = {"digits", "breast_cancer", "diabetes"}
+
+
+@pytest.mark.parametrize("name", sorted(SETS.keys() - BUNDLED))
 def test_missing_files_say_what_to_put_where(name, tmp_path):
     with pytest.raises(BadInputError, match=r"put (there|LEAF|UCI|MNIST|the)"):
-        load_set(name, tmp_path, TOKENIZER, 8)
+        load_set(name, tmp_path, 8)
     with pytest.raises(BadInputError, match="does not exist"):
-        load_set(name, tmp_path / "nothing", TOKENIZER, 8)
+        load_set(name, tmp_path / "nothing", 8)
 
 
 def idx(shape, data):
@@ -189,20 +196,20 @@ def test_damaged_files(tmp_path):
     (tmp_path / images).write_bytes(idx((2, 28, 28), bytes(2 * 784)))
     (tmp_path / labels).write_bytes(gzip.compress(idx((2,), b"\1")))
     with pytest.raises(BadInputError, match=rf"{labels}: has 1 values"):
-        load_set("mnist", tmp_path, TOKENIZER, 1)
+        load_set("mnist", tmp_path, 1)
     (tmp_path / labels).write_bytes(gzip.compress(idx((2,), b"\1\2"))[:-9])
     with pytest.raises(BadInputError, match=rf"{labels}: damaged"):
-        load_set("mnist", tmp_path, TOKENIZER, 1)
+        load_set("mnist", tmp_path, 1)
     leaf = {"users": ["a"], "num_samples": [2], "user_data": {"a": {"x": [[0.0] * 784], "y": [1]}}}
     (tmp_path / "train.json").write_text(json.dumps(leaf))
     with pytest.raises(BadInputError, match=r"train.json: user 'a' has 1 inputs.*says 2"):
-        load_set("femnist", tmp_path, TOKENIZER, 1)
+        load_set("femnist", tmp_path, 1)
     for hospital in ("cleveland", "hungarian", "switzerland", "va"):
         (tmp_path / f"processed.{hospital}.data").write_text("1,2,3\n")
     with pytest.raises(BadInputError, match="line 1: 3 columns instead of 14"):
-        load_set("heart_disease", tmp_path, TOKENIZER, 1)
+        load_set("heart_disease", tmp_path, 1)
     (tmp_path / "insurance.csv").write_text("age,sex,bmi,children,smoker,region\n1,2,3,4,5,6\n")
-    with pytest.raises(BadInputError, match=r"columns \['charges'\] are missing"):
-        load_set("medical_cost", tmp_path, TOKENIZER, 1)
+    with pytest.raises(BadInputError, match=r"no column 'charges\'"):
+        load_set("medical_cost", tmp_path, 1)
     with pytest.raises(BadInputError, match="unknown data source"):
-        load_set("nothing", tmp_path, TOKENIZER, 1)
+        load_set("nothing", tmp_path, 1)

@@ -134,25 +134,25 @@ def test_errors(folder, tmp_path):
 def test_silos_take_a_store_made_from_tfds(folder, tmp_path):
     """Images with labels from any builder: the users of the store are the subjects."""
     from dpfl_jax.config.federated import FederatedDataConfig
-    from dpfl_jax.federation.subject_sources import load_subjects
+    from dpfl_jax.federation.subjects import load_subjects
 
     source = tfds_source(folder, "author")
     plan = BuildPlan(source.schema, tokenizer=None)
     build_store(source.rows, tmp_path / "store", plan, sources=source.identity)
-    options = {"source": "store", "path": str(tmp_path / "store"), "split": "by_record"}
-    data = load_subjects(FederatedDataConfig(num_classes=NUM, **options))
+    options = {"source": "store", "path": str(tmp_path / "store"), "split": "within_user"}
+    data = load_subjects(FederatedDataConfig(classes=NUM, **options))
     assert data.train.num_users == 11
     assert data.train.num_examples + data.held_out.num_examples == NUM
-    assert data.input_shape == (4, 4)
+    assert data.task.input_shape == (4, 4)
     for part in (data.train, data.held_out):
         found = part.read(np.arange(part.num_examples))
         np.testing.assert_allclose(found["x"][:, 0, 0], found["label"] / 255, rtol=1e-6)
         owner = np.repeat(part.user_ids(range(part.num_users)), part.examples_per_user)
         assert [f"author {n % 11}" for n in found["label"]] == list(owner)
     for bad, message in (
-        ({}, "needs data.num_classes"),
-        ({"num_classes": 5}, "whole numbers from 0 to 4"),
-        ({"num_classes": NUM, "input_field": "pixels"}, "no field 'pixels'"),
+        ({}, "set data.classes"),
+        ({"classes": 5}, "whole numbers from 0 to 4"),
+        ({"classes": NUM, "input_columns": ("pixels",)}, "no field 'pixels'"),
     ):
         with pytest.raises(BadInputError, match=message):
             load_subjects(FederatedDataConfig(**options, **bad))

@@ -74,7 +74,7 @@ def test_a_claim_says_whose_epsilon_it_is_on_every_path():
 
 def make_config(**sections):
     base = {
-        "data": {"source": "digits", "records_per_subject": 15},
+        "data": {"source": "digits", "records_per_user": 15},
         "federation": {"silos": 6, "rounds": 2, "local_steps": 2},
         "model": {"kind": "mlp", "options": {"hidden": [4]}},
         "mechanism": {"kind": "hi_grad_avg", "sampling_prob": 0.2, "max_items_per_subject": 3},

@@ -16,7 +16,7 @@ from dpfl_jax.federation.partition import assign_by_labels
 from dpfl_jax.federation.personal.budgets import budgets_of_column
 from dpfl_jax.federation.personal.personalise import column_budgets, record_budgets
 from dpfl_jax.federation.placement import own_silos, spread, subject_keys
-from dpfl_jax.federation.subject_sources import load_subjects
+from dpfl_jax.federation.subjects import load_subjects
 
 pytest.importorskip("sklearn")
 RPDP = {"kind": "rpdp", "max_items_per_subject": 1}

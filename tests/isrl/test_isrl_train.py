@@ -24,7 +24,7 @@ CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "isrl"
 SMALL = {
     "name": "small-isrl",
     "seed": 1,
-    "data": {"source": "digits", "silos": 5, "partition": "pairs", "max_records": 600},
+    "data": {"source": "digits", "silos": 5, "partition": "pairs", "max_users": 600},
     "isrl": {"algorithm": "minibatch_sgd", "rounds": 8, "step_size": 0.5, "average_last": 4},
     "privacy": {"epsilon": 8.0},
     "train": {"checkpoint_every": 1, "eval_every": 2},

@@ -2,7 +2,7 @@
 
 SILOS = {
     "federated": {
-        "data": {"source": "digits", "records_per_subject": 6},
+        "data": {"source": "digits", "records_per_user": 6},
         "federation": {
             "silos": 11,  # the last chunk is padded
             "rounds": 4,
@@ -17,7 +17,7 @@ SILOS = {
         "execution": {"microbatch_size": 16},
     },
     "personal": {
-        "data": {"source": "digits", "records_per_subject": 1},
+        "data": {"source": "digits", "records_per_user": 1},
         "federation": {"silos": 5, "rounds": 4, "local_steps": 2, "participation_prob": 0.7},
         "model": {"kind": "mlp", "options": {"hidden": [8]}},
         "mechanism": {"kind": "rpdp"},
@@ -26,7 +26,7 @@ SILOS = {
         "execution": {"microbatch_size": 16},
     },
     "isrl": {
-        "data": {"source": "digits", "silos": 8, "partition": "iid", "max_records": 400},
+        "data": {"source": "digits", "silos": 8, "partition": "iid", "max_users": 400},
         "isrl": {"algorithm": "minibatch_sgd", "rounds": 6, "step_size": 0.5},
         "privacy": {"epsilon": 8.0},
         "train": {"checkpoint_every": 1},

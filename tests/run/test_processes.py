@@ -231,7 +231,7 @@ def final(workspace, run_dir, config="small"):
     """The state in the newest checkpoint, and all hardware that the run was computed with."""
     config = load_config(workspace / f"{config}.yaml")
     model = build_model(config, 259)
-    params, _ = split(model.init(jax.random.key(0)), trained_by_name(config.model, model.config))
+    params, _ = split(model.init(jax.random.key(0)), trained_by_name(config.model, model))
     like = init_state(params, make_optimizer(config.optimizer, 12), make_mesh())
     checkpoints = Checkpoints(run_dir / "checkpoints", 2)
     state, _ = checkpoints.read(like)

@@ -1,7 +1,8 @@
-"""Sets of arrays: LEAF's FEMNIST, MNIST, heart disease in four hospitals, medical cost.
+"""Sets of arrays: LEAF's FEMNIST, MNIST, heart disease in four hospitals, medical cost, obesity.
 
-Every reader yields (user, dict of arrays with leading axis). Features are raw: statistics for
-scaling them are information about the people, and whoever uses them must account for that.
+Every reader yields (user, dict of arrays with leading axis). Features are raw, or scaled by
+published constants: means and deviations of the data themselves would be information about the
+people that no guarantee counts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.data.rows import open_binary
+from dpfl_jax.data.rows import open_binary, read_rows
+from dpfl_jax.data.table import read_coded
 from dpfl_jax.errors import BadInputError
 
 User = tuple[str, dict[str, np.ndarray]]
@@ -45,7 +47,7 @@ def read_leaf(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_femnist(path: pathlib.Path, split: str) -> Iterator[User]:
-    """Yields ``image`` float32 [28, 28] (1 = white) and ``label`` int32 in 0..61 per writer.
+    """Yields ``x`` float32 [28, 28] (1 = white) and ``label`` int32 in 0..61 per writer.
 
     Reads ``<split>.json``, ``<split>/*.json`` or ``*.json`` files whose name contains the split.
     LEAF lists a writer in both splits; a writer may also be spread over files of one split.
@@ -67,7 +69,7 @@ def read_femnist(path: pathlib.Path, split: str) -> Iterator[User]:
             raise BadInputError(f"{path}: user {user!r} has images of {images.shape[1:]}, not 784")
         labels = np.asarray([y for piece in pieces for y in piece["y"]], np.int32)
         if len(pixels):
-            yield user, {"image": images.reshape(-1, 28, 28), "label": labels}
+            yield user, {"x": images.reshape(-1, 28, 28), "label": labels}
 
 
 def read_idx(path: pathlib.Path) -> np.ndarray:
@@ -93,7 +95,7 @@ def read_idx(path: pathlib.Path) -> np.ndarray:
 
 
 def read_mnist(path: pathlib.Path, split: str) -> Iterator[User]:
-    """Yields ``image`` float32 [28, 28] in 0..1 and ``label`` int32; each image is its own user."""
+    """Yields ``x`` float32 [28, 28] in 0..1 and ``label`` int32; each image is its own user."""
     stem = {"train": "train", "test": "t10k"}[split]
     arrays = []
     for name in (f"{stem}-images-idx3-ubyte", f"{stem}-labels-idx1-ubyte"):
@@ -106,11 +108,11 @@ def read_mnist(path: pathlib.Path, split: str) -> Iterator[User]:
         raise BadInputError(f"{path}: {len(images)} images but {len(labels)} labels")
     for i in range(len(images)):
         image = images[i : i + 1].astype(np.float32) / np.float32(255)
-        yield f"{split}-{i:05d}", {"image": image, "label": labels[i : i + 1].astype(np.int32)}
+        yield f"{split}-{i:05d}", {"x": image, "label": labels[i : i + 1].astype(np.int32)}
 
 
 def read_heart_disease(path: pathlib.Path, split: str) -> Iterator[User]:
-    """Yields ``x`` float32 [13], ``y`` int32 (disease or not), ``silo`` int32 (hospital) a patient.
+    """Yields ``x`` float32 [13], ``label`` int32 (disease or not), ``silo`` int32 (hospital).
 
     FLamby's rules (Ogier du Terrail et al. 2022, Fed-Heart-Disease): columns 10 to 12 are dropped,
     then rows with a missing value; chest pain (column 2) and resting ECG (column 6) become
@@ -152,45 +154,96 @@ def read_heart_disease(path: pathlib.Path, split: str) -> Iterator[User]:
             f"{HOSPITALS[silo]}/{number:04d}",
             {
                 "x": x[i : i + 1],
-                "y": np.array([cells_kept[-1] > 0], np.int32),
+                "label": np.array([cells_kept[-1] > 0], np.int32),
                 "silo": np.array([silo], np.int32),
             },
         )
 
 
-_COST_CODES = {
+# (middle, half width) of age, sex, chest pain x3, resting blood pressure, cholesterol, fasting
+# blood sugar, resting ECG x2, largest heart rate, angina, ST depression: usual values in medicine.
+_FLAG = (0.5, 0.5)
+HEART_SCALE = np.array(
+    [
+        *((55, 10), _FLAG, _FLAG, _FLAG, _FLAG, (130, 20), (220, 90), _FLAG, _FLAG, _FLAG),
+        *((140, 25), _FLAG, (1, 1)),
+    ],
+    np.float64,
+)
+
+
+def read_scaled_heart_disease(path: pathlib.Path, split: str) -> Iterator[User]:
+    """As ``read_heart_disease``, with features brought to order 1 by ``HEART_SCALE``."""
+    middle, width = HEART_SCALE.T
+    for name, patient in read_heart_disease(path, split):
+        yield name, {**patient, "x": ((patient["x"] - middle) / width).astype(np.float32)}
+
+
+_YES = ("no", "yes")
+COST_COLUMNS: dict[str, tuple[str, ...] | None] = {
+    "age": None,
     "sex": ("female", "male"),
-    "smoker": ("no", "yes"),
+    "bmi": None,
+    "children": None,
+    "smoker": _YES,
     "region": ("northeast", "northwest", "southeast", "southwest"),
+    "charges": None,
+}
+_OFTEN = ("Always", "Frequently", "Sometimes", "no")
+# By name (public copies order the columns differently).
+OBESITY_COLUMNS: dict[str, tuple[str, ...] | None] = {
+    "Gender": ("Female", "Male"),
+    "Age": None,
+    "Height": None,
+    "Weight": None,
+    "family_history_with_overweight": _YES,
+    "FAVC": _YES,
+    "FCVC": None,
+    "NCP": None,
+    "CAEC": _OFTEN,
+    "SMOKE": _YES,
+    "CH2O": None,
+    "SCC": _YES,
+    "FAF": None,
+    "TUE": None,
+    "CALC": _OFTEN,
+    "MTRANS": ("Automobile", "Bike", "Motorbike", "Public_Transportation", "Walking"),
+    "NObeyesdad": (
+        "Insufficient_Weight",
+        "Normal_Weight",
+        "Overweight_Level_I",
+        "Overweight_Level_II",
+        "Obesity_Type_I",
+        "Obesity_Type_II",
+        "Obesity_Type_III",
+    ),
 }
 
 
-def read_medical_cost(path: pathlib.Path, split: str) -> Iterator[User]:
-    """Yields ``x`` float32 [6] and ``y`` float32 (charges, US dollars); each row is a person.
-
-    Features: age, sex, bmi, children, smoker, region, the words as their place in alphabetical
-    order (Lowy & Razaviyayn 2023 encode them so).
-    """
-    file = path if path.is_file() else path / "insurance.csv"
+def _people(
+    path: pathlib.Path, name: str, columns: dict[str, tuple[str, ...] | None], label: Any
+) -> Iterator[User]:
+    """Rows of a CSV file, each a person; the last column is the label, words are their places."""
+    file = path if path.is_file() else path / name
     if not file.is_file():
-        raise BadInputError(f"{path} holds no insurance.csv: put the medical cost file there")
-    with open_binary(file) as binary:
-        text = binary.read().decode(errors="replace")
-    columns = ("age", "sex", "bmi", "children", "smoker", "region")
-    reader = csv.DictReader(io.StringIO(text))
-    missing = {*columns, "charges"} - set(reader.fieldnames or ())
-    if missing:
-        raise BadInputError(f"{file}: the columns {sorted(missing)} are missing")
-    for number, row in enumerate(reader, start=2):
-        try:
-            x = [
-                float(_COST_CODES[c].index(row[c])) if c in _COST_CODES else float(row[c])
-                for c in columns
-            ]
-            y = float(row["charges"])
-        except (ValueError, TypeError) as error:
-            raise BadInputError(f"{file}, line {number}: {error}") from error
+        raise BadInputError(f"{path} holds no {name}: put the file there")
+    rows = read_coded(read_rows(file, "csv", list(columns)), columns)
+    for number, (*x, y) in enumerate(rows, start=1):
         yield (
-            f"person {number - 1:05d}",
-            {"x": np.array([x], np.float32), "y": np.array([y], np.float32)},
+            f"person {number:05d}",
+            {"x": np.array([x], np.float32), "label": np.array([y], label)},
         )
+
+
+def read_medical_cost(path: pathlib.Path, split: str) -> Iterator[User]:
+    """Yields ``x`` float32 [6] and ``label`` float32 (charges, US dollars); each row is a person.
+
+    Words count by their place in alphabetical order (Lowy & Razaviyayn 2023 encode them so).
+    """
+    yield from _people(path, "insurance.csv", COST_COLUMNS, np.float32)
+
+
+def read_obesity(path: pathlib.Path, split: str) -> Iterator[User]:
+    """Obesity levels (Palechor and de la Hoz 2019): ``x`` float32 [16], ``label`` int32 in 0..6."""
+    name = "ObesityDataSet_raw_and_data_sinthetic.csv"
+    yield from _people(path, name, OBESITY_COLUMNS, np.int32)

@@ -19,7 +19,7 @@ from dpfl_jax.federation.isrl.arms import SiloNoise, at_one_delta, silo_guarante
 from dpfl_jax.federation.isrl.relations import relations
 from dpfl_jax.federation.isrl.runs.messages import make_evaluation, run_rounds
 from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose, effective_silos, smoothing
-from dpfl_jax.federation.isrl.runs.silo_sources import SiloRecords, load_silos
+from dpfl_jax.federation.isrl.runs.silos import SiloRecords, load_silos
 from dpfl_jax.federation.isrl.runs.tasks import Task, make_task
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import RunResult
@@ -29,6 +29,9 @@ from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_rep
 _EVALUATION_CAVEAT = (
     "held-out figures are computed without noise on other records of the same silos: the guarantee "
     "does not cover them; do not publish them"
+)
+_OWNERS_CAVEAT = (
+    "the unit is a record: somebody who owns several is protected less, as if by several runs"
 )
 _SILOS_CAVEAT = "the silos are cut from one data set: who holds which record is taken as given"
 
@@ -144,7 +147,10 @@ def guarantee_of(
 
     Silos may differ in delta: it is stated at the largest, with the largest epsilon there.
     """
-    noise, outside = prepared.parameters.noise, (_EVALUATION_CAVEAT, _SILOS_CAVEAT)
+    noise = prepared.parameters.noise
+    outside: tuple[str, ...] = (_EVALUATION_CAVEAT, _SILOS_CAVEAT)
+    if prepared.records.owners:
+        outside = (*outside, _OWNERS_CAVEAT)
     if noise is None:
         none = Guarantee(
             unit="none",

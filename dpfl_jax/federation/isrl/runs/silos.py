@@ -1,4 +1,4 @@
-"""Records for ISRL-DP: read, scaled by public records, bounded one by one, cut into silos."""
+"""The silos of an ISRL-DP run: records scaled, bounded one by one, cut into silos."""
 
 from __future__ import annotations
 
@@ -6,36 +6,14 @@ import dataclasses
 import hashlib
 import itertools
 import math
-import pathlib
-from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.config.isrl import IsrlDataConfig
-from dpfl_jax.data.sets import arrays
-from dpfl_jax.data.sets.obesity import LEVELS, read_obesity
+from dpfl_jax.data import load_examples
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import SiloData
-
-
-@dataclasses.dataclass(frozen=True)
-class Records:
-    """Records before they are scaled.
-
-    Attributes:
-      x: float64 [m, features].
-      y: float64 [m], a number, or a class 0, 1, ...
-      classes: 0 for numbers.
-      fine: what silos differ in: classes finer than y, or y itself.
-      public_scale: divisor of x that is public knowledge; None: public records set it.
-    """
-
-    x: np.ndarray
-    y: np.ndarray
-    classes: int
-    fine: np.ndarray
-    public_scale: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +26,7 @@ class SiloRecords:
       features: the constant among them.
       description: one line.
       fingerprint: of the training records; sensitive.
+      owners: whether somebody owns several records.
     """
 
     train: SiloData
@@ -56,6 +35,7 @@ class SiloRecords:
     features: int
     description: str
     fingerprint: str
+    owners: bool = False
 
 
 def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRecords:
@@ -63,20 +43,29 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
 
     Args:
       config: the data section.
-      softmax: keep all classes (digits: ten; otherwise odd and even).
+      softmax: keep all classes (otherwise ten digits are odd and even).
       signed: two classes are -1 and 1.
 
     Raises:
       BadInputError: missing files or packages, or silos that would be empty.
     """
-    found = _READERS[config.source](config, softmax)
+    found = load_examples(config)
+    task, classes = found.task, found.task.classes
+    if task.vocab_size:
+        raise BadInputError(
+            f"data.source={config.source} holds text, but the models of this kind of run are "
+            "linear: use a source of numbers"
+        )
     rng = np.random.default_rng(config.split_seed)
-    order = rng.permutation(len(found.y))
-    if config.max_records is not None:
-        order = order[: config.max_records]
-    x, y = found.x[order], found.y[order].astype(np.float64)
-    fine, what = found.fine[order], "scaled by public constants"
-    if found.public_scale is None:
+    order = rng.permutation(found.store.num_examples)
+    rows = found.store.read(order)
+    x = rows["x"].reshape(len(order), -1).astype(np.float64)
+    y = fine = rows["label"].astype(np.float64)
+    if classes == 10 and not softmax:
+        y, classes = (y % 2 == 0).astype(np.float64), 2
+    silo = rows.get("silo")
+    what = "scaled by public constants"
+    if not task.scaled:
         public = math.ceil(config.public_fraction * len(y))
         if public < 2 or public >= len(y):
             raise BadInputError(
@@ -85,20 +74,19 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
             )
         mean, spread = x[:public].mean(0), x[:public].std(0)
         x = (x - mean) / np.where(spread > 0, spread, 1.0)
-        if not found.classes:
+        if not classes:
             y = (y - y[:public].mean()) / max(float(y[:public].std()), 1e-12)
         x, y, fine = x[public:], y[public:], fine[public:]
+        silo = None if silo is None else silo[public:]
         what = f"scaled by {public} records declared public"
-    else:
-        x = x / found.public_scale
-    if not found.classes:
+    if not classes:
         y = np.clip(y, -config.max_target, config.max_target)
-    if signed and found.classes == 2:
+    if signed and classes == 2:
         y = 2 * y - 1
     x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
     # Each record by itself: its place on the ball depends on no other record.
     x *= np.minimum(1.0, config.max_norm / np.linalg.norm(x, axis=1, keepdims=True))
-    parts = _cut(config, fine, rng)
+    parts = _cut(config, fine, silo, task.classes, rng)
     train, test = [], []
     for part in parts:
         held = round(config.test_fraction * len(part))
@@ -119,7 +107,13 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
     for a, b in train:
         digest.update(np.int64(len(b)).tobytes() + a.astype("<f8").tobytes() + b.tobytes())
     return SiloRecords(
-        padded(train), padded(test), found.classes, x.shape[1], description, digest.hexdigest()
+        padded(train),
+        padded(test),
+        classes,
+        x.shape[1],
+        description,
+        digest.hexdigest(),
+        found.store.num_users < found.store.num_examples,
     )
 
 
@@ -134,11 +128,30 @@ def padded(parts: list[tuple[np.ndarray, np.ndarray]]) -> SiloData:
     return SiloData({"x": jnp.asarray(x), "y": jnp.asarray(y)}, sizes)
 
 
-def _cut(config: IsrlDataConfig, fine: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+def _cut(
+    config: IsrlDataConfig,
+    fine: np.ndarray,
+    silo: np.ndarray | None,
+    classes: int,
+    rng: np.random.Generator,
+) -> list[np.ndarray]:
     """Indices of each silo, disjoint, in random order."""
     silos = config.silos
-    if config.partition == "pairs":
-        if config.source not in ("digits", "mnist") or silos not in (5, 25):
+    if config.partition == "natural":
+        if silo is None:
+            raise BadInputError(
+                "data.partition=natural needs records that name their silo: set data.silo_column, "
+                "or use iid or sorted"
+            )
+        there = int(silo.max()) + 1
+        if there != silos:
+            raise BadInputError(
+                f"data.silos is {silos}, but the data have {there} silos of their own: set "
+                f"data.silos={there} for data.partition=natural"
+            )
+        parts = [np.flatnonzero(silo == i) for i in range(silos)]
+    elif config.partition == "pairs":
+        if classes != 10 or silos not in (5, 25):
             raise BadInputError(
                 "data.partition=pairs gives a silo an even and an odd digit: it needs digits or "
                 "mnist, and 5 or 25 silos"
@@ -161,78 +174,3 @@ def _cut(config: IsrlDataConfig, fine: np.ndarray, rng: np.random.Generator) -> 
     else:
         parts = np.array_split(np.arange(len(fine)), silos)
     return [rng.permutation(part) for part in parts]
-
-
-def _digit_task(x: np.ndarray, digits: np.ndarray, softmax: bool, scale: float) -> Records:
-    if softmax:
-        return Records(x, digits, 10, digits, scale)
-    return Records(x, digits % 2 == 0, 2, digits, scale)
-
-
-def _sklearn(name: str) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        from sklearn import datasets
-    except ImportError:
-        raise BadInputError(
-            f"data.source={name} needs scikit-learn, which bundles it: install it, or use a "
-            "source with data.path"
-        ) from None
-    found = getattr(datasets, f"load_{name}")()
-    return np.asarray(found.data, np.float64), np.asarray(found.target)
-
-
-def _digits(config: IsrlDataConfig, softmax: bool) -> Records:
-    x, digits = _sklearn("digits")
-    return _digit_task(x, digits, softmax, 16.0)
-
-
-def _mnist(config: IsrlDataConfig, softmax: bool) -> Records:
-    users = list(arrays.read_mnist(_path(config), "train"))
-    x = np.concatenate([d["image"] for _, d in users]).reshape(-1, 784).astype(np.float64)
-    digits = np.concatenate([d["label"] for _, d in users]).astype(int)
-    return _digit_task(x, digits, softmax, 1.0)
-
-
-def _breast_cancer(config: IsrlDataConfig, softmax: bool) -> Records:
-    x, y = _sklearn("breast_cancer")
-    return Records(x, y, 2, y)
-
-
-def _diabetes(config: IsrlDataConfig, softmax: bool) -> Records:
-    x, y = _sklearn("diabetes")
-    return Records(x, y, 0, y)
-
-
-def _medical_cost(config: IsrlDataConfig, softmax: bool) -> Records:
-    people = [person for _, person in arrays.read_medical_cost(_path(config), "train")]
-    x = np.concatenate([p["x"] for p in people]).astype(np.float64)
-    y = np.concatenate([p["y"] for p in people]).astype(np.float64)
-    return Records(x, y, 0, y)
-
-
-def _obesity(config: IsrlDataConfig, softmax: bool) -> Records:
-    people = [person for _, person in read_obesity(_path(config))]
-    x = np.concatenate([p["x"] for p in people]).astype(np.float64)
-    y = np.concatenate([p["label"] for p in people])
-    return Records(x, y, len(LEVELS), y)
-
-
-def _path(config: IsrlDataConfig) -> pathlib.Path:
-    if config.path is None:
-        raise BadInputError(
-            f"data.source={config.source} needs data.path: the folder that holds its files"
-        )
-    path = pathlib.Path(config.path)
-    if not path.exists():
-        raise BadInputError(f"{path} does not exist: put the {config.source} files there")
-    return path
-
-
-_READERS: dict[str, Callable[[IsrlDataConfig, bool], Records]] = {
-    "digits": _digits,
-    "mnist": _mnist,
-    "breast_cancer": _breast_cancer,
-    "diabetes": _diabetes,
-    "medical_cost": _medical_cost,
-    "obesity": _obesity,
-}

@@ -4,14 +4,16 @@ import numpy as np
 import pytest
 
 from dpfl_jax.config.federated import FederatedConfig, FederatedDataConfig
+from dpfl_jax.data.sets.characters import LEAF_CHARACTERS
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.federated_run import build_federated_model, spread
-from dpfl_jax.federation.subject_sources import LEAF_CHARACTERS, load_subjects
+from dpfl_jax.federation.federated_run import spread
+from dpfl_jax.federation.subjects import load_subjects
+from dpfl_jax.models import build_by_name
 
 
 def test_digits_have_declared_synthetic_writers():
     pytest.importorskip("sklearn")
-    config = FederatedDataConfig(source="digits", records_per_subject=15)
+    config = FederatedDataConfig(source="digits", records_per_user=15)
     data = load_subjects(config)
     assert data.train.num_users + data.held_out.num_users == 120
     assert data.train.num_examples + data.held_out.num_examples == 1797
@@ -26,7 +28,8 @@ def test_digits_have_declared_synthetic_writers():
 
 def test_splitting_by_record_keeps_every_subject_on_both_sides():
     pytest.importorskip("sklearn")
-    data = load_subjects(FederatedDataConfig(source="digits", split="by_record"))
+    config = FederatedDataConfig(source="digits", records_per_user=15, split="within_user")
+    data = load_subjects(config)
     names = [set(p.user_ids(range(p.num_users))) for p in (data.train, data.held_out)]
     assert names[0] == names[1]
     assert data.train.num_examples + data.held_out.num_examples == 1797
@@ -37,8 +40,8 @@ def test_the_embedded_corpus_needs_no_files_and_fits_the_transformer():
         "data": {
             "source": "python_source",
             "seq_len": 16,
-            "max_subjects": 50,
-            "max_records_per_subject": 4,
+            "max_users": 50,
+            "max_examples_per_user": 4,
         },
         "federation": {"rounds": 1, "local_steps": 1, "silos": 3},
         "model": {"kind": "transformer", "options": {"num_layers": 1, "embed_dim": 16}},
@@ -47,36 +50,36 @@ def test_the_embedded_corpus_needs_no_files_and_fits_the_transformer():
     }
     config = FederatedConfig.model_validate(raw)
     data = load_subjects(config.data)
-    assert build_federated_model(config, data).num_params > 0
+    model = build_by_name(config.model.kind, data.task, config.model.options)
+    assert model.num_params > 0
     spread_data = spread(data.train, config)
     assert spread_data.largest_counts().max() == 1
     assert spread_data.num_silos == 3
-    bad = config.model_copy(update={"model": config.model.model_copy(update={"kind": "cnn"})})
-    with pytest.raises(BadInputError, match="does not fit"):
-        build_federated_model(bad, data)
+    with pytest.raises(BadInputError, match=r"model\.kind=cnn does not fit .*: use transformer"):
+        build_by_name("cnn", data.task, {})
 
 
 def test_femnist_sample_in_leafs_format(data_dir):
     config = FederatedDataConfig(
-        source="femnist", path=str(data_dir / "femnist_leaf_sample"), split="by_record"
+        source="femnist", path=str(data_dir / "femnist_leaf_sample"), split="within_user"
     )
     data = load_subjects(config)
-    assert data.num_classes == 62
+    assert data.task.classes == 62
     assert data.train.num_users == 5
     assert data.train.read(np.arange(2))["x"].shape == (2, 28, 28)
 
 
 def test_shakespeare_windows_are_those_of_the_text(data_dir):
     config = FederatedDataConfig(
-        source="shakespeare",
+        source="characters",
         path=str(data_dir / "shakespeare_plays"),
         seq_len=20,
         stride=7,
-        max_subjects=30,
-        max_records_per_subject=40,
+        max_users=30,
+        max_examples_per_user=40,
     )
     data = load_subjects(config)
-    assert data.num_classes == 81
+    assert data.task.classes == 81
     windows = data.train.read(np.arange(min(2000, data.train.num_examples)))
     # Consecutive windows of a subject overlap by all but seven characters.
     first, second = windows["x"][0], windows["x"][1]

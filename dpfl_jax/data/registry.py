@@ -1,0 +1,130 @@
+"""The data sets that have a name: who owns an example, what is learned, which files are needed.
+
+A data set of one's own is a ``DataSource`` in any module; configurations name it by
+``data.source: package.module:NAME``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dpfl_jax.data.build_plan import Row
+from dpfl_jax.data.documents import FORMATS, expand_paths
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.sections import SourceConfig
+from dpfl_jax.data.sets import arrays, bundled, characters, text
+from dpfl_jax.data.sources import Source, file_identity, sequence_number
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.task import Task
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSource:
+    """A data set.
+
+    Attributes:
+      read: ``(section, split) -> iterator`` of (user, text), in any order of users; or of (user,
+        dict of arrays with a leading axis), each user once: ``x`` and ``label`` as ``task`` says,
+        ``silo`` int32 if a silo is known, and any plain number of a record, such as its budget.
+      unit: what a user is.
+      task: what is learned; None if there are texts, which are tokenised.
+      splits: the splits that the files themselves define; ``("all",)`` if they define none.
+    """
+
+    read: Callable[[SourceConfig, str], Iterator[tuple[str, Any]]]
+    unit: str
+    task: Task | None = None
+    splits: tuple[str, ...] = ("all",)
+
+
+def _files(
+    read: Callable[[pathlib.Path, str], Iterator[tuple[str, Any]]],
+) -> Callable[[SourceConfig, str], Iterator[tuple[str, Any]]]:
+    return lambda section, split: read(expand_paths(section.path)[0], split)
+
+
+_PARTS = ("train", "test")
+SETS: dict[str, DataSource] = {
+    "shakespeare": DataSource(_files(text.read_shakespeare), "speaking role"),
+    "stack_overflow": DataSource(_files(text.read_stack_overflow), "account", None, _PARTS),
+    "cc_news": DataSource(_files(text.read_cc_news), "base domain"),
+    "characters": DataSource(characters.read_windows, "speaking role", characters.TASK),
+    "femnist": DataSource(
+        _files(arrays.read_femnist), "writer", Task("classes", (28, 28), 62), _PARTS
+    ),
+    "mnist": DataSource(_files(arrays.read_mnist), "image", Task("classes", (28, 28), 10), _PARTS),
+    "digits": DataSource(bundled.read_digits, "image", Task("classes", (8, 8), 10)),
+    "heart_disease": DataSource(
+        _files(arrays.read_scaled_heart_disease), "patient", Task("classes", (13,), 2)
+    ),
+    "breast_cancer": DataSource(bundled.read_breast_cancer, "patient", Task("classes", (30,), 2)),
+    "diabetes": DataSource(
+        bundled.read_diabetes, "patient", Task("regression", (10,), scaled=False)
+    ),
+    "medical_cost": DataSource(
+        _files(arrays.read_medical_cost), "person", Task("regression", (6,), scaled=False)
+    ),
+    "obesity": DataSource(
+        _files(arrays.read_obesity), "person", Task("classes", (16,), 7, scaled=False)
+    ),
+}
+
+
+def data_source(name: str) -> DataSource:
+    """Returns the data set called ``name``.
+
+    Raises:
+      BadInputError: there is none.
+    """
+    if name in SETS:
+        return SETS[name]
+    module, colon, attribute = name.partition(":")
+    if not colon:
+        known = ("python_source", "store", *FORMATS, *SETS)
+        raise BadInputError(
+            f"unknown data source {name!r}: use {', '.join(known)}, or package.module:NAME"
+        )
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except Exception as error:  # whatever a module of the user's does
+        raise BadInputError(f"data.source is {name!r}, which cannot be used: {error}") from error
+    if not isinstance(found, DataSource):
+        raise BadInputError(f"data.source is {name!r}, which is no dpfl_jax.data.DataSource")
+    return found
+
+
+def set_source(section: SourceConfig, split: str = "train") -> Source:
+    """Returns the rows of one split of a named set, to build a store from.
+
+    Raises:
+      BadInputError: if the set, the split or a file does not exist.
+    """
+    name, chosen = section.source, data_source(section.source)
+    if chosen.splits == ("all",) and split in ("all", "train"):
+        split = "all"
+    elif split not in (*chosen.splits, *(("validation",) if name == "stack_overflow" else ())):
+        raise BadInputError(f"{name} has the splits {', '.join(chosen.splits)}, not {split!r}")
+    files = [] if section.path is None else file_identity(expand_paths(section.path)[0])
+    identity = {"set": name, "split": split, "files": files}
+    size = sum(entry[1] for entry in files)
+    if chosen.task is None:
+
+        def texts() -> Iterator[Row]:
+            for row, (user, document) in enumerate(chosen.read(section, split)):
+                yield user, sequence_number(0, row), document.encode()
+
+        return Source(texts, identity, size)
+    first = next(chosen.read(section, split), None)
+    if first is None:
+        raise BadInputError(f"{section.path} holds no examples of {name}, split {split}")
+    schema = Schema.arrays(first[1], leading_axis=True)
+
+    def packed() -> Iterator[Row]:
+        for row, (user, batch) in enumerate(chosen.read(section, split)):
+            yield user, sequence_number(0, row), schema.pack(batch).tobytes()
+
+    return Source(packed, identity, size, schema)

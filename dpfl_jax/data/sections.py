@@ -1,0 +1,99 @@
+"""The data section of a configuration: which examples, whose they are, how they are held out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+from dpfl_jax.errors import BadInputError
+
+_Count = Annotated[int, Field(gt=0)]
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceConfig:
+    """Which examples there are, and who owns them; the same for every kind of run.
+
+    A *user* owns examples: in a federation they are a subject, whose examples may lie in several
+    silos.
+
+    Attributes:
+      source: ``python_source`` (needs no files); files: ``jsonl``, ``csv``, ``tsv``, ``parquet``,
+        ``arrow``, ``huggingface``, ``folder``; ``store`` (what ``dpfl data build`` made); the name
+        of a data set (``dpfl_jax.data.registry``); or ``package.module:NAME``, a ``DataSource`` of
+        your own.
+      path: file, files or glob pattern; the folder of a store or of a named set.
+      user_column: column of the user's id, or a key expression; null: every row is a person of its
+        own.
+      text_column: column of the text, if files hold text.
+      target_column: files hold a table: this column is to be predicted from others. Of a store of
+        arrays: the field (default ``label``).
+      input_columns: what it is predicted from, names or shell patterns; default all other columns.
+        Of a store of arrays: one field (default the only one that is not a plain number).
+      classes: how many classes the target has, a public number: it is 0, 1, ... Without it the
+        target is a number (regression).
+      silo_column: which silo holds a row. The silos' names are taken as public.
+      scale: by column (the target too): middle and half width, known without these data; a value v
+        becomes (v - middle) / half width.
+      seq_len: tokens in an example (a store keeps its own), or characters in a window.
+      stride: characters from one window to the next (``characters``).
+      tokenizer: ``"bytes"``, a tokenizers ``.json`` or a SentencePiece ``.model`` file; in a
+        central run also ``"checkpoint"``, that of model.checkpoint.
+      records_per_user: where every record is a person of its own: make synthetic users of so many,
+        drawn at random.
+      max_users: keep that many users (a choice fixed by their ids).
+      max_examples_per_user: keep each user's first examples.
+      split_seed: chooses what is held out, and synthetic users; public.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    source: str = "python_source"
+    path: str | tuple[str, ...] | None = None
+    user_column: str | None = "user"
+    text_column: str = "text"
+    target_column: str | None = None
+    input_columns: tuple[str, ...] | None = None
+    classes: Annotated[int, Field(ge=2)] | None = None
+    silo_column: str | None = None
+    scale: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    seq_len: _Count = 128
+    stride: _Count = 1
+    tokenizer: str = "bytes"
+    records_per_user: _Count | None = None
+    max_users: _Count | None = None
+    max_examples_per_user: _Count | None = None
+    split_seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+
+    def __post_init__(self) -> None:
+        """Checks the scale: half widths above 0."""
+        for column, (_, width) in self.scale.items():
+            if not 0 < width < float("inf"):
+                raise BadInputError(
+                    f"data.scale: the half width of {column!r} is {width}, but it must be above 0"
+                )
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """The data of a central run.
+
+    Attributes:
+      validation_fraction: expected share of users held out for tuning.
+      test_fraction: expected share of users held out for the report.
+      split: ``"by_user"`` (a user is on one side; default), or ``"within_user"`` (the fractions are
+        the leading share of each user's examples, at most ``held_out_max`` of them; users with one
+        example are left out; Charles et al. 2024 split CC-News so with 0 and 0.1). A named set that
+        comes with a test part keeps it, and ``test_fraction`` is not used.
+      held_out_max: most held-out examples of a user in each part (``within_user``).
+      public: public corpus for pre-training: ``"auto"`` (the standard library for
+        ``python_source``, nothing otherwise), ``"stdlib"``, ``"none"``, or a text file or folder.
+    """
+
+    validation_fraction: float = 0.1
+    test_fraction: float = 0.1
+    split: Literal["by_user", "within_user"] = "by_user"
+    held_out_max: int = 32
+    public: str = "auto"

@@ -1,0 +1,165 @@
+"""Tables of numbers: rows of CSV, TSV, Parquet, Arrow or JSONL files as inputs and a target."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dpfl_jax.data.documents import expand_paths, read_file_rows
+from dpfl_jax.data.keys import UserKey, value_to_id
+from dpfl_jax.data.rows import LocatedRow, no_column
+from dpfl_jax.data.sections import SourceConfig
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.task import Task
+
+Users = dict[str, dict[str, np.ndarray]]
+
+
+def read_table(config: SourceConfig, keep: Sequence[str] = ()) -> tuple[Users, Task]:
+    """Reads the files of a configuration as a table.
+
+    Statistics of the columns are information about people that no guarantee counts: numbers are
+    scaled by what ``config.scale`` declares, or stay as they are.
+
+    Args:
+      config: ``source`` is the files' format; ``target_column`` is set.
+      keep: further columns of numbers that examples carry, such as a budget; never inputs.
+
+    Returns:
+      users: by user ``x`` float32 [n, inputs], ``label`` float32 or int32 [n], ``silo`` int32 [n]
+        (place of the silo's name among all) if there is a silo column, and float64 [n] of ``keep``.
+      task: what is learned.
+
+    Raises:
+      BadInputError: naming the file and the row.
+    """
+    target, silo = config.target_column, config.silo_column
+    assert target is not None
+    key = None if config.user_column is None else UserKey(config.user_column)
+    others = [c for c in (target, silo, *keep) if c is not None]
+    inputs: tuple[str, ...] | None = None
+    users: dict[str, list[int]] = {}
+    x: list[list[float]] = []
+    more: dict[str, list[Any]] = {name: [] for name in others}
+    for number, (where, row) in enumerate(read_file_rows(expand_paths(config.path), config.source)):
+        if inputs is None:
+            inputs = _inputs(config.input_columns, row, [*others, *_columns(key)], where)
+        if _columns(key) and not set(_columns(key)) & set(row):
+            raise BadInputError(
+                f"{where}: there is no column {config.user_column!r}: set data.user_column to one "
+                f"of {sorted(row)}, or to null if every row is a person of its own"
+            )
+        x.append([_number(row, name, where) for name in inputs])
+        for name in others:
+            cell = value_to_id(row.get(name), where) if name == silo else _number(row, name, where)
+            more[name].append(cell)
+        if config.classes is not None:
+            _check_class(more[target][-1], config.classes, where, target)
+        owner = f"row {number + 1:08d}" if key is None else key(row, where)
+        users.setdefault(owner, []).append(number)
+    assert inputs is not None  # there is a row
+    unknown = sorted({*config.scale} - {*inputs, target})
+    if unknown:
+        raise BadInputError(
+            f"data.scale names {unknown}, but the inputs and the target are "
+            f"{[*inputs, target]}: correct the name"
+        )
+    columns = {"x": _scaled(np.array(x), inputs, config.scale).astype(np.float32)}
+    if config.classes is None:
+        label = _scaled(np.array(more[target])[:, None], (target,), config.scale)[:, 0]
+        columns["label"] = label.astype(np.float32)
+    else:
+        columns["label"] = np.array(more[target], np.int32)
+    if silo is not None:
+        columns["silo"] = _numbered(more[silo])
+    columns |= {name: np.array(more[name], np.float64) for name in keep}
+    task = Task(
+        "regression" if config.classes is None else "classes",
+        (len(inputs),),
+        config.classes or 0,
+        scaled=bool(config.scale),
+    )
+    return {u: {n: a[rows] for n, a in columns.items()} for u, rows in users.items()}, task
+
+
+def read_coded(
+    rows: Iterable[LocatedRow], columns: Mapping[str, Sequence[str] | None]
+) -> Iterator[list[float]]:
+    """Yields each row as numbers; words of a column count by their place in its list."""
+    for where, row in rows:
+        numbers = []
+        for name, words in columns.items():
+            if words is None:
+                numbers.append(_number(row, name, where))
+            elif row[name] in words:
+                numbers.append(float(words.index(row[name])))
+            else:
+                raise BadInputError(f"{where}: {name} is {row[name]!r}, not one of {list(words)}")
+        yield numbers
+
+
+def _columns(key: UserKey | None) -> list[str]:
+    return [] if key is None else key.columns or []
+
+
+def _inputs(
+    patterns: Sequence[str] | None, row: Mapping[str, Any], used: Sequence[str], where: str
+) -> tuple[str, ...]:
+    """Columns that a pattern names, in the order of the file; None: all that are not ``used``."""
+    for pattern in patterns or ():
+        if not fnmatch.filter(row, pattern):
+            raise no_column(where, pattern, list(row))
+    found = tuple(
+        name
+        for name in row
+        if (
+            name not in used
+            if patterns is None
+            else any(fnmatch.fnmatchcase(name, p) for p in patterns)
+        )
+    )
+    if not found:
+        raise BadInputError(f"{where}: no column is left to learn from beside {list(used)}")
+    return found
+
+
+def _number(row: Mapping[str, Any], name: str, where: str) -> float:
+    if name not in row:
+        raise no_column(where, name, sorted(row))
+    try:
+        value = float(row[name])
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadInputError(
+            f"{where}: the column {name!r} holds {row[name]!r}, not a number: mend the row, or "
+            "name the columns to use in data.input_columns"
+        )
+    return value
+
+
+def _check_class(value: float, classes: int, where: str, column: str) -> None:
+    if not (value == int(value) and 0 <= value < classes):
+        raise BadInputError(
+            f"{where}: {column} is {value:g}, but the labels of data.classes={classes} are whole "
+            f"numbers from 0 to {classes - 1}: without data.classes it is a number to predict"
+        )
+
+
+def _scaled(
+    values: np.ndarray, names: Sequence[str], scale: Mapping[str, tuple[float, float]]
+) -> np.ndarray:
+    middle, width = np.array([scale.get(name, (0.0, 1.0)) for name in names]).T
+    return (values - middle) / width
+
+
+def _numbered(names: list[str]) -> np.ndarray:
+    """Place of each name among all, numbers in their order, int32 [n]."""
+    known = set(names)
+    whole = all(name.isdecimal() for name in known)
+    order = {n: i for i, n in enumerate(sorted(known, key=int if whole else str))}
+    return np.array([order[name] for name in names], np.int32)

@@ -1,0 +1,63 @@
+"""Models by name, for the task at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.models.cnn import LeafCNN, SmallCNN
+from dpfl_jax.models.config import transformer_config
+from dpfl_jax.models.dense import MLP, LinearRegression, LogisticRegression, RegressionMLP
+from dpfl_jax.models.lstm import StackedLSTM
+from dpfl_jax.models.transformer import LanguageModel
+from dpfl_jax.task import Task
+
+ModelKind = Literal["transformer", "lstm", "cnn", "small_cnn", "mlp", "logistic", "linear"]
+
+
+def build_by_name(kind: str, task: Task, options: Mapping[str, Any]) -> Any:
+    """Returns a model for a task.
+
+    Args:
+      kind: one of ``ModelKind``.
+      task: gives shapes and classes.
+      options: further arguments of the model's class; of a transformer ``size`` and fields of
+        ``TransformerConfig``.
+
+    Raises:
+      BadInputError: a kind that does not fit the task, or options it does not take.
+    """
+    shape, classes = task.input_shape, task.classes
+    fitting: dict[str, Any] = {}
+    if task.kind == "tokens":
+        fitting["transformer"] = lambda size="tiny", **more: LanguageModel(
+            transformer_config(
+                size,
+                **{"vocab_size": task.vocab_size, "bos_id": task.bos_id, "max_seq_len": shape[0]}
+                | more,
+            )
+        )
+    elif task.vocab_size:
+        fitting["lstm"] = lambda **more: StackedLSTM(task.vocab_size, shape[0], **more)
+    elif task.kind == "classes":
+        fitting["mlp"] = lambda **more: MLP(shape, classes, **more)
+        if classes == 2 and len(shape) == 1:
+            fitting["logistic"] = lambda **more: LogisticRegression(shape[0], **more)
+        if len(shape) > 1:
+            fitting["cnn"] = lambda **more: LeafCNN(classes, input_shape=shape, **more)
+            fitting["small_cnn"] = lambda **more: SmallCNN(classes, shape, **more)
+    else:
+        fitting["mlp"] = lambda **more: RegressionMLP(shape, **more)
+        if len(shape) == 1:
+            fitting["linear"] = lambda **more: LinearRegression(shape[0], **more)
+    if kind not in fitting:
+        labels = f" of {classes} classes" if classes else ""
+        raise BadInputError(
+            f"model.kind={kind} does not fit these data, {task.kind}{labels} of inputs "
+            f"{list(shape)}: use {' or '.join(fitting)}"
+        )
+    try:
+        return fitting[kind](**options)
+    except TypeError as error:
+        raise BadInputError(f"model.options do not fit model.kind={kind}: {error}") from None

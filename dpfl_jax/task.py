@@ -1,0 +1,28 @@
+"""What is learned from a data set's examples; public, and all that a model must know of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """The kind of examples.
+
+    Attributes:
+      kind: ``"tokens"``: each next one, of ``{"tokens", "mask"}``. ``"classes"``: ``label``, an int
+        below ``classes``, from ``x``. ``"regression"``: ``label``, a number, from ``x``.
+      input_shape: of one ``x``, or of one example's tokens.
+      classes: number of classes; 0 if there are none.
+      vocab_size: token ids (in ``tokens``, or in ``x``) are below it; 0 if x holds numbers.
+      bos_id: the id that begins a sequence of tokens.
+      scaled: numbers are of order 1, by constants that were known without these data.
+    """
+
+    kind: Literal["tokens", "classes", "regression"]
+    input_shape: tuple[int, ...] = ()
+    classes: int = 0
+    vocab_size: int = 0
+    bos_id: int = 1
+    scaled: bool = True
