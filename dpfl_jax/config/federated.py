@@ -12,7 +12,7 @@ from dpfl_jax.config.execution import RoundExecution
 from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.config.schema import OptimizerConfig
 from dpfl_jax.data import SourceConfig
-from dpfl_jax.models import ModelKind
+from dpfl_jax.task import ModelKind
 
 
 @dataclasses.dataclass(frozen=True)

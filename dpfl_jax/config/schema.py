@@ -14,7 +14,7 @@ from dpfl_jax.config.base import LedgerSection, Positive, RunSection, Section, S
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import DataConfig
-from dpfl_jax.models import ModelKind
+from dpfl_jax.task import ModelKind
 
 
 class OptimizerConfig(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.cnn import LeafCNN, SmallCNN
@@ -13,14 +13,12 @@ from dpfl_jax.models.lstm import StackedLSTM
 from dpfl_jax.models.transformer import LanguageModel
 from dpfl_jax.task import Task
 
-ModelKind = Literal["transformer", "lstm", "cnn", "small_cnn", "mlp", "logistic", "linear"]
-
 
 def build_by_name(kind: str, task: Task, options: Mapping[str, Any]) -> Any:
     """Returns a model for a task.
 
     Args:
-      kind: one of ``ModelKind``.
+      kind: one of ``dpfl_jax.task.ModelKind``.
       task: gives shapes and classes.
       options: further arguments of the model's class; of a transformer ``size`` and fields of
         ``TransformerConfig``.

@@ -1,0 +1,136 @@
+"""Tables of numbers: columns by name, declared scales, one clear sentence for what is wrong."""
+
+import csv
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from dpfl_jax.data import SourceConfig, load_examples
+from dpfl_jax.errors import BadInputError
+
+ROWS = [
+    {"who": "ann", "a": 1.0, "b": 10.0, "y": 2.0, "site": "north"},
+    {"who": "bob", "a": 2.0, "b": 20.0, "y": 0.0, "site": "south"},
+    {"who": "ann", "a": 3.0, "b": 30.0, "y": 1.0, "site": "east"},
+]
+
+
+def write(folder, format, rows=ROWS):
+    path = folder / f"table.{format}"
+    if format == "parquet":
+        pa.parquet.write_table(pa.Table.from_pylist(rows), path)
+    elif format == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with path.open("w", newline="") as file:
+            delimiter = "\t" if format == "tsv" else ","
+            writer = csv.DictWriter(file, rows[0].keys(), delimiter=delimiter)
+            writer.writeheader()
+            writer.writerows(rows)
+    return str(path)
+
+
+def config(path, **more):
+    format = path.rpartition(".")[2]
+    settings = {"user_column": "who", "target_column": "y", "silo_column": "site", **more}
+    return SourceConfig(source=format, path=path, **settings)
+
+
+def of_user(store, user):
+    u = store.user_ids(range(store.num_users)).index(user)
+    return store.read(np.arange(*store.user_offsets[u : u + 2]))
+
+
+@pytest.mark.parametrize("format", ["csv", "tsv", "parquet", "jsonl"])
+def test_every_format_gives_the_same_examples(format, tmp_path):
+    found = load_examples(config(write(tmp_path, format)))
+    assert found.task.kind == "regression"
+    assert found.task.input_shape == (2,)
+    assert not found.task.scaled
+    ann = of_user(found.store, "ann")
+    np.testing.assert_array_equal(ann["x"], [[1, 10], [3, 30]])
+    np.testing.assert_array_equal(ann["label"], np.float32([2, 1]))
+    np.testing.assert_array_equal(ann["silo"], [1, 0])  # east, north, south
+    assert of_user(found.store, "bob")["silo"].tolist() == [2]
+
+
+def test_classes_scales_patterns_and_kept_columns(tmp_path):
+    path = write(tmp_path, "csv")
+    found = load_examples(
+        config(path, classes=3, input_columns=("[ab]",), scale={"b": (20, 5)}), keep=("a",)
+    )
+    assert (found.task.kind, found.task.classes, found.task.scaled) == ("classes", 3, True)
+    ann = of_user(found.store, "ann")
+    np.testing.assert_array_equal(ann["x"], [[1, -2], [3, 2]])
+    assert ann["label"].dtype == np.int32
+    assert ann["a"].tolist() == [1.0, 3.0]
+    # A column that is kept (a budget, say) is an input only if it is named.
+    assert load_examples(config(path), keep=("a",)).task.input_shape == (1,)
+    scaled = load_examples(config(path, scale={"y": (1, 2)}))
+    np.testing.assert_array_equal(of_user(scaled.store, "ann")["label"], [0.5, 0.0])
+
+
+def test_without_a_user_column_every_row_is_a_person(tmp_path):
+    path = write(tmp_path, "csv")
+    found = load_examples(config(path, user_column=None, input_columns=("a", "b")))
+    assert found.store.num_users == found.store.num_examples == 3
+    pairs = load_examples(
+        config(path, user_column=None, input_columns=("a",), records_per_user=2)
+    ).store
+    assert sorted(pairs.examples_per_user.tolist()) == [1, 2]
+
+
+def test_numbers_of_silos_follow_their_value(tmp_path):
+    rows = [{**row, "site": site} for row, site in zip(ROWS, ("10", "9", "2"))]
+    found = load_examples(config(write(tmp_path, "csv", rows)))
+    assert of_user(found.store, "ann")["silo"].tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("change", "settings", "message"),
+    [
+        ({"a": "much"}, {}, r"row 3: the column 'a' holds 'much', not a number"),
+        ({"y": "nan"}, {}, r"row 3: the column 'y' holds 'nan', not a number"),
+        ({"y": "1.5"}, {"classes": 3}, r"row 3: y is 1.5, but .*whole numbers from 0 to 2"),
+        ({"y": "3"}, {"classes": 3}, r"row 3: y is 3, but"),
+        ({"who": ""}, {}, "user id is ''"),
+        ({"site": ""}, {}, "id is ''"),
+        ({}, {"target_column": "z"}, "no column 'z'"),
+        ({}, {"user_column": "id"}, r"data\.user_column .* or to null"),
+        ({}, {"input_columns": ("a", "lab_*")}, r"no column 'lab_\*'"),
+        ({}, {"scale": {"c": (0, 1)}}, r"data\.scale names \['c'\]"),
+        ({}, {"scale": {"a": (0, 0)}}, "half width of 'a' is 0"),
+        ({}, {"target_column": None}, r"data\.target_column"),
+        ({}, {"records_per_user": 2}, "users of data.source=csv have several"),
+    ],
+)
+def test_what_is_wrong_is_named(change, settings, message, tmp_path):
+    path = write(tmp_path, "csv", [*ROWS[:2], {**ROWS[2], **change}])
+    with pytest.raises(BadInputError, match=message):
+        load_examples(config(path, **settings))
+
+
+def test_a_data_source_of_ones_own_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "my_coins.py").write_text(
+        "import numpy as np\n"
+        "from dpfl_jax.data import DataSource\n"
+        "from dpfl_jax.task import Task\n"
+        "def read(section, split):\n"
+        "    for i in range(section.max_users):\n"
+        "        x = np.full((2, 3), i, np.float32)\n"
+        "        yield f'user {i}', {'x': x, 'label': np.array([0, 1], np.int32)}\n"
+        "COINS = DataSource(read, 'a thrower', Task('classes', (3,), 2))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    found = load_examples(SourceConfig(source="my_coins:COINS", max_users=5))
+    assert (found.store.num_users, found.store.num_examples) == (5, 10)
+    for name, message in (
+        ("my_coins:read", "no dpfl_jax.data.DataSource"),
+        ("my_coins:NO", "cannot be used"),
+        ("my_coin", "unknown data source 'my_coin'"),
+    ):
+        with pytest.raises(BadInputError, match=message):
+            load_examples(SourceConfig(source=name))
