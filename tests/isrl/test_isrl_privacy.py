@@ -383,6 +383,7 @@ def test_a_guarantee_for_silos_of_different_deltas_holds_for_each():
     prepared = types.SimpleNamespace(
         parameters=types.SimpleNamespace(noise=taken),
         config=types.SimpleNamespace(isrl=types.SimpleNamespace(sampling="full")),
+        records=types.SimpleNamespace(owners=False),
     )
     found, _ = guarantee_of(prepared, 20)
     for z in taken:
