@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import Field, model_validator
 
 from dpfl_jax.config.base import NAME, LedgerSection, RunSection, Section, Seed, check_target
 from dpfl_jax.config.execution import RoundExecution
@@ -195,7 +195,7 @@ class FederatedConfig(RunSection):
     data: FederatedDataConfig = FederatedDataConfig()
     federation: FederationConfig
     model: FederatedModelConfig = FederatedModelConfig()
-    mechanism: Annotated[Any, PlainValidator(SILOS.parse), PlainSerializer(SILOS.dump)]
+    mechanism: Annotated[Any, SILOS]
     privacy: FederatedPrivacyConfig = FederatedPrivacyConfig()
     train: FederatedTrainConfig = FederatedTrainConfig()
     execution: RoundExecution = RoundExecution()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import Field, model_validator
 
 from dpfl_jax.config.base import (
     LedgerSection,
@@ -203,7 +203,7 @@ class RunConfig(RunSection):
     population: PopulationConfig | None = None
     model: ModelConfig = ModelConfig()
     pretrain: PretrainConfig | None = None
-    mechanism: Annotated[Any, PlainValidator(CENTRAL.parse), PlainSerializer(CENTRAL.dump)]
+    mechanism: Annotated[Any, CENTRAL]
     privacy: PrivacyConfig = PrivacyConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig

@@ -18,7 +18,7 @@ import optax
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Normalized, Rule, Standard, bounded_grad
-from dpfl_jax.config.kinds import CENTRAL
+from dpfl_jax.config.kinds import CENTRAL, Named
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise import GaussianNoise, transformation
 from dpfl_jax.randomness import RootKey
@@ -57,8 +57,14 @@ def require_positive(name: str, value: float) -> None:
         raise BadInputError(f"{name} is {value}, but it must be a number above 0, at most 1e30")
 
 
+def check_noise_multiplier(value: float | None) -> None:
+    """Raises BadInputError unless it is None (not calibrated yet), or a number >= 0."""
+    if value is not None and not 0 <= value < math.inf:
+        raise BadInputError(f"noise_multiplier is {value}, but it must be finite and >= 0")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mechanism(abc.ABC):
+class Mechanism(Named, abc.ABC, kinds=CENTRAL):
     """A private (or, for baselines, non-private) way to estimate a gradient.
 
     Attributes:
@@ -74,14 +80,8 @@ class Mechanism(abc.ABC):
     clipping: Literal["standard", "normalized"] = "standard"
     noise_multiplier: float | None = None
 
-    kind: ClassVar[str]
     unit: ClassVar[str]
     private: ClassVar[bool] = True
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A class with a ``kind`` of its own can be named in configurations."""
-        super().__init_subclass__(**kwargs)
-        CENTRAL.register(cls)
 
     def __post_init__(self) -> None:
         """Validates what all mechanisms share."""
@@ -90,12 +90,7 @@ class Mechanism(abc.ABC):
             raise BadInputError(
                 f"clipping is {self.clipping!r}, but it must be 'standard' or 'normalized'"
             )
-        if self.noise_multiplier is not None and not (
-            math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0
-        ):
-            raise BadInputError(
-                f"noise_multiplier is {self.noise_multiplier}, but it must be finite and >= 0"
-            )
+        check_noise_multiplier(self.noise_multiplier)
 
     # ---- what runs -------------------------------------------------------------------------
 

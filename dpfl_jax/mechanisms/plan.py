@@ -297,7 +297,7 @@ class Plan:
     def stated(self) -> dict[str, Any]:
         """The plan as a report tells it: plain JSON."""
         told = {
-            "mechanism": {"kind": self.mechanism.kind, **dataclasses.asdict(self.mechanism)},
+            "mechanism": self.mechanism.to_json(),
             "population": dataclasses.asdict(self.population),
             "delta": self.delta,
             "steps": self.steps,
