@@ -74,13 +74,16 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         C; De et al. 2022).
       noise_multiplier: sigma; the noise on the sum has stddev sigma times the largest
         contribution. None until calibrated.
+      unit: whom it protects.
+      accountant: how the epsilon of its event is computed, for the guarantee.
     """
 
     clip_norm: float = 1.0
     clipping: Literal["standard", "normalized"] = "standard"
     noise_multiplier: float | None = None
 
-    unit: ClassVar[str]
+    unit: ClassVar[str] = "user"
+    accountant: ClassVar[str] = "PLD of the mechanism's event (rounded upwards)"
     private: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -300,10 +303,27 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         return self.calibrate(population, steps, float(epsilon), delta), delta
 
     @abc.abstractmethod
+    def told_sampling(self, population: Population) -> str:
+        """The sampling that runs, as the guarantee tells it (before the number of steps)."""
+
     def guarantee(
         self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
     ) -> accounting.Guarantee:
-        """What ``steps`` steps guarantee at ``delta``; ``caveats`` are added to the mechanism's."""
+        """What ``steps`` steps guarantee each user at ``delta``; caveats are added to its own."""
+        own = accounting.delta_caveats(delta, population.num_users, "users")
+        return accounting.Guarantee(
+            unit=self.unit,
+            adjacency=f"add-or-remove one {self.unit}",
+            trust="central",
+            epsilon=accounting.epsilon(self.event(population, steps), delta),
+            delta=delta,
+            noise_multiplier=self.sigma,
+            steps=steps,
+            accountant=self.accountant,
+            sampling=f"{self.told_sampling(population)}, {steps} steps",
+            assumptions=COMMON_ASSUMPTIONS,
+            caveats=(*own, *caveats),
+        )
 
 
 COMMON_ASSUMPTIONS = (
