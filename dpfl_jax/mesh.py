@@ -87,7 +87,7 @@ def place(tree: PyTree, shardings: PyTree, copy: bool = True) -> PyTree:
 
     Args:
       tree: pytree of arrays: the same ones in every process, or already global.
-      shardings: pytree of NamedShardings like ``tree``.
+      shardings: NamedShardings: one for all arrays, or a pytree like ``tree``.
       copy: whether the result must be independent of ``tree`` even where that is in place.
     """
 
@@ -101,7 +101,7 @@ def place(tree: PyTree, shardings: PyTree, copy: bool = True) -> PyTree:
         host = np.asarray(x)  # every process has it whole, and ships its devices' parts
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
-    return jax.tree.map(one, tree, shardings)
+    return jax.tree.map(one, tree, jax.tree.broadcast(shardings, tree))
 
 
 def splits_parameters(mesh: Mesh) -> bool:

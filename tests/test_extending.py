@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import yaml
 
-from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.cli.main import main
 from dpfl_jax.federation.mechanisms import SiloMechanism
@@ -31,7 +30,7 @@ class EveryUser(Mechanism):
     num_users: int
 
     kind: ClassVar[str] = "every_user"
-    unit: ClassVar[str] = "user"
+    accountant: ClassVar[str] = "Gaussian, closed form"
 
     @property
     def divisor(self) -> float:
@@ -61,20 +60,8 @@ class EveryUser(Mechanism):
     def event(self, population: Population, steps: int) -> Any:
         return events.gaussian(self.sigma, steps)
 
-    def guarantee(self, population, steps, delta, caveats=()):
-        return accounting.Guarantee(
-            unit="user",
-            adjacency="add-or-remove one user",
-            trust="central",
-            epsilon=accounting.epsilon(self.event(population, steps), delta),
-            delta=delta,
-            noise_multiplier=self.sigma,
-            steps=steps,
-            accountant="Gaussian, closed form",
-            sampling=f"all users in each of {steps} steps",
-            assumptions=(accounting.IDEALISED,),
-            caveats=caveats,
-        )
+    def told_sampling(self, population: Population) -> str:
+        return "all users at each step"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -36,6 +36,22 @@ class LedgerSection(Section):
     budget: float | None = None
 
 
+def check_target(epsilon: float | None, mechanism: Any) -> None:
+    """Raises ValueError unless a private mechanism has either a target or its own noise."""
+    if not mechanism.private:
+        return
+    if epsilon is None and mechanism.noise_multiplier is None:
+        raise ValueError(
+            "neither privacy.epsilon nor mechanism.noise_multiplier is set: give the target "
+            "epsilon, or the noise"
+        )
+    if epsilon is not None and mechanism.noise_multiplier is not None:
+        raise ValueError(
+            "both privacy.epsilon and mechanism.noise_multiplier are set: keep one, the other "
+            "follows from it"
+        )
+
+
 class ProcessesConfig(Section):
     """One run in many processes; where and how many is no part of what a run computes.
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import Field, model_validator
 
-from dpfl_jax.config.base import NAME, LedgerSection, RunSection, Section, Seed
+from dpfl_jax.config.base import NAME, LedgerSection, RunSection, Section, Seed, check_target
 from dpfl_jax.config.execution import RoundExecution
 from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.config.schema import OptimizerConfig
@@ -164,7 +164,7 @@ class FederatedConfig(RunSection):
     data: FederatedDataConfig = FederatedDataConfig()
     federation: FederationConfig
     model: FederatedModelConfig = FederatedModelConfig()
-    mechanism: Annotated[Any, PlainValidator(SILOS.parse), PlainSerializer(SILOS.dump)]
+    mechanism: Annotated[Any, SILOS]
     privacy: FederatedPrivacyConfig = FederatedPrivacyConfig()
     train: FederatedTrainConfig = FederatedTrainConfig()
     execution: RoundExecution = RoundExecution()
@@ -178,17 +178,7 @@ class FederatedConfig(RunSection):
                 f"privacy.recipe={privacy.recipe} belongs to other mechanisms: remove it, and "
                 "choose privacy.policy for rpdp"
             )
-        if mechanism.private:
-            if privacy.epsilon is None and mechanism.noise_multiplier is None:
-                raise ValueError(
-                    "neither privacy.epsilon nor mechanism.noise_multiplier is set: give the "
-                    "target epsilon, or the noise"
-                )
-            if privacy.epsilon is not None and mechanism.noise_multiplier is not None:
-                raise ValueError(
-                    "both privacy.epsilon and mechanism.noise_multiplier are set: keep one, the "
-                    "other follows from it"
-                )
+        check_target(privacy.epsilon, mechanism)
         federation = self.federation
         if federation.participation_prob is not None and federation.silos_per_round is not None:
             raise ValueError(

@@ -10,10 +10,10 @@ import dataclasses
 import difflib
 import importlib
 import typing
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from dpfl_jax.errors import BadInputError
 
@@ -22,7 +22,7 @@ DERIVED = {"derived": True}
 
 
 class Kinds:
-    """Frozen dataclasses by name.
+    """Frozen dataclasses by name; a section that is one has the type ``Annotated[Any, kinds]``.
 
     Attributes:
       home: module that defines the library's own; imported when a kind is asked for.
@@ -130,6 +130,30 @@ class Kinds:
     def dump(made: Any) -> dict[str, Any]:
         """The section that describes an object."""
         return {"kind": made.kind} | {name: getattr(made, name) for name in configured(type(made))}
+
+    def __get_pydantic_core_schema__(self, source: Any, schema_of: Callable[[Any], Any]) -> Any:
+        """What pydantic asks of an annotation."""
+        return schema_of(Annotated[source, PlainValidator(self.parse), PlainSerializer(self.dump)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """What a section describes, by its ``kind``; a base names the table: ``kinds=CENTRAL``."""
+
+    kind: ClassVar[str]
+    _kinds: ClassVar[Kinds]
+
+    def __init_subclass__(cls, kinds: Kinds | None = None, **rest: Any) -> None:
+        """A class with a ``kind`` of its own can be named in configurations."""
+        super().__init_subclass__(**rest)
+        if kinds is None:
+            cls._kinds.register(cls)
+        else:
+            cls._kinds = kinds
+
+    def to_json(self) -> dict[str, Any]:
+        """What a report says of it: its public options."""
+        return {"kind": self.kind, **dataclasses.asdict(self)}
 
 
 def configured(cls: type) -> dict[str, dataclasses.Field[Any]]:

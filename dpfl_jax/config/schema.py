@@ -8,9 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PlainSerializer, PlainValidator, model_validator
+from pydantic import Field, model_validator
 
-from dpfl_jax.config.base import LedgerSection, Positive, RunSection, Section, Seed
+from dpfl_jax.config.base import (
+    LedgerSection,
+    Positive,
+    RunSection,
+    Section,
+    Seed,
+    check_target,
+)
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import DataConfig
@@ -212,7 +219,7 @@ class RunConfig(RunSection):
     population: PopulationConfig | None = None
     model: ModelConfig = ModelConfig()
     pretrain: PretrainConfig | None = None
-    mechanism: Annotated[Any, PlainValidator(CENTRAL.parse), PlainSerializer(CENTRAL.dump)]
+    mechanism: Annotated[Any, CENTRAL]
     privacy: PrivacyConfig = PrivacyConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     train: TrainConfig
@@ -232,17 +239,7 @@ class RunConfig(RunSection):
             raise ValueError(
                 f"privacy.delta is {privacy.delta:g}, but it must lie strictly between 0 and 1"
             )
-        if mechanism.private:
-            if privacy.epsilon is None and mechanism.noise_multiplier is None:
-                raise ValueError(
-                    "neither privacy.epsilon nor mechanism.noise_multiplier is set: give the "
-                    "target epsilon, or the noise"
-                )
-            if privacy.epsilon is not None and mechanism.noise_multiplier is not None:
-                raise ValueError(
-                    "both privacy.epsilon and mechanism.noise_multiplier are set: keep one, the "
-                    "other follows from it"
-                )
+        check_target(privacy.epsilon, mechanism)
         if self.pretrain is not None and self.model.checkpoint is not None:
             raise ValueError(
                 "both pretrain and model.checkpoint are set: the private phase starts from one"

@@ -75,8 +75,7 @@ class Federated(Algorithm):
         self.steps, self.private = federation.rounds, federation.mechanism.private
         self.layout = [self.hardware, execution.model_dump()]
         self.random = key_argument(loss_fn)
-        whole = jax.tree.map(lambda _: replicated(mesh), params)
-        self.given, self.start = params, place(params, whole)
+        self.given, self.start = params, place(params, replicated(mesh))
 
     def terms(self) -> Terms:
         """Mechanism, noise, rounds, delta; what the silos do, data and computation."""

@@ -151,7 +151,7 @@ class FederatedRun(Prepared):
             delta=self.delta,
             server=OptimizerServer(make_optimizer(section.server_optimizer, section.rounds)),
             keep_local_state=section.local_state == "keep",
-            evaluate=lambda params: evaluator(params, self.held_out).to_json(),
+            evaluate=evaluator.of(self.held_out),
             pace=Pace.of(config.train),
             mesh=mesh,
             execution=config.execution,

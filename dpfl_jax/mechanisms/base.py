@@ -18,7 +18,7 @@ import optax
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Normalized, Rule, Standard, bounded_grad
-from dpfl_jax.config.kinds import CENTRAL
+from dpfl_jax.config.kinds import CENTRAL, Named
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise import GaussianNoise, transformation
 from dpfl_jax.randomness import RootKey
@@ -57,8 +57,14 @@ def require_positive(name: str, value: float) -> None:
         raise BadInputError(f"{name} is {value}, but it must be a number above 0, at most 1e30")
 
 
+def check_noise_multiplier(value: float | None) -> None:
+    """Raises BadInputError unless it is None (not calibrated yet), or a number >= 0."""
+    if value is not None and not 0 <= value < math.inf:
+        raise BadInputError(f"noise_multiplier is {value}, but it must be finite and >= 0")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mechanism(abc.ABC):
+class Mechanism(Named, abc.ABC, kinds=CENTRAL):
     """A private (or, for baselines, non-private) way to estimate a gradient.
 
     Attributes:
@@ -68,20 +74,17 @@ class Mechanism(abc.ABC):
         C; De et al. 2022).
       noise_multiplier: sigma; the noise on the sum has stddev sigma times the largest
         contribution. None until calibrated.
+      unit: whom it protects.
+      accountant: how the epsilon of its event is computed, for the guarantee.
     """
 
     clip_norm: float = 1.0
     clipping: Literal["standard", "normalized"] = "standard"
     noise_multiplier: float | None = None
 
-    kind: ClassVar[str]
-    unit: ClassVar[str]
+    unit: ClassVar[str] = "user"
+    accountant: ClassVar[str] = "PLD of the mechanism's event (rounded upwards)"
     private: ClassVar[bool] = True
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A class with a ``kind`` of its own can be named in configurations."""
-        super().__init_subclass__(**kwargs)
-        CENTRAL.register(cls)
 
     def __post_init__(self) -> None:
         """Validates what all mechanisms share."""
@@ -90,12 +93,7 @@ class Mechanism(abc.ABC):
             raise BadInputError(
                 f"clipping is {self.clipping!r}, but it must be 'standard' or 'normalized'"
             )
-        if self.noise_multiplier is not None and not (
-            math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0
-        ):
-            raise BadInputError(
-                f"noise_multiplier is {self.noise_multiplier}, but it must be finite and >= 0"
-            )
+        check_noise_multiplier(self.noise_multiplier)
 
     # ---- what runs -------------------------------------------------------------------------
 
@@ -305,10 +303,27 @@ class Mechanism(abc.ABC):
         return self.calibrate(population, steps, float(epsilon), delta), delta
 
     @abc.abstractmethod
+    def told_sampling(self, population: Population) -> str:
+        """The sampling that runs, as the guarantee tells it (before the number of steps)."""
+
     def guarantee(
         self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
     ) -> accounting.Guarantee:
-        """What ``steps`` steps guarantee at ``delta``; ``caveats`` are added to the mechanism's."""
+        """What ``steps`` steps guarantee each user at ``delta``; caveats are added to its own."""
+        own = accounting.delta_caveats(delta, population.num_users, "users")
+        return accounting.Guarantee(
+            unit=self.unit,
+            adjacency=f"add-or-remove one {self.unit}",
+            trust="central",
+            epsilon=accounting.epsilon(self.event(population, steps), delta),
+            delta=delta,
+            noise_multiplier=self.sigma,
+            steps=steps,
+            accountant=self.accountant,
+            sampling=f"{self.told_sampling(population)}, {steps} steps",
+            assumptions=COMMON_ASSUMPTIONS,
+            caveats=(*own, *caveats),
+        )
 
 
 COMMON_ASSUMPTIONS = (

@@ -23,12 +23,7 @@ import numpy as np
 
 from dpfl_jax import accounting
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.base import (
-    COMMON_ASSUMPTIONS,
-    Mechanism,
-    Population,
-    require_positive,
-)
+from dpfl_jax.mechanisms.base import Mechanism, Population, require_positive
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import (
     ExampleSampler,
@@ -55,7 +50,9 @@ class ELS(Mechanism):
     sampling_prob: float | None = None
 
     kind: ClassVar[str] = "els"
-    unit: ClassVar[str] = "user"
+    accountant: ClassVar[str] = (
+        "PLD, mixture of Gaussians with Binomial sensitivity (exact up to rounding upwards)"
+    )
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -117,24 +114,10 @@ class ELS(Mechanism):
         prob = self.sampling_probability(population)
         return accounting.events.els(self.sigma, prob, self.group_size, steps)
 
-    def guarantee(
-        self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
-    ) -> accounting.Guarantee:
-        """User-level guarantee by the mixture-of-Gaussians accountant."""
-        prob = self.sampling_probability(population)
-        return accounting.Guarantee(
-            unit="user",
-            adjacency="add-or-remove one user",
-            trust="central",
-            epsilon=accounting.epsilon(self.event(population, steps), delta),
-            delta=delta,
-            noise_multiplier=self.sigma,
-            steps=steps,
-            accountant="PLD, mixture of Gaussians with Binomial sensitivity (exact up to rounding "
-            "upwards)",
-            sampling=f"at most {self.group_size} examples of a user kept for the whole run "
+    def told_sampling(self, population: Population) -> str:
+        """Limited once, then Poisson over examples."""
+        return (
+            f"at most {self.group_size} examples of a user kept for the whole run "
             f"(uniformly without replacement), then Poisson over the {population.num_units} kept, "
-            f"probability {prob:.6g} each, {steps} steps",
-            assumptions=COMMON_ASSUMPTIONS,
-            caveats=(*accounting.delta_caveats(delta, population.num_users, "users"), *caveats),
+            f"probability {self.sampling_probability(population):.6g} each"
         )

@@ -107,6 +107,10 @@ class NonPrivate(Mechanism):
         """A non-private event: epsilon is infinite."""
         return dp_accounting.NonPrivateDpEvent()
 
+    def told_sampling(self, population: Population) -> str:
+        """Poisson over all examples."""
+        return f"Poisson over {population.num_examples} examples"
+
     def guarantee(
         self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
     ) -> accounting.Guarantee:
@@ -119,7 +123,6 @@ class NonPrivate(Mechanism):
             delta=delta,
             noise_multiplier=0.0,
             accountant="none",
-            sampling=f"Poisson over {population.num_examples} examples, {steps} steps",
-            assumptions=(),
+            sampling=f"{self.told_sampling(population)}, {steps} steps",
             caveats=("this run is not private: it is a baseline", *caveats),
         )

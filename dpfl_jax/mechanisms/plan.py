@@ -32,7 +32,7 @@ from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches, in_pieces
 from dpfl_jax.mesh import DATA_AXIS, make_mesh, place, replicated, splits_parameters
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, refuse_untold
+from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, training_digest
 from dpfl_jax.sampling import Sampler
 
 
@@ -140,7 +140,8 @@ class Plan:
         """
         if not 0 <= start <= self.steps:
             raise BadInputError(f"start is {start}, but the plan has {self.steps} steps")
-        key, name = self._own(key), f"{self._own(key).fingerprint}:{self.digest}"
+        key = self._own(key)
+        name = f"{key.fingerprint}:{self.digest}"
         pipeline = self.pipeline(self.sampler(key), key if loss_keys else None)
         for units in pipeline.iterate(start, self.steps):
             if not key.public:
@@ -190,21 +191,15 @@ class Plan:
         checked = not self.mechanism.private
 
         def check(params: PyTree) -> None:
-            example = jax.tree.map(lambda x: x[0], self.data.read(self.data.user_offsets[:1]))
-            refuse_untold(with_any_key(loss_fn, random), params, example)
+            trained, frozen = place(split(params, trainable), replicated(self.mesh))
+            # Refused as by ``fit`` where nothing that is traced tells what the loss computes.
+            traced = with_any_key(loss_fn, random)
+            training_digest(traced, trained, frozen, self.example, optax.identity())
             any_key = RootKey.from_seed(0)  # it looks at the first units, whoever is drawn
             sampler = self.sampler(any_key)
             pipeline = self.pipeline(sampler, any_key if random else None)
-            trained, frozen = (
-                place(part, jax.tree.map(lambda _: replicated(self.mesh), part))
-                for part in split(params, trainable)
-            )
             group = sampler.group_size
-            check_sum(
-                *(summed, self.mechanism, shipped, trained, frozen, pipeline, group),
-                trainable=trainable,
-            )
-            self.check_norms(shipped, params, pipeline, group, trainable)
+            self.check(summed, shipped, params, trained, frozen, pipeline, group, trainable)
 
         def clipped(params: PyTree, batch: Batch) -> ClippedSum:
             nonlocal checked
@@ -227,26 +222,36 @@ class Plan:
 
         return clipped
 
-    def check_norms(
+    def check(
         self,
+        summed: Callable[..., Any],
         loss_fn: LossFn,
         params: PyTree,
+        trained: PyTree,
+        frozen: PyTree,
         pipeline: Pipeline,
         group_size: int | None,
         trainable: Trainable = None,
     ) -> None:
-        """Compares norms that no gradient is formed for with plain ones, for each shape of units.
+        """Holds a compiled sum against one device's, and its norms against plain ones.
+
+        Only norms that no gradient is formed for are compared, for each shape of units.
 
         Args:
+          summed: what trains; see ``check_sum``.
           loss_fn: of one example, as the pipeline ships it.
           params: all parameters.
+          trained: those that are trained, placed as in training.
+          frozen: the others, likewise.
           pipeline: gives the first units.
           group_size: the sampler's.
           trainable: as for ``fit``.
 
         Raises:
-          clipping.SelfCheckError: they disagree.
+          clipping.SelfCheckError: they disagree, or units mix.
         """
+        given = (summed, self.mechanism, loss_fn, trained, frozen, pipeline, group_size)
+        check_sum(*given, trainable=trainable)
         strategy = self.execution.strategy
         formed = strategy in ("vmap", "scan") or in_pieces(
             self.mechanism, self.mesh, **self.execution.cut
@@ -294,10 +299,16 @@ class Plan:
         return self.mechanism.population(self.data.user_offsets)
 
     @functools.cached_property
+    def example(self) -> PyTree:
+        """The first example, to trace losses with."""
+        first = self.data.read(np.asarray(self.data.user_offsets)[:1])
+        return jax.tree.map(lambda x: x[0], first)
+
+    @functools.cached_property
     def stated(self) -> dict[str, Any]:
         """The plan as a report tells it: plain JSON."""
         told = {
-            "mechanism": {"kind": self.mechanism.kind, **dataclasses.asdict(self.mechanism)},
+            "mechanism": self.mechanism.to_json(),
             "population": dataclasses.asdict(self.population),
             "delta": self.delta,
             "steps": self.steps,

@@ -26,7 +26,6 @@ import numpy as np
 
 from dpfl_jax import accounting
 from dpfl_jax.mechanisms.base import (
-    COMMON_ASSUMPTIONS,
     LossFn,
     Mechanism,
     Population,
@@ -55,7 +54,7 @@ class ULS(Mechanism):
     sampling_prob: float | None = None
 
     kind: ClassVar[str] = "uls"
-    unit: ClassVar[str] = "user"
+    accountant: ClassVar[str] = "PLD, Poisson-subsampled Gaussian (exact up to rounding upwards)"
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -131,24 +130,11 @@ class ULS(Mechanism):
         prob = self.sampling_probability(population)
         return accounting.events.uls(self.sigma, prob, steps)
 
-    def guarantee(
-        self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
-    ) -> accounting.Guarantee:
-        """User-level guarantee of the Poisson-subsampled Gaussian."""
-        prob = self.sampling_probability(population)
-        size = self.group_size
+    def told_sampling(self, population: Population) -> str:
+        """Poisson over users."""
+        size, prob = self.group_size, self.sampling_probability(population)
         examples = "one example" if size == 1 else f"up to {size} examples"
-        return accounting.Guarantee(
-            unit="user",
-            adjacency="add-or-remove one user",
-            trust="central",
-            epsilon=accounting.epsilon(self.event(population, steps), delta),
-            delta=delta,
-            noise_multiplier=self.sigma,
-            steps=steps,
-            accountant="PLD, Poisson-subsampled Gaussian (exact up to rounding upwards)",
-            sampling=f"Poisson over {population.num_users} users, probability {prob:.6g} each, "
-            f"{examples} of a sampled user per step, {steps} steps",
-            assumptions=COMMON_ASSUMPTIONS,
-            caveats=(*accounting.delta_caveats(delta, population.num_users, "users"), *caveats),
+        return (
+            f"Poisson over {population.num_users} users, probability {prob:.6g} each, {examples} "
+            "of a sampled user per step"
         )

@@ -53,12 +53,8 @@ def at_budget(chosen: Any, kind: str, budget: float, group_size: int) -> Any:
     cls = CENTRAL[kind]
     if cls is type(chosen):
         made = cls.at_budget(budget, group_size)
-        sizes = {
-            field.name: getattr(made, field.name)
-            for field in dataclasses.fields(made)
-            if getattr(made, field.name) != field.default
-        }
-        return dataclasses.replace(chosen, **sizes)
+        sizes = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
+        return dataclasses.replace(chosen, **{name: getattr(made, name) for name in sizes})
     common = ("clip_norm", "clipping", "noise_multiplier")
     return cls.at_budget(budget, group_size, **{name: getattr(chosen, name) for name in common})
 

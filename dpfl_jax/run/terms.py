@@ -217,6 +217,9 @@ def training_digest(
       frozen: likewise; see ``clipping.split``.
       example: likewise, of one example.
       optimizer: an Optax transformation.
+
+    Raises:
+      BadInputError: as of ``traced_parts``.
     """
 
     def trains(trained: Any, frozen: Any, example: Any) -> Any:
@@ -224,24 +227,6 @@ def training_digest(
         return value, optimizer.update(gradient, optimizer.init(trained), trained)
 
     return computation_digest(trains, trained, frozen, example)
-
-
-def refuse_untold(loss_fn: Callable[..., Any], params: Any, example: Any) -> None:
-    """Refuses a loss of which nothing that is traced tells what it computes.
-
-    Args:
-      loss_fn: ``(params, example) -> scalar``.
-      params: pytree of arrays or ShapeDtypeStructs.
-      example: likewise, of one example.
-
-    Raises:
-      BadInputError: it calls back into Python, or has a rule of its own for vmap.
-    """
-
-    def of_floats(example: Any, params: Any) -> Any:
-        return jax.value_and_grad(loss_fn, allow_int=True)(params, example)
-
-    traced_parts(of_floats, example, params)
 
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:

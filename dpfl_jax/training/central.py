@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from rich.console import Console
 
@@ -20,7 +19,6 @@ from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable
 from dpfl_jax.mechanisms.batches import draw_digest, example_loss, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import in_pieces
 from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
 from dpfl_jax.randomness import RootKey
@@ -81,11 +79,9 @@ class Central(Algorithm):
         self.mesh, self.trainable, self.given = plan.mesh, trainable, params
         self.private = plan.mechanism.private
         self.random = key_argument(loss_fn)
-        first = np.asarray(plan.data.user_offsets)[:1]
-        self.example = jax.tree.map(lambda x: x[0], plan.data.read(first))
         self.traced = with_any_key(loss_fn, self.random)
         self.copied = (
-            convolutions.kernels(self.traced, params, self.example)
+            convolutions.kernels(self.traced, params, plan.example)
             if splits_parameters(self.mesh)
             else ()
         )
@@ -109,7 +105,7 @@ class Central(Algorithm):
                 "data": self.plan.data_digest,
                 "frozen": content_digest(self.frozen),
                 "computation": training_digest(
-                    self.traced, self.trained, self.frozen, self.example, self.optimizer
+                    self.traced, self.trained, self.frozen, self.plan.example, self.optimizer
                 ),
             },
         )
@@ -182,18 +178,16 @@ class CentralSteps(Steps):
     def check(self, state: TrainState) -> None:
         """Compares the compiled sum with one device, and the strategy's norms with plain ones."""
         run = self.run
-        check_sum(
+        run.plan.check(
             self.compiled.sum,
-            run.mechanism,
             self.loss_fn,
+            run.given,
             state.params,
             run.frozen,
             self.pipeline,
             self.sampler.group_size,
-            trainable=run.trainable,
+            run.trainable,
         )
-        group = self.sampler.group_size
-        run.plan.check_norms(self.loss_fn, run.given, self.pipeline, group, run.trainable)
 
     def clipping(self) -> dict[str, Any] | None:
         """How norms are computed, for the largest units."""

@@ -310,7 +310,7 @@ def _report(
             "users": population.num_users,
             "examples": population.num_examples,
         },
-        mechanism={"kind": prepared.mechanism.kind, **dataclasses.asdict(prepared.mechanism)},
+        mechanism=prepared.mechanism.to_json(),
         pretrain=None
         if pretrained is None
         else {"path": str(pretrained.path), "cached": pretrained.cached},

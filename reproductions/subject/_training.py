@@ -189,7 +189,7 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
             local_optimizer=make_optimizer(config.federation.local_optimizer, 10**6),
             delta=config.privacy.delta or 1e-5,
             key=RootKey.from_seed(seed),
-            evaluate=lambda params: evaluator(params, subjects.held_out).to_json(),
+            evaluate=evaluator.of(subjects.held_out),
             pace=Pace(checkpoint_every=5, eval_every=max(1, federation.rounds // evals)),
             execution=config.execution,
             show_spent=False,

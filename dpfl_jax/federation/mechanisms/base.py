@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
@@ -16,10 +15,10 @@ import jax
 import numpy as np
 
 from dpfl_jax.clipping import BoundedSum, Rule, Standard, bounded_grad
-from dpfl_jax.config.kinds import SILOS
+from dpfl_jax.config.kinds import SILOS, Named
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
-from dpfl_jax.mechanisms.base import mean_of_examples, require_positive
+from dpfl_jax.mechanisms.base import check_noise_multiplier, mean_of_examples, require_positive
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.sampling.base import binomial_bound
@@ -71,7 +70,7 @@ class SiloDraw:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SiloMechanism(abc.ABC):
+class SiloMechanism(Named, abc.ABC, kinds=SILOS):
     """A silo's local step.
 
     Attributes:
@@ -92,14 +91,8 @@ class SiloMechanism(abc.ABC):
     noise_multiplier: float | None = None
     sampling: Literal["poisson", "fixed"] = "poisson"
 
-    kind: ClassVar[str]
     unit: ClassVar[str] = "subject"
     private: ClassVar[bool] = True
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """A class with a ``kind`` of its own can be named in configurations."""
-        super().__init_subclass__(**kwargs)
-        SILOS.register(cls)
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -118,12 +111,7 @@ class SiloMechanism(abc.ABC):
             raise BadInputError(
                 f"max_items_per_subject is {self.max_items_per_subject}, but it must be at least 1"
             )
-        if self.noise_multiplier is not None and not (
-            math.isfinite(self.noise_multiplier) and self.noise_multiplier >= 0
-        ):
-            raise BadInputError(
-                f"noise_multiplier is {self.noise_multiplier}, but it must be finite and >= 0"
-            )
+        check_noise_multiplier(self.noise_multiplier)
         if self.sampling not in ("poisson", "fixed"):
             raise BadInputError(f"sampling is {self.sampling!r}: it must be 'poisson' or 'fixed'")
 
@@ -245,10 +233,6 @@ class SiloMechanism(abc.ABC):
                 "removing one subject makes room for others' records",
             )
         return ()
-
-    def to_json(self) -> dict[str, Any]:
-        """What a report says of the mechanism: its public options."""
-        return {"kind": self.kind, **dataclasses.asdict(self)}
 
     def describe(self) -> str:
         """What the mechanism does, for the report."""

@@ -145,9 +145,8 @@ class RPDP(SiloMechanism):
 
     def to_json(self) -> dict[str, Any]:
         """Without what belongs to the silo: its records' rates and stays."""
-        secret = {"rates": None, "stay": None, "setting": None}
-        public = dataclasses.asdict(dataclasses.replace(self, **secret))  # type: ignore[arg-type]
-        return {"kind": self.kind} | {k: v for k, v in public.items() if k not in secret}
+        secret = ("rates", "stay", "setting")
+        return {k: v for k, v in super().to_json().items() if k not in secret}
 
     def event(self, facts: SiloFacts, steps: int) -> Any:
         """Of a record at the public bound of the rates; other records spend less."""

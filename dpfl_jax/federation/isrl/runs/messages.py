@@ -183,7 +183,7 @@ class Messages(Algorithm):
 
     def everywhere(self, tree: Any) -> Any:
         """On all devices, whole."""
-        return place(tree, jax.tree.map(lambda _: replicated(self.mesh), tree))
+        return place(tree, replicated(self.mesh))
 
     def packed(self, state: Any, done: int) -> TrainState:
         """As the driver keeps it."""
@@ -233,7 +233,7 @@ class MessageSteps(Steps):
         parts = run.mesh.size
         split = NamedSharding(run.mesh, PartitionSpec(DATA_AXIS))
         by_silo = split if run.data.num_silos % parts == 0 else replicated(run.mesh)
-        self.data = place(run.data, jax.tree.map(lambda _: by_silo, run.data))
+        self.data = place(run.data, by_silo)
         evaluate = make_evaluation(run.task, self.data)
         self.train_loss = lambda w: float(evaluate(w)["loss_by_silo"])
 
