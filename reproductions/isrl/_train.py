@@ -19,12 +19,12 @@ from dpfl_jax.federation.isrl import (
     MessageSpec,
     SiloData,
     iterate,
-    make_local_oracle,
     make_oracle,
     minibatch_sgd,
 )
 from dpfl_jax.federation.isrl.message import UNIT_NOISE
 from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
+from reproductions.isrl._local_sgd import make_local_oracle
 
 Loss = Callable[[jax.Array, Any], jax.Array]
 

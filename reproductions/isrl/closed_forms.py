@@ -6,8 +6,9 @@ from typing import Any
 
 from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.federation.isrl import Budget
-from dpfl_jax.federation.isrl.arms import local_sgd_noise, silo_noise
+from dpfl_jax.federation.isrl.arms import silo_noise
 from reproductions._plots import panel
+from reproductions.isrl._local_sgd import local_sgd_noise
 from reproductions.registry import Claim, Outcome, Settings, near
 
 TITLE = "what the paper's noise really spends"

@@ -12,10 +12,11 @@ import numpy as np
 
 from dpfl_jax.data.sets.arrays import OBESITY_COLUMNS, read_obesity
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
-from dpfl_jax.federation.isrl.arms import local_sgd_noise, silo_noise
+from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.runs.tasks import softmax
 from reproductions._plots import columns, panel
 from reproductions.isrl._bundled import NOTE, bundled
+from reproductions.isrl._local_sgd import local_sgd_noise
 from reproductions.isrl._train import Task, best_over_steps, summary
 from reproductions.registry import Claim, Outcome, Settings, within
 

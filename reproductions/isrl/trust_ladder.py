@@ -11,10 +11,10 @@ import numpy as np
 
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
 from dpfl_jax.federation.isrl.arms import silo_noise
-from dpfl_jax.federation.isrl.baselines import alone, central_noise, make_central_oracle
 from dpfl_jax.federation.isrl.schedule import Schedule
-from dpfl_jax.federation.isrl.vector_protocol import calibrate_protocol, make_vector_oracle
 from reproductions._plots import columns, panel
+from reproductions.isrl._baselines import alone, central_noise, make_central_oracle
+from reproductions.isrl._shuffle_protocol import calibrate_protocol, make_vector_oracle
 from reproductions.isrl._synthetic import (
     drawn,
     oracle_of,

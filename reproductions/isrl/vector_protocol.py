@@ -14,13 +14,13 @@ from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
 from dpfl_jax.federation.isrl.schedule import Schedule
 from dpfl_jax.federation.isrl.theory import variance_sco
-from dpfl_jax.federation.isrl.vector_protocol import (
+from reproductions._plots import columns, panel
+from reproductions.isrl._shuffle_protocol import (
     VectorProtocol,
     calibrate_protocol,
     make_vector_oracle,
     protocol_guarantee,
 )
-from reproductions._plots import columns, panel
 from reproductions.isrl._synthetic import (
     drawn,
     opposed_means,

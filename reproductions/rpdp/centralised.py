@@ -13,14 +13,14 @@ from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.personal import budgets as laws
-from dpfl_jax.federation.personal.renyi_filter import (
+from dpfl_jax.models import LogisticRegression
+from reproductions._plots import panel
+from reproductions.registry import Claim, Outcome, Settings
+from reproductions.rpdp._renyi_filter import (
     epsilon_of_norms,
     filtered_descent,
     norms_of_epsilon,
 )
-from dpfl_jax.models import LogisticRegression
-from reproductions._plots import panel
-from reproductions.registry import Claim, Outcome, Settings
 from reproductions.rpdp._tables import row
 from reproductions.rpdp._training import Bench, torch_init
 from reproductions.rpdp.budgets import patients

@@ -7,9 +7,9 @@ from typing import Any
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
-from dpfl_jax.accounting.closed_forms.userlevel import lemma_1_holds
 from reproductions._plots import columns, panel
 from reproductions.registry import Claim, Outcome, Settings
+from reproductions.userlevel._closed_forms import lemma_1_holds
 
 TITLE = "Conjecture 1 and Lemma 1 over a grid"
 SOURCE = "Charles et al. 2024, Conjecture 1 and Lemma 1 (Appendix C)"

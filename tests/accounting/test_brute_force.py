@@ -9,8 +9,9 @@ from scipy import optimize, special, stats
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events, renyi
 from dpfl_jax.accounting.accountant import _compositions
-from dpfl_jax.accounting.closed_forms import group, userlevel
+from dpfl_jax.accounting.closed_forms import group
 from dpfl_jax.accounting.leaves import flatten
+from reproductions.userlevel import _closed_forms as userlevel
 
 pytestmark = pytest.mark.privacy
 

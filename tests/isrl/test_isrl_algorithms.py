@@ -17,7 +17,6 @@ from dpfl_jax.federation.isrl import (
     Stage,
     accelerated,
     iterate,
-    make_local_oracle,
     make_oracle,
     make_schedule,
     minibatch_sgd,
@@ -35,6 +34,7 @@ from dpfl_jax.federation.isrl.minibatch_sgd import (
 )
 from dpfl_jax.federation.isrl.smoothing import plain, smoothed
 from dpfl_jax.randomness import RootKey
+from reproductions.isrl._local_sgd import make_local_oracle
 
 KEY = RootKey.from_seed(11)
 

@@ -17,10 +17,10 @@ from dpfl_jax.federation.isrl import (
     make_schedule,
     message,
 )
-from dpfl_jax.federation.isrl.baselines import make_central_oracle
 from dpfl_jax.federation.isrl.message import make_message
 from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.randomness import RootKey
+from reproductions.isrl._baselines import make_central_oracle
 
 KEY = RootKey.from_seed(3)
 

@@ -36,22 +36,22 @@ from dpfl_jax.federation.isrl.arms import (
     silo_guarantee,
     silo_noise,
 )
-from dpfl_jax.federation.isrl.baselines import (
+from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
+from dpfl_jax.federation.isrl.relations import relations, shuffled_view
+from dpfl_jax.federation.isrl.runs.isrl_run import _relations, guarantee_of
+from dpfl_jax.randomness import RootKey
+from reproductions.isrl._baselines import (
     alone,
     central_noise,
     make_central_oracle,
 )
-from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
-from dpfl_jax.federation.isrl.relations import relations, shuffled_view
-from dpfl_jax.federation.isrl.runs.isrl_run import _relations, guarantee_of
-from dpfl_jax.federation.isrl.vector_protocol import (
+from reproductions.isrl._shuffle_protocol import (
     VectorProtocol,
     calibrate_protocol,
     make_vector_oracle,
     protocol_epsilon,
     protocol_guarantee,
 )
-from dpfl_jax.randomness import RootKey
 
 pytestmark = pytest.mark.privacy
 N, R, K = 1238, 35, 443

@@ -4,6 +4,6 @@ They are here for comparison and reproduction. Where a printed formula is not a 
 docstring says "NOT A BOUND" and a test shows the violation. None of them is used for a guarantee.
 """
 
-from dpfl_jax.accounting.closed_forms import group, isrl, rpdp, subject, userlevel
+from dpfl_jax.accounting.closed_forms import group, isrl, rpdp, subject
 
-__all__ = ["group", "isrl", "rpdp", "subject", "userlevel"]
+__all__ = ["group", "isrl", "rpdp", "subject"]

@@ -3,15 +3,13 @@
 ``message`` is what a silo sends: the only place where records are read and noise is added.
 ``schedule`` fixes, before the run, who answers, with which keys and which records. The algorithms
 (``minibatch_sgd``, ``accelerated``, ``multi_stage``) see the silos through the mean of their
-messages, the *oracle* (also of ``local_sgd``, ``vector_protocol``, ``baselines``); ``iterate`` runs
-them. ``theory`` has the paper's parameters of a ``Problem``, ``arms`` the noise and the guarantee
-that goes with it, ``bounds`` what risk is possible. Everything is a function of arrays: jit it, and
-vmap it over trials, step sizes and noise.
+messages, the *oracle*; ``iterate`` runs them. ``theory`` has the paper's parameters of a
+``Problem``, ``arms`` the noise and the guarantee that goes with it, ``bounds`` what risk is
+possible. Everything is a function of arrays: jit it, and vmap it over trials, step sizes and noise.
 """
 
 from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
 from dpfl_jax.federation.isrl.arms import Arm, Budget, SiloNoise, silo_guarantee, silo_noise
-from dpfl_jax.federation.isrl.local_sgd import make_local_oracle
 from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, make_oracle
 from dpfl_jax.federation.isrl.method import Method, iterate
 from dpfl_jax.federation.isrl.minibatch_sgd import minibatch_sgd
@@ -31,7 +29,6 @@ __all__ = [
     "Stage",
     "accelerated",
     "iterate",
-    "make_local_oracle",
     "make_oracle",
     "make_schedule",
     "minibatch_sgd",

@@ -154,37 +154,6 @@ def silo_noise(
     return SiloNoise(noise, batch, silo_size, rounds, sampling, arm, budget)
 
 
-def local_sgd_noise(
-    budget: Budget, silo_size: int, local_steps: int, rounds: int, *, arm: Arm = "sound"
-) -> tuple[float, float]:
-    """Noise multiplier of each step of local SGD, and the epsilon that all steps spend.
-
-    A step takes one record uniformly (fixed size, replace-one) and all R K steps compose, as if
-    each were released. ``as_published`` (Appendix I) spends up to hundreds of times its budget.
-
-    Args:
-      budget: of each record.
-      silo_size: n.
-      local_steps: K.
-      rounds: R.
-      arm: ``"sound"`` or ``"as_published"``.
-    """
-    steps = rounds * local_steps
-
-    def event(z: float) -> Any:
-        return events.fixed_size(z, silo_size, 1, steps)
-
-    if arm == "sound":
-        noise = accounting.calibrate_noise_multiplier(
-            event, budget.epsilon, budget.delta, relation=REPLACE
-        )
-    elif arm == "as_published":
-        noise = closed.experiment_noise(steps, silo_size, budget.epsilon, budget.delta)
-    else:
-        raise BadInputError("the paper has no closed form for local SGD: sound or as_published")
-    return noise, accounting.epsilon(event(noise), budget.delta, relation=REPLACE)
-
-
 def silo_guarantee(noise: SiloNoise, spec: MessageSpec | None = None) -> Guarantee:
     """What a silo's records have against everybody else.
 

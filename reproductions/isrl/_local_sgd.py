@@ -8,6 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dpfl_jax import accounting
+from dpfl_jax.accounting import REPLACE, events
+from dpfl_jax.accounting.closed_forms import isrl as closed
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.arms import Arm, Budget
 from dpfl_jax.federation.isrl.message import (
     Loss,
     MessageSpec,
@@ -72,3 +77,34 @@ def make_local_oracle(
 def _folded(key: jax.Array, t: jax.Array) -> jax.Array:
     folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), t)
     return jax.random.key_data(folded)
+
+
+def local_sgd_noise(
+    budget: Budget, silo_size: int, local_steps: int, rounds: int, *, arm: Arm = "sound"
+) -> tuple[float, float]:
+    """Noise multiplier of each step of local SGD, and the epsilon that all steps spend.
+
+    A step takes one record uniformly (fixed size, replace-one) and all R K steps compose, as if
+    each were released. ``as_published`` (Appendix I) spends up to hundreds of times its budget.
+
+    Args:
+      budget: of each record.
+      silo_size: n.
+      local_steps: K.
+      rounds: R.
+      arm: ``"sound"`` or ``"as_published"``.
+    """
+    steps = rounds * local_steps
+
+    def event(z: float) -> Any:
+        return events.fixed_size(z, silo_size, 1, steps)
+
+    if arm == "sound":
+        noise = accounting.calibrate_noise_multiplier(
+            event, budget.epsilon, budget.delta, relation=REPLACE
+        )
+    elif arm == "as_published":
+        noise = closed.experiment_noise(steps, silo_size, budget.epsilon, budget.delta)
+    else:
+        raise BadInputError("the paper has no closed form for local SGD: sound or as_published")
+    return noise, accounting.epsilon(event(noise), budget.delta, relation=REPLACE)

@@ -9,12 +9,12 @@ from fed_zoo import loss_fn, make_params
 from dpfl_jax.accounting.accountant import epsilon
 from dpfl_jax.accounting.events import gaussian
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.personal.renyi_filter import (
+from dpfl_jax.noise import GaussianNoise
+from reproductions.rpdp._renyi_filter import (
     epsilon_of_norms,
     filtered_descent,
     norms_of_epsilon,
 )
-from dpfl_jax.noise import GaussianNoise
 
 pytestmark = pytest.mark.privacy
 
