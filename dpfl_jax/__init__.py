@@ -33,6 +33,12 @@ _HOMES = {
     "ULS": "dpfl_jax.mechanisms",
     "bounded_grad": "dpfl_jax.clipping",
     "fit": "dpfl_jax.training",
+    "from_arrays": "dpfl_jax.data",
+    "from_grain": "dpfl_jax.data",
+    "from_huggingface": "dpfl_jax.data",
+    "from_pandas": "dpfl_jax.data",
+    "from_rows": "dpfl_jax.data",
+    "from_texts": "dpfl_jax.data",
     "load_dataset": "dpfl_jax.data",
     "transformer_config": "dpfl_jax.models",
 }
@@ -56,6 +62,12 @@ __all__ = [
     "accounting",
     "bounded_grad",
     "fit",
+    "from_arrays",
+    "from_grain",
+    "from_huggingface",
+    "from_pandas",
+    "from_rows",
+    "from_texts",
     "load_dataset",
     "transformer_config",
 ]
@@ -65,7 +77,17 @@ if TYPE_CHECKING:
     from dpfl_jax.accounting import Guarantee
     from dpfl_jax.clipping import BoundedSum, bounded_grad
     from dpfl_jax.config.execution import Execution
-    from dpfl_jax.data import ArrayStore, DataConfig, load_dataset
+    from dpfl_jax.data import (
+        ArrayStore,
+        DataConfig,
+        from_arrays,
+        from_grain,
+        from_huggingface,
+        from_pandas,
+        from_rows,
+        from_texts,
+        load_dataset,
+    )
     from dpfl_jax.errors import BadInputError
     from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
     from dpfl_jax.mechanisms.plan import Plan

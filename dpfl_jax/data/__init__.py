@@ -6,6 +6,14 @@ knows the data sets that have a name.
 """
 
 from dpfl_jax.data.chunking import store_from_documents
+from dpfl_jax.data.in_memory import (
+    from_arrays,
+    from_grain,
+    from_huggingface,
+    from_pandas,
+    from_rows,
+    from_texts,
+)
 from dpfl_jax.data.load import Dataset, Examples, load_dataset, load_examples
 from dpfl_jax.data.registry import DataSource
 from dpfl_jax.data.schema import Field, Schema
@@ -27,6 +35,12 @@ __all__ = [
     "Store",
     "Tokenizer",
     "UserView",
+    "from_arrays",
+    "from_grain",
+    "from_huggingface",
+    "from_pandas",
+    "from_rows",
+    "from_texts",
     "limit_store",
     "load_dataset",
     "load_examples",

@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.rows import LocatedRow, guess_format, read_rows, text_of
+from dpfl_jax.data.rows import PLAIN_CSV, CsvFormat, LocatedRow, guess_format, read_rows, text_of
 from dpfl_jax.errors import BadInputError
 
 Document = tuple[str, str]
@@ -44,6 +44,7 @@ def read_documents(
     format: str | None = None,
     user_column: str = "user",
     text_column: str = "text",
+    csv: CsvFormat = PLAIN_CSV,
 ) -> Iterator[Document]:
     """Streams the documents of files one after another.
 
@@ -53,6 +54,7 @@ def read_documents(
       user_column: column of the user id, or a key expression (see ``keys``); integers become their
         decimal text.
       text_column: column of the text.
+      csv: how CSV files are written.
 
     Raises:
       BadInputError: naming the file and the line or row.
@@ -66,17 +68,20 @@ def read_documents(
         if kind == "folder":
             yield from read_folder(path)
             continue
-        for where, row in read_file_rows([path], kind, columns):
+        for where, row in read_file_rows([path], kind, columns, csv):
             yield key(row, where), text_of(row, text_column, where)
 
 
 def read_file_rows(
-    paths: Iterable[pathlib.Path], format: str, columns: Sequence[str] | None = None
+    paths: Iterable[pathlib.Path],
+    format: str,
+    columns: Sequence[str] | None = None,
+    csv: CsvFormat = PLAIN_CSV,
 ) -> Iterator[LocatedRow]:
     """Streams the rows of files one after another, with where each is; see ``rows.read_rows``."""
     for path in paths:
         if format != "huggingface":
-            yield from read_rows(path, format, columns)
+            yield from read_rows(path, format, columns, csv)
             continue
         for file in huggingface_files(path):
             yield from read_rows(file, guess_format(file), columns)

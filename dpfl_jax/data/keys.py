@@ -15,6 +15,7 @@ import functools
 import importlib
 import math
 import re
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -45,6 +46,8 @@ def value_to_id(value: Any, where: str) -> str:
     """Turns one value into a user id: text as it is, integers in decimal, all else refused."""
     if isinstance(value, np.generic):
         value = value.item()
+    if isinstance(value, uuid.UUID):
+        return str(value)
     if isinstance(value, bytes):
         try:
             value = value.decode()

@@ -173,7 +173,11 @@ def _texts(config: SourceConfig) -> Examples:
         store = python_source.private_store(tokenizer, config.seq_len, config.max_users, limit)
         return _tokens(store, tokenizer, "a source file of an installed package")
     documents = read_documents(
-        expand_paths(config.path), config.source, config.user_column or "", config.text_column
+        expand_paths(config.path),
+        config.source,
+        config.user_column or "",
+        config.text_column,
+        config.csv,
     )
     store = store_from_documents(documents, tokenizer, config.seq_len, max_examples=limit)
     return _tokens(store, tokenizer, config.user_column or "a document")

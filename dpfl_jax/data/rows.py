@@ -5,6 +5,8 @@ Each row comes as (where it is, dict of its columns): the place goes into every 
 
 from __future__ import annotations
 
+import codecs
+import dataclasses
 import functools
 import gzip
 import io
@@ -22,6 +24,7 @@ from dpfl_jax.errors import BadInputError
 
 LocatedRow = tuple[str, dict[str, Any]]
 
+_UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _SUFFIXES = {
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -86,8 +89,27 @@ def no_column(where: str, column: str, names: Sequence[str]) -> BadInputError:
     return BadInputError(f"{where}: there is no column {column!r}; the columns are {names}")
 
 
+@dataclasses.dataclass(frozen=True)
+class CsvFormat:
+    """How CSV and TSV files are written.
+
+    Attributes:
+      delimiter: between cells; default ``,`` (of TSV files a tab).
+      encoding: of the text, as Python names it; default UTF-8, or UTF-16 if the file begins so.
+    """
+
+    delimiter: str | None = None
+    encoding: str | None = None
+
+
+PLAIN_CSV = CsvFormat()
+
+
 def read_rows(
-    path: pathlib.Path, format: str, columns: Sequence[str] | None = None
+    path: pathlib.Path,
+    format: str,
+    columns: Sequence[str] | None = None,
+    csv: CsvFormat = PLAIN_CSV,
 ) -> Iterator[LocatedRow]:
     """Streams the rows of one file.
 
@@ -95,6 +117,7 @@ def read_rows(
       path: the file.
       format: ``"jsonl"``, ``"parquet"``, ``"csv"``, ``"tsv"`` or ``"arrow"``.
       columns: columns that must be there; tables are read for these only. None for all.
+      csv: how CSV files are written.
 
     Raises:
       BadInputError: naming the file and the line or row.
@@ -102,8 +125,8 @@ def read_rows(
     readers: dict[str, Callable[..., Iterator[LocatedRow]]] = {
         "jsonl": _jsonl,
         "parquet": _parquet,
-        "csv": _csv,
-        "tsv": functools.partial(_csv, delimiter="\t"),
+        "csv": functools.partial(_csv, format=csv),
+        "tsv": functools.partial(_csv, format=csv, delimiter="\t"),
         "arrow": _arrow,
     }
     if format not in readers:
@@ -186,15 +209,25 @@ def _arrow(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[Locate
 
 
 def _csv(
-    path: pathlib.Path, columns: Sequence[str] | None, delimiter: str = ","
+    path: pathlib.Path, columns: Sequence[str] | None, format: CsvFormat, delimiter: str = ","
 ) -> Iterator[LocatedRow]:
-    read = pa.csv.ReadOptions(use_threads=False)
+    delimiter, encoding = format.delimiter or delimiter, format.encoding
     with open_binary(path) as binary:
-        header = binary.readline().decode(errors="replace")
+        if encoding is None:
+            encoding = "utf-16" if binary.read(2) in _UTF16 else "utf-8"
+            binary.seek(0)
+        try:
+            header = io.TextIOWrapper(binary, encoding, errors="replace").readline()
+        except LookupError:
+            raise BadInputError(f"data.encoding={encoding} is not known: use utf-8, say") from None
+    read = pa.csv.ReadOptions(use_threads=False, encoding=encoding)
     if not header.strip():
         raise BadInputError(f"{path}: the first line must name the columns, but it is blank")
     parse = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    names = pa.csv.read_csv(io.BytesIO(header.encode()), read, parse).column_names
+    plain = pa.csv.ReadOptions(use_threads=False)
+    names = pa.csv.read_csv(io.BytesIO(header.encode()), plain, parse).column_names
+    if len(names) == 1 and ";" in header and delimiter == ",":
+        raise BadInputError(f"{path}: cells seem to lie between semicolons: set data.delimiter=';'")
     _check(names, columns, path)
     convert = pa.csv.ConvertOptions(
         include_columns=list(columns or names),

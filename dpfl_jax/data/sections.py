@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
+from dpfl_jax.data.rows import CsvFormat
 from dpfl_jax.errors import BadInputError
 
 _Count = Annotated[int, Field(gt=0)]
@@ -35,6 +36,7 @@ class SourceConfig:
       classes: how many classes the target has, a public number: it is 0, 1, ... Without it the
         target is a number (regression).
       silo_column: which silo holds a row. The silos' names are taken as public.
+      delimiter, encoding: of CSV files (``CsvFormat``).
       scale: by column (the target too): middle and half width, known without these data; a value v
         becomes (v - middle) / half width.
       seq_len: tokens in an example (a store keeps its own), or characters in a window.
@@ -58,6 +60,8 @@ class SourceConfig:
     input_columns: tuple[str, ...] | None = None
     classes: Annotated[int, Field(ge=2)] | None = None
     silo_column: str | None = None
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
+    encoding: str | None = None
     scale: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     seq_len: _Count = 128
     stride: _Count = 1
@@ -74,6 +78,11 @@ class SourceConfig:
                 raise BadInputError(
                     f"data.scale: the half width of {column!r} is {width}, but it must be above 0"
                 )
+
+    @property
+    def csv(self) -> CsvFormat:
+        """How CSV files are written."""
+        return CsvFormat(self.delimiter, self.encoding)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,9 @@ from dpfl_jax.task import Task
 Users = dict[str, dict[str, np.ndarray]]
 
 
-def read_table(config: SourceConfig, keep: Sequence[str] = ()) -> tuple[Users, Task]:
+def read_table(
+    config: SourceConfig, keep: Sequence[str] = (), rows: Iterable[LocatedRow] | None = None
+) -> tuple[Users, Task]:
     """Reads the files of a configuration as a table.
 
     Statistics of the columns are information about people that no guarantee counts: numbers are
@@ -28,6 +30,7 @@ def read_table(config: SourceConfig, keep: Sequence[str] = ()) -> tuple[Users, T
     Args:
       config: ``source`` is the files' format; ``target_column`` is set.
       keep: further columns of numbers that examples carry, such as a budget; never inputs.
+      rows: instead of files.
 
     Returns:
       users: by user ``x`` float32 [n, inputs], ``label`` float32 or int32 [n], ``silo`` int32 [n]
@@ -41,11 +44,13 @@ def read_table(config: SourceConfig, keep: Sequence[str] = ()) -> tuple[Users, T
     assert target is not None
     key = None if config.user_column is None else UserKey(config.user_column)
     others = [c for c in (target, silo, *keep) if c is not None]
+    if rows is None:
+        rows = read_file_rows(expand_paths(config.path), config.source, csv=config.csv)
     inputs: tuple[str, ...] | None = None
     users: dict[str, list[int]] = {}
     x: list[list[float]] = []
     more: dict[str, list[Any]] = {name: [] for name in others}
-    for number, (where, row) in enumerate(read_file_rows(expand_paths(config.path), config.source)):
+    for number, (where, row) in enumerate(rows):
         if inputs is None:
             inputs = _inputs(config.input_columns, row, [*others, *_columns(key)], where)
         if _columns(key) and not set(_columns(key)) & set(row):
@@ -61,7 +66,8 @@ def read_table(config: SourceConfig, keep: Sequence[str] = ()) -> tuple[Users, T
             _check_class(more[target][-1], config.classes, where, target)
         owner = f"row {number + 1:08d}" if key is None else key(row, where)
         users.setdefault(owner, []).append(number)
-    assert inputs is not None  # there is a row
+    if inputs is None:
+        raise BadInputError("the table has no rows")
     unknown = sorted({*config.scale} - {*inputs, target})
     if unknown:
         raise BadInputError(

@@ -67,24 +67,23 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` of the ``tokenizers`` library."""
+    """A tokeniser of the ``tokenizers`` library."""
 
     _EOS = ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[EOS]", "[SEP]")
     _BOS = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
 
-    def __init__(self, path: str | os.PathLike[str]):
-        """Reads the file.
+    def __init__(self, data: bytes, name: str):
+        """Takes the content of a ``tokenizer.json``; ``name`` is what errors call it.
 
         Raises:
-          BadInputError: if it is not there or is not a tokeniser.
+          BadInputError: if it is not a tokeniser.
         """
         import tokenizers
 
-        data = _read(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:
-            raise BadInputError(f"{path} is not a tokenizers JSON file: {error}") from error
+            raise BadInputError(f"{name} is not a tokenizers JSON file: {error}") from error
         # Truncation or padding written into the file would silently drop or invent text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -157,26 +156,40 @@ class SentencePieceTokenizer:
         return self._model.DecodeIds(known)
 
 
-def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
-    """Returns the tokeniser called ``"bytes"`` or the one in a file.
+def load_tokenizer(name: Any) -> Tokenizer:
+    """Returns the tokeniser called ``"bytes"``, the one in a file, or one that is at hand.
 
     Args:
-      name: ``"bytes"``, a ``tokenizer.json`` of the tokenizers library, or a SentencePiece
-        ``.model``.
+      name: ``"bytes"``; a ``tokenizer.json`` of the tokenizers library or a SentencePiece
+        ``.model``, or a folder that holds one (a checkpoint, say); a ``tokenizers.Tokenizer`` or a
+        fast tokeniser of ``transformers``; or a ``Tokenizer``.
 
     Raises:
       BadInputError: if the file is missing or of another kind.
     """
-    name = os.fspath(name)
-    if name == "bytes":
+    library = getattr(name, "backend_tokenizer", name)  # transformers keep one of tokenizers
+    if hasattr(library, "to_str") and hasattr(library, "get_vocab"):
+        return HuggingFaceTokenizer(library.to_str().encode(), type(name).__name__)
+    if hasattr(name, "encode_batch") and hasattr(name, "fingerprint"):
+        return name
+    if not isinstance(name, str | os.PathLike):
+        raise BadInputError(
+            f"the tokenizer is {type(name).__name__}, but it must be 'bytes', a file, or a fast "
+            "tokeniser of the libraries tokenizers or transformers"
+        )
+    path = os.fspath(name)
+    if path == "bytes":
         return ByteTokenizer()
-    if name.endswith(".json"):
-        return HuggingFaceTokenizer(name)
-    if name.endswith((".model", ".spm")):
-        return SentencePieceTokenizer(name)
+    if os.path.isdir(path):
+        held = [os.path.join(path, f) for f in ("tokenizer.json", "tokenizer.model")]
+        path = next((f for f in held if os.path.exists(f)), path)
+    if path.endswith(".json"):
+        return HuggingFaceTokenizer(_read(path), path)
+    if path.endswith((".model", ".spm")):
+        return SentencePieceTokenizer(path)
     raise BadInputError(
-        f"tokenizer {name!r} is neither 'bytes' nor a .json (tokenizers) nor a .model "
-        "(SentencePiece) file"
+        f"tokenizer {path!r} is neither 'bytes' nor a .json (tokenizers) nor a .model "
+        "(SentencePiece) file, nor a folder with one"
     )
 
 

@@ -1,0 +1,159 @@
+"""Examples that are already in memory, as stores: texts, arrays, data frames, data sets.
+
+Each takes who owns a row, as ``data.user_column`` of a configuration does, and gives the store that
+the same people's files would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dpfl_jax.data.chunking import store_from_documents
+from dpfl_jax.data.keys import UserKey, value_to_id
+from dpfl_jax.data.rows import LocatedRow, text_of
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.sections import SourceConfig
+from dpfl_jax.data.store import ArrayStore
+from dpfl_jax.data.table import read_table
+from dpfl_jax.data.tokenizers import load_tokenizer
+from dpfl_jax.errors import BadInputError
+
+
+def from_texts(
+    documents: Iterable[tuple[Any, str]], tokenizer: Any = "bytes", *, seq_len: int = 128
+) -> ArrayStore:
+    """Returns the store of (user, text) pairs.
+
+    Args:
+      documents: in any order of users; a user is text, an integer or a UUID.
+      tokenizer: see ``load_tokenizer``.
+      seq_len: tokens in an example.
+
+    Raises:
+      BadInputError: naming the pair that is no user and text.
+    """
+
+    def pairs() -> Iterator[tuple[str, str]]:
+        for number, pair in enumerate(documents):
+            if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+                raise BadInputError(
+                    f"document {number} is {pair!r:.60}, but each must be a pair (user, text)"
+                )
+            where = f"document {number}"
+            yield value_to_id(pair[0], where), text_of({"text": pair[1]}, "text", where)
+
+    return store_from_documents(pairs(), load_tokenizer(tokenizer), seq_len)
+
+
+def from_arrays(
+    arrays: Mapping[str, Any], users: Sequence[Any] | np.ndarray, tokenizer: Any = None
+) -> ArrayStore:
+    """Returns the store of arrays with a leading axis of rows.
+
+    Args:
+      arrays: such as ``{"x": ..., "label": ...}``; or ``tokens`` and ``mask`` of a tokeniser.
+      users: [n], whose each row is: text, integers or UUIDs.
+      tokenizer: that made ``tokens``; see ``load_tokenizer``.
+
+    Raises:
+      BadInputError: lengths that differ, or a row without a user.
+    """
+    columns = {name: np.asarray(array) for name, array in arrays.items()}
+    schema = None
+    if tokenizer is not None:
+        loaded = load_tokenizer(tokenizer)
+        length = columns["tokens"].shape[1]
+        schema = Schema.tokens(length, loaded.vocab_size, loaded.fingerprint)
+    rows: dict[str, list[int]] = {}
+    for number, user in enumerate(users):
+        rows.setdefault(value_to_id(user, f"row {number}"), []).append(number)
+    for name, array in columns.items():
+        if len(array) != len(users):
+            raise BadInputError(f"there are {len(users)} users for {len(array)} rows of {name!r}")
+    return ArrayStore.from_users(
+        ((user, {n: a[mine] for n, a in columns.items()}) for user, mine in rows.items()), schema
+    )
+
+
+def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> ArrayStore:
+    """Returns the store of a ``pandas.DataFrame``; columns as of ``from_rows``."""
+    names = [str(name) for name in frame.columns]
+    values = zip(*(frame[name].tolist() for name in frame.columns), strict=True)
+    return from_rows((dict(zip(names, row, strict=True)) for row in values), user=user, **columns)
+
+
+def from_huggingface(dataset: Any, *, user: str | None, **columns: Any) -> ArrayStore:
+    """Returns the store of a ``datasets.Dataset`` (one split); columns as of ``from_rows``."""
+    if isinstance(dataset, Mapping):
+        raise BadInputError(
+            f"this is a dictionary of splits ({', '.join(dataset)}): give one of them"
+        )
+    return from_rows(dataset, user=user, **columns)
+
+
+def from_grain(source: Any, *, user: str | None, **columns: Any) -> ArrayStore:
+    """Returns the store of a source with random access; columns as of ``from_rows``.
+
+    Args:
+      source: a Grain data source or ``MapDataset``, or ``tfds.data_source(...)``; its elements are
+        dictionaries.
+      user: column of the owner.
+      **columns: see ``from_rows``.
+    """
+    return from_rows((source[i] for i in range(len(source))), user=user, **columns)
+
+
+def from_rows(
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    user: str | None,
+    text: str | None = None,
+    target: str | None = None,
+    inputs: Sequence[str] | None = None,
+    classes: int | None = None,
+    silo: str | None = None,
+    scale: Mapping[str, tuple[float, float]] | None = None,
+    tokenizer: Any = "bytes",
+    seq_len: int = 128,
+) -> ArrayStore:
+    """Returns the store of rows that are dictionaries.
+
+    Args:
+      rows: one dictionary each.
+      user: column of the owner, or a key expression (``docs/data.md``); None: every row is a person
+        of its own (tables only).
+      text: column of the text, to be tokenised; or
+      target: column that is predicted, of a table of numbers, from
+      inputs: these columns (names or shell patterns); default all others.
+      classes: number of classes of the target; None: it is a number.
+      silo: column of the silo.
+      scale: (middle, half width) by column, known without these data.
+      tokenizer: see ``load_tokenizer``.
+      seq_len: tokens in an example.
+
+    Raises:
+      BadInputError: naming the row and the column.
+    """
+    if (text is None) == (target is None):
+        raise BadInputError("give either text= (a column to tokenise) or target= (to predict)")
+    located: Iterator[LocatedRow] = ((f"row {i}", dict(row)) for i, row in enumerate(rows))
+    if text is not None:
+        if user is None:
+            raise BadInputError("texts need user=, the column that says whose each is")
+        key = UserKey(user)
+        pairs = ((key(row, where), text_of(row, text, where)) for where, row in located)
+        return store_from_documents(pairs, load_tokenizer(tokenizer), seq_len)
+    config = SourceConfig(
+        source="rows",
+        user_column=user,
+        target_column=target,
+        input_columns=None if inputs is None else tuple(inputs),
+        classes=classes,
+        silo_column=silo,
+        scale=dict(scale or {}),
+    )
+    users, _ = read_table(config, (), located)
+    return ArrayStore.from_users(users.items())

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Builds wheel and sdist, installs each on every Python that is supported (and the wheel with the
+# lowest versions that pyproject.toml allows), and trains on a table there, outside of the checkout.
+#   tests/smoke_wheel.sh [FOLDER]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+root=$PWD out=${1:-$(mktemp -d)}
+uv build --quiet --out-dir "$out/dist"
+cd "$out"
+awk 'BEGIN { print "patient,age,dose,days" } END { for (i = 0; i < 200; i++)
+  printf "p%d,%f,%f,%f\n", i % 80, i % 7 / 7, i % 5 / 5, i % 7 / 14 + i % 5 / 10 }' </dev/null >visits.csv
+
+smoke() { # name, Python, archive
+  uv venv --quiet --python "$2" "$1"
+  case $1 in
+  lowest)
+    uv pip install --quiet --python "$1/bin/python" --resolution lowest-direct -r "$root/pyproject.toml"
+    uv pip install --quiet --python "$1/bin/python" --no-deps "$3" ;;
+  *) uv pip install --quiet --python "$1/bin/python" "$3" ;;
+  esac
+  "$1/bin/dpfl" init table/uls --out "$1.yaml" >/dev/null
+  "$1/bin/dpfl" train "$1.yaml" data.path=visits.csv data.user_column=patient \
+    data.target_column=days train.steps=5 --run-dir "$1-run" --json 2>/dev/null | grep -q '"finished"'
+  echo "$1: $("$1/bin/python" -c 'import jax, sys; print(f"Python {sys.version.split()[0]}, jax {jax.__version__}")'): trained"
+}
+
+for version in 3.11 3.12 3.13; do
+  smoke "wheel-$version" "$version" "$(echo dist/*.whl)"
+done
+smoke sdist 3.13 "$(echo dist/*.tar.gz)"
+smoke lowest 3.11 "$(echo dist/*.whl)"
