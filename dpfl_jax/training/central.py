@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from dpfl_jax.run.state import TrainState, init_state
 from dpfl_jax.run.terms import Terms, training_digest
 from dpfl_jax.training import convolutions
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
+from dpfl_jax.training.functional import check_one_example, functional, named_loss
 from dpfl_jax.training.step import TrainStep, make_train_step
 
 PyTree = Any
@@ -80,6 +82,7 @@ class Central(Algorithm):
         self.private = plan.mechanism.private
         self.random = key_argument(loss_fn)
         self.traced = with_any_key(loss_fn, self.random)
+        check_one_example(self.traced, params, plan.example)
         self.copied = (
             convolutions.kernels(self.traced, params, plan.example)
             if splits_parameters(self.mesh)
@@ -218,11 +221,12 @@ class CentralSteps(Steps):
 
 
 def fit(
-    loss_fn: Callable[..., jax.Array],
+    loss_fn: Callable[..., jax.Array] | str,
     params: PyTree,
     plan: Plan,
     optimizer: optax.GradientTransformation,
     *,
+    model: Any = None,
     trainable: Trainable = None,
     validation: Readable | None = None,
     run_dir: str | os.PathLike[str] | RunDirectory | None = None,
@@ -236,11 +240,15 @@ def fit(
     Args:
       loss_fn: ``(params, example) -> float32 scalar`` for one example. If it also takes ``rng`` (or
         ``key``), with default None, each example of each training step gets a key of its own there;
-        evaluation is without.
+        evaluation is without. Or ``"classification"``, ``"regression"``, ``"causal_lm"`` of a model
+        (``functional.named_loss``).
       params: pytree of arrays, split over the plan's mesh already if they should never be whole;
-        not modified.
+        not modified. Or a Flax NNX or Equinox module: the loss is called with one, and the result's
+        ``params`` is the trained one.
       plan: mechanism, data, steps and guarantee: ``ULS(...).plan(data, steps=..., epsilon=...)``.
       optimizer: any Optax transformation.
+      model: of a loss by name, where ``params`` is no module: a Linen module, a Haiku transform, or
+        a function ``(params, x)``.
       trainable: which parameters are trained: a function of their name (``blocks/mlp/up/kernel``),
         or a tree of bools that is a prefix of the parameters; default all. Only these have
         gradients, norms, noise, optimiser state and checkpoints.
@@ -258,17 +266,22 @@ def fit(
       clipping.SelfCheckError: the sum on this mesh, or the strategy's norms, disagree with plain
         per-unit gradients, or units mix; no step was taken.
     """
+    loss = named_loss(loss_fn, params, model) if isinstance(loss_fn, str) else loss_fn
+    arrays, rebuild, is_module = functional(params)
+    if is_module:
+        loss = _of_arrays(loss, rebuild)
     evaluate = None
     if validation is not None:
-        evaluate = Evaluator(loss_fn, plan.mesh).of(validation)
-    algorithm = Central(loss_fn, params, plan, optimizer, trainable)
+        evaluate = Evaluator(loss, plan.mesh).of(validation)
+    algorithm = Central(loss, arrays, plan, optimizer, trainable)
     caveats: tuple[str, ...] = ()
     if plan.mechanism.private:
         caveats = (PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT)
     options: dict[str, Any] = {"evaluate": evaluate, "pace": pace, "hooks": hooks}
     options |= {"console": console, "caveats": caveats}
     if run_dir is None or isinstance(run_dir, RunDirectory):
-        return train(algorithm, run_dir=run_dir, key=key, **options)
+        result = train(algorithm, run_dir=run_dir, key=key, **options)
+        return dataclasses.replace(result, params=rebuild(result.params))
     opened = open_directory(run_dir, plan.stated, key, {"data": plan.data_digest})
     try:
         result = train(algorithm, run_dir=opened, **options)
@@ -283,9 +296,19 @@ def fit(
                 data={"users": people.num_users, "examples": people.num_examples},
             )
             write_report(opened.path, report, result.metrics)
-        return result
+        return dataclasses.replace(result, params=rebuild(result.params))
     finally:
         opened.close()
+
+
+def _of_arrays(loss_fn: Callable[..., jax.Array], rebuild: Callable[[PyTree], Any]) -> Any:
+    """A loss of a module as one of its arrays, with the same further arguments."""
+
+    @functools.wraps(loss_fn)
+    def loss(params: PyTree, *args: Any, **kwargs: Any) -> jax.Array:
+        return loss_fn(rebuild(params), *args, **kwargs)
+
+    return loss
 
 
 def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) -> FitResult:

@@ -79,7 +79,8 @@ def test_a_pretrained_base_is_named_and_compared(tmp_path, capsys):
         "pretrain": {"steps": 2, "batch_size": 8, "cache_dir": str(tmp_path / "cache")},
         "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 8, "clipping": "normalized"},
         "privacy": {"epsilon": 8.0, "delta": 1e-3},
-        "train": {"steps": 2, "microbatch_size": 4, "checkpoint_every": 1},
+        "train": {"steps": 2, "checkpoint_every": 1},
+        "execution": {"microbatch_size": 4},
     }
     file, run = tmp_path / "config.yaml", tmp_path / "run"
     file.write_text(yaml.safe_dump(config))

@@ -1,0 +1,181 @@
+"""Models of other libraries as what is trained: named arrays, and the way back; losses by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.errors import BadInputError
+
+PyTree = Any
+
+
+class Functional(NamedTuple):
+    """A model taken apart.
+
+    Attributes:
+      params: what can be trained: a pytree of arrays.
+      rebuild: makes the model of such a tree; also inside ``jit``.
+      is_module: whether the model is an object that holds its parameters.
+    """
+
+    params: PyTree
+    rebuild: Callable[[PyTree], Any]
+    is_module: bool
+
+
+def functional(model: Any) -> Functional:
+    """Takes a model apart into arrays and the rest.
+
+    Args:
+      model: a Flax NNX module (its ``Param`` are trained), an Equinox module (its arrays of floats
+        are trained), or a pytree of arrays, which stays as it is. Parameters of a module get names
+        such as ``layers/0/kernel``.
+
+    Raises:
+      BadInputError: an NNX module that changes as it computes: statistics of a batch, or dropout
+        with randomness of its own.
+    """
+    homes = {c.__module__.partition(".")[0] for c in type(model).__mro__}
+    if "equinox" in homes:
+        import equinox
+
+        arrays, rest = equinox.partition(model, equinox.is_inexact_array)
+        params, together = _named(arrays)
+        return Functional(params, lambda p: equinox.combine(together(p), rest), True)
+    if "flax" in homes:
+        from flax import nnx
+
+        if isinstance(model, nnx.Module):
+            _check_nnx(model)
+            parts: Any = nnx.split(model, nnx.Param, ...)
+            graph, state, rest = parts
+            params, together = _named(state)
+            return Functional(params, lambda p: nnx.merge(graph, together(p), rest), True)
+    if "torch" in homes:
+        raise BadInputError("this is a PyTorch module: its JAX form, or a checkpoint, is needed")
+    return Functional(model, lambda p: p, False)
+
+
+def _named(tree: PyTree) -> tuple[dict[str, jax.Array], Callable[[dict[str, Any]], PyTree]]:
+    """Leaves by name (libraries keep and restore dictionaries alike), and the way back."""
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree)
+    names = []
+    for path, _ in paths:
+        parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
+        names.append("/".join(parts[:-1] if len(parts) > 1 and parts[-1] == "value" else parts))
+    leaves = dict(zip(names, (leaf for _, leaf in paths), strict=True))
+    return leaves, lambda p: jax.tree.unflatten(treedef, [p[name] for name in names])
+
+
+def _check_nnx(model: Any) -> None:
+    from flax import nnx
+
+    if jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
+        raise BadInputError(
+            "the model keeps statistics of its batches (BatchNorm), which mix people and are not "
+            "private: use GroupNorm, LayerNorm or RMSNorm instead"
+        )
+    draws = [m for _, m in nnx.iter_graph(model) if isinstance(m, nnx.Dropout)]
+    if any(m.rate > 0 and not m.deterministic and m.rngs is not None for m in draws):
+        raise BadInputError(
+            "the model's dropout holds randomness of its own, which would be the same at every "
+            "step: call model.eval(), or make it without rngs and hand the key over in the loss: "
+            "loss(model, example, rng) with model(x, rngs=nnx.Rngs(dropout=rng))"
+        )
+
+
+LOSSES = ("causal_lm", "classification", "regression")
+
+
+def named_loss(name: str, params: Any, model: Any = None) -> Callable[[Any, Any], jax.Array]:
+    """Returns a common loss of one example.
+
+    Args:
+      name: ``"classification"``: cross-entropy of logits and ``label``; ``"regression"``: half the
+        squared error, of one number and ``label``; ``"causal_lm"``: mean cross-entropy of the real
+        tokens after the first, in nats.
+      params: a module, or parameters of ``model``.
+      model: where ``params`` are no module: a Linen module, a Haiku transform, or a function
+        ``(params, x)``. It takes one ``x`` (or ``tokens``), without a leading axis.
+
+    Raises:
+      BadInputError: no such loss, or no model.
+    """
+    if name not in LOSSES:
+        raise BadInputError(
+            f"there is no loss {name!r}: use {', '.join(LOSSES)}, or a function (params, example)"
+        )
+    forward = _forward(name, params, model)
+
+    def classification(params: Any, example: Any) -> jax.Array:
+        return _cross_entropy(forward(params, example["x"]).reshape(-1), example["label"])
+
+    def regression(params: Any, example: Any) -> jax.Array:
+        predicted = forward(params, example["x"]).reshape(()).astype(jnp.float32)
+        return jnp.square(predicted - example["label"]) / 2
+
+    def causal_lm(params: Any, example: Any) -> jax.Array:
+        tokens, mask = example["tokens"], example["mask"][1:]
+        logits = forward(params, tokens)
+        losses = jax.vmap(_cross_entropy)(logits[:-1], tokens[1:])
+        return jnp.where(mask, losses, 0.0).sum() / jnp.maximum(mask.sum(), 1)
+
+    made = {"classification": classification, "regression": regression, "causal_lm": causal_lm}
+    return made[name]
+
+
+def _forward(name: str, params: Any, model: Any) -> Callable[[Any, Any], Any]:
+    if model is None:
+        if not functional(params).is_module:
+            raise BadInputError(
+                f"the loss {name!r} needs model=: a Linen module, a Haiku transform or a function "
+                "(params, x); or give an NNX or Equinox module as the parameters"
+            )
+        return lambda module, x: module(x)
+    if not hasattr(model, "apply"):
+        return model
+    if hasattr(model, "init_with_output"):  # Linen
+        if isinstance(params, dict) and set(params) - {"params"} and "params" in params:
+            raise BadInputError(
+                f"the model has variables beside its parameters ({sorted(set(params) - {'params'})}"
+                "), which no private step may change: use a model without (no BatchNorm)"
+            )
+        if isinstance(params, dict) and set(params) == {"params"}:
+            return model.apply
+        return lambda params, x: model.apply({"params": params}, x)
+    keyed = "rng" in inspect.signature(model.apply).parameters
+    return lambda params, x: model.apply(params, None, x) if keyed else model.apply(params, x)
+
+
+def _cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
+    """In nats; NaN for a label that is no class, so that it is noticed."""
+    logits = logits.astype(jnp.float32)
+    picked = jnp.where(jnp.arange(logits.shape[-1]) == label, logits, 0.0).sum()
+    valid = (label >= 0) & (label < logits.shape[-1])
+    return jax.nn.logsumexp(logits) - jnp.where(valid, picked, jnp.nan)
+
+
+def check_one_example(loss_fn: Callable[..., Any], params: PyTree, example: PyTree) -> None:
+    """Raises BadInputError if a loss cannot be computed for one example, but for a batch it can."""
+    try:
+        jax.eval_shape(loss_fn, params, example)
+        return
+    except BadInputError:
+        raise
+    except Exception as failed:  # whatever the user's code raises; it comes up again later
+        error = failed
+    batch = jax.tree.map(lambda x: jnp.stack([x, x]), example)
+    try:
+        jax.eval_shape(loss_fn, params, batch)
+    except Exception:  # not a matter of the leading axis: the first error says what it is
+        raise error from None
+    raise BadInputError(
+        "the loss takes a batch of examples, but it must be that of one, whose arrays have no "
+        "leading axis (people are kept apart by mapping it over examples): leave the batch out, or "
+        "give `lambda params, x: loss(params, jax.tree.map(lambda a: a[None], x))`"
+    ) from error
