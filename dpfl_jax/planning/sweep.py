@@ -358,8 +358,9 @@ def draw(best: Sequence[Mapping[str, Any]], axes: Sequence[str], file: pathlib.P
     import matplotlib.pyplot as plt
 
     figure, ax = plt.subplots(figsize=(6.5, 4.5))
-    if set(axes) == set(SIZES):
-        groups, cohorts = (sorted({row[axis] for row in best}) for axis in SIZES)
+    plane = ("group_size", "cohort_size")
+    if set(axes) == set(plane):
+        groups, cohorts = (sorted({row[axis] for row in best}) for axis in plane)
         image = np.full((len(groups), len(cohorts)), np.nan)
         for row in best:
             place = groups.index(row["group_size"]), cohorts.index(row["cohort_size"])

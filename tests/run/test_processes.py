@@ -30,8 +30,7 @@ from dpfl_jax.run.checkpoint import Checkpoints
 from dpfl_jax.run.directory import RunDirectory, seal_of
 from dpfl_jax.run.state import init_state
 from dpfl_jax.run.watch import LastWords, Roll
-from dpfl_jax.training.central_run import build_model, make_optimizer
-from dpfl_jax.training.start import trained_by_name
+from dpfl_jax.training.start import build_transformer, make_optimizer, trained_by_name
 
 LOCAL = pathlib.Path(__file__).parents[2] / "launch" / "local.py"
 PATIENCE = 900  # seconds: of a machine that does much else at the same time
@@ -230,7 +229,7 @@ def with_key_of(run_dir, other):
 def final(workspace, run_dir, config="small"):
     """The state in the newest checkpoint, and all hardware that the run was computed with."""
     config = load_config(workspace / f"{config}.yaml")
-    model = build_model(config, 259)
+    model = build_transformer(config, 259)
     params, _ = split(model.init(jax.random.key(0)), trained_by_name(config.model, model))
     like = init_state(params, make_optimizer(config.optimizer, 12), make_mesh())
     checkpoints = Checkpoints(run_dir / "checkpoints", 2)

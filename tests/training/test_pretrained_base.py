@@ -14,7 +14,7 @@ from dpfl_jax.models.lora import without_adapters
 from dpfl_jax.run.checkpoint import load_params, save_params
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.training.pretrain import Pretrained, begin_from
-from dpfl_jax.training.start import build_model
+from dpfl_jax.training.start import build_transformer
 from dpfl_jax.training.trained import load_trained
 
 
@@ -94,7 +94,7 @@ def test_a_pretrained_base_is_named_and_compared(tmp_path, capsys):
     load_trained(run)
 
     # As if it had been interrupted, and the base made again with other rounding.
-    model = build_model(load_config(file), 259)
+    model = build_transformer(load_config(file), 259)
     like = without_adapters(jax.eval_shape(model.init, jax.random.key(0)))
     params = load_params(kept, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like))
     for old in sorted(kept.rglob("*"), reverse=True):
