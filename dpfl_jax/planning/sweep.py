@@ -365,7 +365,8 @@ def draw(best: Sequence[Mapping[str, Any]], axes: Sequence[str], file: pathlib.P
         for row in best:
             place = groups.index(row["group_size"]), cohorts.index(row["cohort_size"])
             image[place] = row["loss"]
-            ax.text(place[1], place[0], f"{row['loss']:.3f}", ha="center", va="center", fontsize=7)
+            box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1.5}
+            ax.text(*place[::-1], f"{row['loss']:.3f}", ha="center", va="center", size=7, bbox=box)
         shown = ax.imshow(image, origin="lower", cmap="viridis_r", aspect="auto")
         ax.set_xticks(range(len(cohorts)), [str(m) for m in cohorts])
         ax.set_yticks(range(len(groups)), [str(g) for g in groups])

@@ -2,6 +2,8 @@
 
 import json
 
+import matplotlib.axes
+import numpy as np
 import pyarrow.parquet
 import pytest
 from rich.console import Console
@@ -11,7 +13,7 @@ from dpfl_jax.accounting import epsilon as epsilon_of
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.planning.sweep import Sweep, best_rows
+from dpfl_jax.planning.sweep import Sweep, best_rows, draw
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import PUBLIC_KEY_CAVEAT
@@ -263,3 +265,18 @@ def test_a_sweep_end_to_end(config, capsys, monkeypatch):
     (delta,) = {row["delta"] for row in rows} - {None}
     assert ledger.spent(account, delta) > max(row["epsilon_spent"] or 0 for row in rows)
     assert (out / "sweep.png").stat().st_size > 1000
+
+
+def test_group_and_cohort_sizes_make_a_heat_map(tmp_path, monkeypatch):
+    seen = []
+    plain = matplotlib.axes.Axes.imshow
+    monkeypatch.setattr(
+        matplotlib.axes.Axes, "imshow", lambda ax, x, **o: seen.append(x) or plain(ax, x, **o)
+    )
+    rows = [
+        {"group_size": g, "cohort_size": c, "loss": g + c / 10, "seed": None}
+        for g in (2, 1)
+        for c in (4, 8)
+    ]
+    draw(rows, ["cohort_size", "group_size"], tmp_path / "map.png")
+    np.testing.assert_allclose(seen[0], [[1.4, 1.8], [2.4, 2.8]])

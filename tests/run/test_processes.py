@@ -335,11 +335,11 @@ def test_two_processes_share_each_user(workspace, whole):
     """Four devices, of two processes, form one user's gradient together."""
     found = []
     # Under a secret key, runs of another layout draw anew: both have this one.
-    for processes, devices in ((1, 4), (2, 2)):
-        run_dir = workspace / f"shared-{processes}"
+    for count, devices in ((1, 4), (2, 2)):
+        run_dir = workspace / f"shared-{count}"
         with_key_of(run_dir, whole)
         split = ("execution.mesh.fsdp=4", "execution.split_users=true")
-        job = start(workspace, run_dir, processes, devices, *split)
+        job = start(workspace, run_dir, count, devices, *split)
         output, _ = job.communicate(timeout=PATIENCE)
         assert job.returncode == 0, output
         found.append(final(workspace, run_dir)[0])
