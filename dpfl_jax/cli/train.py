@@ -12,6 +12,7 @@ from rich.panel import Panel
 
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.run.progress import RunConsole
 
 DESCRIPTION = """\
 Train a model with a privacy guarantee for people.
@@ -69,13 +70,14 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Trains, or prices."""
     from dpfl_jax.config import load_config
 
-    console = Console(stderr=args.json)
+    console = RunConsole(stderr=args.json)
     config = load_config(args.config, args.overrides)
-    if args.dry_run:
-        price = _system(config).dry_run(config, console)
-        _print_price(console, price)
-        return price
-    return _train(config, args.run_dir or _new_run_dir(config.name), console)
+    with console.alive():
+        if args.dry_run:
+            price = _system(config).dry_run(config, console)
+            _print_price(console, price)
+            return price
+        return _train(config, args.run_dir or _new_run_dir(config.name), console)
 
 
 def _system(config: Any) -> Any:

@@ -190,7 +190,8 @@ def drive(
     clipping = None
     if algorithm.private:
         if start < steps:
-            with too_little_memory("the check before the first step", algorithm.smaller):
+            shown = (console or Console(quiet=True)).status("checking the first step")
+            with shown, too_little_memory("the check before the first step", algorithm.smaller):
                 work.check(state)
         clipping = work.clipping()
         if clipping is not None:

@@ -28,6 +28,7 @@ from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Hooks, Pace, RunResult, drive
 from dpfl_jax.run.prepared import open_directory
+from dpfl_jax.run.progress import default_console
 from dpfl_jax.run.report import (
     PRIVATE_METRICS_CAVEAT,
     TUNING_CAVEAT,
@@ -259,7 +260,8 @@ def fit(
         first parameters, execution, devices) draw independently; the same run draws the same again.
       pace: how often the run logs, evaluates and keeps.
       hooks: functions that are called on the way.
-      console: where progress is shown; None for nowhere.
+      console: where progress is shown; default a terminal or notebook, if there is one
+        (``rich.console.Console(quiet=True)``: nowhere).
 
     Raises:
       BadInputError: unusable arguments, or a run directory that holds something else.
@@ -278,7 +280,7 @@ def fit(
     if plan.mechanism.private:
         caveats = (PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT)
     options: dict[str, Any] = {"evaluate": evaluate, "pace": pace, "hooks": hooks}
-    options |= {"console": console, "caveats": caveats}
+    options |= {"console": console or default_console(), "caveats": caveats}
     if run_dir is None or isinstance(run_dir, RunDirectory):
         result = train(algorithm, run_dir=run_dir, key=key, **options)
         return dataclasses.replace(result, params=rebuild(result.params))

@@ -68,6 +68,9 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array], Callable[[dict[str, Any]
     for path, _ in paths:
         parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
         names.append("/".join(parts[:-1] if len(parts) > 1 and parts[-1] == "value" else parts))
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadInputError(f"the model has two parameters called {twice!r}: rename one")
     leaves = dict(zip(names, (leaf for _, leaf in paths), strict=True))
     return leaves, lambda p: jax.tree.unflatten(treedef, [p[name] for name in names])
 
