@@ -15,6 +15,17 @@ class BadInputError(ValueError):
     """Something the user gave (a config key, a file, an argument) cannot be used as it is."""
 
 
+def expect(value: object, kind: type | tuple[type, ...], name: str, wanted: str) -> None:
+    """Refuses an argument of another type.
+
+    Raises:
+      BadInputError: what ``name`` is, and what is ``wanted``.
+    """
+    if not isinstance(value, kind):
+        shown = " ".join(repr(value).split())[:60]
+        raise BadInputError(f"{name} is {shown} ({type(value).__name__}): give {wanted}")
+
+
 class StoppedError(Exception):
     """Work stopped before its end at the user's wish, with everything done so far saved."""
 

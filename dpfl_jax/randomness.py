@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from dpfl_jax.errors import expect
+
 if TYPE_CHECKING:
     import jax
 
@@ -51,6 +53,7 @@ class RootKey:
     @classmethod
     def from_seed(cls, seed: int) -> RootKey:
         """Derives a key from a public integer seed, for tests and reproductions."""
+        expect(seed, (int, np.integer), "the seed", "a whole number")
         return cls(hashlib.sha256(b"dpfl_jax public seed %d" % seed).digest(), public=True)
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping.result import unit_where, vary, varying_axes
@@ -188,6 +189,8 @@ def trainable_mask(params: PyTree, trainable: PyTree | Callable[[str], bool] | N
         chosen = [bool(trainable(leaf_name(path))) for path, _ in flat]
     else:
         try:
+            if not all(isinstance(flag, bool | np.bool_) for flag in jax.tree.leaves(trainable)):
+                raise ValueError("its leaves are no bools")
             chosen = jax.tree.leaves(
                 jax.tree.map(
                     lambda flag, sub: jax.tree.map(lambda _: bool(flag), sub), trainable, params

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
 from dpfl_jax.errors import BadInputError
@@ -109,7 +111,9 @@ class Kinds:
                     f"{_or(known, name, 'known here: ')}"
                 )
             try:
-                values[name] = TypeAdapter(hints[name]).validate_python(value)
+                # Numbers written as text are numbers, yes and no are none.
+                strict = True if isinstance(value, bool) else None
+                values[name] = TypeAdapter(hints[name]).validate_python(value, strict=strict)
             except ValidationError as error:
                 what = error.errors()[0]["msg"]
                 raise BadInputError(
@@ -151,9 +155,31 @@ class Named:
         else:
             cls._kinds = kinds
 
+    def __post_init__(self) -> None:
+        """Checks the types of what a user sets: a group size of 2.5 is none.
+
+        Raises:
+          BadInputError: naming the field.
+        """
+        for name, adapter in _adapters(type(self)).items():  # type: ignore[arg-type]
+            value = getattr(self, name)
+            try:
+                adapter.validate_python(
+                    value.item() if isinstance(value, np.generic) else value, strict=True
+                )
+            except ValidationError as error:
+                what = error.errors()[0]["msg"]
+                raise BadInputError(f"{name} is {value!r}: {what[:1].lower()}{what[1:]}") from error
+
     def to_json(self) -> dict[str, Any]:
         """What a report says of it: its public options."""
         return {"kind": self.kind, **dataclasses.asdict(self)}
+
+
+@functools.cache
+def _adapters(cls: type) -> dict[str, TypeAdapter[Any]]:
+    hints = typing.get_type_hints(cls)
+    return {name: TypeAdapter(hints[name]) for name in configured(cls)}
 
 
 def configured(cls: type) -> dict[str, dataclasses.Field[Any]]:

@@ -19,7 +19,7 @@ from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.data.store import ArrayStore
 from dpfl_jax.data.table import read_table
 from dpfl_jax.data.tokenizers import load_tokenizer
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, expect
 
 
 def from_texts(
@@ -61,6 +61,8 @@ def from_arrays(
     Raises:
       BadInputError: lengths that differ, or a row without a user.
     """
+    expect(arrays, Mapping, "arrays", 'arrays by name, such as {"x": ..., "label": ...}')
+    expect(users, (Sequence, np.ndarray), "users", "a list: whose each row is")
     columns = {name: np.asarray(array) for name, array in arrays.items()}
     schema = None
     if tokenizer is not None:
@@ -80,6 +82,8 @@ def from_arrays(
 
 def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> ArrayStore:
     """Returns the store of a ``pandas.DataFrame``; columns as of ``from_rows``."""
+    if not hasattr(frame, "columns"):
+        expect(frame, (), "frame", "a pandas.DataFrame (from_rows takes dictionaries)")
     names = [str(name) for name in frame.columns]
     values = zip(*(frame[name].tolist() for name in frame.columns), strict=True)
     return from_rows((dict(zip(names, row, strict=True)) for row in values), user=user, **columns)

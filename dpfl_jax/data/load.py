@@ -19,7 +19,7 @@ from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import ArrayStore, Store
 from dpfl_jax.data.table import read_table
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.task import Task
 
 
@@ -105,6 +105,7 @@ def load_dataset(config: DataConfig) -> Dataset:
     Raises:
       BadInputError: with one sentence naming the file and line, or the setting to change.
     """
+    expect(config, DataConfig, "config", "a DataConfig(source=..., path=...)")
     found = load_examples(config)
     store = found.store
     fractions = {"validation": config.validation_fraction, "test": config.test_fraction}

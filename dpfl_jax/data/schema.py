@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, expect
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,7 @@ class Schema:
     @classmethod
     def tokens(cls, seq_len: int, vocab_size: int, tokenizer: str | None = None) -> Schema:
         """Returns the schema of language-model examples of ``seq_len`` tokens."""
+        expect(seq_len, (int, np.integer), "seq_len", "a whole number of tokens")
         if seq_len < 1:
             raise BadInputError(f"seq_len is {seq_len}, but an example needs at least 1 token")
         fields = (Field("tokens", "int32", (seq_len,)), Field("mask", "bool", (seq_len,)))

@@ -357,6 +357,15 @@ class UserView(StoreBase):
         return self.parent.records(self._first[user] + positions - self.user_offsets[user])
 
 
+def expect_store(data: Any, name: str) -> None:
+    """Raises BadInputError if ``data`` is no store."""
+    if not hasattr(data, "user_offsets") or not hasattr(data, "read"):
+        raise BadInputError(
+            f"{name} is {type(data).__name__}, but it must be a store of users' examples: "
+            "load_dataset(...).train, from_pandas, from_texts or from_arrays make one"
+        )
+
+
 def check_user_id(user_id: object, where: str = "") -> str:
     """Returns ``user_id`` if it is a non-empty string, else raises BadInputError naming ``where``.
 

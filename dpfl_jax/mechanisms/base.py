@@ -88,6 +88,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
 
     def __post_init__(self) -> None:
         """Validates what all mechanisms share."""
+        super().__post_init__()
         require_positive("clip_norm", self.clip_norm)
         if self.clipping not in ("standard", "normalized"):
             raise BadInputError(

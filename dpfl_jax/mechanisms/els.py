@@ -99,6 +99,7 @@ class ELS(Mechanism):
             self.batch_size / max(population.num_units, 1),
             f"expected batch of {self.batch_size:g} examples from the {population.num_units} left "
             f"with at most {self.group_size} per user",
+            f"set batch_size to at most {population.num_units}, or use more data",
         )
 
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> ExampleSampler:

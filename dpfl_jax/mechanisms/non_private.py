@@ -60,6 +60,7 @@ class NonPrivate(Mechanism):
         return check_probability(
             self.batch_size / max(population.num_units, 1),
             f"expected batch of {self.batch_size:g} from {population.num_units} examples",
+            f"set batch_size to at most {population.num_units}, or use more data",
         )
 
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> ExampleSampler:

@@ -24,8 +24,8 @@ from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.pipeline import Pipeline, StepBatch
-from dpfl_jax.data.store import Readable, check_offsets, fingerprint_of
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.data.store import Readable, check_offsets, expect_store, fingerprint_of
+from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.mechanisms.base import LossFn, Mechanism, Population, PyTree
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments, training_pipeline, units_of
 from dpfl_jax.mechanisms.sum_check import check_sum
@@ -109,6 +109,14 @@ class Plan:
             raise BadInputError(f"the number of steps is {steps!r}: give a whole number") from None
         if steps < 1:
             raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
+        expect_store(data, "data")
+        for name, number in (("epsilon", epsilon), ("delta", delta)):
+            if number is not None:
+                expect(number, (float, int, np.number), name, "a number")
+        if execution is not None:
+            expect(execution, Execution, "execution", "a dpfl_jax.Execution(...)")
+        if mesh is not None:
+            expect(mesh, Mesh, "mesh", "a jax.sharding.Mesh, by dpfl_jax.mesh.make_mesh")
         check_offsets(data.user_offsets)
         population = mechanism.population(data.user_offsets)
         mechanism, delta = mechanism.calibrated(population, steps, epsilon, delta)
@@ -138,6 +146,7 @@ class Plan:
         Raises:
           BadInputError: ``start`` is no step of the plan, or was drawn from this key before.
         """
+        expect(key, RootKey, "key", "a RootKey, as RootKey.generate() makes")
         if not 0 <= start <= self.steps:
             raise BadInputError(f"start is {start}, but the plan has {self.steps} steps")
         key = self._own(key)

@@ -101,6 +101,7 @@ class ULS(Mechanism):
         return check_probability(
             self.cohort_size / max(population.num_users, 1),
             f"expected cohort of {self.cohort_size:g} from {population.num_users} users",
+            f"set cohort_size to at most {population.num_users}, or use more data",
         )
 
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:

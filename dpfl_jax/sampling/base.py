@@ -61,7 +61,9 @@ class Sampler(Protocol):
         """Returns the draw of ``step`` (0-based), without replaying earlier steps."""
 
 
-def check_probability(prob: float, what: str) -> float:
+def check_probability(
+    prob: float, what: str, advice: str = "lower the expected size or use more data"
+) -> float:
     """Returns ``prob`` if it is in (0, 1].
 
     Raises:
@@ -70,7 +72,7 @@ def check_probability(prob: float, what: str) -> float:
     if not 0.0 < prob <= 1.0:
         raise BadInputError(
             f"the sampling probability is {prob:.6g} ({what}), but it must be above 0 and at most "
-            "1: lower the expected size or use more data"
+            f"1: {advice}"
         )
     return float(prob)
 

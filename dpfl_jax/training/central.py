@@ -17,7 +17,8 @@ from dpfl_jax.clipping import Trainable, join, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.pipeline import StepBatch
-from dpfl_jax.data.store import Readable
+from dpfl_jax.data.store import Readable, expect_store
+from dpfl_jax.errors import expect
 from dpfl_jax.mechanisms.batches import draw_digest, example_loss, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import in_pieces
@@ -268,7 +269,20 @@ def fit(
       clipping.SelfCheckError: the sum on this mesh, or the strategy's norms, disagree with plain
         per-unit gradients, or units mix; no step was taken.
     """
+    expect(plan, Plan, "plan", "what mechanism.plan(data, steps=..., epsilon=...) returns")
+    for value, kind, name, wanted in (
+        (optimizer, optax.GradientTransformation, "optimizer", "an Optax optimiser"),
+        (key, RootKey, "key", "a RootKey, as RootKey.generate() makes"),
+        (run_dir, (str, os.PathLike, RunDirectory), "run_dir", "the path of a folder"),
+        (pace, Pace, "pace", "a dpfl_jax.Pace(...)"),
+        (hooks, Hooks, "hooks", "dpfl_jax.Hooks(on_step=...)"),
+    ):
+        if value is not None or name == "optimizer":
+            expect(value, kind, name, wanted)
+    if validation is not None:
+        expect_store(validation, "validation")
     loss = named_loss(loss_fn, params, model) if isinstance(loss_fn, str) else loss_fn
+    expect(loss, Callable, "loss_fn", "a function (params, example), or a loss by name")  # type: ignore[arg-type]
     arrays, rebuild, is_module = functional(params)
     if is_module:
         loss = _of_arrays(loss, rebuild)

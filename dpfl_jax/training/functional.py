@@ -165,8 +165,17 @@ def _cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
 
 def check_one_example(loss_fn: Callable[..., Any], params: PyTree, example: PyTree) -> None:
     """Raises BadInputError if a loss cannot be computed for one example, but for a batch it can."""
+    if not jax.tree.leaves(params):
+        raise BadInputError("the parameters hold no array: give those of the model's init")
     try:
-        jax.eval_shape(loss_fn, params, example)
+        found = jax.eval_shape(loss_fn, params, example)
+        value = found[0] if isinstance(found, tuple) else found
+        shape = getattr(value, "shape", ())
+        if shape != ():
+            raise BadInputError(
+                f"the loss of one example must be one number, but it has shape {shape}: sum it, or "
+                "take its mean"
+            )
         return
     except BadInputError:
         raise

@@ -96,6 +96,7 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
 
     def __post_init__(self) -> None:
         """Validates."""
+        super().__post_init__()
         require_positive("clip_norm", self.clip_norm)
         if (self.batch_size is None) == (self.sampling_prob is None):
             raise BadInputError(
