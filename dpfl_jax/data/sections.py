@@ -79,6 +79,30 @@ class SourceConfig:
                     f"data.scale: the half width of {column!r} is {width}, but it must be above 0"
                 )
 
+    def caveats(self) -> tuple[str, ...]:
+        """What these settings mean for a guarantee, a sentence each."""
+        table, found = self.target_column is not None, []
+        if self.max_users is not None:
+            found.append(
+                "data.max_users keeps a fixed number of users, so that adding a person to the raw "
+                "data can displace another: the guarantee is for one of the users kept"
+            )
+        if self.records_per_user is not None:
+            found.append(
+                f"users are synthetic, {self.records_per_user} records each drawn at random: the "
+                "guarantee is for such a group of records, not for a real person"
+            )
+        if table and self.user_column is None:
+            found.append(
+                "every row counts as a person of its own (data.user_column is null): somebody with "
+                "several rows is protected less"
+            )
+        if table and self.silo_column is not None:
+            found.append("which silos there are, by data.silo_column, is taken as public")
+        if self.scale:
+            found.append("data.scale is taken as known without these data")
+        return tuple(found)
+
     @property
     def csv(self) -> CsvFormat:
         """How CSV files are written."""

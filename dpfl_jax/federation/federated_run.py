@@ -273,13 +273,8 @@ def _caveats(prepared: FederatedRun) -> tuple[str, ...]:
     evaluation = EVALUATION_CAVEAT[config.data.split]
     if not prepared.federation.mechanism.private:
         return ("this run is not private: it is a baseline", evaluation)
-    caveats = [PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT]
-    if config.data.max_users is not None:
-        caveats.append(
-            "data.max_users keeps a fixed number of subjects, so that adding one to the raw "
-            "data can displace another: the guarantee is for one of the subjects kept"
-        )
-    return tuple(caveats)
+    caveats = (PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT)
+    return (*caveats, *config.data.caveats())
 
 
 def _kept(prepared: FederatedRun) -> dict[str, Any]:

@@ -258,11 +258,7 @@ def run_caveats(config: RunConfig, mechanism: Mechanism) -> tuple[str, ...]:
     caveats = [PRIVATE_METRICS_CAVEAT, evaluation_caveat(config), TUNING_CAVEAT]
     if config.model.checkpoint is not None:
         caveats.append(BASE_CAVEAT)
-    if config.data.max_users is not None:
-        caveats.append(
-            "data.max_users keeps a fixed number of users, so that adding a person to the raw data "
-            "can displace another: the guarantee is for adding or removing one of the users kept"
-        )
+    caveats += config.data.caveats()
     if config.privacy.delta is None:
         caveats.append(
             "delta is (number of training examples) ** -1.1 as in Charles et al. 2024; the unit is "

@@ -54,8 +54,10 @@ def test_it_trains(name, table, tmp_path, capsys):
     assert report["privacy"]["unit"] == {"uls": "user", "hi_grad_avg": "subject"}.get(
         name, "record"
     )
-    owners = [c for c in report["privacy"]["caveats"] if "owns several" in c]
-    assert len(owners) == (name == "isrl")
+    caveats = " ".join(report["privacy"]["caveats"])
+    assert ("owns several" in caveats) == (name == "isrl")
+    assert ("every row counts as a person" in caveats) == (name == "rpdp")
+    assert "silos there are, by data.silo_column, is taken as public" in caveats
 
 
 @pytest.mark.parametrize(

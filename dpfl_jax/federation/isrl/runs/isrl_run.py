@@ -149,6 +149,7 @@ def guarantee_of(
     """
     noise = prepared.parameters.noise
     outside: tuple[str, ...] = (_EVALUATION_CAVEAT, _SILOS_CAVEAT)
+    outside = (*outside, *prepared.config.data.caveats())
     if prepared.records.owners:
         outside = (*outside, _OWNERS_CAVEAT)
     if noise is None:
