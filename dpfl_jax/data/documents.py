@@ -36,6 +36,10 @@ def expand_paths(path: str | os.PathLike[str] | Sequence[str] | None) -> list[pa
         if not matches:
             raise BadInputError(f"the data file {pattern} does not exist")
         found.extend(map(pathlib.Path, matches))
+    whole = [path.resolve() for path in found]
+    if len(set(whole)) < len(whole):
+        twice = next(str(p) for p, q in zip(found, whole) if whole.count(q) > 1)
+        raise BadInputError(f"the data file {twice} is given twice: its people would count double")
     return found
 
 

@@ -85,6 +85,9 @@ def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> ArrayStore:
     if not hasattr(frame, "columns"):
         expect(frame, (), "frame", "a pandas.DataFrame (from_rows takes dictionaries)")
     names = [str(name) for name in frame.columns]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise BadInputError(f"two columns of the frame are called {twice!r}: rename one")
     values = zip(*(frame[name].tolist() for name in frame.columns), strict=True)
     return from_rows((dict(zip(names, row, strict=True)) for row in values), user=user, **columns)
 

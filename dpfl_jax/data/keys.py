@@ -60,6 +60,11 @@ def value_to_id(value: Any, where: str) -> str:
             f"{where}: the user id {value!r} is a floating-point number, which mixes up large ids: "
             "store ids as integers or text"
         )
+    if isinstance(value, str) and re.fullmatch(r"\d+\.0+", value):
+        raise BadInputError(
+            f"{where}: the user id {value!r} is a number with decimals, as of a column with gaps: "
+            "the same person may be written without: store ids as integers or text"
+        )
     return check_user_id(value, where)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import numpy as np
 from dpfl_jax.data import python_source
 from dpfl_jax.data.chunking import store_from_documents
 from dpfl_jax.data.documents import FORMATS, expand_paths, read_documents
+from dpfl_jax.data.keys import value_to_id
 from dpfl_jax.data.registry import data_source
 from dpfl_jax.data.sections import DataConfig, SourceConfig
 from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
@@ -54,6 +55,7 @@ class Dataset:
       description: one line: source, users, examples.
       task: what is learned.
       tokenizer: what made the ids, or None for examples that are not text.
+      known: whether some users of the test part are in training, too.
     """
 
     train: Store
@@ -63,6 +65,7 @@ class Dataset:
     description: str
     task: Task
     tokenizer: Tokenizer | None = None
+    known: bool = False
 
 
 def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
@@ -76,15 +79,16 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
       BadInputError: with one sentence naming the file and line, or the setting to change.
     """
     is_file = config.source in FORMATS
-    if is_file and config.target_column is None and (config.silo_column or config.input_columns):
-        raise BadInputError(
-            "data.input_columns and data.silo_column are of tables: name the column that is "
-            "predicted as data.target_column"
-        )
+    if config.source != "store" and not (is_file and config.target_column is not None):
+        for name in ("target_column", "input_columns", "classes", "silo_column", "scale"):
+            if getattr(config, name):
+                more = ", whose data.target_column is set" if is_file else " and stores of arrays"
+                raise BadInputError(f"data.{name} is for tables{more}")
     if is_file and config.target_column is not None:
         users, task = read_table(config, keep)
         unit = "a row" if config.user_column is None else config.user_column
-        found = Examples(ArrayStore.from_users(users.items()), task, unit)
+        checked = _checked(users.items(), task, config.source)
+        found = Examples(ArrayStore.from_users(checked), task, unit)
     elif is_file or config.source == "python_source":
         found = _texts(config)
     elif config.source == "store":
@@ -112,8 +116,11 @@ def load_dataset(config: DataConfig) -> Dataset:
     if found.test is not None:
         fractions["test"] = 0.0
     parts = hold_out(store, config, fractions, config.split, config.held_out_max)
+    known = False
     if found.test is not None:
         parts["test"], fractions["test"] = found.test, 1.0
+        names = [set(s.user_ids(range(s.num_users))) for s in (store, found.test)]
+        known = not names[0].isdisjoint(names[1])
     public = _load_public(config)
     description = (
         f"{config.source}: {store.num_users} users, {store.num_examples} examples"
@@ -129,6 +136,7 @@ def load_dataset(config: DataConfig) -> Dataset:
         description,
         found.task,
         found.tokenizer,
+        known,
     )
 
 
@@ -191,15 +199,16 @@ def _tokens(store: Store, tokenizer: Tokenizer, unit: str, test: Store | None = 
 
 
 def _named(config: SourceConfig) -> Examples:
-    source = data_source(config.source)
+    source, name = data_source(config.source), config.source
     parts: list[Store] = []
     tokenizer, limit = load_tokenizer(config.tokenizer), config.max_examples_per_user
     for split in source.splits:
         if source.task is None:
-            texts = source.read(config, split)
+            texts = ((value_to_id(u, name), text) for u, text in source.read(config, split))
             parts.append(store_from_documents(texts, tokenizer, config.seq_len, limit))
         else:
-            parts.append(ArrayStore.from_users(source.read(config, split)))
+            users = ((value_to_id(u, name), batch) for u, batch in source.read(config, split))
+            parts.append(ArrayStore.from_users(_checked(users, source.task, config.source)))
     test = parts[1] if len(parts) > 1 else None
     if source.task is None:
         return _tokens(parts[0], tokenizer, source.unit, test)
@@ -242,11 +251,6 @@ def _stored(config: SourceConfig) -> Examples:
         for name, found in _by_user(store):
             x, label = found[inputs[0]], found[target]
             scale = 255.0 if x.dtype == np.uint8 else 1.0
-            if classes is not None and not ((label >= 0) & (label < classes)).all():
-                raise BadInputError(
-                    f"{path}: user {name!r} has labels that are not whole numbers from 0 to "
-                    f"{classes - 1}: check data.target_column and data.classes"
-                )
             own = {"x": x.reshape(len(x), *shape).astype(np.float32) / scale,
                    "label": label.astype(np.float32 if classes is None else np.int32)}  # fmt: skip
             # Other numbers of a record: its silo, or its budget.
@@ -255,7 +259,29 @@ def _stored(config: SourceConfig) -> Examples:
 
     scaled = fields[inputs[0]].dtype == "uint8"
     task = Task("regression" if classes is None else "classes", shape, classes or 0, scaled=scaled)
-    return Examples(ArrayStore.from_users(users()), task, "a user of the store")
+    return Examples(ArrayStore.from_users(_checked(users(), task, path)), task, "a user of it")
+
+
+def _checked(
+    users: Iterable[tuple[str, Mapping[str, Any]]], task: Task, name: str
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Refuses what would train nothing, or something else, in silence."""
+    for user, batch in users:
+        x, label = np.asarray(batch["x"]), np.asarray(batch["label"])
+        where = f"{name}: user {user!r} has"
+        if not (np.isfinite(x).all() and np.isfinite(label).all()):
+            raise BadInputError(f"{where} numbers that are not finite: mend or leave out the row")
+        if task.classes and not (
+            label.dtype.kind in "iu" and ((label >= 0) & (label < task.classes)).all()
+        ):
+            raise BadInputError(
+                f"{where} labels that are not whole numbers from 0 to {task.classes - 1}: check "
+                "data.target_column and data.classes"
+            )
+        silo = np.asarray(batch.get("silo", 0))
+        if silo.dtype.kind not in "iu" or (silo < 0).any():
+            raise BadInputError(f"{where} silos that are not whole numbers from 0 on")
+        yield user, batch
 
 
 def _by_user(store: Store) -> Iterator[tuple[str, dict[str, np.ndarray]]]:

@@ -183,6 +183,9 @@ def _table(
 
 
 def _check(names: Sequence[str], columns: Sequence[str] | None, path: pathlib.Path) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise BadInputError(f"{path}: two columns are called {name!r}: rename one")
     for column in columns or ():
         if column not in names:
             raise no_column(str(path), column, names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
@@ -73,10 +74,11 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         """Checks the scale: half widths above 0."""
-        for column, (_, width) in self.scale.items():
-            if not 0 < width < float("inf"):
+        for column, (middle, width) in self.scale.items():
+            if not (math.isfinite(middle) and 0 < width < math.inf):
                 raise BadInputError(
-                    f"data.scale: the half width of {column!r} is {width}, but it must be above 0"
+                    f"data.scale of {column!r} is ({middle}, {width}), but it must be a number and "
+                    "a half width above 0"
                 )
 
     def caveats(self) -> tuple[str, ...]:
@@ -90,7 +92,7 @@ class SourceConfig:
         if self.records_per_user is not None:
             found.append(
                 f"users are synthetic, {self.records_per_user} records each drawn at random: the "
-                "guarantee is for such a group of records, not for a real person"
+                "guarantee is for such a group, not for a real person, who would deal all anew"
             )
         if table and self.user_column is None:
             found.append(

@@ -357,6 +357,10 @@ class UserView(StoreBase):
         return self.parent.records(self._first[user] + positions - self.user_offsets[user])
 
 
+# How libraries write a cell without a value.
+MISSING = frozenset({"nan", "NaN", "None", "null", "NULL", "<NA>", "NaT"})
+
+
 def expect_store(data: Any, name: str) -> None:
     """Raises BadInputError if ``data`` is no store."""
     if not hasattr(data, "user_offsets") or not hasattr(data, "read"):
@@ -372,7 +376,7 @@ def check_user_id(user_id: object, where: str = "") -> str:
     A missing id must never become a user of its own ("None", "nan", ""): all rows without an id
     would then be protected as one person.
     """
-    if not isinstance(user_id, str) or not user_id:
+    if not isinstance(user_id, str) or not user_id or user_id in MISSING:
         place = f" ({where})" if where else ""
         raise BadInputError(
             f"a user id is {user_id!r}{place}: every row needs a non-empty user id; "

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import fnmatch
+import hashlib
+import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -44,15 +47,30 @@ def read_table(
     assert target is not None
     key = None if config.user_column is None else UserKey(config.user_column)
     others = [c for c in (target, silo, *keep) if c is not None]
+    if len(set(others)) < len(others):
+        raise BadInputError(f"one column has two uses: {others} (target, silo, budget)")
+    if key is not None and key.columns is None and config.input_columns is None:
+        raise BadInputError(
+            f"what columns the function {config.user_column} reads is not known, and an id must be "
+            "no input: name the inputs as data.input_columns"
+        )
     if rows is None:
         rows = read_file_rows(expand_paths(config.path), config.source, csv=config.csv)
     inputs: tuple[str, ...] | None = None
     users: dict[str, list[int]] = {}
     x: list[list[float]] = []
     more: dict[str, list[Any]] = {name: [] for name in others}
+    there: set[str] = set()
+    alike: collections.Counter[str] = collections.Counter()
     for number, (where, row) in enumerate(rows):
         if inputs is None:
             inputs = _inputs(config.input_columns, row, [*others, *_columns(key)], where)
+            there = set(row)
+        if config.input_columns is None and set(row) != there:  # else one person chose for all
+            raise BadInputError(
+                f"{where}: the columns are {sorted(row)}, but those of the first row are "
+                f"{sorted(there)}: name the inputs as data.input_columns"
+            )
         if _columns(key) and not set(_columns(key)) & set(row):
             raise BadInputError(
                 f"{where}: there is no column {config.user_column!r}: set data.user_column to one "
@@ -64,7 +82,7 @@ def read_table(
             more[name].append(cell)
         if config.classes is not None:
             _check_class(more[target][-1], config.classes, where, target)
-        owner = f"row {number + 1:08d}" if key is None else key(row, where)
+        owner = _own_name(row, alike) if key is None else key(row, where)
         users.setdefault(owner, []).append(number)
     if inputs is None:
         raise BadInputError("the table has no rows")
@@ -74,7 +92,10 @@ def read_table(
             f"data.scale names {unknown}, but the inputs and the target are "
             f"{[*inputs, target]}: correct the name"
         )
-    columns = {"x": _scaled(np.array(x), inputs, config.scale).astype(np.float32)}
+    if config.classes is not None and target in config.scale:
+        raise BadInputError(f"data.scale names {target!r}, whose values are classes: remove it")
+    with np.errstate(over="ignore"):  # what float32 cannot hold is refused, as not finite
+        columns = {"x": _scaled(np.array(x), inputs, config.scale).astype(np.float32)}
     if config.classes is None:
         label = _scaled(np.array(more[target])[:, None], (target,), config.scale)[:, 0]
         columns["label"] = label.astype(np.float32)
@@ -108,6 +129,14 @@ def read_coded(
         yield numbers
 
 
+def _own_name(row: Mapping[str, Any], alike: collections.Counter[str]) -> str:
+    """A name made of the row alone: where it stands depends on other rows, and so would they."""
+    text = json.dumps([[name, str(row[name])] for name in sorted(row)])
+    name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    alike[name] += 1
+    return f"row {name}" + (f" #{alike[name]}" if alike[name] > 1 else "")
+
+
 def _columns(key: UserKey | None) -> list[str]:
     return [] if key is None else key.columns or []
 
@@ -115,18 +144,20 @@ def _columns(key: UserKey | None) -> list[str]:
 def _inputs(
     patterns: Sequence[str] | None, row: Mapping[str, Any], used: Sequence[str], where: str
 ) -> tuple[str, ...]:
-    """Columns that a pattern names, in the order of the file; None: all that are not ``used``."""
+    """Columns that a pattern names, in the order of the file; None: all. Never one ``used``."""
     for pattern in patterns or ():
         if not fnmatch.filter(row, pattern):
             raise no_column(where, pattern, list(row))
+        if pattern in used:
+            raise BadInputError(
+                f"data.input_columns names {pattern!r}, which is the target, an id, a silo or a "
+                "budget: an input cannot be"
+            )
     found = tuple(
         name
         for name in row
-        if (
-            name not in used
-            if patterns is None
-            else any(fnmatch.fnmatchcase(name, p) for p in patterns)
-        )
+        if name not in used
+        and (patterns is None or any(fnmatch.fnmatchcase(name, p) for p in patterns))
     )
     if not found:
         raise BadInputError(f"{where}: no column is left to learn from beside {list(used)}")

@@ -146,7 +146,7 @@ class CentralRun(Prepared):
             evaluate = evaluator.of(self.held_out)
         result = train(
             Central(self.model.loss, params, plan, self.optimizer, trainable),
-            caveats=run_caveats(config, self.mechanism),
+            caveats=run_caveats(config, self.mechanism, self.data.known),
             run_dir=directory,
             evaluate=evaluate,
             pace=Pace.of(config.train),
@@ -246,16 +246,13 @@ def _calibrated(
     return mechanism.calibrated(population, config.train.steps, privacy.epsilon, privacy.delta)
 
 
-def evaluation_caveat(config: RunConfig) -> str:
-    """Whose data held-out losses are computed from."""
-    return EVALUATION_CAVEAT if config.data.split == "by_user" else WITHIN_USER_CAVEAT
-
-
-def run_caveats(config: RunConfig, mechanism: Mechanism) -> tuple[str, ...]:
-    """What a reader of the guarantee must know about this run."""
+def run_caveats(config: RunConfig, mechanism: Mechanism, known: bool = False) -> tuple[str, ...]:
+    """What a reader of the guarantee must know about this run; ``known`` as of ``Dataset``."""
+    shared = config.data.split == "within_user" or (known and config.eval.split == "test")
+    evaluation = WITHIN_USER_CAVEAT if shared else EVALUATION_CAVEAT
     if not mechanism.private:
-        return (evaluation_caveat(config),)
-    caveats = [PRIVATE_METRICS_CAVEAT, evaluation_caveat(config), TUNING_CAVEAT]
+        return (evaluation,)
+    caveats = [PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT]
     if config.model.checkpoint is not None:
         caveats.append(BASE_CAVEAT)
     caveats += config.data.caveats()
@@ -340,6 +337,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
     if config.population is None:
         prepared = prepare(config, console)
         mechanism, population, delta = prepared.mechanism, prepared.population, prepared.delta
+        known = prepared.data.known
         model, source = prepared.model, prepared.data.description
         seq_len = config.data.seq_len if prepared.data.task.kind == "tokens" else 1
     else:
@@ -353,9 +351,9 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         )
         model = _declared_model(config)
         mechanism, delta = _calibrated(config, mechanism, population)
-        source, seq_len = "declared in the config", config.data.seq_len
+        source, seq_len, known = "declared in the config", config.data.seq_len, False
     guarantee = mechanism.guarantee(
-        population, config.train.steps, delta, run_caveats(config, mechanism)
+        population, config.train.steps, delta, run_caveats(config, mechanism, known)
     )
     steps, budget = config.train.steps, mechanism.compute_budget
     pretraining = config.pretrain

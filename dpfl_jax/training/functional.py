@@ -55,10 +55,26 @@ def functional(model: Any) -> Functional:
             parts: Any = nnx.split(model, nnx.Param, ...)
             graph, state, rest = parts
             params, together = _named(state)
-            return Functional(params, lambda p: nnx.merge(graph, together(p), rest), True)
+
+            def rebuild(p: PyTree) -> Any:
+                # Its other variables are copies: a module that is used later changes no other.
+                return nnx.merge(graph, together(p), jax.tree.map(lambda x: x, rest))
+
+            return Functional(params, rebuild, True)
     if "torch" in homes:
         raise BadInputError("this is a PyTorch module: its JAX form, or a checkpoint, is needed")
+    if any(map(_is_module, jax.tree.leaves(model, is_leaf=_is_module))):
+        raise BadInputError(
+            "the parameters are a collection of modules: make them the attributes of one module"
+        )
     return Functional(model, lambda p: p, False)
+
+
+def _is_module(node: Any) -> bool:
+    names = {f"{c.__module__}.{c.__name__}" for c in type(node).__mro__}
+    return bool(names & {"flax.nnx.pytreelib.Pytree", "flax.nnx.module.Module"}) or any(
+        name.startswith("equinox.") and name.endswith(".Module") for name in names
+    )
 
 
 def _named(tree: PyTree) -> tuple[dict[str, jax.Array], Callable[[dict[str, Any]], PyTree]]:
@@ -116,7 +132,13 @@ def named_loss(name: str, params: Any, model: Any = None) -> Callable[[Any, Any]
     forward = _forward(name, params, model)
 
     def classification(params: Any, example: Any) -> jax.Array:
-        return _cross_entropy(forward(params, example["x"]).reshape(-1), example["label"])
+        logits = forward(params, example["x"])
+        if logits.ndim != 1:
+            raise BadInputError(
+                f"the model gives {logits.shape} for one x, but a classifier gives one number for "
+                "each class: it takes x without a leading axis"
+            )
+        return _cross_entropy(logits, example["label"])
 
     def regression(params: Any, example: Any) -> jax.Array:
         predicted = forward(params, example["x"]).reshape(()).astype(jnp.float32)

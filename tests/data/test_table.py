@@ -1,6 +1,8 @@
 """Tables of numbers: columns by name, declared scales, one clear sentence for what is wrong."""
 
+import collections
 import csv
+import dataclasses
 import json
 
 import numpy as np
@@ -8,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from dpfl_jax.data import SourceConfig, load_examples
+from dpfl_jax.data import DataConfig, SourceConfig, load_dataset, load_examples
 from dpfl_jax.errors import BadInputError
 
 ROWS = [
@@ -59,16 +61,15 @@ def test_every_format_gives_the_same_examples(format, tmp_path):
 
 def test_classes_scales_patterns_and_kept_columns(tmp_path):
     path = write(tmp_path, "csv")
-    found = load_examples(
-        config(path, classes=3, input_columns=("[ab]",), scale={"b": (20, 5)}), keep=("a",)
-    )
+    found = load_examples(config(path, classes=3, input_columns=("[ab]",), scale={"b": (20, 5)}))
     assert (found.task.kind, found.task.classes, found.task.scaled) == ("classes", 3, True)
     ann = of_user(found.store, "ann")
     np.testing.assert_array_equal(ann["x"], [[1, -2], [3, 2]])
     assert ann["label"].dtype == np.int32
-    assert ann["a"].tolist() == [1.0, 3.0]
-    # A column that is kept (a budget, say) is an input only if it is named.
-    assert load_examples(config(path), keep=("a",)).task.input_shape == (1,)
+    # A column that is kept (a budget, say) is no input.
+    kept = load_examples(config(path), keep=("a",))
+    assert kept.task.input_shape == (1,)
+    assert of_user(kept.store, "ann")["a"].tolist() == [1.0, 3.0]
     scaled = load_examples(config(path, scale={"y": (1, 2)}))
     np.testing.assert_array_equal(of_user(scaled.store, "ann")["label"], [0.5, 0.0])
 
@@ -102,7 +103,14 @@ def test_numbers_of_silos_follow_their_value(tmp_path):
         ({}, {"user_column": "id"}, r"data\.user_column .* or to null"),
         ({}, {"input_columns": ("a", "lab_*")}, r"no column 'lab_\*'"),
         ({}, {"scale": {"c": (0, 1)}}, r"data\.scale names \['c'\]"),
-        ({}, {"scale": {"a": (0, 0)}}, "half width of 'a' is 0"),
+        ({}, {"scale": {"a": (0, 0)}}, r"scale of 'a' is \(0, 0\)"),
+        ({}, {"scale": {"a": (float("nan"), 1)}}, "scale of 'a' is"),
+        ({}, {"scale": {"y": (0, 1)}, "classes": 3}, "'y', whose values are classes"),
+        ({}, {"input_columns": ("a", "who")}, "names 'who', which is the target, an id"),
+        ({}, {"silo_column": "y"}, "one column has two uses"),
+        ({"a": "1e39"}, {}, "not finite"),
+        ({"who": "nan"}, {}, "a user id is 'nan'"),
+        ({"who": "1.0"}, {}, "'1.0' is a number with decimals"),
         ({}, {"target_column": None}, r"data\.target_column"),
         ({}, {"records_per_user": 2}, "users of data.source=csv have several"),
     ],
@@ -134,3 +142,85 @@ def test_a_data_source_of_ones_own_is_one_file(tmp_path, monkeypatch):
     ):
         with pytest.raises(BadInputError, match=message):
             load_examples(SourceConfig(source=name))
+
+
+def test_removing_a_row_moves_no_other(tmp_path):
+    """Every row a person of its own: what a row is called depends on the row alone."""
+    rows = [{"a": float(i % 20), "y": float(i % 20)} for i in range(60)]  # three of each
+    options = {"user_column": None, "silo_column": None}
+    whole = load_dataset(data_config(write(tmp_path, "csv", rows), **options))
+    for gone in (0, 31, 59):
+        rest = rows[:gone] + rows[gone + 1 :]
+        fewer = load_dataset(data_config(write(tmp_path, "csv", rest), **options))
+        for part in ("train", "validation", "test"):
+            before, after = (counted(getattr(data, part)) for data in (whole, fewer))
+            assert after - before == collections.Counter()
+            assert before - after in (collections.Counter(), {rows[gone]["a"]: 1})
+        total = sum(
+            (counted(getattr(fewer, p)) for p in ("train", "validation", "test")),
+            start=collections.Counter(),
+        )
+        assert total.total() == 59
+
+
+def counted(store):
+    return collections.Counter(store.read(np.arange(store.num_examples))["x"][:, 0].tolist())
+
+
+def data_config(path, **more):
+    plain = config(path, **more)
+    fields = {f.name: getattr(plain, f.name) for f in dataclasses.fields(plain)}
+    return DataConfig(**fields, validation_fraction=0.2, test_fraction=0.2)
+
+
+def test_ids_silos_and_targets_are_no_inputs(tmp_path):
+    rows = [{**row, "who": str(i), "site": str(i)} for i, row in enumerate(ROWS)]
+    path = write(tmp_path, "csv", rows)
+    for inputs in (None, ("*",)):
+        assert load_examples(config(path, input_columns=inputs), ("a",)).task.input_shape == (1,)
+    with pytest.raises(BadInputError, match=r"name the inputs as data\.input_columns"):
+        load_examples(config(path, user_column="os.path:basename"))
+
+
+def test_one_row_does_not_choose_the_columns_of_all(tmp_path):
+    rows = [{"who": "ann", "a": 1.0, "y": 0.0}, {"who": "bob", "a": 1.0, "lab": 9.0, "y": 0.0}]
+    path = write(tmp_path, "jsonl", rows)
+    with pytest.raises(BadInputError, match="line 2: the columns are"):
+        load_examples(config(path, silo_column=None))
+    named = config(path, silo_column=None, input_columns=("a",))
+    assert load_examples(named).task.input_shape == (1,)
+
+
+def test_nobody_counts_double(tmp_path):
+    path = write(tmp_path, "csv")
+    with pytest.raises(BadInputError, match="given twice: its people would count double"):
+        load_examples(dataclasses.replace(config(path), path=(path, path)))
+    twice = tmp_path / "twice.csv"
+    twice.write_text("who,who,a,y\n1,2,3,0\n")
+    with pytest.raises(BadInputError, match="two columns are called 'who'"):
+        load_examples(config(str(twice), silo_column=None))
+
+
+def test_settings_of_tables_are_refused_elsewhere(tmp_path):
+    with pytest.raises(BadInputError, match=r"data\.scale is for tables"):
+        load_examples(SourceConfig(source="digits", scale={"x": (0.0, 1.0)}))
+
+
+def test_people_of_a_given_test_part_may_be_known(tmp_path, monkeypatch):
+    (tmp_path / "my_parts.py").write_text(
+        "import numpy as np\n"
+        "from dpfl_jax.data import DataSource\n"
+        "from dpfl_jax.task import Task\n"
+        "def read(section, split):\n"
+        "    for i in range(20):\n"
+        "        name = i if section.seq_len == 1 else f'{split} {i}'\n"
+        "        x = np.full((2, 3), i, np.float32)\n"
+        "        yield name, {'x': x, 'label': np.array([0, 1 + 8 * (section.stride - 1)])}\n"
+        "PARTS = DataSource(read, 'a person', Task('classes', (3,), 2), ('train', 'test'))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for length in (1, 2):
+        data = load_dataset(DataConfig(source="my_parts:PARTS", seq_len=length))
+        assert data.known == (length == 1)
+    with pytest.raises(BadInputError, match="whole numbers from 0 to 1"):
+        load_dataset(DataConfig(source="my_parts:PARTS", stride=2))

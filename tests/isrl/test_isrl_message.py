@@ -12,7 +12,6 @@ from scipy import stats
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import (
     MessageSpec,
-    baselines,
     make_oracle,
     make_schedule,
     message,
@@ -20,6 +19,7 @@ from dpfl_jax.federation.isrl import (
 from dpfl_jax.federation.isrl.message import make_message
 from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.randomness import RootKey
+from reproductions.isrl import _baselines as baselines
 from reproductions.isrl._baselines import make_central_oracle
 
 KEY = RootKey.from_seed(3)

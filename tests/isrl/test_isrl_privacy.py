@@ -386,7 +386,7 @@ def test_a_guarantee_for_silos_of_different_deltas_holds_for_each():
         config=types.SimpleNamespace(
             isrl=types.SimpleNamespace(sampling="full"), data=IsrlDataConfig()
         ),
-        records=types.SimpleNamespace(owners=False),
+        records=types.SimpleNamespace(owners=False, public=False),
     )
     found, _ = guarantee_of(prepared, 20)
     for z in taken:

@@ -184,6 +184,7 @@ PARAMS = {"w": np.zeros((6, 2), np.float32)}
         ("classification", PARAMS, "needs model="),
         ("hinge", PARAMS, "no loss 'hinge': use causal_lm, classification, regression"),
         ("classification", Normed(nnx.BatchNorm(6, rngs=nnx.Rngs(0))), "BatchNorm.*mix people"),
+        ("classification", {"a": nnx.Linear(6, 2, rngs=nnx.Rngs(0))}, "a collection of modules"),
         ("classification", Normed(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), "dropout holds randomness"),
     ],
 )
@@ -195,3 +196,11 @@ def test_what_cannot_be_trained_is_named(plan, loss, params, message):
 def test_an_error_of_the_loss_itself_comes_through(plan):
     with pytest.raises(KeyError, match="pixels"):
         trained(plan, lambda p, e: e["pixels"].sum() * p["w"].sum(), PARAMS)
+
+
+def test_the_trained_module_shares_nothing_with_the_one_given(plan):
+    net = NnxNet(nnx.Rngs(0))
+    net.count = nnx.Variable(jnp.zeros(()))
+    got = trained(plan, "classification", net)
+    got.count[...] = 9.0
+    assert net.count[...] == 0

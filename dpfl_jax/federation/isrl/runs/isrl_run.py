@@ -30,6 +30,10 @@ _EVALUATION_CAVEAT = (
     "held-out figures are computed without noise on other records of the same silos: the guarantee "
     "does not cover them; do not publish them"
 )
+_PUBLIC_CAVEAT = (
+    "a share of the records, data.public_fraction, is declared public and sets the scale of all: "
+    "those records are not protected; data.scale would need none"
+)
 _OWNERS_CAVEAT = (
     "the unit is a record: somebody who owns several is protected less, as if by several runs"
 )
@@ -150,6 +154,8 @@ def guarantee_of(
     noise = prepared.parameters.noise
     outside: tuple[str, ...] = (_EVALUATION_CAVEAT, _SILOS_CAVEAT)
     outside = (*outside, *prepared.config.data.caveats())
+    if prepared.records.public:
+        outside = (*outside, _PUBLIC_CAVEAT)
     if prepared.records.owners:
         outside = (*outside, _OWNERS_CAVEAT)
     if noise is None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import math
 
 import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.config.isrl import IsrlDataConfig
-from dpfl_jax.data import load_examples
+from dpfl_jax.data import Store, load_examples
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import SiloData
 
@@ -27,6 +26,7 @@ class SiloRecords:
       description: one line.
       fingerprint: of the training records; sensitive.
       owners: whether somebody owns several records.
+      public: whether some records were declared public.
     """
 
     train: SiloData
@@ -36,6 +36,7 @@ class SiloRecords:
     description: str
     fingerprint: str
     owners: bool = False
+    public: bool = False
 
 
 def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRecords:
@@ -56,17 +57,18 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
             f"data.source={config.source} holds text, but the models of this kind of run are "
             "linear: use a source of numbers"
         )
-    rng = np.random.default_rng(config.split_seed)
-    order = rng.permutation(found.store.num_examples)
-    rows = found.store.read(order)
+    # Each record's place among the others comes from its own id: replacing one moves no other.
+    chance, held_chance = _chances(found.store, config.split_seed)
+    order = np.argsort(chance, kind="stable")
+    rows, chance, held_chance = found.store.read(order), chance[order], held_chance[order]
     x = rows["x"].reshape(len(order), -1).astype(np.float64)
     y = fine = rows["label"].astype(np.float64)
-    if classes == 10 and not softmax:
+    if config.source in ("digits", "mnist") and not softmax:
         y, classes = (y % 2 == 0).astype(np.float64), 2
     silo = rows.get("silo")
     what = "scaled by public constants"
     if not task.scaled:
-        public = math.ceil(config.public_fraction * len(y))
+        public = int(np.searchsorted(chance, config.public_fraction))
         if public < 2 or public >= len(y):
             raise BadInputError(
                 f"data.public_fraction={config.public_fraction} leaves {public} of {len(y)} "
@@ -78,6 +80,7 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
             y = (y - y[:public].mean()) / max(float(y[:public].std()), 1e-12)
         x, y, fine = x[public:], y[public:], fine[public:]
         silo = None if silo is None else silo[public:]
+        held_chance = held_chance[public:]
         what = f"scaled by {public} records declared public"
     if not classes:
         y = np.clip(y, -config.max_target, config.max_target)
@@ -86,10 +89,18 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
     x = np.concatenate([x, np.ones((len(x), 1))], axis=1)
     # Each record by itself: its place on the ball depends on no other record.
     x *= np.minimum(1.0, config.max_norm / np.linalg.norm(x, axis=1, keepdims=True))
-    parts = _cut(config, fine, silo, task.classes, rng)
+    parts = _cut(config, fine, silo, task.classes)
     train, test = [], []
     for part in parts:
-        held = round(config.test_fraction * len(part))
+        # The data's own silos hold their own records out; silos that are cut have equal sizes.
+        own = held_chance[part] < config.test_fraction
+        if config.partition == "natural":
+            part = np.concatenate([part[own], part[~own]])
+        held = (
+            int(own.sum())
+            if config.partition == "natural"
+            else round(config.test_fraction * len(part))
+        )
         if held < 1 or len(part) - held < 1:
             raise BadInputError(
                 f"a silo of {len(part)} records cannot be split: use fewer silos than "
@@ -114,7 +125,20 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
         description,
         digest.hexdigest(),
         found.store.num_users < found.store.num_examples,
+        not task.scaled,
     )
+
+
+def _chances(store: Store, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two numbers in [0, 1) of each record, a fixed function of its user's id and its number."""
+    key = hashlib.sha256(b"dpfl_jax isrl split %d" % seed).digest()
+    numbers = []
+    for name, count in zip(store.user_ids(range(store.num_users)), store.examples_per_user):
+        for i in range(count):
+            words = hashlib.blake2b(f"{i} {name}".encode(), digest_size=16, key=key).digest()
+            numbers.append(np.frombuffer(words, "<u8") >> np.uint64(11))
+    first, second = (np.array(numbers).astype(np.float64) * 2.0**-53).T
+    return first, second
 
 
 def padded(parts: list[tuple[np.ndarray, np.ndarray]]) -> SiloData:
@@ -133,9 +157,8 @@ def _cut(
     fine: np.ndarray,
     silo: np.ndarray | None,
     classes: int,
-    rng: np.random.Generator,
 ) -> list[np.ndarray]:
-    """Indices of each silo, disjoint, in random order."""
+    """Indices of each silo, disjoint."""
     silos = config.silos
     if config.partition == "natural":
         if silo is None:
@@ -173,4 +196,4 @@ def _cut(
         parts = np.array_split(np.argsort(fine, kind="stable"), silos)
     else:
         parts = np.array_split(np.arange(len(fine)), silos)
-    return [rng.permutation(part) for part in parts]
+    return [np.sort(part) for part in parts]
