@@ -195,6 +195,7 @@ def test_disk_full_is_one_sentence_and_the_build_goes_on_later(files, memory, tm
     """A file-size limit makes every larger write fail, in C++ writers too."""
     program = f"""
 import resource, signal, sys
+sys.dont_write_bytecode = True  # a compiled module cut short would be read by everybody else
 from dpfl_jax.cli.main import main
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (6000, resource.RLIM_INFINITY))
