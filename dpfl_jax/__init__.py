@@ -39,7 +39,7 @@ _HOMES = {
     "from_pandas": "dpfl_jax.data",
     "from_rows": "dpfl_jax.data",
     "from_texts": "dpfl_jax.data",
-    "functional": "dpfl_jax.training.functional",
+    "functional": "dpfl_jax.training.modules",
     "load_dataset": "dpfl_jax.data",
     "transformer_config": "dpfl_jax.models",
 }
@@ -97,7 +97,7 @@ if TYPE_CHECKING:
     from dpfl_jax.randomness import RootKey
     from dpfl_jax.run.driver import Hooks, Pace
     from dpfl_jax.training import FitResult, fit
-    from dpfl_jax.training.functional import functional
+    from dpfl_jax.training.modules import functional
 
 
 def __getattr__(name: str) -> Any:

@@ -7,8 +7,12 @@ The command line turns these into exit code 2 without a traceback.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+_T = TypeVar("_T")
 
 
 class BadInputError(ValueError):
@@ -24,6 +28,29 @@ def expect(value: object, kind: type | tuple[type, ...], name: str, wanted: str)
     if not isinstance(value, kind):
         shown = " ".join(repr(value).split())[:60]
         raise BadInputError(f"{name} is {shown} ({type(value).__name__}): give {wanted}")
+
+
+def repeated(names: Iterable[_T]) -> _T | None:
+    """The first of ``names`` that comes a second time, if any does."""
+    seen = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def imported(place: str, setting: str) -> Any:
+    """What ``package.module:NAME`` names.
+
+    Raises:
+      BadInputError: it cannot be had; ``setting`` is what named it.
+    """
+    module, _, name = place.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever a module of the user's does
+        raise BadInputError(f"{setting} is {place!r}, which cannot be used: {error}") from error
 
 
 class StoppedError(Exception):

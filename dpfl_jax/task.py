@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-# Names of models (dpfl_jax.models.build), here so that a configuration is read without JAX.
+# Names of models (dpfl_jax.models.by_name), here so that a configuration is read without JAX.
 ModelKind = Literal["transformer", "lstm", "cnn", "small_cnn", "mlp", "logistic", "linear"]
 
 

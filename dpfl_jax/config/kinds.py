@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, imported
 
 # Metadata of a dataclass field that no configuration sets.
 DERIVED = {"derived": True}
@@ -67,13 +67,7 @@ class Kinds:
         """
         names = self.names()
         if isinstance(kind, str) and ":" in kind:
-            module, _, name = kind.partition(":")
-            try:
-                cls = getattr(importlib.import_module(module), name)
-            except Exception as error:  # whatever a module of the user's does
-                raise BadInputError(
-                    f"mechanism.kind is {kind!r}, which cannot be used: {error}"
-                ) from error
+            cls = imported(kind, "mechanism.kind")
             if self._known.get(getattr(cls, "kind", "")) is not cls:
                 raise BadInputError(
                     f"mechanism.kind is {kind!r}, which is no mechanism of this kind"

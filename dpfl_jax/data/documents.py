@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dpfl_jax.data.keys import UserKey
 from dpfl_jax.data.rows import PLAIN_CSV, CsvFormat, LocatedRow, guess_format, read_rows, text_of
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, repeated
 
 Document = tuple[str, str]
 
@@ -36,9 +36,8 @@ def expand_paths(path: str | os.PathLike[str] | Sequence[str] | None) -> list[pa
         if not matches:
             raise BadInputError(f"the data file {pattern} does not exist")
         found.extend(map(pathlib.Path, matches))
-    whole = [path.resolve() for path in found]
-    if len(set(whole)) < len(whole):
-        twice = next(str(p) for p, q in zip(found, whole) if whole.count(q) > 1)
+    twice = repeated(path.resolve() for path in found)
+    if twice is not None:
         raise BadInputError(f"the data file {twice} is given twice: its people would count double")
     return found
 

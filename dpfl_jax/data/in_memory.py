@@ -19,7 +19,7 @@ from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.data.store import ArrayStore
 from dpfl_jax.data.table import read_table
 from dpfl_jax.data.tokenizers import load_tokenizer
-from dpfl_jax.errors import BadInputError, expect
+from dpfl_jax.errors import BadInputError, expect, repeated
 
 
 def from_texts(
@@ -85,8 +85,8 @@ def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> ArrayStore:
     if not hasattr(frame, "columns"):
         expect(frame, (), "frame", "a pandas.DataFrame (from_rows takes dictionaries)")
     names = [str(name) for name in frame.columns]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    twice = repeated(names)
+    if twice is not None:
         raise BadInputError(f"two columns of the frame are called {twice!r}: rename one")
     values = zip(*(frame[name].tolist() for name in frame.columns), strict=True)
     return from_rows((dict(zip(names, row, strict=True)) for row in values), user=user, **columns)

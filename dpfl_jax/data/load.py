@@ -121,7 +121,7 @@ def load_dataset(config: DataConfig) -> Dataset:
         parts["test"], fractions["test"] = found.test, 1.0
         names = [set(s.user_ids(range(s.num_users))) for s in (store, found.test)]
         known = not names[0].isdisjoint(names[1])
-    public = _load_public(config)
+    public = _load_public(config, found.tokenizer)
     description = (
         f"{config.source}: {store.num_users} users, {store.num_examples} examples"
         + "".join(f"; {n} {p.num_users} users" for n, p in parts.items() if p.num_users)
@@ -200,19 +200,20 @@ def _tokens(store: Store, tokenizer: Tokenizer, unit: str, test: Store | None = 
 
 def _named(config: SourceConfig) -> Examples:
     source, name = data_source(config.source), config.source
+    task, limit = source.task, config.max_examples_per_user
+    tokenizer = load_tokenizer(config.tokenizer) if task is None else None
     parts: list[Store] = []
-    tokenizer, limit = load_tokenizer(config.tokenizer), config.max_examples_per_user
     for split in source.splits:
-        if source.task is None:
-            texts = ((value_to_id(u, name), text) for u, text in source.read(config, split))
-            parts.append(store_from_documents(texts, tokenizer, config.seq_len, limit))
+        users = ((value_to_id(user, name), held) for user, held in source.read(config, split))
+        if tokenizer is not None:
+            parts.append(store_from_documents(users, tokenizer, config.seq_len, limit))
         else:
-            users = ((value_to_id(u, name), batch) for u, batch in source.read(config, split))
-            parts.append(ArrayStore.from_users(_checked(users, source.task, config.source)))
+            assert task is not None
+            parts.append(ArrayStore.from_users(_checked(users, task, name)))
     test = parts[1] if len(parts) > 1 else None
-    if source.task is None:
+    if tokenizer is not None:
         return _tokens(parts[0], tokenizer, source.unit, test)
-    task = source.task
+    assert task is not None
     if not task.input_shape:
         shape = next(f.shape for f in parts[0].schema.fields if f.name == "x")
         task = dataclasses.replace(task, input_shape=shape)
@@ -304,13 +305,13 @@ def _synthetic(store: Store, config: SourceConfig) -> Iterator[tuple[str, dict[s
         yield f"user {number:05d}", store.read(order[start : start + size])
 
 
-def _load_public(config: DataConfig) -> Store | None:
+def _load_public(config: DataConfig, tokenizer: Tokenizer | None) -> Store | None:
     kind = config.public
     if kind == "auto":
         kind = "stdlib" if config.source == "python_source" else "none"
     if kind == "none":
         return None
-    tokenizer = load_tokenizer(config.tokenizer)
+    tokenizer = tokenizer or load_tokenizer(config.tokenizer)
     if kind == "stdlib":
         return python_source.public_store(tokenizer, config.seq_len)
     paths = expand_paths(kind)

@@ -7,7 +7,6 @@ A data set of one's own is a ``DataSource`` in any module; configurations name i
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,7 +17,7 @@ from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.data.sets import arrays, bundled, characters, text
 from dpfl_jax.data.sources import Source, file_identity, sequence_number
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.task import Task
 
 
@@ -82,16 +81,12 @@ def data_source(name: str) -> DataSource:
     """
     if name in SETS:
         return SETS[name]
-    module, colon, attribute = name.partition(":")
-    if not colon:
+    if ":" not in name:
         known = ("python_source", "store", *FORMATS, *SETS)
         raise BadInputError(
             f"unknown data source {name!r}: use {', '.join(known)}, or package.module:NAME"
         )
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # whatever a module of the user's does
-        raise BadInputError(f"data.source is {name!r}, which cannot be used: {error}") from error
+    found = imported(name, "data.source")
     if not isinstance(found, DataSource):
         raise BadInputError(f"data.source is {name!r}, which is no dpfl_jax.data.DataSource")
     return found

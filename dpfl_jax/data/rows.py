@@ -20,7 +20,7 @@ import pyarrow.csv
 import pyarrow.ipc
 import pyarrow.parquet
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, repeated
 
 LocatedRow = tuple[str, dict[str, Any]]
 
@@ -183,9 +183,9 @@ def _table(
 
 
 def _check(names: Sequence[str], columns: Sequence[str] | None, path: pathlib.Path) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise BadInputError(f"{path}: two columns are called {name!r}: rename one")
+    twice = repeated(names)
+    if twice is not None:
+        raise BadInputError(f"{path}: two columns are called {twice!r}: rename one")
     for column in columns or ():
         if column not in names:
             raise no_column(str(path), column, names)

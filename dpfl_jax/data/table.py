@@ -16,7 +16,7 @@ from dpfl_jax.data.documents import expand_paths, read_file_rows
 from dpfl_jax.data.keys import UserKey, value_to_id
 from dpfl_jax.data.rows import LocatedRow, no_column
 from dpfl_jax.data.sections import SourceConfig
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, repeated
 from dpfl_jax.task import Task
 
 Users = dict[str, dict[str, np.ndarray]]
@@ -46,8 +46,9 @@ def read_table(
     target, silo = config.target_column, config.silo_column
     assert target is not None
     key = None if config.user_column is None else UserKey(config.user_column)
+    ids = (key.columns or []) if key is not None else []
     others = [c for c in (target, silo, *keep) if c is not None]
-    if len(set(others)) < len(others):
+    if repeated(others) is not None:
         raise BadInputError(f"one column has two uses: {others} (target, silo, budget)")
     if key is not None and key.columns is None and config.input_columns is None:
         raise BadInputError(
@@ -64,14 +65,14 @@ def read_table(
     alike: collections.Counter[str] = collections.Counter()
     for number, (where, row) in enumerate(rows):
         if inputs is None:
-            inputs = _inputs(config.input_columns, row, [*others, *_columns(key)], where)
+            inputs = _inputs(config.input_columns, row, [*others, *ids], where)
             there = set(row)
         if config.input_columns is None and set(row) != there:  # else one person chose for all
             raise BadInputError(
                 f"{where}: the columns are {sorted(row)}, but those of the first row are "
                 f"{sorted(there)}: name the inputs as data.input_columns"
             )
-        if _columns(key) and not set(_columns(key)) & set(row):
+        if ids and not set(ids) & set(row):
             raise BadInputError(
                 f"{where}: there is no column {config.user_column!r}: set data.user_column to one "
                 f"of {sorted(row)}, or to null if every row is a person of its own"
@@ -135,10 +136,6 @@ def _own_name(row: Mapping[str, Any], alike: collections.Counter[str]) -> str:
     name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     alike[name] += 1
     return f"row {name}" + (f" #{alike[name]}" if alike[name] > 1 else "")
-
-
-def _columns(key: UserKey | None) -> list[str]:
-    return [] if key is None else key.columns or []
 
 
 def _inputs(

@@ -1,6 +1,6 @@
 """What is trained: models as pure functions of their parameters. Knows nothing of privacy."""
 
-from dpfl_jax.models.build import build_by_name
+from dpfl_jax.models.by_name import build_by_name
 from dpfl_jax.models.cnn import LeafCNN, SmallCNN
 from dpfl_jax.models.config import SIZES, TransformerConfig, transformer_config
 from dpfl_jax.models.dense import MLP, LinearRegression, LogisticRegression, RegressionMLP

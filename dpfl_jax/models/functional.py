@@ -67,6 +67,14 @@ class FunctionalModel:
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
 
 
+def cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
+    """In nats, of one label; NaN for one that is no class, so that it is noticed."""
+    logits = logits.astype(jnp.float32)
+    valid = (label >= 0) & (label < logits.shape[-1])
+    picked = jnp.where(jnp.arange(logits.shape[-1]) == label, logits, 0.0).sum()
+    return jax.nn.logsumexp(logits) - jnp.where(valid, picked, jnp.nan)
+
+
 class Classifier(FunctionalModel):
     """Outputs are one logit per class; the label is an int below their number."""
 
@@ -75,11 +83,7 @@ class Classifier(FunctionalModel):
     ) -> jax.Array:
         """Cross-entropy in nats; NaN for a label that is no class, so that it is noticed."""
         del rng
-        logits = self.outputs(params, example["x"])
-        label = example["label"]
-        valid = (label >= 0) & (label < logits.shape[-1])
-        picked = jnp.where(jnp.arange(logits.shape[-1]) == label, logits, 0.0).sum()
-        return jax.nn.logsumexp(logits) - jnp.where(valid, picked, jnp.nan)
+        return cross_entropy(self.outputs(params, example["x"]), example["label"])
 
     def predict(self, params: PyTree, x: jax.Array) -> jax.Array:
         """The most likely class, int32 scalar."""

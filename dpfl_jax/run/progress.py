@@ -40,17 +40,21 @@ class RunConsole(Console):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._doing, self._since = "starting", time.monotonic()
-        self._said = self._since
+        self.begin("starting")
+        self._said = time.monotonic()
 
     def print(self, *objects: Any, **options: Any) -> None:
         """As of ``rich``."""
         self._said = time.monotonic()
         super().print(*objects, **options)
 
+    def begin(self, doing: str) -> None:
+        """What is being done from now on, for whoever wonders why nothing is said."""
+        self._doing, self._since = doing, time.monotonic()
+
     def status(self, status: Any, **options: Any) -> Any:
         """As of ``rich``; off a terminal a line."""
-        self._doing, self._since = str(status), time.monotonic()
+        self.begin(str(status))
         if draws(self):
             return super().status(status, **options)
         self.print(f"{status} ...", highlight=False)
@@ -86,7 +90,7 @@ class StepProgress:
         self._console, self._label, self._total = console, label, total
         self._line = time.monotonic()
         if isinstance(console, RunConsole):
-            console._doing, console._since = f"at {label} (compiling, or a long one)", self._line
+            console.begin(f"at {label} (compiling, or a long one)")
         self._progress = None
         if draws(console):
             self._progress = Progress(

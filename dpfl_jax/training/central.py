@@ -40,7 +40,7 @@ from dpfl_jax.run.state import TrainState, init_state
 from dpfl_jax.run.terms import Terms, training_digest
 from dpfl_jax.training import convolutions
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
-from dpfl_jax.training.functional import check_one_example, functional, named_loss
+from dpfl_jax.training.modules import check_one_example, functional, named_loss
 from dpfl_jax.training.step import TrainStep, make_train_step
 
 PyTree = Any
@@ -243,7 +243,7 @@ def fit(
       loss_fn: ``(params, example) -> float32 scalar`` for one example. If it also takes ``rng`` (or
         ``key``), with default None, each example of each training step gets a key of its own there;
         evaluation is without. Or ``"classification"``, ``"regression"``, ``"causal_lm"`` of a model
-        (``functional.named_loss``).
+        (``modules.named_loss``).
       params: pytree of arrays, split over the plan's mesh already if they should never be whole;
         not modified. Or a Flax NNX or Equinox module: the loss is called with one, and the result's
         ``params`` is the trained one.
@@ -270,14 +270,14 @@ def fit(
         per-unit gradients, or units mix; no step was taken.
     """
     expect(plan, Plan, "plan", "what mechanism.plan(data, steps=..., epsilon=...) returns")
+    expect(optimizer, optax.GradientTransformation, "optimizer", "an Optax optimiser")
     for value, kind, name, wanted in (
-        (optimizer, optax.GradientTransformation, "optimizer", "an Optax optimiser"),
         (key, RootKey, "key", "a RootKey, as RootKey.generate() makes"),
         (run_dir, (str, os.PathLike, RunDirectory), "run_dir", "the path of a folder"),
         (pace, Pace, "pace", "a dpfl_jax.Pace(...)"),
         (hooks, Hooks, "hooks", "dpfl_jax.Hooks(on_step=...)"),
     ):
-        if value is not None or name == "optimizer":
+        if value is not None:
             expect(value, kind, name, wanted)
     if validation is not None:
         expect_store(validation, "validation")

@@ -146,7 +146,7 @@ def test_regression_and_language(store):
     plan = dpfl.ULS(group_size=1, cohort_size=5).plan(texts, steps=1, epsilon=8.0)
     net = nnx.Sequential(nnx.Embed(259, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 259, rngs=nnx.Rngs(1)))
     example = jax.tree.map(lambda a: a[0], texts.read(np.arange(1)))
-    from dpfl_jax.training.functional import named_loss
+    from dpfl_jax.training.modules import named_loss
 
     logits = net(jnp.asarray(example["tokens"]))
     expected = optax.softmax_cross_entropy_with_integer_labels(logits[:-1], example["tokens"][1:])

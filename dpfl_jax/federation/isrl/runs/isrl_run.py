@@ -152,12 +152,11 @@ def guarantee_of(
     Silos may differ in delta: it is stated at the largest, with the largest epsilon there.
     """
     noise = prepared.parameters.noise
-    outside: tuple[str, ...] = (_EVALUATION_CAVEAT, _SILOS_CAVEAT)
-    outside = (*outside, *prepared.config.data.caveats())
+    outside = [_EVALUATION_CAVEAT, _SILOS_CAVEAT, *prepared.config.data.caveats()]
     if prepared.records.public:
-        outside = (*outside, _PUBLIC_CAVEAT)
+        outside.append(_PUBLIC_CAVEAT)
     if prepared.records.owners:
-        outside = (*outside, _OWNERS_CAVEAT)
+        outside.append(_OWNERS_CAVEAT)
     if noise is None:
         none = Guarantee(
             unit="none",

@@ -13,6 +13,8 @@ from dpfl_jax.config.isrl import IsrlDataConfig
 from dpfl_jax.data import Store, load_examples
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import SiloData
+from dpfl_jax.federation.partition import record_numbers, uniforms
+from dpfl_jax.federation.placement import subject_keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +95,10 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
     train, test = [], []
     for part in parts:
         # The data's own silos hold their own records out; silos that are cut have equal sizes.
-        own = held_chance[part] < config.test_fraction
+        held = round(config.test_fraction * len(part))
         if config.partition == "natural":
-            part = np.concatenate([part[own], part[~own]])
-        held = (
-            int(own.sum())
-            if config.partition == "natural"
-            else round(config.test_fraction * len(part))
-        )
+            own = held_chance[part] < config.test_fraction
+            part, held = np.concatenate([part[own], part[~own]]), int(own.sum())
         if held < 1 or len(part) - held < 1:
             raise BadInputError(
                 f"a silo of {len(part)} records cannot be split: use fewer silos than "
@@ -131,14 +129,9 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
 
 def _chances(store: Store, seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Two numbers in [0, 1) of each record, a fixed function of its user's id and its number."""
-    key = hashlib.sha256(b"dpfl_jax isrl split %d" % seed).digest()
-    numbers = []
-    for name, count in zip(store.user_ids(range(store.num_users)), store.examples_per_user):
-        for i in range(count):
-            words = hashlib.blake2b(f"{i} {name}".encode(), digest_size=16, key=key).digest()
-            numbers.append(np.frombuffer(words, "<u8") >> np.uint64(11))
-    first, second = (np.array(numbers).astype(np.float64) * 2.0**-53).T
-    return first, second
+    users = np.repeat(np.arange(store.num_users), store.examples_per_user)
+    keys, numbers = subject_keys(store, seed)[users], record_numbers(users)
+    return uniforms(keys, numbers, seed, 7), uniforms(keys, numbers, seed, 8)
 
 
 def padded(parts: list[tuple[np.ndarray, np.ndarray]]) -> SiloData:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, repeated
+from dpfl_jax.models.functional import cross_entropy
 
 PyTree = Any
 
@@ -84,8 +85,8 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array], Callable[[dict[str, Any]
     for path, _ in paths:
         parts = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
         names.append("/".join(parts[:-1] if len(parts) > 1 and parts[-1] == "value" else parts))
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+    twice = repeated(names)
+    if twice is not None:
         raise BadInputError(f"the model has two parameters called {twice!r}: rename one")
     leaves = dict(zip(names, (leaf for _, leaf in paths), strict=True))
     return leaves, lambda p: jax.tree.unflatten(treedef, [p[name] for name in names])
@@ -138,7 +139,7 @@ def named_loss(name: str, params: Any, model: Any = None) -> Callable[[Any, Any]
                 f"the model gives {logits.shape} for one x, but a classifier gives one number for "
                 "each class: it takes x without a leading axis"
             )
-        return _cross_entropy(logits, example["label"])
+        return cross_entropy(logits, example["label"])
 
     def regression(params: Any, example: Any) -> jax.Array:
         predicted = forward(params, example["x"]).reshape(()).astype(jnp.float32)
@@ -147,7 +148,7 @@ def named_loss(name: str, params: Any, model: Any = None) -> Callable[[Any, Any]
     def causal_lm(params: Any, example: Any) -> jax.Array:
         tokens, mask = example["tokens"], example["mask"][1:]
         logits = forward(params, tokens)
-        losses = jax.vmap(_cross_entropy)(logits[:-1], tokens[1:])
+        losses = jax.vmap(cross_entropy)(logits[:-1], tokens[1:])
         return jnp.where(mask, losses, 0.0).sum() / jnp.maximum(mask.sum(), 1)
 
     made = {"classification": classification, "regression": regression, "causal_lm": causal_lm}
@@ -175,14 +176,6 @@ def _forward(name: str, params: Any, model: Any) -> Callable[[Any, Any], Any]:
         return lambda params, x: model.apply({"params": params}, x)
     keyed = "rng" in inspect.signature(model.apply).parameters
     return lambda params, x: model.apply(params, None, x) if keyed else model.apply(params, x)
-
-
-def _cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """In nats; NaN for a label that is no class, so that it is noticed."""
-    logits = logits.astype(jnp.float32)
-    picked = jnp.where(jnp.arange(logits.shape[-1]) == label, logits, 0.0).sum()
-    valid = (label >= 0) & (label < logits.shape[-1])
-    return jax.nn.logsumexp(logits) - jnp.where(valid, picked, jnp.nan)
 
 
 def check_one_example(loss_fn: Callable[..., Any], params: PyTree, example: PyTree) -> None:
