@@ -9,7 +9,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _compiled = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_compiled)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import chex
 import jax

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import optimize, special, stats
+from scipy import stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events, renyi
@@ -27,24 +27,27 @@ class Mixture:
     def loss(self, x):
         c, s2 = self.counts, self.sigma**2
         exponents = (2 * c * np.atleast_1d(x)[:, None] - c**2) / (2 * s2)
-        return special.logsumexp(exponents, axis=1, b=self.weights)
+        highest = exponents.max(axis=1)
+        return highest + np.log(np.exp(exponents - highest[:, None]) @ self.weights)
 
-    def root(self, value):
-        if value <= self.size * math.log1p(-self.prob):
-            return -math.inf
+    def root(self, values):
+        """Where the loss, which grows with x, is each of the values: by bisection."""
         reach = 40 * self.sigma + self.size
-        return optimize.brentq(lambda x: self.loss(x)[0] - value, -reach, 40 * reach, xtol=1e-13)
+        low, high = np.full(len(values), -reach), np.full(len(values), 40 * reach)
+        for _ in range(70):
+            middle = (low + high) / 2
+            above = self.loss(middle) > values
+            low, high = np.where(above, low, middle), np.where(above, middle, high)
+        return np.where(values <= self.size * math.log1p(-self.prob), -np.inf, high)
 
-    def delta(self, epsilon, removed):
-        """Hockey-stick divergence at any real epsilon, one step."""
-        x, s = self.root(epsilon if removed else -epsilon), self.sigma
+    def delta(self, epsilons, removed):
+        """Hockey-stick divergence at any real epsilons, one step."""
+        epsilons = np.atleast_1d(epsilons)
+        x, s = self.root(epsilons if removed else -epsilons), self.sigma
+        each = (x[:, None] - self.counts) / s
         if removed:
-            upper = self.weights @ stats.norm.sf((x - self.counts) / s)
-            return upper - math.exp(epsilon) * stats.norm.sf(x / s)
-        if x == -math.inf:
-            return 0.0
-        lower = self.weights @ stats.norm.cdf((x - self.counts) / s)
-        return stats.norm.cdf(x / s) - math.exp(epsilon) * lower
+            return stats.norm.sf(each) @ self.weights - np.exp(epsilons) * stats.norm.sf(x / s)
+        return stats.norm.cdf(x / s) - np.exp(epsilons) * (stats.norm.cdf(each) @ self.weights)
 
     def delta_two(self, epsilon, removed):
         """Two steps: the first one's loss shifts epsilon of the second."""
@@ -54,8 +57,7 @@ class Mixture:
         if removed:
             density = stats.norm.pdf(x[:, None] - self.counts, scale=s) @ self.weights
         loss = self.loss(x) * (1 if removed else -1)
-        inner = [self.delta(epsilon - value, removed) for value in loss]
-        return float(np.trapezoid(density * np.array(inner), x))
+        return float(np.trapezoid(density * self.delta(epsilon - loss, removed), x))
 
 
 CASES = [(2.0, 0.05, 8), (1.0, 0.2, 3), (0.8, 0.1, 1), (5.0, 0.3, 16)]
@@ -67,7 +69,7 @@ CASES = [(2.0, 0.05, 8), (1.0, 0.2, 3), (0.8, 0.1, 1), (5.0, 0.3, 16)]
 def test_one_and_two_steps_agree_with_quadrature(sigma, prob, size, epsilon, removed):
     truth = Mixture(sigma, prob, size)
     for steps, exact in (
-        (1, truth.delta(epsilon, removed)),
+        (1, float(truth.delta(epsilon, removed)[0])),
         (2, truth.delta_two(epsilon, removed)),
     ):
         flat = flatten(events.els(sigma, prob, size, steps), accounting.ADD_OR_REMOVE)
@@ -77,8 +79,8 @@ def test_one_and_two_steps_agree_with_quadrature(sigma, prob, size, epsilon, rem
 
 def test_published_quadrature_value():
     truth = Mixture(2.0, 0.05, 8)
-    assert truth.delta(0.3, True) == pytest.approx(0.017310163, abs=1e-9)
-    assert truth.delta(0.3, False) == pytest.approx(1.2919e-4, rel=1e-4)
+    assert truth.delta(0.3, True)[0] == pytest.approx(0.017310163, abs=1e-9)
+    assert truth.delta(0.3, False)[0] == pytest.approx(1.2919e-4, rel=1e-4)
 
 
 def test_monte_carlo_of_a_subsampled_mixture():
@@ -152,8 +154,8 @@ def test_conjecture_1_noise_of_els_is_at_most_k_times_uls(size, prob, steps):
 # (sigma, G): mixture, black box on the PLD curve, black box on the RDP curve in log space.
 FIGURE_1 = [
     ((1, 1), (2.96, 2.96, 3.26)),
-    ((1, 2), (6.43, 6.98, 7.78)),
-    ((2, 2), (2.20, 2.24, 2.40)),
+    pytest.param((1, 2), (6.43, 6.98, 7.78), marks=pytest.mark.slow),
+    pytest.param((2, 2), (2.20, 2.24, 2.40), marks=pytest.mark.slow),
     pytest.param((2, 8), (10.7, 12.5, 13.3), marks=pytest.mark.slow),
     pytest.param((4, 4), (2.06, 2.12, 2.24), marks=pytest.mark.slow),
 ]
