@@ -11,10 +11,12 @@ from dpfl_jax.accounting.accountant import (
     REPLACE,
     check_delta,
     delta,
+    delta_curve,
     epsilon,
     epsilon_curve,
     epsilons_midway,
 )
+from dpfl_jax.accounting.attacks import Meaning, meaning, plot_attacks
 from dpfl_jax.accounting.calibrate import (
     calibrate_group_size,
     calibrate_noise_multiplier,
@@ -40,6 +42,7 @@ __all__ = [
     "Guarantee",
     "Ledger",
     "LedgerError",
+    "Meaning",
     "Reservation",
     "calibrate_group_size",
     "calibrate_noise_multiplier",
@@ -48,10 +51,13 @@ __all__ = [
     "check_delta",
     "delta",
     "delta_caveats",
+    "delta_curve",
     "els_epsilons",
     "epsilon",
     "epsilon_curve",
     "epsilon_table",
     "epsilons_midway",
     "events",
+    "meaning",
+    "plot_attacks",
 ]

@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import Literal, TypeVar
 
 import dp_accounting
 import numpy as np
@@ -23,6 +23,7 @@ from dpfl_jax.accounting.leaves import Flat, Leaf, MixtureLeaf, flatten
 from dpfl_jax.errors import BadInputError
 
 Accountant = Literal["pld", "rdp", "zcdp"]
+Answer = TypeVar("Answer")
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE
@@ -118,13 +119,14 @@ def delta(
     flat = flatten(event, relation)
     if not flat.private:
         return 1.0
-    if math.isinf(epsilon):
-        return 0.0
     if not flat.leaves:
-        if flat.gaussian == 0:
+        if flat.gaussian == 0 or math.isinf(epsilon):
             return 0.0
         log_delta = _gaussian_log_delta(1.0 / math.sqrt(flat.gaussian), epsilon)
         return min(1.0, float(math.exp(log_delta) * (1 + 1e-9)))
+    if math.isinf(epsilon):
+        built = _compositions(flat, resolution, -300.0 - math.log(_steps(flat)))
+        return max(c.infinity for c in built)
     best = 1.0
     # Deeper tails need longer tables: only as deep as the answer is small.
     for log_lost in (-50.0, -100.0, -300.0):
@@ -198,6 +200,37 @@ def epsilon_curve(
     return answers
 
 
+def delta_curve(
+    event: dp_accounting.DpEvent,
+    epsilons: Sequence[float] | np.ndarray,
+    *,
+    relation: NeighboringRelation = ADD_OR_REMOVE,
+    resolution: float = FINE,
+) -> np.ndarray:
+    """Upper bounds on delta at many epsilons, from one composition.
+
+    None is below about 1e-15 times the number of steps, whatever the truth: for small ones ask
+    :func:`delta`. Arguments as there.
+
+    Returns:
+      float [len(epsilons)].
+    """
+    at = np.asarray(epsilons, dtype=float)
+    if not np.all(at >= 0):
+        raise BadInputError(f"epsilons must be 0 or more, got {at[~(at >= 0)][0]}")
+    flat = flatten(event, relation)
+    if not flat.private:
+        return np.ones(at.shape)
+    if not flat.leaves:
+        return np.array([delta(event, float(value), relation=relation) for value in at])
+    tail = -50.0 - math.log(_steps(flat))
+    return _coarsened(
+        lambda factor: np.maximum(
+            *(c.deltas(at) for c in _compositions(flat, resolution, tail, factor))
+        )
+    )
+
+
 def clt_signal(
     event: dp_accounting.DpEvent, relation: NeighboringRelation = ADD_OR_REMOVE
 ) -> float:
@@ -229,7 +262,7 @@ def _loose_epsilon(
     raise BadInputError(f"unknown accountant {accountant!r}: choose pld, rdp or zcdp")
 
 
-def _coarsened(answer: Callable[[float], float]) -> float:
+def _coarsened(answer: Callable[[float], Answer]) -> Answer:
     """``answer(1.0)``, on a grid coarser by a factor (still a bound) if the table is too large."""
     for factor in (1.0, 4.0, 16.0, 64.0):
         try:

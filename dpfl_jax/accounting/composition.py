@@ -256,6 +256,29 @@ class Composition:
         bound = min(spread + float(slack[max(j - 1, 0)]) + lost, chernoff + self.infinity)
         return float(min(1.0, bound))
 
+    def deltas(self, epsilons: np.ndarray) -> np.ndarray:
+        """Upper bounds on delta at ``epsilons`` >= 0, float [n], all of them without a tilt."""
+        losses, law, _, slack, lost = self._weighted(0.0)
+        upper, spread = self._spread(law)
+        # Between two points of the grid the curve is linear in e^epsilon.
+        spread = np.append(spread, 0.0)
+        j = np.clip(np.searchsorted(losses, epsilons, side="right") - 1, 0, len(losses) - 1)
+        share = np.clip(np.expm1(epsilons - losses[j]) / math.expm1(self.grid), 0.0, 1.0)
+        found = (1.0 - share) * spread[j] + share * spread[j + 1]
+        below = np.exp(np.minimum(epsilons - losses[0], 0.0))
+        found = np.where(below < 1.0, upper[0] * (1.0 - below) + below * spread[0], found)
+        return np.asarray(np.minimum(1.0, found + slack[0] + lost))
+
+    def _spread(self, mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mass [n + 1] at each loss and above, and the hockey-stick divergence [n] there."""
+        upper = np.append(np.cumsum(mass[::-1])[::-1], 0.0)
+        # spread[j] = sum over i > j of mass[i] (1 - e^(losses[j] - losses[i])), without
+        # cancellation: spread[j] = e^-grid spread[j+1] + (1 - e^-grid) upper[j+1].
+        decay = math.exp(-self.grid)
+        inputs = upper[:0:-1]
+        spread = signal.lfilter([-math.expm1(-self.grid)], [1.0, -decay], inputs)[::-1]
+        return upper, spread
+
     def epsilon(self, delta: float) -> float:
         """Smallest epsilon >= 0 whose upper bound on delta is at most ``delta``; inf if none."""
         if self.infinity >= delta:
@@ -291,12 +314,7 @@ class Composition:
     def _solve(self, theta: float, delta: float) -> tuple[float, float] | str:
         """Epsilon and the share of delta that rounding takes; or where it lies, off the window."""
         losses, law, log_weight, slack, lost = self._weighted(theta)
-        mass = law * np.exp(log_weight)
-        upper = np.append(np.cumsum(mass[::-1])[::-1], 0.0)
-        # spread[j] = sum over i > j of mass[i] (1 - e^(losses[j] - losses[i])), without
-        # cancellation: spread[j] = e^-grid spread[j+1] + (1 - e^-grid) upper[j+1].
-        decay = math.exp(-self.grid)
-        spread = signal.lfilter([-math.expm1(-self.grid)], [1.0, -decay], upper[:0:-1])[::-1]
+        upper, spread = self._spread(law * np.exp(log_weight))
         values = spread + slack + lost
         inside = np.flatnonzero(values <= delta)
         if len(inside) == 0:

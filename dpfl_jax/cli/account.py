@@ -30,6 +30,9 @@ examples:
   # how many steps, with epsilon against steps drawn to a file
   dpfl account uls --noise-multiplier 1.2 --epsilon 4 --delta 1e-8 --sampling-prob 0.01 \\
       --plot epsilon.png
+  # what that means: right accusations for false ones, beliefs before and after
+  dpfl account uls --noise-multiplier 1.2 --delta 1e-8 --sampling-prob 0.01 --steps 1000 \\
+      --explain --plot attacks.png --plot-against attacks
   # a subject with records in 16 hospitals
   dpfl account hi-grad-avg-dp --epsilon 4 --delta 1e-5 --steps 300 --group-size 9 \\
       --sampling-prob 0.0807 --silos 16 --json
@@ -65,9 +68,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 metavar="N,N,...",
                 help="declared numbers of examples: the epsilon of a user (subject) of each",
             )
-        sub.add_argument("--plot", type=pathlib.Path, metavar="FILE.png", help="draw epsilon")
         sub.add_argument(
-            "--plot-against", choices=("steps", "delta"), default="steps", help="default: steps"
+            "--explain", action="store_true", help="what an attacker may find out, in words"
+        )
+        sub.add_argument("--plot", type=pathlib.Path, metavar="FILE.png", help="draw to a file")
+        sub.add_argument(
+            "--plot-against",
+            choices=("steps", "delta", "attacks"),
+            default="steps",
+            help="epsilon against steps (default) or delta; or right against false accusations",
         )
         add_json_flag(sub)
 
@@ -143,9 +152,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result["comparison"] = _compare(mechanism, noise, values, args.delta, found)
     if getattr(args, "contributions", None):
         result["epsilon_by_contribution"] = _by_contribution(mechanism, noise, values, args)
+    told = None
+    if args.explain or (args.plot is not None and args.plot_against == "attacks"):
+        told = accounting.meaning(event, args.delta, relation=mechanism.relation)
+    if told is not None and args.explain:
+        result["meaning"] = told.to_json()
     if args.plot is not None:
-        result["plot"] = str(_plot(mechanism, noise, values, args))
-    _print(args, guarantee, result)
+        result["plot"] = str(_plot(mechanism, noise, values, args, told))
+    _print(args, guarantee, result, told)
     return result
 
 
@@ -217,7 +231,7 @@ def _by_contribution(
 
 
 def _plot(
-    mechanism: Mechanism, noise: float, values: Values, args: argparse.Namespace
+    mechanism: Mechanism, noise: float, values: Values, args: argparse.Namespace, told: Any
 ) -> pathlib.Path:
     import matplotlib.pyplot as plt
     import numpy as np
@@ -225,7 +239,9 @@ def _plot(
     from dpfl_jax import accounting
 
     figure, axes = plt.subplots(figsize=(6, 4))
-    if args.plot_against == "steps":
+    if args.plot_against == "attacks":
+        accounting.plot_attacks(axes, told)
+    elif args.plot_against == "steps":
         x = np.unique(np.geomspace(1, max(values["steps"], 2), 24).astype(int))
         y = accounting.epsilon_curve(
             mechanism.event(noise, {**values, "steps": 1}),
@@ -240,8 +256,9 @@ def _plot(
         y = [accounting.epsilon(event, float(d), relation=mechanism.relation) for d in x]
         axes.set_xscale("log")
         axes.set_xlabel("delta")
-    axes.plot(x, y, marker=".")
-    axes.set_ylabel("epsilon (upper bound)")
+    if args.plot_against != "attacks":
+        axes.plot(x, y, marker=".")
+        axes.set_ylabel("epsilon (upper bound)")
     axes.set_title(f"{args.mechanism}: each {mechanism.unit}, noise multiplier {noise:.5g}")
     axes.grid(alpha=0.3)
     figure.tight_layout()
@@ -254,7 +271,7 @@ def _plot(
     return args.plot
 
 
-def _print(args: argparse.Namespace, guarantee: Any, result: dict[str, Any]) -> None:
+def _print(args: argparse.Namespace, guarantee: Any, result: dict[str, Any], told: Any) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -262,6 +279,10 @@ def _print(args: argparse.Namespace, guarantee: Any, result: dict[str, Any]) -> 
     solved = result["solved_for"]
     console.print(f"{solved.replace('_', ' ')}: [bold]{result[solved]}[/bold]")
     console.print(guarantee.paragraph(), soft_wrap=True, highlight=False)
+    if "meaning" in result:
+        console.print("\nWhat an attacker may find out, at most:")
+        for sentence in told.sentences():
+            console.print(f"- {sentence}", soft_wrap=True, highlight=False)
     if "comparison" in result:
         table = Table("accounting", "epsilon", "a bound?")
         for row in result["comparison"]:

@@ -1,0 +1,222 @@
+"""What an event lets anybody find out about one unit, in the terms of those who would attack.
+
+Everything follows from delta as a function of epsilon: an attacker that guesses from what is
+released whether the unit took part, and is wrong about a share a of those who did not, is right
+about at most ``delta(eps) + e^eps a`` of those who did, for every eps (Wasserman and Zhou 2010;
+Dong, Roth and Su 2022, "Gaussian Differential Privacy", proposition 2.12). Any set of eps gives a
+bound; a fine one gives all that is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+from scipy import special
+
+from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, check_delta, delta_curve, epsilon
+from dpfl_jax.accounting.events import check_prob
+from dpfl_jax.errors import BadInputError
+
+_POINTS = 600
+# Attacks that succeed more rarely than this are left out of the curve, which stays a bound.
+_LEAST = 1e-9
+_LARGEST_MU = 1000.0
+FALSE_ALARMS = (1e-3, 1e-2, 0.05)
+
+
+@dataclasses.dataclass(frozen=True)
+class Meaning:
+    """What the release of a run can tell about one unit: upper bounds, whatever the attack.
+
+    Attributes:
+      epsilons: float [n], increasing from 0.
+      deltas: float [n], upper bounds on delta at each.
+      delta: of the guarantee.
+      relation: what the attacker tells apart: with and without the unit, or one value of it and
+        another.
+    """
+
+    epsilons: np.ndarray
+    deltas: np.ndarray
+    delta: float
+    relation: NeighboringRelation = ADD_OR_REMOVE
+
+    def true_positive_rate(self, false_positive_rate: float) -> float:
+        """Most of those who took part that an attack finds, at this rate of false alarms.
+
+        Raises:
+          BadInputError: the rate does not lie between 0 and 1.
+        """
+        a = check_prob(false_positive_rate, "rate of false alarms")
+        e, d = self.epsilons, self.deltas
+        with np.errstate(over="ignore"):
+            found = np.minimum(d + np.exp(e) * a, 1.0 - np.exp(-e) * (1.0 - d - a))
+        return float(np.clip(found.min(), a, 1.0))
+
+    @property
+    def advantage(self) -> float:
+        """Largest difference of the rates of right and of false alarms: total variation."""
+        return float(self.deltas[0])
+
+    def guessing(self, candidates: int) -> float:
+        """Chance of naming the unit's record among so many equally likely ones.
+
+        The best guess without the record is right with probability 1 / ``candidates``; a right
+        guess is an alarm (Kaissis et al. 2023, "Bounding data reconstruction attacks with the
+        hypothesis testing interpretation of differential privacy").
+
+        Raises:
+          BadInputError: fewer than 2 candidates.
+        """
+        if candidates < 2:
+            raise BadInputError(f"there are {candidates} candidates, but guessing needs 2 or more")
+        return self.true_positive_rate(1.0 / candidates)
+
+    def posterior(self, prior: float, but_for: float = 1e-3) -> float:
+        """Belief that the unit took part after seeing the release, of one who had ``prior``.
+
+        Args:
+          prior: belief before, in [0, 1].
+          but_for: probability, over the noise of the run, with which the belief may end higher.
+        """
+        p = check_prob(prior, "belief")
+        # P(loss > t) (1 - e^(eps - t)) <= delta(eps) for every t > eps.
+        inside = self.deltas < but_for
+        if not inside.any() or p in (0.0, 1.0):
+            return 1.0 if p > 0 else 0.0
+        e, d = self.epsilons[inside], self.deltas[inside]
+        loss = float((e - np.log1p(-d / but_for)).min())
+        return float(special.expit(special.logit(p) + loss))
+
+    @property
+    def mu(self) -> float:
+        """Least mu for which no attack beats, but for delta, that on N(0, 1) against N(mu, 1).
+
+        That is mu-Gaussian differential privacy up to delta: comparable across mechanisms, as
+        (epsilon, delta) is not (Gomez et al. 2025).
+        """
+        e, d = self.epsilons, self.deltas
+        # Between two epsilons delta is at most that of the first: the Gaussian must reach it still
+        # at the second.
+        keep = d[:-1] >= self.delta
+        if not keep.any():
+            return 0.0
+        at, wanted = e[1:][keep], d[:-1][keep]
+        low, high = np.zeros(at.size), np.full(at.size, _LARGEST_MU)
+        for _ in range(70):
+            middle = (low + high) / 2
+            enough = _gaussian_delta(at, middle) >= wanted
+            low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+        return float(high.max()) if high.max() < _LARGEST_MU else math.inf
+
+    def sentences(self) -> list[str]:
+        """The same in words for people who know no differential privacy."""
+        most = self.true_positive_rate
+        if self.relation == REPLACE:
+            what = "that it was this record and not that one"
+            attack = (
+                f"Whoever claims to see {what}, wrongly in {_share(FALSE_ALARMS[0])} of cases, "
+                f"does so rightly in at most {_share(most(FALSE_ALARMS[0]))}"
+            )
+        else:
+            what = "that somebody took part"
+            attack = (
+                f"Whoever accuses {_share(FALSE_ALARMS[0])} of those who took no part finds at "
+                f"most {_share(most(FALSE_ALARMS[0]))} of those who did"
+            )
+        rest = "".join(f"; {_share(a)}: {_share(most(a))}" for a in FALSE_ALARMS[1:])
+        after = ", ".join(_share(self.posterior(p)) for p in (0.1, 0.5, 0.9))
+        return [
+            f"{attack}{rest}.",
+            f"Right accusations exceed wrong ones by at most {_share(self.advantage)} of cases.",
+            f"Who believes with 10 % (50 %, 90 %) {what} believes it afterwards with at most "
+            f"{after}, but for one run in a thousand.",
+            f"The right one of 10 (100; 10,000) equally likely records is named with at most "
+            f"{_share(self.guessing(10))} ({_share(self.guessing(100))}; "
+            f"{_share(self.guessing(10_000))}).",
+            f"It is {math.ceil(1000 * self.mu) / 1000:g}-Gaussian differential privacy, but for "
+            "delta: as hard as telling a draw of N(0, 1) from one of N(that number, 1).",
+        ]
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {
+            "advantage": self.advantage,
+            "gaussian_mu": self.mu,
+            "true_positive_rate": {str(a): self.true_positive_rate(a) for a in FALSE_ALARMS},
+            "guessing_one_of": {str(k): self.guessing(k) for k in (2, 10, 100, 10_000)},
+            "belief_afterwards_but_for_0.001": {
+                str(p): self.posterior(p) for p in (0.01, 0.1, 0.5, 0.9)
+            },
+            "epsilons": self.epsilons.tolist(),
+            "deltas": self.deltas.tolist(),
+        }
+
+
+def meaning(
+    event: dp_accounting.DpEvent,
+    delta: float,
+    *,
+    relation: NeighboringRelation = ADD_OR_REMOVE,
+) -> Meaning:
+    """What an event lets anybody find out about one unit.
+
+    Args:
+      event: what the run does to the unit.
+      delta: of its guarantee, in (0, 1).
+      relation: adjacency.
+
+    Raises:
+      BadInputError: the event gives no guarantee at this delta.
+    """
+    check_delta(delta)
+    known = epsilon(event, delta, relation=relation)
+    if not math.isfinite(known):
+        raise BadInputError(
+            "this gives no guarantee at all, so that there is nothing to explain: raise the noise "
+            "multiplier"
+        )
+    reach = epsilon(event, min(delta, _LEAST), relation=relation)
+    reach = max(reach if math.isfinite(reach) else known, 1e-9)
+    grid = np.union1d(np.linspace(0.0, reach, _POINTS), [known])
+    return Meaning(grid, delta_curve(event, grid, relation=relation), delta, relation)
+
+
+def plot_attacks(axes: Any, found: Meaning) -> None:
+    """Draws the largest rate of right alarms for every rate of false ones."""
+    x = np.geomspace(1e-4, 1.0, 200)
+    axes.fill_between(x, x, [found.true_positive_rate(a) for a in x], alpha=0.25, lw=0)
+    axes.plot(x, [found.true_positive_rate(a) for a in x], label="the best possible attack")
+    axes.plot(x, x, "k:", lw=1, label="guessing without looking")
+    axes.set(
+        xscale="log",
+        xlim=(1e-4, 1),
+        ylim=(0, 1),
+        xlabel="accused although they took no part",
+        ylabel="found of those who took part (at most)",
+    )
+    ticks = [1e-4, 1e-3, 1e-2, 1e-1, 1.0]
+    axes.set_xticks(ticks, [_share(a) for a in ticks])
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axes.legend(loc="upper left", fontsize=8)
+
+
+def _gaussian_delta(at: np.ndarray, mu: np.ndarray) -> np.ndarray:
+    """Of N(0, 1) against N(mu, 1) (Balle and Wang 2018)."""
+    log_second = at + special.log_ndtr(-at / mu - mu / 2)
+    return special.ndtr(-at / mu + mu / 2) - np.exp(log_second)
+
+
+def _share(value: float) -> str:
+    """Of a hundred, rounded up: what is said is a bound."""
+    percent = 100.0 * value
+    if percent <= 0:
+        return "0 %"
+    digits = 2 - math.floor(math.log10(percent if percent < 90 else max(100 - percent, 1e-3)))
+    up = math.ceil(round(percent * 10.0**digits, 6)) / 10.0**digits
+    return f"{min(up, 100.0):.12g} %"
