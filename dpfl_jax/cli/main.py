@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -88,6 +89,8 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0 done, 2 bad input, 1 anything else."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if os.getcwd() not in sys.path:  # behind all others: a user's own modules hide none
+        sys.path.append(os.getcwd())
     command = next((a for a in argv if not a.startswith("-")), None)
     try:
         args = _parse(build_parser(command), argv)

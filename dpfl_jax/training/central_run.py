@@ -111,7 +111,8 @@ class CentralRun(Prepared):
         facts = model_facts(self.config, self.model)
         lines = [
             self.data.description,
-            f"{self.config.model.kind} {facts.get('checkpoint', facts.get('size', ''))}".rstrip()
+            f"{facts.get('module', facts.get('kind'))} "
+            f"{facts.get('checkpoint', facts.get('size', ''))}".rstrip()
             + f": {facts['parameters']:,} parameters, {facts['trained']:,} of them trained",
         ]
         if self.mechanism.private:
@@ -204,7 +205,7 @@ def read_data(
     """
     if config.pretrain is not None:
         make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
-    if config.model.kind == "transformer" and config.model.checkpoint is None:
+    if config.model.what == "kind=transformer" and config.model.checkpoint is None:
         transformer_config(config.model.size)
     with console.status("reading data"):
         data = load(data_section(config))
@@ -213,7 +214,7 @@ def read_data(
             f"pretrain needs a public corpus, but data.source={config.data.source} has none: "
             "remove the pretrain section, or name one as data.public"
         )
-    model = build_model(config, data.task)
+    model = build_model(config, data)
     check_trainable(config.model, model)
     return data, model
 
@@ -383,10 +384,11 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
 def model_facts(config: RunConfig, model: Any) -> dict[str, Any]:
     """What a report says of the model."""
     section = config.model
-    name: dict[str, Any] = {"kind": section.kind}
+    what, _, value = section.what.partition("=")
+    name: dict[str, Any] = {what: value}
     if section.checkpoint is not None:
         name["checkpoint"] = section.checkpoint
-    elif section.kind == "transformer":
+    elif value == "transformer":
         name["size"] = section.size
     trained = check_trainable(section, model)
     return {**name, "parameters": model.num_params, "trained": trained}
