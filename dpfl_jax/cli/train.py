@@ -139,6 +139,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     """Prints what a person wants to see at the end."""
     from rich.table import Table
 
+    console.print(report["summary"], style="bold", highlight=False, soft_wrap=True)
     if report["eval"]:
         table = Table(title="held out", title_justify="left")
         unit = "subject" if "silos" in report else "user"

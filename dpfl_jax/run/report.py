@@ -56,6 +56,12 @@ def environment() -> dict[str, Any]:
     }
 
 
+def summary(result: RunResult, guarantee: Guarantee) -> str:
+    """A run in one line: the guarantee, and how it was enforced."""
+    norms = [] if result.clipping is None else [result.clipping["summary"]]
+    return "; ".join([guarantee.summary(), *norms])
+
+
 def build_report(
     name: str, steps: int, result: RunResult, guarantee: Guarantee, **sections: Any
 ) -> dict[str, Any]:
@@ -79,6 +85,7 @@ def build_report(
         "name": name,
         "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "steps": result.steps,
+        "summary": summary(result, guarantee),
         "privacy": guarantee.to_json(),
         "guarantee": str(guarantee),
         "eval": {name: value for name, value in evaluation.items() if value is not None},
@@ -125,7 +132,7 @@ def claim_rows(claim: dict[str, Any]) -> list[tuple[str, str]]:
 def render_markdown(report: dict[str, Any]) -> str:
     """The report as Markdown; sections that it does not have are left out."""
     lines = [f"# {report['name']}: {report['status']} after {report['steps']} steps", ""]
-    lines += ["## Guarantee", "", report["guarantee"], ""]
+    lines += [f"**{report['summary']}**", "", "## Guarantee", "", report["guarantee"], ""]
     if claim := report.get("claim"):
         rows = [{"epsilon": name, "": value} for name, value in claim_rows(claim)]
         lines += _table("Claimed and real", rows)

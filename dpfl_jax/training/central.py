@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,13 +33,14 @@ from dpfl_jax.run.report import (
     PRIVATE_METRICS_CAVEAT,
     TUNING_CAVEAT,
     build_report,
+    summary,
     write_report,
 )
 from dpfl_jax.run.state import TrainState, init_state
 from dpfl_jax.run.terms import Terms, training_digest
 from dpfl_jax.training import convolutions
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
-from dpfl_jax.training.modules import check_one_example, functional, named_loss
+from dpfl_jax.training.modules import check_one_example, functional, named_loss, of_arrays
 from dpfl_jax.training.step import TrainStep, make_train_step
 
 PyTree = Any
@@ -285,23 +285,26 @@ def fit(
     expect(loss, Callable, "loss_fn", "a function (params, example), or a loss by name")  # type: ignore[arg-type]
     arrays, rebuild, is_module = functional(params)
     if is_module:
-        loss = _of_arrays(loss, rebuild)
+        loss = of_arrays(loss, rebuild)
     evaluate = None
     if validation is not None:
         evaluate = Evaluator(loss, plan.mesh).of(validation)
     algorithm = Central(loss, arrays, plan, optimizer, trainable)
-    caveats: tuple[str, ...] = ()
+    console, caveats = console or default_console(), ()
     if plan.mechanism.private:
         caveats = (PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT)
     options: dict[str, Any] = {"evaluate": evaluate, "pace": pace, "hooks": hooks}
-    options |= {"console": console or default_console(), "caveats": caveats}
-    if run_dir is None or isinstance(run_dir, RunDirectory):
-        result = train(algorithm, run_dir=run_dir, key=key, **options)
-        return dataclasses.replace(result, params=rebuild(result.params))
-    opened = open_directory(run_dir, plan.stated, key, {"data": plan.data_digest})
+    options |= {"console": console, "caveats": caveats}
+    opened = run_dir
+    if run_dir is not None and not isinstance(run_dir, RunDirectory):
+        opened = open_directory(run_dir, plan.stated, key, {"data": plan.data_digest})
+        key = None
     try:
-        result = train(algorithm, run_dir=opened, **options)
-        if opened.writes:
+        result = train(algorithm, run_dir=opened, key=key, **options)
+        if console is not None:
+            told = summary(result, result.guarantee)
+            console.print(told, style="bold", highlight=False, soft_wrap=True)
+        if opened is not run_dir and opened.writes:
             people = plan.population
             report = build_report(
                 opened.path.name,
@@ -314,17 +317,8 @@ def fit(
             write_report(opened.path, report, result.metrics)
         return dataclasses.replace(result, params=rebuild(result.params))
     finally:
-        opened.close()
-
-
-def _of_arrays(loss_fn: Callable[..., jax.Array], rebuild: Callable[[PyTree], Any]) -> Any:
-    """A loss of a module as one of its arrays, with the same further arguments."""
-
-    @functools.wraps(loss_fn)
-    def loss(params: PyTree, *args: Any, **kwargs: Any) -> jax.Array:
-        return loss_fn(rebuild(params), *args, **kwargs)
-
-    return loss
+        if opened is not run_dir:
+            opened.close()
 
 
 def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) -> FitResult:
