@@ -52,6 +52,41 @@ def check_target(epsilon: float | None, mechanism: Any) -> None:
         )
 
 
+class EvaluatedTrain(Section):
+    """A section ``train``: what held-out loss decides on the way.
+
+    Nobody who is held out is covered by the guarantee.
+
+    Attributes:
+      eval_every: steps (rounds, blocks) between evaluations on held-out data; 0 for before and
+        after only.
+      keep_best: keep the checkpoint with the lowest held-out loss, too.
+      patience: stop once so many evaluations in a row found no lower held-out loss. Epsilon stays
+        that of all steps. null: never.
+    """
+
+    eval_every: int = Field(0, ge=0)
+    keep_best: bool = False
+    patience: int | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _check_evaluated(self) -> EvaluatedTrain:
+        if self.chooses and not self.eval_every:
+            raise ValueError("keep_best and patience look at evaluations: set train.eval_every")
+        return self
+
+    @property
+    def chooses(self) -> bool:
+        """Whether held-out loss decides anything."""
+        return self.keep_best or self.patience is not None
+
+
+NO_CHOICE_WITHIN_USERS = (
+    "train.keep_best and train.patience would choose by examples of the people who are trained on, "
+    "which their guarantee does not cover: hold out other people (data.split=by_user)"
+)
+
+
 class ProcessesConfig(Section):
     """One run in many processes; where and how many is no part of what a run computes.
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dpfl_jax.config.base import (
+    EvaluatedTrain,
     LedgerSection,
     Positive,
     RunSection,
@@ -166,21 +167,19 @@ class PopulationConfig(Section):
     limited_examples: dict[int, int] = Field(default_factory=dict)
 
 
-class TrainConfig(Section):
-    """How the private phase runs.
+class TrainConfig(EvaluatedTrain):
+    """How the private phase runs; see ``EvaluatedTrain``, too.
 
     Attributes:
       steps: number of steps T.
       checkpoint_every: steps between checkpoints.
       keep_checkpoints: how many checkpoints are kept.
-      eval_every: steps between evaluations on validation users; 0 for only before and after.
       log_every: steps between lines of metrics.jsonl.
     """
 
     steps: int = Field(gt=0)
     checkpoint_every: int = Field(50, gt=0)
     keep_checkpoints: int = Field(2, gt=0)
-    eval_every: int = Field(0, ge=0)
     log_every: int = Field(1, gt=0)
 
 

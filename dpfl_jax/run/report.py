@@ -63,18 +63,20 @@ def summary(result: RunResult, guarantee: Guarantee) -> str:
 
 
 def build_report(
-    name: str, steps: int, result: RunResult, guarantee: Guarantee, **sections: Any
+    name: str, result: RunResult, guarantee: Guarantee, **sections: Any
 ) -> dict[str, Any]:
     """Returns the content of report.json.
 
     Args:
       name: of the configuration.
-      steps: that the run has when it is finished.
       result: of the driver.
       guarantee: of the steps taken.
       **sections: further top-level entries (model, data, mechanism, silos, ...).
     """
-    evaluation = {"initial": result.evaluation(0), "final": result.evaluation(steps)}
+    chosen = result.best
+    evaluation = {"initial": result.evaluation(0), "final": result.last}
+    if chosen is not None:
+        evaluation["best"] = result.evaluation(chosen.step)
     raw = [row["outside_guarantee"] for row in result.metrics if "outside_guarantee" in row]
 
     def rate(amount: int) -> float | None:
@@ -85,6 +87,8 @@ def build_report(
         "name": name,
         "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "steps": result.steps,
+        "planned_steps": result.planned,
+        "best_step": None if chosen is None else chosen.step,
         "summary": summary(result, guarantee),
         "privacy": guarantee.to_json(),
         "guarantee": str(guarantee),
@@ -129,17 +133,31 @@ def claim_rows(claim: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, _short(value)) for name, value in rows]
 
 
+def taken(report: dict[str, Any]) -> str:
+    """How many steps, in words."""
+    done, planned = report["steps"], report["planned_steps"]
+    return str(done) if done == planned else f"{done} of {planned}"
+
+
+def evaluated(report: dict[str, Any], key: str) -> str:
+    """What an entry of ``eval`` in a report is, in words."""
+    return {
+        "initial": "before private training",
+        "final": "after private training",
+        "best": f"at the best checkpoint, of step {report['best_step']}",
+    }[key]
+
+
 def render_markdown(report: dict[str, Any]) -> str:
     """The report as Markdown; sections that it does not have are left out."""
-    lines = [f"# {report['name']}: {report['status']} after {report['steps']} steps", ""]
+    lines = [f"# {report['name']}: {report['status']} after {taken(report)} steps", ""]
     lines += [f"**{report['summary']}**", "", "## Guarantee", "", report["guarantee"], ""]
     if claim := report.get("claim"):
         rows = [{"epsilon": name, "": value} for name, value in claim_rows(claim)]
         lines += _table("Claimed and real", rows)
         lines += [*[f"- {reason}" for reason in claim["why"]], ""]
     lines += _table("The same run under other notions of privacy", report.get("relations"))
-    names = {"initial": "before private training", "final": "after private training"}
-    shown = {names[key]: value for key, value in report["eval"].items()}
+    shown = {evaluated(report, key): value for key, value in report["eval"].items()}
     rows = [{"": k, **v} for k, v in {**shown, **report.get("baselines", {})}.items()]
     lines += _table("Held out", rows)
     if clipping := report.get("clipping"):

@@ -290,35 +290,38 @@ def fit(
     if validation is not None:
         evaluate = Evaluator(loss, plan.mesh).of(validation)
     algorithm = Central(loss, arrays, plan, optimizer, trainable)
-    console, caveats = console or default_console(), ()
+    console = console or default_console()
+    caveats: tuple[str, ...] = ()
     if plan.mechanism.private:
         caveats = (PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT)
     options: dict[str, Any] = {"evaluate": evaluate, "pace": pace, "hooks": hooks}
     options |= {"console": console, "caveats": caveats}
-    opened = run_dir
+    own = None
     if run_dir is not None and not isinstance(run_dir, RunDirectory):
-        opened = open_directory(run_dir, plan.stated, key, {"data": plan.data_digest})
+        run_dir = own = open_directory(run_dir, plan.stated, key, {"data": plan.data_digest})
         key = None
     try:
-        result = train(algorithm, run_dir=opened, key=key, **options)
+        result = train(algorithm, run_dir=run_dir, key=key, **options)
         if console is not None:
             told = summary(result, result.guarantee)
             console.print(told, style="bold", highlight=False, soft_wrap=True)
-        if opened is not run_dir and opened.writes:
+        if own is not None and own.writes:
             people = plan.population
             report = build_report(
-                opened.path.name,
-                plan.steps,
+                own.path.name,
                 result,
                 result.guarantee,
                 mechanism=plan.stated["mechanism"],
                 data={"users": people.num_users, "examples": people.num_examples},
             )
-            write_report(opened.path, report, result.metrics)
-        return dataclasses.replace(result, params=rebuild(result.params))
+            write_report(own.path, report, result.metrics)
+        chosen = result.best
+        if chosen is not None and (read := chosen.params) is not None:
+            chosen = dataclasses.replace(chosen, params=lambda: rebuild(read()))
+        return dataclasses.replace(result, params=rebuild(result.params), best=chosen)
     finally:
-        if opened is not run_dir:
-            opened.close()
+        if own is not None:
+            own.close()
 
 
 def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) -> FitResult:
@@ -334,10 +337,10 @@ def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) 
         needed_without=None if options.get("evaluate") is None else "evaluation",
     )
     result = drive(algorithm, **options)
-    initial, final = result.evaluation(0), result.evaluation(algorithm.steps)
+    initial, final = result.evaluation(0), result.last
     return FitResult(
         **{field.name: getattr(result, field.name) for field in dataclasses.fields(result)},
-        guarantee=algorithm.guarantee(max(result.steps, 1), (*caveats, *result.caveats)),
+        guarantee=algorithm.guarantee(result.accounted, (*caveats, *result.caveats)),
         initial=None if initial is None else Evaluation(**initial),
         final=None if final is None else Evaluation(**final),
     )

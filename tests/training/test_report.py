@@ -52,7 +52,7 @@ def test_a_run_says_how_norms_are_computed(shown):
     else:
         with pytest.warns(UserWarning, match="'w' .* is copied for each unit"):
             result = run()
-    report = build_report("run", 1, result, result.guarantee)
+    report = build_report("run", result, result.guarantee)
     assert report["clipping"]["norms"] == {"per-unit copies": 2}
     summary = f"{result.guarantee.summary()}; norms of 0 of 2 parameters by book-keeping"
     assert report["summary"].startswith(summary)

@@ -268,10 +268,9 @@ def _plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _report(prepared: IsrlRun, result: RunResult) -> dict[str, Any]:
     config = prepared.config
-    guarantee, taken = guarantee_of(prepared, result.steps, result.caveats)
+    guarantee, taken = guarantee_of(prepared, result.accounted, result.caveats)
     return build_report(
         config.name,
-        prepared.parameters.rounds,
         result,
         guarantee,
         **_facts(prepared, guarantee, taken),
