@@ -111,6 +111,31 @@ class ProcessesConfig(Section):
     lost_after_s: int = Field(100, gt=0)
 
 
+class MetricsSection(Section):
+    """Where metrics go beside metrics.jsonl; no part of what a run computes.
+
+    Attributes:
+      sinks: tensorboard (a folder of the run), wandb, mlflow; each needs the extra of its name.
+      not_private: also send what the guarantee does not cover (training and held-out losses,
+        timings), under ``not_private/``.
+    """
+
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    not_private: bool = False
+
+    def caveats(self) -> tuple[str, ...]:
+        """What these settings mean for a guarantee."""
+        found = []
+        if self.sinks and self.not_private:
+            found.append(
+                f"{', '.join(self.sinks)} were sent, under `not_private/`, losses and timings that "
+                "are computed without noise: do not publish them"
+            )
+        if live := [name for name in self.sinks if name != "tensorboard"]:
+            found.append(f"{', '.join(live)} can tell how long steps took by when rows arrived")
+        return tuple(found)
+
+
 class RunSection(Section):
     """The top level of a configuration.
 
@@ -125,6 +150,7 @@ class RunSection(Section):
     seed: int | None = None
     privacy: Any
     processes: ProcessesConfig = ProcessesConfig()
+    metrics: MetricsSection = MetricsSection()
 
     @model_validator(mode="after")
     def _check_ledger(self) -> RunSection:

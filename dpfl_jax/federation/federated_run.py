@@ -274,7 +274,7 @@ def _caveats(prepared: FederatedRun) -> tuple[str, ...]:
     if not prepared.federation.mechanism.private:
         return ("this run is not private: it is a baseline", evaluation)
     caveats = (PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT)
-    return (*caveats, *config.data.caveats())
+    return (*caveats, *config.data.caveats(), *config.metrics.caveats())
 
 
 def _kept(prepared: FederatedRun) -> dict[str, Any]:

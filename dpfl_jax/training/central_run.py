@@ -265,7 +265,7 @@ def run_caveats(config: RunConfig, mechanism: Mechanism, known: bool = False) ->
     caveats = [PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT]
     if config.model.checkpoint is not None:
         caveats.append(BASE_CAVEAT)
-    caveats += config.data.caveats()
+    caveats += [*config.data.caveats(), *config.metrics.caveats()]
     if config.privacy.delta is None:
         caveats.append(
             "delta is (number of training examples) ** -1.1 as in Charles et al. 2024; the unit is "

@@ -152,7 +152,9 @@ def guarantee_of(
     Silos may differ in delta: it is stated at the largest, with the largest epsilon there.
     """
     noise = prepared.parameters.noise
-    outside = [_EVALUATION_CAVEAT, _SILOS_CAVEAT, *prepared.config.data.caveats()]
+    config = prepared.config
+    outside = [_EVALUATION_CAVEAT, _SILOS_CAVEAT]
+    outside += [*config.data.caveats(), *config.metrics.caveats()]
     if prepared.records.public:
         outside.append(_PUBLIC_CAVEAT)
     if prepared.records.owners:
