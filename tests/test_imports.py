@@ -17,6 +17,7 @@ FLOORS = (
     ("training",),
     ("federation", "planning"),
     ("cli",),
+    ("__main__",),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 MODULES = {
