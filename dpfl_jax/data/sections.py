@@ -38,6 +38,8 @@ class SourceConfig:
         target is a number (regression).
       silo_column: which silo holds a row. The silos' names are taken as public.
       delimiter, encoding: of CSV files (``CsvFormat``).
+      on_bad_row: of files, a row that has no user, no text, or what is no number in a table: error,
+        or drop it and count. Each is judged by itself.
       scale: by column (the target too): middle and half width, known without these data; a value v
         becomes (v - middle) / half width.
       seq_len: tokens in an example (a store keeps its own), or characters in a window.
@@ -63,6 +65,7 @@ class SourceConfig:
     silo_column: str | None = None
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     encoding: str | None = None
+    on_bad_row: Literal["error", "drop"] = "error"
     scale: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     seq_len: _Count = 128
     stride: _Count = 1
@@ -101,6 +104,11 @@ class SourceConfig:
             )
         if table and self.silo_column is not None:
             found.append("which silos there are, by data.silo_column, is taken as public")
+        if self.on_bad_row == "drop":
+            found.append(
+                "how many rows were left out (data.on_bad_row=drop) is counted without noise: the "
+                "guarantee does not cover that number"
+            )
         if self.scale:
             found.append("data.scale is taken as known without these data")
         return tuple(found)
