@@ -8,6 +8,7 @@ ROOT = pathlib.Path(__file__).parents[1] / "dpfl_jax"
 # From the ground up: whoever is in a line imports from lines above it alone.
 FLOORS = (
     ("errors", "task"),
+    ("hub",),
     ("randomness", "accounting", "clipping", "models", "noise"),
     ("sampling", "mesh"),
     ("data",),

@@ -70,7 +70,8 @@ class ModelConfig(Section):
       options: arguments of the other kinds' classes, or of the function.
       size: a named size; not beside a checkpoint.
       checkpoint: directory in the Hugging Face layout (config.json and safetensors files) of a
-        GPT-2, Llama or Gemma model, taken as public.
+        GPT-2, Llama or Gemma model, taken as public; or ``hf:org/name``, in the local Hugging Face
+        cache.
       overrides: fields of TransformerConfig; beside a checkpoint dtype, remat and scan_layers.
       lora: adapters; null for none.
       trainable: all, lora, biases, last_layers, or shell patterns of parameter names; default lora

@@ -23,6 +23,7 @@ from dpfl_jax.data.rows import (
     text_of,
 )
 from dpfl_jax.errors import BadInputError, repeated
+from dpfl_jax.hub import local_path
 
 Document = tuple[str, str]
 
@@ -40,7 +41,7 @@ def expand_paths(path: str | os.PathLike[str] | Sequence[str] | None) -> list[pa
     patterns = [path] if isinstance(path, (str, os.PathLike)) else list(path)
     found: list[pathlib.Path] = []
     for given in patterns:
-        pattern = os.fspath(given)
+        pattern = local_path(given, "dataset")
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
         if not matches:
             raise BadInputError(f"the data file {pattern} does not exist")

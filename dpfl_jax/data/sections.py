@@ -26,7 +26,8 @@ class SourceConfig:
         ``arrow``, ``huggingface``, ``folder``; ``store`` (what ``dpfl data build`` made); the name
         of a data set (``dpfl_jax.data.registry``); or ``package.module:NAME``, a ``DataSource`` of
         your own.
-      path: file, files or glob pattern; the folder of a store or of a named set.
+      path: file, files or glob pattern; the folder of a store or of a named set; or
+        ``hf:org/name``, a data set in the local Hugging Face cache.
       user_column: column of the user's id, or a key expression; null: every row is a person of its
         own.
       text_column: column of the text, if files hold text.
