@@ -262,7 +262,8 @@ def drive(
                 if choosing is not None:
                     saves |= choosing.look(log.rows, done)
             if checkpoints is not None and (saves or stopping or ended):
-                told = {"epsilon": spent(done), "delta": algorithm.delta}
+                # A rule's number of steps is none that was fixed beforehand.
+                told = {"epsilon": spent(steps if ended else done), "delta": algorithm.delta}
                 checkpoints.save(state, root, told, terms)
                 if log.hooks.on_checkpoint is not None:
                     log.hooks.on_checkpoint(done)

@@ -223,11 +223,17 @@ def plot_curves(
         axes[0].plot(*np.array([(s, e["loss"]) for s, e in evals]).T, "o-", label="held out")
     for i, (name, value) in enumerate(report.get("baselines", {}).items()):
         axes[0].axhline(value["loss"], color=f"C{i + 2}", ls=":", label=name)
+    if (chosen := report.get("best_step")) is not None:
+        axes[0].axvline(chosen, color="0.5", ls="--", lw=1, label="best checkpoint")
     axes[0].set(xlabel="step", ylabel="loss")
     axes[0].legend(fontsize=8)
     spent = [(r["step"], r["epsilon_spent"]) for r in rows if r["epsilon_spent"] is not None]
     if spent:
         axes[-1].step(*np.array(spent).T, color="C1", where="post")
+    stated, planned = report["privacy"]["epsilon"], report["planned_steps"]
+    if report["status"] == FINISHED and report["steps"] < planned and stated != "inf":
+        axes[-1].axhline(stated, color="C3", ls="--", lw=1, label=f"stated: of {planned} steps")
+        axes[-1].legend(fontsize=8)
     axes[-1].set(xlabel="step", ylabel="epsilon spent (upper bound)", ylim=(0, None))
     if has_accuracy:
         axes[1].plot(*np.array([(s, e["accuracy"]) for s, e in evals]).T, "o-", color="C2")

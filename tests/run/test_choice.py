@@ -96,6 +96,10 @@ def test_a_run_that_stops_by_a_rule_states_the_epsilon_of_all_steps(whole, tmp_p
     told = " ".join(result.guarantee.caveats)
     assert f"stopped after {result.steps} of {STEPS} steps by held-out loss" in told
     assert "chosen by held-out loss, without noise" in told
+    # Nowhere does the run, as it was left, state less.
+    file = run_dir / "checkpoints" / str(result.steps) / "progress" / "metadata"
+    spent = json.loads(file.read_text())["spent"]["epsilon"]
+    assert spent == pytest.approx(result.guarantee.epsilon)
     title = (run_dir / "report.md").read_text().splitlines()[0]
     assert title.endswith(f"finished after {result.steps} of {STEPS} steps")
     other = run(tmp_path / "to_the_end", keep_best=False)
