@@ -12,7 +12,6 @@ import argparse
 import importlib
 import json
 import logging
-import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -95,8 +94,8 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0 done, 2 bad input, 1 anything else."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if os.getcwd() not in sys.path:  # behind all others: a user's own modules hide none
-        sys.path.append(os.getcwd())
+    if "" not in sys.path:  # the folder one is in, behind all others: modules there hide none
+        sys.path.append("")
     command = next((a for a in argv if not a.startswith("-")), None)
     own = argv.index("--") if "--" in argv else len(argv)  # behind it another program's
     verbose = "--verbose" in argv[:own]
