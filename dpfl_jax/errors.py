@@ -46,7 +46,9 @@ def imported(place: str, setting: str) -> Any:
     Raises:
       BadInputError: it cannot be had; ``setting`` is what named it.
     """
-    module, _, name = place.partition(":")
+    module, colon, name = place.partition(":")
+    if not colon:
+        raise BadInputError(f"{setting} is {place!r}: write package.module:NAME")
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever a module of the user's does

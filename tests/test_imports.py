@@ -8,6 +8,7 @@ ROOT = pathlib.Path(__file__).parents[1] / "dpfl_jax"
 # From the ground up: whoever is in a line imports from lines above it alone.
 FLOORS = (
     ("errors", "task"),
+    ("hub",),
     ("randomness", "accounting", "clipping", "models", "noise"),
     ("sampling", "mesh"),
     ("data",),
@@ -17,6 +18,7 @@ FLOORS = (
     ("training",),
     ("federation", "planning"),
     ("cli",),
+    ("__main__",),
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 MODULES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import math
 from typing import Any, Literal
 
@@ -81,6 +82,16 @@ class Guarantee:
         kept["epsilon"] = float(kept["epsilon"])
         return cls(**kept)
 
+    def summary(self) -> str:
+        """The guarantee in one line; epsilon and delta are rounded up."""
+        if not self.private:
+            return "NO differential-privacy guarantee"
+        unverified = "" if self.status in ("upper bound", "exact") else ", not verified"
+        return (
+            f"epsilon {_rounded_up(self.epsilon, 4)}, delta {_rounded_up(self.delta, 3)} for each "
+            f"{self.unit} ({self.adjacency}; trust model: {self.trust}{unverified})"
+        )
+
     def paragraph(self) -> str:
         """The guarantee in words that a privacy officer can check."""
         if not self.private:
@@ -137,6 +148,11 @@ class Guarantee:
         if mine_better:
             return "stronger"
         return "weaker" if theirs_better else "incomparable"
+
+
+def _rounded_up(value: float, digits: int) -> str:
+    rounding = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
+    return f"{float(rounding.create_decimal(repr(float(value)))):.{digits}g}"
 
 
 def delta_caveats(delta: float, units: int, what: str) -> tuple[str, ...]:

@@ -42,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--format", help="jsonl, parquet, csv, folder or huggingface (else by name)")
     build.add_argument("--user-column", default="user", help="column, or key expression")
     build.add_argument("--text-column", help="column of the text (default: text)")
+    build.add_argument(
+        "--on-bad-row",
+        choices=["error", "drop"],
+        default="error",
+        help="of files: a row without a user or a text is an error, or is left out and counted",
+    )
     build.add_argument("--tokenizer", default="bytes", help="bytes, or a .json or .model file")
     build.add_argument("--seq-len", type=int, default=128, help="tokens in an example")
     build.add_argument("--max-examples-per-user", type=int, help="keep each user's first examples")
@@ -90,6 +96,8 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
 
     console = Console(stderr=args.json)
     started = time.monotonic()
+    if args.on_bad_row == "drop" and (args.source != "files" or args.engine == "beam"):
+        raise BadInputError("--on-bad-row drop is for files, read by the local engine")
     source = _source(args)
     settings: dict[str, Any] = {
         "shard_format": args.store_format,
@@ -138,6 +146,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
                 sources=source.identity,
                 workers=args.workers or os.cpu_count() or 1,
                 progress=progress,
+                bad=source.bad,
             )
     result: dict[str, Any] = {
         "store": os.fspath(store.path),
@@ -146,12 +155,15 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         "shards": len(store.manifest.shards),
         "bytes": sum(s.bytes for s in store.manifest.shards),
         "fingerprint": store.fingerprint,
+        "dropped_rows": store.manifest.build["dropped_rows"],
         "seconds": round(time.monotonic() - started, 2),
     }
     console.print(
         f"{result['store']}: {result['users']} users, {result['examples']} examples in "
         f"{result['shards']} shards, {float(result['bytes']) / 1e6:.1f} MB, {result['seconds']} s"
     )
+    if result["dropped_rows"]:
+        console.print(f"{result['dropped_rows']} bad rows left out: a number no guarantee covers")
     return result
 
 
@@ -160,7 +172,11 @@ def _source(args: argparse.Namespace) -> Any:
 
     if args.source == "files":
         return sources.file_source(
-            args.input or (), args.format, args.user_column, args.text_column or "text"
+            args.input or (),
+            args.format,
+            args.user_column,
+            args.text_column or "text",
+            args.on_bad_row == "drop",
         )
     if args.source == "python_source":
         return sources.python_files_source()

@@ -17,6 +17,7 @@ Gemma family.
 
 examples:
   dpfl export runs/mine exported
+  dpfl export runs/mine exported --which best               # trained with train.keep_best
   dpfl export runs/mine exported --dtype bfloat16 --max-file-size 2
 """
 
@@ -25,6 +26,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("run", metavar="RUN", help="run directory, finished")
     parser.add_argument("out", metavar="DIR", help="a directory that does not exist or is empty")
+    parser.add_argument(
+        "--which",
+        choices=["last", "best"],
+        default="last",
+        help="checkpoint: the last, or the one with the lowest held-out loss (train.keep_best)",
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(
         "--max-file-size", type=float, default=5.0, metavar="GB", help="of a weights file"
@@ -39,7 +46,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.training.export import export
 
     console = Console(stderr=args.json)
-    result = export(args.run, args.out, args.dtype, int(args.max_file_size * 1e9))
-    console.print(f"{result['parameters']:,} parameters of {args.run} written to {result['out']}")
+    result = export(args.run, args.out, args.dtype, int(args.max_file_size * 1e9), args.which)
+    console.print(
+        f"{result['parameters']:,} parameters of {args.run} after {result['step']} steps written "
+        f"to {result['out']}"
+    )
     console.print(result["guarantee"], highlight=False)
     return result

@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import logging
 import sys
+import traceback
 from collections.abc import Sequence
 
 from dpfl_jax import __version__
@@ -31,6 +33,7 @@ COMMANDS = {
     "show": "print the report of a run",
     "export": "write a run's model for `transformers`, with its guarantee",
     "sample": "let the model of a run go on with a prompt",
+    "completion": "print what makes a shell complete commands and options",
 }
 
 
@@ -41,17 +44,20 @@ class _Parser(argparse.ArgumentParser):
         raise BadInputError(f"{self.prog}: {message} (see `{self.prog} --help`)")
 
 
-def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """Returns the parser; only the module of ``command`` is imported."""
+def build_parser(*needed: str | None) -> argparse.ArgumentParser:
+    """Returns the parser; only the modules of the commands ``needed`` are imported."""
     parser = _Parser(
         prog="dpfl",
         description="Training with differential privacy for people.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"dpfl_jax {__version__}")
+    parser.add_argument(
+        "--verbose", action="store_true", help="of any command: tracebacks, and debug logging"
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, summary in COMMANDS.items():
-        if name == command:
+        if name in needed:
             module = importlib.import_module(f"dpfl_jax.cli.{name}")
             sub = commands.add_parser(
                 name,
@@ -88,7 +94,14 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code: 0 done, 2 bad input, 1 anything else."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if "" not in sys.path:  # the folder one is in, behind all others: modules there hide none
+        sys.path.append("")
     command = next((a for a in argv if not a.startswith("-")), None)
+    own = argv.index("--") if "--" in argv else len(argv)  # behind it another program's
+    verbose = "--verbose" in argv[:own]
+    argv = [a for i, a in enumerate(argv) if a != "--verbose" or i > own]
+    if verbose:
+        logging.basicConfig(level=logging.DEBUG)
     try:
         args = _parse(build_parser(command), argv)
         with too_little_memory(
@@ -96,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         ):
             result = args.handler(args)
     except BadInputError as error:
+        if verbose:
+            traceback.print_exc()
         print(f"dpfl: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -139,6 +139,9 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     """Prints what a person wants to see at the end."""
     from rich.table import Table
 
+    from dpfl_jax.run.report import evaluated, taken
+
+    console.print(report["summary"], style="bold", highlight=False, soft_wrap=True)
     if report["eval"]:
         table = Table(title="held out", title_justify="left")
         unit = "subject" if "silos" in report else "user"
@@ -149,8 +152,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         columns += ["perplexity"] * perplexities
         for column in columns:
             table.add_column(column, justify="left" if not column else "right")
-        names = {"initial": "before private training", "final": "after private training"}
-        rows = [(names[k], v) for k, v in report["eval"].items()]
+        rows = [(evaluated(report, k), v) for k, v in report["eval"].items()]
         rows += list(report.get("baselines", {}).items())
         for name, value in rows:
             apart = value["loss_by_silo"] if unit == "silo" else value["loss_by_user"]
@@ -172,8 +174,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print(table)
     console.print(Panel(report["guarantee"], title="guarantee"))
     console.print(
-        f"{report['status']} after {report['steps']} {_steps(report)}: "
-        f"{report['run_dir']}/report.md"
+        f"{report['status']} after {taken(report)} {_steps(report)}: {report['run_dir']}/report.md"
     )
 
 

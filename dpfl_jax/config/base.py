@@ -52,6 +52,41 @@ def check_target(epsilon: float | None, mechanism: Any) -> None:
         )
 
 
+class EvaluatedTrain(Section):
+    """A section ``train``: what held-out loss decides on the way.
+
+    Nobody who is held out is covered by the guarantee.
+
+    Attributes:
+      eval_every: steps (rounds, blocks) between evaluations on held-out data; 0 for before and
+        after only.
+      keep_best: keep the checkpoint with the lowest held-out loss, too.
+      patience: stop once so many evaluations in a row found no lower held-out loss. Epsilon stays
+        that of all steps. null: never.
+    """
+
+    eval_every: int = Field(0, ge=0)
+    keep_best: bool = False
+    patience: int | None = Field(None, gt=0)
+
+    @model_validator(mode="after")
+    def _check_evaluated(self) -> EvaluatedTrain:
+        if self.chooses and not self.eval_every:
+            raise ValueError("keep_best and patience look at evaluations: set train.eval_every")
+        return self
+
+    @property
+    def chooses(self) -> bool:
+        """Whether held-out loss decides anything."""
+        return self.keep_best or self.patience is not None
+
+
+NO_CHOICE_WITHIN_USERS = (
+    "train.keep_best and train.patience would choose by examples of the people who are trained on, "
+    "which their guarantee does not cover: hold out other people (data.split=by_user)"
+)
+
+
 class ProcessesConfig(Section):
     """One run in many processes; where and how many is no part of what a run computes.
 
@@ -76,6 +111,31 @@ class ProcessesConfig(Section):
     lost_after_s: int = Field(100, gt=0)
 
 
+class MetricsSection(Section):
+    """Where metrics go beside metrics.jsonl; no part of what a run computes.
+
+    Attributes:
+      sinks: tensorboard (a folder of the run), wandb, mlflow; each needs the extra of its name.
+      not_private: also send what the guarantee does not cover (training and held-out losses,
+        timings), under ``not_private/``.
+    """
+
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    not_private: bool = False
+
+    def caveats(self) -> tuple[str, ...]:
+        """What these settings mean for a guarantee."""
+        found = []
+        if self.sinks and self.not_private:
+            found.append(
+                f"{', '.join(self.sinks)} were sent, under `not_private/`, losses and timings that "
+                "are computed without noise: do not publish them"
+            )
+        if live := [name for name in self.sinks if name != "tensorboard"]:
+            found.append(f"{', '.join(live)} can tell how long steps took by when rows arrived")
+        return tuple(found)
+
+
 class RunSection(Section):
     """The top level of a configuration.
 
@@ -90,6 +150,7 @@ class RunSection(Section):
     seed: int | None = None
     privacy: Any
     processes: ProcessesConfig = ProcessesConfig()
+    metrics: MetricsSection = MetricsSection()
 
     @model_validator(mode="after")
     def _check_ledger(self) -> RunSection:

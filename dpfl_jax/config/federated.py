@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dpfl_jax.config.base import NAME, LedgerSection, RunSection, Section, Seed, check_target
+from dpfl_jax.config.base import (
+    NAME,
+    NO_CHOICE_WITHIN_USERS,
+    EvaluatedTrain,
+    LedgerSection,
+    RunSection,
+    Section,
+    Seed,
+    check_target,
+)
 from dpfl_jax.config.execution import RoundExecution
 from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.config.schema import OptimizerConfig
@@ -128,18 +137,16 @@ class FederatedModelConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class FederatedTrainConfig(Section):
-    """How rounds run.
+class FederatedTrainConfig(EvaluatedTrain):
+    """How rounds run; see ``EvaluatedTrain``, too.
 
     Attributes:
       checkpoint_every: rounds between checkpoints.
       keep_checkpoints: how many are kept.
-      eval_every: rounds between evaluations; 0 for before and after only.
     """
 
     checkpoint_every: int = Field(5, gt=0)
     keep_checkpoints: int = Field(2, gt=0)
-    eval_every: int = Field(0, ge=0)
 
 
 class FederatedEvalConfig(Section):
@@ -173,6 +180,8 @@ class FederatedConfig(RunSection):
     @model_validator(mode="after")
     def _check(self) -> FederatedConfig:
         mechanism, privacy = self.mechanism, self.privacy
+        if self.train.chooses and self.data.split == "within_user" and mechanism.private:
+            raise ValueError(NO_CHOICE_WITHIN_USERS)
         if mechanism.kind == "rpdp" and privacy.recipe != "sound":
             raise ValueError(
                 f"privacy.recipe={privacy.recipe} belongs to other mechanisms: remove it, and "

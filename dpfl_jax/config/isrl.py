@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from dpfl_jax.config.base import NAME, LedgerSection, Positive, RunSection, Section
+from dpfl_jax.config.base import NAME, EvaluatedTrain, LedgerSection, Positive, RunSection, Section
 from dpfl_jax.config.execution import BlockExecution
 from dpfl_jax.data import SourceConfig
 
@@ -113,18 +113,16 @@ class IsrlPrivacyConfig(LedgerSection):
     delta: float | tuple[float, ...] | None = None
 
 
-class IsrlTrainConfig(Section):
-    """How rounds run.
+class IsrlTrainConfig(EvaluatedTrain):
+    """How rounds run; see ``EvaluatedTrain``, too.
 
     Attributes:
       checkpoint_every: blocks between checkpoints.
       keep_checkpoints: how many are kept.
-      eval_every: blocks between evaluations; 0 for before and after only.
     """
 
     checkpoint_every: int = Field(2, gt=0)
     keep_checkpoints: int = Field(2, gt=0)
-    eval_every: int = Field(0, ge=0)
 
 
 class IsrlConfig(RunSection):

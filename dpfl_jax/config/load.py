@@ -83,6 +83,7 @@ def config_fingerprint(config: AnyConfig) -> str:
     content.pop("name")
     content.pop("execution")
     content.pop("processes")
+    content.pop("metrics")
     content.pop("sweep", None)
     if "budget" in content["privacy"]:  # a run that it refused goes on once it is raised
         content["privacy"]["budget"] = None

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dpfl_jax.config.base import (
+    EvaluatedTrain,
     LedgerSection,
     Positive,
     RunSection,
@@ -64,10 +65,13 @@ class ModelConfig(Section):
       kind: transformer (tokens), lstm (windows of characters), mlp, cnn, small_cnn, logistic
         (classes), mlp, linear (numbers). Only the transformer takes size, checkpoint, overrides,
         lora and last_layers.
-      options: arguments of the other kinds' classes.
+      module: a model of your own in the place of a kind: ``package.module:build``, a function
+        (task, key, **options) that returns it (docs/models.md).
+      options: arguments of the other kinds' classes, or of the function.
       size: a named size; not beside a checkpoint.
       checkpoint: directory in the Hugging Face layout (config.json and safetensors files) of a
-        GPT-2, Llama or Gemma model, taken as public.
+        GPT-2, Llama or Gemma model, taken as public; or ``hf:org/name``, in the local Hugging Face
+        cache.
       overrides: fields of TransformerConfig; beside a checkpoint dtype, remat and scan_layers.
       lora: adapters; null for none.
       trainable: all, lora, biases, last_layers, or shell patterns of parameter names; default lora
@@ -77,6 +81,7 @@ class ModelConfig(Section):
     """
 
     kind: ModelKind = "transformer"
+    module: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     size: str = "tiny"
     checkpoint: str | None = None
@@ -86,16 +91,25 @@ class ModelConfig(Section):
     last_layers: int = Field(1, ge=1)
     frozen_dtype: Literal["float32", "bfloat16"] = "float32"
 
+    @property
+    def what(self) -> str:
+        """The key that says which model, and its value."""
+        return f"kind={self.kind}" if self.module is None else f"module={self.module}"
+
     @model_validator(mode="after")
     def _check_choice(self) -> ModelConfig:
+        if self.module is not None and self.kind != "transformer":
+            raise ValueError("both model.kind and model.module are set: keep one")
+        transformer = self.what == "kind=transformer"
         own = ("size", "checkpoint", "overrides", "lora", "last_layers")
-        for name in ("options",) if self.kind == "transformer" else own:
-            if name in self.model_fields_set and getattr(self, name):
+        for name in ("options",) if transformer else own:
+            default = ModelConfig.model_fields[name].get_default(call_default_factory=True)
+            if getattr(self, name) != default:
                 raise ValueError(
-                    f"model.{name} does not go with model.kind={self.kind}: remove it "
+                    f"model.{name} does not go with model.{self.what}: remove it "
                     f"(transformers take {', '.join(own)}, other kinds options)"
                 )
-        if self.kind != "transformer" and self.trainable in ("lora", "last_layers"):
+        if not transformer and self.trainable in ("lora", "last_layers"):
             raise ValueError(f"model.trainable={self.trainable} is for model.kind=transformer")
         if self.checkpoint is not None and "size" in self.model_fields_set and self.size != "tiny":
             raise ValueError("both model.size and model.checkpoint are set: keep one")
@@ -154,21 +168,19 @@ class PopulationConfig(Section):
     limited_examples: dict[int, int] = Field(default_factory=dict)
 
 
-class TrainConfig(Section):
-    """How the private phase runs.
+class TrainConfig(EvaluatedTrain):
+    """How the private phase runs; see ``EvaluatedTrain``, too.
 
     Attributes:
       steps: number of steps T.
       checkpoint_every: steps between checkpoints.
       keep_checkpoints: how many checkpoints are kept.
-      eval_every: steps between evaluations on validation users; 0 for only before and after.
       log_every: steps between lines of metrics.jsonl.
     """
 
     steps: int = Field(gt=0)
     checkpoint_every: int = Field(50, gt=0)
     keep_checkpoints: int = Field(2, gt=0)
-    eval_every: int = Field(0, ge=0)
     log_every: int = Field(1, gt=0)
 
 
@@ -240,6 +252,10 @@ class RunConfig(RunSection):
                 f"privacy.delta is {privacy.delta:g}, but it must lie strictly between 0 and 1"
             )
         check_target(privacy.epsilon, mechanism)
+        if self.pretrain is not None and self.model.what != "kind=transformer":
+            raise ValueError(
+                f"pretrain is for model.kind=transformer, not model.{self.model.what}: remove it"
+            )
         if self.pretrain is not None and self.model.checkpoint is not None:
             raise ValueError(
                 "both pretrain and model.checkpoint are set: the private phase starts from one"

@@ -37,11 +37,14 @@ from dpfl_jax.data.build_plan import (
 )
 from dpfl_jax.data.chunking import encode_user
 from dpfl_jax.data.records import FORMATS, write_records
+from dpfl_jax.data.rows import BadRows
 from dpfl_jax.data.shards import FileEntry, Manifest, ShardStore, open_store
 from dpfl_jax.data.spill import spill_rows, spilled_users
 from dpfl_jax.data.store import Store, combine_digests, user_digest
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError
+
+_DROPPED = "dropped"
 
 
 def build_store(
@@ -52,6 +55,7 @@ def build_store(
     sources: dict[str, Any] | None = None,
     workers: int = 1,
     progress: Progress | None = None,
+    bad: BadRows | None = None,
 ) -> ShardStore:
     """Builds a store from a stream of rows in any order of users.
 
@@ -66,6 +70,7 @@ def build_store(
         thrown away.
       workers: processes that encode.
       progress: called with (phase, done, total); total is 0 if unknown.
+      bad: what ``rows`` tells of bad rows; how many it left out goes into the manifest.
 
     Raises:
       BadInputError: if ``out`` exists, a row is bad, nothing is usable, or the disk is full.
@@ -73,9 +78,15 @@ def build_store(
     out = pathlib.Path(out)
     staging = prepare(out, plan, sources or {})
     if not (staging / "spilled").exists():
-        spill_rows(rows(), staging, plan, progress)
+        spill_rows(_counted(rows(), bad or BadRows(), staging), staging, plan, progress)
     encode_partitions(staging, plan, workers, progress)
     return finish(staging, out, plan, sources or {})
+
+
+def _counted(rows: Iterable[Row], bad: BadRows, staging: pathlib.Path) -> Iterator[Row]:
+    """``rows``; at their end notes, for a build that is interrupted, how many were left out."""
+    yield from rows
+    write_text(staging / _DROPPED, str(bad.dropped))
 
 
 def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> pathlib.Path:
@@ -188,6 +199,7 @@ def finish(
     staging: pathlib.Path, out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]
 ) -> ShardStore:
     """Phase 3: writes index and manifest, removes what only the build needed, renames."""
+    noted = staging / _DROPPED
     entries, names, counts, digests = [], [], [], []
     for shard in range(plan.num_shards):
         side = json.loads(side_path(staging, plan, shard).read_text())
@@ -216,7 +228,11 @@ def finish(
             combine_digests(plan.schema, map(bytes.fromhex, digests)),
             tuple(entries),
             tuple(index),
-            {"sources": sources, "max_examples_per_user": plan.max_examples_per_user},
+            {
+                "sources": sources,
+                "max_examples_per_user": plan.max_examples_per_user,
+                "dropped_rows": int(noted.read_text()) if noted.exists() else 0,
+            },
         )
         manifest.write(staging)
         keep = {e.file for e in (*entries, *index)} | {"manifest.json"}

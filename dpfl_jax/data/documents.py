@@ -12,8 +12,18 @@ import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.rows import PLAIN_CSV, CsvFormat, LocatedRow, guess_format, read_rows, text_of
+from dpfl_jax.data.rows import (
+    PLAIN_CSV,
+    BadRows,
+    CsvFormat,
+    LocatedRow,
+    guess_format,
+    is_number,
+    read_rows,
+    text_of,
+)
 from dpfl_jax.errors import BadInputError, repeated
+from dpfl_jax.hub import local_path
 
 Document = tuple[str, str]
 
@@ -31,7 +41,7 @@ def expand_paths(path: str | os.PathLike[str] | Sequence[str] | None) -> list[pa
     patterns = [path] if isinstance(path, (str, os.PathLike)) else list(path)
     found: list[pathlib.Path] = []
     for given in patterns:
-        pattern = os.fspath(given)
+        pattern = local_path(given, "dataset")
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
         if not matches:
             raise BadInputError(f"the data file {pattern} does not exist")
@@ -48,6 +58,7 @@ def read_documents(
     user_column: str = "user",
     text_column: str = "text",
     csv: CsvFormat = PLAIN_CSV,
+    bad: BadRows | None = None,
 ) -> Iterator[Document]:
     """Streams the documents of files one after another.
 
@@ -58,11 +69,12 @@ def read_documents(
         decimal text.
       text_column: column of the text.
       csv: how CSV files are written.
+      bad: told of rows without a user or a text; default: they are errors.
 
     Raises:
-      BadInputError: naming the file and the line or row.
+      BadInputError: naming the file and the line or row; or all texts of CSV files are numbers.
     """
-    key = UserKey(user_column)
+    key, bad, some, words = UserKey(user_column), bad or BadRows(), False, False
     columns = None if key.columns is None else list(dict.fromkeys([*key.columns, text_column]))
     for path in paths:
         kind = format or guess_format(path)
@@ -71,8 +83,22 @@ def read_documents(
         if kind == "folder":
             yield from read_folder(path)
             continue
-        for where, row in read_file_rows([path], kind, columns, csv):
-            yield key(row, where), text_of(row, text_column, where)
+        for where, row in read_file_rows([path], kind, columns, csv, bad):
+            try:
+                document = key(row, where), text_of(row, text_column, where)
+            except BadInputError as error:
+                bad(error)
+                continue
+            # Cells of CSV files are text, also where they are meant as numbers.
+            some, words = True, words or kind not in ("csv", "tsv") or not is_number(document[1])
+            yield document
+    if bad.dropped and not some:
+        raise bad.none_left("the data are empty")
+    if some and not words:
+        raise BadInputError(
+            f"every text in the column {text_column!r} is a number: set data.text_column to the "
+            "texts, or data.target_column to predict numbers"
+        )
 
 
 def read_file_rows(
@@ -80,11 +106,12 @@ def read_file_rows(
     format: str,
     columns: Sequence[str] | None = None,
     csv: CsvFormat = PLAIN_CSV,
+    bad: BadRows | None = None,
 ) -> Iterator[LocatedRow]:
     """Streams the rows of files one after another, with where each is; see ``rows.read_rows``."""
     for path in paths:
         if format != "huggingface":
-            yield from read_rows(path, format, columns, csv)
+            yield from read_rows(path, format, columns, csv, bad)
             continue
         for file in huggingface_files(path):
             yield from read_rows(file, guess_format(file), columns)

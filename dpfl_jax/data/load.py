@@ -15,7 +15,9 @@ from dpfl_jax.data.chunking import store_from_documents
 from dpfl_jax.data.documents import FORMATS, expand_paths, read_documents
 from dpfl_jax.data.keys import value_to_id
 from dpfl_jax.data.registry import data_source
+from dpfl_jax.data.rows import BadRows
 from dpfl_jax.data.sections import DataConfig, SourceConfig
+from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import ArrayStore, Store
 from dpfl_jax.data.table import read_table
@@ -34,6 +36,7 @@ class Examples:
       unit: one line: what a user is.
       test: a test part that the source itself defines, or None.
       tokenizer: what made the ids, or None for examples that are not text.
+      dropped: rows that were left out of it.
     """
 
     store: Store
@@ -41,6 +44,13 @@ class Examples:
     unit: str
     test: Store | None = None
     tokenizer: Tokenizer | None = None
+    dropped: int = 0
+
+    @property
+    def left_out(self) -> str:
+        """The end of a description: rows that were left out, if any were."""
+        told = f"; {self.dropped} bad rows left out, a number that no guarantee covers"
+        return told if self.dropped else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,19 +88,21 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
     Raises:
       BadInputError: with one sentence naming the file and line, or the setting to change.
     """
-    is_file = config.source in FORMATS
+    is_file, bad = config.source in FORMATS, BadRows(config.on_bad_row == "drop")
+    if config.on_bad_row == "drop" and not is_file:
+        raise BadInputError("data.on_bad_row is for files (of a store: dpfl data build)")
     if config.source != "store" and not (is_file and config.target_column is not None):
         for name in ("target_column", "input_columns", "classes", "silo_column", "scale"):
             if getattr(config, name):
                 more = ", whose data.target_column is set" if is_file else " and stores of arrays"
                 raise BadInputError(f"data.{name} is for tables{more}")
     if is_file and config.target_column is not None:
-        users, task = read_table(config, keep)
+        users, task = read_table(config, keep, bad=bad)
         unit = "a row" if config.user_column is None else config.user_column
         checked = _checked(users.items(), task, config.source)
         found = Examples(ArrayStore.from_users(checked), task, unit)
     elif is_file or config.source == "python_source":
-        found = _texts(config)
+        found = _texts(config, bad)
     elif config.source == "store":
         found = _stored(config)
     else:
@@ -100,7 +112,7 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
         unit = f"users are synthetic: {config.records_per_user} records each, drawn at random"
         found = dataclasses.replace(found, store=store, unit=unit)
     limited = limit_store(found.store, config.max_users, config.max_examples_per_user)
-    return dataclasses.replace(found, store=limited)
+    return dataclasses.replace(found, store=limited, dropped=found.dropped or bad.dropped)
 
 
 def load_dataset(config: DataConfig) -> Dataset:
@@ -124,6 +136,7 @@ def load_dataset(config: DataConfig) -> Dataset:
     public = _load_public(config, found.tokenizer)
     description = (
         f"{config.source}: {store.num_users} users, {store.num_examples} examples"
+        + found.left_out
         + "".join(f"; {n} {p.num_users} users" for n, p in parts.items() if p.num_users)
         + (f"; public {public.num_examples} examples" if public is not None else "")
     )
@@ -176,7 +189,7 @@ def hold_out(
     return parts
 
 
-def _texts(config: SourceConfig) -> Examples:
+def _texts(config: SourceConfig, bad: BadRows) -> Examples:
     tokenizer, limit = load_tokenizer(config.tokenizer), config.max_examples_per_user
     if config.source == "python_source":
         store = python_source.private_store(tokenizer, config.seq_len, config.max_users, limit)
@@ -187,6 +200,7 @@ def _texts(config: SourceConfig) -> Examples:
         config.user_column or "",
         config.text_column,
         config.csv,
+        bad,
     )
     store = store_from_documents(documents, tokenizer, config.seq_len, max_examples=limit)
     return _tokens(store, tokenizer, config.user_column or "a document")
@@ -223,11 +237,12 @@ def _named(config: SourceConfig) -> Examples:
 def _stored(config: SourceConfig) -> Examples:
     """A built store: tokens as they are, arrays as ``x`` and ``label``."""
     path = os.fspath(expand_paths(config.path)[0])
-    store, classes = ArrayStore.load(path), config.classes
+    store, classes = open_store(path), config.classes
     if store.schema.kind == "tokens":
         tokenizer = load_tokenizer(config.tokenizer)
         check_tokenizer(store, tokenizer, config.tokenizer)
-        return _tokens(store, tokenizer, "a user of the store")
+        found = _tokens(store, tokenizer, "a user of the store")
+        return dataclasses.replace(found, dropped=store.manifest.build.get("dropped_rows", 0))
     fields = {f.name: f for f in store.schema.fields}
     target = config.target_column or "label"
     inputs = config.input_columns or tuple(n for n, f in fields.items() if f.shape) or ("x",)

@@ -84,9 +84,44 @@ def text_of(row: Mapping[str, Any], column: str, where: str) -> str:
     return text
 
 
+def is_number(text: str) -> bool:
+    """Whether a text is one number and nothing else."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def no_column(where: str, column: str, names: Sequence[str]) -> BadInputError:
     """Returns the error for a column that is not there."""
     return BadInputError(f"{where}: there is no column {column!r}; the columns are {names}")
+
+
+class BadRows:
+    """What is done with rows that cannot be used, each by itself, whatever the others hold.
+
+    Attributes:
+      dropped: how many were left out.
+    """
+
+    def __init__(self, drop: bool = False) -> None:
+        """``drop``: leave them out, and count."""
+        self._drop, self.dropped = drop, 0
+        self._first: BadInputError | None = None
+
+    def __call__(self, error: BadInputError) -> None:
+        """Takes note of a bad row, or raises ``error``, which says what is wrong with it."""
+        if not self._drop:
+            raise error
+        self._first = self._first or error
+        self.dropped += 1
+
+    def none_left(self, otherwise: str) -> BadInputError:
+        """The error of data without a usable row."""
+        if self._first is None:
+            return BadInputError(otherwise)
+        return BadInputError(f"no row can be used, {self.dropped} were left out: {self._first}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +145,7 @@ def read_rows(
     format: str,
     columns: Sequence[str] | None = None,
     csv: CsvFormat = PLAIN_CSV,
+    bad: BadRows | None = None,
 ) -> Iterator[LocatedRow]:
     """Streams the rows of one file.
 
@@ -118,12 +154,15 @@ def read_rows(
       format: ``"jsonl"``, ``"parquet"``, ``"csv"``, ``"tsv"`` or ``"arrow"``.
       columns: columns that must be there; tables are read for these only. None for all.
       csv: how CSV files are written.
+      bad: told of lines that are no JSON objects. Rows of other files are not told apart until all
+        around them are sound: what is wrong there is an error.
 
     Raises:
       BadInputError: naming the file and the line or row.
     """
+    bad = bad or BadRows()
     readers: dict[str, Callable[..., Iterator[LocatedRow]]] = {
-        "jsonl": _jsonl,
+        "jsonl": functools.partial(_jsonl, bad=bad),
         "parquet": _parquet,
         "csv": functools.partial(_csv, format=csv),
         "tsv": functools.partial(_csv, format=csv, delimiter="\t"),
@@ -131,7 +170,7 @@ def read_rows(
     }
     if format not in readers:
         raise BadInputError(f"unknown data format {format!r}: use one of {', '.join(readers)}")
-    empty = True
+    empty, dropped = True, bad.dropped
     try:
         for located in readers[format](path, columns):
             empty = False
@@ -139,28 +178,38 @@ def read_rows(
     except (pa.ArrowInvalid, pa.ArrowTypeError, OSError, EOFError) as error:
         kind = "the text is not UTF-8" if "UTF8" in str(error) else f"not a readable {format} file"
         raise BadInputError(f"{path}: {kind} ({error})") from error
-    if empty:
+    if empty and bad.dropped == dropped:
         raise BadInputError(f"the data file {path} is empty")
 
 
-def _jsonl(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[LocatedRow]:
+def _jsonl(path: pathlib.Path, columns: Sequence[str] | None, bad: BadRows) -> Iterator[LocatedRow]:
     with open_binary(path) as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
             try:
-                text = line.decode()
-                row = json.loads(text)
-                if "\\u" in text:  # an escaped lone surrogate is no text either
-                    json.dumps(row, ensure_ascii=False).encode()
-            except (UnicodeDecodeError, UnicodeEncodeError) as error:
-                raise BadInputError(f"{where}: the text is not UTF-8 ({error.reason})") from error
-            except json.JSONDecodeError as error:
-                raise BadInputError(f"{where}: not a JSON object ({error.msg})") from error
-            if not isinstance(row, dict):
-                raise BadInputError(f"{where}: not a JSON object but {type(row).__name__}")
+                row = _json_object(line, where)
+            except BadInputError as error:
+                bad(error)
+                continue
             yield where, row
+
+
+def _json_object(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        text = line.decode()
+        row = json.loads(text)
+        if "\\u" in text:  # an escaped lone surrogate is no text either
+            json.dumps(row, ensure_ascii=False).encode()
+    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        raise BadInputError(f"{where}: the text is not UTF-8 ({error.reason})") from error
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = getattr(error, "msg", "nested too deeply")
+        raise BadInputError(f"{where}: not a JSON object ({reason})") from error
+    if not isinstance(row, dict):
+        raise BadInputError(f"{where}: not a JSON object but {type(row).__name__}")
+    return row
 
 
 def _table(

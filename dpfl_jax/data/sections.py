@@ -26,7 +26,8 @@ class SourceConfig:
         ``arrow``, ``huggingface``, ``folder``; ``store`` (what ``dpfl data build`` made); the name
         of a data set (``dpfl_jax.data.registry``); or ``package.module:NAME``, a ``DataSource`` of
         your own.
-      path: file, files or glob pattern; the folder of a store or of a named set.
+      path: file, files or glob pattern; the folder of a store or of a named set; or
+        ``hf:org/name``, a data set in the local Hugging Face cache.
       user_column: column of the user's id, or a key expression; null: every row is a person of its
         own.
       text_column: column of the text, if files hold text.
@@ -38,6 +39,8 @@ class SourceConfig:
         target is a number (regression).
       silo_column: which silo holds a row. The silos' names are taken as public.
       delimiter, encoding: of CSV files (``CsvFormat``).
+      on_bad_row: of files, a row that has no user, no text, or what is no number in a table: error,
+        or drop it and count. Each is judged by itself.
       scale: by column (the target too): middle and half width, known without these data; a value v
         becomes (v - middle) / half width.
       seq_len: tokens in an example (a store keeps its own), or characters in a window.
@@ -63,6 +66,7 @@ class SourceConfig:
     silo_column: str | None = None
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     encoding: str | None = None
+    on_bad_row: Literal["error", "drop"] = "error"
     scale: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     seq_len: _Count = 128
     stride: _Count = 1
@@ -101,6 +105,11 @@ class SourceConfig:
             )
         if table and self.silo_column is not None:
             found.append("which silos there are, by data.silo_column, is taken as public")
+        if self.on_bad_row == "drop":
+            found.append(
+                "how many rows were left out (data.on_bad_row=drop) is counted without noise: the "
+                "guarantee does not cover that number"
+            )
         if self.scale:
             found.append("data.scale is taken as known without these data")
         return tuple(found)

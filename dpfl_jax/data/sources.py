@@ -17,7 +17,7 @@ from dpfl_jax.data import python_source
 from dpfl_jax.data.build_plan import Row
 from dpfl_jax.data.documents import expand_paths, read_documents
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.rows import text_of
+from dpfl_jax.data.rows import BadRows, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 
@@ -31,12 +31,14 @@ class Source:
       identity: says which rows these are, so that an interrupted build can tell a changed source.
       size: bytes of input, about; sets the number of shards.
       schema: layout of packed records, or None if the data are text to tokenise.
+      bad: what is done with rows that cannot be used, and how many were left out.
     """
 
     rows: Callable[[], Iterator[Row]]
     identity: dict[str, Any]
     size: int
     schema: Schema | None = None
+    bad: BadRows = dataclasses.field(default_factory=BadRows)
 
 
 def sequence_number(file: int, row: int) -> int:
@@ -45,10 +47,15 @@ def sequence_number(file: int, row: int) -> int:
 
 
 def file_rows(
-    file: int, path: pathlib.Path, format: str | None, user_column: str, text_column: str
+    file: int,
+    path: pathlib.Path,
+    format: str | None,
+    user_column: str,
+    text_column: str,
+    bad: BadRows | None = None,
 ) -> Iterator[Row]:
     """Yields the rows of one file; ``file`` is its place among the files of the build."""
-    documents = read_documents([path], format, user_column, text_column)
+    documents = read_documents([path], format, user_column, text_column, bad=bad)
     for row, (user, text) in enumerate(documents):
         yield user, sequence_number(file, row), text.encode()
 
@@ -64,26 +71,28 @@ def file_source(
     format: str | None = None,
     user_column: str = "user",
     text_column: str = "text",
+    drop: bool = False,
 ) -> Source:
     """Returns the documents of JSONL, Parquet, CSV, Hugging Face files or folders of text."""
     UserKey(user_column)
-    paths = expand_paths(path)
+    paths, bad = expand_paths(path), BadRows(drop)
     files = [entry for p in paths for entry in file_identity(p)]
 
     def rows() -> Iterator[Row]:
         for file, p in enumerate(paths):
-            yield from file_rows(file, p, format, user_column, text_column)
+            yield from file_rows(file, p, format, user_column, text_column, bad)
 
     identity = {
         "files": files,
         "format": format,
         "user_column": user_column,
         "text_column": text_column,
+        "on_bad_row": "drop" if drop else "error",
     }
     # Compressed columns and gzip grow about threefold.
     packed = (".gz", ".parquet")
     size = sum(s * (3 if name.endswith(packed) else 1) for name, s, _ in files)
-    return Source(rows, identity, size)
+    return Source(rows, identity, size, bad=bad)
 
 
 def python_files_source() -> Source:

@@ -14,7 +14,7 @@ import numpy as np
 
 from dpfl_jax.data.documents import expand_paths, read_file_rows
 from dpfl_jax.data.keys import UserKey, value_to_id
-from dpfl_jax.data.rows import LocatedRow, no_column
+from dpfl_jax.data.rows import BadRows, LocatedRow, no_column
 from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.errors import BadInputError, repeated
 from dpfl_jax.task import Task
@@ -23,7 +23,10 @@ Users = dict[str, dict[str, np.ndarray]]
 
 
 def read_table(
-    config: SourceConfig, keep: Sequence[str] = (), rows: Iterable[LocatedRow] | None = None
+    config: SourceConfig,
+    keep: Sequence[str] = (),
+    rows: Iterable[LocatedRow] | None = None,
+    bad: BadRows | None = None,
 ) -> tuple[Users, Task]:
     """Reads the files of a configuration as a table.
 
@@ -34,6 +37,7 @@ def read_table(
       config: ``source`` is the files' format; ``target_column`` is set.
       keep: further columns of numbers that examples carry, such as a budget; never inputs.
       rows: instead of files.
+      bad: told of rows that hold what is no number, no class, or no user; default: they are errors.
 
     Returns:
       users: by user ``x`` float32 [n, inputs], ``label`` float32 or int32 [n], ``silo`` int32 [n]
@@ -55,15 +59,17 @@ def read_table(
             f"what columns the function {config.user_column} reads is not known, and an id must be "
             "no input: name the inputs as data.input_columns"
         )
+    bad = bad or BadRows()
     if rows is None:
-        rows = read_file_rows(expand_paths(config.path), config.source, csv=config.csv)
+        paths = expand_paths(config.path)
+        rows = read_file_rows(paths, config.source, csv=config.csv, bad=bad)
     inputs: tuple[str, ...] | None = None
     users: dict[str, list[int]] = {}
     x: list[list[float]] = []
     more: dict[str, list[Any]] = {name: [] for name in others}
     there: set[str] = set()
     alike: collections.Counter[str] = collections.Counter()
-    for number, (where, row) in enumerate(rows):
+    for where, row in rows:
         if inputs is None:
             inputs = _inputs(config.input_columns, row, [*others, *ids], where)
             there = set(row)
@@ -72,21 +78,31 @@ def read_table(
                 f"{where}: the columns are {sorted(row)}, but those of the first row are "
                 f"{sorted(there)}: name the inputs as data.input_columns"
             )
-        if ids and not set(ids) & set(row):
-            raise BadInputError(
-                f"{where}: there is no column {config.user_column!r}: set data.user_column to one "
-                f"of {sorted(row)}, or to null if every row is a person of its own"
-            )
-        x.append([_number(row, name, where) for name in inputs])
-        for name in others:
-            cell = value_to_id(row.get(name), where) if name == silo else _number(row, name, where)
+        try:
+            if ids and not set(ids) & set(row):
+                raise BadInputError(
+                    f"{where}: there is no column {config.user_column!r}: set data.user_column to "
+                    f"one of {sorted(row)}, or to null if every row is a person of its own"
+                )
+            numbers = [_number(row, name, where) for name in inputs]
+            cells: dict[str, Any] = {
+                name: value_to_id(row.get(name), where)
+                if name == silo
+                else _number(row, name, where)
+                for name in others
+            }
+            if config.classes is not None:
+                _check_class(cells[target], config.classes, where, target)
+            owner = None if key is None else key(row, where)
+        except BadInputError as error:
+            bad(error)
+            continue
+        users.setdefault(owner or _own_name(row, alike), []).append(len(x))
+        x.append(numbers)
+        for name, cell in cells.items():
             more[name].append(cell)
-        if config.classes is not None:
-            _check_class(more[target][-1], config.classes, where, target)
-        owner = _own_name(row, alike) if key is None else key(row, where)
-        users.setdefault(owner, []).append(number)
-    if inputs is None:
-        raise BadInputError("the table has no rows")
+    if not x or inputs is None:
+        raise bad.none_left("the table has no rows")
     unknown = sorted({*config.scale} - {*inputs, target})
     if unknown:
         raise BadInputError(

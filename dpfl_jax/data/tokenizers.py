@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.hub import local_path
 
 
 class Tokenizer(Protocol):
@@ -161,8 +162,8 @@ def load_tokenizer(name: Any) -> Tokenizer:
 
     Args:
       name: ``"bytes"``; a ``tokenizer.json`` of the tokenizers library or a SentencePiece
-        ``.model``, or a folder that holds one (a checkpoint, say); a ``tokenizers.Tokenizer`` or a
-        fast tokeniser of ``transformers``; or a ``Tokenizer``.
+        ``.model``, or a folder that holds one (a checkpoint, say) or its name of the hub; a
+        ``tokenizers.Tokenizer`` or a fast tokeniser of ``transformers``; or a ``Tokenizer``.
 
     Raises:
       BadInputError: if the file is missing or of another kind.
@@ -180,6 +181,7 @@ def load_tokenizer(name: Any) -> Tokenizer:
     path = os.fspath(name)
     if path == "bytes":
         return ByteTokenizer()
+    path = local_path(path, "model")
     if os.path.isdir(path):
         held = [os.path.join(path, f) for f in ("tokenizer.json", "tokenizer.model")]
         path = next((f for f in held if os.path.exists(f)), path)

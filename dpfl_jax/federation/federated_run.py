@@ -163,7 +163,7 @@ class FederatedRun(Prepared):
         def report() -> dict[str, Any]:
             made = _report(self, result)
             if self.personal is not None:
-                summary = self.personal.write(directory.path, result.steps)
+                summary = self.personal.write(directory.path, result.accounted)
                 # The rest is computed from the budgets, and stays with the silos.
                 told = ("policy", "rounds", "over_budget")
                 made["outside_guarantee"]["personal"] = {name: summary[name] for name in told}
@@ -274,7 +274,7 @@ def _caveats(prepared: FederatedRun) -> tuple[str, ...]:
     if not prepared.federation.mechanism.private:
         return ("this run is not private: it is a baseline", evaluation)
     caveats = (PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT)
-    return (*caveats, *config.data.caveats())
+    return (*caveats, *config.data.caveats(), *config.metrics.caveats())
 
 
 def _kept(prepared: FederatedRun) -> dict[str, Any]:
@@ -334,9 +334,8 @@ def _report(prepared: FederatedRun, result: RunResult) -> dict[str, Any]:
     rows = [r for r in result.metrics if "outside_guarantee" in r]
     return build_report(
         config.name,
-        federation.rounds,
         result,
-        _guarantee(prepared, max(result.steps, 1), result.caveats),
+        _guarantee(prepared, result.accounted, result.caveats),
         claim=prepared.claim.to_json(),
         dropped_silos=sum(r["dropped_silos"] for r in rows),
         silos=_silo_rows(prepared),

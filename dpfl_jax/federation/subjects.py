@@ -45,6 +45,6 @@ def load_subjects(config: FederatedDataConfig, keep: Sequence[str] = ()) -> Subj
     description = (
         f"{config.source}: {train.num_users} subjects with {train.num_examples} records "
         f"(before the cap per silo) in training, {held_out.num_users} with "
-        f"{held_out.num_examples} held out; a subject is {found.unit}"
+        f"{held_out.num_examples} held out; a subject is {found.unit}{found.left_out}"
     )
     return SubjectData(train, held_out, description, found.task)

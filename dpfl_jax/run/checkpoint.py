@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,12 +24,31 @@ from dpfl_jax.run.terms import refuse_other
 
 
 class Checkpoints:
-    """The checkpoints of one run; finished ones survive a kill at any moment."""
+    """The checkpoints of one run; finished ones survive a kill at any moment.
+
+    Attributes:
+      best: a step whose checkpoint is kept beside the newest ones.
+    """
+
+    best: int | None = None
 
     def __init__(self, directory: pathlib.Path, keep: int) -> None:
         """Opens (or creates) ``directory``, keeping the newest ``keep`` checkpoints."""
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(directory.absolute(), options=options)
+        self.directory, self._keep = directory.absolute(), keep
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=self, enable_async_checkpointing=False
+        )
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Which of them stay: Orbax asks after each save."""
+        del context
+        newest = sorted(info.step for info in checkpoints)[-self._keep :]
+        return [info.step in (*newest, self.best) for info in checkpoints]
+
+    def steps(self) -> list[int]:
+        """Of all finished checkpoints, as process 0 sees them."""
+        return processes.broadcast(sorted(map(int, self._manager.all_steps())))
 
     def latest_step(self) -> int | None:
         """The step of the newest finished checkpoint, or None."""
@@ -111,7 +131,7 @@ class Checkpoints:
         step = self.latest_step() if step is None else step
         if step is None:
             raise BadInputError(f"there is no checkpoint in {self._manager.directory}")
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, _to_tree(like))
+        abstract = shapes_of(_to_tree(like))
         try:
             restored = self._manager.restore(
                 step,
@@ -156,6 +176,9 @@ def save_params(path: pathlib.Path, params: Any) -> None:
 def load_params(path: pathlib.Path, like: Any) -> Any:
     """Reads parameters in the shapes, dtypes and shardings of ``like``."""
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(
-            path.absolute(), jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        )
+        return checkpointer.restore(path.absolute(), shapes_of(like))
+
+
+def shapes_of(tree: Any) -> Any:
+    """ShapeDtypeStructs of arrays, with their shardings."""
+    return jax.tree.map(ocp.utils.to_shape_dtype_struct, tree)

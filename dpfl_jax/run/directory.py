@@ -12,7 +12,7 @@ import os
 import pathlib
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 import yaml
@@ -37,6 +37,7 @@ class RunDirectory:
       run_id: unique to this run, also among runs that had the same path.
       facts: what the run was started with beyond its configuration.
       writes: whether this process writes into it (of many processes, one does).
+      listeners: called with each row of metrics, where it is written.
     """
 
     path: pathlib.Path
@@ -45,6 +46,7 @@ class RunDirectory:
     run_id: str
     facts: dict[str, Any]
     writes: bool
+    listeners: tuple[Callable[[Mapping[str, Any]], Any], ...] = ()
     _lock: IO[str] | None
     _content: dict[str, Any]
 
@@ -281,6 +283,8 @@ class RunDirectory:
             return
         with self.metrics_path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+        for listener in self.listeners:
+            listener(row)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Returns all complete lines (a crash may have cut the last one)."""

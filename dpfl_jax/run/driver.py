@@ -18,7 +18,8 @@ from dpfl_jax.errors import BadInputError, too_little_memory
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, Taken
-from dpfl_jax.run.checkpoint import Checkpoints
+from dpfl_jax.run.checkpoint import Checkpoints, shapes_of
+from dpfl_jax.run.choice import BEST_CAVEAT, Best, KeepBest, exhausted, stopped_caveat
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.interrupt import StopRequest
@@ -45,18 +46,31 @@ class Pace:
       keep_checkpoints: checkpoints kept.
       eval_every: steps between evaluations; 0 for before and after only.
       log_every: steps between rows of metrics.
+      keep_best: the checkpoint with the lowest held-out loss is kept, too.
+      patience: the run stops once so many evaluations in a row found no lower held-out loss.
     """
 
     checkpoint_every: int = 50
     keep_checkpoints: int = 2
     eval_every: int = 0
     log_every: int = 1
+    keep_best: bool = False
+    patience: int | None = None
 
     def __post_init__(self) -> None:
         """Validates."""
+        if self.patience is not None and self.patience < 1:
+            raise BadInputError(f"patience is {self.patience}, but it must be at least 1")
+        if self.chooses and not self.eval_every:
+            raise BadInputError("keep_best and patience look at evaluations: set eval_every")
         for name in ("checkpoint_every", "keep_checkpoints", "log_every"):
             if getattr(self, name) < 1:
                 raise BadInputError(f"{name} is {getattr(self, name)}, but it must be at least 1")
+
+    @property
+    def chooses(self) -> bool:
+        """Whether held-out loss decides anything."""
+        return self.keep_best or self.patience is not None
 
     @classmethod
     def of(cls, section: Any, steps: int = 1) -> Pace:
@@ -66,6 +80,8 @@ class Pace:
             section.keep_checkpoints,
             section.eval_every * steps,
             getattr(section, "log_every", 1),
+            section.keep_best,
+            section.patience,
         )
 
 
@@ -97,7 +113,9 @@ class RunResult:
       seconds: wall time of the steps taken in this process (without compilation).
       examples: processed in that time.
       tokens: real tokens processed in that time (0 if examples are not token sequences).
+      planned: steps that it would have taken.
       clipping: how the norms of how many parameters were computed; None if the run is not private.
+      best: the checkpoint with the lowest held-out loss, if that was kept.
     """
 
     params: PyTree
@@ -108,7 +126,19 @@ class RunResult:
     seconds: float
     examples: int
     tokens: int
+    planned: int
     clipping: dict[str, Any] | None = None
+    best: Best | None = None
+
+    @property
+    def accounted(self) -> int:
+        """Steps that the guarantee is for: all of them, if a rule decided when to stop."""
+        return self.planned if self.interrupted is None else max(self.steps, 1)
+
+    @property
+    def last(self) -> dict[str, Any] | None:
+        """The evaluation at the end; None if the run was interrupted."""
+        return self.evaluation(self.steps) if self.interrupted is None else None
 
     def evaluation(self, step: int) -> dict[str, Any] | None:
         """The evaluation logged after ``step`` steps, if there is one."""
@@ -144,6 +174,10 @@ def drive(
       clipping.SelfCheckError: the algorithm's check before the first step failed.
     """
     steps, pace = algorithm.steps, pace or Pace()
+    if pace.chooses and evaluate is None:
+        raise BadInputError("keep_best and patience look at held-out loss: hold somebody out")
+    if pace.keep_best and run_dir is None:
+        raise BadInputError("keep_best needs run_dir, where the best parameters are kept")
     root = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
     caveats = (PUBLIC_KEY_CAVEAT,) if root.public and algorithm.private else ()
     state = algorithm.init()
@@ -169,6 +203,9 @@ def drive(
         if resumed is not None:
             state = checkpoints.restore(state, root, terms, resumed)
         log.start_at(int(state.step))
+    choosing = None
+    if pace.keep_best and checkpoints is not None:
+        choosing = KeepBest(checkpoints, log.rows)
     start = int(state.step)
 
     def evaluated(done: int) -> None:
@@ -196,6 +233,7 @@ def drive(
         clipping = work.clipping()
         if clipping is not None:
             _tell(clipping, console)
+    ended = exhausted(log.rows, pace.patience)
     spent, meter = Spent(algorithm), _Meter()
     with (
         StopRequest() as stop,
@@ -203,7 +241,7 @@ def drive(
         too_little_memory("training", algorithm.smaller),
     ):
         done, stopping = start, None
-        for after, inputs in work.inputs():
+        for after, inputs in () if ended else work.inputs():
             state, taken = work.step(state, inputs)
             before, done = done, after
             meter.count(taken, done - before)
@@ -220,28 +258,44 @@ def drive(
             if _due(pace.eval_every, before, done) and not last:
                 evaluated(done)
                 meter.restart()
-            if checkpoints is not None and (saves or stopping):
-                told = {"epsilon": spent(done), "delta": algorithm.delta}
+                ended = exhausted(log.rows, pace.patience)
+                if choosing is not None:
+                    saves |= choosing.look(log.rows, done)
+            if checkpoints is not None and (saves or stopping or ended):
+                # A rule's number of steps is none that was fixed beforehand.
+                told = {"epsilon": spent(steps if ended else done), "delta": algorithm.delta}
                 checkpoints.save(state, root, told, terms)
                 if log.hooks.on_checkpoint is not None:
                     log.hooks.on_checkpoint(done)
                 meter.restart()
-            if stopping:
+            if stopping or ended:
                 break
     if checkpoints is not None:
         checkpoints.close()
-    if done == steps:
+    ended |= done == steps
+    if ended:
         evaluated(done)
+        if done < steps:
+            caveats = (*caveats, *[stopped_caveat(done, steps, algorithm.word)] * algorithm.private)
+    chosen, like = None, shapes_of(state)
+    if choosing is not None:
+        choosing.look(log.rows, done)
+        caveats = (*caveats, *[BEST_CAVEAT] * algorithm.private)
+        chosen = choosing.found(
+            lambda kept, step: algorithm.params(kept.restore(like, root, terms, step))
+        )
     return RunResult(
         params=algorithm.params(state),
         steps=done,
         metrics=log.rows,
-        interrupted=None if done == steps else stopping,
+        interrupted=None if ended else stopping,
         caveats=caveats,
         seconds=meter.seconds,
         examples=meter.examples,
         tokens=meter.tokens,
+        planned=steps,
         clipping=clipping,
+        best=chosen,
     )
 
 

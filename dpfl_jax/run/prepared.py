@@ -20,6 +20,7 @@ from dpfl_jax.run import processes
 from dpfl_jax.run.directory import FINISHED, RunDirectory
 from dpfl_jax.run.driver import RunResult
 from dpfl_jax.run.report import write_report
+from dpfl_jax.run.sinks import Sink, sink_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +104,20 @@ def run_prepared(
     fingerprint = config_fingerprint(config)
     processes.check_same({"configuration": fingerprint})
     processes.primary_first(lambda: RunDirectory.check(run_dir, fingerprint))
+    openers = [sink_of(name) for name in config.metrics.sinks]
     prepared = processes.together(prepare)
     key = None if config.seed is None else RootKey.from_seed(config.seed)
     directory = open_directory(run_dir, kept, key, prepared.facts(), fingerprint)
+    sinks: tuple[Sink, ...] = ()
     try:
         prepared = processes.together(lambda: prepared.going_on(directory))
         verb = "resuming" if directory.resumed else "starting"
         console.print(f"{verb} [bold]{config.name}[/bold] in {directory.path}")
         for line in prepared.headline():
             console.print(line)
+        if directory.writes:
+            everything = config.metrics.not_private
+            directory.listeners = sinks = tuple(o(directory.path, everything) for o in openers)
         bill = _Bill(prepared, directory, console)
         result, make_report = prepared.train(directory, console, bill)
         if not directory.writes:
@@ -125,6 +131,8 @@ def run_prepared(
         write_report(directory.path, report, result.metrics)
         return report
     finally:
+        for sink in sinks:
+            sink.close()
         directory.close()
 
 

@@ -56,19 +56,27 @@ def environment() -> dict[str, Any]:
     }
 
 
+def summary(result: RunResult, guarantee: Guarantee) -> str:
+    """A run in one line: the guarantee, and how it was enforced."""
+    norms = [] if result.clipping is None else [result.clipping["summary"]]
+    return "; ".join([guarantee.summary(), *norms])
+
+
 def build_report(
-    name: str, steps: int, result: RunResult, guarantee: Guarantee, **sections: Any
+    name: str, result: RunResult, guarantee: Guarantee, **sections: Any
 ) -> dict[str, Any]:
     """Returns the content of report.json.
 
     Args:
       name: of the configuration.
-      steps: that the run has when it is finished.
       result: of the driver.
       guarantee: of the steps taken.
       **sections: further top-level entries (model, data, mechanism, silos, ...).
     """
-    evaluation = {"initial": result.evaluation(0), "final": result.evaluation(steps)}
+    chosen = result.best
+    evaluation = {"initial": result.evaluation(0), "final": result.last}
+    if chosen is not None:
+        evaluation["best"] = result.evaluation(chosen.step)
     raw = [row["outside_guarantee"] for row in result.metrics if "outside_guarantee" in row]
 
     def rate(amount: int) -> float | None:
@@ -79,6 +87,9 @@ def build_report(
         "name": name,
         "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "steps": result.steps,
+        "planned_steps": result.planned,
+        "best_step": None if chosen is None else chosen.step,
+        "summary": summary(result, guarantee),
         "privacy": guarantee.to_json(),
         "guarantee": str(guarantee),
         "eval": {name: value for name, value in evaluation.items() if value is not None},
@@ -122,17 +133,31 @@ def claim_rows(claim: dict[str, Any]) -> list[tuple[str, str]]:
     return [(name, _short(value)) for name, value in rows]
 
 
+def taken(report: dict[str, Any]) -> str:
+    """How many steps, in words."""
+    done, planned = report["steps"], report["planned_steps"]
+    return str(done) if done == planned else f"{done} of {planned}"
+
+
+def evaluated(report: dict[str, Any], key: str) -> str:
+    """What an entry of ``eval`` in a report is, in words."""
+    return {
+        "initial": "before private training",
+        "final": "after private training",
+        "best": f"at the best checkpoint, of step {report['best_step']}",
+    }[key]
+
+
 def render_markdown(report: dict[str, Any]) -> str:
     """The report as Markdown; sections that it does not have are left out."""
-    lines = [f"# {report['name']}: {report['status']} after {report['steps']} steps", ""]
-    lines += ["## Guarantee", "", report["guarantee"], ""]
+    lines = [f"# {report['name']}: {report['status']} after {taken(report)} steps", ""]
+    lines += [f"**{report['summary']}**", "", "## Guarantee", "", report["guarantee"], ""]
     if claim := report.get("claim"):
         rows = [{"epsilon": name, "": value} for name, value in claim_rows(claim)]
         lines += _table("Claimed and real", rows)
         lines += [*[f"- {reason}" for reason in claim["why"]], ""]
     lines += _table("The same run under other notions of privacy", report.get("relations"))
-    names = {"initial": "before private training", "final": "after private training"}
-    shown = {names[key]: value for key, value in report["eval"].items()}
+    shown = {evaluated(report, key): value for key, value in report["eval"].items()}
     rows = [{"": k, **v} for k, v in {**shown, **report.get("baselines", {})}.items()]
     lines += _table("Held out", rows)
     if clipping := report.get("clipping"):
@@ -198,11 +223,17 @@ def plot_curves(
         axes[0].plot(*np.array([(s, e["loss"]) for s, e in evals]).T, "o-", label="held out")
     for i, (name, value) in enumerate(report.get("baselines", {}).items()):
         axes[0].axhline(value["loss"], color=f"C{i + 2}", ls=":", label=name)
+    if (chosen := report.get("best_step")) is not None:
+        axes[0].axvline(chosen, color="0.5", ls="--", lw=1, label="best checkpoint")
     axes[0].set(xlabel="step", ylabel="loss")
     axes[0].legend(fontsize=8)
     spent = [(r["step"], r["epsilon_spent"]) for r in rows if r["epsilon_spent"] is not None]
     if spent:
         axes[-1].step(*np.array(spent).T, color="C1", where="post")
+    stated, planned = report["privacy"]["epsilon"], report["planned_steps"]
+    if report["status"] == FINISHED and report["steps"] < planned and stated != "inf":
+        axes[-1].axhline(stated, color="C3", ls="--", lw=1, label=f"stated: of {planned} steps")
+        axes[-1].legend(fontsize=8)
     axes[-1].set(xlabel="step", ylabel="epsilon spent (upper bound)", ylim=(0, None))
     if has_accuracy:
         axes[1].plot(*np.array([(s, e["accuracy"]) for s, e in evals]).T, "o-", color="C2")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -34,13 +33,14 @@ from dpfl_jax.run.report import (
     PRIVATE_METRICS_CAVEAT,
     TUNING_CAVEAT,
     build_report,
+    summary,
     write_report,
 )
 from dpfl_jax.run.state import TrainState, init_state
 from dpfl_jax.run.terms import Terms, training_digest
 from dpfl_jax.training import convolutions
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
-from dpfl_jax.training.modules import check_one_example, functional, named_loss
+from dpfl_jax.training.modules import check_one_example, functional, named_loss, of_arrays
 from dpfl_jax.training.step import TrainStep, make_train_step
 
 PyTree = Any
@@ -285,46 +285,43 @@ def fit(
     expect(loss, Callable, "loss_fn", "a function (params, example), or a loss by name")  # type: ignore[arg-type]
     arrays, rebuild, is_module = functional(params)
     if is_module:
-        loss = _of_arrays(loss, rebuild)
+        loss = of_arrays(loss, rebuild)
     evaluate = None
     if validation is not None:
         evaluate = Evaluator(loss, plan.mesh).of(validation)
     algorithm = Central(loss, arrays, plan, optimizer, trainable)
+    console = console or default_console()
     caveats: tuple[str, ...] = ()
     if plan.mechanism.private:
         caveats = (PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT)
     options: dict[str, Any] = {"evaluate": evaluate, "pace": pace, "hooks": hooks}
-    options |= {"console": console or default_console(), "caveats": caveats}
-    if run_dir is None or isinstance(run_dir, RunDirectory):
-        result = train(algorithm, run_dir=run_dir, key=key, **options)
-        return dataclasses.replace(result, params=rebuild(result.params))
-    opened = open_directory(run_dir, plan.stated, key, {"data": plan.data_digest})
+    options |= {"console": console, "caveats": caveats}
+    own = None
+    if run_dir is not None and not isinstance(run_dir, RunDirectory):
+        run_dir = own = open_directory(run_dir, plan.stated, key, {"data": plan.data_digest})
+        key = None
     try:
-        result = train(algorithm, run_dir=opened, **options)
-        if opened.writes:
+        result = train(algorithm, run_dir=run_dir, key=key, **options)
+        if console is not None:
+            told = summary(result, result.guarantee)
+            console.print(told, style="bold", highlight=False, soft_wrap=True)
+        if own is not None and own.writes:
             people = plan.population
             report = build_report(
-                opened.path.name,
-                plan.steps,
+                own.path.name,
                 result,
                 result.guarantee,
                 mechanism=plan.stated["mechanism"],
                 data={"users": people.num_users, "examples": people.num_examples},
             )
-            write_report(opened.path, report, result.metrics)
-        return dataclasses.replace(result, params=rebuild(result.params))
+            write_report(own.path, report, result.metrics)
+        chosen = result.best
+        if chosen is not None and (read := chosen.params) is not None:
+            chosen = dataclasses.replace(chosen, params=lambda: rebuild(read()))
+        return dataclasses.replace(result, params=rebuild(result.params), best=chosen)
     finally:
-        opened.close()
-
-
-def _of_arrays(loss_fn: Callable[..., jax.Array], rebuild: Callable[[PyTree], Any]) -> Any:
-    """A loss of a module as one of its arrays, with the same further arguments."""
-
-    @functools.wraps(loss_fn)
-    def loss(params: PyTree, *args: Any, **kwargs: Any) -> jax.Array:
-        return loss_fn(rebuild(params), *args, **kwargs)
-
-    return loss
+        if own is not None:
+            own.close()
 
 
 def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) -> FitResult:
@@ -340,10 +337,10 @@ def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) 
         needed_without=None if options.get("evaluate") is None else "evaluation",
     )
     result = drive(algorithm, **options)
-    initial, final = result.evaluation(0), result.evaluation(algorithm.steps)
+    initial, final = result.evaluation(0), result.last
     return FitResult(
         **{field.name: getattr(result, field.name) for field in dataclasses.fields(result)},
-        guarantee=algorithm.guarantee(max(result.steps, 1), (*caveats, *result.caveats)),
+        guarantee=algorithm.guarantee(result.accounted, (*caveats, *result.caveats)),
         initial=None if initial is None else Evaluation(**initial),
         final=None if final is None else Evaluation(**final),
     )

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax.config import RunConfig
+from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population
@@ -111,7 +112,8 @@ class CentralRun(Prepared):
         facts = model_facts(self.config, self.model)
         lines = [
             self.data.description,
-            f"{self.config.model.kind} {facts.get('checkpoint', facts.get('size', ''))}".rstrip()
+            f"{facts.get('module', facts.get('kind'))} "
+            f"{facts.get('checkpoint', facts.get('size', ''))}".rstrip()
             + f": {facts['parameters']:,} parameters, {facts['trained']:,} of them trained",
         ]
         if self.mechanism.private:
@@ -184,12 +186,16 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     held_out: Store | None = getattr(data, config.eval.split)
     if held_out is not None:
         held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
-    if config.eval.personalize:
-        if held_out is None:
-            raise BadInputError(
-                f"eval.personalize needs held-out users, but there is no {config.eval.split} part: "
-                f"set data.{config.eval.split}_fraction, or eval.personalize to false"
-            )
+    choosing, personal = config.train.chooses, config.eval.personalize
+    if held_out is None and (choosing or personal):
+        what = "eval.personalize" if personal else "train.keep_best or train.patience"
+        raise BadInputError(
+            f"{what} needs held-out users, but there is no {config.eval.split} part: set "
+            f"data.{config.eval.split}_fraction, or leave it out"
+        )
+    if choosing and mechanism.private and _shared(config, data.known):
+        raise BadInputError(NO_CHOICE_WITHIN_USERS)
+    if personal and held_out is not None:
         check_users(held_out)
     return CentralRun(config, data, held_out, mechanism, population, delta, model, optimizer)
 
@@ -204,7 +210,7 @@ def read_data(
     """
     if config.pretrain is not None:
         make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
-    if config.model.kind == "transformer" and config.model.checkpoint is None:
+    if config.model.what == "kind=transformer" and config.model.checkpoint is None:
         transformer_config(config.model.size)
     with console.status("reading data"):
         data = load(data_section(config))
@@ -213,7 +219,7 @@ def read_data(
             f"pretrain needs a public corpus, but data.source={config.data.source} has none: "
             "remove the pretrain section, or name one as data.public"
         )
-    model = build_model(config, data.task)
+    model = build_model(config, data)
     check_trainable(config.model, model)
     return data, model
 
@@ -246,16 +252,20 @@ def _calibrated(
     return mechanism.calibrated(population, config.train.steps, privacy.epsilon, privacy.delta)
 
 
+def _shared(config: RunConfig, known: bool) -> bool:
+    """Whether the people evaluated are those trained on; ``known`` as of ``Dataset``."""
+    return config.data.split == "within_user" or (known and config.eval.split == "test")
+
+
 def run_caveats(config: RunConfig, mechanism: Mechanism, known: bool = False) -> tuple[str, ...]:
     """What a reader of the guarantee must know about this run; ``known`` as of ``Dataset``."""
-    shared = config.data.split == "within_user" or (known and config.eval.split == "test")
-    evaluation = WITHIN_USER_CAVEAT if shared else EVALUATION_CAVEAT
+    evaluation = WITHIN_USER_CAVEAT if _shared(config, known) else EVALUATION_CAVEAT
     if not mechanism.private:
         return (evaluation,)
     caveats = [PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT]
     if config.model.checkpoint is not None:
         caveats.append(BASE_CAVEAT)
-    caveats += config.data.caveats()
+    caveats += [*config.data.caveats(), *config.metrics.caveats()]
     if config.privacy.delta is None:
         caveats.append(
             "delta is (number of training examples) ** -1.1 as in Charles et al. 2024; the unit is "
@@ -290,7 +300,6 @@ def _report(
         baselines["unigram model of the public corpus"] = evaluation.to_json()
     report = build_report(
         config.name,
-        config.train.steps,
         result,
         result.guarantee,
         baselines=baselines,
@@ -383,10 +392,11 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
 def model_facts(config: RunConfig, model: Any) -> dict[str, Any]:
     """What a report says of the model."""
     section = config.model
-    name: dict[str, Any] = {"kind": section.kind}
+    what, _, value = section.what.partition("=")
+    name: dict[str, Any] = {what: value}
     if section.checkpoint is not None:
         name["checkpoint"] = section.checkpoint
-    elif section.kind == "transformer":
+    elif value == "transformer":
         name["size"] = section.size
     trained = check_trainable(section, model)
     return {**name, "parameters": model.num_params, "trained": trained}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 from dpfl_jax import __version__
 from dpfl_jax.errors import BadInputError
@@ -21,6 +21,7 @@ def export(
     out: str | os.PathLike[str],
     dtype: str = "float32",
     max_file_bytes: int = 5 * 10**9,
+    which: Literal["last", "best"] = "last",
 ) -> dict[str, Any]:
     """Writes a run's model in the Hugging Face layout, adapters merged.
 
@@ -29,6 +30,7 @@ def export(
       out: a directory that does not exist or is empty.
       dtype: of the tensors, float32 or bfloat16.
       max_file_bytes: more go into several files.
+      which: checkpoint, the last or the one with the lowest held-out loss.
 
     Returns:
       out, parameters, guarantee (in words) and privacy (its fields).
@@ -38,7 +40,7 @@ def export(
     """
     if max_file_bytes < 1:
         raise BadInputError("the size of a weights file must be above 0")
-    trained = load_trained(run, dtype=dtype)
+    trained = load_trained(run, dtype=dtype, which=which)
     base = trained.config.model.checkpoint
     target = save_checkpoint(
         out,
@@ -57,6 +59,7 @@ def export(
         "privacy": report["privacy"],
         "run": report["name"],
         "steps": report["steps"],
+        "exported_step": trained.step,
         "finished_at": report["finished_at"],
         "model": facts,
         "dpfl_jax": __version__,
@@ -65,6 +68,7 @@ def export(
     return {
         "out": str(target),
         "parameters": trained.model.num_params,
+        "step": trained.step,
         "guarantee": report["guarantee"],
         "privacy": report["privacy"],
     }

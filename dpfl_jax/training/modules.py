@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -130,7 +131,7 @@ def named_loss(name: str, params: Any, model: Any = None) -> Callable[[Any, Any]
         raise BadInputError(
             f"there is no loss {name!r}: use {', '.join(LOSSES)}, or a function (params, example)"
         )
-    forward = _forward(name, params, model)
+    forward = forward_of(params, model, name)
 
     def classification(params: Any, example: Any) -> jax.Array:
         logits = forward(params, example["x"])
@@ -155,7 +156,18 @@ def named_loss(name: str, params: Any, model: Any = None) -> Callable[[Any, Any]
     return made[name]
 
 
-def _forward(name: str, params: Any, model: Any) -> Callable[[Any, Any], Any]:
+def of_arrays(loss_fn: Callable[..., jax.Array], rebuild: Callable[[PyTree], Any]) -> Any:
+    """A loss of a module as one of its arrays, with the same further arguments."""
+
+    @functools.wraps(loss_fn)
+    def loss(params: PyTree, *args: Any, **kwargs: Any) -> jax.Array:
+        return loss_fn(rebuild(params), *args, **kwargs)
+
+    return loss
+
+
+def forward_of(params: Any, model: Any, name: str = "") -> Callable[[Any, Any], Any]:
+    """``(params, x) -> outputs`` of a module, or of ``model``; ``name`` of the loss it is for."""
     if model is None:
         if not functional(params).is_module:
             raise BadInputError(

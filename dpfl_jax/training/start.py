@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -25,8 +26,8 @@ from dpfl_jax.models import LanguageModel, build_by_name, transformer_config
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
 from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.lora import is_adapter
-from dpfl_jax.task import Task
 from dpfl_jax.training.optimizers import build_optimizer
+from dpfl_jax.training.own_model import OwnModel
 from dpfl_jax.training.pretrain import Pretrained, pretrain
 
 PyTree = Any
@@ -34,13 +35,22 @@ PyTree = Any
 _COMPUTED = ("dtype", "remat", "scan_layers")
 
 
-def build_model(config: RunConfig, task: Task) -> Any:
-    """The model of a config for the data's task.
+def build_model(config: RunConfig, data: Dataset) -> Any:
+    """The model of a config for its data.
 
     Raises:
       BadInputError: data and model do not fit, or a setting is unknown.
     """
-    section = config.model
+    section, task = config.model, data.task
+    if section.module is not None:
+        first = data.train.read(np.asarray(data.train.user_offsets)[:1])
+        return OwnModel(
+            section.module,
+            task,
+            section.options,
+            jax.random.key(config.init_seed),
+            jax.tree.map(lambda x: x[0], first),
+        )
     if section.kind != "transformer" or task.kind != "tokens":
         return build_by_name(section.kind, task, section.options)
     return build_transformer(config, task.vocab_size, task.bos_id)
@@ -58,9 +68,9 @@ def build_transformer(config: RunConfig, vocab_size: int, bos_id: int = 1) -> La
       BadInputError: data and checkpoint do not fit, or a setting is unknown.
     """
     section = config.model
-    if section.kind != "transformer":
+    if section.what != "kind=transformer":
         raise BadInputError(
-            f"model.kind={section.kind} takes its shapes from the data: only transformers can be "
+            f"model.{section.what} takes its shapes from the data: only transformers can be "
             "priced without them, compiled for a slice, or exported"
         )
     more: dict[str, Any] = {}

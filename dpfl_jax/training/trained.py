@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ PyTree = Any
 
 @dataclasses.dataclass(frozen=True)
 class TrainedModel:
-    """What a run ended with.
+    """What a run ended with, or its best checkpoint.
 
     Attributes:
       config: of the run.
@@ -48,6 +48,7 @@ class TrainedModel:
       params: with the run's adapters merged.
       tokenizer: of its data.
       report: content of report.json.
+      step: of the checkpoint.
     """
 
     config: RunConfig
@@ -55,10 +56,14 @@ class TrainedModel:
     params: PyTree
     tokenizer: Tokenizer
     report: dict[str, Any]
+    step: int
 
 
 def load_trained(
-    run: str | os.PathLike[str], mesh: Mesh | None = None, dtype: str | None = None
+    run: str | os.PathLike[str],
+    mesh: Mesh | None = None,
+    dtype: str | None = None,
+    which: Literal["last", "best"] = "last",
 ) -> TrainedModel:
     """Reads the model that a finished run left.
 
@@ -66,24 +71,31 @@ def load_trained(
       run: run directory.
       mesh: where the parameters go; default the first device.
       dtype: of projections that adapters are merged into; default the frozen parameters'.
+      which: checkpoint, the last or the one with the lowest held-out loss.
 
     Raises:
       BadInputError: no finished run of a language model, or its base is not there any more.
     """
     directory = pathlib.Path(run)
     config, report = _read(directory)
+    step = report["steps"] if which == "last" else report["best_step"]
+    if step is None:
+        raise BadInputError(
+            f"the run in {directory} kept no best checkpoint: train with train.keep_best=true and "
+            "train.eval_every, or take the last"
+        )
     mesh = make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh
     tokenizer = load_tokenizer(data_section(config).tokenizer)
     model = build_transformer(config, tokenizer.vocab_size, tokenizer.bos_id)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     trainable = trained_by_name(config.model, model)
     like, frozen = split(shapes, trainable)
-    chosen = flat_paths(_newest(directory, config, report["steps"], like, mesh))
+    chosen = flat_paths(_checkpoint(directory, config, step, like, mesh))
     if jax.tree.leaves(frozen):
         chosen = {**flat_paths(_base(config, report, model, mesh)), **chosen}
     params = merge(nested(chosen), model.config.lora, dtype or config.model.frozen_dtype)
     plain = LanguageModel(dataclasses.replace(model.config, lora=None))
-    return TrainedModel(config, plain, params, tokenizer, report)
+    return TrainedModel(config, plain, params, tokenizer, report, step)
 
 
 def _read(directory: pathlib.Path) -> tuple[RunConfig, dict[str, Any]]:
@@ -107,10 +119,10 @@ def _read(directory: pathlib.Path) -> tuple[RunConfig, dict[str, Any]]:
     return config, report
 
 
-def _newest(
-    directory: pathlib.Path, config: RunConfig, steps: int, like: PyTree, mesh: Mesh
+def _checkpoint(
+    directory: pathlib.Path, config: RunConfig, step: int, like: PyTree, mesh: Mesh
 ) -> PyTree:
-    """The trained parameters of the newest checkpoint, which must be that of the report."""
+    """The trained parameters after ``step`` steps, which the report names."""
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     state = TrainState(
         params=like,
@@ -124,15 +136,15 @@ def _newest(
     )
     checkpoints = Checkpoints(directory / "checkpoints", config.train.keep_checkpoints)
     try:
-        found, progress = checkpoints.read(state)
+        kept = checkpoints.steps()
+        if step not in kept:
+            raise BadInputError(
+                f"the checkpoints in {directory} are of steps {kept}, but its report tells of "
+                f"{step} steps: the guarantee would not be that of this model; bring it back"
+            )
+        return checkpoints.read(state, step)[0].params
     finally:
         checkpoints.close()
-    if progress["step"] != steps:
-        raise BadInputError(
-            f"the newest checkpoint in {directory} is of step {progress['step']}, but its report "
-            f"is of {steps} steps: the guarantee would not be that of this model; bring it back"
-        )
-    return found.params
 
 
 def _base(config: RunConfig, report: dict[str, Any], model: LanguageModel, mesh: Mesh) -> PyTree:

@@ -21,6 +21,7 @@ ONE = Guarantee(
     assumptions=("the number of users is public",),
     caveats=("tuning is not covered",),
 )
+NAMES = ("epsilon", "delta")
 
 
 def test_paragraph_names_everything():
@@ -29,6 +30,21 @@ def test_paragraph_names_everything():
         assert word in text
     assert "number of users is public" in text
     assert "tuning is not covered" in text
+
+
+def test_the_summary_is_one_line_and_rounds_up():
+    assert ONE.summary() == (
+        "epsilon 1.5, delta 1e-06 for each user (add-or-remove one user; trust model: central)"
+    )
+    for value in (8.0, 7.99973, 8.00001, 0.12341, 1234.5, 3.00000001e-5):
+        tiny = min(value / 10, 0.4996)
+        text = dataclasses.replace(ONE, epsilon=value, delta=tiny).summary()
+        epsilon, delta = (float(text.split(f"{name} ")[1].split()[0].strip(",")) for name in NAMES)
+        assert value <= epsilon < 1.0011 * value
+        assert tiny <= delta < 1.011 * tiny
+    assert "NO" in dataclasses.replace(ONE, epsilon=math.inf).summary()
+    closed = dataclasses.replace(ONE, status="paper's closed form")
+    assert "not verified" in closed.summary()
 
 
 def test_json_round_trip_even_when_infinite():

@@ -1,8 +1,12 @@
 """The command line itself: where arguments may stand, and what is refused."""
 
+import shutil
+import subprocess
+import sys
+
 import pytest
 
-from dpfl_jax.cli.main import _parse, build_parser
+from dpfl_jax.cli.main import COMMANDS, _parse, build_parser, main
 from dpfl_jax.errors import BadInputError
 
 
@@ -30,3 +34,47 @@ def test_unknown_options_are_refused(extra):
 def test_a_command_without_overrides_takes_no_more():
     with pytest.raises(BadInputError, match="unrecognized"):
         _parse(build_parser("show"), ["show", "runs/one", "--json", "more"])
+
+
+def test_the_package_is_a_command_too():
+    for module in ("dpfl_jax", "dpfl_jax.cli.main"):
+        done = subprocess.run(
+            [sys.executable, "-m", module, "show", "nowhere"], capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith("dpfl: error: nowhere is not a run directory")
+        assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "argv", [["--verbose", "show", "nowhere"], ["show", "nowhere", "--verbose"]]
+)
+def test_verbose_says_where(argv, capsys):
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert said.splitlines()[-1].startswith("dpfl: error: nowhere is not a run directory")
+
+
+def test_what_stands_behind_two_dashes_is_another_programs(capsys):
+    assert main(["show", "nowhere", "--", "--verbose"]) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "--verbose" in said
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_knows_every_command_and_its_options(shell, capsys):
+    pytest.importorskip("shtab")
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in (*COMMANDS, "--run-dir", "--which", "--compute-budget"):
+        assert word in script
+    if which := shutil.which(shell):
+        assert subprocess.run([which, "-n"], input=script, text=True).returncode == 0
+
+
+def test_completion_without_its_package_is_one_sentence(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert "pip install 'dpfl_jax[completion]'" in capsys.readouterr().err

@@ -45,11 +45,18 @@ def test_a_run_says_how_norms_are_computed(shown):
     )
     if shown:
         result = run()
-        assert result.clipping["summary"] in console.export_text(clear=False)
+        last = console.export_text(clear=False).rstrip().splitlines()[-1]
+        assert last.startswith(result.guarantee.summary())
+        assert last.endswith(result.clipping["summary"])
         assert result.clipping["warning"] in console.export_text()
     else:
         with pytest.warns(UserWarning, match="'w' .* is copied for each unit"):
             result = run()
-    report = build_report("run", 1, result, result.guarantee)
+    report = build_report("run", result, result.guarantee)
     assert report["clipping"]["norms"] == {"per-unit copies": 2}
-    assert "norms of 0 of 2 parameters by book-keeping" in render_markdown(report)
+    summary = f"{result.guarantee.summary()}; norms of 0 of 2 parameters by book-keeping"
+    assert report["summary"].startswith(summary)
+    # First what counts, below it the whole.
+    lines = render_markdown(report).splitlines()
+    assert lines[2] == f"**{report['summary']}**"
+    assert lines.index(report["guarantee"]) > 2

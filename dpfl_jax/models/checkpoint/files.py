@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.hub import local_path
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -49,7 +50,7 @@ class TensorFiles:
         Raises:
           BadInputError: no such checkpoint, or one that is not in safetensors files.
         """
-        self.path = pathlib.Path(path)
+        self.path = pathlib.Path(local_path(path, "model"))
         self.config: dict[str, Any] = read_json(self.path / CONFIG, "checkpoint")
         self._file_of: dict[str, str] = {}
         self._open: dict[str, Any] = {}
@@ -215,9 +216,10 @@ def tokenizer_file(path: str | os.PathLike[str]) -> pathlib.Path:
       BadInputError: there is none.
     """
     names: Iterable[str] = ("tokenizer.json", "tokenizer.model")
+    folder = pathlib.Path(local_path(path, "model"))
     for name in names:
-        if (pathlib.Path(path) / name).is_file():
-            return pathlib.Path(path) / name
+        if (folder / name).is_file():
+            return folder / name
     raise BadInputError(
         f"{path} holds no tokenizer.json and no tokenizer.model: name a tokeniser as "
         "data.tokenizer, or bytes"

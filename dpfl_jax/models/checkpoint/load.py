@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.hub import local_path
 from dpfl_jax.models.checkpoint.families import FAMILIES, Entry, Family, entries, full_shape
 from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, read_json
 from dpfl_jax.models.checkpoint.hf_config import to_transformer
@@ -27,7 +28,7 @@ def read_config(path: Any) -> TransformerConfig:
     Raises:
       BadInputError: no checkpoint, or of a family that is not known.
     """
-    file = pathlib.Path(path) / CONFIG
+    file = pathlib.Path(local_path(path, "model")) / CONFIG
     return to_transformer(read_json(file, "checkpoint"), str(file))
 
 
@@ -44,12 +45,13 @@ def describe(path: Any) -> dict[str, Any]:
     """What identifies a checkpoint, to be written beside a model that was made from it.
 
     Returns:
-      ``name`` (of the directory, not where it lies), ``digest`` (``fingerprint``), and ``files``:
-      bytes of each weights file by name.
+      ``name`` (of the directory, not where it lies; or of the hub), ``digest`` (``fingerprint``),
+      and ``files``: bytes of each weights file by name.
     """
     files = TensorFiles(path)
     try:
-        name = files.path.resolve().name
+        named = str(files.path) != str(pathlib.Path(path))  # by the hub
+        name = str(path) if named else files.path.resolve().name
         return {"name": name, "digest": files.fingerprint(), "files": files.sizes()}
     finally:
         files.close()

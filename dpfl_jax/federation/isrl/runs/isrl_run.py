@@ -152,7 +152,9 @@ def guarantee_of(
     Silos may differ in delta: it is stated at the largest, with the largest epsilon there.
     """
     noise = prepared.parameters.noise
-    outside = [_EVALUATION_CAVEAT, _SILOS_CAVEAT, *prepared.config.data.caveats()]
+    config = prepared.config
+    outside = [_EVALUATION_CAVEAT, _SILOS_CAVEAT]
+    outside += [*config.data.caveats(), *config.metrics.caveats()]
     if prepared.records.public:
         outside.append(_PUBLIC_CAVEAT)
     if prepared.records.owners:
@@ -268,10 +270,9 @@ def _plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _report(prepared: IsrlRun, result: RunResult) -> dict[str, Any]:
     config = prepared.config
-    guarantee, taken = guarantee_of(prepared, result.steps, result.caveats)
+    guarantee, taken = guarantee_of(prepared, result.accounted, result.caveats)
     return build_report(
         config.name,
-        prepared.parameters.rounds,
         result,
         guarantee,
         **_facts(prepared, guarantee, taken),

@@ -111,6 +111,7 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
     description = (
         f"{config.source}: {config.silos} silos ({config.partition}) of {between} records in "
         f"training, {sum(len(v) for _, v in test)} held out; {x.shape[1]} features, {what}"
+        f"{found.left_out}"
     )
     digest = hashlib.sha256()
     for a, b in train:

@@ -1,0 +1,54 @@
+"""Names of the Hugging Face hub: what lies in the local cache. Nothing is ever downloaded here."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Literal
+
+from dpfl_jax.errors import BadInputError
+
+_PREFIX = "hf:"
+_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:/(.*))?")
+# Names that end so are files that are not there.
+_FILES = {".arrow", ".csv", ".gz", ".json", ".jsonl", ".model", ".parquet", ".tsv", ".txt"}
+
+
+def local_path(path: str | os.PathLike[str], kind: Literal["model", "dataset"]) -> str:
+    """Where a path, or what a name of the hub stands for, lies on this machine.
+
+    Args:
+      path: a path, returned as it is; or ``hf:org/name``, or ``org/name`` where there is no such
+        file: the newest snapshot in the cache. ``hf:org/name/part`` is something in it.
+      kind: of the repository.
+
+    Raises:
+      BadInputError: the cache does not hold it; the sentence has the command that downloads it.
+    """
+    text = os.fspath(path)
+    meant = text.startswith(_PREFIX)
+    found = _NAME.fullmatch(text.removeprefix(_PREFIX))
+    if meant and found is None:
+        raise BadInputError(f"{text!r} is no name of the Hugging Face hub: write hf:org/name")
+    plain = found is not None and not found[2] and not text.startswith(".")
+    if found is None or not (meant or (plain and not os.path.lexists(text))):
+        return text
+    if not meant and os.path.splitext(text)[1] in _FILES:
+        return text
+    try:
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(found[1], repo_type=kind, local_files_only=True)
+    except ImportError as error:
+        raise BadInputError(
+            f"{text} is a name of the Hugging Face hub: pip install huggingface_hub, which knows "
+            "where its cache is"
+        ) from error
+    except (OSError, ValueError) as error:
+        of = "" if kind == "model" else " --repo-type dataset"
+        doubt = "" if meant else "there is no such file or folder, and "
+        raise BadInputError(
+            f"{text}: {doubt}the local Hugging Face cache does not hold it, and nothing is "
+            f"downloaded here: `hf download {found[1]}{of}` does that"
+        ) from error
+    return os.path.join(folder, found[2]) if found[2] else folder
