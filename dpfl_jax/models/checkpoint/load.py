@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.checkpoint.families import FAMILIES, Entry, Family, entries, full_shape
-from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, read_json
+from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, checkpoint_dir, read_json
 from dpfl_jax.models.checkpoint.hf_config import to_transformer
 from dpfl_jax.models.config import TransformerConfig
 from dpfl_jax.models.lora import without_adapters
@@ -27,7 +26,7 @@ def read_config(path: Any) -> TransformerConfig:
     Raises:
       BadInputError: no checkpoint, or of a family that is not known.
     """
-    file = pathlib.Path(path) / CONFIG
+    file = checkpoint_dir(path) / CONFIG
     return to_transformer(read_json(file, "checkpoint"), str(file))
 
 

@@ -16,6 +16,7 @@ from dpfl_jax.models.checkpoint.files import (
     DTYPES,
     TensorFiles,
     TensorWriter,
+    checkpoint_dir,
     copy_companions,
 )
 from dpfl_jax.models.checkpoint.hf_config import from_transformer, to_transformer
@@ -75,7 +76,7 @@ def save_checkpoint(
         value = value.T if found[0].tensor.transposed else value
         writer.add(name, value.astype(DTYPES[dtype]))
     if like is not None:
-        copy_companions(pathlib.Path(like), target)
+        copy_companions(checkpoint_dir(like), target)
     writer.finish(written)
     return target
 
