@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 _PRIVATE, _OTHER, _SPENT = "#1f5fbf", "0.45", "#c2571a"
-_COLUMNS, _LINES = 66, 7
+_COLUMNS, _LINES = 74, 6
 
 
 def plot_curves(
@@ -46,8 +46,8 @@ def draw(metrics: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> Any
     accuracy = [(s, e["accuracy"]) for s, e in evals if e.get("accuracy") is not None]
     samples = report.get("samples", {})
     columns = 3 if accuracy else 2
-    figure = plt.figure(figsize=(10, 5.6 if samples else 3.6), layout="constrained")
-    grid = figure.add_gridspec(2 if samples else 1, 1, height_ratios=[3, 2][: 1 + bool(samples)])
+    figure = plt.figure(figsize=(10, 4.9 if samples else 3.6), layout="constrained")
+    grid = figure.add_gridspec(2 if samples else 1, 1, height_ratios=[5, 2][: 1 + bool(samples)])
     axes = grid[0].subgridspec(1, columns, width_ratios=[3, 2, 2][:columns]).subplots()
     _loss(axes[0], evals, rows, report)
     spent = [(r["step"], r["epsilon_spent"]) for r in rows if r["epsilon_spent"] is not None]

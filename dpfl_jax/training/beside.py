@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from dpfl_jax.training.central import Central, train
 
 PyTree = Any
 # Long enough to tell the manner, cool enough that small models stay on their way.
-_LENGTH, _TEMPERATURE, _TOP_K = 60, 0.7, 40
+_TIMES, _LENGTH, _TEMPERATURE, _TOP_K = 4, 28, 0.7, 40
 WITHOUT_PRIVACY = "the same without privacy, for comparison only"
 BASELINE_CAVEAT = (
     "the run without privacy beside this one (eval.baseline) is for comparison only: its losses in "
@@ -81,20 +81,24 @@ def check_prompt(prompt: str, model: Any, tokenizer: Tokenizer | None) -> None:
 def samples(
     model: LanguageModel, tokenizer: Any, prompt: str, params: Mapping[str, PyTree]
 ) -> dict[str, str]:
-    """What a model writes after ``prompt`` with each of ``params``, from one public seed."""
+    """What a model writes after ``prompt`` with each of ``params``: a few times, public seeds."""
     ids = tokenizer.encode(prompt)
     room = model.config.max_seq_len - len(ids)
 
-    def tokens(trained: PyTree) -> Iterator[int]:
-        return generate(
+    def text(trained: PyTree, seed: int) -> str:
+        tokens = generate(
             model,
             trained,
             ids,
             max_tokens=min(_LENGTH, room),
-            key=jax.random.key(0),
+            key=jax.random.key(seed),
             temperature=_TEMPERATURE,
             top_k=_TOP_K,
             stop_id=tokenizer.eos_id,
         )
+        return " ".join((prompt + tokenizer.decode(list(tokens))).split())
 
-    return {name: prompt + tokenizer.decode(list(tokens(p))) for name, p in params.items()}
+    return {
+        name: "\n".join(text(trained, seed) for seed in range(_TIMES))
+        for name, trained in params.items()
+    }

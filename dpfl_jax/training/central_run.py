@@ -166,7 +166,7 @@ class CentralRun(Prepared):
         )
         personal = _personalized(self, result, mesh)
         baseline = None
-        if config.eval.baseline and evaluate is not None and result.final is not None:
+        if _beside(config, self.mechanism) and evaluate is not None and result.final is not None:
             key = directory.root_key.child("baseline")
             baseline = without_privacy(algorithm, key, evaluate, pace, console)
 
@@ -276,6 +276,11 @@ def _calibrated(
     return mechanism.calibrated(population, config.train.steps, privacy.epsilon, privacy.delta)
 
 
+def _beside(config: RunConfig, mechanism: Mechanism) -> bool:
+    """Whether a run without privacy is shown beside this one, which has some."""
+    return config.eval.baseline and mechanism.private
+
+
 def run_caveats(config: RunConfig, mechanism: Mechanism, known: bool = False) -> tuple[str, ...]:
     """What a reader of the guarantee must know about this run; ``known`` as of ``Dataset``."""
     shared = config.data.split == "within_user" or (known and config.eval.split == "test")
@@ -286,7 +291,7 @@ def run_caveats(config: RunConfig, mechanism: Mechanism, known: bool = False) ->
     if config.model.checkpoint is not None:
         caveats.append(BASE_CAVEAT)
     caveats += config.data.caveats()
-    if config.eval.baseline:
+    if _beside(config, mechanism):
         caveats.append(BASELINE_CAVEAT)
     if config.privacy.delta is None:
         caveats.append(
