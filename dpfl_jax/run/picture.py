@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import textwrap
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,9 @@ def plot_curves(
     from matplotlib import pyplot as plt
 
     figure = draw(metrics, report)
-    figure.savefig(path, dpi=110)
+    with warnings.catch_warnings():  # of letters that the font has not; a model may write any
+        warnings.simplefilter("ignore", UserWarning)
+        figure.savefig(path, dpi=110)
     plt.close(figure)
 
 

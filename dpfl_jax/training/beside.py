@@ -20,7 +20,7 @@ from dpfl_jax.training.central import Central, train
 
 PyTree = Any
 # Long enough to tell the manner, cool enough that small models stay on their way.
-_TIMES, _LENGTH, _TEMPERATURE, _TOP_K = 4, 28, 0.7, 40
+_TIMES, _LENGTH, _TEMPERATURE, _TOP_K = 4, 28, 0.5, 40
 WITHOUT_PRIVACY = "the same without privacy, for comparison only"
 BASELINE_CAVEAT = (
     "the run without privacy beside this one (eval.baseline) is for comparison only: its losses in "

@@ -57,7 +57,7 @@ def test_it_leaves_a_picture_and_samples(run):
 def test_its_export_opens_in_transformers(run, tmp_path, capsys):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    folder, report = run
+    folder, _ = run
     capsys.readouterr()
     assert main(["export", str(folder), str(tmp_path / "out"), "--json"]) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
