@@ -51,7 +51,9 @@ def draw(metrics: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> Any
     columns = 3 if accuracy else 2
     figure = plt.figure(figsize=(10, 4.9 if samples else 3.6), layout="constrained")
     grid = figure.add_gridspec(2 if samples else 1, 1, height_ratios=[5, 2][: 1 + bool(samples)])
-    axes = grid[0].subgridspec(1, columns, width_ratios=[3, 2, 2][:columns]).subplots()
+    axes = (
+        grid[0].subgridspec(1, columns, width_ratios=[3, 2, 2][:columns]).subplots(squeeze=False)[0]
+    )
     _loss(axes[0], evals, rows, report)
     spent = [(r["step"], r["epsilon_spent"]) for r in rows if r["epsilon_spent"] is not None]
     _spent(axes[-1], [(0, 0.0), *spent] if spent else [], report["privacy"])

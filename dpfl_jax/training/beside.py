@@ -50,7 +50,8 @@ def without_privacy(
     """
     plan = run.plan
     execution = plan.execution.model_copy(update={"examples_at_once": None, "split_users": False})
-    budget = min(plan.mechanism.compute_budget, plan.data.num_examples)
+    offsets = plan.data.user_offsets
+    budget = min(plan.mechanism.compute_budget, float(offsets[-1] - offsets[0]))
     mechanism = NonPrivate(batch_size=budget)
     beside = Plan(mechanism, plan.data, plan.steps, plan.delta, execution, plan.mesh)
     console.print("the same without privacy, for comparison", highlight=False)
