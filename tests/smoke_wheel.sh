@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds wheel and sdist, installs each on every Python that is supported (and the wheel with the
-# lowest versions that pyproject.toml allows), and trains on a table there, outside of the checkout.
+# lowest versions that pyproject.toml allows), and trains there, outside of the checkout: on a table,
+# and on the bundled plays from the bundled checkpoint.
 #   tests/smoke_wheel.sh [FOLDER]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,6 +22,9 @@ smoke() { # name, Python, archive
   "$1/bin/dpfl" init table/uls --out "$1.yaml" >/dev/null
   "$1/bin/dpfl" train "$1.yaml" data.path=visits.csv data.user_column=patient \
     data.target_column=days train.steps=5 --run-dir "$1-run" --json 2>/dev/null | grep -q '"finished"'
+  "$1/bin/dpfl" init --out "$1-quickstart.yaml" >/dev/null  # its data and model are in the archive
+  "$1/bin/dpfl" train "$1-quickstart.yaml" train.steps=1 eval.baseline=false --run-dir "$1-plays" \
+    --json 2>/dev/null | grep -q '"finished"'
   echo "$1: $("$1/bin/python" -c 'import jax, sys; print(f"Python {sys.version.split()[0]}, jax {jax.__version__}")'): trained"
 }
 

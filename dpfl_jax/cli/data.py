@@ -22,7 +22,7 @@ examples:
   dpfl data build --input speeches.jsonl.gz --user-column '{play}/{speaker}' --out STORE
   dpfl data build --source python_source --out STORE --store-format flat
   dpfl data build --source tfds --input DIR --user-column user_id --text-column text --out STORE
-  dpfl data build --source shakespeare --input FOLDER --out STORE
+  dpfl data build --source shakespeare --out STORE
   dpfl data build --input big.jsonl --out STORE --engine beam -- --runner=DirectRunner
   dpfl data inspect STORE --verify --png sizes.png
   dpfl data inspect STORE --private --epsilon 1
@@ -180,7 +180,8 @@ def _source(args: argparse.Namespace) -> Any:
         )
     if args.source == "python_source":
         return sources.python_files_source()
-    if not args.input or len(args.input) != 1:
+    inputs = args.input or (None,)
+    if len(inputs) != 1 or (args.source == "tfds" and not args.input):
         raise BadInputError(f"--source {args.source} needs one --input: the folder of its files")
     if args.source == "tfds":
         return sources.tfds_source(
@@ -189,7 +190,7 @@ def _source(args: argparse.Namespace) -> Any:
     from dpfl_jax.data.registry import set_source
     from dpfl_jax.data.sections import SourceConfig
 
-    section = SourceConfig(source=args.source, path=args.input[0], seq_len=args.seq_len)
+    section = SourceConfig(source=args.source, path=inputs[0], seq_len=args.seq_len)
     return set_source(section, args.split)
 
 

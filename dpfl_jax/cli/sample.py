@@ -18,6 +18,7 @@ examples:
   dpfl sample runs/mine --prompt "First Citizen:"
   dpfl sample exported --prompt "Dear" --max-tokens 100 --temperature 0.7 --top-k 40
   dpfl sample checkpoints/gpt2 --prompt "Dear" --temperature 0
+  dpfl sample bundled:quickstart --prompt "Return the"
 """
 
 
@@ -41,9 +42,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     import jax
 
+    from dpfl_jax.models.checkpoint import checkpoint_dir
     from dpfl_jax.models.generate import generate
 
-    model, params, tokenizer = _load(pathlib.Path(args.run), args.tokenizer)
+    model, params, tokenizer = _load(checkpoint_dir(args.run), args.tokenizer)
     out = sys.stderr if args.json else sys.stdout
     tokens: list[int] = []
     shown = ""

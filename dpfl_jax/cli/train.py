@@ -138,6 +138,7 @@ def _new_run_dir(name: str) -> pathlib.Path:
 def print_report(console: Console, report: dict[str, Any]) -> None:
     """Prints what a person wants to see at the end."""
     from rich.table import Table
+    from rich.text import Text
 
     from dpfl_jax.run.report import evaluated, taken
 
@@ -172,9 +173,28 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         for row in claim_rows(report["claim"]):
             table.add_row(*row)
         console.print(table)
+    for name, text in report.get("samples", {}).items():
+        console.print(Panel(Text(text), title=f"what it writes {name} training"))
     console.print(Panel(report["guarantee"], title="guarantee"))
+    if line := _in_one_line(report):
+        console.print(line, highlight=False)
     console.print(
-        f"{report['status']} after {taken(report)} {_steps(report)}: {report['run_dir']}/report.md"
+        f"{report['status']} after {taken(report)} {_steps(report)}: "
+        f"{report['run_dir']}/report.md, and a picture in curves.png"
+    )
+
+
+def _in_one_line(report: dict[str, Any]) -> str:
+    """Losses before, with privacy and, if it was run beside, without; nothing if one is missing."""
+    losses = {name: value["loss"] for name, value in report["eval"].items()}
+    beside = report["outside_guarantee"].get("without_privacy")
+    if beside is None or losses.keys() != {"initial", "final"}:
+        return ""
+    privacy = report["privacy"]
+    return (
+        f"held-out loss {losses['initial']:.3f} before, [bold]{losses['final']:.3f} with privacy "
+        f"(epsilon {privacy['epsilon']:.3g} for each {privacy['unit']})[/bold], "
+        f"{beside[-1]['loss']:.3f} without (for comparison only)"
     )
 
 

@@ -70,8 +70,8 @@ class ModelConfig(Section):
       options: arguments of the other kinds' classes, or of the function.
       size: a named size; not beside a checkpoint.
       checkpoint: directory in the Hugging Face layout (config.json and safetensors files) of a
-        GPT-2, Llama or Gemma model, taken as public; or ``hf:org/name``, in the local Hugging Face
-        cache.
+        GPT-2, Llama or Gemma model, taken as public; ``hf:org/name``, in the local Hugging Face
+        cache; or ``bundled:quickstart``, a small one that comes with the package.
       overrides: fields of TransformerConfig; beside a checkpoint dtype, remat and scan_layers.
       lora: adapters; null for none.
       trainable: all, lora, biases, last_layers, or shell patterns of parameter names; default lora
@@ -194,6 +194,9 @@ class EvalConfig(Section):
       split: which held-out users, validation (while tuning) or test (for the report).
       personalize: at the end, also tune a copy of the trained parameters for each held-out user on
         half of their examples and score the other half (Charles et al. 2024, Appendix G.2).
+      baseline: at the end, also train without privacy, at the same compute, and show its held-out
+        losses beside the private ones. The guarantee does not cover them.
+      prompt: what the language model goes on with, before and after training, in the report.
     """
 
     batch_size: int = Field(64, gt=0)
@@ -201,6 +204,8 @@ class EvalConfig(Section):
     max_examples_per_user: int | None = Field(None, gt=0)
     split: Literal["validation", "test"] = "validation"
     personalize: bool = False
+    baseline: bool = False
+    prompt: str | None = None
 
 
 class SweepConfig(Section):

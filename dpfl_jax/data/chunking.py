@@ -60,8 +60,15 @@ def encode_user(
     texts: Sequence[str], tokenizer: Tokenizer, schema: Schema, max_examples: int | None = None
 ) -> np.ndarray:
     """Returns the records of one user's documents, in order, at most ``max_examples``."""
-    ids = tokenizer.encode_batch(texts)
-    return chunk_documents(ids, schema, tokenizer.eos_id)[0][:max_examples]
+    some = max_examples or max(len(texts), 1)
+    found, count = [np.empty(0, schema.record_dtype)], 0
+    for start in range(0, len(texts), some):  # what would be cut off need not be tokenised
+        ids = tokenizer.encode_batch(texts[start : start + some])
+        found.append(chunk_documents(ids, schema, tokenizer.eos_id)[0])
+        count += len(found[-1])
+        if max_examples is not None and count >= max_examples:
+            break
+    return np.concatenate(found)[:max_examples]
 
 
 def store_from_documents(

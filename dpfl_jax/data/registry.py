@@ -42,13 +42,15 @@ class DataSource:
 
 def _files(
     read: Callable[[pathlib.Path, str], Iterator[tuple[str, Any]]],
+    bundled: pathlib.Path | None = None,
 ) -> Callable[[SourceConfig, str], Iterator[tuple[str, Any]]]:
-    return lambda section, split: read(expand_paths(section.path)[0], split)
+    """Reads ``data.path``, or without one what comes with the package."""
+    return lambda section, split: read(expand_paths(section.path or bundled)[0], split)
 
 
 _PARTS = ("train", "test")
 SETS: dict[str, DataSource] = {
-    "shakespeare": DataSource(_files(text.read_shakespeare), "speaking role"),
+    "shakespeare": DataSource(_files(text.read_shakespeare, text.SHAKESPEARE), "speaking role"),
     "stack_overflow": DataSource(_files(text.read_stack_overflow), "account", None, _PARTS),
     "cc_news": DataSource(_files(text.read_cc_news), "base domain"),
     "characters": DataSource(characters.read_windows, "speaking role", characters.TASK),

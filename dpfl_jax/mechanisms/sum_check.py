@@ -351,7 +351,14 @@ class _OneDevice:
 
         alone = jax.tree.map(whole, params)
         zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, "f4"), device), params)
-        return cls(jax.jit(add), join(alone, jax.tree.map(whole, frozen)), zeros, device)
+        # Its few units are computed sooner than such a program is optimised.
+        quick = {"xla_backend_optimization_level": 0} if device.platform == "cpu" else None
+        return cls(
+            jax.jit(add, compiler_options=quick),
+            join(alone, jax.tree.map(whole, frozen)),
+            zeros,
+            device,
+        )
 
     def total(
         self, units: list[PyTree], counts: list[np.ndarray]

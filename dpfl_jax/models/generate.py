@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.models.config import TransformerConfig
 from dpfl_jax.models.transformer import LanguageModel
 
 PyTree = Any
@@ -63,12 +64,29 @@ def generate(
             f"temperature must be >= 0 and top_k >= 1, but they are {temperature} and {top_k}"
         )
     if config.positions == "rotary":  # the cache need not be longer than this text
-        model = LanguageModel(dataclasses.replace(config, max_seq_len=length))
-    return _tokens(model, params, tokens, max_tokens, key, temperature, top_k, stop_id)
+        config = dataclasses.replace(config, max_seq_len=length)
+    return _tokens(config, params, tokens, max_tokens, key, temperature, top_k, stop_id)
+
+
+# One program for all parameters of a model.
+@functools.partial(
+    jax.jit, static_argnames=("config", "temperature", "top_k"), donate_argnames="cache"
+)
+def _read(
+    config: TransformerConfig,
+    params: PyTree,
+    cache: PyTree,
+    tokens: jax.Array,
+    key: jax.Array,
+    temperature: float,
+    top_k: int | None,
+) -> tuple[jax.Array, PyTree]:
+    logits, cache = LanguageModel(config).next_logits(params, cache, tokens)
+    return draw(logits[-1], key, temperature, top_k), cache
 
 
 def _tokens(
-    model: LanguageModel,
+    config: TransformerConfig,
     params: PyTree,
     tokens: np.ndarray,
     max_tokens: int,
@@ -77,16 +95,11 @@ def _tokens(
     top_k: int | None,
     stop_id: int | None,
 ) -> Iterator[int]:
-    @functools.partial(jax.jit, donate_argnums=1)
-    def read(
-        params: PyTree, cache: PyTree, tokens: jax.Array, key: jax.Array
-    ) -> tuple[jax.Array, PyTree]:
-        logits, cache = model.next_logits(params, cache, tokens)
-        return draw(logits[-1], key, temperature, top_k), cache
-
-    cache, some = model.start(params), jnp.asarray(tokens, jnp.int32)
+    cache, some = LanguageModel(config).start(params), jnp.asarray(tokens, jnp.int32)
     for i in range(max_tokens):
-        drawn, cache = read(params, cache, some, jax.random.fold_in(key, i))
+        drawn, cache = _read(
+            config, params, cache, some, jax.random.fold_in(key, i), temperature, top_k
+        )
         token = int(drawn)
         if token == stop_id:
             return

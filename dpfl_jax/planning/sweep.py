@@ -59,6 +59,10 @@ def at_budget(chosen: Any, kind: str, budget: float, group_size: int) -> Any:
     return cls.at_budget(budget, group_size, **{name: getattr(chosen, name) for name in common})
 
 
+# A cell is compared with other cells; what a run is shown beside would double its work.
+_ALONE = ("eval.baseline=false", "eval.prompt=null")
+
+
 @dataclasses.dataclass(frozen=True)
 class Cell:
     """One run: a value for each axis, and a repetition.
@@ -135,7 +139,7 @@ class Sweep:
         Raises:
           BadInputError: it is of a federation, or wrong, or repeats one seed.
         """
-        config = load_config(self.config, [*self.overrides, "sweep=null"])
+        config = load_config(self.config, [*self.overrides, *_ALONE, "sweep=null"])
         if not isinstance(config, RunConfig):
             raise BadInputError("sweeps are of central runs: this configuration is of a federation")
         if self.repeats > 1 and (config.seed is not None or "seed" in self.axes):
@@ -161,7 +165,7 @@ class Sweep:
         Raises:
           BadInputError: an axis that is no key, or a value that does not fit.
         """
-        config = load_config(self.config, [*self.overrides, *cell.overrides(self.base)])
+        config = load_config(self.config, [*self.overrides, *_ALONE, *cell.overrides(self.base)])
         assert isinstance(config, RunConfig)
         return config
 

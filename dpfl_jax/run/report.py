@@ -1,4 +1,4 @@
-"""What a run leaves for people: report.json, report.md and a picture of its curves."""
+"""What a run leaves for people: report.json, report.md and, from ``picture``, curves.png."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from importlib import metadata
 from typing import Any
 
 import jax
-import numpy as np
 
 from dpfl_jax import __version__
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.run.directory import FINISHED, write_atomically
 from dpfl_jax.run.driver import RunResult
+from dpfl_jax.run.picture import plot_curves
 
 PRIVATE_METRICS_CAVEAT = (
     "what metrics.jsonl and report.json hold under `outside_guarantee`, all timings and rates, and "
-    "the training-loss curve of curves.png are computed from private data without noise: do not "
-    "publish them"
+    "any training loss in curves.png are computed from private data without noise: do not publish "
+    "them"
 )
 TUNING_CAVEAT = (
     "if the clip norm, the learning rates, the batch size or other settings were chosen by trying "
@@ -167,6 +167,8 @@ def render_markdown(report: dict[str, Any]) -> str:
         "Excess risk that is possible (rates: constants 1, logarithms left out)",
         report.get("possible_risk"),
     )
+    for name, text in report.get("samples", {}).items():
+        lines += [f"## What the model writes {name} training", "", "```", text, "```", ""]
     parameters = report.get("parameters", {}).items()
     lines += _table("Parameters", [{"parameter": k, **v} for k, v in parameters])
     silos = report.get("silos", [])
@@ -198,46 +200,3 @@ def _short(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.6g}" if isinstance(value, float) and math.isfinite(value) else str(value)
-
-
-def plot_curves(
-    path: pathlib.Path, metrics: Sequence[dict[str, Any]], report: dict[str, Any]
-) -> None:
-    """Draws held-out loss and accuracy, training loss (marked) and epsilon by step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    evals = [(r["step"], r["eval"]) for r in metrics if "eval" in r]
-    rows = [r for r in metrics if "outside_guarantee" in r]
-    has_accuracy = any(e.get("accuracy") is not None for _, e in evals)
-    figure, axes = plt.subplots(
-        1, 3 if has_accuracy else 2, figsize=(11, 3.6), layout="constrained"
-    )
-    train = [(r["step"], r["outside_guarantee"]["train_loss"]) for r in rows]
-    train = [(s, loss) for s, loss in train if loss is not None]
-    if train:
-        axes[0].plot(*np.array(train).T, color="0.7", lw=1, label="training (not to be published)")
-    if evals:
-        axes[0].plot(*np.array([(s, e["loss"]) for s, e in evals]).T, "o-", label="held out")
-    for i, (name, value) in enumerate(report.get("baselines", {}).items()):
-        axes[0].axhline(value["loss"], color=f"C{i + 2}", ls=":", label=name)
-    if (chosen := report.get("best_step")) is not None:
-        axes[0].axvline(chosen, color="0.5", ls="--", lw=1, label="best checkpoint")
-    axes[0].set(xlabel="step", ylabel="loss")
-    axes[0].legend(fontsize=8)
-    spent = [(r["step"], r["epsilon_spent"]) for r in rows if r["epsilon_spent"] is not None]
-    if spent:
-        axes[-1].step(*np.array(spent).T, color="C1", where="post")
-    stated, planned = report["privacy"]["epsilon"], report["planned_steps"]
-    if report["status"] == FINISHED and report["steps"] < planned and stated != "inf":
-        axes[-1].axhline(stated, color="C3", ls="--", lw=1, label=f"stated: of {planned} steps")
-        axes[-1].legend(fontsize=8)
-    axes[-1].set(xlabel="step", ylabel="epsilon spent (upper bound)", ylim=(0, None))
-    if has_accuracy:
-        axes[1].plot(*np.array([(s, e["accuracy"]) for s, e in evals]).T, "o-", color="C2")
-        axes[1].set(xlabel="step", ylabel="held-out accuracy", ylim=(0, 1))
-    figure.suptitle(report["name"])
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -25,6 +25,13 @@ from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
 from dpfl_jax.run.prepared import Charge, Prepared, run_prepared
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
+from dpfl_jax.training.beside import (
+    BASELINE_CAVEAT,
+    WITHOUT_PRIVACY,
+    check_prompt,
+    samples,
+    without_privacy,
+)
 from dpfl_jax.training.central import Central, FitResult, train
 from dpfl_jax.training.evaluate import Evaluator, summarize
 from dpfl_jax.training.personalize import Personalization, check_users, personalize
@@ -146,21 +153,37 @@ class CentralRun(Prepared):
             predict = self.model.predict if self.data.task.kind == "classes" else None
             evaluator = Evaluator(self.model.loss, mesh, config.eval.batch_size, predict)
             evaluate = evaluator.of(self.held_out)
-        result = train(
+        algorithm, pace = (
             Central(self.model.loss, params, plan, self.optimizer, trainable),
+            Pace.of(config.train),
+        )
+        result = train(
+            algorithm,
             caveats=run_caveats(config, self.mechanism, self.data.known),
             run_dir=directory,
             evaluate=evaluate,
-            pace=Pace.of(config.train),
+            pace=pace,
             charge=charge,
             console=console,
         )
         personal = _personalized(self, result, mesh)
+        baseline = None
+        if _beside(config, self.mechanism) and evaluate is not None and result.final is not None:
+            key = directory.root_key.child("baseline")
+            baseline = without_privacy(algorithm, key, evaluate, pace, console)
 
         def report() -> dict[str, Any]:
             made = _report(self, pretrained, result, directory.facts)
             if personal is not None:
                 made["personalization"] = dataclasses.asdict(personal)
+            if baseline is not None:
+                made["outside_guarantee"]["without_privacy"] = baseline
+                made["baselines"][WITHOUT_PRIVACY] = with_perplexity(baseline[-1])
+            if config.eval.prompt is not None and result.final is not None:
+                named = {"before": params, "after": result.params}
+                made["samples"] = samples(
+                    self.model, self.data.tokenizer, config.eval.prompt, named
+                )
             return made
 
         return result, report
@@ -197,6 +220,13 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
         raise BadInputError(NO_CHOICE_WITHIN_USERS)
     if personal and held_out is not None:
         check_users(held_out)
+    if config.eval.baseline and held_out is None:
+        raise BadInputError(
+            f"eval.baseline needs held-out users, but there is no {config.eval.split} part: set "
+            f"data.{config.eval.split}_fraction, or eval.baseline to false"
+        )
+    if config.eval.prompt is not None:
+        check_prompt(config.eval.prompt, model, data.tokenizer)
     return CentralRun(config, data, held_out, mechanism, population, delta, model, optimizer)
 
 
@@ -257,6 +287,11 @@ def _shared(config: RunConfig, known: bool) -> bool:
     return config.data.split == "within_user" or (known and config.eval.split == "test")
 
 
+def _beside(config: RunConfig, mechanism: Mechanism) -> bool:
+    """Whether a run without privacy is shown beside this one, which has some."""
+    return config.eval.baseline and mechanism.private
+
+
 def run_caveats(config: RunConfig, mechanism: Mechanism, known: bool = False) -> tuple[str, ...]:
     """What a reader of the guarantee must know about this run; ``known`` as of ``Dataset``."""
     evaluation = WITHIN_USER_CAVEAT if _shared(config, known) else EVALUATION_CAVEAT
@@ -266,6 +301,8 @@ def run_caveats(config: RunConfig, mechanism: Mechanism, known: bool = False) ->
     if config.model.checkpoint is not None:
         caveats.append(BASE_CAVEAT)
     caveats += [*config.data.caveats(), *config.metrics.caveats()]
+    if _beside(config, mechanism):
+        caveats.append(BASELINE_CAVEAT)
     if config.privacy.delta is None:
         caveats.append(
             "delta is (number of training examples) ** -1.1 as in Charles et al. 2024; the unit is "

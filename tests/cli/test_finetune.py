@@ -201,7 +201,7 @@ def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["els", "uls"])
-def test_speaking_roles_of_shakespeare(kind, tmp_path, capsys, data_dir):
+def test_speaking_roles_of_shakespeare(kind, tmp_path, capsys):
     """A Llama saved by ``transformers`` itself, bytes as tokens, real people of a play."""
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -217,13 +217,11 @@ def test_speaking_roles_of_shakespeare(kind, tmp_path, capsys, data_dir):
         initializer_range=0.15,
     )
     transformers.LlamaForCausalLM(shape).save_pretrained(tmp_path / "base", max_shard_size="80KB")
-    plays = next(p for p in sorted(data_dir.iterdir()) if p.name.startswith("shakespeare"))
     config = {
         "name": "plays",
         "seed": 1,
         "data": {
             "source": "shakespeare",
-            "path": str(plays),
             "seq_len": 32,
             "max_users": 300,
             "max_examples_per_user": 8,

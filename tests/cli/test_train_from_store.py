@@ -62,11 +62,10 @@ def test_a_built_store_trains_like_its_files(tmp_path, capsys, store_format):
 
 
 @pytest.mark.slow
-def test_speaking_roles_of_shakespeare_end_to_end(tmp_path, capsys, data_dir):
+def test_speaking_roles_of_shakespeare_end_to_end(tmp_path, capsys):
     """Real plays: built by speaker, inspected, and trained for two steps."""
     store = tmp_path / "plays"
-    plays = next(p for p in sorted(data_dir.iterdir()) if p.name.startswith("shakespeare"))
-    build = ["data", "build", "--source", "shakespeare", "--input", str(plays), "--out", str(store)]
+    build = ["data", "build", "--source", "shakespeare", "--out", str(store)]
     assert main([*build, "--seq-len", "32", "--max-examples-per-user", "4", "--json"]) == 0
     built = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert main(["data", "inspect", str(store), "--verify", "--json"]) == 0

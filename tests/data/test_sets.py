@@ -12,6 +12,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.data import ByteTokenizer, DataConfig, SourceConfig, load_dataset, load_examples
 from dpfl_jax.data.keys import base_domain
 from dpfl_jax.data.registry import SETS
+from dpfl_jax.data.sets.text import SHAKESPEARE
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.errors import BadInputError
 
@@ -19,7 +20,8 @@ TOKENIZER = ByteTokenizer()
 
 
 def load_set(name, path, seq_len=8):
-    return load_examples(SourceConfig(source=name, path=str(path), seq_len=seq_len))
+    path = None if path is None else str(path)
+    return load_examples(SourceConfig(source=name, path=path, seq_len=seq_len))
 
 
 def texts_of(store, user):
@@ -213,3 +215,25 @@ def test_damaged_files(tmp_path):
         load_set("medical_cost", tmp_path, 1)
     with pytest.raises(BadInputError, match="unknown data source"):
         load_set("nothing", tmp_path, 1)
+
+
+# ---- what comes with the package ----------------------------------------------------------------
+
+
+def test_shakespeare_needs_no_files(tmp_path, capsys):
+    """36 plays' roles, as its SOURCE.txt counts them; from the command line and as windows, too."""
+    store = load_set("shakespeare", None, 64).store
+    names = store.user_ids(range(store.num_users))
+    source = (SHAKESPEARE / "SOURCE.txt").read_text()
+    plays = {name.partition("/")[0] for name in names}
+    assert f"{len(plays)} plays, {store.num_users:,} roles" in source
+    assert "public domain" in source
+    assert texts_of(store, "Hamlet/HAMLET")[0] == (
+        "[Aside] A little more than kin, and less than kind."
+    )
+    out = tmp_path / "store"
+    command = ["data", "build", "--source", "shakespeare", "--seq-len", "64", "--out", str(out)]
+    assert main(command) == 0
+    assert open_store(out).fingerprint == store.fingerprint
+    windows = load_set("characters", None, 20).store
+    assert 1000 < windows.num_users < store.num_users  # a few roles say less than a window

@@ -10,10 +10,17 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
+from dpfl_jax.data import load_tokenizer
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import parameter_shardings
 from dpfl_jax.models import LanguageModel, TransformerConfig
-from dpfl_jax.models.checkpoint import load_checkpoint, read_config, save_checkpoint
+from dpfl_jax.models.checkpoint import (
+    checkpoint_dir,
+    load_checkpoint,
+    read_config,
+    save_checkpoint,
+    tokenizer_file,
+)
 from dpfl_jax.models.checkpoint.files import TensorFiles
 from dpfl_jax.models.checkpoint.hf_config import from_transformer, to_transformer
 from dpfl_jax.models.checkpoint.load import flat_paths
@@ -414,3 +421,38 @@ def test_models_of_no_family_and_full_directories_are_refused(tmp_path):
     own_checkpoint(tmp_path / "c")
     with pytest.raises(BadInputError, match="not an empty directory"):
         own_checkpoint(tmp_path / "c")
+
+
+# ---- what comes with the package ----------------------------------------------------------------
+
+
+def test_the_bundled_checkpoint_says_what_it_is_and_is_small():
+    folder = checkpoint_dir("bundled:quickstart")
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 2e6
+    card = (folder / "README.md").read_text()
+    assert "examples/pretrain_quickstart.py" in card
+    assert "PSF License" in card
+    model = LanguageModel(read_config("bundled:quickstart"))
+    assert f"{model.num_params:,} parameters" in card
+    tokenizer = load_tokenizer(tokenizer_file("bundled:quickstart"))
+    assert (tokenizer.vocab_size, tokenizer.bos_id) == (
+        model.config.vocab_size,
+        model.config.bos_id,
+    )
+    # It has learnt English documentation: better than its tokens' frequencies by far.
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    params = load_checkpoint("bundled:quickstart", model.config, shapes)
+    text = "Return the number of items in the list. If the argument is not given, return None."
+    ids = np.asarray(tokenizer.encode(text))
+    example = {"tokens": ids, "mask": np.ones(len(ids), bool)}
+    assert model.loss(params, example) < 4.0
+
+
+def test_only_what_is_bundled_has_such_a_name(tmp_path):
+    with pytest.raises(
+        BadInputError, match="no checkpoint 'bundled:gpt5': bundled are bundled:qui"
+    ):
+        read_config("bundled:gpt5")
+    with pytest.raises(BadInputError, match="bundled are"):
+        checkpoint_dir("bundled:../bundled/quickstart")
+    assert checkpoint_dir(tmp_path) == tmp_path

@@ -8,7 +8,7 @@ import numpy as np
 
 from dpfl_jax.data.documents import expand_paths
 from dpfl_jax.data.sections import SourceConfig
-from dpfl_jax.data.sets.text import read_shakespeare
+from dpfl_jax.data.sets.text import SHAKESPEARE, read_shakespeare
 from dpfl_jax.task import Task
 
 # LEAF's 80 characters of Shakespeare; id 0 stands for any other.
@@ -25,7 +25,7 @@ def read_windows(section: SourceConfig, split: str) -> Iterator[tuple[str, dict[
     for i, character in enumerate(LEAF_CHARACTERS, start=1):
         codes[ord(character)] = i
     speeches: dict[str, list[str]] = {}
-    for role, speech in read_shakespeare(expand_paths(section.path)[0], split):
+    for role, speech in read_shakespeare(expand_paths(section.path or SHAKESPEARE)[0], split):
         speeches.setdefault(role, []).append(speech)
     length = section.seq_len
     for role, parts in speeches.items():

@@ -21,6 +21,9 @@ from dpfl_jax.errors import BadInputError
 # Charles et al. 2024, appendix on data (the federated Stack Overflow set): train before, test from.
 STACK_OVERFLOW_CUT = datetime.datetime(2018, 1, 1, tzinfo=datetime.UTC)
 
+# The Moby edition, which comes with the package (its SOURCE.txt says whence).
+SHAKESPEARE = pathlib.Path(__file__).parent / "shakespeare"
+
 
 def files_in(path: pathlib.Path, patterns: tuple[str, ...], what: str) -> list[pathlib.Path]:
     """Returns ``path`` if it is a file, else the files of the first pattern that matches in it.

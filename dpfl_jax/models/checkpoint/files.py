@@ -33,7 +33,23 @@ COMPANIONS = (
     "generation_config.json",
     "chat_template.jinja",
 )
+BUNDLED, _BUNDLED_AT = "bundled:", pathlib.Path(__file__).parent / "bundled"
 _FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+def checkpoint_dir(name: str | os.PathLike[str]) -> pathlib.Path:
+    """The directory of a checkpoint: itself, ``bundled:NAME``, or what a name of the hub means.
+
+    Raises:
+      BadInputError: there is no such bundled checkpoint, or the cache does not hold it.
+    """
+    text = os.fspath(name)
+    if not text.startswith(BUNDLED):
+        return pathlib.Path(local_path(text, "model"))
+    known = sorted(BUNDLED + folder.name for folder in _BUNDLED_AT.iterdir())
+    if text not in known:
+        raise BadInputError(f"there is no checkpoint {text!r}: bundled are {', '.join(known)}")
+    return _BUNDLED_AT / text.removeprefix(BUNDLED)
 
 
 class TensorFiles:
@@ -50,7 +66,7 @@ class TensorFiles:
         Raises:
           BadInputError: no such checkpoint, or one that is not in safetensors files.
         """
-        self.path = pathlib.Path(local_path(path, "model"))
+        self.path = checkpoint_dir(path)
         self.config: dict[str, Any] = read_json(self.path / CONFIG, "checkpoint")
         self._file_of: dict[str, str] = {}
         self._open: dict[str, Any] = {}
@@ -216,7 +232,7 @@ def tokenizer_file(path: str | os.PathLike[str]) -> pathlib.Path:
       BadInputError: there is none.
     """
     names: Iterable[str] = ("tokenizer.json", "tokenizer.model")
-    folder = pathlib.Path(local_path(path, "model"))
+    folder = checkpoint_dir(path)
     for name in names:
         if (folder / name).is_file():
             return folder / name

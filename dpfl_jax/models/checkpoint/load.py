@@ -11,9 +11,8 @@ import jax
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.hub import local_path
 from dpfl_jax.models.checkpoint.families import FAMILIES, Entry, Family, entries, full_shape
-from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, read_json
+from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, checkpoint_dir, read_json
 from dpfl_jax.models.checkpoint.hf_config import to_transformer
 from dpfl_jax.models.config import TransformerConfig
 from dpfl_jax.models.lora import without_adapters
@@ -28,7 +27,7 @@ def read_config(path: Any) -> TransformerConfig:
     Raises:
       BadInputError: no checkpoint, or of a family that is not known.
     """
-    file = pathlib.Path(local_path(path, "model")) / CONFIG
+    file = checkpoint_dir(path) / CONFIG
     return to_transformer(read_json(file, "checkpoint"), str(file))
 
 

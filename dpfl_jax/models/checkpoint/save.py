@@ -10,13 +10,13 @@ import jax
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.hub import local_path
 from dpfl_jax.models.checkpoint.families import FAMILIES, Entry, entries, family_of
 from dpfl_jax.models.checkpoint.files import (
     CONFIG,
     DTYPES,
     TensorFiles,
     TensorWriter,
+    checkpoint_dir,
     copy_companions,
 )
 from dpfl_jax.models.checkpoint.hf_config import from_transformer, to_transformer
@@ -76,7 +76,7 @@ def save_checkpoint(
         value = value.T if found[0].tensor.transposed else value
         writer.add(name, value.astype(DTYPES[dtype]))
     if like is not None:
-        copy_companions(pathlib.Path(local_path(like, "model")), target)
+        copy_companions(checkpoint_dir(like), target)
     writer.finish(written)
     return target
 

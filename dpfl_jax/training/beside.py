@@ -1,0 +1,105 @@
+"""What a run is shown beside: the same run without privacy, and what its models write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from dpfl_jax.data.tokenizers import Tokenizer
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms import NonPrivate
+from dpfl_jax.mechanisms.plan import Plan
+from dpfl_jax.models import LanguageModel
+from dpfl_jax.models.generate import generate
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.driver import Pace
+from dpfl_jax.training.central import Central, train
+
+PyTree = Any
+# Long enough to tell the manner, cool enough that small models stay on their way.
+_TIMES, _LENGTH, _TEMPERATURE, _TOP_K = 4, 28, 0.5, 40
+WITHOUT_PRIVACY = "the same without privacy, for comparison only"
+BASELINE_CAVEAT = (
+    "the run without privacy beside this one (eval.baseline) is for comparison only: its losses in "
+    "report.json, report.md and curves.png are NOT covered by this guarantee; set eval.baseline to "
+    "false where the data are private and the report is to be published"
+)
+
+
+def without_privacy(
+    run: Central,
+    key: RootKey,
+    evaluate: Callable[[PyTree], dict[str, Any]],
+    pace: Pace,
+    console: Console,
+) -> list[dict[str, Any]] | None:
+    """Trains what ``run`` trains from where it starts, without clipping and noise; keeps no model.
+
+    Args:
+      run: the private one: data, compute budget, steps and optimiser are taken from it.
+      key: of the baseline's draws alone.
+      evaluate: as the private run's.
+      pace: likewise.
+      console: for people.
+
+    Returns:
+      Evaluations, each with its ``step``, the first and the last included; None if interrupted.
+    """
+    plan = run.plan
+    execution = plan.execution.model_copy(update={"examples_at_once": None, "split_users": False})
+    offsets = plan.data.user_offsets
+    budget = min(plan.mechanism.compute_budget, float(offsets[-1] - offsets[0]))
+    mechanism = NonPrivate(batch_size=budget)
+    beside = Plan(mechanism, plan.data, plan.steps, plan.delta, execution, plan.mesh)
+    console.print("the same without privacy, for comparison", highlight=False)
+    result = train(
+        Central(run.loss_fn, run.given, beside, run.optimizer, run.trainable),
+        key=key,
+        evaluate=evaluate,
+        pace=pace,
+        console=console,
+    )
+    if result.interrupted is not None:
+        return None
+    return [{"step": row["step"], **row["eval"]} for row in result.metrics if "eval" in row]
+
+
+def check_prompt(prompt: str, model: Any, tokenizer: Tokenizer | None) -> None:
+    """Raises BadInputError if a model cannot go on with ``prompt``."""
+    if tokenizer is None or not isinstance(model, LanguageModel):
+        raise BadInputError("eval.prompt is for language models, which this is none: remove it")
+    length, most = len(tokenizer.encode(prompt)), model.config.max_seq_len
+    if length >= most:
+        raise BadInputError(
+            f"eval.prompt is {length} tokens long, but the model takes at most {most} with what it "
+            "adds: shorten it"
+        )
+
+
+def samples(
+    model: LanguageModel, tokenizer: Any, prompt: str, params: Mapping[str, PyTree]
+) -> dict[str, str]:
+    """What a model writes after ``prompt`` with each of ``params``: a few times, public seeds."""
+    ids = tokenizer.encode(prompt)
+    room = model.config.max_seq_len - len(ids)
+
+    def text(trained: PyTree, seed: int) -> str:
+        tokens = generate(
+            model,
+            trained,
+            ids,
+            max_tokens=min(_LENGTH, room),
+            key=jax.random.key(seed),
+            temperature=_TEMPERATURE,
+            top_k=_TOP_K,
+            stop_id=tokenizer.eos_id,
+        )
+        return " ".join((prompt + tokenizer.decode(list(tokens))).split())
+
+    return {
+        name: "\n".join(text(trained, seed) for seed in range(_TIMES))
+        for name, trained in params.items()
+    }
