@@ -13,10 +13,12 @@ import io
 import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from csv import Error as CsvError
+from csv import field_size_limit
+from csv import reader as csv_reader
 from typing import IO, Any
 
 import pyarrow as pa
-import pyarrow.csv
 import pyarrow.ipc
 import pyarrow.parquet
 
@@ -24,6 +26,7 @@ from dpfl_jax.errors import BadInputError, repeated
 
 LocatedRow = tuple[str, dict[str, Any]]
 
+field_size_limit(2**31 - 1)  # a text may be longer than Python's csv expects
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -263,30 +266,46 @@ def _arrow(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[Locate
 def _csv(
     path: pathlib.Path, columns: Sequence[str] | None, format: CsvFormat, delimiter: str = ","
 ) -> Iterator[LocatedRow]:
+    """Cells are text: ids keep their leading zeros, an empty one stays empty (no user, then)."""
     delimiter, encoding = format.delimiter or delimiter, format.encoding
     with open_binary(path) as binary:
         if encoding is None:
-            encoding = "utf-16" if binary.read(2) in _UTF16 else "utf-8"
+            encoding = "utf-16" if binary.read(2) in _UTF16 else "utf-8-sig"
             binary.seek(0)
         try:
-            header = io.TextIOWrapper(binary, encoding, errors="replace").readline()
+            text = io.TextIOWrapper(binary, encoding, newline="")
         except LookupError:
             raise BadInputError(f"data.encoding={encoding} is not known: use utf-8, say") from None
-    read = pa.csv.ReadOptions(use_threads=False, encoding=encoding)
-    if not header.strip():
-        raise BadInputError(f"{path}: the first line must name the columns, but it is blank")
-    parse = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
-    plain = pa.csv.ReadOptions(use_threads=False)
-    names = pa.csv.read_csv(io.BytesIO(header.encode()), plain, parse).column_names
-    if len(names) == 1 and ";" in header and delimiter == ",":
-        raise BadInputError(f"{path}: cells seem to lie between semicolons: set data.delimiter=';'")
-    _check(names, columns, path)
-    convert = pa.csv.ConvertOptions(
-        include_columns=list(columns or names),
-        # Ids keep their leading zeros; an empty cell stays empty text (a missing user, then).
-        column_types={name: pa.string() for name in names},
-        null_values=[],
-        strings_can_be_null=False,
-    )
-    with open_binary(path) as binary:
-        yield from _table(pa.csv.open_csv(binary, read, parse, convert), path, columns)
+        # Strict: a quotation that is never closed would make one text of all rows behind it.
+        lines = csv_reader(text, delimiter=delimiter, strict=True)
+        try:
+            names = next(lines, [])
+            if not any(name.strip() for name in names):
+                raise BadInputError(
+                    f"{path}: the first line must name the columns, but it is blank"
+                )
+            if len(names) == 1 and ";" in names[0] and delimiter == ",":
+                raise BadInputError(
+                    f"{path}: cells seem to lie between semicolons: set data.delimiter=';'"
+                )
+            _check(names, columns, path)
+            chosen = [(name, names.index(name)) for name in columns or names]
+            rows = (cells for cells in lines if cells)  # of blank lines there are none
+            for number, cells in enumerate(rows, start=1):
+                if len(cells) != len(names):
+                    raise BadInputError(
+                        f"{path}, line {lines.line_num}: {len(cells)} cells, but there are "
+                        f"{len(names)} columns"
+                    )
+                yield f"{path}, row {number}", {name: cells[at] for name, at in chosen}
+        except CsvError as error:
+            raise BadInputError(
+                f"{path}: what ends in line {lines.line_num} cannot be read ({error}): is a "
+                "quotation not closed?"
+            ) from error
+        except UnicodeError as error:
+            wanted = "UTF-8" if encoding == "utf-8-sig" else encoding
+            raise BadInputError(
+                f"{path}, after line {lines.line_num}: the text is not {wanted} "
+                f"({getattr(error, 'reason', error)})"
+            ) from error

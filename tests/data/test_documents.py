@@ -83,6 +83,11 @@ BAD = {
     "not utf8.jsonl": (b'{"user":"a","text":"x"}\n{"user":"a","text":"\xff"}\n', "line 2.*UTF-8"),
     "surrogate.jsonl": (b'{"user": "a", "text": "\\ud800"}\n', "line 1: the text is not UTF-8"),
     "not utf8.csv": (b"user,text\na,b\na,\xff\xfe\n", "not UTF-8"),
+    # Read to the end, it would make one text of all people behind it.
+    "quotation.csv": (b'user,text\na,b\nb,"never closed\nc,d\ne,f\n', "line 5 .*not closed"),
+    "quotation closed late.csv": (b'user,text\na,"b\nc,"d"\n', "line 3 .*not closed"),
+    "too few cells.csv": (b"user,text\na,b\nc\n", "line 3: 1 cells, but there are 2 columns"),
+    "too many cells.csv": (b"user,text\na,b,c\n", "line 2: 3 cells"),
     "not json.jsonl": (b'{"user": "a"\n', "line 1: not a JSON object"),
     "a list.jsonl": (b"[1]\n", "line 1: not a JSON object but list"),
     "empty.jsonl": (b"", "is empty"),
@@ -101,6 +106,14 @@ def test_bad_files_are_named_with_their_line(tmp_path, name):
     with pytest.raises(BadInputError, match=message) as caught:
         list(read_documents([path]))
     assert name in str(caught.value)
+
+
+def test_csv_cells_may_hold_quotations_line_breaks_and_long_texts(tmp_path):
+    path, long = tmp_path / "posts.csv", "word " * 60_000
+    path.write_text(f'\ufeffuser,text\n\na,"said ""so"",\nand went"\nb,5" wide\nc,{long}\n')
+    assert list(read_documents([path])) == [
+        ("a", 'said "so",\nand went'), ("b", '5" wide'), ("c", long)
+    ]  # fmt: skip
 
 
 def test_parquet_null_user_is_named_by_row(tmp_path):
