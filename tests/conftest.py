@@ -32,6 +32,23 @@ def _compile_quickly(request: pytest.FixtureRequest) -> None:
     jax.config.update("jax_disable_most_optimizations", quickly)
 
 
+# Tests that are slow for what they compile, not for what they are: left to CI.
+_LISTED = pathlib.Path(__file__).with_name("slow.txt")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests of slow.txt, which CI runs, ``slow`` and ``ci``."""
+    listed = {line for line in _LISTED.read_text().splitlines() if line and line[0] != "#"}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker("slow")
+            item.add_marker("ci")
+    everything = config.args == [str(config.rootpath / "tests")] or config.args == ["tests"]
+    if everything and (gone := listed - {item.nodeid for item in items}):
+        raise pytest.UsageError(f"tests/slow.txt names tests that are not there: {sorted(gone)}")
+
+
 @pytest.fixture(scope="session")
 def data_dir() -> pathlib.Path:
     """The folder of real data sets, or a skip that says what to set."""
