@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,7 +47,7 @@ def without_privacy(
       console: for people.
 
     Returns:
-      Evaluations, each with its ``step``, the first and the last included; None if interrupted.
+      Evaluations, each with its ``step``, the first and the last included; None if it did not end.
     """
     plan = run.plan
     execution = plan.execution.model_copy(update={"examples_at_once": None, "split_users": False})
@@ -55,13 +56,17 @@ def without_privacy(
     mechanism = NonPrivate(batch_size=budget)
     beside = Plan(mechanism, plan.data, plan.steps, plan.delta, execution, plan.mesh)
     console.print("the same without privacy, for comparison", highlight=False)
-    result = train(
-        Central(run.loss_fn, run.given, beside, run.optimizer, run.trainable),
-        key=key,
-        evaluate=evaluate,
-        pace=pace,
-        console=console,
-    )
+    try:
+        result = train(
+            Central(run.loss_fn, run.given, beside, run.optimizer, run.trainable),
+            key=key,
+            evaluate=evaluate,
+            pace=dataclasses.replace(pace, keep_best=False, patience=None),
+            console=console,
+        )
+    except BadInputError as error:  # the private run is finished, and must be reported
+        console.print(f"[bold yellow]warning:[/bold yellow] there is no comparison: {error}")
+        return None
     if result.interrupted is not None:
         return None
     return [{"step": row["step"], **row["eval"]} for row in result.metrics if "eval" in row]

@@ -1,5 +1,6 @@
 """The run without privacy beside a private one: it is plain, apart, and named as what it is."""
 
+import io
 import json
 
 import jax
@@ -11,6 +12,7 @@ from rich.console import Console
 
 import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.driver import Pace
 from dpfl_jax.training.beside import BASELINE_CAVEAT, WITHOUT_PRIVACY, without_privacy
@@ -81,13 +83,21 @@ def test_it_is_plain_descent_from_where_the_private_run_starts():
         Central(loss, params, plan, optax.sgd(0.5)),
         RootKey.from_seed(0),
         evaluate,
-        Pace(eval_every=1),
+        Pace(eval_every=1, keep_best=True, patience=1),  # which are the private run's alone
         QUIET,
     )
     assert [row["step"] for row in rows] == list(range(6))
     mean = np.concatenate([held["x"] for _, held in users]).mean(0)
     for step, found in enumerate(seen):
         np.testing.assert_allclose(found, mean + (4.0 - mean) * 0.5**step, rtol=1e-5)
+
+    def fails(trained):
+        raise BadInputError("no memory left")
+
+    said = Console(file=io.StringIO())  # the private run is reported all the same
+    beside = Central(loss, params, plan, optax.sgd(0.5))
+    assert without_privacy(beside, RootKey.from_seed(0), fails, Pace(), said) is None
+    assert "there is no comparison: no memory left" in said.file.getvalue()
 
 
 @pytest.mark.slow
