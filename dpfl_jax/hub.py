@@ -18,8 +18,8 @@ def local_path(path: str | os.PathLike[str], kind: Literal["model", "dataset"]) 
     """Where a path, or what a name of the hub stands for, lies on this machine.
 
     Args:
-      path: a path, returned as it is; or ``hf:org/name``, or ``org/name`` where there is no such
-        file: the newest snapshot in the cache. ``hf:org/name/part`` is something in it.
+      path: a path, returned as it is; or ``hf:org/name``, the newest snapshot in the cache, or
+        ``hf:org/name/part``, something in it. A mistyped path is never taken for a name.
       kind: of the repository.
 
     Raises:
@@ -28,13 +28,17 @@ def local_path(path: str | os.PathLike[str], kind: Literal["model", "dataset"]) 
     text = os.fspath(path)
     meant = text.startswith(_PREFIX)
     found = _NAME.fullmatch(text.removeprefix(_PREFIX))
-    if meant and found is None:
+    if meant and (found is None or ".." in (found[2] or "").split("/")):
         raise BadInputError(f"{text!r} is no name of the Hugging Face hub: write hf:org/name")
-    plain = found is not None and not found[2] and not text.startswith(".")
-    if found is None or not (meant or (plain and not os.path.lexists(text))):
+    if not meant:
+        named = found is not None and not found[2] and os.path.splitext(text)[1] not in _FILES
+        if named and not text.startswith(".") and not os.path.lexists(text):
+            raise BadInputError(
+                f"there is no file or folder {text}: if it is a name of the Hugging Face hub, "
+                f"write hf:{text}"
+            )
         return text
-    if not meant and os.path.splitext(text)[1] in _FILES:
-        return text
+    assert found is not None
     try:
         from huggingface_hub import snapshot_download
 
@@ -46,9 +50,8 @@ def local_path(path: str | os.PathLike[str], kind: Literal["model", "dataset"]) 
         ) from error
     except (OSError, ValueError) as error:
         of = "" if kind == "model" else " --repo-type dataset"
-        doubt = "" if meant else "there is no such file or folder, and "
         raise BadInputError(
-            f"{text}: {doubt}the local Hugging Face cache does not hold it, and nothing is "
+            f"{text}: the local Hugging Face cache does not hold it, and nothing is "
             f"downloaded here: `hf download {found[1]}{of}` does that"
         ) from error
     return os.path.join(folder, found[2]) if found[2] else folder

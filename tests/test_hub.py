@@ -70,8 +70,8 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["org/tiny", "hf:org/tiny"])
-def test_a_model_of_the_cache(name, home):
+def test_a_model_of_the_cache(home):
+    name = "hf:org/tiny"
     folder = next((home / "hub" / "models--org--tiny" / "snapshots").iterdir())
     assert local_path(name, "model") == str(folder)
     assert read_config(name) == read_config(folder)
@@ -107,7 +107,9 @@ def test_a_run_by_names(home, capsys):
 
 def test_what_the_cache_does_not_hold_is_one_sentence_with_the_command(home):
     for name, kind, match in (
-        ("org/other", "model", "no such file or folder, and .* `hf download org/other` does that"),
+        ("hf:org/other", "model", "`hf download org/other` does that"),
+        ("org/tiny", "model", "no file or folder org/tiny: if .* hub, write hf:org/tiny"),
+        ("hf:org/tiny/../../x", "model", "is no name of the Hugging Face hub"),
         ("hf:org/tiny", "dataset", "`hf download org/tiny --repo-type dataset` does that"),
         ("hf:nothing", "model", "is no name of the Hugging Face hub: write hf:org/name"),
     ):

@@ -126,7 +126,7 @@ def delta(
         return min(1.0, float(math.exp(log_delta) * (1 + 1e-9)))
     if math.isinf(epsilon):
         built = _compositions(flat, resolution, -300.0 - math.log(_steps(flat)))
-        return max(c.infinity for c in built)
+        return max(0.0, *(c.infinity for c in built))
     best = 1.0
     # Deeper tails need longer tables: only as deep as the answer is small.
     for log_lost in (-50.0, -100.0, -300.0):

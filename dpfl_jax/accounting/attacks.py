@@ -64,7 +64,7 @@ class Meaning:
         return float(self.deltas[0])
 
     def guessing(self, candidates: int) -> float:
-        """Chance of naming the unit's record among so many equally likely ones.
+        """Chance of naming what the unit contributed among so many equally likely candidates.
 
         The best guess without the record is right with probability 1 / ``candidates``; a right
         guess is an alarm (Kaissis et al. 2023, "Bounding data reconstruction attacks with the
@@ -116,7 +116,7 @@ class Meaning:
 
     def sentences(self) -> list[str]:
         """The same in words for people who know no differential privacy."""
-        most = self.true_positive_rate
+        most, mu = self.true_positive_rate, self.mu
         if self.relation == REPLACE:
             what = "that it was this record and not that one"
             attack = (
@@ -136,18 +136,25 @@ class Meaning:
             f"Right accusations exceed wrong ones by at most {_share(self.advantage)} of cases.",
             f"Who believes with 10 % (50 %, 90 %) {what} believes it afterwards with at most "
             f"{after}, but for one run in a thousand.",
-            f"The right one of 10 (100; 10,000) equally likely records is named with at most "
+            f"Of 10 (100; 10,000) equally likely contributions the right one is named with at most "
             f"{_share(self.guessing(10))} ({_share(self.guessing(100))}; "
             f"{_share(self.guessing(10_000))}).",
-            f"It is {math.ceil(1000 * self.mu) / 1000:g}-Gaussian differential privacy, but for "
-            "delta: as hard as telling a draw of N(0, 1) from one of N(that number, 1).",
+            *(
+                [
+                    f"It is {math.ceil(1000 * mu) / 1000:g}-Gaussian differential privacy, but for "
+                    "delta: as hard as telling a draw of N(0, 1) from one of N(that number, 1)."
+                ]
+                if math.isfinite(mu)
+                else []
+            ),
         ]
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values."""
+        mu = self.mu
         return {
             "advantage": self.advantage,
-            "gaussian_mu": self.mu,
+            "gaussian_mu": mu if math.isfinite(mu) else None,
             "true_positive_rate": {str(a): self.true_positive_rate(a) for a in FALSE_ALARMS},
             "guessing_one_of": {str(k): self.guessing(k) for k in (2, 10, 100, 10_000)},
             "belief_afterwards_but_for_0.001": {

@@ -17,7 +17,7 @@ from dpfl_jax.data.rows import LocatedRow, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.data.store import ArrayStore
-from dpfl_jax.data.table import read_table
+from dpfl_jax.data.table import input_names, read_table
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError, expect, repeated
 
@@ -89,6 +89,7 @@ def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> ArrayStore:
     if twice is not None:
         raise BadInputError(f"two columns of the frame are called {twice!r}: rename one")
     values = zip(*(frame[name].tolist() for name in frame.columns), strict=True)
+    columns = _with_inputs(columns, names, user)
     return from_rows((dict(zip(names, row, strict=True)) for row in values), user=user, **columns)
 
 
@@ -98,7 +99,22 @@ def from_huggingface(dataset: Any, *, user: str | None, **columns: Any) -> Array
         raise BadInputError(
             f"this is a dictionary of splits ({', '.join(dataset)}): give one of them"
         )
+    names = getattr(dataset, "column_names", None)
+    if names is not None:
+        columns = _with_inputs(columns, names, user)
     return from_rows(dataset, user=user, **columns)
+
+
+def _with_inputs(
+    columns: Mapping[str, Any], names: Sequence[str], user: str | None
+) -> dict[str, Any]:
+    """The inputs by name: of a table the table says what columns there are, not its first row."""
+    target, silo, given = (columns.get(name) for name in ("target", "silo", "inputs"))
+    ids = [] if user is None else UserKey(user).columns
+    if target is None or (ids is None and given is None):
+        return dict(columns)
+    used = [name for name in (target, silo, *(ids or ())) if name is not None]
+    return {**columns, "inputs": input_names(given, names, used, "the table")}
 
 
 def from_grain(source: Any, *, user: str | None, **columns: Any) -> ArrayStore:
@@ -134,7 +150,8 @@ def from_rows(
         of its own (tables only).
       text: column of the text, to be tokenised; or
       target: column that is predicted, of a table of numbers, from
-      inputs: these columns (names or shell patterns); default all others.
+      inputs: these columns. A DataFrame or ``Dataset`` also takes shell patterns, and by default
+        all others; rows alone do not say what columns there are.
       classes: number of classes of the target; None: it is a number.
       silo: column of the silo.
       scale: (middle, half width) by column, known without these data.

@@ -20,6 +20,10 @@ from dpfl_jax.errors import BadInputError, repeated
 from dpfl_jax.task import Task
 
 Users = dict[str, dict[str, np.ndarray]]
+# Formats in which only the rows, which are people's own, say what columns there are.
+_UNDECLARED = ("jsonl", "rows")
+_LARGEST = float(np.finfo(np.float32).max)
+NONE: Mapping[str, tuple[float, float]] = {}
 
 
 def read_table(
@@ -63,6 +67,13 @@ def read_table(
     if rows is None:
         paths = expand_paths(config.path)
         rows = read_file_rows(paths, config.source, csv=config.csv, bad=bad)
+    if config.source in _UNDECLARED and (
+        config.input_columns is None or any(map(_is_pattern, config.input_columns))
+    ):
+        raise BadInputError(
+            "rows that are objects of their own declare no columns, so that the first person would "
+            "choose those of all: name the inputs as data.input_columns, without * ? or ["
+        )
     inputs: tuple[str, ...] | None = None
     users: dict[str, list[int]] = {}
     x: list[list[float]] = []
@@ -71,7 +82,8 @@ def read_table(
     alike: collections.Counter[str] = collections.Counter()
     for where, row in rows:
         if inputs is None:
-            inputs = _inputs(config.input_columns, row, [*others, *ids], where)
+            given = config.input_columns if config.source in _UNDECLARED else list(row)
+            inputs = input_names(config.input_columns, given or (), [*others, *ids], where)
             there = set(row)
         if config.input_columns is None and set(row) != there:  # else one person chose for all
             raise BadInputError(
@@ -84,11 +96,11 @@ def read_table(
                     f"{where}: there is no column {config.user_column!r}: set data.user_column to "
                     f"one of {sorted(row)}, or to null if every row is a person of its own"
                 )
-            numbers = [_number(row, name, where) for name in inputs]
+            numbers = [_number(row, name, where, config.scale) for name in inputs]
             cells: dict[str, Any] = {
                 name: value_to_id(row.get(name), where)
                 if name == silo
-                else _number(row, name, where)
+                else _number(row, name, where, config.scale if name == target else {})
                 for name in others
             }
             if config.classes is not None:
@@ -154,30 +166,46 @@ def _own_name(row: Mapping[str, Any], alike: collections.Counter[str]) -> str:
     return f"row {name}" + (f" #{alike[name]}" if alike[name] > 1 else "")
 
 
-def _inputs(
-    patterns: Sequence[str] | None, row: Mapping[str, Any], used: Sequence[str], where: str
+def _is_pattern(name: str) -> bool:
+    return any(sign in name for sign in "*?[")
+
+
+def input_names(
+    patterns: Sequence[str] | None, columns: Sequence[str], used: Sequence[str], where: str
 ) -> tuple[str, ...]:
-    """Columns that a pattern names, in the order of the file; None: all. Never one ``used``."""
-    for pattern in patterns or ():
-        if not fnmatch.filter(row, pattern):
-            raise no_column(where, pattern, list(row))
+    """Columns that are inputs, in an order that does not depend on that of ``columns``.
+
+    Args:
+      patterns: names and shell patterns, in this order; those of a pattern in alphabetical order.
+        None: all columns.
+      columns: what the file, not a row, says that there is.
+      used: columns that are no inputs.
+      where: for errors.
+
+    Raises:
+      BadInputError: a pattern that names none, or one that is ``used``; no column is left.
+    """
+    found: dict[str, None] = {}
+    for pattern in ("*",) if patterns is None else patterns:
         if pattern in used:
             raise BadInputError(
                 f"data.input_columns names {pattern!r}, which is the target, an id, a silo or a "
                 "budget: an input cannot be"
             )
-    found = tuple(
-        name
-        for name in row
-        if name not in used
-        and (patterns is None or any(fnmatch.fnmatchcase(name, p) for p in patterns))
-    )
+        exact = [pattern] if pattern in columns else []
+        named = exact or sorted(fnmatch.filter(columns, pattern))
+        if not named and patterns is not None:
+            raise no_column(where, pattern, list(columns))
+        found |= dict.fromkeys(name for name in named if name not in used)
     if not found:
         raise BadInputError(f"{where}: no column is left to learn from beside {list(used)}")
-    return found
+    return tuple(found)
 
 
-def _number(row: Mapping[str, Any], name: str, where: str) -> float:
+def _number(
+    row: Mapping[str, Any], name: str, where: str, scale: Mapping[str, tuple[float, float]] = NONE
+) -> float:
+    """A cell; it and what ``scale`` makes of it are finite in float32."""
     if name not in row:
         raise no_column(where, name, sorted(row))
     try:
@@ -188,6 +216,12 @@ def _number(row: Mapping[str, Any], name: str, where: str) -> float:
         raise BadInputError(
             f"{where}: the column {name!r} holds {row[name]!r}, not a number: mend the row, or "
             "name the columns to use in data.input_columns"
+        )
+    middle, half_width = scale.get(name, (0.0, 1.0))
+    if not abs((value - middle) / half_width) <= _LARGEST:
+        raise BadInputError(
+            f"{where}: the column {name!r} holds {row[name]!r}, which float32 cannot hold: mend "
+            "the row, or declare its range in data.scale"
         )
     return value
 

@@ -32,6 +32,14 @@ def stopped_caveat(done: int, steps: int, word: str) -> str:
     )
 
 
+def interrupted_caveat(done: int, steps: int, word: str) -> str:
+    """Of a run that somebody or something has stopped."""
+    return (
+        f"the run was interrupted after {done} of {steps} {word}: epsilon is that of {done} if the "
+        f"reason had nothing to do with what the run had shown, and otherwise that of all {steps}"
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Best:
     """The evaluation with the lowest held-out loss; step 0 is none.

@@ -19,7 +19,14 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, Taken
 from dpfl_jax.run.checkpoint import Checkpoints, shapes_of
-from dpfl_jax.run.choice import BEST_CAVEAT, Best, KeepBest, exhausted, stopped_caveat
+from dpfl_jax.run.choice import (
+    BEST_CAVEAT,
+    Best,
+    KeepBest,
+    exhausted,
+    interrupted_caveat,
+    stopped_caveat,
+)
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.interrupt import StopRequest
@@ -235,6 +242,11 @@ def drive(
             _tell(clipping, console)
     ended = exhausted(log.rows, pace.patience)
     spent, meter = Spent(algorithm), _Meter()
+
+    def costs(done: int) -> float | None:
+        # What a rule chooses or stops at is no number of steps that was fixed beforehand.
+        return spent(steps if pace.chooses else done)
+
     with (
         StopRequest() as stop,
         StepProgress(console or Console(quiet=True), algorithm.word, steps, start) as bar,
@@ -251,7 +263,7 @@ def drive(
             if logs or saves or not processes.many():  # else they would wait for each other
                 stopping = meter.exchange(stop.requested)
             if logs:
-                row = {"step": done, "epsilon_spent": spent(done), **algorithm.row(taken.stats)}
+                row = {"step": done, "epsilon_spent": costs(done), **algorithm.row(taken.stats)}
                 meter.measure(row)
                 log.append(row)
                 bar.update(done, _status(row))
@@ -262,8 +274,7 @@ def drive(
                 if choosing is not None:
                     saves |= choosing.look(log.rows, done)
             if checkpoints is not None and (saves or stopping or ended):
-                # A rule's number of steps is none that was fixed beforehand.
-                told = {"epsilon": spent(steps if ended else done), "delta": algorithm.delta}
+                told = {"epsilon": costs(done), "delta": algorithm.delta}
                 checkpoints.save(state, root, told, terms)
                 if log.hooks.on_checkpoint is not None:
                     log.hooks.on_checkpoint(done)
@@ -277,6 +288,8 @@ def drive(
         evaluated(done)
         if done < steps:
             caveats = (*caveats, *[stopped_caveat(done, steps, algorithm.word)] * algorithm.private)
+    elif algorithm.private:
+        caveats = (*caveats, interrupted_caveat(done, steps, algorithm.word))
     chosen, like = None, shapes_of(state)
     if choosing is not None:
         choosing.look(log.rows, done)

@@ -17,7 +17,7 @@ from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable, expect_store
-from dpfl_jax.errors import expect
+from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.mechanisms.batches import draw_digest, example_loss, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import in_pieces
@@ -222,6 +222,11 @@ class CentralSteps(Steps):
         return state, Taken(stats, inputs.num_examples, inputs.num_tokens, read)
 
 
+VALIDATION_CAVEAT = (
+    "losses on validation are computed without noise: the guarantee covers nobody's examples there"
+)
+
+
 def fit(
     loss_fn: Callable[..., jax.Array] | str,
     params: PyTree,
@@ -294,6 +299,10 @@ def fit(
     caveats: tuple[str, ...] = ()
     if plan.mechanism.private:
         caveats = (PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT)
+        if validation is not None:
+            caveats = (PRIVATE_METRICS_CAVEAT, VALIDATION_CAVEAT, TUNING_CAVEAT)
+            if pace is not None and pace.chooses:
+                _refuse_shared(plan.data, validation)
     options: dict[str, Any] = {"evaluate": evaluate, "pace": pace, "hooks": hooks}
     options |= {"console": console, "caveats": caveats}
     own = None
@@ -322,6 +331,18 @@ def fit(
     finally:
         if own is not None:
             own.close()
+
+
+def _refuse_shared(data: Any, validation: Any) -> None:
+    """Nobody may be trained on and choose a checkpoint, too: no noise is added to a choice."""
+    trained = set(data.user_ids(range(data.num_users)))
+    both = [u for u in validation.user_ids(range(validation.num_users)) if u in trained]
+    if both:
+        raise BadInputError(
+            f"{len(both)} users of validation are trained on, too, and keep_best and patience "
+            "would choose by their examples, which the guarantee does not cover: hold out other "
+            "people, or give others other ids"
+        )
 
 
 def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) -> FitResult:

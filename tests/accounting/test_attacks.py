@@ -126,6 +126,13 @@ def test_no_guarantee_and_odd_questions_are_one_sentence():
         found.true_positive_rate(1.5)
 
 
+def test_hardly_any_noise_is_told_as_what_it_is():
+    found = accounting.meaning(events.gaussian(0.0005, 1), 1e-5)
+    assert found.to_json()["gaussian_mu"] is None
+    assert found.advantage == found.posterior(0.5) == 1.0
+    assert all("inf" not in sentence for sentence in found.sentences())
+
+
 @pytest.mark.parametrize("value", [1.2345e-7, 0.00123456, 0.12, 0.5, 0.98765, 0.999951, 1.0, 0.0])
 def test_shares_are_rounded_upwards(value):
     told = float(attacks._share(value).removesuffix(" %")) / 100

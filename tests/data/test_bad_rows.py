@@ -66,12 +66,13 @@ def test_the_others_stay_as_they_are(kind, format, tmp_path):
     alone = write(tmp_path / f"good.{format}", good)
     for owner in ("user", None)[: 1 + (kind == "table")]:
         more, bad = {"user_column": owner}, BAD[kind, format]
-        if owner is None:  # every row is a person of its own
+        if kind == "table":
             more |= {"input_columns": ("a", "b")}
+        if owner is None:  # every row is a person of its own
             bad = [row for row in bad if not isinstance(row, dict) or row["user"]]
         mixed = list(good)
         for number, row in enumerate(bad):
-            mixed.insert(1 + 4 * number, row)  # the first row names a table's columns
+            mixed.insert(4 * number, row)
         path = write(tmp_path / f"mixed.{format}", mixed)
         wanted = load_examples(config_of(kind, format, alone, **more))
         found = load_examples(config_of(kind, format, path, on_bad_row="drop", **more))
@@ -103,9 +104,9 @@ def test_what_is_not_of_one_row_is_an_error_all_the_same(tmp_path):
     torn = tmp_path / "torn.csv"
     torn.write_text('user,text\np1,one\np2,"two\np3,three"\np4,four,five\n')
     refused(torn, "torn.csv")
-    # The first row names the columns of all.
+    # Rows do not say what columns there are.
     rows = write(tmp_path / "first.jsonl", [{"user": "p", "a": 1, "y": 0}, *TABLE])
-    refused(rows, "those of the first row", target_column="y", classes=2)
+    refused(rows, "the first person would choose those of all", target_column="y", classes=2)
     everything = write(tmp_path / "all.jsonl", TEXTS)
     refused(everything, "no row can be used, 30 were left out: .* no column 'body'",
             text_column="body")  # fmt: skip

@@ -48,7 +48,8 @@ def of_user(store, user):
 
 @pytest.mark.parametrize("format", ["csv", "tsv", "parquet", "jsonl"])
 def test_every_format_gives_the_same_examples(format, tmp_path):
-    found = load_examples(config(write(tmp_path, format)))
+    inputs = ("a", "b") if format == "jsonl" else None
+    found = load_examples(config(write(tmp_path, format), input_columns=inputs))
     assert found.task.kind == "regression"
     assert found.task.input_shape == (2,)
     assert not found.task.scaled
@@ -108,7 +109,7 @@ def test_numbers_of_silos_follow_their_value(tmp_path):
         ({}, {"scale": {"y": (0, 1)}, "classes": 3}, "'y', whose values are classes"),
         ({}, {"input_columns": ("a", "who")}, "names 'who', which is the target, an id"),
         ({}, {"silo_column": "y"}, "one column has two uses"),
-        ({"a": "1e39"}, {}, "not finite"),
+        ({"a": "1e39"}, {}, "which float32 cannot hold"),
         ({"who": "nan"}, {}, "a user id is 'nan'"),
         ({"who": "1.0"}, {}, "'1.0' is a number with decimals"),
         ({}, {"target_column": None}, r"data\.target_column"),
@@ -182,13 +183,37 @@ def test_ids_silos_and_targets_are_no_inputs(tmp_path):
         load_examples(config(path, user_column="os.path:basename"))
 
 
+@pytest.mark.privacy
 def test_one_row_does_not_choose_the_columns_of_all(tmp_path):
-    rows = [{"who": "ann", "a": 1.0, "y": 0.0}, {"who": "bob", "a": 1.0, "lab": 9.0, "y": 0.0}]
+    """Neither which they are nor their order, which decides what every weight learns."""
+    rows = [{"lab": 9.0, "who": "ann", "a": 1.0, "y": 0.0}, {"who": "bob", "a": 2.0, "y": 0.0}]
     path = write(tmp_path, "jsonl", rows)
-    with pytest.raises(BadInputError, match="line 2: the columns are"):
-        load_examples(config(path, silo_column=None))
+    for inputs in (None, ("*",), ("a", "la?")):
+        with pytest.raises(BadInputError, match="the first person would choose those of all"):
+            load_examples(config(path, silo_column=None, input_columns=inputs))
     named = config(path, silo_column=None, input_columns=("a",))
     assert load_examples(named).task.input_shape == (1,)
+    # Bob's row is alone in lacking one of them.
+    named = config(path, silo_column=None, input_columns=("a", "lab"), on_bad_row="drop")
+    np.testing.assert_array_equal(of_user(load_examples(named).store, "ann")["x"], [[1, 9]])
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("inputs", [None, ("*",), ("a", "b"), ("a", "[b-z]")])
+def test_the_order_of_columns_in_a_file_is_nobodys(tmp_path, inputs):
+    paths = []
+    for number, names in enumerate((("b", "y", "who", "a"), ("who", "a", "b", "y"))):
+        (tmp_path / str(number)).mkdir()
+        rows = [{n: f"p{number}" if n == "who" else float(ord(n[0])) for n in names}]
+        paths.append(write(tmp_path / str(number), "csv", rows))
+    for order in (paths, paths[::-1]):
+        found = load_examples(
+            dataclasses.replace(
+                config(paths[0], silo_column=None, input_columns=inputs), path=tuple(order)
+            )
+        )
+        for user in ("p0", "p1"):
+            np.testing.assert_array_equal(of_user(found.store, user)["x"], [[ord("a"), ord("b")]])
 
 
 def test_nobody_counts_double(tmp_path):

@@ -16,6 +16,7 @@ from scipy import stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
+from dpfl_jax.config.base import MetricsSection
 from dpfl_jax.config.isrl import IsrlDataConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import (
@@ -384,7 +385,9 @@ def test_a_guarantee_for_silos_of_different_deltas_holds_for_each():
     prepared = types.SimpleNamespace(
         parameters=types.SimpleNamespace(noise=taken),
         config=types.SimpleNamespace(
-            isrl=types.SimpleNamespace(sampling="full"), data=IsrlDataConfig()
+            isrl=types.SimpleNamespace(sampling="full"),
+            data=IsrlDataConfig(),
+            metrics=MetricsSection(),
         ),
         records=types.SimpleNamespace(owners=False, public=False),
     )

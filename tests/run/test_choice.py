@@ -1,6 +1,8 @@
 """What held-out loss decides, the best checkpoint and when to stop, and at what epsilon."""
 
 import json
+import os
+import signal
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from silo_configs import SILOS
 
 import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.checkpoint import Checkpoints
 from dpfl_jax.run.choice import exhausted
 from dpfl_jax.run.directory import RunDirectory
@@ -24,7 +27,8 @@ STEPS = 20
 def people(users, seed):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(3 * users, 3)).astype(np.float32)
-    return dpfl.from_arrays({"x": x, "label": x @ TRUE}, np.arange(3 * users) // 3)
+    owners = [f"{seed}:{i // 3}" for i in range(3 * users)]
+    return dpfl.from_arrays({"x": x, "label": x @ TRUE}, owners)
 
 
 TRAIN, HELD_OUT = people(100, 0), people(30, 1)
@@ -84,6 +88,34 @@ def test_the_best_is_kept_beside_the_last(whole):
     assert f"at the best checkpoint, of step {chosen}" in (run_dir / "report.md").read_text()
 
 
+@pytest.mark.parametrize("choice", [{"keep_best": True}, {"patience": 2}])
+def test_nobody_who_is_trained_on_chooses(choice, tmp_path):
+    mixed = dpfl.from_arrays(
+        {"x": np.zeros((2, 3), "f4"), "label": np.zeros(2, "f4")}, ["0:5", "z"]
+    )
+    with pytest.raises(BadInputError, match="1 users of validation are trained on, too"):
+        dpfl.fit(
+            loss, {"w": jnp.zeros(3)}, plan(), optax.sgd(0.1), validation=mixed,
+            run_dir=tmp_path / "run", pace=dpfl.Pace(eval_every=3, **choice),
+        )  # fmt: skip
+
+
+def test_a_run_that_is_interrupted_says_on_what_its_epsilon_rests(tmp_path):
+    def stop(row):
+        if row["step"] == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    result = dpfl.fit(
+        loss, {"w": jnp.zeros(3)}, plan(), optax.sgd(0.1), validation=HELD_OUT,
+        run_dir=tmp_path / "run", hooks=dpfl.Hooks(on_step=stop),
+    )  # fmt: skip
+    assert result.interrupted is not None
+    assert result.guarantee.epsilon == plan().guarantee(result.steps).epsilon
+    told = " ".join(result.guarantee.caveats)
+    assert f"interrupted after {result.steps} of {STEPS} steps: epsilon is that of" in told
+    assert "losses on validation are computed without noise" in told
+
+
 def test_a_run_that_stops_by_a_rule_states_the_epsilon_of_all_steps(whole, tmp_path):
     run_dir, result = whole
     evaluated = [row["step"] for row in result.metrics if "eval" in row]
@@ -102,6 +134,7 @@ def test_a_run_that_stops_by_a_rule_states_the_epsilon_of_all_steps(whole, tmp_p
     assert spent == pytest.approx(result.guarantee.epsilon)
     title = (run_dir / "report.md").read_text().splitlines()[0]
     assert title.endswith(f"finished after {result.steps} of {STEPS} steps")
+    assert {row["epsilon_spent"] for row in result.metrics if "epsilon_spent" in row} == {spent}
     other = run(tmp_path / "to_the_end", keep_best=False)
     assert other.steps == STEPS
     assert other.best is None
