@@ -48,7 +48,6 @@ def test_quick_figures_hold_what_they_should(figure, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("figure", ["subject/skew", "subject/few-subjects", "subject/curves"])
 def test_quick_training_figures_run_without_any_files(figure, tmp_path, capsys, monkeypatch):
     pytest.importorskip("sklearn")

@@ -24,7 +24,6 @@ def test_what_the_noise_really_spends(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize("name", ["isrl/mnist", "isrl/insurance", "isrl/obesity"])
 def test_bundled_data_stand_in_and_no_number_of_the_paper_is_compared(tmp_path, name):
     pytest.importorskip("sklearn")
@@ -42,7 +41,6 @@ def test_without_files_and_without_scikit_learn_it_is_one_sentence(tmp_path, mon
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.parametrize(
     "name",
     [
@@ -63,7 +61,6 @@ def test_claims_on_synthetic_silos(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_hinge_and_absolute_loss(tmp_path):
     pytest.importorskip("sklearn")
     assert all(claim.holds for claim in outcome("isrl/smoothing", tmp_path).claims)

@@ -45,7 +45,6 @@ def test_the_curve_overruns_and_certified_rates_do_not(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_distributions_of_budgets_on_embedded_data(tmp_path):
     pytest.importorskip("sklearn")
     found = outcome("rpdp/budgets", tmp_path)
@@ -57,7 +56,6 @@ def test_distributions_of_budgets_on_embedded_data(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_one_silo_against_the_filter(tmp_path):
     pytest.importorskip("sklearn")
     found = outcome("rpdp/centralised", tmp_path)

@@ -57,7 +57,6 @@ def lines(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_an_interrupted_figure_goes_on_where_it_was(tmp_path, monkeypatch):
     whole, _ = train("x", cells(), 2, settings(tmp_path))
     assert [line["training"] for line in lines(tmp_path)] == [
