@@ -80,7 +80,7 @@ def _cross_entropy(logits: jax.Array, label: jax.Array) -> jax.Array:
     return -jax.nn.log_softmax(logits)[label]
 
 
-def _images(lead: tuple[int, ...], *shape: int) -> Callable[[jax.Array], PyTree]:
+def images(lead: tuple[int, ...], *shape: int) -> Callable[[jax.Array], PyTree]:
     def make(key: jax.Array) -> PyTree:
         label = jax.random.randint(key, lead, 0, 10)
         return {"x": jax.random.normal(key, (*lead, *shape)), "label": label}
@@ -119,7 +119,7 @@ def _cnn(lead: tuple[int, ...], seq_len: int) -> Workload:
         logits = h @ params["layer4"]["kernel"] + params["layer4"]["bias"]
         return _cross_entropy(logits, e["label"])
 
-    return Workload(loss, init, _images(lead, 28, 28, 1))
+    return Workload(loss, init, images(lead, 28, 28, 1))
 
 
 def _lstm(lead: tuple[int, ...], seq_len: int) -> Workload:
@@ -147,7 +147,7 @@ def _lstm(lead: tuple[int, ...], seq_len: int) -> Workload:
         (h, _), _ = jax.lax.scan(cell, (zero, zero), e["x"])
         return _cross_entropy(h @ params["out"], e["label"])
 
-    return Workload(loss, init, _images(lead, seq_len, inputs))
+    return Workload(loss, init, images(lead, seq_len, inputs))
 
 
 def _mlp(lead: tuple[int, ...], seq_len: int) -> Workload:
@@ -168,4 +168,4 @@ def _mlp(lead: tuple[int, ...], seq_len: int) -> Workload:
             h = jax.nn.relu(h) if i < 2 else h
         return _cross_entropy(h, e["label"])
 
-    return Workload(loss, init, _images(lead, 784))
+    return Workload(loss, init, images(lead, 784))

@@ -72,7 +72,7 @@ def _vmapped(
         )
 
         def one(seed: jax.Array) -> jax.Array:
-            keys = jax.random.bits(jax.random.key(seed), (rounds, silos, 2, 2), jnp.uint32)
+            keys = jax.random.bits(jax.random.key(seed), (rounds, silos, 2, 8), jnp.uint32)
             rows = {
                 "present": jnp.ones((rounds, silos), bool),
                 "turn": jnp.zeros((rounds, silos), jnp.int32),

@@ -6,7 +6,10 @@ import argparse
 import dataclasses
 import functools
 import os
+import pathlib
 import platform
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -25,11 +28,15 @@ Calibrates the noise multiplier of five settings with this library and with
 dp_accounting.calibrate_dp_mechanism (its defaults: PLD, grid 1e-4), without any cache, and checks
 each answer on the finest grid. Seconds are CPU seconds of this process. The baseline takes minutes
 in all; --no-baseline leaves it out. --group-table adds how many times smaller the noise is than
-under black-box group privacy, for users of 2 to 128 examples.
+under black-box group privacy, for users of 2 to 128 examples. --planner times what a planner asks
+for instead: single calibrations of rare and large losses, all cells of a compute budget (Stack
+Overflow's size), federations of 42 unequal silos, and `dpfl plan` in a process of its own, imports
+and all. Put another checkout first in PYTHONPATH to time that one.
 
 examples:
   dpfl bench accounting
   dpfl bench accounting --no-baseline --group-table --json
+  dpfl bench accounting --planner --repeats 5
 """
 
 MakeEvent = Callable[[float], dp_accounting.DpEvent]
@@ -65,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     parser.add_argument("--no-baseline", action="store_true", help="skip dp-accounting's search")
     parser.add_argument("--group-table", action="store_true", help="noise against group privacy")
+    parser.add_argument("--planner", action="store_true", help="what planning takes, instead")
     parser.add_argument("--repeats", type=int, default=3, help="of ours; the median is printed")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the cases to run, from 0")
     add_json_flag(parser)
@@ -76,6 +84,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from rich.table import Table
 
     console = Console(stderr=args.json)
+    if args.planner:
+        found = planner_rows(args.repeats)
+        table = Table("what", "CPU seconds", "seconds")
+        for row in found:
+            table.add_row(row["what"], f"{row['cpu_seconds']:.2f}", f"{row['seconds']:.2f}")
+        console.print(table)
+        return {"planner_rows": found}
     chosen = CASES if not args.cases else tuple(CASES[i] for i in args.cases)
     rows = [_row(case, args.repeats, not args.no_baseline) for case in chosen]
     table = Table(
@@ -143,6 +158,65 @@ def _row(case: Case, repeats: int, baseline: bool) -> dict[str, Any]:
         row["baseline_noise_multiplier"] = other
         row["speedup"] = row["baseline_seconds"] / seconds
     return row
+
+
+def _unequal(reach: int) -> Any:
+    from dpfl_jax.federation.federation import Federation, SiloPlan
+    from dpfl_jax.federation.mechanisms import HiGradAvgDP, SiloFacts
+
+    mechanism = HiGradAvgDP(batch_size=32, max_items_per_subject=2)
+    sizes = range(200, 200 + 42 * 97, 97)
+    silos = tuple(SiloPlan(mechanism, SiloFacts(n, n // 3), 5) for n in sizes)
+    return Federation(silos, 20, reach, None)
+
+
+def _plan(budget: int) -> Any:
+    from dpfl_jax.planning import Planner, Sensitivities, Users
+
+    users = Users(342_477, limited={128: 30_000_000})
+    norms = Sensitivities.assumed(0.5, [2**k for k in range(9)])
+    return Planner(users, norms, epsilon=4.0, delta=1.13e-9, steps=10_000).plan(budget)
+
+
+def planner_rows(repeats: int) -> list[dict[str, Any]]:
+    """Medians of CPU seconds (children included) and seconds, without any cache on disk."""
+    from dpfl_jax.accounting import accountant
+    from dpfl_jax.federation.accountant import calibrate_federation
+
+    os.environ["DPFL_CACHE_DIR"] = "off"
+
+    def calibrate(prob: float, steps: int) -> Any:
+        return accounting.calibrate_noise_multiplier(
+            lambda s: events.uls(s, prob, steps), 1.0, 1e-6, use_cache=False
+        )
+
+    def command(budget: int) -> None:
+        config = pathlib.Path(__file__).parents[1] / "configs/userlevel/stackoverflow_uls.yaml"
+        words = ["plan", str(config), "--compute-budget", str(budget), "--json"]
+        subprocess.run([sys.executable, "-m", "dpfl_jax", *words], check=True, capture_output=True)
+
+    cases: dict[str, Callable[[], Any]] = {
+        "calibration, q = 0.01, 1 step": lambda: calibrate(0.01, 1),
+        "calibration, q = 0.001, 25 steps": lambda: calibrate(0.001, 25),
+        "cells of budget 1,024": lambda: _plan(1024),
+        "cells of budget 4,096": lambda: _plan(4096),
+        "42 unequal silos, a subject in one": lambda: calibrate_federation(_unequal(1), 4.0, 1e-5),
+        "42 unequal silos, a subject in all": lambda: calibrate_federation(_unequal(42), 4.0, 1e-5),
+        "dpfl plan, budget 1,024, cold": lambda: command(1024),
+        "dpfl plan, budget 4,096, cold": lambda: command(4096),
+    }
+    rows = []
+    for name, run_it in cases.items():
+        times = []
+        for _ in range(max(1, repeats)):
+            if hasattr(accountant, "_flat_epsilon"):
+                accountant._flat_epsilon.cache_clear()
+            start, used = time.perf_counter(), sum(os.times()[:4])
+            run_it()
+            times.append((sum(os.times()[:4]) - used, time.perf_counter() - start))
+        cpu, wall = (sorted(column)[len(times) // 2] for column in zip(*times))
+        rows.append({"what": name, "cpu_seconds": cpu, "seconds": wall})
+    return rows
 
 
 def black_box_noise(

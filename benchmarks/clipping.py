@@ -11,25 +11,27 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks._clipping_models import MODELS, workload
+from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.cli._flops import count_flops
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.clipping import bounded_grad
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.noise import Noise
 
 HELP = "time, memory and arithmetic of bounded gradients over the non-private gradient"
 DESCRIPTION = """\
 Measures each strategy of bounded_grad, the non-private gradient in one batch and in microbatches of
-every size, JAX-Privacy's clipped_grad (where installed) and Optax's per-example DP-SGD, all in one
-process, in random order, and prints medians. Time and memory ratios are over the fastest
-non-private variant, FLOP ratios over one batch. Time is CPU seconds on a CPU, wall time elsewhere.
-Memory is the compiler's temporary and output memory.
+every size, JAX-Privacy's clipped_grad (where installed), Optax's per-example DP-SGD, and the two
+laws of noise alone, all in one process, in random order, and prints medians. Time and memory ratios
+are over the fastest non-private variant, FLOP ratios over one batch. Time is CPU seconds on a CPU,
+wall time elsewhere. Memory is the compiler's temporary and output memory.
 
 examples:
   dpfl bench clipping
@@ -53,6 +55,28 @@ class Row:
     error: float | None
     wall: list[float] = dataclasses.field(default_factory=list)
     cpu: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def times(self) -> list[float]:
+        """CPU seconds on a CPU, which others of a machine disturb less; wall time elsewhere."""
+        return self.cpu if jax.default_backend() == "cpu" else self.wall
+
+
+def seconds(row: Row) -> float:
+    """Median time."""
+    return statistics.median(row.times)
+
+
+def machine() -> dict[str, str]:
+    """What was measured on."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "backend": jax.default_backend(),
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "clock": "cpu seconds" if jax.default_backend() == "cpu" else "wall seconds",
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,11 +123,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             loops = 1
             if name.startswith("jax-privacy, microbatch"):  # its loop has no static length
                 loops = units // int(name.split()[-1])
-            rows.append(_prepare(name, private, function, params, data, loops))
+            rows.append(prepare(name, private, function, params, data, loops))
         except jax.errors.JaxRuntimeError as error:  # out of memory
             sys.stderr.write(f"{name}: left out: {str(error).splitlines()[0]}\n")
     _errors(rows, work, params, batch, units)
-    _measure(rows, args.rounds, args.seed)
+    measure(rows, args.rounds, args.seed)
     result = _report(rows, args)
     _print(result, args.json)
     return result
@@ -115,11 +139,11 @@ def _variants(
     out: dict[str, tuple[bool, Variant, PyTree]] = {}
     total = jax.tree.leaves(flat)[0].shape[0]
     sizes = [m for m in (1, 2, 4, 8, 16, 32) if m < total and total % m == 0]
-    out["non-private, one batch"] = (False, _non_private(example.loss, None), flat)
+    out["non-private, one batch"] = (False, non_private(example.loss, None), flat)
     for m in sizes:
-        out[f"non-private, microbatch {m}"] = (False, _non_private(example.loss, m), flat)
+        out[f"non-private, microbatch {m}"] = (False, non_private(example.loss, m), flat)
     for m in sizes:  # on some machines batched small products are faster than one large one
-        f = _non_private(example.loss, m, mapped=True)
+        f = non_private(example.loss, m, mapped=True)
         out[f"non-private, mapped, microbatch {m}"] = (False, f, flat)
     for strategy in ("auto", "ghost", "scan", "vmap"):
         out[strategy] = (True, bounded_grad(work.loss, clip_norm=1.0, strategy=strategy), batch)
@@ -145,10 +169,23 @@ def _variants(
         )
         out["jax-privacy" + (f", microbatch {size}" if size else "")] = (True, f, batch)
     out["optax.contrib"] = (True, _optax(work.loss), batch)
+    for law in get_args(NoiseLaw):
+        out[f"noise alone, {law}"] = (True, _noise(Noise(1.0, 1.0, law)), batch)
     return out
 
 
-def _non_private(loss: Any, microbatch: int | None, mapped: bool = False) -> Variant:
+def _noise(noise: Noise) -> Variant:
+    """What noise adds to any of the private variants: a sum of zeros is noised."""
+
+    def add(params: PyTree, batch: PyTree) -> PyTree:
+        some = jax.tree.leaves(batch)[0].ravel()[0].astype(jnp.uint32)  # known when it runs
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        return noise.add(jnp.arange(8, dtype=jnp.uint32) + some, zeros)
+
+    return add
+
+
+def non_private(loss: Any, microbatch: int | None, mapped: bool = False) -> Variant:
     """Sum of gradients, as fast as one can without privacy.
 
     Args:
@@ -191,9 +228,10 @@ def _optax(loss: Any) -> Variant:
     return run
 
 
-def _prepare(
+def prepare(
     name: str, private: bool, function: Variant, params: PyTree, data: PyTree, loops: int
 ) -> Row:
+    """Compiles a variant; ``loops``: of what length a loop is whose length the program lacks."""
     compiled = jax.jit(function).lower(params, data).compile()
     memory: Any = compiled.memory_analysis()
     size = int(memory.temp_size_in_bytes + memory.output_size_in_bytes)
@@ -211,7 +249,7 @@ def _errors(rows: list[Row], work: Any, params: PyTree, batch: PyTree, units: in
     f = bounded_grad(work.loss, clip_norm=1.0, strategy="scan")
     want = jax.tree.leaves(jax.jit(f)(params, batch).sum)
     for row in rows:
-        if not row.private:
+        if not row.private or row.strategy.startswith("noise"):
             continue
         out = row.run()
         got = jax.tree.leaves(out.sum if hasattr(out, "sum") else out)
@@ -225,7 +263,8 @@ def _errors(rows: list[Row], work: Any, params: PyTree, batch: PyTree, units: in
         )
 
 
-def _measure(rows: list[Row], rounds: int, seed: int) -> None:
+def measure(rows: list[Row], rounds: int, seed: int) -> None:
+    """Times each row so many times, in random order."""
     order = random.Random(seed)
     for row in rows:
         row.run()
@@ -238,18 +277,13 @@ def _measure(rows: list[Row], rounds: int, seed: int) -> None:
 
 
 def _report(rows: list[Row], args: argparse.Namespace) -> dict[str, Any]:
-    on_cpu = jax.default_backend() == "cpu"
-
-    def seconds(row: Row) -> float:
-        return statistics.median(row.cpu if on_cpu else row.wall)
-
     plain = [r for r in rows if not r.private]
     best = min(plain, key=seconds)
     memory = best.memory
     one_batch = plain[0]
     out = []
     for row in rows:
-        times = row.cpu if on_cpu else row.wall
+        times = row.times
         quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
         out.append(
             {
@@ -268,16 +302,8 @@ def _report(rows: list[Row], args: argparse.Namespace) -> dict[str, Any]:
                 "temp_bytes": row.memory,
             }
         )
-    device = jax.devices()[0]
     return {
-        "machine": {
-            "device": device.device_kind,
-            "backend": jax.default_backend(),
-            "processor": platform.processor() or platform.machine(),
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "clock": "cpu seconds" if on_cpu else "wall seconds",
-        },
+        "machine": machine(),
         "model": args.model,
         "batch": args.batch,
         "group_size": args.group_size if args.unit == "user" else 1,

@@ -185,7 +185,7 @@ def _python_loop(
     import optax
 
     from dpfl_jax.federation.engine import bounded_sum
-    from dpfl_jax.noise import GaussianNoise
+    from dpfl_jax.noise import Noise
 
     if "step" not in _COMPILED:
         summed = bounded_sum(mechanism, model.loss)
@@ -194,9 +194,8 @@ def _python_loop(
             units, mask, group, noise_key = x
             stddev, divisor, clip_norm = scale
             total, _ = summed(local, units, mask, group, rows, clip_norm)
-            key = jax.random.wrap_key_data(noise_key, impl="threefry2x32")
-            noise = GaussianNoise(1.0).sample(key, total)
-            gradient = jax.tree.map(lambda g, z: (g + stddev * z) / divisor, total, noise)
+            noised = Noise(stddev, clip_norm, mechanism.noise).add(noise_key, total)
+            gradient = jax.tree.map(lambda g: g / divisor, noised)
             updates, state = optimizer.update(gradient, state, local)
             return optax.apply_updates(local, updates), state
 

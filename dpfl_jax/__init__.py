@@ -32,6 +32,7 @@ _HOMES = {
     "RootKey": "dpfl_jax.randomness",
     "ULS": "dpfl_jax.mechanisms",
     "bounded_grad": "dpfl_jax.clipping",
+    "clipped_fun": "dpfl_jax.clipping",
     "fit": "dpfl_jax.training",
     "from_arrays": "dpfl_jax.data",
     "from_grain": "dpfl_jax.data",
@@ -62,6 +63,7 @@ __all__ = [
     "RootKey",
     "accounting",
     "bounded_grad",
+    "clipped_fun",
     "fit",
     "from_arrays",
     "from_grain",
@@ -77,7 +79,7 @@ __all__ = [
 if TYPE_CHECKING:
     from dpfl_jax import accounting
     from dpfl_jax.accounting import Guarantee
-    from dpfl_jax.clipping import BoundedSum, bounded_grad
+    from dpfl_jax.clipping import BoundedSum, bounded_grad, clipped_fun
     from dpfl_jax.config.execution import Execution
     from dpfl_jax.data import (
         ArrayStore,

@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping.problem import leaf_name
+from dpfl_jax.clipping.result import leaf_name
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any

@@ -93,9 +93,13 @@ class RootKey:
         words = np.frombuffer(self.derive(purpose, *counters)[:16], dtype=np.uint64)
         return np.random.Generator(np.random.Philox(key=words))
 
+    def words(self, purpose: str, *counters: int) -> np.ndarray:
+        """uint32 [8]: a key of 256 bits for one address (``noise/chacha.py``)."""
+        return np.frombuffer(self.derive(purpose, *counters), np.uint32)
+
     def threefry(self, purpose: str, *counters: int) -> np.ndarray:
         """uint32 [2]: the words of the key that ``jax`` returns."""
-        return np.frombuffer(self.derive(purpose, *counters)[:8], np.uint32)
+        return self.words(purpose, *counters)[:2]
 
     def jax(self, purpose: str, *counters: int) -> jax.Array:
         """Returns a JAX threefry key (64 bits, the most JAX's default generator takes)."""

@@ -1,13 +1,9 @@
 """A train loop of one's own, with user-level privacy: public names only.
 
-    python examples/own_train_loop.py
-
 ``dpfl.fit`` is this loop with a run directory, checkpoints, evaluation and a report around it: with
 the same seed (``RootKey.from_seed``) it ends with the same parameters, bit for bit. A secret key is
 for one run alone: two losses under one key would get the same noise.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -18,10 +14,8 @@ import optax
 
 import dpfl_jax as dpfl
 
-PyTree = Any
 
-
-def loss_fn(params: PyTree, example: PyTree) -> jax.Array:
+def loss_fn(params: Any, example: Any) -> jax.Array:
     """Of one example: squared error of a linear model."""
     return 0.5 * (example["x"] @ params["w"] + params["b"] - example["y"]) ** 2
 
@@ -43,32 +37,24 @@ def make_plan() -> dpfl.Plan:
     return mechanism.plan(make_data(), steps=60, epsilon=8.0, delta=1e-4)
 
 
-def train(
-    plan: dpfl.Plan, params: PyTree, optimizer: optax.GradientTransformation, key: dpfl.RootKey
-) -> PyTree:
-    """Trains ``params`` as the plan says; ``key`` is used for nothing else."""
+def train(plan: dpfl.Plan, params: Any, optimizer: optax.GradientTransformation, key: Any) -> Any:
+    """Trains ``params`` as the plan says; ``key``, a ``RootKey``, is used for nothing else."""
     grad, noise = plan.clipped_grad(loss_fn), plan.noise()
-    noise_state, opt_state = noise.init(params), optimizer.init(params)
+    states = noise.init(params), optimizer.init(params)
 
     @jax.jit
-    def update(total: PyTree, noise_key: Any, noise_state: Any, opt_state: Any, params: Any) -> Any:
+    def update(total: Any, noise_key: Any, states: Any, params: Any) -> Any:
         # Noised and divided; the key is an argument, so that no compiled program holds it.
-        g, noise_state = noise.update(total, noise_state, params, noise_key=noise_key)
-        updates, opt_state = optimizer.update(g, opt_state, params)
-        return optax.apply_updates(params, updates), noise_state, opt_state
+        g, noise_state = noise.update(total, states[0], params, noise_key=noise_key)
+        updates, opt_state = optimizer.update(g, states[1], params)
+        return optax.apply_updates(params, updates), (noise_state, opt_state)
 
     for batch in plan.batches(key):
-        total = grad(params, batch).sum
-        params, noise_state, opt_state = update(
-            total, batch.noise_key, noise_state, opt_state, params
-        )
+        params, states = update(grad(params, batch).sum, batch.noise_key, states, params)
     return params
 
 
 if __name__ == "__main__":
-    plan = make_plan()
-    start = {"w": jnp.zeros(3), "b": jnp.zeros(())}
-    key = dpfl.RootKey.generate()
-    trained = train(plan, start, optax.adam(0.1), key)
-    print(jax.tree.map(lambda x: np.round(np.asarray(x), 2), trained))
+    plan, key = make_plan(), dpfl.RootKey.generate()
+    print(train(plan, {"w": jnp.zeros(3), "b": jnp.zeros(())}, optax.adam(0.1), key))
     print(plan.guarantee(key=key))

@@ -38,7 +38,7 @@ _LISTED = pathlib.Path(__file__).with_name("slow.txt")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of slow.txt, which CI runs, ``slow`` and ``ci``."""
+    """Marks the tests of slow.txt ``slow`` and ``ci``."""
     listed = {line for line in _LISTED.read_text().splitlines() if line and line[0] != "#"}
     for item in items:
         if item.nodeid in listed:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import yaml
+from runs import death_after_a_checkpoint
 
 from dpfl_jax.accounting import events
 from dpfl_jax.cli.main import main
 from dpfl_jax.federation.mechanisms import SiloMechanism
 from dpfl_jax.mechanisms import Mechanism, Population, mean_of_examples
-from dpfl_jax.run import checkpoint
 from dpfl_jax.sampling import Poisson, UserSampler
 
 
@@ -102,10 +102,6 @@ CONFIGS = {
 }
 
 
-class DiedError(Exception):
-    pass
-
-
 @pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -118,18 +114,9 @@ def test_a_mechanism_is_one_file(kind, tmp_path, capsys, monkeypatch):
     file.write_text(yaml.safe_dump(config))
     command = ["train", str(file), "--json", "--run-dir", str(run_dir)]
 
-    save = checkpoint.Checkpoints.save
-
-    def dies(self, state, *rest):
-        save(self, state, *rest)
-        self.close()
-        raise DiedError
-
-    monkeypatch.setattr(checkpoint.Checkpoints, "save", dies)
-    with pytest.raises(DiedError):
+    with death_after_a_checkpoint(monkeypatch):
         main(command)
     assert not (run_dir / "report.json").exists()
-    monkeypatch.setattr(checkpoint.Checkpoints, "save", save)
     assert main(command) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (report["status"], report["steps"]) == ("finished", 4)

@@ -9,7 +9,8 @@ ROOT = pathlib.Path(__file__).parents[1] / "dpfl_jax"
 FLOORS = (
     ("errors", "task"),
     ("hub",),
-    ("randomness", "accounting", "clipping", "models", "noise"),
+    ("randomness", "accounting", "clipping", "models"),
+    ("noise",),
     ("sampling", "mesh"),
     ("data",),
     ("config",),
@@ -17,6 +18,7 @@ FLOORS = (
     ("mechanisms",),
     ("training",),
     ("federation", "planning"),
+    ("auditing",),
     ("cli",),
     ("__main__",),
 )

@@ -23,6 +23,7 @@ from dpfl_jax.mesh import (
     unit_parts,
 )
 from dpfl_jax.models import LanguageModel, TransformerConfig
+from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import init_state
@@ -103,7 +104,7 @@ def test_a_step_draws_the_same_noise_and_trains_the_same_parameters(params, name
         state = init_state(params, optimizer, mesh)
         step = make_train_step(mechanism, MODEL.loss, optimizer, mesh)
         for i in range(2):
-            state, _ = step(state, *batch, RootKey.from_seed(0).threefry("noise", i))
+            state, _ = step(state, *batch, RootKey.from_seed(0).words("noise", i))
         results[name] = jax.tree.map(np.asarray, state.params)
         places = parameter_shardings(params, mesh)
         for x, place in zip(jax.tree.leaves(state.params), jax.tree.leaves(places)):
@@ -118,17 +119,20 @@ def test_a_step_draws_the_same_noise_and_trains_the_same_parameters(params, name
 
 def test_noise_is_drawn_in_place(params):
     """The same numbers on every layout, and no device draws (or receives) all of them."""
-    noise = MECHANISMS["els"].noise
-    like = {"w": jax.ShapeDtypeStruct((64, 96), jnp.float32)}
-    want = jax.jit(lambda k: noise.sample(k, like))(jax.random.key(5))["w"]
+    tree = {"w": jnp.ones((512, 320)), "like it": jnp.zeros((512, 320))}
+    key = jnp.asarray(RootKey.from_seed(5).words("noise", 0))
+
+    def noised(k, x):
+        return Noise(1.0, 1.0).add(k, x)
+
+    want = jax.jit(noised)(key, tree)
     for name in ("fsdp", "mixed"):
-        mesh = make_mesh(**LAYOUTS[name])
-        places = parameter_shardings(like, mesh)
-        drawn = jax.jit(lambda k: noise.sample(k, like), out_shardings=places)
-        compiled = drawn.lower(jax.random.key(5)).compile()
+        places = parameter_shardings(tree, make_mesh(**LAYOUTS[name]))
+        drawn = jax.jit(noised, in_shardings=(None, places), out_shardings=places)
+        compiled = drawn.lower(key, tree).compile()
         assert not collectives(compiled.as_text())
-        got = compiled(jax.random.key(5))["w"]
-        np.testing.assert_allclose(got, want, atol=1e-7)  # fused otherwise: the last bit
+        got = compiled(key, jax.device_put(tree, places))
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.slow

@@ -23,7 +23,14 @@ from dpfl_jax.accounting.calibrate import (
     calibrate_sampling_prob,
     calibrate_steps,
 )
-from dpfl_jax.accounting.guarantee import IDEALISED, Guarantee, delta_caveats
+from dpfl_jax.accounting.drawn import (
+    IDEALISED,
+    IDEALISED_FLOAT,
+    MOST_COORDINATES,
+    NoiseLaw,
+    noise_assumptions,
+)
+from dpfl_jax.accounting.guarantee import Guarantee, delta_caveats
 from dpfl_jax.accounting.ledger import (
     Account,
     BudgetExceededError,
@@ -36,6 +43,8 @@ from dpfl_jax.accounting.personal import els_epsilons, epsilon_table
 __all__ = [
     "ADD_OR_REMOVE",
     "IDEALISED",
+    "IDEALISED_FLOAT",
+    "MOST_COORDINATES",
     "REPLACE",
     "Account",
     "BudgetExceededError",
@@ -43,6 +52,7 @@ __all__ = [
     "Ledger",
     "LedgerError",
     "Meaning",
+    "NoiseLaw",
     "Reservation",
     "calibrate_group_size",
     "calibrate_noise_multiplier",
@@ -59,5 +69,6 @@ __all__ = [
     "epsilons_midway",
     "events",
     "meaning",
+    "noise_assumptions",
     "plot_attacks",
 ]

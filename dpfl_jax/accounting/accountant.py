@@ -1,15 +1,14 @@
 """Epsilon and delta of an event, by privacy-loss distributions (PLD): upper bounds, always.
 
-The grid follows the spread of one step's loss (``resolution`` times its standard deviation), so
-that the excess it causes is the same whatever the noise: the squared noise multiplier it asks for
-is too large by about resolution^2 / 6.
+The grid follows the answer: where it lies, the Renyi divergence is overstated by resolution^2 / 6,
+and so is, about, the squared noise multiplier that a target asks for.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Literal, TypeVar
 
@@ -19,6 +18,8 @@ from dp_accounting import NeighboringRelation, gaussian_mechanism
 
 from dpfl_jax.accounting import renyi
 from dpfl_jax.accounting.composition import Composition, Part, TableTooLargeError
+from dpfl_jax.accounting.discretize import StepLoss
+from dpfl_jax.accounting.drawn import RESERVED
 from dpfl_jax.accounting.leaves import Flat, Leaf, MixtureLeaf, flatten
 from dpfl_jax.errors import BadInputError
 
@@ -28,15 +29,15 @@ Answer = TypeVar("Answer")
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE = NeighboringRelation.REPLACE_ONE
 
-# Excess of the noise multiplier: 0.008 %, and 0.002 % for the certificate.
+# Excess of epsilon and of the noise multiplier: 0.008 % and 0.002 %.
 FINE = 0.03
 FINEST = 0.015
 
 # Beyond these an answer would mean nothing, and computing it could take all memory.
 LARGEST_MEAN_LOSS = 1e4
-LARGEST_GRID = 30.0
-# Grid over the largest atom of a few steps, in units of the resolution: 0.1 % of it.
-_ATOM_RESOLUTION = 1.0 / 30.0
+# Cells no shorter than this, in standard deviations of the noise.
+LEAST_SPACING = 1e-4
+DIRECTIONS = ("remove", "add")
 # What is cut off must itself be a floating-point number.
 _LEAST_LOG_TAIL = -600.0
 _LEAST_DELTA = 1e-200
@@ -78,9 +79,9 @@ def epsilon(
 
     Args:
       event: what the mechanism does to one privacy unit.
-      delta: in (0, 1).
+      delta: in (0, 1); of it 2^-20 is kept for the noise that is drawn (``drawn.py``).
       relation: adjacency; the events of this package are add-or-remove unless they say otherwise.
-      resolution: grid over the standard deviation of one step's loss; smaller is tighter, slower.
+      resolution: epsilon may be overstated by about resolution^2 / 12 of itself; smaller is slower.
       accountant: "pld" (tight), or "rdp" or "zcdp" (looser, for comparison).
 
     Returns:
@@ -91,6 +92,7 @@ def epsilon(
         not fit in memory.
     """
     check_delta(delta)
+    delta *= 1 - RESERVED
     if accountant != "pld":
         return _loose_epsilon(event, delta, relation, accountant)
     flat = flatten(event, relation)
@@ -98,12 +100,7 @@ def epsilon(
         return math.inf
     if not flat.leaves:
         return _gaussian_epsilon(flat.gaussian, delta)
-    log_tail = _log_tail(flat, delta)
-    return _coarsened(
-        lambda factor: max(
-            c.epsilon(delta) for c in _compositions(flat, resolution, log_tail, factor)
-        )
-    )
+    return _flat_epsilon(flat, delta, resolution)
 
 
 def delta(
@@ -113,7 +110,10 @@ def delta(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     resolution: float = FINE,
 ) -> float:
-    """Upper bound on delta at ``epsilon`` >= 0. Arguments as for :func:`epsilon`."""
+    """Upper bound on delta at ``epsilon`` >= 0, for noise as accounted (``drawn`` is not added).
+
+    Arguments as for :func:`epsilon`.
+    """
     if not epsilon >= 0:
         raise BadInputError(f"epsilon is {epsilon}, but it must be 0 or more")
     flat = flatten(event, relation)
@@ -123,22 +123,16 @@ def delta(
         if flat.gaussian == 0 or math.isinf(epsilon):
             return 0.0
         log_delta = _gaussian_log_delta(1.0 / math.sqrt(flat.gaussian), epsilon)
-        return min(1.0, float(math.exp(log_delta) * (1 + 1e-9)))
-    if math.isinf(epsilon):
-        built = _compositions(flat, resolution, -300.0 - math.log(_steps(flat)))
-        return max(0.0, *(c.infinity for c in built))
-    best = 1.0
-    # Deeper tails need longer tables: only as deep as the answer is small.
-    for log_lost in (-50.0, -100.0, -300.0):
-        tail = log_lost - math.log(_steps(flat))
-
-        def answer(factor: float, tail: float = tail) -> float:
-            return max(c.delta(epsilon) for c in _compositions(flat, resolution, tail, factor))
-
-        found = _coarsened(answer)
-        best = min(best, found)
-        if found > 0 and math.log(found) > log_lost + 14.0:
+        return min(1.0, float(math.exp(log_delta) * (1 + 1e-8)))
+    # Cells, grid and tails are for one delta: go on until it is the one that is found.
+    best, near = 1.0, 1e-2
+    for _ in range(12):
+        near = max(min(near, best), _LEAST_DELTA)
+        tail = _log_tail(flat, near)
+        best = min(best, _worst(flat, lambda c: c.delta(epsilon), [near], resolution, tail))
+        if best > 0.5 * near:
             break
+        near = best
     return best
 
 
@@ -181,6 +175,7 @@ def epsilon_curve(
       One epsilon per entry of ``steps``; 0 for 0 steps; ``inf`` where there is no guarantee.
     """
     check_delta(delta)
+    delta *= 1 - RESERVED
     if any(t < 0 for t in steps):
         raise BadInputError(f"numbers of steps must be 0 or more, got {list(steps)}")
     flat = flatten(step_event, relation)
@@ -188,16 +183,13 @@ def epsilon_curve(
         return [math.inf if t > 0 else 0.0 for t in steps]
     if not flat.leaves:
         return [_gaussian_epsilon(t * flat.gaussian, delta) for t in steps]
-    log_tail = _log_tail(flat, delta) - math.log(max(max(steps, default=1), 1))
-    parts = _discretised(flat, resolution, log_tail)
-    answers = []
-    for t in steps:
-        if t == 0:
-            answers.append(0.0)
-            continue
-        scaled = [[dataclasses.replace(p, count=p.count * t) for p in d] for d in parts]
-        answers.append(max(Composition(direction).epsilon(delta) for direction in scaled))
-    return answers
+    some = sorted({t for t in steps if t > 0})
+    if not some:
+        return [0.0] * len(steps)
+    log_tail = _log_tail(flat, delta) - math.log(some[-1])
+    ends = {some[0], some[-1]}
+    both = [_composed(flat, d, [delta], resolution, log_tail, times=ends) for d in DIRECTIONS]
+    return [max(c.times(t).epsilon(delta) for c in both) if t > 0 else 0.0 for t in steps]
 
 
 def delta_curve(
@@ -224,31 +216,26 @@ def delta_curve(
     if not flat.leaves:
         return np.array([delta(event, float(value), relation=relation) for value in at])
     tail = -50.0 - math.log(_steps(flat))
+    # The grid suits both ends of what such a curve resolves.
+    ends = [0.1, 1e-10]
     return _coarsened(
         lambda factor: np.maximum(
-            *(c.deltas(at) for c in _compositions(flat, resolution, tail, factor))
+            *(_composed(flat, d, ends, resolution, tail, factor).deltas(at) for d in DIRECTIONS)
         )
     )
 
 
-def clt_signal(
-    event: dp_accounting.DpEvent, relation: NeighboringRelation = ADD_OR_REMOVE
+def rough_epsilon(
+    event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation = ADD_OR_REMOVE
 ) -> float:
-    """Signal-to-noise ratio mu of the event in the large-noise limit; only a starting point.
-
-    There a mixture acts as its mean: mu^2 = sum over steps of (mean sensitivity / sigma)^2
-    (note 3.7 on Charles et al. 2024). Other events count through the variance of their loss.
-    """
+    """Epsilon to a few per cent, by a saddle point: NO BOUND; only where a search starts."""
     flat = flatten(event, relation)
     if not flat.private:
         return math.inf
-    total = flat.gaussian
-    for leaf, count in flat.leaves:
-        if isinstance(leaf, MixtureLeaf):
-            total += count * leaf.mean_shift**2
-        else:
-            total += count * leaf.moments()["add"][1]
-    return math.sqrt(total)
+    if not flat.leaves:
+        return _gaussian_epsilon(flat.gaussian, delta)
+    sketch = _sketch(flat, "remove", 0.2, _log_tail(flat, delta))
+    return sketch.clipped(sketch.tails(1e-3 * delta)).saddle(delta)[1]
 
 
 def _loose_epsilon(
@@ -260,6 +247,34 @@ def _loose_epsilon(
     if accountant == "zcdp":
         return renyi.epsilon_from_zcdp(renyi.zcdp(event, relation), delta)
     raise BadInputError(f"unknown accountant {accountant!r}: choose pld, rdp or zcdp")
+
+
+@functools.lru_cache(maxsize=1024)
+def _flat_epsilon(flat: Flat, delta: float, resolution: float) -> float:
+    """A search asks for it, who checks the search, and who states the guarantee."""
+    tail = _log_tail(flat, delta)
+    return _worst(flat, lambda c: c.epsilon(delta), [delta], resolution, tail)
+
+
+def _worst(
+    flat: Flat,
+    answer: Callable[[Composition], float],
+    deltas: list[float],
+    resolution: float,
+    tail: float,
+) -> float:
+    """The larger answer of the two directions."""
+
+    def of(direction: str, resolution: float) -> float:
+        return _coarsened(
+            lambda factor: answer(_composed(flat, direction, deltas, resolution, tail, factor))
+        )
+
+    found = of("remove", resolution)
+    if all(law.add is law.remove for law in (_law(leaf, 0.4, tail) for leaf, _ in flat.leaves)):
+        return found
+    # Mostly adding costs less than removing by more than a coarse bound overstates it.
+    return found if of("add", 4.0 * resolution) <= found else max(found, of("add", resolution))
 
 
 def _coarsened(answer: Callable[[float], Answer]) -> Answer:
@@ -301,53 +316,110 @@ def _gaussian_epsilon(total: float, delta: float) -> float:
     return float(value) * (1 + 1e-11) + 1e-11
 
 
-def grid_is_limited(
-    event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation, resolution: float
-) -> bool:
-    """Whether the table size, not ``resolution``, decides the grid: rare but very large losses."""
-    flat = flatten(event, relation)
-    if not flat.leaves:
-        return False
-    wanted, possible, _ = _grids(flat, resolution, _log_tail(flat, delta))
-    return possible > wanted
-
-
-def _with_gaussian(flat: Flat) -> list[tuple[Leaf, int]]:
+def _sketch(flat: Flat, direction: str, spacing: float, log_tail: float) -> Composition:
+    """The whole, its losses where the cells of outputs put them: moments, before any grid."""
     leaves: list[tuple[Leaf, int]] = list(flat.leaves)
     if flat.gaussian > 0:
         leaves.append((MixtureLeaf((math.sqrt(flat.gaussian),), (1.0,)), 1))
-    return leaves
-
-
-def _grids(flat: Flat, resolution: float, log_tail: float) -> tuple[float, float, float]:
-    """The grid that the resolution asks for, the finest that fits, and what it should divide.
-
-    Between its atoms a loss costs the square of the grid, as rounding preserves the mean. The
-    largest atom is rounded up by the grid itself, which counts where few steps may all meet it:
-    the more steps, the less.
-    """
-    leaves = _with_gaussian(flat)
-    counts = [count * getattr(leaf, "local_steps", 1) for leaf, count in leaves]
-    possible = max(max(leaf.finest_grid(log_tail) for leaf, _ in leaves), 1e-12)
-    if possible > LARGEST_GRID:
-        raise TooLittleNoiseError(
-            "the privacy losses of one step span more than a table can hold: the noise is far too "
-            "small beside the sensitivity; raise the noise multiplier or lower the group size"
-        )
-    unit = _common_unit([leaf.unit for leaf, _ in leaves if leaf.top > 0])
-    if unit > 0 and all(leaf.discrete for leaf, _ in leaves):
-        return max(unit, possible), possible, unit
-    variance = min(
-        sum(count * leaf.moments()[direction][1] for leaf, count in leaves)
-        for direction in ("remove", "add")
+    return Composition(
+        [
+            Part(
+                getattr(_law(leaf, spacing, log_tail), direction),
+                count,
+                getattr(leaf, "local_steps", 1),
+                getattr(leaf, "probability", 1.0),
+            )
+            for leaf, count in leaves
+        ]
     )
-    wanted = resolution * math.sqrt(max(variance, 1e-300) / sum(counts))
-    with_atoms = [(leaf.top, count) for (leaf, _), count in zip(leaves, counts) if leaf.top > 0]
-    if with_atoms:
-        steps = sum(count for _, count in with_atoms)
-        whole = max(sum(top * count for top, count in with_atoms), math.sqrt(variance))
-        wanted = min(wanted, _ATOM_RESOLUTION * resolution * whole / min(steps, 10.0))
-    return wanted, possible, unit
+
+
+@functools.lru_cache(maxsize=256)
+def _law(leaf: Leaf, spacing: float, log_tail: float) -> StepLoss:
+    return leaf.law(spacing, log_tail)
+
+
+def _excess(
+    other: Composition,
+    asked: list[tuple[float, float]],
+    cumulants: list[float],
+    allowed: list[float],
+) -> float:
+    """Largest excess of another discretisation's cumulants, in units of what is allowed."""
+    pairs = zip(asked, cumulants, allowed)
+    return max((other.cumulant(theta) - here) / most for (theta, _), here, most in pairs)
+
+
+def _composed(
+    flat: Flat,
+    direction: str,
+    deltas: list[float],
+    resolution: float,
+    log_tail: float,
+    factor: float = 1.0,
+    times: Iterable[int] = (1,),
+) -> Composition:
+    """One direction of adjacency, on a grid.
+
+    Cells and grid are as coarse as they may be where the answer lies, at the tilt theta at which
+    the mean loss is epsilon: there the cumulant, theta times the Renyi divergence of order 1 +
+    theta, is overstated by resolution^2 / 6 of itself (of theta epsilon / 2 if that is more; for
+    Gaussians they are the same). Whatever is chosen, the result is an upper bound.
+    """
+    spacing, before, excess, tails = 0.4, None, math.inf, None
+    while True:
+        sketch = _sketch(flat, direction, spacing, log_tail)
+        if not sketch.mean <= LARGEST_MEAN_LOSS:
+            raise TooLittleNoiseError(
+                f"the expected privacy loss of this run is about {sketch.mean:.2g} nats, so that "
+                "no useful epsilon exists: raise the noise multiplier, or lower the sampling "
+                "probability, the group size or the number of steps"
+            )
+        tails = sketch.tails(1e-3 * min(deltas)) if tails is None else tails
+        seen = sketch.clipped(tails)
+        asked = [
+            (max(theta, 0.01 / seen.sd), epsilon / count)
+            for count in times
+            for theta, epsilon in map(seen.times(count).saddle, deltas)
+        ]
+        cumulants = [seen.cumulant(theta) for theta, _ in asked]
+        allowed = [
+            resolution**2 / 6.0 * max(cumulant, 0.5 * theta * epsilon, 1e-300)
+            for cumulant, (theta, epsilon) in zip(cumulants, asked)
+        ]
+        # The excess falls as the square of the spacing.
+        if before is not None:
+            excess = _excess(before[1], asked, cumulants, allowed) / (
+                (before[0] / spacing) ** 2 - 1.0
+            )
+        if excess <= 0.25 or spacing < LEAST_SPACING:
+            break
+        before = spacing, seen
+        spacing *= 0.5 if excess == math.inf else min(max(0.45 / math.sqrt(excess), 0.05), 0.7)
+    units = [leaf.unit for leaf, _ in flat.leaves if leaf.unit is not None]
+    unit = _common_unit(units)
+    if unit > 0 and all(leaf.discrete for leaf, _ in flat.leaves) and flat.gaussian == 0:
+        return sketch.gridded(_aligned(factor * unit, unit))
+    steps = sum(count for _, count in flat.leaves) + 1
+    grid = min(math.sqrt(12.0 * m / (t * (t + 1.0) * steps)) for m, (t, _) in zip(allowed, asked))
+    # An atom is rounded up by the grid itself, which counts where few steps may all meet it.
+    tops = [
+        (count * max(float(_law(leaf, 0.4, log_tail).remove.losses.max()), 0.0), count)
+        for leaf, count in flat.leaves
+        if leaf.unit is not None
+    ]
+    if tops:
+        whole = max(sum(top for top, _ in tops), sketch.sd)
+        grid = min(grid, resolution / 30.0 * whole / min(sum(count for _, count in tops), 10.0))
+    least = 2.0**-36 * sketch.largest
+    largest = max(grid, least) if tops else math.inf
+    for turn in range(40):
+        grid = min(max(grid, least), largest)
+        excess = _excess(seen.gridded(grid), asked, cumulants, allowed)
+        if excess <= 1.0 and (abs(excess - 0.75) < 0.05 or turn >= 8 or grid == largest):
+            break
+        grid *= min(max(math.sqrt(0.75 / max(excess, 1e-4)), 0.05), 20.0 if turn < 8 else 0.7)
+    return sketch.gridded(_aligned(factor * grid, unit))
 
 
 def _common_unit(units: list[float]) -> float:
@@ -370,32 +442,3 @@ def _aligned(grid: float, unit: float) -> float:
     near = unit / math.ceil(unit / grid - 1e-9) if grid <= unit else unit * math.ceil(grid / unit)
     # An atom just above its grid point would be split: the grid errs upwards.
     return near * (1.0 + 1e-15)
-
-
-def _discretised(
-    flat: Flat, resolution: float, log_tail: float, factor: float = 1.0
-) -> list[list[Part]]:
-    """One list of parts per direction of adjacency, all on one grid."""
-    leaves = _with_gaussian(flat)
-    wanted, possible, unit = _grids(flat, resolution, log_tail)
-    mean = sum(count * leaf.moments()["remove"][0] for leaf, count in leaves)
-    if mean > LARGEST_MEAN_LOSS:
-        raise TooLittleNoiseError(
-            f"the expected privacy loss of this run is about {mean:.2g} nats, so that no useful "
-            "epsilon exists: raise the noise multiplier, or lower the sampling probability, the "
-            "group size or the number of steps"
-        )
-    grid = _aligned(factor * max(wanted, possible), unit)
-    directions: list[list[Part]] = [[], []]
-    for leaf, count in leaves:
-        step = leaf.build(grid, log_tail)
-        rounds = (count, getattr(leaf, "local_steps", 1), getattr(leaf, "probability", 1.0))
-        directions[0].append(Part(step.remove, *rounds))
-        directions[1].append(Part(step.add, *rounds))
-    return directions
-
-
-def _compositions(
-    flat: Flat, resolution: float, log_tail: float, factor: float = 1.0
-) -> list[Composition]:
-    return [Composition(parts) for parts in _discretised(flat, resolution, log_tail, factor)]

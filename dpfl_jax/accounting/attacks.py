@@ -10,7 +10,9 @@ bound; a fine one gives all that is known.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dp_accounting
@@ -18,7 +20,14 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 from scipy import special
 
-from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, check_delta, delta_curve, epsilon
+from dpfl_jax.accounting.accountant import (
+    ADD_OR_REMOVE,
+    FINE,
+    REPLACE,
+    check_delta,
+    delta_curve,
+    epsilon,
+)
 from dpfl_jax.accounting.events import check_prob
 from dpfl_jax.errors import BadInputError
 
@@ -53,10 +62,14 @@ class Meaning:
           BadInputError: the rate does not lie between 0 and 1.
         """
         a = check_prob(false_positive_rate, "rate of false alarms")
-        e, d = self.epsilons, self.deltas
+        return float(self.power(np.array([a]))[0])
+
+    def power(self, false_positive_rates: np.ndarray) -> np.ndarray:
+        """The same at many rates, float [n]."""
+        a, e, d = false_positive_rates, self.epsilons[:, None], self.deltas[:, None]
         with np.errstate(over="ignore"):
             found = np.minimum(d + np.exp(e) * a, 1.0 - np.exp(-e) * (1.0 - d - a))
-        return float(np.clip(found.min(), a, 1.0))
+        return np.clip(found.min(axis=0), a, 1.0)
 
     @property
     def advantage(self) -> float:
@@ -93,7 +106,7 @@ class Meaning:
         loss = float((e - np.log1p(-d / but_for)).min())
         return float(special.expit(special.logit(p) + loss))
 
-    @property
+    @functools.cached_property
     def mu(self) -> float:
         """Least mu for which no attack beats, but for delta, that on N(0, 1) against N(mu, 1).
 
@@ -116,22 +129,22 @@ class Meaning:
 
     def sentences(self) -> list[str]:
         """The same in words for people who know no differential privacy."""
-        most, mu = self.true_positive_rate, self.mu
+        most, first = self.true_positive_rate, FALSE_ALARMS[0]
         if self.relation == REPLACE:
             what = "that it was this record and not that one"
             attack = (
-                f"Whoever claims to see {what}, wrongly in {_share(FALSE_ALARMS[0])} of cases, "
-                f"does so rightly in at most {_share(most(FALSE_ALARMS[0]))}"
+                f"Whoever claims to see {what}, wrongly in {_share(first)} of cases, does so "
+                f"rightly in at most {_share(most(first))}"
             )
         else:
             what = "that somebody took part"
             attack = (
-                f"Whoever accuses {_share(FALSE_ALARMS[0])} of those who took no part finds at "
-                f"most {_share(most(FALSE_ALARMS[0]))} of those who did"
+                f"Whoever accuses {_share(first)} of those who took no part finds at most "
+                f"{_share(most(first))} of those who did"
             )
         rest = "".join(f"; {_share(a)}: {_share(most(a))}" for a in FALSE_ALARMS[1:])
         after = ", ".join(_share(self.posterior(p)) for p in (0.1, 0.5, 0.9))
-        return [
+        found = [
             f"{attack}{rest}.",
             f"Right accusations exceed wrong ones by at most {_share(self.advantage)} of cases.",
             f"Who believes with 10 % (50 %, 90 %) {what} believes it afterwards with at most "
@@ -139,22 +152,19 @@ class Meaning:
             f"Of 10 (100; 10,000) equally likely contributions the right one is named with at most "
             f"{_share(self.guessing(10))} ({_share(self.guessing(100))}; "
             f"{_share(self.guessing(10_000))}).",
-            *(
-                [
-                    f"It is {math.ceil(1000 * mu) / 1000:g}-Gaussian differential privacy, but for "
-                    "delta: as hard as telling a draw of N(0, 1) from one of N(that number, 1)."
-                ]
-                if math.isfinite(mu)
-                else []
-            ),
         ]
+        if math.isfinite(self.mu):
+            found.append(
+                f"It is {math.ceil(1000 * self.mu) / 1000:g}-Gaussian differential privacy, but "
+                "for delta: as hard as telling a draw of N(0, 1) from one of N(that number, 1)."
+            )
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values."""
-        mu = self.mu
         return {
             "advantage": self.advantage,
-            "gaussian_mu": mu if math.isfinite(mu) else None,
+            "gaussian_mu": self.mu if math.isfinite(self.mu) else None,
             "true_positive_rate": {str(a): self.true_positive_rate(a) for a in FALSE_ALARMS},
             "guessing_one_of": {str(k): self.guessing(k) for k in (2, 10, 100, 10_000)},
             "belief_afterwards_but_for_0.001": {
@@ -181,31 +191,96 @@ def meaning(
     Raises:
       BadInputError: the event gives no guarantee at this delta.
     """
+    return meaning_of_cases([[event]], delta, relation=relation)
+
+
+def meaning_of_cases(
+    cases: Sequence[Sequence[dp_accounting.DpEvent]],
+    delta: float,
+    *,
+    relation: NeighboringRelation = ADD_OR_REMOVE,
+    resolution: float = FINE,
+) -> Meaning:
+    """What a run lets anybody find out about one unit, whichever that is.
+
+    Args:
+      cases: its cost is at most the smallest, over the outer list, of the largest in an inner one.
+      delta: of its guarantee, in (0, 1).
+      relation: adjacency.
+      resolution: as for ``accounting.epsilon``.
+
+    Raises:
+      BadInputError: there is no guarantee at this delta.
+    """
     check_delta(delta)
-    known = epsilon(event, delta, relation=relation)
+    options: dict[str, Any] = {"relation": relation, "resolution": resolution}
+
+    def least(price: Callable[[dp_accounting.DpEvent], Any]) -> Any:
+        return np.min([np.max([price(event) for event in case], axis=0) for case in cases], axis=0)
+
+    known = float(least(lambda event: epsilon(event, delta, **options)))
     if not math.isfinite(known):
         raise BadInputError(
             "this gives no guarantee at all, so that there is nothing to explain: raise the noise "
             "multiplier"
         )
-    reach = epsilon(event, min(delta, _LEAST), relation=relation)
+    reach = float(least(lambda event: epsilon(event, min(delta, _LEAST), **options)))
     reach = max(reach if math.isfinite(reach) else known, 1e-9)
     grid = np.union1d(np.linspace(0.0, reach, _POINTS), [known])
-    return Meaning(grid, delta_curve(event, grid, relation=relation), delta, relation)
+    deltas = least(lambda event: delta_curve(event, grid, **options))
+    return Meaning(grid, deltas, delta, relation)
+
+
+def meaning_of_bound(
+    epsilon: float, delta: float, relation: NeighboringRelation = ADD_OR_REMOVE
+) -> Meaning:
+    """What is known from epsilon and delta alone (Kairouz et al. 2015): looser than of an event.
+
+    Args:
+      epsilon: finite, at least 0.
+      delta: in (0, 1).
+      relation: adjacency.
+    """
+    at = np.linspace(0.0, max(epsilon, 1e-9), _POINTS)
+    # With probability delta all is told, else randomised response.
+    told = -np.expm1(at - at[-1]) / (1.0 + np.exp(-at[-1]))
+    return Meaning(at, delta + (1.0 - delta) * told, delta, relation)
 
 
 def plot_attacks(axes: Any, found: Meaning) -> None:
     """Draws the largest rate of right alarms for every rate of false ones."""
     x = np.geomspace(1e-4, 1.0, 200)
-    axes.fill_between(x, x, [found.true_positive_rate(a) for a in x], alpha=0.25, lw=0)
-    axes.plot(x, [found.true_positive_rate(a) for a in x], label="the best possible attack")
+    y = [found.true_positive_rate(a) for a in x]
+    axes.fill_between(x, x, y, alpha=0.25, lw=0)
+    axes.plot(x, y, label="no attack finds more")
     axes.plot(x, x, "k:", lw=1, label="guessing without looking")
+    replaced = found.relation == REPLACE
+    said = (
+        "{} wrong claims:\nat most {} right"
+        if replaced
+        else "{} falsely accused:\nat most {} found"
+    )
+    for a in FALSE_ALARMS:
+        found_then = found.true_positive_rate(a)
+        axes.plot(a, found_then, "o", color="C0", ms=4)
+        axes.annotate(
+            said.format(_share(a), _share(found_then)),
+            (a, found_then),
+            textcoords="offset points",
+            xytext=(-4, 6),
+            ha="right",
+            fontsize=8,
+        )
     axes.set(
         xscale="log",
         xlim=(1e-4, 1),
         ylim=(0, 1),
-        xlabel="accused although they took no part",
-        ylabel="found of those who took part (at most)",
+        xlabel="it was another, and the attack claims it was this one"
+        if replaced
+        else "accused although they took no part",
+        ylabel="it was this one, and the attack says so (at most)"
+        if replaced
+        else "found of those who took part (at most)",
     )
     ticks = [1e-4, 1e-3, 1e-2, 1e-1, 1.0]
     axes.set_xticks(ticks, [_share(a) for a in ticks])

@@ -19,7 +19,7 @@ import tempfile
 from typing import Any
 
 # Raise when the numerics change their answers.
-VERSION = "1"
+VERSION = "2"
 
 
 def directory() -> pathlib.Path | None:

@@ -1,12 +1,12 @@
 """The parameters that a target (epsilon, delta) asks for: found fast, then certified.
 
-The search starts where the central limit theorem puts the answer, works on a medium grid, and
-finishes on a fine one; the returned parameter is then checked on the finest grid, and moved to the
-safe side until it passes. What is returned always satisfies the target by that check.
+The search starts at a saddle-point approximation, goes on with coarse upper bounds and ends with
+fine ones: what is returned satisfies the target by the bound that will be stated.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,19 +19,19 @@ from dpfl_jax.accounting import cache
 from dpfl_jax.accounting.accountant import (
     ADD_OR_REMOVE,
     FINE,
-    FINEST,
     TooLittleNoiseError,
     check_delta,
     check_epsilon,
-    clt_signal,
-    grid_is_limited,
+    rough_epsilon,
 )
 from dpfl_jax.accounting.accountant import epsilon as epsilon_of
 from dpfl_jax.accounting.composition import TableTooLargeError
+from dpfl_jax.accounting.leaves import flatten
 from dpfl_jax.errors import BadInputError
 
 MakeEvent = Callable[[float], dp_accounting.DpEvent]
 SMALLEST_NOISE, LARGEST_NOISE = 1e-3, 1e9
+COARSE = 0.2
 
 
 def calibrate_noise_multiplier(
@@ -41,7 +41,6 @@ def calibrate_noise_multiplier(
     *,
     relation: NeighboringRelation = ADD_OR_REMOVE,
     relative_tolerance: float = 1e-5,
-    start: float | None = None,
     use_cache: bool = True,
 ) -> float:
     """Smallest noise multiplier whose event satisfies (epsilon, delta), rounded up.
@@ -52,23 +51,20 @@ def calibrate_noise_multiplier(
       delta: target, in (0, 1).
       relation: adjacency.
       relative_tolerance: most by which the answer exceeds the smallest, on the fine grid.
-      start: where to begin, for example a neighbouring answer; by default where the central limit
-        theorem puts it, which is far off for tiny sampling probabilities. It saves time, no more.
       use_cache: look the answer up on disk first (and certify it again), store it after.
 
     Returns:
-      The noise multiplier; ``epsilon(make_event(it), delta, resolution=FINEST) <= epsilon``. 0.0
-      if the event needs no noise at all.
+      The noise multiplier; ``epsilon(make_event(it), delta) <= epsilon``, as it will be stated.
+      0.0 if the event needs no noise at all.
 
     Raises:
       BadInputError: if no noise multiplier in [1e-3, 1e9] will do, or an input is out of range.
     """
     check_epsilon(epsilon)
     check_delta(delta)
-
-    def certified(sigma: float) -> bool:
-        return _certified(make_event(sigma), epsilon, delta, relation)
-
+    flat = flatten(make_event(1.0), relation)
+    if flat.private and not flat.leaves and flat.gaussian == 0.0:
+        return 0.0
     key = ""
     if use_cache:
         key = cache.key_of(
@@ -79,62 +75,47 @@ def calibrate_noise_multiplier(
         if (
             isinstance(known, float)
             and SMALLEST_NOISE <= known <= LARGEST_NOISE
-            and certified(known)
+            and _epsilon_or_inf(make_event(known), delta, relation, FINE) <= epsilon
         ):
             return known
-    sigma = _search_noise(make_event, epsilon, delta, relation, relative_tolerance, start)
-    if sigma == 0.0:
-        return 0.0
-    step = relative_tolerance
-    while not certified(sigma):
-        sigma, step = _round_up(sigma * (1 + step)), 2 * step
+
+    def excess(sigma: float, grid: float) -> float:
+        """Log of epsilon over the target; <= 0 is good enough."""
+        value = _epsilon_or_inf(make_event(sigma), delta, relation, grid)
+        return math.log(max(value, 1e-300) / epsilon) if value < math.inf else math.inf
+
+    near, slope = _rough_root(make_event, epsilon, delta, relation)
+    near, slope = _root(functools.partial(excess, grid=COARSE), near, 1.5e-3, slope)
+    # A coarse epsilon is too large by a twelfth of its squared resolution.
+    near *= math.exp((COARSE**2 - FINE**2) / 12.0 / slope)
+    sigma, _ = _root(functools.partial(excess, grid=FINE), near, relative_tolerance, slope)
     if use_cache:
         cache.write(key, {"noise_multiplier": sigma})
     return sigma
 
 
-def _search_noise(
+def noise_near(
     make_event: MakeEvent,
     epsilon: float,
     delta: float,
-    relation: NeighboringRelation,
-    relative_tolerance: float,
-    near: float | None = None,
+    *,
+    relation: NeighboringRelation = ADD_OR_REMOVE,
 ) -> float:
-    """The noise multiplier on the fine grid, not yet certified; 0.0 if none is needed."""
+    """About the smallest noise multiplier for a target: NOT CERTIFIED, see ``rough_epsilon``."""
+    return _rough_root(make_event, epsilon, delta, relation)[0]
 
-    def excess(sigma: float, resolution: float) -> float:
-        """Log of epsilon over the target; <= 0 is good enough."""
-        value = _epsilon_or_inf(make_event(sigma), delta, relation, resolution)
-        return math.log(max(value, 1e-300) / epsilon) if value < math.inf else math.inf
 
-    mu = clt_signal(make_event(1.0), relation)
-    if mu == 0.0 and excess(1.0, FINE) <= 0:
-        return 0.0
-    start = mu / gaussian_signal(epsilon, delta) if near is None else near
-    start = min(max(start, SMALLEST_NOISE), LARGEST_NOISE)
-    quick = None
-    if mu > 0.0:
-        quick = _newton(lambda s: excess(s, FINE), start, relative_tolerance)
-    if quick is not None:
-        return _round_up(quick)
-    if excess(LARGEST_NOISE, 0.3) > 0:
-        raise BadInputError(
-            f"no noise multiplier gives epsilon {epsilon:g} at delta {delta:g}: part of the run "
-            "spends more than that whatever the noise; raise the target or drop that part"
-        )
-    low, high = _bracket(lambda s: excess(s, 0.1), start, 1.25 if near is None else 1.06)
-    sigma = _refine(lambda s: excess(s, 0.1), low, high, 1e-3)
-    # The medium grid overstates the noise by up to about 0.2 %.
-    tolerance = relative_tolerance
-    if grid_is_limited(make_event(sigma), delta, relation, 0.1):
-        return _round_up(sigma)  # a finer grid is not to be had
-    if grid_is_limited(make_event(sigma), delta, relation, FINE):
-        # Rare, very large losses: tables are at their largest, and precision costs seconds.
-        tolerance = max(tolerance, 2e-3)
-    fine_low, fine_high = _bracket(lambda s: excess(s, FINE), sigma, factor=1.002)
-    sigma = _refine(lambda s: excess(s, FINE), fine_low, fine_high, tolerance)
-    return _round_up(sigma)
+def _rough_root(
+    make_event: MakeEvent, epsilon: float, delta: float, relation: NeighboringRelation
+) -> tuple[float, float]:
+    def excess(sigma: float) -> float:
+        value = rough_epsilon(make_event(sigma), delta, relation)
+        return math.log(max(value, 1e-3 * epsilon) / epsilon) if value < math.inf else math.inf
+
+    try:
+        return _root(excess, 1.0, 1e-3, -1.0)
+    except BadInputError:  # the certified search says what is wrong
+        return 1.0, -1.0
 
 
 def calibrate_steps(
@@ -245,11 +226,8 @@ def _epsilon_or_inf(
 def _certified(
     event: dp_accounting.DpEvent, epsilon: float, delta: float, relation: NeighboringRelation
 ) -> bool:
-    """Whether an event meets the target as it will be stated, and on the finest grid.
-
-    Every calibration ends with it.
-    """
-    return all(_epsilon_or_inf(event, delta, relation, grid) <= epsilon for grid in (FINEST, FINE))
+    """Whether an event meets the target as it will be stated: every calibration ends with it."""
+    return _epsilon_or_inf(event, delta, relation, FINE) <= epsilon
 
 
 def _fits(
@@ -307,32 +285,6 @@ def _largest_count(
     return low
 
 
-def _newton(excess: Callable[[float], float], start: float, tolerance: float) -> float | None:
-    """Secant steps in logarithms, where epsilon is nearly a power of the noise.
-
-    Returns:
-      A noise multiplier that satisfies the target and exceeds the smallest by about ``tolerance``
-      at most, or None if the curve is not tame enough (the caller brackets then).
-    """
-    point, slope = math.log(start), -1.0
-    value = excess(start)
-    for _ in range(6):
-        if not abs(value) < 1.0:
-            return None
-        # Aim at the middle of the tolerance, on the safe side.
-        if value <= 0 and value >= slope * tolerance:
-            return math.exp(point)
-        step = (-value + 0.5 * slope * tolerance) / slope
-        following = excess(math.exp(point + step))
-        if not math.isfinite(following):
-            return None
-        slope = (following - value) / step if step != 0 else slope
-        if not -20.0 < slope < -0.2:
-            return None
-        point, value = point + step, following
-    return None
-
-
 def gaussian_signal(epsilon: float, delta: float) -> float:
     """Mu such that a Gaussian of sensitivity mu and unit noise is exactly (epsilon, delta)-DP."""
     with np.errstate(divide="ignore"):
@@ -345,54 +297,47 @@ def _round_up(value: float, digits: int = 7) -> float:
     return math.ceil(value * scale * (1 - 1e-15)) / scale
 
 
-Function = Callable[[float], float]
+def _root(
+    excess: Callable[[float], float], start: float, tolerance: float, slope: float
+) -> tuple[float, float]:
+    """The noise multiplier at which a falling ``excess`` turns negative, on the safe side.
 
+    Secant steps in logarithms, where epsilon is nearly a power of the noise, kept within what is
+    known; every other time by halves where they do not help.
 
-def _bracket(
-    excess: Function, start: float, factor: float = 1.25
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(sigma, excess) on either side of the target, from ``start`` outwards."""
-    here = (start, excess(start))
-    while True:
-        if here[1] > 0:
-            if here[0] >= LARGEST_NOISE:
-                raise BadInputError("no noise multiplier up to 1e9 reaches the target epsilon")
-            other = (min(here[0] * factor, LARGEST_NOISE), 0.0)
-            other = (other[0], excess(other[0]))
-            if other[1] <= 0:
-                return here, other
-        else:
-            if here[0] <= SMALLEST_NOISE:
-                raise BadInputError(
-                    f"the target is met already at noise multiplier {SMALLEST_NOISE:g}: it asks "
-                    "for practically no noise; lower the target epsilon"
-                )
-            other = (max(here[0] / factor, SMALLEST_NOISE), 0.0)
-            other = (other[0], excess(other[0]))
-            if other[1] > 0:
-                return other, here
-        here, factor = other, factor**1.6
-
-
-def _refine(
-    excess: Function, low: tuple[float, float], high: tuple[float, float], tolerance: float
-) -> float:
-    """Shrinks a bracket by regula falsi in logarithms; returns its safe end."""
-    (bad, bad_value), (good, good_value) = low, high
-    for turn in range(100):
-        if good / bad <= 1 + tolerance:
-            break
-        share = 0.5
-        if math.isfinite(bad_value) and good_value > -600 and turn % 4 != 3:
-            share = bad_value / (bad_value - good_value)
-        width = math.log(good / bad)
-        # Aim a little to the side of the far end, so that both ends move.
-        edge = min(0.25, 0.4 * tolerance / width)
-        share = min(max(share + edge if share < 0.999 else share, edge), 1 - edge)
-        middle = bad * math.exp(share * width)
-        value = excess(middle)
-        if value > 0:
-            bad, bad_value = middle, value
-        else:
-            good, good_value = middle, value
-    return good
+    Returns:
+      A number of few digits with ``excess(it) <= 0``, above the smallest by ``tolerance`` at most,
+      and the slope there, in logarithms.
+    """
+    low, high = math.log(SMALLEST_NOISE), math.log(LARGEST_NOISE)
+    bad, good = -math.inf, math.inf
+    sigma, cap = _round_up(min(max(start, SMALLEST_NOISE), LARGEST_NOISE)), 0.5
+    point, value, before = math.log(sigma), excess(sigma), (math.nan, math.nan)
+    for turn in range(200):
+        bad, good = (point, good) if value > 0 else (bad, point)
+        rise = (value - before[1]) / (point - before[0]) if point != before[0] else math.nan
+        slope = min(max(rise, -20.0), -0.2) if math.isfinite(rise) else slope
+        if value <= 0 and (value >= slope * tolerance or good - bad <= tolerance):
+            return sigma, slope
+        if bad >= high:
+            raise BadInputError(
+                "no noise multiplier up to 1e9 reaches the target epsilon: part of the run spends "
+                "more than that whatever the noise; raise the target or drop that part"
+            )
+        if good <= low:
+            raise BadInputError(
+                f"the target is met already at noise multiplier {SMALLEST_NOISE:g}: it asks for "
+                "practically no noise; lower the target epsilon"
+            )
+        # Aim at the middle of the tolerance, on the safe side.
+        step = (-value + 0.5 * slope * tolerance) / slope if math.isfinite(value) else cap
+        step, cap = min(max(step, -cap), cap), 1.6 * cap
+        new = min(max(point + step, low), high)
+        if not bad < new < good or (turn % 6 == 5 and good - bad < math.inf):
+            new = 0.5 * (bad + good)
+        if good - bad <= tolerance:
+            new = good
+        before = point, value
+        sigma = _round_up(math.exp(new))
+        point, value = math.log(sigma), excess(sigma)
+    raise BadInputError(f"no noise multiplier was found for the target near {sigma:g}: raise it")

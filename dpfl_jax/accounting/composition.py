@@ -14,14 +14,16 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy import fft, signal
+from scipy import fft, signal, special
 
-from dpfl_jax.accounting.discretize import LossPmf
+from dpfl_jax.accounting.discretize import Atoms, LossPmf
 from dpfl_jax.errors import BadInputError
 
 # About 0.25 GB of temporary arrays, and half a second of FFT.
 MAX_POINTS = 1 << 21
-_LOG_CUT = math.log(1e-18)
+# Logs of what a window may leave out of a tilted law: the second where the first would show.
+_ROUNDING = 1e-15
+_LOG_CUTS = (math.log(1e-7), math.log(1e-18))
 
 
 class TableTooLargeError(BadInputError):
@@ -34,10 +36,12 @@ def _log_sum_exp(values: np.ndarray) -> float:
     return top + math.log(float(np.exp(values - top).sum()))
 
 
-def _distance(answer: float, theta: float, cumulant: float, mean: float) -> float:
-    """Of the tilted mean from ``answer``."""
-    del theta, cumulant
-    return mean - answer
+def _power(values: np.ndarray, count: int) -> np.ndarray:
+    """Complex ``values ** count``; 0 where that is below rounding, without computing it."""
+    out = np.zeros_like(values)
+    kept = np.flatnonzero(values.real**2 + values.imag**2 > 1e-40 ** (2.0 / count))
+    out[kept] = values[kept] ** count
+    return out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +49,13 @@ class Part:
     """One kind of round.
 
     Attributes:
-      pmf: loss distribution of one local step.
+      pmf: loss distribution of one local step; on a grid before it is composed.
       count: number of rounds.
       local_steps: steps in a round that takes place.
       probability: that a round takes place, visibly; if it does not, its loss is 0.
     """
 
-    pmf: LossPmf
+    pmf: Atoms | LossPmf
     count: int
     local_steps: int = 1
     probability: float = 1.0
@@ -88,12 +92,14 @@ class Part:
         tilted = self.logs + theta * self.losses
         log_step = _log_sum_exp(tilted)
         weights = np.exp(tilted - log_step)
-        step_mean = float(weights @ self.losses)
-        step_variance = float(weights @ (self.losses - step_mean) ** 2)
+        # Sums, not products of vectors: waking BLAS threads takes longer than either.
+        step_mean = float((weights * self.losses).sum())
+        with np.errstate(over="ignore", invalid="ignore"):
+            step_variance = float((weights * (self.losses - step_mean) ** 2).sum())
         mean, variance = self.local_steps * step_mean, self.local_steps * step_variance
         whole = self._mixed(self.local_steps * log_step)
         share = self._share(self.local_steps * log_step, whole)
-        return whole, share * mean, share * (variance + (1.0 - share) * mean**2)
+        return whole, share * mean, share * (variance + (1.0 - share) * mean * mean)
 
     def _share(self, log_taking_part: float, whole: float) -> float:
         """Probability, under the tilted law, that the round took place."""
@@ -103,10 +109,9 @@ class Part:
         """Fourier transform of the tilted law of one round, loss 0 at index 0, modulo ``size``."""
         tilted = self.logs + theta * self.losses
         log_step = _log_sum_exp(tilted)
-        start = self.pmf.low % size
-        folded = np.zeros(-(-(start + len(tilted)) // size) * size)
-        folded[start : start + len(tilted)] = np.exp(tilted - log_step)
-        step = fft.rfft(folded.reshape(-1, size).sum(axis=0)) ** self.local_steps
+        assert isinstance(self.pmf, LossPmf)
+        folded = np.bincount(self.pmf.index % size, np.exp(tilted - log_step), size)
+        step = fft.rfft(folded) ** self.local_steps
         if self.probability >= 1.0:
             return step
         log_taking_part = self.local_steps * log_step
@@ -118,17 +123,23 @@ class Composition:
     """One direction of adjacency of a sequence of steps (adaptive composition of PLDs)."""
 
     def __init__(self, parts: Sequence[Part]):
-        """Args: parts: steps on one common grid, at least one."""
+        """Args: parts: steps, at least one; on one common grid, unless only moments are asked."""
         self._parts = tuple(parts)
-        self.grid = parts[0].pmf.grid
+        self.grid = getattr(parts[0].pmf, "grid", 0.0)
         self.steps = sum(part.count * part.local_steps for part in parts)
         self.infinity = -math.expm1(
             sum(p.count * math.log1p(-min(p.infinity, 1.0 - 1e-16)) for p in parts)
         )
         _, mean, variance = self._moments(0.0)
-        self.mean, self.sd = mean, math.sqrt(max(variance, self.grid**2))
+        self.mean, self.sd = mean, math.sqrt(max(variance, self.grid**2, 1e-200))
 
-    def _cumulant(self, theta: float) -> float:
+    @property
+    def largest(self) -> float:
+        """The largest loss of one step, in absolute value."""
+        return max(float(np.abs(part.losses).max()) for part in self._parts)
+
+    def cumulant(self, theta: float) -> float:
+        """Log of E e^(theta * loss) of the whole, over its finite losses."""
         return sum(part.count * part.log_moment(theta) for part in self._parts)
 
     def _moments(self, theta: float) -> tuple[float, float, float]:
@@ -140,8 +151,59 @@ class Composition:
             sum(count * variance for count, _, _, variance in each),
         )
 
-    def _tilt(self, slope: Callable[[float, float, float], float]) -> float:
-        """The theta > 0 at which ``slope(theta, cumulant, mean)``, increasing in theta, is 0.
+    def times(self, count: int) -> Composition:
+        """All steps so many times."""
+        return Composition([dataclasses.replace(p, count=p.count * count) for p in self._parts])
+
+    def tails(self, mass: float) -> list[float]:
+        """A loss of each part; all steps together exceed theirs with this probability."""
+        found = []
+        for part in self._parts:
+            order = np.argsort(part.losses)
+            tail = np.cumsum(part.pmf.probs[order][::-1])[::-1]
+            last = max(int((tail > mass / self.steps).sum()) - 1, 0)
+            found.append(float(part.losses[order[last]]))
+        return found
+
+    def clipped(self, most: Sequence[float]) -> Composition:
+        """No loss of a part above its ``most``: NO BOUND, but tilts see no unlikely ones."""
+        clipped = (
+            Atoms(np.minimum(part.losses, top), part.pmf.probs, 0.0)
+            for part, top in zip(self._parts, most)
+        )
+        return Composition(
+            [dataclasses.replace(part, pmf=pmf) for part, pmf in zip(self._parts, clipped)]
+        )
+
+    def gridded(self, grid: float) -> Composition:
+        """All losses on one grid."""
+        return Composition(
+            [dataclasses.replace(p, pmf=p.pmf.on_grid(grid)) for p in self._parts]  # type: ignore[union-attr]
+        )
+
+    def saddle(self, delta: float) -> tuple[float, float]:
+        """The tilt whose mean is epsilon at ``delta``, and that epsilon: an approximation.
+
+        Under the tilt the loss is taken to be normal, which is exact where it is normal without.
+        """
+
+        def log_delta(theta: float, cumulant: float, mean: float, variance: float) -> float:
+            sd = math.sqrt(max(variance, 1e-200))
+            near, far = special.erfcx(np.array([theta, theta + 1.0]) * sd / math.sqrt(2.0))
+            return cumulant - theta * mean + math.log(max(0.5 * (near - far), 1e-300))
+
+        target = math.log(delta)
+        theta = self.tilt(lambda *point: target - log_delta(*point), 1e-3)
+        cumulant, mean, variance = self._moments(theta)
+        left = (log_delta(theta, cumulant, mean, variance) - target) / theta
+        return theta, mean + max(min(left, 0.1 * abs(mean)), -0.1 * abs(mean))
+
+    def tilt(self, slope: Callable[..., float], tolerance: float = 0.05) -> float:
+        """The theta > 0 at which ``slope``, increasing in theta, is 0.
+
+        Args:
+          slope: of theta, the cumulant there, and mean and variance of the tilted loss.
+          tolerance: relative.
 
         Any theta gives a valid bound: a few correct digits are enough. The search goes by factors,
         as rare but large losses put the answer far from 1 / sd.
@@ -149,31 +211,33 @@ class Composition:
 
         def at(log_theta: float) -> float:
             theta = math.exp(log_theta)
-            return slope(theta, *self._moments(theta)[:2])
+            return slope(theta, *self._moments(theta))
 
         low = high = math.log(1.0 / self.sd)
-        value = at(low)
-        step, least, most = 1.0, low - 30.0, math.log(3.0 / self.grid)
-        if value > 0.0:
-            while low > least and value > 0.0:
-                high, low, step = low, low - step, 2.0 * step
-                value = at(low)
-        else:
-            while high < most and value <= 0.0:
-                low, high, step = high, high + step, 2.0 * step
-                value = at(high)
-            high = min(high, most)
-        while high - low > 0.05:
-            middle = 0.5 * (low + high)
-            if at(middle) > 0.0:
-                high = middle
+        below = above = at(low)
+        step, least = 1.0, low - 30.0
+        most = math.log(3.0 / self.grid) if self.grid > 0 else low + 60.0
+        while low > least and below > 0.0:
+            high, above, low, step = low, below, low - step, 2.0 * step
+            below = at(low)
+        while high < most and above <= 0.0:
+            low, below, high, step = high, above, high + step, 2.0 * step
+            above = at(high)
+        high = min(high, most)
+        while high - low > tolerance:
+            # The secant, a little to the side of its far end, so that both ends move.
+            share = below / (below - above) if below < above < math.inf else 0.5
+            share = share + 0.1 if share < 0.5 else share - 0.1
+            middle = low + min(max(share, 0.03), 0.97) * (high - low)
+            value = at(middle)
+            if value > 0.0:
+                high, above = middle, value
             else:
-                low = middle
+                low, below = middle, value
         return math.exp(0.5 * (low + high))
 
-    def _reach(self, bound: Callable[[float], float], sd: float) -> float:
-        """Smallest of ``bound(speed)`` over speeds in a geometric progression, from 1 / sd."""
-        speed = math.sqrt(-2 * _LOG_CUT) / sd
+    def _reach(self, bound: Callable[[float], float], speed: float) -> float:
+        """Smallest of ``bound(speed)`` over speeds in a geometric progression, from ``speed``."""
         best = bound(speed)
         for factor in (0.6, 1.0 / 0.6):
             here = speed * factor
@@ -184,10 +248,16 @@ class Composition:
                 best, here = value, here * factor
         return best
 
-    def _edges(self, theta: float) -> tuple[float, float, float]:
-        """Window [low, high] that holds all but e^_LOG_CUT of the tilted law on either side.
+    def _edges(self, theta: float, negligible: float) -> tuple[float, float, float, float]:
+        """Window [low, high] that holds all but e^cut of the tilted law on either side.
 
-        By Chernoff's inequality, valid at any speed; every speed tried is one.
+        By Chernoff's inequality, valid at any speed; every speed tried is one. What lies above the
+        window comes out below it and is added to delta as lost; what lies below it comes out above
+        the window's start, which can only raise delta. Both weigh e^(base - theta high).
+
+        Args:
+          theta: tilt.
+          negligible: log of a share of delta that does not matter.
         """
         base, _, variance = self._moments(theta)
         sd = math.sqrt(max(variance, self.grid**2))
@@ -196,15 +266,26 @@ class Composition:
             # A round that need not take place may also have loss 0.
             rest = 0.0 if part.probability < 1.0 else math.inf
             steps, x = part.local_steps, part.losses
-            largest += part.count * max(steps * float(x[-1]), -rest)
-            smallest += part.count * min(steps * float(x[0]), rest)
-        high = self._reach(lambda s: (self._cumulant(theta + s) - base - _LOG_CUT) / s, sd)
-        low = -self._reach(lambda s: (self._cumulant(theta - s) - base - _LOG_CUT) / s, sd)
-        return base, max(low, smallest), min(high, largest)
+            largest += part.count * max(steps * float(x.max()), -rest)
+            smallest += part.count * min(steps * float(x.min()), rest)
+        for cut in _LOG_CUTS:
+            speed = math.sqrt(-2.0 * cut) / sd
+            ups, downs = (
+                functools.partial(self._beyond, theta, base, cut, sign) for sign in (1.0, -1.0)
+            )
+            high, low = self._reach(ups, speed), -self._reach(downs, speed)
+            if cut + base - theta * high <= negligible:
+                break
+        return base, max(low, smallest), min(high, largest), cut
 
-    def _tilted_law(self, theta: float) -> tuple[float, np.ndarray, np.ndarray, float]:
+    def _beyond(self, theta: float, base: float, cut: float, sign: float, speed: float) -> float:
+        return (self.cumulant(theta + sign * speed) - base - cut) / speed
+
+    def _tilted_law(
+        self, theta: float, negligible: float
+    ) -> tuple[float, np.ndarray, np.ndarray, float]:
         """Returns log M(theta), losses [n], tilted probabilities [n], and the cut upper mass."""
-        base, low, high = self._edges(theta)
+        base, low, high, cut = self._edges(theta, negligible)
         first = math.floor(low / self.grid)
         size = math.ceil(high / self.grid) - first + 2
         if size > MAX_POINTS:
@@ -216,43 +297,47 @@ class Composition:
         size = fft.next_fast_len(size, real=True)
         spectrum = np.ones(size // 2 + 1, dtype=complex)
         for part in self._parts:
-            spectrum *= part.spectrum(theta, size) ** part.count
+            spectrum *= _power(part.spectrum(theta, size), part.count)
         law = np.roll(fft.irfft(spectrum, size), -first % size)
         losses = (first + np.arange(size)) * self.grid
-        return base, losses, np.maximum(law, 0.0), math.exp(_LOG_CUT)
+        return base, losses, np.maximum(law, 0.0), math.exp(cut)
 
     def _weighted(
-        self, theta: float
+        self, theta: float, negligible: float = -math.inf
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, float]:
         """Losses, tilted law, log of what undoes the tilt, slack of delta, and the mass lost."""
-        base, losses, law, cut = self._tilted_law(theta)
+        base, losses, law, cut = self._tilted_law(theta, negligible)
         # Clipped weights multiply a law that is below its own rounding, which is in the slack.
         log_weight = np.minimum(base - theta * losses, 690.0)
         # Of the powers of the spectrum (per step), and of the exponents theta * loss (per step).
-        reach = theta * max(float(np.abs(part.losses[[0, -1]]).max()) for part in self._parts)
-        rounding = 1e-15 * (self.steps * (4.0 + 0.25 * reach) + 100.0)
+        reach = theta * self.largest
+        rounding = _ROUNDING * (self.steps * (4.0 + 0.25 * reach) + 100.0)
         slack = np.exp(log_weight) * rounding
         lost = self.infinity + cut * math.exp(min(base - theta * losses[-1], 690.0))
         return losses, law, log_weight, slack, lost
 
     def delta(self, epsilon: float) -> float:
         """Upper bound on the hockey-stick divergence at ``epsilon`` >= 0."""
+        if math.isinf(epsilon):
+            return max(0.0, self.infinity)
         theta = 0.0
         if epsilon > self.mean:
             # Far in the tail the Chernoff bound below settles it: no need of an extreme theta.
             enough = math.log(max(self.infinity, 1e-300)) - 40.0
-            theta = self._tilt(
-                lambda t, cumulant, mean: max(mean - epsilon, enough - cumulant + t * epsilon)
-            )
-        losses, law, log_weight, slack, lost = self._weighted(theta)
+            theta = self.tilt(lambda t, c, mean, _: max(mean - epsilon, enough - c + t * epsilon))
+        negligible = min(self.cumulant(theta) - theta * epsilon, 0.0) - 30.0
+        losses, law, log_weight, slack, lost = self._weighted(theta, negligible)
         if theta > 0.0 and epsilon < losses[0]:
             # What lies below the window is not counted rightly there; without a tilt it is.
             losses, law, log_weight, slack, lost = self._weighted(0.0)
         j = int(np.searchsorted(losses, epsilon, side="right"))
         spread = float(
-            np.exp(log_weight[j:]) @ (law[j:] * -np.expm1(np.maximum(epsilon - losses[j:], -700.0)))
+            (
+                np.exp(log_weight[j:])
+                * (law[j:] * -np.expm1(np.maximum(epsilon - losses[j:], -700.0)))
+            ).sum()
         )
-        chernoff = math.exp(min(self._cumulant(theta) - theta * epsilon, 0.0)) * (1.0 + 1e-6)
+        chernoff = math.exp(min(self.cumulant(theta) - theta * epsilon, 0.0)) * (1.0 + 1e-6)
         bound = min(spread + float(slack[max(j - 1, 0)]) + lost, chernoff + self.infinity)
         return float(min(1.0, bound))
 
@@ -285,14 +370,19 @@ class Composition:
             return math.inf
         log_delta = math.log(delta)
         # The minimum of the Chernoff bound (cumulant - log delta) / theta on epsilon.
-        theta = self._tilt(lambda t, cumulant, mean: t * mean - cumulant + log_delta)
+        theta = self.tilt(lambda t, cumulant, mean, _: t * mean - cumulant + log_delta)
+        # A weaker tilt, whose law is shorter, if rounding still is a millionth of delta.
+        bound = (self.cumulant(theta) - log_delta) / theta
+        enough = math.log(_ROUNDING * (8.0 * self.steps + 100.0)) + 14.0 - log_delta
+        weaker = self.tilt(lambda t, c, *_: t * bound - c - enough)
+        theta = min(theta, max(weaker, 0.3 * theta))
         answer, share = self._search(theta, delta)
         for _ in range(8):
             if not (0.0 < answer < math.inf and share > 1e-4):
                 break
             # Rounding at this tilt costs something: tilt to the answer itself. Where all losses
             # are tiny or at their largest the first tilt is far too strong, and one turn too few.
-            theta = self._tilt(functools.partial(_distance, answer))
+            theta = self.tilt(lambda t, c, mean, _, answer=answer: mean - answer)
             found, share = self._search(theta, delta)
             if not found < answer * (1.0 - 1e-6):
                 return min(answer, found)
@@ -313,7 +403,8 @@ class Composition:
 
     def _solve(self, theta: float, delta: float) -> tuple[float, float] | str:
         """Epsilon and the share of delta that rounding takes; or where it lies, off the window."""
-        losses, law, log_weight, slack, lost = self._weighted(theta)
+        negligible = math.log(delta) - 17.0
+        losses, law, log_weight, slack, lost = self._weighted(theta, negligible)
         upper, spread = self._spread(law * np.exp(log_weight))
         values = spread + slack + lost
         inside = np.flatnonzero(values <= delta)

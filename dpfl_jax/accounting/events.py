@@ -73,6 +73,7 @@ def uls(noise_multiplier: float, sampling_prob: float, steps: int) -> DpEvent:
       sampling_prob: q, of each user in each step.
       steps: T.
     """
+    # proof: uls-event-1
     step = dp_accounting.PoissonSampledDpEvent(
         check_prob(sampling_prob), dp_accounting.GaussianDpEvent(check_noise(noise_multiplier))
     )
@@ -102,6 +103,7 @@ def els(noise_multiplier: float, sampling_prob: float, group_size: int, steps: i
         return dp_accounting.NoOpDpEvent()
     if size == 1:
         return uls(sigma, prob, steps)
+    # proof: els-event-1
     counts, weights = binomial_weights(size, prob)
     return mixture(sigma, counts, weights, steps)
 
@@ -181,6 +183,7 @@ def two_stage(
     local_steps = check_count(local_steps, "number of local steps", 1)
     if lam == 1.0:
         return repeated(step, local_steps * check_count(rounds, "number of rounds"))
+    # proof: rpdp-event-1
     return repeated(TwoStageSampledDpEvent(lam, step, local_steps), rounds)
 
 
@@ -251,6 +254,7 @@ def local_group_dp(
     counts, weights = binomial_weights(
         check_count(items_per_subject, "records per subject", 1), prob
     )
+    # proof: local-group-event-1
     clipped = np.minimum(counts, cap)
     values = np.unique(clipped)
     grouped = [float(weights[clipped == value].sum()) for value in values]
@@ -261,6 +265,7 @@ def subject_probability(sampling_prob: float, items_per_subject: int) -> float:
     """1 - (1-q)^K: probability that a subject of K records has any in a Poisson batch."""
     prob = check_prob(sampling_prob)
     size = check_count(items_per_subject, "records per subject", 1)
+    # proof: hi-grad-avg-event-1
     return 1.0 if prob == 1.0 else -math.expm1(size * math.log1p(-prob))
 
 
@@ -284,6 +289,7 @@ def user_ldp(noise_multiplier: float, steps: int, *, sensitivity: float = 2.0) -
     """
     if not (math.isfinite(sensitivity) and sensitivity > 0):
         raise BadInputError(f"the sensitivity is {sensitivity}, but it must be above 0")
+    # proof: user-ldp-event-1
     return gaussian(check_noise(noise_multiplier) / sensitivity, steps)
 
 

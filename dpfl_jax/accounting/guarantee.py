@@ -11,13 +11,6 @@ from dpfl_jax.errors import BadInputError
 
 Status = Literal["upper bound", "exact", "paper's closed form", "none"]
 
-# Part of every guarantee's assumptions: what is accounted and what a computer draws differ here.
-IDEALISED = (
-    "what is idealised: the outputs of HMAC-SHA256, Philox and threefry (whose keys have 64 bits) "
-    "count as random bits, and noise drawn and added in float32 as real-valued noise; "
-    "attacks on the keys' length or on the grid of float32 values are not accounted for"
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Guarantee:

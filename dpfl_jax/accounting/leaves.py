@@ -17,8 +17,14 @@ import numpy as np
 from dp_accounting import NeighboringRelation, dp_event
 from scipy import special, stats
 
-from dpfl_jax.accounting import discretize
-from dpfl_jax.accounting.discretize import Atoms, LossPmf, StepLoss
+from dpfl_jax.accounting.discretize import (
+    Atoms,
+    Mixture,
+    StepLoss,
+    atoms_of_cells,
+    mixed,
+    mixture_step,
+)
 from dpfl_jax.accounting.event_types import (
     ApproximateDpEvent,
     FixedSizeGaussianDpEvent,
@@ -31,10 +37,7 @@ _REPLACE = NeighboringRelation.REPLACE_ONE
 # What may be Poisson-sampled.
 _SAMPLED = (dp_accounting.GaussianDpEvent, dp_accounting.LaplaceDpEvent)
 
-Moments = dict[str, tuple[float, float]]
-# Bounds on one discretisation: points, and points times sensitivities (a few seconds of work).
-MAX_STEP_POINTS = 1 << 18
-MAX_STEP_WORK = 1 << 22
+MAX_ATOMS = 1 << 18
 
 
 class Leaf(Protocol):
@@ -43,22 +46,17 @@ class Leaf(Protocol):
     def __hash__(self) -> int:
         """Leaves are dictionary keys."""
 
-    def moments(self) -> Moments:
-        """Mean and variance of its loss, by direction."""
+    def law(self, spacing: float, log_tail: float) -> StepLoss:
+        """Its loss, by cells of about ``spacing`` standard deviations of the noise.
 
-    def finest_grid(self, log_tail: float) -> float:
-        """Smallest distance between losses that keeps its table within memory."""
-
-    def build(self, grid: float, log_tail: float) -> StepLoss:
-        """Its discretised loss."""
-
-    @property
-    def top(self) -> float:
-        """The largest loss, if it is an atom (its mass does not fade out towards it); else 0."""
+        Args:
+          spacing: the excess of the divergences falls as its square.
+          log_tail: log of the probability that may become an infinite loss.
+        """
 
     @property
-    def unit(self) -> float:
-        """All atoms lie at whole multiples of it; 0 if there is no such number."""
+    def unit(self) -> float | None:
+        """All atoms lie at whole multiples of it; 0 if there is no such number; None: no atoms."""
 
     @property
     def discrete(self) -> bool:
@@ -68,8 +66,7 @@ class Leaf(Protocol):
 class _Smooth:
     """A loss without atoms."""
 
-    top = 0.0
-    unit = 0.0
+    unit: float | None = None
     discrete = False
 
 
@@ -79,6 +76,9 @@ class EventLeaf:
 
     event: Any
     relation: NeighboringRelation
+
+
+_NOISE = Mixture(np.zeros(1), np.ones(1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,79 +93,43 @@ class MixtureLeaf(_Smooth):
     shifts: tuple[float, ...]
     weights: tuple[float, ...]
 
-    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.asarray(self.shifts), np.asarray(self.weights)
-
-    @property
-    def mean_shift(self) -> float:
-        """Mean sensitivity over noise: what is left of the mixture when the noise is large."""
-        shifts, weights = self._arrays()
-        return float(shifts @ weights)
-
-    def moments(self) -> Moments:
-        """Mean and variance of its loss, by direction."""
-        return _cached_moments(self)
-
-    def finest_grid(self, log_tail: float) -> float:
-        """Smallest grid within ``MAX_STEP_POINTS`` points and ``MAX_STEP_WORK`` exponentials."""
-        points = min(MAX_STEP_POINTS, MAX_STEP_WORK // len(self.shifts))
-        return discretize.mixture_range(*self._arrays(), log_tail) / points
-
-    def build(self, grid: float, log_tail: float) -> StepLoss:
-        """Its discretised loss."""
-        return discretize.mixture_step(*self._arrays(), grid, log_tail)
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_moments(leaf: MixtureLeaf) -> Moments:
-    return discretize.mixture_moments(np.asarray(leaf.shifts), np.asarray(leaf.weights))
+    def law(self, spacing: float, log_tail: float) -> StepLoss:
+        """Of the mixture against the noise alone."""
+        mixture = Mixture(np.asarray(self.shifts), np.asarray(self.weights))
+        return mixture_step(mixture, _NOISE, spacing, log_tail)
 
 
 class AtomicLeaf(EventLeaf):
     """A loss of finitely many values: randomised response, discrete Laplace, (epsilon, delta)."""
 
-    def moments(self) -> Moments:
-        """Mean and variance of its finite losses, by direction."""
-        remove, add = _atoms(self)
-        return {"remove": remove.moments(), "add": add.moments()}
-
-    def finest_grid(self, log_tail: float) -> float:
-        """Smallest grid within ``MAX_STEP_POINTS`` points."""
-        return max(np.ptp(atoms.losses) for atoms in _atoms(self)) / MAX_STEP_POINTS
-
-    def build(self, grid: float, log_tail: float) -> StepLoss:
-        """Each atom on its grid point, or split between its neighbours."""
-        remove, add = _atoms(self)
-        return StepLoss(remove=remove.on_grid(grid), add=add.on_grid(grid))
+    def law(self, spacing: float, log_tail: float) -> StepLoss:
+        """Exact."""
+        return _atoms(self)
 
     @property
-    def top(self) -> float:
-        """The largest loss of either direction."""
-        return max(float(atoms.losses.max()) for atoms in _atoms(self))
-
-    @property
-    def unit(self) -> float:
+    def unit(self) -> float | None:
         """Distance between the atoms, where they are evenly spaced about 0."""
         if isinstance(self.event, dp_event.DiscreteLaplaceDpEvent):
-            return self.event.noise_parameter * (1 if self.event.sensitivity % 2 else 2)
+            return float(self.event.noise_parameter) * (1 if self.event.sensitivity % 2 else 2)
         # Randomised response against the uniform answer has two unrelated losses.
-        return 0.0 if self.relation == NeighboringRelation.REPLACE_SPECIAL else self.top
+        special_case = self.relation == NeighboringRelation.REPLACE_SPECIAL
+        return 0.0 if special_case else float(_atoms(self).remove.losses.max())
 
     @property
     def discrete(self) -> bool:
         """True where the atoms have a common unit."""
-        return self.unit > 0
+        return bool(self.unit)
 
 
 @functools.lru_cache(maxsize=64)
-def _atoms(leaf: AtomicLeaf) -> tuple[Atoms, Atoms]:
+def _atoms(leaf: AtomicLeaf) -> StepLoss:
     """Losses of both directions (remove, add)."""
     event = leaf.event
     if isinstance(event, ApproximateDpEvent):
         losses = np.array([-event.epsilon, event.epsilon])
         # The pair that attains every (epsilon, delta): Kairouz, Oh, Viswanath 2015, Theorem 3.3.
         both = Atoms(losses, (1.0 - event.delta) * special.expit(losses), event.delta)
-        return both, both
+        return StepLoss(both, both)
     if isinstance(event, dp_event.DiscreteLaplaceDpEvent):
         a, size = event.noise_parameter, event.sensitivity
         x = np.arange(size + 1)
@@ -174,7 +138,7 @@ def _atoms(leaf: AtomicLeaf) -> tuple[Atoms, Atoms]:
         # Beyond either end the loss stays at -a * size or a * size; e^(a * size) is their ratio.
         probs[0], probs[-1] = special.expit(a), special.expit(-a) * math.exp(-a * (size - 1))
         both = Atoms(a * (size - 2.0 * x), probs, 0.0)
-        return both, both
+        return StepLoss(both, both)
     assert isinstance(event, dp_event.RandomizedResponseDpEvent)
     p, k = event.noise_parameter, event.num_buckets
     # Log probabilities of the true answer and of each other one.
@@ -182,93 +146,44 @@ def _atoms(leaf: AtomicLeaf) -> tuple[Atoms, Atoms]:
     if leaf.relation == NeighboringRelation.REPLACE_SPECIAL:
         losses = np.array([log_true + math.log(k), log_other + math.log(k)])
         remove = np.array([math.exp(log_true), (k - 1) * math.exp(log_other)])
-        return Atoms(losses, remove, 0.0), Atoms(-losses, np.array([1.0, k - 1.0]) / k, 0.0)
+        added = Atoms(-losses, np.array([1.0, k - 1.0]) / k, 0.0)
+        return StepLoss(Atoms(losses, remove, 0.0), added)
     log_probs = np.array([log_true, log_other])
     losses, probs = log_probs - log_probs[::-1], np.exp(log_probs)
     if k > 2:
         losses, probs = np.append(losses, 0.0), np.append(probs, (k - 2) * math.exp(log_other))
     both = Atoms(losses, probs, 0.0)
-    return both, both
+    return StepLoss(both, both)
 
 
 class LaplaceLeaf(EventLeaf):
     """Laplace noise, perhaps Poisson-sampled."""
 
-    @property
-    def sampling_probability(self) -> float:
-        """Of taking part."""
-        return getattr(self.event, "sampling_probability", 1.0)
-
-    @property
-    def shift(self) -> float:
-        """The largest loss without sampling."""
-        return 1.0 / getattr(self.event, "event", self.event).noise_multiplier
-
-    def _tops(self) -> tuple[float, float]:
-        """Largest loss by direction; the smallest of one is minus the largest of the other."""
-        if self.sampling_probability >= 1.0:
-            return self.shift, self.shift
-        log_q, log_rest = (
-            math.log(self.sampling_probability),
-            math.log1p(-self.sampling_probability),
+    def law(self, spacing: float, log_tail: float) -> StepLoss:
+        """Beyond 0 and the shift the loss stands still: an atom at either end."""
+        q, shift = getattr(self.event, "sampling_probability", 1.0), self._shift
+        edges = np.linspace(0.0, shift, math.ceil(max(shift, 1.0) / spacing) + 1)
+        # From the left: what is below 0, between the edges, and above the shift.
+        down = 0.5 * np.concatenate(
+            [[1.0], np.exp(-edges[:-1]) * -np.expm1(-np.diff(edges)), [math.exp(-shift)]]
         )
-        remove = float(np.logaddexp(log_rest, log_q + self.shift))
-        return remove, -math.log1p(self.sampling_probability * math.expm1(-self.shift))
-
-    def divergences(self, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Hockey-stick divergence at ``epsilons`` in either direction, both float64 [n].
-
-        Sampling amplifies exactly, with S = (1-q) Q + q P and a = e^epsilon:
-        H_a(S || Q) = q H_b(P || Q) for b = (a - 1 + q) / q, or 1 - a if that is negative;
-        H_a(Q || S) = w H_b(Q || P) for b = a q / w and w = 1 - a (1 - q), or 0 if that is negative.
-        """
-        q = self.sampling_probability
-        if q >= 1.0:
-            both = self._unsampled(epsilons)
-            return both, both
-        log_q, log_rest = math.log(q), math.log1p(-q)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            removed = q * self._unsampled(
-                epsilons + np.log1p(-np.exp(np.minimum(log_rest - epsilons, 0.0))) - log_q
-            )
-            taken = -np.expm1(np.minimum(epsilons + log_rest, 0.0))
-            added = taken * self._unsampled(epsilons + log_q - np.log(taken))
-        removed = np.where(epsilons > log_rest, removed, -np.expm1(np.minimum(epsilons, 0.0)))
-        return removed, np.where(taken > 0.0, added, 0.0)
-
-    def _unsampled(self, epsilons: np.ndarray) -> np.ndarray:
-        """1 - e^((epsilon - shift) / 2) between the smallest and the largest loss."""
-        inside = -np.expm1(np.minimum(0.5 * (epsilons - self.shift), 0.0))
-        return np.where(epsilons > -self.shift, inside, -np.expm1(np.minimum(epsilons, 0.0)))
-
-    def moments(self) -> Moments:
-        """Of a fine discretisation."""
-        return _laplace_moments(self)
-
-    def finest_grid(self, log_tail: float) -> float:
-        """Smallest grid within ``MAX_STEP_POINTS`` points."""
-        return sum(self._tops()) / MAX_STEP_POINTS
-
-    def build(self, grid: float, log_tail: float) -> StepLoss:
-        """Connect-the-dots on the exact divergences."""
-        remove, add = (math.ceil(top / grid) for top in self._tops())
-
-        def one(direction: int, low: int, high: int) -> LossPmf:
-            return discretize.pmf_from_divergence(
-                lambda e: self.divergences(e)[direction], grid, low, high
-            )
-
-        return StepLoss(remove=one(0, -add, remove), add=one(1, -remove, add))
+        up = (1.0 - q) * down + q * down[::-1]
+        loss = 2.0 * np.concatenate([[0.0], edges, [shift]]) - shift
+        if q < 1.0:
+            loss = np.logaddexp(math.log1p(-q), math.log(q) + loss)
+        return StepLoss(
+            remove=atoms_of_cells(up, down, loss[:-1], loss[1:], 0.0),
+            add=atoms_of_cells(down, up, -loss[1:], -loss[:-1], 0.0),
+        )
 
     @property
-    def top(self) -> float:
-        """The largest loss of either direction."""
-        return max(self._tops())
+    def _shift(self) -> float:
+        return float(1.0 / getattr(self.event, "event", self.event).noise_multiplier)
 
     @property
-    def unit(self) -> float:
+    def unit(self) -> float | None:
         """The largest loss: an atom, as is its negative."""
-        return self.shift if self.sampling_probability >= 1.0 else 0.0
+        return 0.0 if hasattr(self.event, "sampling_probability") else self._shift
 
     @property
     def discrete(self) -> bool:
@@ -276,58 +191,16 @@ class LaplaceLeaf(EventLeaf):
         return False
 
 
-@functools.lru_cache(maxsize=256)
-def _laplace_moments(leaf: LaplaceLeaf) -> Moments:
-    step = leaf.build(max(2.0 * leaf.top / 4096, 1e-300), -50.0)
-    return {"remove": _pmf_moments(step.remove), "add": _pmf_moments(step.add)}
-
-
 class ReplaceGaussianLeaf(_Smooth, EventLeaf):
     """A Poisson-sampled Gaussian under replace-one: the unit's vector turns round."""
 
-    def moments(self) -> Moments:
-        """Measured."""
-        return _probed_moments(self)
-
-    def finest_grid(self, log_tail: float) -> float:
-        """Smallest grid within ``MAX_STEP_POINTS`` points."""
-        return 2.0 * self._largest(log_tail) / MAX_STEP_POINTS
-
-    def build(self, grid: float, log_tail: float) -> StepLoss:
-        """Connect-the-dots; the two directions are alike."""
-        high = math.ceil(self._largest(log_tail) / grid)
-        pmf = discretize.pmf_from_divergence(self._divergence, grid, -high, high)
-        return StepLoss(remove=pmf, add=pmf)
-
-    def _constants(self) -> tuple[float, float]:
-        return self.event.sampling_probability, 1.0 / self.event.event.noise_multiplier
-
-    def _largest(self, log_tail: float) -> float:
-        """Loss that is exceeded with probability below e^log_tail."""
-        q, shift = self._constants()
-        x = float(special.ndtri_exp(log_tail)) - shift
-        rest = math.log1p(-q) + 0.5 * shift**2
-        return float(
-            np.logaddexp(math.log(q) - shift * x, rest)
-            - np.logaddexp(math.log(q) + shift * x, rest)
-        )
-
-    def _divergence(self, epsilons: np.ndarray) -> np.ndarray:
-        """At x = (asinh(-alpha sinh(e / 2)) - e / 2) / shift the loss is e (dp-accounting)."""
-        q, shift = self._constants()
-        half = 0.5 * np.abs(epsilons)
-        with np.errstate(divide="ignore"):
-            log_sinh = half + np.log(-np.expm1(-2.0 * half)) - math.log(2.0)
-        log_scaled = 0.5 * shift**2 + math.log1p(-q) - math.log(q) + log_sinh
-        small = np.arcsinh(np.exp(np.minimum(log_scaled, 20.0)))
-        turned = np.where(log_scaled < 20.0, small, log_scaled + math.log(2.0))
-        x = -np.sign(epsilons) * (turned + half) / shift
-        here = (1.0 - q) * special.ndtr(x)
-        log_other = np.logaddexp(
-            math.log1p(-q) + special.log_ndtr(x), math.log(q) + special.log_ndtr(x - shift)
-        )
-        found = here + q * special.ndtr(x + shift) - np.exp(epsilons + log_other)
-        return np.clip(found, 0.0, 1.0)
+    def law(self, spacing: float, log_tail: float) -> StepLoss:
+        """The two directions are alike."""
+        q, shift = self.event.sampling_probability, 1.0 / self.event.event.noise_multiplier
+        weights = np.array([1.0 - q, q])
+        upper, lower = (Mixture(np.array([0.0, s]), weights) for s in (shift, -shift))
+        step = mixture_step(upper, lower, spacing, log_tail)
+        return StepLoss(step.remove, step.remove)
 
 
 class TruncatedLeaf(_Smooth, EventLeaf):
@@ -337,43 +210,16 @@ class TruncatedLeaf(_Smooth, EventLeaf):
     another's place (at most a replacement); section 4.3 of the supplement to its PLD library.
     """
 
-    def _parts(self) -> tuple[Leaf, Leaf | None, float]:
-        return _truncated_parts(self)
-
-    def moments(self) -> Moments:
-        """Of the mixture of the two cases."""
-        plain, cut, share = self._parts()
-        first = plain.moments()
+    def law(self, spacing: float, log_tail: float) -> StepLoss:
+        """Both cases, mixed."""
+        plain, cut, share = _truncated_parts(self)
+        first = plain.law(spacing, log_tail)
         if cut is None:
             return first
-        second, out = cut.moments(), {}
-        for name in first:
-            mean = (1.0 - share) * first[name][0] + share * second[name][0]
-            square = sum(
-                weight * (variance + mean_of**2)
-                for weight, (mean_of, variance) in (
-                    (1.0 - share, first[name]),
-                    (share, second[name]),
-                )
-            )
-            out[name] = (mean, max(square - mean**2, 0.0))
-        return out
-
-    def finest_grid(self, log_tail: float) -> float:
-        """The coarser of the two cases'."""
-        plain, cut, _ = self._parts()
-        return max(leaf.finest_grid(log_tail) for leaf in (plain, cut) if leaf is not None)
-
-    def build(self, grid: float, log_tail: float) -> StepLoss:
-        """Both cases on one grid, mixed."""
-        plain, cut, share = self._parts()
-        first = plain.build(grid, log_tail)
-        if cut is None:
-            return first
-        second = cut.build(grid, log_tail)
+        second = cut.law(spacing, log_tail)
         return StepLoss(
-            remove=discretize.mixed(first.remove, second.remove, share),
-            add=discretize.mixed(first.add, second.add, share),
+            remove=mixed(first.remove, second.remove, share),
+            add=mixed(first.add, second.add, share),
         )
 
 
@@ -400,54 +246,6 @@ def _as_leaf(found: Leaf | float | str) -> Leaf:
 
 
 class FixedSizeLeaf(_Smooth, EventLeaf):
-    """A batch of fixed size without replacement."""
-
-    def moments(self) -> Moments:
-        """Measured."""
-        return _probed_moments(self)
-
-    def finest_grid(self, log_tail: float) -> float:
-        """Smallest grid within ``MAX_STEP_POINTS`` points."""
-        return 2.0 * _fixed_size_reach(self.event, log_tail) / MAX_STEP_POINTS
-
-    def build(self, grid: float, log_tail: float) -> StepLoss:
-        """Its discretised loss."""
-        return _fixed_size_step(self.event, grid, log_tail)
-
-
-@functools.lru_cache(maxsize=256)
-def _probed_moments(leaf: Leaf) -> Moments:
-    """Of a coarse discretisation, refined until the grid is small beside the spread."""
-    finest = leaf.finest_grid(-50.0)
-    grid = max(0.1, finest)
-    for _ in range(12):
-        step = leaf.build(grid, -50.0)
-        found = {"remove": _pmf_moments(step.remove), "add": _pmf_moments(step.add)}
-        smallest = min(variance for _, variance in found.values())
-        if grid <= 0.3 * math.sqrt(smallest) or grid <= max(finest, 1e-5):
-            return found
-        grid = max(grid / 4.0, finest)
-    return found
-
-
-def _pmf_moments(pmf: LossPmf) -> tuple[float, float]:
-    weights = pmf.probs / pmf.probs.sum()
-    mean = float(weights @ pmf.losses)
-    return mean, float(weights @ (pmf.losses - mean) ** 2)
-
-
-def _fixed_size_loss(event: FixedSizeGaussianDpEvent, log_tail: float) -> Any:
-    q = event.batch_size / event.dataset_size
-    shifts, weights = np.array([0.0, 2.0 / event.noise_multiplier]), np.array([1.0 - q, q])
-    return discretize._mixture_loss(shifts, weights, log_tail, discretize._Adjacency.REMOVE)
-
-
-def _fixed_size_reach(event: FixedSizeGaussianDpEvent, log_tail: float) -> float:
-    """The largest loss of a table."""
-    return float(_fixed_size_loss(event, log_tail).connect_dots_bounds().epsilon_upper)
-
-
-def _fixed_size_step(event: FixedSizeGaussianDpEvent, grid: float, log_tail: float) -> StepLoss:
     """Fixed-size batches without replacement, replace-one.
 
     Balle, Barthe, Gaboardi 2018 (Theorem 11) and Zhu, Dong, Wang 2022 (Proposition 30): for
@@ -455,18 +253,19 @@ def _fixed_size_step(event: FixedSizeGaussianDpEvent, grid: float, log_tail: flo
     Gaussian under replacement (distance 2C), q = batch / data set. For e^eps < 1 the symmetry of
     the relation gives H_a(A||B) = 1 - a + a H_{1/a}(B||A).
     """
-    loss = _fixed_size_loss(event, log_tail)
-    high = math.ceil(loss.connect_dots_bounds().epsilon_upper / grid)
 
-    def divergence(epsilons: np.ndarray) -> np.ndarray:
-        upper = loss.get_delta_for_epsilon(np.arange(0, high + 1) * grid)
-        index = np.abs(np.round(epsilons / grid).astype(int))
-        positive = upper[index]
-        below = np.minimum(epsilons, 0.0)
-        return np.where(epsilons >= 0, positive, -np.expm1(below) + np.exp(below) * positive)
-
-    pmf = discretize.pmf_from_divergence(divergence, grid, -high, high)
-    return StepLoss(remove=pmf, add=pmf)
+    def law(self, spacing: float, log_tail: float) -> StepLoss:
+        """Positive losses as they are, each with its mirror image; what is left has loss 0."""
+        q = self.event.batch_size / self.event.dataset_size
+        shifts, weights = np.array([0.0, 2.0 / self.event.noise_multiplier]), np.array([1.0 - q, q])
+        half = mixture_step(Mixture(shifts, weights), _NOISE, spacing, log_tail).remove
+        above = half.losses > 0.0
+        losses, probs = half.losses[above], half.probs[above]
+        mirrored = np.exp(-losses) * probs
+        rest = max(1.0 - probs.sum() - mirrored.sum() - half.infinity, 0.0)
+        both = Atoms(np.append(losses, -losses), np.append(probs, mirrored), half.infinity)
+        both = both.with_atom(0.0, rest)
+        return StepLoss(both, both)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -481,25 +280,8 @@ class TwoStageLeaf:
     inner: Leaf
     local_steps: int
 
-    def moments(self) -> Moments:
-        """From those of the local steps, which add up."""
-        out = {}
-        for name, (mean, variance) in self.inner.moments().items():
-            first = self.local_steps * mean
-            second = self.local_steps * variance + first**2
-            out[name] = (
-                self.probability * first,
-                self.probability * second - (self.probability * first) ** 2,
-            )
-        return out
-
     @property
-    def top(self) -> float:
-        """That of one local step."""
-        return self.inner.top
-
-    @property
-    def unit(self) -> float:
+    def unit(self) -> float | None:
         """That of one local step: multiples of it add up to multiples."""
         return self.inner.unit
 
@@ -508,13 +290,9 @@ class TwoStageLeaf:
         """As one local step."""
         return self.inner.discrete
 
-    def finest_grid(self, log_tail: float) -> float:
-        """That of one local step."""
-        return self.inner.finest_grid(log_tail)
-
-    def build(self, grid: float, log_tail: float) -> StepLoss:
-        """The discretised loss of one local step; ``Part`` composes and mixes it."""
-        return self.inner.build(grid, log_tail - math.log(self.local_steps))
+    def law(self, spacing: float, log_tail: float) -> StepLoss:
+        """Of one local step; ``Part`` composes and mixes it."""
+        return self.inner.law(spacing, log_tail - math.log(self.local_steps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -585,6 +363,7 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
             return LaplaceLeaf(event, relation) if sigma > 0 else "no privacy"
     if isinstance(event, dp_accounting.GaussianDpEvent):
         sigma = check_noise(event.noise_multiplier)
+        # proof: isrl-event-3
         return ((2.0 if replace else 1.0) / sigma) ** 2 if sigma > 0 else "no privacy"
     if isinstance(event, dp_accounting.LaplaceDpEvent) and not replace:
         return LaplaceLeaf(event, relation) if check_noise(event.noise_multiplier) else "no privacy"
@@ -659,7 +438,7 @@ def _discrete_laplace(
     # Its parameter is one over the scale; 0 is no distribution at all, and counts as no noise.
     if a == 0 or check_noise(1.0 / (a * size)) == 0:
         return "no privacy"
-    if size > MAX_STEP_POINTS:
+    if size > MAX_ATOMS:
         raise BadInputError(
             f"a discrete Laplace event of sensitivity {size} has more losses than a table can "
             "hold: account it as Laplace noise, or rescale it"
@@ -670,8 +449,15 @@ def _discrete_laplace(
 def _mixture(event: dp_accounting.dp_event.MixtureOfGaussiansDpEvent) -> Leaf | float | str:
     sensitivities = np.asarray(event.sensitivities, dtype=float)
     weights = np.asarray(event.sampling_probs, dtype=float)
+    good = np.isfinite(sensitivities).all() and sensitivities.min(initial=0.0) >= 0
+    if not good or not weights.min(initial=0.0) >= 0 or not abs(weights.sum() - 1.0) <= 1e-6:
+        raise BadInputError(
+            "a mixture of Gaussians needs sensitivities of 0 and more, and probabilities of 0 and "
+            f"more that add up to 1; it has {sensitivities.tolist()!r:.80} with "
+            f"{weights.tolist()!r:.80}"
+        )
     kept = weights > 0
-    sensitivities, weights = sensitivities[kept], weights[kept]
+    sensitivities, weights = sensitivities[kept], weights[kept] / weights.sum()
     if sensitivities.max(initial=0.0) == 0.0:
         return "nothing"
     sigma = event.standard_deviation

@@ -175,6 +175,7 @@ class RateSolver:
             stack.append((split, stop, low, middle))
         costs = np.array([0.0] * nothing + [self.at(k) for k in found[nothing:]])
         # Certificates of neighbours may differ by rounding: step down until each one's own holds.
+        # proof: rpdp-rate-1
         while (again := (costs > distinct) & (found < last)).any():
             found[again] += 1
             costs[again] = [self.at(k) for k in found[again]]
@@ -241,6 +242,7 @@ class RateSolver:
             mine = over[indices == index]
             curve = self._curve(index)
             # Non-decreasing in the rounds: how many entries fit.
+            # proof: rpdp-leaving-2
             out[mine] = np.searchsorted(curve, budgets[mine], side="right")
         return out
 

@@ -18,6 +18,8 @@ _CLASSES: dict[str, type] = {
         dp_event.NonPrivateDpEvent,
         dp_event.GaussianDpEvent,
         dp_event.LaplaceDpEvent,
+        dp_event.DiscreteLaplaceDpEvent,
+        dp_event.RandomizedResponseDpEvent,
         dp_event.SelfComposedDpEvent,
         dp_event.ComposedDpEvent,
         dp_event.PoissonSampledDpEvent,

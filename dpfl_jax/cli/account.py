@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dpfl_jax.cli._account_mechanisms import MECHANISMS, PARAMETERS, Mechanism, Values
+from dpfl_jax.cli._figures import save
 from dpfl_jax.errors import BadInputError
 
 HELP = "what a mechanism guarantees, or the noise a guarantee needs"
@@ -137,7 +138,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         noise_multiplier=noise,
         accountant=names[args.accountant],
         sampling=mechanism.sampling,
-        assumptions=(*mechanism.assumptions, accounting.IDEALISED),
+        assumptions=(
+            *mechanism.assumptions,
+            *accounting.noise_assumptions("exact", found, args.delta, values.get("steps")),
+        ),
         caveats=("this is a calculation, not the report of a run",),
         steps=values.get("steps"),
     )
@@ -155,8 +159,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     told = None
     if args.explain or (args.plot is not None and args.plot_against == "attacks"):
         told = accounting.meaning(event, args.delta, relation=mechanism.relation)
-    if told is not None and args.explain:
-        result["meaning"] = told.to_json()
+        if args.explain:
+            result["meaning"] = told.to_json()
     if args.plot is not None:
         result["plot"] = str(_plot(mechanism, noise, values, args, told))
     _print(args, guarantee, result, told)
@@ -233,41 +237,35 @@ def _by_contribution(
 def _plot(
     mechanism: Mechanism, noise: float, values: Values, args: argparse.Namespace, told: Any
 ) -> pathlib.Path:
-    import matplotlib.pyplot as plt
     import numpy as np
+    from matplotlib.figure import Figure
 
     from dpfl_jax import accounting
 
-    figure, axes = plt.subplots(figsize=(6, 4))
+    figure = Figure(figsize=(6, 4))
+    axes = figure.subplots()
     if args.plot_against == "attacks":
         accounting.plot_attacks(axes, told)
-    elif args.plot_against == "steps":
-        x = np.unique(np.geomspace(1, max(values["steps"], 2), 24).astype(int))
-        y = accounting.epsilon_curve(
-            mechanism.event(noise, {**values, "steps": 1}),
-            [int(t) for t in x],
-            args.delta,
-            relation=mechanism.relation,
-        )
-        axes.set_xlabel("steps")
     else:
-        x = np.geomspace(1e-12, 1e-2, 24)
-        event = mechanism.event(noise, values)
-        y = [accounting.epsilon(event, float(d), relation=mechanism.relation) for d in x]
-        axes.set_xscale("log")
-        axes.set_xlabel("delta")
-    if args.plot_against != "attacks":
+        if args.plot_against == "steps":
+            x = np.unique(np.geomspace(1, max(values["steps"], 2), 24).astype(int))
+            y = accounting.epsilon_curve(
+                mechanism.event(noise, {**values, "steps": 1}),
+                [int(t) for t in x],
+                args.delta,
+                relation=mechanism.relation,
+            )
+        else:
+            x = np.geomspace(1e-12, 1e-2, 24)
+            event = mechanism.event(noise, values)
+            y = [accounting.epsilon(event, float(d), relation=mechanism.relation) for d in x]
+            axes.set_xscale("log")
+        axes.set(xlabel=args.plot_against, ylabel="epsilon (upper bound)")
         axes.plot(x, y, marker=".")
-        axes.set_ylabel("epsilon (upper bound)")
     axes.set_title(f"{args.mechanism}: each {mechanism.unit}, noise multiplier {noise:.5g}")
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    try:
-        figure.savefig(args.plot, dpi=150)
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"the plot cannot be written to {args.plot}: {error}") from error
-    finally:
-        plt.close(figure)
+    save(figure, args.plot)
     return args.plot
 
 

@@ -68,13 +68,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if not isinstance(config, RunConfig):
         raise BadInputError("compile: federated configurations are not compiled for slices yet")
     mesh = slice_mesh(args.topology, config.execution.mesh.axes)
-    if config.model.checkpoint is not None:
-        vocab = args.vocab_size or 1  # its own vocabulary
-    else:
-        vocab = args.vocab_size or config.model.overrides.get("vocab_size") or _vocab(config)
     result = measure(
         config,
-        vocab,
+        vocabulary(config, args.vocab_size),
         args.topology,
         mesh,
         suggest=args.suggest,
@@ -187,10 +183,14 @@ def measure(
     }
 
 
-def _vocab(config: Any) -> int:
+def vocabulary(config: Any, given: int | None) -> int:
+    """Its size: given, or the configuration's, or its tokeniser's."""
     from dpfl_jax.data import load_tokenizer
 
-    return load_tokenizer(config.data.tokenizer).vocab_size
+    if config.model.checkpoint is not None:
+        return given or 1  # its own vocabulary
+    declared = given or config.model.overrides.get("vocab_size")
+    return declared or load_tokenizer(config.data.tokenizer).vocab_size
 
 
 def _explain(

@@ -20,6 +20,7 @@ examples:
   dpfl data build --input posts.jsonl --user-column author --text-column body --out STORE
   dpfl data build --input 'parts/*.parquet' --user-column 'domain(url)' --out STORE
   dpfl data build --input speeches.jsonl.gz --user-column '{play}/{speaker}' --out STORE
+  dpfl data build --input visits.csv --delimiter ';' --user-column name --out STORE
   dpfl data build --source python_source --out STORE --store-format flat
   dpfl data build --source tfds --input DIR --user-column user_id --text-column text --out STORE
   dpfl data build --source shakespeare --out STORE
@@ -36,12 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument(
         "--source",
         default="files",
-        help="files (default), python_source, tfds, or a named data set (see docs/data.md)",
+        help="files (default), python_source, tfds, or a named data set (see docs/guides/data.md)",
     )
     build.add_argument("--input", nargs="+", metavar="PATH", help="files, patterns or folders")
     build.add_argument("--format", help="jsonl, parquet, csv, folder or huggingface (else by name)")
     build.add_argument("--user-column", default="user", help="column, or key expression")
     build.add_argument("--text-column", help="column of the text (default: text)")
+    build.add_argument("--delimiter", help="between the cells of CSV files (default: a comma)")
+    build.add_argument("--encoding", help="of CSV files (default: UTF-8, or UTF-16 if marked so)")
     build.add_argument(
         "--on-bad-row",
         choices=["error", "drop"],
@@ -134,6 +137,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
                 format=args.format,
                 user_column=args.user_column,
                 text_column=args.text_column or "text",
+                csv=_csv(args),
                 flags=args.engine_flags,
             )
         else:
@@ -167,6 +171,14 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _csv(args: argparse.Namespace) -> Any:
+    from dpfl_jax.data.rows import CsvFormat
+
+    if args.delimiter is not None and len(args.delimiter) != 1:
+        raise BadInputError(f"--delimiter is {args.delimiter!r}, but it must be one character")
+    return CsvFormat(args.delimiter, args.encoding)
+
+
 def _source(args: argparse.Namespace) -> Any:
     from dpfl_jax.data import sources
 
@@ -176,6 +188,7 @@ def _source(args: argparse.Namespace) -> Any:
             args.format,
             args.user_column,
             args.text_column or "text",
+            _csv(args),
             args.on_bad_row == "drop",
         )
     if args.source == "python_source":

@@ -9,8 +9,9 @@ from dpfl_jax.cli.main import add_json_flag
 
 DESCRIPTION = """\
 Write the model of a finished run as a directory that `transformers` opens: config.json,
-safetensors files, the tokeniser of the checkpoint it came from, and guarantee.json, which says what
-holds for it. Adapters are merged into the projections.
+safetensors files, the tokeniser of the checkpoint it came from, guarantee.json, which says what
+holds for it (`dpfl verify` checks it), and run.json: steps, base, date. Adapters are merged into
+the projections.
 
 A model that was not fine-tuned from a checkpoint is written too if it is of the GPT-2, Llama or
 Gemma family.

@@ -24,6 +24,8 @@ COMMANDS = {
     "init": "write a configuration to start from",
     "train": "train a model privately (or resume a run)",
     "account": "what a mechanism guarantees, or the noise a guarantee needs",
+    "verify": "hold the guarantee of a run to what it says",
+    "audit": "attack a mechanism, and compare what that proves with what is claimed",
     "data": "build, inspect and verify user-partitioned stores",
     "bench": "measure clipping, accounting and data pipelines",
     "compile": "compile the train step for a TPU slice, without one",
@@ -92,7 +94,10 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code: 0 done, 2 bad input, 1 anything else."""
+    """Runs one command and returns the exit code.
+
+    0 done; 2 bad input; 3 the result's ``holds`` is false; 1 anything else.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path:  # the folder one is in, behind all others: modules there hide none
         sys.path.append("")
@@ -121,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     if getattr(args, "json", False) and result is not None:
         print(json.dumps(result, default=str), flush=True)
-    return 0
+    return 3 if isinstance(result, dict) and result.get("holds") is False else 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import pathlib
 from typing import Any
 
+from dpfl_jax.cli._figures import save
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError
 
@@ -22,11 +23,17 @@ fall as G^-DECAY (0: all examples of a user alike; 0.5: orthogonal). Otherwise n
 over a sample of users at the starting model: computed from private data without noise, for your own
 eyes or on public data.
 
+With --chip the bill of each cell is beside it: FLOPs of the train step's products and convolutions
+(as traced; every position of a sequence counts, padding too) over peak times MFU. Whether a cell
+fits in memory is for `dpfl compile` to say of the written configuration.
+
 examples:
   dpfl plan configs/quickstart.yaml --compute-budget 256 --out planned.yaml
   dpfl plan configs/userlevel/stackoverflow_uls.yaml --compute-budget 4096 --png heat.png
   dpfl plan CONFIG --compute-budget 1024 --epsilon 2 --target-noise 0.01
   dpfl plan CONFIG --compute-budget 1024 --private-median 0.1 --overtake 32
+  dpfl plan CONFIG --compute-budget 1024 --chip v5e --price 1.2 --watts 200
+  dpfl plan CONFIG --chip-hours 2000 --chip v5e --epsilon 4   # least noise that they pay for
 """
 
 
@@ -52,6 +59,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target-noise", type=float, help="also: smallest epsilon and budget that reach it"
     )
+    cost = parser.add_argument_group("bill")
+    cost.add_argument("--chip", help="v5e, h100, ... or its FLOP/s, e.g. 2e14: price every cell")
+    cost.add_argument("--mfu", type=float, help="share of the chip's peak reached (default: 0.4)")
+    cost.add_argument("--price", type=float, help="of a chip-hour, in any currency")
+    cost.add_argument("--watts", type=float, help="of a chip")
+    cost.add_argument(
+        "--chip-hours",
+        type=float,
+        help="in place of --compute-budget: the largest power of two that they pay for",
+    )
+    cost.add_argument("--vocab-size", type=int, help="where the tokeniser is not at hand")
     parser.add_argument(
         "--overtake",
         type=int,
@@ -79,6 +97,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     epsilon = args.epsilon if args.epsilon is not None else config.privacy.epsilon
     if epsilon is None:
         raise BadInputError("the target is not set: give --epsilon, or privacy.epsilon")
+    price = _priced(config, args, console)
+    if args.chip_hours is not None:
+        chip, each = price
+        budget = chip.largest_budget(args.chip_hours, max(each.values()), config.train.steps)
     planner = _planner(config, args, epsilon, console)
     with console.status("calibrating noise"):
         plan = planner.plan(budget)
@@ -87,6 +109,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "sensitivities": planner.sensitivities.source,
         **plan.to_json(),
     }
+    if price is not None:
+        chip, each = price
+        for option in (result["best"], *result["options"]):
+            gradients = option["group_size"] if option["kind"] == "uls" else 1
+            flops = each[option["kind"]] * option["size"] * gradients * plan.steps
+            option["bill"] = chip.bill(flops)
     if args.target_noise is not None:
         result["inverse"] = _inverse(planner, args.target_noise, budget)
     if args.overtake is not None:
@@ -168,6 +196,35 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
     )
 
 
+def _priced(config: Any, args: argparse.Namespace, console: Any) -> Any:
+    """The chip, and FLOPs of a gradient evaluation by algorithm; None without ``--chip``."""
+    from dpfl_jax.cli.compile import measure, vocabulary
+    from dpfl_jax.config import load_config
+    from dpfl_jax.config.kinds import CENTRAL
+    from dpfl_jax.mesh import make_mesh
+    from dpfl_jax.planning.bill import Chip
+    from dpfl_jax.planning.sweep import at_budget
+
+    if args.chip is None:
+        given = [n for n in ("mfu", "price", "watts", "chip_hours") if getattr(args, n) is not None]
+        if given:
+            raise BadInputError(f"--{given[0].replace('_', '-')} needs --chip, e.g. --chip v5e")
+        return None
+    chip = Chip.named(args.chip, mfu=args.mfu, price=args.price, watts=args.watts)
+    found = {}
+    with console.status("counting the operations of a step"):
+        for kind in ("uls", "els"):
+            group = getattr(config.mechanism, "group_size", 1)
+            mechanism = at_budget(config.mechanism, kind, config.mechanism.compute_budget, group)
+            section = f"mechanism={json.dumps(CENTRAL.dump(mechanism))}"
+            cell: Any = load_config(args.config, [*args.overrides, section])
+            vocab = vocabulary(cell, args.vocab_size)
+            counted = measure(cell, vocab, "cpu:1", make_mesh(), count_only=True)
+            units = counted["microbatch_size"] * (counted["group_size"] or 1)
+            found[kind] = counted["flops"] / units
+    return chip, found
+
+
 def _inverse(planner: Any, noise: float, budget: int) -> dict[str, Any]:
     answers: dict[str, Any] = {"target_noise": noise}
     for name, question in (
@@ -185,6 +242,7 @@ def _inverse(planner: Any, noise: float, budget: int) -> dict[str, Any]:
 def _print(console: Any, result: dict[str, Any]) -> None:
     from rich.table import Table
 
+    billed = [name for name in result["best"].get("bill", ()) if name != "flops"]
     table = Table(
         "algorithm",
         "G",
@@ -192,12 +250,14 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         "probability",
         "noise multiplier",
         "noise on the gradient",
+        *billed,
         "",
         title=f"budget {result['budget']}, epsilon {result['epsilon']:g}, {result['steps']} steps",
     )
     marks = {"best": "least noise", "heuristic_els": "median", "heuristic_uls": "double"}
     for option in sorted(result["options"], key=lambda o: o["noise"]):
-        notes = [words for key, words in marks.items() if result[key] == option]
+        plain = {key: value for key, value in option.items() if key != "bill"}
+        notes = [words for key, words in marks.items() if result[key] in (option, plain)]
         table.add_row(
             option["kind"].upper(),
             str(option["group_size"]),
@@ -205,6 +265,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
             f"{option['sampling_prob']:.4g}",
             f"{option['noise_multiplier']:.5g}",
             f"{option['noise']:.4g}",
+            *(f"{option['bill'][name]:.4g}" for name in billed),
             ", ".join(notes),
         )
     console.print(table)
@@ -230,8 +291,8 @@ def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
     """Predicted noise of ULS over (G, M); the budget's cells outlined, the best marked."""
     import math
 
-    import matplotlib.pyplot as plt
     import numpy as np
+    from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     groups = sorted(planner.sensitivities.user)
@@ -239,7 +300,8 @@ def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
     cohorts = [2**k for k in range(max(0, top - 5), top + 1)]
     found = {(o.group_size, o.size): o.noise for o in planner.heat_map(cohorts)}
     image = np.array([[found[g, m] for m in cohorts] for g in groups])
-    figure, ax = plt.subplots(figsize=(7, 5))
+    figure = Figure(figsize=(7, 5))
+    ax = figure.subplots()
     shown = ax.imshow(np.log10(image), origin="lower", cmap="viridis_r", aspect="auto")
     for i, g in enumerate(groups):
         for j, m in enumerate(cohorts):
@@ -256,12 +318,7 @@ def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
     ax.set_title(title, fontsize=9)
     figure.colorbar(shown, label="log10 noise")
     figure.tight_layout()
-    try:
-        figure.savefig(file, dpi=150)
-    except (OSError, ValueError) as error:
-        raise BadInputError(f"the plot cannot be written to {file}: {error}") from error
-    finally:
-        plt.close(figure)
+    save(figure, file)
 
 
 def _write(args: argparse.Namespace, plan: Any, epsilon: float) -> None:

@@ -26,6 +26,8 @@ a run directory:
   checkpoints/    everything needed to go on, except the key
   private/        the root key of sampling and noise: never publish it
   report.json, report.md, curves.png
+  attacks.png     what an attacker may find out
+  guarantee.json  what is promised, for `dpfl verify`
 
 A run that was stopped (Ctrl-C, SIGTERM, kill -9, power) is resumed by the same command with the
 same --run-dir; on the same hardware it ends with the parameters it would have ended with. A

@@ -2,7 +2,7 @@
 
 from dpfl_jax.clipping.adaptive import AdaptiveClip
 from dpfl_jax.clipping.auto import Explanation
-from dpfl_jax.clipping.bounded import BoundedGrad, bounded_grad
+from dpfl_jax.clipping.bounded import BoundedGrad, bounded_grad, clipped_fun
 from dpfl_jax.clipping.probe import Probed, probe
 from dpfl_jax.clipping.result import BoundedSum
 from dpfl_jax.clipping.rules import (
@@ -35,6 +35,7 @@ __all__ = [
     "Standard",
     "Trainable",
     "bounded_grad",
+    "clipped_fun",
     "group_sizes",
     "join",
     "probe",

@@ -89,7 +89,8 @@ class AdaptiveClip:
 
         Args:
           clip_norm: C of this step.
-          noised_count: ``count`` over the whole step plus N(0, count_noise^2).
+          noised_count: ``count`` over the whole step plus N(0, count_noise^2):
+            ``noise.Noise(count_noise, 0.5).add(key, count)``.
           expected_units: expected units a step, a public constant.
         """
         share = noised_count / expected_units + 0.5

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -21,11 +23,10 @@ from dpfl_jax.clipping.problem import (
     Solution,
     as_arrays,
     count_units,
-    leaf_name,
     trainable_mask,
 )
-from dpfl_jax.clipping.result import BoundedSum, real_units, vary, varying_axes
-from dpfl_jax.clipping.rules import Rule, Standard
+from dpfl_jax.clipping.result import BoundedSum, leaf_name, real_units, vary, varying_axes
+from dpfl_jax.clipping.rules import PerGroup, Rule, Standard
 from dpfl_jax.clipping.taps.engine import LeafReport, solve_ghost
 from dpfl_jax.errors import BadInputError
 
@@ -35,7 +36,7 @@ STRATEGIES: tuple[Strategy, ...] = ("auto", "vmap", "scan", "ghost")
 
 
 class BoundedGrad:
-    """A function ``(params, batch, *, mask=None, rng=None, group=None) -> BoundedSum``.
+    """A function ``(params, *batch, mask=None, rng=None, group=None) -> BoundedSum``.
 
     Made by ``bounded_grad``. It holds no state, and composes with ``jit``, ``vmap`` over outer
     axes, ``shard_map`` and loops. It sums over the units it is given: a sum over devices is the
@@ -56,6 +57,7 @@ class BoundedGrad:
         unit_sharding: NamedSharding | None = None,
         pieces: Callable[[PyTree], PyTree] | None = None,
         gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None,
+        normalize_by: float = 1.0,
     ) -> None:
         self.loss_fn = loss_fn
         self.rule = rule
@@ -69,6 +71,12 @@ class BoundedGrad:
         self.unit_sharding = unit_sharding
         self.pieces = pieces
         self.gradient_sharding = gradient_sharding
+        self.normalize_by = normalize_by
+
+    @property
+    def sensitivity(self) -> float:
+        """Largest norm of what one unit contributes to the sum: what noise is scaled to."""
+        return self.rule.sensitivity / self.normalize_by
 
     def __call__(
         self,
@@ -86,7 +94,7 @@ class BoundedGrad:
           params: any pytree; floating-point leaves are trained.
           batch: pytree of arrays with a leading unit axis [n, ...]. No unit at all (n = 0) gives a
             sum of zeros.
-          *more: refused: a loss of several arguments takes them as one batch.
+          *more: likewise, for a loss of several arguments ``(params, x, y)``.
           mask: bool, int or float [n]; zero (or NaN) marks padding, which contributes exactly zero
             whatever it holds.
           rng: one key, from which unit i gets ``fold_in(rng, i)``, or n keys; given to the loss
@@ -98,11 +106,9 @@ class BoundedGrad:
           BadInputError: arguments or shapes that do not fit.
         """
         if more:
-            raise BadInputError(
-                "bounded_grad: it takes the parameters and one batch, but got "
-                f"{len(more) + 2} arguments: make the batch a tuple or a dict of arrays, which the "
-                "loss gets one unit of ((x, y), with a loss (params, (x, y))), and give the mask "
-                "by name (mask=...)"
+            units = (batch, *more)
+            return self._of_several(len(units))(
+                params, units, mask=mask, rng=rng, group=group, rule=rule
             )
         problem, rebuild = self.problem(params, batch, mask, rng, group, rule)
         solution = self.solve(problem)
@@ -110,13 +116,34 @@ class BoundedGrad:
             none = jax.tree.map(lambda x: x[:0], dataclasses.replace(solution, sums=[]))
             solution = dataclasses.replace(none, sums=solution.sums)
         return BoundedSum(
-            sum=rebuild(solution.sums),
+            sum=rebuild([x / self.normalize_by for x in solution.sums]),
             norms=solution.norms,
             weights=solution.weights,
             losses=solution.losses,
             nonfinite=solution.nonfinite,
             aux=solution.aux if self.has_aux else None,
+            leaf_norms=rebuild(solution.leaf_norms),
         )
+
+    def _of_several(self, count: int) -> BoundedGrad:
+        """The same of a loss whose ``count`` arguments come as one tuple."""
+        loss_fn = self.loss_fn
+        try:
+            inspect.signature(loss_fn).bind_partial(*range(count + 1))
+        except TypeError as error:
+            raise BadInputError(
+                f"bounded_grad: it got the parameters and {count} batches, which the loss does not "
+                f"take ({error}): give one for each of its arguments, and a mask by name (mask=...)"
+            ) from error
+        except ValueError:  # something that has no signature
+            pass
+        return self.with_loss(lambda params, units, **keys: loss_fn(params, *units, **keys))
+
+    def with_loss(self, loss_fn: Callable[..., Any]) -> BoundedGrad:
+        """The same of another loss."""
+        one = copy.copy(self)
+        one.loss_fn = loss_fn
+        return one
 
     def solve(self, problem: Problem, microbatches: bool = True) -> Solution:
         """Runs the strategy; without ``microbatches``, on all units at once."""
@@ -143,7 +170,7 @@ class BoundedGrad:
         self,
         params: PyTree,
         batch: PyTree,
-        *,
+        *more: PyTree,
         mask: jax.Array | None = None,
         rng: jax.Array | None = None,
         group: jax.Array | None = None,
@@ -153,10 +180,16 @@ class BoundedGrad:
         Args:
           params: as in a call.
           batch: as in a call.
+          *more: as in a call.
           mask: as in a call.
           rng: as in a call.
           group: as in a call.
         """
+        if more:
+            units = (batch, *more)
+            return self._of_several(len(units)).explain(
+                params, units, mask=mask, rng=rng, group=group
+            )
         found: list[Explanation] = []
 
         def look(params: PyTree, batch: PyTree) -> Any:
@@ -313,8 +346,9 @@ def _unit_keys(rng: jax.Array, n: int) -> jax.Array:
 def bounded_grad(
     loss_fn: Callable[..., Any],
     *,
-    clip_norm: float | None = None,
+    clip_norm: float | PyTree | None = None,
     rule: Rule | None = None,
+    normalize_by: float = 1.0,
     strategy: Strategy = "auto",
     has_aux: bool = False,
     trainable: PyTree | Callable[[str], bool] | None = None,
@@ -335,8 +369,10 @@ def bounded_grad(
     Args:
       loss_fn: ``(params, example) -> scalar`` (or ``(scalar, aux)``) for ONE unit; takes ``rng=``
         if keys are given. The example of a user holds arrays with an axis of its examples.
-      clip_norm: C; short for ``rule=Standard(C)``.
+      clip_norm: C; short for ``rule=Standard(C)``. A tree of them that is a prefix of the
+        parameters clips each part apart (``PerGroup``).
       rule: how norms become weights; give this or ``clip_norm``.
+      normalize_by: what the sum is divided by: a constant, such as the expected number of units.
       strategy: ``"vmap"`` (reference; memory n x parameters), ``"scan"`` (over microbatches of
         units), ``"ghost"`` (book-keeping, no per-unit gradients), or ``"auto"``.
       has_aux: whether the loss returns ``(value, aux)``.
@@ -378,9 +414,13 @@ def bounded_grad(
             "bounded_grad: units that are formed piece by piece need the strategy scan, vmap or "
             "auto, and a loss without auxiliary output"
         )
+    if not 1e-30 <= float(normalize_by) <= 1e30:
+        raise BadInputError(
+            f"bounded_grad: normalize_by is {normalize_by}, but it must be between 1e-30 and 1e30"
+        )
     if rule is None:
-        assert clip_norm is not None
-        rule = Standard(clip_norm)
+        single = jax.tree_util.all_leaves([clip_norm])
+        rule = Standard(clip_norm) if single else PerGroup.of_tree(clip_norm)  # type: ignore[arg-type]
     return BoundedGrad(
         loss_fn,
         rule,
@@ -394,4 +434,50 @@ def bounded_grad(
         unit_sharding,
         pieces,
         gradient_sharding,
+        float(normalize_by),
     )
+
+
+def clipped_fun(
+    fun: Callable[..., PyTree], *, strategy: Literal["vmap", "scan"] = "vmap", **options: Any
+) -> Callable[..., BoundedSum]:
+    """Bounds what a function returns for each unit, and sums: gradients are one such function.
+
+    >>> statistics = clipped_fun(lambda params, x: x - params["mean"], clip_norm=1.0)
+    >>> statistics(params, batch).sum
+
+    Args:
+      fun: ``(params, *example) -> pytree of floating-point arrays`` for ONE unit; takes ``rng=`` if
+        keys are given.
+      strategy: as of ``bounded_grad``: all units at once, or one ``microbatch_size`` at a time.
+      **options: of ``bounded_grad`` (``clip_norm`` or ``rule``, ``normalize_by``,
+        ``microbatch_size``).
+
+    Returns:
+      A function ``(params, *batch, mask=None, rng=None, group=None) -> BoundedSum``, whose sum is
+      like what ``fun`` returns, float32, and whose losses are zero. Its ``sensitivity`` is that of
+      ``BoundedGrad``.
+    """
+    made = bounded_grad(fun, strategy=strategy, **options)  # refuses what does not fit together
+
+    def clipped(params: PyTree, *batch: PyTree, **given: Any) -> BoundedSum:
+        def loss(weights: PyTree, *example: PyTree, **key: Any) -> jax.Array:
+            # The gradient of an inner product with respect to one side is the other.
+            values = fun(params, *example, **key)
+            products = jax.tree.map(lambda w, x: jnp.sum(w * x), weights, values)
+            return sum(jax.tree.leaves(products), start=jnp.zeros(()))
+
+        batch = as_arrays("batch", batch)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+        key = {} if given.get("rng") is None else {"rng": jax.random.key(0)}
+        like = jax.eval_shape(fun, params, *one, **key)
+        if not all(jnp.issubdtype(x.dtype, jnp.floating) for x in jax.tree.leaves(like)):
+            raise BadInputError(
+                "clipped_fun: the function must return floating-point arrays alone, but it returns "
+                f"{jax.tree.map(lambda x: str(x.dtype), like)}: convert them (x.astype(float))"
+            )
+        weights = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+        return made.with_loss(loss)(weights, *batch, **given)
+
+    clipped.sensitivity = made.sensitivity  # type: ignore[attr-defined]
+    return clipped

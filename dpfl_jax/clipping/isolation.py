@@ -32,14 +32,20 @@ def check_isolated(
       axes: the mesh axes over which the units vary.
 
     Raises:
-      BadInputError: the loss varies over other mesh axes than the units (it has captured data: its
-        gradient would be summed over those axes before clipping), or it, or its gradient,
-        communicates over an axis that is bound outside of it.
+      BadInputError: as of ``refuse_unseeable``; or the loss varies over other mesh axes than the
+        units (it has captured data: its gradient would be summed over those axes before clipping),
+        or it, or its gradient, communicates over an axis that is bound outside of it.
     """
-    if not _axes_are_bound():
-        return  # neither inside shard_map nor inside vmap with a named axis
-    unit = jax.tree.map(lambda x: x[0], units)
+    bound = _axes_are_bound()  # inside shard_map, or inside vmap with a named axis
+
+    def one(x: jax.Array) -> Any:  # one that is there, where its axes count
+        return x[0] if bound else jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+    unit = jax.tree.map(one, units)
     value = jax.make_jaxpr(lambda p, u: loss(p, u)[0])(leaves, unit)
+    refuse_unseeable(value, "bounded_grad: the loss")
+    if not bound:
+        return
     if captured := axes_of(value.out_avals[0]) - axes:
         raise BadInputError(
             f"bounded_grad: the loss of a unit varies over the mesh axes {sorted(captured)}, but "
@@ -54,6 +60,49 @@ def check_isolated(
             "hold only a part of this one, and the clip norm would bound neither; make the loss a "
             "function of one unit, and leave the splitting of parameters to automatic sharding"
         )
+
+
+def refuse_unseeable(program: Any, what: str) -> None:
+    """Refuses what nobody could bound, or tell from another run's.
+
+    Args:
+      program: a ClosedJaxpr.
+      what: it is, for the message.
+
+    Raises:
+      BadInputError: it calls back into Python, computes something else under ``vmap``, or draws
+        with keys that under ``vmap`` draw for all units together.
+    """
+    for inner in every_program(program):
+        for equation in inner.eqns:
+            name = equation.primitive.name
+            if name in ("pure_callback", "io_callback"):
+                raise BadInputError(
+                    f"{what} calls back into Python ({name}): what is computed there can neither "
+                    "be bounded nor told from another run's; write it in JAX"
+                )
+            if name == "custom_vmap_call":
+                raise BadInputError(
+                    f"{what} has a rule of its own for vmap (custom_vmap): what that computes can "
+                    "neither be bounded nor told from another run's; write it without one"
+                )
+            kinds = [str(getattr(v.aval, "dtype", "")) for v in equation.invars]
+            if name in ("rng_bit_generator", "rng_uniform") or any(
+                kind.startswith("key<") and kind != "key<fry>" for kind in kinds
+            ):
+                raise BadInputError(
+                    f"{what} draws with a generator ({name}) that draws for all units together "
+                    "when it is mapped over them, so that one would move the others: use keys of "
+                    "jax.random.key(seed, impl='threefry2x32')"
+                )
+
+
+def every_program(program: Any) -> Iterator[Any]:
+    """A ClosedJaxpr or Jaxpr, and all that it calls."""
+    yield program
+    for equation in program.eqns:
+        for inner in inner_programs(equation.params.values()):
+            yield from every_program(inner)
 
 
 def _axes_are_bound() -> bool:

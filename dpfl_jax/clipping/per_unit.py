@@ -45,6 +45,7 @@ def solve_vmap(problem: Problem) -> Solution:
     return Solution(
         sums=sums,
         norms=decided.norms,
+        leaf_norms=decided.leaf_norms,
         weights=decided.reported,
         losses=unit_where(problem.real, losses),
         nonfinite=decided.nonfinite,

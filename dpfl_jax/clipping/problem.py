@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping.result import unit_where, vary, varying_axes
+from dpfl_jax.clipping.result import leaf_name, unit_where, vary, varying_axes
 from dpfl_jax.clipping.rules import Rule
 from dpfl_jax.errors import BadInputError
 
@@ -134,12 +134,14 @@ class Problem:
         for i, more in enumerate(rounded or ()):
             if more is not None:
                 bounds[i] = jnp.square(jnp.sqrt(squared[i]) + more)
+        # proof: clip-2
         finite = jnp.isfinite(sum(bounds, start=total))
         keep = self.real & finite
         safe = [unit_where(keep, s) for s in bounds]
         reported, weights = self.rule.leaf_weights(safe, self.names, self.group)
         return Judgement(
             norms=jnp.sqrt(unit_where(keep, total)),
+            leaf_norms=[jnp.sqrt(unit_where(keep, s)) for s in squared],
             reported=unit_where(keep, reported.astype(jnp.float32)),
             weights=[unit_where(keep, w.astype(jnp.float32)) for w in weights],
             keep=keep,
@@ -152,6 +154,7 @@ class Judgement:
     """What the rule decided for each unit; arrays as in ``BoundedSum``, ``keep`` bool [n]."""
 
     norms: jax.Array
+    leaf_norms: list[jax.Array]
     reported: jax.Array
     weights: list[jax.Array]
     keep: jax.Array
@@ -161,19 +164,15 @@ class Judgement:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """What a strategy returns: ``BoundedSum`` with the sum as a flat list of leaves."""
+    """What a strategy returns: ``BoundedSum`` with flat lists of leaves."""
 
     sums: list[jax.Array]
     norms: jax.Array
+    leaf_norms: list[jax.Array]
     weights: jax.Array
     losses: jax.Array
     nonfinite: jax.Array
     aux: PyTree
-
-
-def leaf_name(path: tuple[Any, ...]) -> str:
-    """``layers/mlp/kernel`` from a JAX key path."""
-    return jax.tree_util.keystr(path, simple=True, separator="/") or "params"
 
 
 def trainable_mask(params: PyTree, trainable: PyTree | Callable[[str], bool] | None) -> list[bool]:

@@ -16,8 +16,8 @@ PyTree = Any
 class BoundedSum:
     """The sum of bounded unit gradients, and what was seen on the way.
 
-    Everything but ``sum`` is one number per unit and has had no noise added: it is as private as
-    the data. ``sum`` becomes private only with noise scaled to the rule's sensitivity.
+    Everything but ``sum`` is of single units and has had no noise added: it is as private as the
+    data. ``sum`` becomes private only with noise scaled to the rule's sensitivity.
 
     Attributes:
       sum: like the parameters, float32; None where a parameter is not trainable.
@@ -28,6 +28,8 @@ class BoundedSum:
       nonfinite: bool [n]; the unit's gradient held a NaN or an infinity (or its squared norm
         overflows float32): it was replaced by zero.
       aux: what the loss returned beside its value, stacked [n, ...]; None without ``has_aux``.
+      leaf_norms: like the parameters, float32 [n]: the norms of each parameter's gradients alone;
+        None where a parameter is not trainable.
     """
 
     sum: PyTree
@@ -36,6 +38,12 @@ class BoundedSum:
     losses: jax.Array
     nonfinite: jax.Array
     aux: PyTree = None
+    leaf_norms: PyTree = None
+
+
+def leaf_name(path: tuple[Any, ...]) -> str:
+    """``layers/mlp/kernel`` from a JAX key path."""
+    return jax.tree_util.keystr(path, simple=True, separator="/") or "params"
 
 
 def axes_of(aval: Any) -> frozenset[str]:

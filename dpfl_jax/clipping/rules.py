@@ -8,39 +8,51 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import glob
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.clipping.result import real_units
+from dpfl_jax.clipping.result import leaf_name, real_units
 from dpfl_jax.errors import BadInputError
+
+PyTree = Any
 
 # Squares of smaller norms are lost in float32.
 SMALLEST_CLIP_NORM = 1e-12
 
 
-def _check_positive(rule: str, **values: float) -> None:
-    for name, value in values.items():
-        if isinstance(value, jax.core.Tracer):  # known only on the device: see ``_trusted``
-            continue
-        kind = np.asarray(value).dtype
-        if np.shape(value) != () or not any(
-            jnp.issubdtype(kind, k) for k in (jnp.integer, jnp.floating)
-        ):
-            raise BadInputError(
-                f"{rule}: {name} must be one number, but it is a {type(value).__name__} (the rule "
-                "PerGroup bounds groups of parameters apart)"
-            )
-        if not (math.isfinite(value) and value > 0):
-            raise BadInputError(f"{rule}: {name} is {value}, but it must be finite and above 0")
-        if value < SMALLEST_CLIP_NORM:
-            raise BadInputError(
-                f"{rule}: {name} is {value}, but float32 loses the squares of norms below "
-                f"{SMALLEST_CLIP_NORM}: scale the loss up"
-            )
+def _positive(what: str, value: float) -> float:
+    """``value`` as a float: squares and sums of other kinds of numbers overflow or round."""
+    if isinstance(value, jax.core.Tracer):  # known only on the device: see ``_trusted``
+        return value
+    kind = np.asarray(value).dtype
+    if np.shape(value) != () or not any(
+        jnp.issubdtype(kind, k) for k in (jnp.integer, jnp.floating)
+    ):
+        raise BadInputError(
+            f"{what} must be one number, but it is a {type(value).__name__} (the rule "
+            "PerGroup bounds groups of parameters apart)"
+        )
+    if not (math.isfinite(value) and value > 0):
+        raise BadInputError(f"{what} is {value}, but it must be finite and above 0")
+    if value < SMALLEST_CLIP_NORM:
+        raise BadInputError(
+            f"{what} is {value}, but float32 loses the squares of norms below "
+            f"{SMALLEST_CLIP_NORM}: scale the loss up"
+        )
+    return float(value)
+
+
+def _keep_positive(rule: Rule, *names: str) -> None:
+    """Validates these fields of a rule, and makes them floats."""
+    for name in names:
+        value = _positive(f"{type(rule).__name__}: {name}", getattr(rule, name))
+        object.__setattr__(rule, name, value)
 
 
 def _trusted(weights: jax.Array, *values: jax.Array | float) -> jax.Array:
@@ -108,11 +120,12 @@ class Standard(Rule):
 
     def __post_init__(self) -> None:
         """Validates."""
-        _check_positive("Standard", clip_norm=self.clip_norm)
+        _keep_positive(self, "clip_norm")
 
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
         """See ``Rule.weights``."""
         del group
+        # proof: clip-1
         weights = jnp.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
         return _trusted(weights, self.clip_norm)
 
@@ -136,7 +149,7 @@ class Normalized(Rule):
 
     def __post_init__(self) -> None:
         """Validates."""
-        _check_positive("Normalized", clip_norm=self.clip_norm)
+        _keep_positive(self, "clip_norm")
 
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
         """See ``Rule.weights``."""
@@ -163,7 +176,7 @@ class Automatic(Rule):
 
     def __post_init__(self) -> None:
         """Validates."""
-        _check_positive("Automatic", clip_norm=self.clip_norm, gamma=self.gamma)
+        _keep_positive(self, "clip_norm", "gamma")
 
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
         """See ``Rule.weights``."""
@@ -191,7 +204,7 @@ class GroupAverage(Rule):
 
     def __post_init__(self) -> None:
         """Validates."""
-        _check_positive("GroupAverage", clip_norm=self.clip_norm)
+        _keep_positive(self, "clip_norm")
 
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
         """See ``Rule.weights``.
@@ -207,6 +220,7 @@ class GroupAverage(Rule):
                 "GroupAverage: needs `group`, the number of units of each unit's group in the step"
             )
         size = jnp.maximum(group, 1)
+        # proof: clip-3
         return _trusted(Standard(self.clip_norm).weights(norms) / size, size)
 
     @property
@@ -234,8 +248,8 @@ class PerGroup(Rule):
 
     Attributes:
       clip_norms: (pattern, C_k) pairs; a parameter belongs to the first shell pattern
-        (``"layers/*/kernel"``) that matches its name; a pattern that matches none costs nothing
-        but its share of the sensitivity.
+        (``"layers/*/kernel"``) that matches its name or that of a tree it lies in; a pattern that
+        matches none costs nothing but its share of the sensitivity.
     """
 
     clip_norms: tuple[tuple[str, float], ...]
@@ -249,14 +263,27 @@ class PerGroup(Rule):
                 "PerGroup: clip_norms must be pairs of a pattern and its C: "
                 "(('layers/*', 0.5), ('*', 1.0))"
             )
-        for pattern, clip_norm in self.clip_norms:
-            _check_positive(f"PerGroup, pattern {pattern!r}", clip_norm=clip_norm)
+        floats = tuple(
+            (pattern, _positive(f"PerGroup, pattern {pattern!r}: clip_norm", clip_norm))
+            for pattern, clip_norm in self.clip_norms
+        )
+        object.__setattr__(self, "clip_norms", floats)
+
+    @classmethod
+    def of_tree(cls, clip_norms: PyTree) -> PerGroup:
+        """The rule of a tree of clip norms that is a prefix of the parameters."""
+        flat = jax.tree_util.tree_flatten_with_path(clip_norms)[0]
+        return cls(tuple((glob.escape(leaf_name(path)), norm) for path, norm in flat))
 
     def partition(self, names: Sequence[str]) -> list[int]:
         """The group of each parameter; raises BadInputError for one that no pattern matches."""
         out = []
         for name in names:
-            hits = [k for k, (p, _) in enumerate(self.clip_norms) if fnmatch.fnmatchcase(name, p)]
+            hits = [
+                k
+                for k, (pattern, _) in enumerate(self.clip_norms)
+                if any(fnmatch.fnmatchcase(name, p) for p in (pattern, f"{pattern}/*"))
+            ]
             if not hits:
                 raise BadInputError(
                     f"PerGroup: no pattern matches the parameter {name!r}; add ('*', C) at the end"
@@ -294,7 +321,7 @@ class PerLayer(Rule):
 
     def __post_init__(self) -> None:
         """Validates."""
-        _check_positive("PerLayer", clip_norm=self.clip_norm)
+        _keep_positive(self, "clip_norm")
 
     def partition(self, names: Sequence[str]) -> list[int]:
         """Every leaf is its own group."""

@@ -67,6 +67,7 @@ class IsrlSection(Section):
       sampling: poisson, full, disjoint (one-pass), or with_replacement (no guarantee: only for the
         arm as_published).
       arm: sound, paper_closed_form or as_published: whose noise.
+      noise: exact (drawn and added in integers) or float (float32).
       rounds: R.
       batch_fraction: K_i / n_i, the same in all silos.
       clip_norm: of a record's gradient; default the loss's own bound.
@@ -86,6 +87,7 @@ class IsrlSection(Section):
     algorithm: Literal["minibatch_sgd", "accelerated", "multi_stage"] = "minibatch_sgd"
     sampling: Literal["poisson", "full", "disjoint", "with_replacement"] = "poisson"
     arm: Literal["sound", "paper_closed_form", "as_published"] = "sound"
+    noise: Literal["exact", "float"] = "exact"
     rounds: int | None = Field(None, gt=0)
     batch_fraction: float | None = Field(None, gt=0, le=1)
     clip_norm: Positive | None = None

@@ -124,6 +124,16 @@ class Kinds:
             )
         return cls(**values)
 
+    def parse_known(self, given: Mapping[str, Any]) -> Any:
+        """``parse`` of what somebody else wrote: nothing is imported for it.
+
+        Raises:
+          BadInputError: as of ``parse``, or the kind names a module.
+        """
+        if ":" in str(given.get("kind")):
+            raise BadInputError(f"mechanism.kind is {given['kind']!r}, and should be a plain name")
+        return self.parse(given)
+
     @staticmethod
     def dump(made: Any) -> dict[str, Any]:
         """The section that describes an object."""

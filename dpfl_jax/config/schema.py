@@ -66,7 +66,7 @@ class ModelConfig(Section):
         (classes), mlp, linear (numbers). Only the transformer takes size, checkpoint, overrides,
         lora and last_layers.
       module: a model of your own in the place of a kind: ``package.module:build``, a function
-        (task, key, **options) that returns it (docs/models.md).
+        (task, key, **options) that returns it (docs/guides/models.md).
       options: arguments of the other kinds' classes, or of the function.
       size: a named size; not beside a checkpoint.
       checkpoint: directory in the Hugging Face layout (config.json and safetensors files) of a
@@ -92,6 +92,11 @@ class ModelConfig(Section):
     frozen_dtype: Literal["float32", "bfloat16"] = "float32"
 
     @property
+    def is_transformer(self) -> bool:
+        """Whether the model is the library's transformer."""
+        return self.module is None and self.kind == "transformer"
+
+    @property
     def what(self) -> str:
         """The key that says which model, and its value."""
         return f"kind={self.kind}" if self.module is None else f"module={self.module}"
@@ -100,16 +105,15 @@ class ModelConfig(Section):
     def _check_choice(self) -> ModelConfig:
         if self.module is not None and self.kind != "transformer":
             raise ValueError("both model.kind and model.module are set: keep one")
-        transformer = self.what == "kind=transformer"
         own = ("size", "checkpoint", "overrides", "lora", "last_layers")
-        for name in ("options",) if transformer else own:
+        for name in ("options",) if self.is_transformer else own:
             default = ModelConfig.model_fields[name].get_default(call_default_factory=True)
             if getattr(self, name) != default:
                 raise ValueError(
                     f"model.{name} does not go with model.{self.what}: remove it "
                     f"(transformers take {', '.join(own)}, other kinds options)"
                 )
-        if not transformer and self.trainable in ("lora", "last_layers"):
+        if not self.is_transformer and self.trainable in ("lora", "last_layers"):
             raise ValueError(f"model.trainable={self.trainable} is for model.kind=transformer")
         if self.checkpoint is not None and "size" in self.model_fields_set and self.size != "tiny":
             raise ValueError("both model.size and model.checkpoint are set: keep one")
@@ -257,7 +261,7 @@ class RunConfig(RunSection):
                 f"privacy.delta is {privacy.delta:g}, but it must lie strictly between 0 and 1"
             )
         check_target(privacy.epsilon, mechanism)
-        if self.pretrain is not None and self.model.what != "kind=transformer":
+        if self.pretrain is not None and not self.model.is_transformer:
             raise ValueError(
                 f"pretrain is for model.kind=transformer, not model.{self.model.what}: remove it"
             )

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dpfl_jax.data.build import encode_partition, finish, prepare, side_path
 from dpfl_jax.data.build_plan import BuildPlan
+from dpfl_jax.data.rows import PLAIN_CSV, CsvFormat
 from dpfl_jax.data.shards import ShardStore
 from dpfl_jax.data.sources import expand_paths, file_rows, file_source
 from dpfl_jax.data.store import user_order_key
@@ -29,10 +30,12 @@ def _read(
     format: str | None,
     user_column: str,
     text_column: str,
+    csv: CsvFormat,
     todo: frozenset[int],
 ) -> Iterator[_Keyed]:
     file, path = item
-    for user, seq, data in file_rows(file, pathlib.Path(path), format, user_column, text_column):
+    rows = file_rows(file, pathlib.Path(path), format, user_column, text_column, csv)
+    for user, seq, data in rows:
         shard = plan.partition(user)
         if shard in todo:
             yield shard, (user_order_key(user)[0], user, seq, data)
@@ -66,6 +69,7 @@ def build_with_beam(
     format: str | None = None,
     user_column: str = "user",
     text_column: str = "text",
+    csv: CsvFormat = PLAIN_CSV,
     flags: Sequence[str] = (),
 ) -> ShardStore:
     """Builds a store from files with an Apache Beam runner.
@@ -77,6 +81,7 @@ def build_with_beam(
       format: as in ``documents.read_documents``.
       user_column: column or key expression.
       text_column: column of the text.
+      csv: how CSV files are written.
       flags: passed to the runner, e.g. ``["--runner=FlinkRunner", ...]``.
 
     Raises:
@@ -93,7 +98,7 @@ def build_with_beam(
     paths = [os.fspath(p.absolute()) for p in expand_paths(path)]
     identity = {
         "engine": "beam",
-        **file_source(paths, format, user_column, text_column).identity,
+        **file_source(paths, format, user_column, text_column, csv).identity,
     }
     staging = prepare(out, plan, identity)
     todo = frozenset(s for s in range(plan.num_shards) if not side_path(staging, plan, s).exists())
@@ -105,7 +110,7 @@ def build_with_beam(
                 | "Spread files" >> beam.Reshuffle()
                 | "Read"
                 >> beam.FlatMap(
-                    _read, plan, format, user_column, text_column, todo
+                    _read, plan, format, user_column, text_column, csv, todo
                 ).with_output_types(tuple[int, tuple[bytes, str, int, bytes]])
                 | "Group by partition" >> beam.GroupByKey()
                 | "Encode" >> beam.Map(_encode, os.fspath(staging), plan)

@@ -146,8 +146,8 @@ def from_rows(
 
     Args:
       rows: one dictionary each.
-      user: column of the owner, or a key expression (``docs/data.md``); None: every row is a person
-        of its own (tables only).
+      user: column of the owner, or a key expression (``docs/guides/data.md``); None: every row is
+        a person of its own (tables only).
       text: column of the text, to be tokenised; or
       target: column that is predicted, of a table of numbers, from
       inputs: these columns. A DataFrame or ``Dataset`` also takes shell patterns, and by default

@@ -67,7 +67,7 @@ class SourceConfig:
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     encoding: str | None = None
     on_bad_row: Literal["error", "drop"] = "error"
-    scale: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    scale: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict, hash=False)
     seq_len: _Count = 128
     stride: _Count = 1
     tokenizer: str = "bytes"

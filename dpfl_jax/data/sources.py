@@ -17,7 +17,7 @@ from dpfl_jax.data import python_source
 from dpfl_jax.data.build_plan import Row
 from dpfl_jax.data.documents import expand_paths, read_documents
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.rows import BadRows, text_of
+from dpfl_jax.data.rows import PLAIN_CSV, BadRows, CsvFormat, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 
@@ -52,10 +52,11 @@ def file_rows(
     format: str | None,
     user_column: str,
     text_column: str,
+    csv: CsvFormat = PLAIN_CSV,
     bad: BadRows | None = None,
 ) -> Iterator[Row]:
     """Yields the rows of one file; ``file`` is its place among the files of the build."""
-    documents = read_documents([path], format, user_column, text_column, bad=bad)
+    documents = read_documents([path], format, user_column, text_column, csv, bad)
     for row, (user, text) in enumerate(documents):
         yield user, sequence_number(file, row), text.encode()
 
@@ -71,6 +72,7 @@ def file_source(
     format: str | None = None,
     user_column: str = "user",
     text_column: str = "text",
+    csv: CsvFormat = PLAIN_CSV,
     drop: bool = False,
 ) -> Source:
     """Returns the documents of JSONL, Parquet, CSV, Hugging Face files or folders of text."""
@@ -80,13 +82,14 @@ def file_source(
 
     def rows() -> Iterator[Row]:
         for file, p in enumerate(paths):
-            yield from file_rows(file, p, format, user_column, text_column, bad)
+            yield from file_rows(file, p, format, user_column, text_column, csv, bad)
 
     identity = {
         "files": files,
         "format": format,
         "user_column": user_column,
         "text_column": text_column,
+        "csv": dataclasses.asdict(csv),
         "on_bad_row": "drop" if drop else "error",
     }
     # Compressed columns and gzip grow about threefold.

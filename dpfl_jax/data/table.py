@@ -23,7 +23,6 @@ Users = dict[str, dict[str, np.ndarray]]
 # Formats in which only the rows, which are people's own, say what columns there are.
 _UNDECLARED = ("jsonl", "rows")
 _LARGEST = float(np.finfo(np.float32).max)
-NONE: Mapping[str, tuple[float, float]] = {}
 
 
 def read_table(
@@ -67,7 +66,8 @@ def read_table(
     if rows is None:
         paths = expand_paths(config.path)
         rows = read_file_rows(paths, config.source, csv=config.csv, bad=bad)
-    if config.source in _UNDECLARED and (
+    declared = config.source not in _UNDECLARED
+    if not declared and (
         config.input_columns is None or any(map(_is_pattern, config.input_columns))
     ):
         raise BadInputError(
@@ -82,8 +82,8 @@ def read_table(
     alike: collections.Counter[str] = collections.Counter()
     for where, row in rows:
         if inputs is None:
-            given = config.input_columns if config.source in _UNDECLARED else list(row)
-            inputs = input_names(config.input_columns, given or (), [*others, *ids], where)
+            named = list(row) if declared else list(config.input_columns or ())
+            inputs = input_names(config.input_columns, named, [*others, *ids], where)
             there = set(row)
         if config.input_columns is None and set(row) != there:  # else one person chose for all
             raise BadInputError(
@@ -100,7 +100,7 @@ def read_table(
             cells: dict[str, Any] = {
                 name: value_to_id(row.get(name), where)
                 if name == silo
-                else _number(row, name, where, config.scale if name == target else {})
+                else _number(row, name, where, config.scale)
                 for name in others
             }
             if config.classes is not None:
@@ -123,8 +123,7 @@ def read_table(
         )
     if config.classes is not None and target in config.scale:
         raise BadInputError(f"data.scale names {target!r}, whose values are classes: remove it")
-    with np.errstate(over="ignore"):  # what float32 cannot hold is refused, as not finite
-        columns = {"x": _scaled(np.array(x), inputs, config.scale).astype(np.float32)}
+    columns = {"x": _scaled(np.array(x), inputs, config.scale).astype(np.float32)}
     if config.classes is None:
         label = _scaled(np.array(more[target])[:, None], (target,), config.scale)[:, 0]
         columns["label"] = label.astype(np.float32)
@@ -203,7 +202,10 @@ def input_names(
 
 
 def _number(
-    row: Mapping[str, Any], name: str, where: str, scale: Mapping[str, tuple[float, float]] = NONE
+    row: Mapping[str, Any],
+    name: str,
+    where: str,
+    scale: Mapping[str, tuple[float, float]] | None = None,
 ) -> float:
     """A cell; it and what ``scale`` makes of it are finite in float32."""
     if name not in row:
@@ -217,7 +219,7 @@ def _number(
             f"{where}: the column {name!r} holds {row[name]!r}, not a number: mend the row, or "
             "name the columns to use in data.input_columns"
         )
-    middle, half_width = scale.get(name, (0.0, 1.0))
+    middle, half_width = (scale or {}).get(name, (0.0, 1.0))
     if not abs((value - middle) / half_width) <= _LARGEST:
         raise BadInputError(
             f"{where}: the column {name!r} holds {row[name]!r}, which float32 cannot hold: mend "

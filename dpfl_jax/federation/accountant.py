@@ -17,7 +17,8 @@ import dp_accounting
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
-from dpfl_jax.accounting.accountant import clt_signal
+from dpfl_jax.accounting.accountant import rough_epsilon
+from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federation import Federation, SiloPlan
 
@@ -26,7 +27,7 @@ Mode = Literal["per_silo", "common"]
 # With more kinds of silos than this, compositions are of classes: probabilities rounded up and
 # noise rounded down to a geometric grid, which can only overstate the cost. Silos that are priced
 # one by one are always priced as they are.
-_MOST_KINDS = 24
+_MOST_KINDS = 64
 _GRID = 1.01
 
 
@@ -134,10 +135,12 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
     _check_settings(federation)
     one_silo = federation.mechanism.unit == "record" and not subject
     reach = 1 if one_silo else federation.max_silos_per_subject
+    # proof: silos-1
     if reach == 1:  # each unit in one silo: parallel composition
         kinds = {p.key: p for p in profiles}
         return [[p.event(rounds, subject) for p in kinds.values()]]
     profiles = _coarse(profiles)
+    # proof: silos-2
     together = min(reach, federation.silos_per_round)
     everything = events.horizontal([p.event(rounds, subject) for p in profiles])
     if together >= len(profiles):
@@ -258,8 +261,9 @@ def calibrate_federation(
         def with_noise(x: float) -> Federation:
             return federation.with_noise([x * sigma for sigma in sigmas])
 
-        if federated_epsilon(with_noise(1.0), delta, if_constant=True) <= epsilon:
-            return with_noise(1.0)
+        alone = with_noise(1.0)
+        if together == 1 and federated_epsilon(alone, delta, if_constant=True) <= epsilon:
+            return alone
     made = with_noise(_calibrated(with_noise, epsilon, delta))
     # What is stated is what was asked for, whatever the searches above did.
     assert federated_epsilon(made, delta, if_constant=True) <= epsilon
@@ -278,14 +282,14 @@ def _calibrated(make: Callable[[float], Federation], epsilon: float, delta: floa
         return worst_cases(made, made.rounds)[number]
 
     def needed(number: int) -> float:
-        costs, x = [clt_signal(event) for event in case(1.0, number)], 0.0
+        costs, x = [rough_epsilon(event, delta) for event in case(1.0, number)], 0.0
         while True:
             worst = max(range(len(costs)), key=costs.__getitem__)
 
             def event(sigma: float, worst: int = worst) -> Any:
                 return case(sigma, number)[worst]
 
-            found = accounting.calibrate_noise_multiplier(event, epsilon, delta, start=x or None)
+            found = accounting.calibrate_noise_multiplier(event, epsilon, delta)
             # Never back: rounding can make a cost rise by a hair with the noise.
             x = max(found, x * (1.0 + 1e-6))
             costs = [accounting.epsilon(event, delta) for event in case(x, number)]
@@ -296,35 +300,19 @@ def _calibrated(make: Callable[[float], Federation], epsilon: float, delta: floa
 
 
 def _each_alone(federation: Federation, copies: int, epsilon: float, delta: float) -> list[float]:
-    """Noise of each silo if ``copies`` of it were all that holds a subject."""
+    """Noise of each silo if ``copies`` of it were all that holds a subject: certified for one."""
+    calibrate = accounting.calibrate_noise_multiplier if copies == 1 else noise_near
     members = set(federation.participants.tolist())
     start = federation.with_noise([1.0] * len(federation.silos))
     profiles = _coarse([_Profile.of(start.silos[i]) for i in sorted(members)])
     by_silo = dict(zip(sorted(members), profiles))
     known: dict[Any, float] = {}
-    before: list[tuple[_Profile, float]] = []
-    kinds = {profile.key: profile for profile in profiles}
-    # Neighbours ask for much the same noise: each starts on the line through the last two.
-    for profile in sorted(kinds.values(), key=lambda p: (p.cap, p.steps, p.prob)):
+    for profile in {profile.key: profile for profile in profiles}.values():
 
         def event(sigma: float, profile: _Profile = profile) -> Any:
             own = dataclasses.replace(profile, sigma=sigma)
             return events.horizontal([own.event(federation.rounds, False)] * copies)
 
-        near = _extrapolated(before[-2:], profile)
-        found = accounting.calibrate_noise_multiplier(event, epsilon, delta, start=near)
-        known[profile.key] = found
-        before.append((profile, found))
+        known[profile.key] = calibrate(event, epsilon, delta)
     largest = max(known.values())
     return [known[by_silo[i].key] if i in members else largest for i in range(len(start.silos))]
-
-
-def _extrapolated(before: Sequence[tuple[_Profile, float]], profile: _Profile) -> float | None:
-    """A guess of the noise from the last two silos, by powers of the probability."""
-    if not before:
-        return None
-    (a, first), (b, second) = before[0], before[-1]
-    if (a.cap, a.steps) != (profile.cap, profile.steps) or a.prob == b.prob:
-        return second
-    slope = math.log(second / first) / math.log(b.prob / a.prob)
-    return second * (profile.prob / b.prob) ** slope

@@ -27,7 +27,7 @@ from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.federation.mechanisms import SiloMechanism
 from dpfl_jax.mesh import DATA_AXIS
-from dpfl_jax.noise import GaussianNoise
+from dpfl_jax.noise import Noise
 
 PyTree = Any
 
@@ -43,7 +43,7 @@ class Chunk:
       group: float32 [S, T, M, B], for rules that weight by group.
       microbatches: int32 [S, T], microbatches that hold units.
       active: bool [S, T], False for steps that a silo does not take.
-      noise_key: uint32 [S, T, 2], threefry keys, each used once.
+      noise_key: uint32 [S, T, 8], each used once.
       stddev: float32 [S, T], of the noise on the sum.
       divisor: float32 [S, T].
       clip_norm: float32 [S].
@@ -159,7 +159,6 @@ def make_release(
     silo axis.
     """
     summed = bounded_sum(mechanism, loss_fn, **options)
-    unit_noise = GaussianNoise(1.0)
 
     def one_silo(
         start: PyTree, opt_state: PyTree, silo: Chunk, microbatches: jax.Array
@@ -170,12 +169,11 @@ def make_release(
             total, stats = summed(
                 params, step["units"], step["mask"], step["group"], rows, silo.clip_norm
             )
-            key = jax.random.wrap_key_data(step["noise_key"], impl="threefry2x32")
-            noise = unit_noise.sample(key, total)
+            # proof: noise-4
+            noise = Noise(step["stddev"], silo.clip_norm, mechanism.noise)
             gradient = jax.tree.map(
-                lambda g, z, p: ((g + step["stddev"] * z) / step["divisor"]).astype(p.dtype),
-                total,
-                noise,
+                lambda g, p: (g / step["divisor"]).astype(p.dtype),
+                noise.add(step["noise_key"], total),
                 params,
             )
             updates, new_state = optimizer.update(gradient, state, params)

@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.data.store import Store
@@ -24,17 +25,22 @@ from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.mechanisms import SiloFacts
-from dpfl_jax.federation.personal.personalise import personal_guarantee, personalise
+from dpfl_jax.federation.personal.personalise import (
+    personal_guarantee,
+    personalise,
+    published,
+)
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.placement import spread, subject_keys
 from dpfl_jax.federation.recipes import AS_IF_SOUND, Claim, apply_recipe, claim_of
 from dpfl_jax.federation.server import OptimizerServer
+from dpfl_jax.federation.silo_statement import federated_statement, personal_statement
 from dpfl_jax.federation.subjects import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import build_by_name
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
-from dpfl_jax.run.prepared import Charge, Prepared, run_prepared
+from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.training.central_run import make_optimizer
@@ -134,7 +140,7 @@ class FederatedRun(Prepared):
 
     def train(
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
-    ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
+    ) -> tuple[RunResult, MakeReport]:
         """Runs the rounds."""
         config, federation, model = self.config, self.federation, self.model
         section, mesh = config.federation, data_parallel_mesh()
@@ -160,14 +166,15 @@ class FederatedRun(Prepared):
             console=console,
         )
 
-        def report() -> dict[str, Any]:
-            made = _report(self, result)
+        def report() -> tuple[dict[str, Any], Statement]:
+            guarantee = _guarantee(self, result.accounted, result.caveats)
+            made = _report(self, result, guarantee)
             if self.personal is not None:
                 summary = self.personal.write(directory.path, result.accounted)
                 # The rest is computed from the budgets, and stays with the silos.
                 told = ("policy", "rounds", "over_budget")
                 made["outside_guarantee"]["personal"] = {name: summary[name] for name in told}
-            return made
+            return made, _statement(self, result.accounted, guarantee)
 
         return result, report
 
@@ -329,13 +336,21 @@ def _guarantee(prepared: FederatedRun, rounds: int, caveats: tuple[str, ...] = (
     )
 
 
-def _report(prepared: FederatedRun, result: RunResult) -> dict[str, Any]:
+def _statement(prepared: FederatedRun, rounds: int, guarantee: Guarantee) -> Statement:
+    federation, personal = prepared.federation, prepared.personal
+    if personal is not None:
+        return personal_statement(federation.mechanism, published(personal), rounds, guarantee)
+    subjects = prepared.subjects.train.num_users
+    return federated_statement(federation, rounds, subjects, guarantee)
+
+
+def _report(prepared: FederatedRun, result: RunResult, guarantee: Guarantee) -> dict[str, Any]:
     config, federation = prepared.config, prepared.federation
     rows = [r for r in result.metrics if "outside_guarantee" in r]
     return build_report(
         config.name,
         result,
-        _guarantee(prepared, result.accounted, result.caveats),
+        guarantee,
         claim=prepared.claim.to_json(),
         dropped_silos=sum(r["dropped_silos"] for r in rows),
         silos=_silo_rows(prepared),

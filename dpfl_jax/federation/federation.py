@@ -115,6 +115,7 @@ class Federation:
         """Silos of a round, sorted; ``key`` is the run's root key."""
         if self.cohort is None:
             return self.participants
+        # proof: rpdp-silos-1
         drawn = self.cohort.indices(key.child("silo-cohort"), round_index)
         return np.intersect1d(drawn, self.participants)
 
@@ -144,6 +145,7 @@ class Federation:
                     f"{silo.num_subjects}: the probabilities accounted for would not be those run"
                 )
         caps = np.array([plan.mechanism.max_items_per_subject for plan in self.silos])
+        # proof: cap-2
         over = np.flatnonzero(data.largest_counts() > caps)
         if len(over) and self.mechanism.private:
             raise BadInputError(
@@ -152,6 +154,7 @@ class Federation:
             )
         most = int(data.silos_of_subjects().max(initial=0))
         # A mechanism that protects records states what a subject has, too.
+        # proof: cap-3
         if most > self.max_silos_per_subject and self.mechanism.private:
             raise BadInputError(
                 f"a subject has records in {most} silos, but max_silos_per_subject is "

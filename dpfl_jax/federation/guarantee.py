@@ -18,7 +18,6 @@ ASSUMPTIONS = (
     "silos that follow the protocol are honest about their own sampling and noise; the server and "
     "the other silos may be curious",
     "the root keys of the silos are secret",
-    accounting.IDEALISED,
 )
 
 
@@ -72,6 +71,10 @@ def federated_guarantee(
             "data before, a record inserted between others of its subject can move those too",
             *caveats,
         )
+    steps = sorted(federation.silos[i].local_steps for i in federation.participants.tolist())
+    # A unit may be in so many silos, each of which adds noise at every local step.
+    summed = rounds * steps[-1] * (1 if unit == "record" else reach)
+    assumptions += accounting.noise_assumptions(mechanism.noise, epsilon, delta, summed)
     if mechanism.private:
         counts = [plan.facts.num_subjects for plan in federation.silos]
         units = num_subjects or max(max(counts), math.ceil(sum(counts) / reach))
@@ -80,7 +83,6 @@ def federated_guarantee(
         caveats = (*accounting.delta_caveats(delta, units, f"{unit}s"), *caveats)
     members = len(federation.participants)
     noise = f"{sizes[0]:.5g}" if sizes[0] == sizes[-1] else f"{sizes[0]:.5g} to {sizes[-1]:.5g}"
-    steps = sorted(federation.silos[i].local_steps for i in federation.participants.tolist())
     taken = f"{steps[0]}" if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
     probs = sorted(
         p.mechanism.probability(p.facts) for p in federation.silos if p.facts.num_records

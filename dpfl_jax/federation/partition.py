@@ -192,6 +192,7 @@ def cap_per_subject(
     subjects, silos = np.asarray(subjects, np.int64), np.asarray(silos, np.int64)
     if not len(subjects):
         return np.zeros(0, bool)
+    # proof: cap-1
     ticket = mixed(np.asarray(subject_keys, np.uint64)[subjects], record_numbers(subjects), seed, 4)
     order = np.lexsort((ticket, subjects, silos))
     new = np.diff(subjects[order], prepend=-1) != 0

@@ -118,6 +118,7 @@ class RoundBuilder:
 
     def silo_key(self, silo: int, round_index: int) -> RootKey:
         """The key of one silo in one round, from which its draws and noise come."""
+        # proof: noise-5
         return self.key.child("silo", silo, round_index)
 
     def draws(self, silo: int, round_index: int) -> list[SiloDraw]:
@@ -128,10 +129,10 @@ class RoundBuilder:
         return [mechanism.draw(mine, key, t) for t in range(plan.local_steps)]
 
     def noise_keys(self, silo: int, round_index: int) -> np.ndarray:
-        """uint32 [local steps, 2]: one threefry key per local step."""
+        """uint32 [local steps, 8]: one key per local step."""
         key = self.silo_key(silo, round_index)
         steps = self.federation.silos[silo].local_steps
-        return np.stack([key.threefry("noise", t) for t in range(steps)])
+        return np.stack([key.words("noise", t) for t in range(steps)])
 
     def build(self, round_index: int, silos: np.ndarray) -> Piece:
         """Draws, reads and ships the work of ``silos`` (at most ``size``) in a round.
@@ -190,7 +191,7 @@ class RoundBuilder:
         mask = np.zeros((self.size, steps, capacity * self.row), bool)
         group = np.ones(mask.shape, np.float32)
         active = np.zeros(shape[:2], bool)
-        keys = np.zeros((*shape[:2], 2), np.uint32)
+        keys = np.zeros((*shape[:2], 8), np.uint32)
         stddev, divisor = np.zeros(shape[:2], np.float32), np.ones(shape[:2], np.float32)
         clip_norm, weight = np.ones(self.size, np.float32), np.zeros(self.size, np.float32)
         for s, (i, row) in enumerate(zip(silos.tolist(), drawn)):
@@ -201,6 +202,7 @@ class RoundBuilder:
             for t, draw in enumerate(row):
                 mask[s, t, : draw.size] = True
                 group[s, t, : draw.size] = draw.group
+                # proof: noise-3
                 stddev[s, t] = draw.noise_multiplier * plan.mechanism.clip_norm
                 constant = plan.mechanism.divisor(plan.facts)
                 divisor[s, t] = constant if draw.divisor is None else draw.divisor

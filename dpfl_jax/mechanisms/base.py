@@ -20,7 +20,7 @@ from dpfl_jax import accounting
 from dpfl_jax.clipping import Normalized, Rule, Standard, bounded_grad
 from dpfl_jax.config.kinds import CENTRAL, Named
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise import GaussianNoise, transformation
+from dpfl_jax.noise import MOST_NOISE, Noise, transformation
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Sampler
 
@@ -57,10 +57,21 @@ def require_positive(name: str, value: float) -> None:
         raise BadInputError(f"{name} is {value}, but it must be a number above 0, at most 1e30")
 
 
+def check_noise_law(law: str) -> None:
+    """Raises BadInputError unless there is such noise."""
+    if law not in ("exact", "float"):
+        raise BadInputError(f"noise is {law!r}, but it must be 'exact' or 'float'")
+
+
 def check_noise_multiplier(value: float | None) -> None:
-    """Raises BadInputError unless it is None (not calibrated yet), or a number >= 0."""
+    """Raises BadInputError unless it is None (not calibrated yet), or from 0 to a million."""
     if value is not None and not 0 <= value < math.inf:
         raise BadInputError(f"noise_multiplier is {value}, but it must be finite and >= 0")
+    if value is not None and value > MOST_NOISE:
+        raise BadInputError(
+            f"noise_multiplier is {value}, but it must be at most {MOST_NOISE:g}: ask for a larger "
+            "epsilon, or take larger batches"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,6 +85,8 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         C; De et al. 2022).
       noise_multiplier: sigma; the noise on the sum has stddev sigma times the largest
         contribution. None until calibrated.
+      noise: ``"exact"`` (drawn and added in integers: low bits tell nothing of the sum), or
+        ``"float"`` (float32, as elsewhere; the guarantee says what that leaves open).
       unit: whom it protects.
       accountant: how the epsilon of its event is computed, for the guarantee.
     """
@@ -81,6 +94,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
     clip_norm: float = 1.0
     clipping: Literal["standard", "normalized"] = "standard"
     noise_multiplier: float | None = None
+    noise: accounting.NoiseLaw = "exact"
 
     unit: ClassVar[str] = "user"
     accountant: ClassVar[str] = "PLD of the mechanism's event (rounded upwards)"
@@ -95,6 +109,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
                 f"clipping is {self.clipping!r}, but it must be 'standard' or 'normalized'"
             )
         check_noise_multiplier(self.noise_multiplier)
+        check_noise_law(self.noise)
 
     # ---- what runs -------------------------------------------------------------------------
 
@@ -231,13 +246,15 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         return self.noise_multiplier
 
     @property
-    def noise(self) -> GaussianNoise:
-        """The noise on the bounded sum."""
-        return GaussianNoise(self.sigma * self.rule.sensitivity)
+    def noise_stddev(self) -> float:
+        """Standard deviation of the noise on the bounded sum."""
+        # proof: noise-1
+        return self.sigma * self.rule.sensitivity
 
     def noise_transform(self) -> optax.GradientTransformationExtraArgs:
         """Adds the noise of a step to the sum, and divides by the expected size."""
-        return transformation(self.noise, self.divisor)
+        noise = Noise(self.noise_stddev, self.rule.sensitivity, self.noise)
+        return transformation(noise, self.divisor)
 
     def plan(self, data: Any, *, steps: int, **options: Any) -> Plan:
         """Calibrates the mechanism for a data set.
@@ -312,17 +329,21 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
     ) -> accounting.Guarantee:
         """What ``steps`` steps guarantee each user at ``delta``; caveats are added to its own."""
         own = accounting.delta_caveats(delta, population.num_users, "users")
+        epsilon = accounting.epsilon(self.event(population, steps), delta)
         return accounting.Guarantee(
             unit=self.unit,
             adjacency=f"add-or-remove one {self.unit}",
             trust="central",
-            epsilon=accounting.epsilon(self.event(population, steps), delta),
+            epsilon=epsilon,
             delta=delta,
             noise_multiplier=self.sigma,
             steps=steps,
             accountant=self.accountant,
             sampling=f"{self.told_sampling(population)}, {steps} steps",
-            assumptions=COMMON_ASSUMPTIONS,
+            assumptions=(
+                *COMMON_ASSUMPTIONS,
+                *accounting.noise_assumptions(self.noise, epsilon, delta, steps),
+            ),
             caveats=(*own, *caveats),
         )
 
@@ -333,7 +354,6 @@ COMMON_ASSUMPTIONS = (
     "expected size, the clip norm and the number of steps are public constants, fixed before "
     "looking at one user's data",
     "the root key is secret",
-    accounting.IDEALISED,
 )
 
 
@@ -357,6 +377,7 @@ def mean_of_examples(loss_fn: LossFn, axis: str | None = None) -> LossFn:
             losses, count = every(user["examples"]), user["count"]
         else:
             losses, count = every(_without_absent(user)), jnp.sum(mask)
+        # proof: uls-sensitivity-2
         return jnp.sum(jnp.where(mask, losses, 0.0)) / jnp.maximum(count, 1)
 
     return user_loss

@@ -65,6 +65,7 @@ class ELS(Mechanism):
     @property
     def divisor(self) -> float:
         """B, the expected batch size."""
+        # proof: els-divisor-1
         return float(self.batch_size)
 
     def population(self, user_offsets: np.ndarray) -> Population:
@@ -104,10 +105,12 @@ class ELS(Mechanism):
 
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> ExampleSampler:
         """Limits contributions once (from the key), then samples examples by Poisson."""
+        # proof: els-sampling-1
         positions = limit_contributions(
             key.numpy("contribution-limit"), user_offsets, self.group_size
         )
         prob = self.sampling_probability(self.population(user_offsets))
+        # proof: els-sampling-2
         return ExampleSampler(Poisson(len(positions), prob), positions, key)
 
     def event(self, population: Population, steps: int) -> Any:

@@ -16,7 +16,6 @@ import numpy as np
 from dpfl_jax import accounting
 from dpfl_jax.clipping import BoundedSum, join, split
 from dpfl_jax.mechanisms.base import LossFn, Mechanism, Population, PyTree, require_positive
-from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import ExampleSampler, Poisson, check_probability
 
@@ -100,9 +99,9 @@ class NonPrivate(Mechanism):
         return summed
 
     @property
-    def noise(self) -> GaussianNoise:
+    def noise_stddev(self) -> float:
         """None."""
-        return GaussianNoise(0.0)
+        return 0.0
 
     def event(self, population: Population, steps: int) -> Any:
         """A non-private event: epsilon is infinite."""

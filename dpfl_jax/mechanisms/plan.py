@@ -19,6 +19,7 @@ import optax
 from jax.sharding import Mesh
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.clipping import Trainable, self_check, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.execution import Execution
@@ -28,6 +29,7 @@ from dpfl_jax.data.store import Readable, check_offsets, expect_store, fingerpri
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.mechanisms.base import LossFn, Mechanism, Population, PyTree
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments, training_pipeline, units_of
+from dpfl_jax.mechanisms.central_statement import central_statement
 from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches, in_pieces
 from dpfl_jax.mesh import DATA_AXIS, make_mesh, place, replicated, splits_parameters
@@ -56,7 +58,7 @@ class Batch:
     Attributes:
       step: its number.
       units: what ``Plan.clipped_grad`` takes.
-      noise_key: uint32 [2], what ``Plan.noise`` takes. Secret.
+      noise_key: uint32 [8], what ``Plan.noise`` takes. Secret.
       plan: digest of the plan that it belongs to.
     """
 
@@ -293,8 +295,8 @@ class Plan:
         )
 
     def noise_key(self, key: RootKey, step: int) -> np.ndarray:
-        """uint32 [2]: of the noise of a step, under the key of a run."""
-        return key.threefry("noise", step)
+        """uint32 [8]: of the noise of a step, under the key of a run."""
+        return key.words("noise", step)
 
     def _own(self, key: RootKey) -> RootKey:
         """Who compares runs under a seed wants their draws; nothing about that key is secret."""
@@ -371,6 +373,10 @@ class Plan:
         if key is not None and key.public and self.mechanism.private:
             caveats = (*caveats, PUBLIC_KEY_CAVEAT)
         return self.mechanism.guarantee(self.population, self._of(steps), self.delta, caveats)
+
+    def statement(self, guarantee: accounting.Guarantee, steps: int | None = None) -> Statement:
+        """What guarantee.json says of the first ``steps`` steps (all), with their guarantee."""
+        return central_statement(self.mechanism, self.population, self._of(steps), guarantee)
 
     def _of(self, steps: int | None) -> int:
         """``steps`` (all), which the plan must have."""

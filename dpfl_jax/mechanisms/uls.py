@@ -67,6 +67,7 @@ class ULS(Mechanism):
     @property
     def divisor(self) -> float:
         """M, the expected cohort size."""
+        # proof: uls-divisor-1
         return float(self.cohort_size)
 
     def population(self, user_offsets: np.ndarray) -> Population:
@@ -107,11 +108,13 @@ class ULS(Mechanism):
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
         """Samples users by Poisson, and examples within each, afresh at each step."""
         prob = self.sampling_probability(self.population(user_offsets))
+        # proof: uls-sampling-1
         law = Poisson(len(user_offsets) - 1, prob)
         return UserSampler(law, np.asarray(user_offsets), self.group_size, key)
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
         """The mean of the losses of the user's examples."""
+        # proof: uls-sensitivity-1
         return mean_of_examples(loss_fn)
 
     def in_pieces(

@@ -1,6 +1,6 @@
 """Noise that is added to clipped sums."""
 
 from dpfl_jax.noise.gaussian import GaussianNoise
-from dpfl_jax.noise.transform import NoiseState, transformation
+from dpfl_jax.noise.transform import MOST_NOISE, Noise, NoiseState, transformation
 
-__all__ = ["GaussianNoise", "NoiseState", "transformation"]
+__all__ = ["MOST_NOISE", "GaussianNoise", "Noise", "NoiseState", "transformation"]

@@ -1,8 +1,10 @@
-"""Gaussian noise on a bounded sum: the same numbers for every sharding and device count.
+"""Gaussian noise in float32: the same numbers for every sharding and device count.
 
-Noise is drawn under ``jit`` and outside ``shard_map``: JAX's partitionable threefry then gives each
-device its slice of one global array. Inside ``shard_map`` with one key every device would draw the
-same numbers, which after a reduction is one noise vector with a wrong standard deviation.
+It is what mechanism.noise=float adds, and what simulations draw; the noise of ``exact`` withstands
+attacks on the grid of float32 values, too. Noise is drawn under ``jit`` and outside ``shard_map``:
+JAX's partitionable threefry then gives each device its slice of one global array. Inside
+``shard_map`` with one key every device would draw the same numbers, which after a reduction is one
+noise vector with a wrong standard deviation.
 """
 
 from __future__ import annotations
@@ -11,7 +13,6 @@ import dataclasses
 import math
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 
@@ -24,7 +25,7 @@ PyTree = Any
 # more than the delta of most runs. The scaled sum of two draws reaches 7.3 standard deviations
 # (the edge has probability 1e-14). It is for the tails alone: what is released still lies on a
 # float32 grid that tells of the clean sum (Mironov 2012; Haney et al. 2022, arXiv 2207.13793, whose
-# attacks several draws do not stop). Every guarantee says so: accounting.IDEALISED.
+# attacks several draws do not stop). Guarantees say so: IDEALISED_FLOAT.
 DRAWS = 2
 
 
@@ -65,15 +66,3 @@ class GaussianNoise:
 
         drawn = [one(k, leaf) for k, leaf in zip(keys, leaves, strict=True)]
         return jax.tree.unflatten(treedef, drawn)
-
-    def add(self, key: jax.Array, tree: PyTree) -> PyTree:
-        """Returns ``tree`` plus noise; with stddev 0 the tree itself.
-
-        Raises:
-          AssertionError: an array of the tree is not float32.
-        """
-        # In lower precision noise would be rounded away with the sum.
-        chex.assert_type(jax.tree.leaves(tree), jnp.float32)
-        if self.stddev == 0:
-            return tree
-        return jax.tree.map(jnp.add, tree, self.sample(key, tree))

@@ -1,6 +1,6 @@
 """Noise as an Optax transformation: adds it to a clipped sum, and divides by the expected size.
 
-    noise = transformation(GaussianNoise(stddev), divisor)
+    noise = transformation(Noise(stddev, sensitivity), divisor)
     state = noise.init(params)
     gradient, state = noise.update(total, state, params, noise_key=key)
 
@@ -11,6 +11,7 @@ noise that is correlated between steps keeps what it needs in ``memory``.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import chex
@@ -18,9 +19,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dpfl_jax.accounting import NoiseLaw
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.noise.exact import add_exact
 from dpfl_jax.noise.gaussian import GaussianNoise
 
 PyTree = Any
+MOST_NOISE = 1e6  # over the sensitivity; more, and exact noise could not hide its own grid
 
 
 class NoiseState(NamedTuple):
@@ -36,7 +41,55 @@ class NoiseState(NamedTuple):
     memory: PyTree = ()
 
 
-def transformation(noise: GaussianNoise, divisor: float) -> optax.GradientTransformationExtraArgs:
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """Independent Gaussian noise on every coordinate of a bounded sum: every system's.
+
+    Attributes:
+      stddev: of the noise on the sum (noise multiplier x sensitivity); a number, or an array known
+        on the device alone. Where it is 0 there is no noise.
+      sensitivity: largest norm of what one privacy unit adds to the sum; likewise.
+      law: ``"exact"``: on an integer grid, with 256-bit keys; ``"float"``: float32 numbers, added
+        in float32.
+    """
+
+    stddev: Any
+    sensitivity: Any
+    law: NoiseLaw = "exact"
+
+    def add(self, key: jax.Array, tree: PyTree) -> PyTree:
+        """``tree`` plus noise: the same numbers for every layout.
+
+        Args:
+          key: uint32 [8] (``RootKey.words``), of this sum alone.
+          tree: pytree of float32 arrays.
+        """
+        # In lower precision noise would be rounded away with the sum.
+        chex.assert_type(jax.tree.leaves(tree), jnp.float32)
+        chex.assert_shape(key, (8,))
+        chex.assert_type(key, jnp.uint32)  # another key would be another law of noise
+        known = isinstance(self.stddev, float | int)
+        if known and GaussianNoise(self.stddev).stddev == 0:
+            return tree
+        over = self.law == "exact" and known and isinstance(self.sensitivity, float | int)
+        if over and not self.stddev <= MOST_NOISE * self.sensitivity * (1 + 1e-6):
+            raise BadInputError(
+                f"the noise is {self.stddev / max(self.sensitivity, 1e-300):.3g} times the "
+                f"sensitivity, but at most {MOST_NOISE:g} times is hidden by exact noise in very "
+                "large models: ask for a larger epsilon"
+            )
+        if self.law == "exact":
+            noised = add_exact(key, tree, self.stddev, self.sensitivity)
+        else:
+            threefry = jax.random.wrap_key_data(key[:2], impl="threefry2x32")
+            drawn = GaussianNoise(1.0).sample(threefry, tree)
+            noised = jax.tree.map(lambda x, z: x + self.stddev * z, tree, drawn)
+        if known:
+            return noised
+        return jax.tree.map(lambda x, y: jnp.where(self.stddev == 0, y, x), noised, tree)
+
+
+def transformation(noise: Noise, divisor: float) -> optax.GradientTransformationExtraArgs:
     """Independent noise at every step.
 
     Args:
@@ -47,7 +100,7 @@ def transformation(noise: GaussianNoise, divisor: float) -> optax.GradientTransf
       ``init(params) -> NoiseState`` and ``update(sum, state, params=None, *, noise_key) ->
       (gradient, state)``, to be chained with any optimiser, and compiled with it or alone. The sum
       is float32; the gradient has the dtypes of ``params`` if they are given; noise_key is uint32
-      [2], a threefry key for this step alone.
+      [8], for this step alone.
     """
 
     def init(params: PyTree) -> NoiseState:
@@ -63,9 +116,7 @@ def transformation(noise: GaussianNoise, divisor: float) -> optax.GradientTransf
         **others: Any,
     ) -> tuple[PyTree, NoiseState]:
         del others
-        chex.assert_shape(noise_key, (2,))
-        chex.assert_type(noise_key, jnp.uint32)  # another key would be another law of noise
-        noised = noise.add(jax.random.wrap_key_data(noise_key, impl="threefry2x32"), total)
+        noised = noise.add(noise_key, total)
         gradient = jax.tree.map(
             lambda g, p: None if g is None else (g / divisor).astype(p.dtype),
             noised,

@@ -223,18 +223,9 @@ class Planner:
         if known not in self._uls:
             prob = self._probability(cohort, self.users.num_users, "users")
             self._uls[known] = accounting.calibrate_noise_multiplier(
-                lambda s: events.uls(s, prob, self.steps),
-                epsilon,
-                self.delta,
-                start=self._nearby(cohort, epsilon),
+                lambda s: events.uls(s, prob, self.steps), epsilon, self.delta
             )
         return self._uls[known]
-
-    def _nearby(self, cohort: int, epsilon: float) -> float | None:
-        """The noise multiplier of a known cohort within a factor of 4, the nearest."""
-        known = {m: s for (m, e), s in self._uls.items() if e == epsilon and s > 0}
-        near = [m for m in known if cohort / 4 <= m <= 4 * cohort]
-        return known[min(near, key=lambda m: abs(math.log(m / cohort)))] if near else None
 
     def uls(self, group: int, cohort: int, epsilon: float | None = None) -> Option:
         """ULS with G examples of M users.

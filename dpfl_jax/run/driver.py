@@ -286,14 +286,15 @@ def drive(
     ended |= done == steps
     if ended:
         evaluated(done)
+    if algorithm.private:
         if done < steps:
-            caveats = (*caveats, *[stopped_caveat(done, steps, algorithm.word)] * algorithm.private)
-    elif algorithm.private:
-        caveats = (*caveats, interrupted_caveat(done, steps, algorithm.word))
+            tell = stopped_caveat if ended else interrupted_caveat
+            caveats = (*caveats, tell(done, steps, algorithm.word))
+        if choosing is not None:
+            caveats = (*caveats, BEST_CAVEAT)
     chosen, like = None, shapes_of(state)
     if choosing is not None:
         choosing.look(log.rows, done)
-        caveats = (*caveats, *[BEST_CAVEAT] * algorithm.private)
         chosen = choosing.found(
             lambda kept, step: algorithm.params(kept.restore(like, root, terms, step))
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_jax.accounting import REPLACE, Guarantee, Meaning, plot_attacks
 from dpfl_jax.run.directory import FINISHED
 
 _PRIVATE, _OTHER, _SPENT = "#1f5fbf", "0.45", "#c2571a"
@@ -30,6 +31,24 @@ def plot_curves(
         warnings.simplefilter("ignore", UserWarning)
         figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def plot_meaning(path: pathlib.Path, found: Meaning, guarantee: Guarantee) -> None:
+    """Writes the picture of what attacks may find out as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.6, 4.4), layout="constrained")
+    axes = figure.subplots()
+    plot_attacks(axes, found)
+    axes.spines[["top", "right"]].set_visible(False)
+    question = "Was a {} in the data?" if found.relation != REPLACE else "Which {} was it?"
+    cost = guarantee.summary().split(" for each ")[0]
+    axes.set_title(
+        f"{question.format(guarantee.unit)} What no attack does better, seeing all that was "
+        f"released\n({cost})",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=110)
 
 
 def draw(metrics: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> Any:

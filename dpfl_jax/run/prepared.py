@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
@@ -38,6 +39,10 @@ class Charge:
     delta: float
     unit: str = "user"
     adjacency: str = "add-or-remove one user"
+
+
+# report.json and guarantee.json of a run.
+MakeReport = Callable[[], tuple[dict[str, Any], Statement]]
 
 
 class Prepared(abc.ABC):
@@ -72,7 +77,7 @@ class Prepared(abc.ABC):
     @abc.abstractmethod
     def train(
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
-    ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
+    ) -> tuple[RunResult, MakeReport]:
         """Runs; returns the result, and what makes its report (called where it is written)."""
 
 
@@ -123,12 +128,12 @@ def run_prepared(
         if not directory.writes:
             status = FINISHED if result.interrupted is None else "interrupted"
             return {"status": status, "steps": result.steps, "run_dir": str(directory.path)}
-        report = make_report()
+        report, statement = make_report()
         report["run_dir"] = str(directory.path)
         report["data"]["keyed_digest"] = directory.facts["data"]
         if result.interrupted is None:
             bill.commit()
-        write_report(directory.path, report, result.metrics)
+        write_report(directory.path, report, statement, result.metrics)
         return report
     finally:
         for sink in sinks:

@@ -15,9 +15,11 @@ import jax
 
 from dpfl_jax import __version__
 from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting.statement import NAME as STATEMENT
+from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.run.directory import FINISHED, write_atomically
 from dpfl_jax.run.driver import RunResult
-from dpfl_jax.run.picture import plot_curves
+from dpfl_jax.run.picture import plot_curves, plot_meaning
 
 PRIVATE_METRICS_CAVEAT = (
     "what metrics.jsonl and report.json hold under `outside_guarantee`, all timings and rates, and "
@@ -108,9 +110,16 @@ def build_report(
 
 
 def write_report(
-    directory: pathlib.Path, report: dict[str, Any], metrics: Sequence[dict[str, Any]]
+    directory: pathlib.Path,
+    report: dict[str, Any],
+    statement: Statement,
+    metrics: Sequence[dict[str, Any]],
 ) -> None:
-    """Writes report.md, curves.png and, last, report.json (whose status ends the run)."""
+    """Writes all that a run leaves and, last, report.json (whose status ends the run)."""
+    write_atomically(directory / STATEMENT, statement.dumps())
+    if (meaning := statement.meaning()) is not None:
+        report["meaning"] = meaning.sentences()
+        plot_meaning(directory / "attacks.png", meaning, statement.privacy)
     plot_curves(directory / "curves.png", metrics, report)
     write_atomically(directory / "report.md", render_markdown(report))
     write_atomically(directory / "report.json", json.dumps(report, indent=2, default=str) + "\n")
@@ -152,6 +161,9 @@ def render_markdown(report: dict[str, Any]) -> str:
     """The report as Markdown; sections that it does not have are left out."""
     lines = [f"# {report['name']}: {report['status']} after {taken(report)} steps", ""]
     lines += [f"**{report['summary']}**", "", "## Guarantee", "", report["guarantee"], ""]
+    if sentences := report.get("meaning"):
+        lines += ["## What an attacker may find out, at most", ""]
+        lines += [*[f"- {sentence}" for sentence in sentences], "", "![](attacks.png)", ""]
     if claim := report.get("claim"):
         rows = [{"epsilon": name, "": value} for name, value in claim_rows(claim)]
         lines += _table("Claimed and real", rows)

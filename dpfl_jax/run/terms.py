@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.clipping import join
-from dpfl_jax.clipping.isolation import inner_programs
+from dpfl_jax.clipping.isolation import every_program, refuse_unseeable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.content import content_digest
@@ -178,32 +178,13 @@ def traced_parts(function: Callable[..., Any], *args: Any) -> tuple[str, list[An
     """What a function traces to: its operations as text, and the arrays it has captured.
 
     Raises:
-      BadInputError: it calls back into Python, or computes something else under ``vmap``: what that
-        is cannot be traced.
+      BadInputError: as of ``clipping.isolation.refuse_unseeable``.
     """
     traced = jax.make_jaxpr(function)(*jax.tree.map(shape_of, args))
     text = re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr))  # functions print where they lie
-    programs = list(_programs(traced))
-    used = {equation.primitive.name for program in programs for equation in program.eqns}
-    if callbacks := used & {"pure_callback", "io_callback"}:
-        raise BadInputError(
-            f"the loss (or the optimiser) calls back into Python ({min(callbacks)}): what is "
-            "computed there can neither be bounded nor told from another run's; write it in JAX"
-        )
-    if "custom_vmap_call" in used:
-        raise BadInputError(
-            "the loss (or the optimiser) has a rule of its own for vmap (custom_vmap): what that "
-            "computes cannot be told from another run's; write it without one"
-        )
+    programs = list(every_program(traced))
+    refuse_unseeable(traced, "the loss (or the optimiser)")
     return text, [constant for program in programs for constant in getattr(program, "consts", ())]
-
-
-def _programs(program: Any) -> Iterator[Any]:
-    """A ClosedJaxpr or Jaxpr, and all that it calls."""
-    yield program
-    for equation in program.eqns:
-        for inner in inner_programs(equation.params.values()):
-            yield from _programs(inner)
 
 
 def training_digest(

@@ -68,6 +68,7 @@ def poisson_indices(rng: np.random.Generator, population: int, prob: float) -> n
     """
     if prob >= 1.0:
         return np.arange(population, dtype=np.int64)
+    # proof: poisson-1
     size = rng.binomial(population, prob)
     chosen = rng.choice(population, size=size, replace=False, shuffle=False)
     return np.sort(chosen.astype(np.int64, copy=False))

@@ -65,5 +65,6 @@ class PersonalizedPoisson:
         most = float(self.probs.max())
         if most == 0.0:
             return np.zeros(0, np.int64)
+        # proof: rpdp-sampling-1
         drawn = poisson_indices(rng, self.population, most)
         return drawn[rng.random(len(drawn)) * most < self.probs[drawn]]

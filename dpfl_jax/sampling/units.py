@@ -98,6 +98,7 @@ class UserSampler:
     def draw(self, step: int) -> Draw:
         """Returns the users of ``step``: units [n], positions [n, group_size] (-1 = none)."""
         users = self.law.indices(self.key, step)
+        # proof: uls-sampling-2
         rng = self.key.numpy("within-user", step)
         return Draw(users, choose_within_users(rng, self.user_offsets, users, self.group_size))
 

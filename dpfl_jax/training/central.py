@@ -298,11 +298,10 @@ def fit(
     console = console or default_console()
     caveats: tuple[str, ...] = ()
     if plan.mechanism.private:
-        caveats = (PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT)
-        if validation is not None:
-            caveats = (PRIVATE_METRICS_CAVEAT, VALIDATION_CAVEAT, TUNING_CAVEAT)
-            if pace is not None and pace.chooses:
-                _refuse_shared(plan.data, validation)
+        held_out = () if validation is None else (VALIDATION_CAVEAT,)
+        caveats = (PRIVATE_METRICS_CAVEAT, *held_out, TUNING_CAVEAT)
+        if validation is not None and pace is not None and pace.chooses:
+            _refuse_shared(plan.data, validation)
     options: dict[str, Any] = {"evaluate": evaluate, "pace": pace, "hooks": hooks}
     options |= {"console": console, "caveats": caveats}
     own = None
@@ -323,7 +322,8 @@ def fit(
                 mechanism=plan.stated["mechanism"],
                 data={"users": people.num_users, "examples": people.num_examples},
             )
-            write_report(own.path, report, result.metrics)
+            stated = plan.statement(result.guarantee, result.accounted)
+            write_report(own.path, report, stated, result.metrics)
         chosen = result.best
         if chosen is not None and (read := chosen.params) is not None:
             chosen = dataclasses.replace(chosen, params=lambda: rebuild(read()))

@@ -12,6 +12,7 @@ from typing import Any
 from jax.sharding import Mesh
 from rich.console import Console
 
+from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import RunConfig
 from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
@@ -23,7 +24,7 @@ from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
-from dpfl_jax.run.prepared import Charge, Prepared, run_prepared
+from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.training.beside import (
     BASELINE_CAVEAT,
@@ -137,7 +138,7 @@ class CentralRun(Prepared):
 
     def train(
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
-    ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
+    ) -> tuple[RunResult, MakeReport]:
         """Pre-trains if asked to, and fits."""
         config, mesh = self.config, make_mesh(**self.config.execution.mesh.axes)
         params, pretrained = starting_params(config, self.data, self.model, mesh, console)
@@ -153,10 +154,8 @@ class CentralRun(Prepared):
             predict = self.model.predict if self.data.task.kind == "classes" else None
             evaluator = Evaluator(self.model.loss, mesh, config.eval.batch_size, predict)
             evaluate = evaluator.of(self.held_out)
-        algorithm, pace = (
-            Central(self.model.loss, params, plan, self.optimizer, trainable),
-            Pace.of(config.train),
-        )
+        algorithm = Central(self.model.loss, params, plan, self.optimizer, trainable)
+        pace = Pace.of(config.train)
         result = train(
             algorithm,
             caveats=run_caveats(config, self.mechanism, self.data.known),
@@ -172,7 +171,7 @@ class CentralRun(Prepared):
             key = directory.root_key.child("baseline")
             baseline = without_privacy(algorithm, key, evaluate, pace, console)
 
-        def report() -> dict[str, Any]:
+        def report() -> tuple[dict[str, Any], Statement]:
             made = _report(self, pretrained, result, directory.facts)
             if personal is not None:
                 made["personalization"] = dataclasses.asdict(personal)
@@ -184,7 +183,7 @@ class CentralRun(Prepared):
                 made["samples"] = samples(
                     self.model, self.data.tokenizer, config.eval.prompt, named
                 )
-            return made
+            return made, plan.statement(result.guarantee, result.accounted)
 
         return result, report
 
@@ -209,22 +208,21 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     held_out: Store | None = getattr(data, config.eval.split)
     if held_out is not None:
         held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
-    choosing, personal = config.train.chooses, config.eval.personalize
-    if held_out is None and (choosing or personal):
-        what = "eval.personalize" if personal else "train.keep_best or train.patience"
-        raise BadInputError(
-            f"{what} needs held-out users, but there is no {config.eval.split} part: set "
-            f"data.{config.eval.split}_fraction, or leave it out"
-        )
-    if choosing and mechanism.private and _shared(config, data.known):
-        raise BadInputError(NO_CHOICE_WITHIN_USERS)
-    if personal and held_out is not None:
+    if held_out is None:
+        for what, wanted in (
+            ("eval.personalize", config.eval.personalize),
+            ("train.keep_best or train.patience", config.train.chooses),
+            ("eval.baseline", config.eval.baseline),
+        ):
+            if wanted:
+                raise BadInputError(
+                    f"{what} needs held-out users, but there is no {config.eval.split} part: set "
+                    f"data.{config.eval.split}_fraction, or leave it out"
+                )
+    elif config.eval.personalize:
         check_users(held_out)
-    if config.eval.baseline and held_out is None:
-        raise BadInputError(
-            f"eval.baseline needs held-out users, but there is no {config.eval.split} part: set "
-            f"data.{config.eval.split}_fraction, or eval.baseline to false"
-        )
+    if config.train.chooses and mechanism.private and _shared(config, data.known):
+        raise BadInputError(NO_CHOICE_WITHIN_USERS)
     if config.eval.prompt is not None:
         check_prompt(config.eval.prompt, model, data.tokenizer)
     return CentralRun(config, data, held_out, mechanism, population, delta, model, optimizer)
@@ -240,7 +238,7 @@ def read_data(
     """
     if config.pretrain is not None:
         make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
-    if config.model.what == "kind=transformer" and config.model.checkpoint is None:
+    if config.model.is_transformer and config.model.checkpoint is None:
         transformer_config(config.model.size)
     with console.status("reading data"):
         data = load(data_section(config))
@@ -418,7 +416,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         "training_flops": 6.0 * model.num_params * budget * seq_len * steps,
         "sampling_prob": mechanism.sampling_probability(population),
         "noise_multiplier": mechanism.noise_multiplier,
-        "noise_on_mean": mechanism.noise.stddev / mechanism.divisor,
+        "noise_on_mean": mechanism.noise_stddev / mechanism.divisor,
         "epsilon": guarantee.epsilon if math.isfinite(guarantee.epsilon) else None,
         "delta": delta,
         "privacy": guarantee.to_json(),
@@ -429,11 +427,10 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
 def model_facts(config: RunConfig, model: Any) -> dict[str, Any]:
     """What a report says of the model."""
     section = config.model
-    what, _, value = section.what.partition("=")
-    name: dict[str, Any] = {what: value}
+    name: dict[str, Any] = dict([section.what.split("=", 1)])
     if section.checkpoint is not None:
         name["checkpoint"] = section.checkpoint
-    elif value == "transformer":
+    elif section.is_transformer:
         name["size"] = section.size
     trained = check_trainable(section, model)
     return {**name, "parameters": model.num_params, "trained": trained}

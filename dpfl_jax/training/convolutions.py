@@ -1,8 +1,8 @@
 """Which parameters are kernels of convolutions.
 
 XLA's partitioner computes the gradients of several units wrongly where a convolution's kernel is
-split over devices (docs/clipping.md shows it in plain JAX): units mix. Every device holds such
-kernels whole.
+split over devices (docs/internals/clipping.md shows it in plain JAX): units mix. Every device holds
+such kernels whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from dpfl_jax.clipping.isolation import inner_jaxprs
-from dpfl_jax.clipping.problem import leaf_name
+from dpfl_jax.clipping.result import leaf_name
 from dpfl_jax.clipping.taps.trace import INLINED, REMAT
 
 PyTree = Any

@@ -8,12 +8,11 @@ import pathlib
 from typing import Any, Literal
 
 from dpfl_jax import __version__
+from dpfl_jax.accounting.statement import NAME, read
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.checkpoint import save_checkpoint
 from dpfl_jax.run.directory import write_atomically
 from dpfl_jax.training.trained import load_trained
-
-GUARANTEE = "guarantee.json"
 
 
 def export(
@@ -41,6 +40,7 @@ def export(
     if max_file_bytes < 1:
         raise BadInputError("the size of a weights file must be above 0")
     trained = load_trained(run, dtype=dtype, which=which)
+    stated = read(pathlib.Path(run) / NAME)
     base = trained.config.model.checkpoint
     target = save_checkpoint(
         out,
@@ -54,9 +54,7 @@ def export(
     facts = dict(report["model"])
     if base is not None:
         facts["checkpoint"] = pathlib.Path(base).name  # where it lay is nobody's business
-    guarantee = {
-        "guarantee": report["guarantee"],
-        "privacy": report["privacy"],
+    told = {
         "run": report["name"],
         "steps": report["steps"],
         "exported_step": trained.step,
@@ -64,7 +62,8 @@ def export(
         "model": facts,
         "dpfl_jax": __version__,
     }
-    write_atomically(target / GUARANTEE, json.dumps(guarantee, indent=2) + "\n")
+    write_atomically(target / "run.json", json.dumps(told, indent=2) + "\n")
+    write_atomically(target / NAME, stated.dumps())
     return {
         "out": str(target),
         "parameters": trained.model.num_params,

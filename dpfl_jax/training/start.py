@@ -68,7 +68,7 @@ def build_transformer(config: RunConfig, vocab_size: int, bos_id: int = 1) -> La
       BadInputError: data and checkpoint do not fit, or a setting is unknown.
     """
     section = config.model
-    if section.what != "kind=transformer":
+    if not section.is_transformer:
         raise BadInputError(
             f"model.{section.what} takes its shapes from the data: only transformers can be "
             "priced without them, compiled for a slice, or exported"

@@ -90,6 +90,7 @@ def make_train_step(
 
     def update(state: TrainState, total: PyTree, noise_key: jax.Array) -> TrainState:
         noise, before = mechanism.noise_transform(), NoiseState(state.step, state.noise)
+        # proof: noise-2
         gradient, after = noise.update(total, before, state.params, noise_key=noise_key)
         chex.assert_trees_all_equal_shapes_and_dtypes(gradient, state.params)
         # Each device draws the noise of its own part of the sum: the numbers are the same for every

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, silo_noise
 from dpfl_jax.federation.isrl.message import (
-    UNIT_NOISE,
     Loss,
     MessageSpec,
     Sampling,
@@ -21,6 +20,7 @@ from dpfl_jax.federation.isrl.message import (
 )
 from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
+from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.run.content import mixed
 
 
@@ -88,10 +88,10 @@ def make_central_oracle(
 
     def oracle(w: jax.Array, row: Any) -> jax.Array:
         own = own_keys(row["keys"][0, 1], mixed(words, words_of(loss_name(loss, w, data))))
-        key = jax.random.wrap_key_data(own, impl="threefry2x32")
+        key = jax.random.wrap_key_data(own[:2], impl="threefry2x32")
         answered = jnp.maximum(row["present"].sum(), 1)
         scale = noise_multiplier * largest / (answered * batch.min())
-        return clean(w, row) + scale * UNIT_NOISE.sample(key, w)
+        return clean(w, row) + scale * GaussianNoise(1.0).sample(key, w)
 
     return oracle
 

@@ -56,7 +56,7 @@ def make_local_oracle(
 
     def sent(w: jax.Array, examples: Any, size: Any, clip: Any, std: Any, keys: Any) -> jax.Array:
         def step(v: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
-            pair = jax.vmap(lambda k: _folded(k, t))(keys)
+            pair = own_keys(keys, jnp.zeros(4, jnp.uint32) + t.astype(jnp.uint32))
             gradient = message(v, examples, size, rank, turn, one, clip, std, pair)
             return v - step_size * gradient, gradient
 
@@ -72,11 +72,6 @@ def make_local_oracle(
         return total / jnp.maximum(answered, 1)
 
     return oracle
-
-
-def _folded(key: jax.Array, t: jax.Array) -> jax.Array:
-    folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), t)
-    return jax.random.key_data(folded)
 
 
 def local_sgd_noise(

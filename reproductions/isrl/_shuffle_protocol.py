@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from dpfl_jax.accounting import IDEALISED, Guarantee
+from dpfl_jax.accounting import IDEALISED_FLOAT, Guarantee
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import loss_name
 from dpfl_jax.federation.isrl.method import Oracle
@@ -208,7 +208,7 @@ def protocol_guarantee(
             "the shuffler is secure and mixes the bits of all records of a round",
             "all silos that were to answer do: nobody drops out",
             "the root key is secret",
-            IDEALISED,
+            IDEALISED_FLOAT,
             "the noise is binomial: the sampler of jax.random counts as exact",
         ),
         caveats=(
@@ -271,7 +271,7 @@ def make_vector_oracle(
         )
         flat = gradients.reshape(-1, gradients.shape[-1])
         own = own_keys(row["keys"][0, 1], mixed(words, words_of(loss_name(loss, w, data))))
-        key = jax.random.wrap_key_data(own, impl="threefry2x32")
+        key = jax.random.wrap_key_data(own[:2], impl="threefry2x32")
         return protocol.sum(flat, mask.reshape(-1), reports, key) / reports
 
     return oracle

@@ -37,7 +37,7 @@ def rows_of(seed: jax.Array, rounds: int, silos: int, counts: jax.Array | None =
     return {
         "present": present,
         "turn": turn.astype(jnp.int32),
-        "keys": jax.random.bits(what, (rounds, silos, 2, 2), jnp.uint32),
+        "keys": jax.random.bits(what, (rounds, silos, 2, 8), jnp.uint32),
     }
 
 

@@ -22,8 +22,8 @@ from dpfl_jax.federation.isrl import (
     make_oracle,
     minibatch_sgd,
 )
-from dpfl_jax.federation.isrl.message import UNIT_NOISE
 from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
+from dpfl_jax.noise import GaussianNoise
 from reproductions.isrl._local_sgd import make_local_oracle
 
 Loss = Callable[[jax.Array, Any], jax.Array]
@@ -85,7 +85,7 @@ def _lane(
         rows = {
             "present": order < cohort,
             "turn": jnp.zeros((rounds, silos), jnp.int32),
-            "keys": jax.random.bits(what, (rounds, silos, 2, 2), jnp.uint32),
+            "keys": jax.random.bits(what, (rounds, silos, 2, 8), jnp.uint32),
         }
         if algorithm == "local":
             oracle = make_local_oracle(
@@ -114,8 +114,8 @@ def _summed_with_server_noise(oracle: Any, batch: int, sigma: Any) -> Any:
     """As one of the authors' scripts: sums instead of means, and noise once, at the server."""
 
     def summed(w: jax.Array, row: Any) -> jax.Array:
-        key = jax.random.wrap_key_data(row["keys"][0, 1], impl="threefry2x32")
-        noise = sigma * UNIT_NOISE.sample(jax.random.fold_in(key, 2), w)
+        key = jax.random.wrap_key_data(row["keys"][0, 1, :2], impl="threefry2x32")
+        noise = sigma * GaussianNoise(1.0).sample(jax.random.fold_in(key, 2), w)
         return batch * oracle(w, row) + noise
 
     return summed

@@ -77,7 +77,7 @@ def private_risk(kind: str, setting: dict[str, float], trials: int, seed: int) -
     @jax.jit
     def runs(seeds: jax.Array) -> jax.Array:
         def one(s: jax.Array) -> jax.Array:
-            keys = jax.random.bits(jax.random.key(s), (ROUNDS, silos, 2, 2), jnp.uint32)
+            keys = jax.random.bits(jax.random.key(s), (ROUNDS, silos, 2, 8), jnp.uint32)
             rows = {
                 "present": jnp.ones((ROUNDS, silos), bool),
                 "turn": jnp.zeros((ROUNDS, silos), jnp.int32),

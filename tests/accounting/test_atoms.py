@@ -87,8 +87,8 @@ def test_epsilon_delta_events_compose_optimally(epsilon, delta, count):
         known, at = optimal(epsilon, delta, count, i), (count - 2 * i) * epsilon
         close(accounting.delta(event, at), known)
         if known < 0.5:
-            # At this very delta the curve has its corner; above it, it is below the corner.
-            assert accounting.epsilon(event, known * (1 + 1e-6)) <= at * (1 + EXCESS)
+            # At this very delta the curve has its corner; above it (and what is reserved) below.
+            assert accounting.epsilon(event, known * (1 + 4e-6)) <= at * (1 + EXCESS)
             assert accounting.epsilon(event, known * (1 - 1e-6)) >= at * (1 - BELOW)
 
 

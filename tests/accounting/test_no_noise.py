@@ -144,3 +144,14 @@ def test_the_command_states_no_guarantee_without_noise(noise, capsys):
     out = capsys.readouterr().out
     assert "NO differential-privacy guarantee" in out
     assert "(0, 1e-05)" not in out
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("sensitivities", "weights"),
+    [([-1.0, 0.0], [0.5, 0.5]), ([0.0, 1.0], [0.1, 0.2]), ([0.0, 1.0], [-0.5, 1.5])],
+)
+def test_what_is_no_mixture_is_refused(sensitivities, weights):
+    event = dp_event.MixtureOfGaussiansDpEvent(1.0, sensitivities, weights)
+    with pytest.raises(BadInputError, match="a mixture of Gaussians needs"):
+        accounting.epsilon(event, 1e-6)

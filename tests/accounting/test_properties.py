@@ -265,16 +265,3 @@ def test_absurdly_little_noise_is_infinite_or_one_sentence(sigma, prob, size):
         except BadInputError:
             return
     assert found > 1e3
-
-
-@pytest.mark.parametrize(
-    "start", [0.7, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.05, 300.0))]
-)
-def test_where_the_search_begins_changes_the_time_alone(start):
-    def make(sigma):
-        return events.uls(sigma, 1e-3, 500)
-
-    plain = accounting.calibrate_noise_multiplier(make, 2.0, 1e-7, use_cache=False)
-    found = accounting.calibrate_noise_multiplier(make, 2.0, 1e-7, start=start, use_cache=False)
-    assert found == pytest.approx(plain, rel=1e-4)
-    assert accounting.epsilon(make(found), 1e-7) <= 2.0

@@ -1,12 +1,12 @@
-"""From a checkpoint to an exported model with a guarantee: the commands of docs/finetune.md."""
+"""From a checkpoint to an exported model with a guarantee, as docs/guides/finetune.md has it."""
 
 import json
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import yaml
+from runs import final_state
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
@@ -155,9 +155,7 @@ def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp
     # What was trained, and kept: adapters. Seven projections in each of two blocks.
     widths = [(24, 24), (24, 12), (24, 12), (24, 24), (24, 32), (24, 32), (32, 24)]
     assert report["model"]["trained"] == 2 * 4 * sum(i + o for i, o in widths)
-    manager = ocp.CheckpointManager(run / "checkpoints", item_names=("state", "progress"))
-    items = ocp.args.Composite(state=ocp.args.StandardRestore())
-    state = manager.restore(manager.latest_step(), args=items)["state"]
+    state = final_state(run)
     sizes = [np.size(x) for x in jax.tree.leaves(state["params"])]
     assert sum(sizes) == report["model"]["trained"]
     kept = sum(np.size(x) for x in jax.tree.leaves(state["opt_state"]) if np.size(x) > 1)
@@ -165,8 +163,10 @@ def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp
 
     # Out, and in again.
     result, _ = dpfl(capsys, "export", run, tmp_path / "out")
-    beside = json.loads((tmp_path / "out" / "guarantee.json").read_text())
-    assert beside["privacy"] == report["privacy"] == result["privacy"]
+    stated = json.loads((tmp_path / "out" / "guarantee.json").read_text())
+    assert stated["privacy"] == report["privacy"] == result["privacy"]
+    dpfl(capsys, "verify", tmp_path / "out")
+    beside = json.loads((tmp_path / "out" / "run.json").read_text())
     # Which base: by name and content, not by where it lay.
     weights = workspace / "base" / "model.safetensors"
     assert (

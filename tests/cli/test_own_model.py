@@ -6,9 +6,9 @@ import textwrap
 import numpy as np
 import pytest
 import yaml
+from runs import death_after_a_checkpoint
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.run import checkpoint
 
 MODELS = textwrap.dedent("""
     import equinox
@@ -167,25 +167,12 @@ def test_tokens_and_some_of_the_parameters(kind, folder, capsys):
     assert report["eval"]["final"]["perplexity"] < report["eval"]["initial"]["perplexity"]
 
 
-class DiedError(Exception):
-    pass
-
-
 def test_a_run_goes_on_only_with_its_own_model(folder, capsys, monkeypatch):
     file = configuration(folder, {"module": "my_models:with_loss"})
     command = ["train", file, "--run-dir", folder / "run", "--json"]
     whole = run(capsys, *command[:3], folder / "whole", "--json")[1]
-    save = checkpoint.Checkpoints.save
-
-    def dies(self, state, *rest):
-        save(self, state, *rest)
-        self.close()
-        raise DiedError
-
-    monkeypatch.setattr(checkpoint.Checkpoints, "save", dies)
-    with pytest.raises(DiedError):
+    with death_after_a_checkpoint(monkeypatch):
         run(capsys, *command)
-    monkeypatch.setattr(checkpoint.Checkpoints, "save", save)
     # Another function, other options: another configuration.
     for change in ("model.module=my_models:with_nnx", "model.options.scale=2.0"):
         code, said = run(capsys, *command, change)

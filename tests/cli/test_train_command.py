@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -10,9 +9,9 @@ import time
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import yaml
+from runs import final_state
 
 from dpfl_jax.cli.main import main
 
@@ -57,12 +56,6 @@ def dpfl(*args):
 
 def last_json(text):
     return json.loads(text.strip().splitlines()[-1])
-
-
-def final_params(run_dir: pathlib.Path):
-    manager = ocp.CheckpointManager(run_dir / "checkpoints", item_names=("state", "progress"))
-    items = ocp.args.Composite(state=ocp.args.StandardRestore())
-    return jax.tree.map(np.asarray, manager.restore(manager.latest_step(), args=items)["state"])
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +138,7 @@ def test_sigterm_saves_and_the_run_goes_on(finished, workspace, tmp_path):
     resumed = command(workspace, run_dir, "--json")
     _, errors = resumed.communicate(timeout=300)
     assert resumed.returncode == 0, errors
-    jax.tree.map(np.testing.assert_array_equal, final_params(run_dir), final_params(whole))
+    jax.tree.map(np.testing.assert_array_equal, final_state(run_dir), final_state(whole))
 
 
 @pytest.mark.slow
@@ -168,7 +161,7 @@ def test_personalisation_leaves_two_losses_and_nothing_else(finished, workspace,
     assert found["before"] == pytest.approx(report["eval"]["final"]["loss_by_user"], rel=0.1)
     assert "## Personalization" in (run_dir / "report.md").read_text()
 
-    jax.tree.map(np.testing.assert_array_equal, final_params(run_dir), final_params(whole))
+    jax.tree.map(np.testing.assert_array_equal, final_state(run_dir), final_state(whole))
     assert report["eval"] == without["eval"]
     assert report["privacy"] == without["privacy"]
     files = [{p.name for p in d.iterdir()} for d in (run_dir, whole)]

@@ -1,22 +1,14 @@
 """From files to a built store to a run: the same parameters as from the files themselves."""
 
 import json
-import pathlib
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import yaml
+from runs import final_state
 
 from dpfl_jax.cli.main import main
-
-
-def final_params(run_dir: pathlib.Path):
-    manager = ocp.CheckpointManager(run_dir / "checkpoints", item_names=("state", "progress"))
-    items = ocp.args.Composite(state=ocp.args.StandardRestore())
-    state = manager.restore(manager.latest_step(), args=items)["state"]
-    return jax.tree.map(np.asarray, state["params"])
 
 
 def train(tmp_path, data, capsys, name):
@@ -36,7 +28,7 @@ def train(tmp_path, data, capsys, name):
     run_dir = tmp_path / name
     assert main(["train", str(file), "--run-dir", str(run_dir), "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    return final_params(run_dir), report
+    return final_state(run_dir)["params"], report
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from dpfl_jax.cli.main import main
 from dpfl_jax.data import (
     SourceConfig,
     from_arrays,
@@ -100,6 +101,20 @@ def test_latin_text_needs_its_encoding(digest, tmp_path):
         loaded("tsv", path, encoding="latin-99", **COLUMNS)
 
 
+def test_the_command_reads_csv_of_any_make(digest, tmp_path, capsys):
+    path = tmp_path / "posts.csv"
+    lines = ["who;post", *(f"{who};{post}" for who, post in PAIRS)]
+    path.write_text("\n".join(lines) + "\n", encoding="latin-1")
+    columns = ["--user-column", "who", "--text-column", "post", "--seq-len", str(SEQ_LEN)]
+    build = ["data", "build", "--input", str(path), *columns, "--out", str(tmp_path / "store")]
+    assert main([*build, "--delimiter", ";"]) == 2
+    assert "not UTF-8" in capsys.readouterr().err
+    assert main([*build, "--delimiter", "; ", "--encoding", "latin-1"]) == 2
+    assert "--delimiter is '; '" in capsys.readouterr().err
+    assert main([*build, "--delimiter", ";", "--encoding", "latin-1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["fingerprint"] == digest
+
+
 def test_folder(tmp_path):
     """Its files are users; each holds one document."""
     for who in ("u0", "u1"):
@@ -117,6 +132,75 @@ def test_arrays(digest):
     assert plain.examples_per_user.sum() == 3
     with pytest.raises(BadInputError, match="2 users for 3 rows of 'x'"):
         from_arrays({"x": np.ones((3, 2))}, ["a", "b"])
+
+
+def test_ten_ways_in_give_one_store(tmp_path):
+    """The same people, each with one text (a folder holds one document a person)."""
+    people = [{"who": f"u{i:02}", "post": f"Text {i} «é» " * (1 + i % 3)} for i in range(12)]
+    pairs, names = [(row["who"], row["post"]) for row in people], {"user": "who", "text": "post"}
+    length = {"seq_len": SEQ_LEN}
+    want = from_texts(pairs, **length)  # a list
+
+    def csv_file(folder):
+        lines = [f"{who};{post}" for who, post in [("who", "post"), *pairs]]
+        (folder / "p.csv").write_text("\n".join(lines), encoding="utf-16")
+        return loaded("csv", folder / "p.csv", delimiter=";", **COLUMNS)
+
+    def jsonl(folder):
+        (folder / "p.jsonl").write_text("\n".join(map(json.dumps, people)))
+        return loaded("jsonl", folder / "p.jsonl", **COLUMNS)
+
+    def parquet(folder):
+        pa.parquet.write_table(pa.Table.from_pylist(people), folder / "p.parquet")
+        return loaded("parquet", folder / "p.parquet", **COLUMNS)
+
+    def folder_of_files(folder):
+        for who, post in pairs:
+            (folder / who).write_text(post)
+        return loaded("folder", folder)
+
+    def arrays(folder):
+        batch = want.read(np.arange(want.num_examples))
+        owners = np.repeat(want.user_ids(range(want.num_users)), want.examples_per_user)
+        return from_arrays(batch, owners, "bytes").fingerprint
+
+    def pandas(folder):
+        frame = pytest.importorskip("pandas").DataFrame(people)
+        return from_pandas(frame, **names, **length).fingerprint
+
+    def huggingface(folder):
+        made = pytest.importorskip("datasets").Dataset.from_list(people)
+        return from_huggingface(made, **names, **length).fingerprint
+
+    def grain(folder):
+        source = pytest.importorskip("grain").MapDataset.source(people)
+        return from_grain(source, **names, **length).fingerprint
+
+    def tfds(folder):
+        made_with = pytest.importorskip("tensorflow_datasets")
+        core, features = made_with.core, made_with.features
+
+        class People(core.GeneratorBasedBuilder):
+            VERSION = core.Version("1.0.0")
+
+            def _info(self):
+                columns = {name: features.Text() for name in people[0]}
+                return core.DatasetInfo(builder=self, features=features.FeaturesDict(columns))
+
+            def _split_generators(self, dl_manager):
+                return {"train": enumerate(people)}
+
+            def _generate_examples(self):
+                raise AssertionError
+
+        made = People(data_dir=folder, file_format="array_record")
+        made.download_and_prepare()
+        return from_grain(made.as_data_source("train"), **names, **length).fingerprint
+
+    ways = (csv_file, jsonl, parquet, folder_of_files, arrays, pandas, huggingface, grain, tfds)
+    for way in ways:
+        (tmp_path / way.__name__).mkdir()
+        assert way(tmp_path / way.__name__) == want.fingerprint, way.__name__
 
 
 def test_ids_of_any_kind():

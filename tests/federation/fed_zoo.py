@@ -17,7 +17,7 @@ from dpfl_jax.federation.mechanisms import (
     UserLDP,
 )
 from dpfl_jax.federation.partition import assign_to_silos, cap_per_subject
-from dpfl_jax.noise import GaussianNoise
+from dpfl_jax.noise import Noise
 
 DIM = 5
 
@@ -124,17 +124,12 @@ def reference_round(federation, builder, params, optimizer, silos, poison=()):
         local, state = params, optimizer.init(params)
         for t in range(plan.local_steps):
             total = reference_sum(plan.mechanism, local, builder.data, draws[t])
-            key = jax.random.wrap_key_data(jnp.asarray(keys[t]))
-            noise = GaussianNoise(1.0).sample(key, local)
             stddev = draws[t].noise_multiplier * plan.mechanism.clip_norm
             divisor = draws[t].divisor or plan.mechanism.divisor(plan.facts)
-            grad = jax.tree.map(
-                lambda g, z, s=stddev, d=divisor: jnp.asarray(
-                    (g + s * np.asarray(z)) / d, jnp.float32
-                ),
-                total,
-                noise,
-            )
+            noise = Noise(float(stddev), plan.mechanism.clip_norm, plan.mechanism.noise)
+            clean = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), total)
+            noised = noise.add(jnp.asarray(keys[t]), clean)
+            grad = jax.tree.map(lambda g, d=divisor: g / jnp.float32(d), noised)
             step, state = optimizer.update(grad, state, local)
             local = optax.apply_updates(local, step)
         if i in poison:

@@ -259,7 +259,7 @@ def test_each_record_of_a_local_step_has_its_own_key():
         np.testing.assert_array_equal(keys[tuple(at)][:2], jax.random.key_data(want))
         record = data.read(np.array([keys[tuple(at)][2]]))
         np.testing.assert_array_equal(examples["example"]["x"][tuple(at)], record["x"][0])
-        assert np.any(keys[tuple(at)][:2] != steps[at[0], at[1]])
+        assert np.any(keys[tuple(at)][:2] != steps[at[0], at[1], :2])
 
 
 @pytest.mark.privacy

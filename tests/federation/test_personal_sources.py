@@ -190,7 +190,7 @@ def test_secret_budgets_need_a_declared_batch_or_typical_budgets(tmp_path):
         prepare(config(privacy=secret | {"policy": "minimum"}), quiet)
     prepared = prepare(config(privacy=secret, mechanism={"expected_batch": 30}), quiet)
     assert {p.mechanism.expected_batch for p in prepared.federation.silos} == {30.0}
-    assert prepared.personal.declared is None
+    assert prepared.personal.groups == ()
 
 
 def test_a_resumed_run_keeps_its_noise_and_rates_follow_it():

@@ -5,10 +5,10 @@ import pathlib
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import yaml
 from rich.console import Console
+from runs import final_state
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
@@ -47,12 +47,6 @@ def written(tmp_path, isrl=None, **sections):
 
 def last_json(text):
     return json.loads(text.strip().splitlines()[-1])
-
-
-def final_state(run_dir):
-    manager = ocp.CheckpointManager(run_dir / "checkpoints", item_names=("state", "progress"))
-    items = ocp.args.Composite(state=ocp.args.StandardRestore())
-    return jax.tree.map(np.asarray, manager.restore(manager.latest_step(), args=items)["state"])
 
 
 class StopAtOnce(driver.StopRequest):

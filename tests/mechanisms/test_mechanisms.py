@@ -68,9 +68,9 @@ def test_calibration_meets_the_target_from_below(mechanism):
 
 def test_noise_follows_the_rule_s_sensitivity():
     standard = ULS(group_size=1, cohort_size=2, clip_norm=0.3, noise_multiplier=2.0)
-    assert standard.noise.stddev == pytest.approx(0.6)
+    assert standard.noise_stddev == pytest.approx(0.6)
     normalized = dataclasses.replace(standard, clipping="normalized")
-    assert normalized.noise.stddev == pytest.approx(2.0)
+    assert normalized.noise_stddev == pytest.approx(2.0)
 
 
 def test_default_delta_is_the_paper_s():
@@ -110,9 +110,11 @@ def test_units_of_users_carry_the_mask_of_their_examples():
         (lambda: ULS(group_size=1, cohort_size=2, clip_norm=0), "clip_norm"),
         (lambda: ULS(group_size=1, cohort_size=2, clipping="hard"), "clipping"),
         (lambda: ULS(group_size=1, cohort_size=2, noise_multiplier=-1), "noise_multiplier"),
+        (lambda: ULS(group_size=1, cohort_size=2, noise_multiplier=1e7), "at most 1e\\+06"),
+        (lambda: ULS(group_size=1, cohort_size=2, noise="none"), "'exact' or 'float'"),
         (lambda: ULS(group_size=1, cohort_size=2, sampling_prob=1.5), "sampling probability"),
         (lambda: ULS(group_size=1, cohort_size=9).sampler(OFFSETS, KEY), "sampling probability"),
-        (lambda: ULS(group_size=1, cohort_size=2).noise, "no noise multiplier"),
+        (lambda: ULS(group_size=1, cohort_size=2).noise_stddev, "no noise multiplier"),
     ],
 )
 def test_bad_fields_are_one_sentence(make, message):

@@ -9,7 +9,7 @@ from scipy import stats
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import data_parallel_mesh
-from dpfl_jax.noise import GaussianNoise
+from dpfl_jax.noise import GaussianNoise, Noise
 from dpfl_jax.randomness import RootKey
 
 pytestmark = pytest.mark.privacy
@@ -69,11 +69,19 @@ def test_every_sharding_gives_the_same_numbers():
 
 
 def test_zero_noise_is_exactly_nothing():
-    tree = {"a": jnp.ones(3)}
-    assert GaussianNoise(0.0).add(KEY.jax("noise", 0), tree) is tree
+    tree, key = {"a": jnp.ones(3)}, jnp.asarray(KEY.words("noise", 0))
+    for law in ("exact", "float"):
+        assert Noise(0.0, 1.0, law).add(key, tree) is tree
+        # A deviation of zero that the device alone knows, as of a silo that is not private.
+        noised = jax.jit(lambda s, law=law: Noise(s, 1.0, law).add(key, tree))(jnp.float32(0.0))
+        np.testing.assert_array_equal(noised["a"], tree["a"])
+        noised = jax.jit(lambda s, law=law: Noise(s, 1.0, law).add(key, tree))(jnp.float32(np.nan))
+        assert not np.isfinite(noised["a"]).any()  # never the sum itself
 
 
 @pytest.mark.parametrize("stddev", [-1.0, float("nan"), float("inf")])
 def test_impossible_deviations_are_refused(stddev):
     with pytest.raises(BadInputError, match="standard deviation"):
         GaussianNoise(stddev)
+    with pytest.raises(BadInputError, match="standard deviation"):
+        Noise(stddev, 1.0).add(jnp.zeros(8, jnp.uint32), {"a": jnp.ones(3)})

@@ -1,9 +1,15 @@
 """The planner: golden noises, the two readings of Estimate-and-Double, inverse questions."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy import optimize
 
+from dpfl_jax import accounting
+from dpfl_jax.accounting import events
+from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.planning import (
@@ -30,6 +36,38 @@ def test_noise_golden():
     assert p.els(32, 64).noise == pytest.approx(0.1322, rel=3e-3)
     assert p.uls(4, 16).noise == pytest.approx(0.0708, rel=3e-3)
     assert planner(decay=0.0).uls(4, 16).noise == pytest.approx(0.1415, rel=3e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_the_winners_of_ten_budgets_are_those_of_an_exhaustive_search():
+    """Every cell again, by a plain root search on the fine accountant alone."""
+    p = planner(epsilon=2.0)
+    found, kinds = {}, set()
+
+    def exact(option):
+        def excess(log_sigma):
+            sigma, prob = math.exp(log_sigma), option.sampling_prob
+            size = option.group_size if option.kind == "els" else 1
+            event = events.els(sigma, prob, size, p.steps)
+            return math.log(accounting.epsilon(event, p.delta, resolution=FINEST) / p.epsilon)
+
+        key = (option.kind, option.group_size if option.kind == "els" else 1, option.sampling_prob)
+        if key not in found:
+            near = math.log(option.noise_multiplier)
+            found[key] = math.exp(optimize.brentq(excess, near - 0.3, near + 0.3, xtol=1e-6))
+        return found[key]
+
+    for budget in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
+        plan = p.plan(budget)
+        noises = [o.sensitivity * exact(o) / o.size for o in plan.options]
+        best = plan.options[int(np.argmin(noises))]
+        assert (plan.best.kind, plan.best.group_size) == (best.kind, best.group_size)
+        kinds.add((plan.best.kind, plan.best.group_size))
+        for option in plan.options:
+            # Never less than is needed, and hardly more.
+            assert 1 - 5e-6 <= option.noise_multiplier / exact(option) <= 1 + 3e-4
+    assert len(kinds) > 1
 
 
 def test_best_has_the_least_noise_and_the_reason_says_so():

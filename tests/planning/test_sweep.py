@@ -1,5 +1,6 @@
 """Sweeps: cells, restarts, ranks, tables; the best of what is tuned."""
 
+import dataclasses
 import json
 
 import matplotlib.axes
@@ -12,6 +13,7 @@ from dpfl_jax.accounting import Account, Ledger, events
 from dpfl_jax.accounting import epsilon as epsilon_of
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import config_fingerprint, config_to_dict
+from dpfl_jax.data import DataConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.planning.sweep import Sweep, best_rows, draw
 from dpfl_jax.randomness import RootKey
@@ -280,3 +282,10 @@ def test_group_and_cohort_sizes_make_a_heat_map(tmp_path, monkeypatch):
     ]
     draw(rows, ["cohort_size", "group_size"], tmp_path / "map.png")
     np.testing.assert_allclose(seen[0], [[1.4, 1.8], [2.4, 2.8]])
+
+
+def test_sections_of_data_are_kept_between_cells():
+    """A sweep reads data once: it remembers them by their section."""
+    one, same = (DataConfig(source="csv", path="a.csv", target_column="y") for _ in range(2))
+    other = dataclasses.replace(one, scale={"y": (0.0, 2.0)})
+    assert len({one, same, other}) == 2

@@ -10,9 +10,9 @@ import sys
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import yaml
+from runs import final_state
 from silo_configs import SILOS
 
 from dpfl_jax.run.directory import RECORDS
@@ -65,12 +65,6 @@ def start(*command):
     return subprocess.run(
         [sys.executable, *map(str, command)], capture_output=True, text=True, env=env, timeout=900
     )
-
-
-def final_state(run_dir):
-    manager = ocp.CheckpointManager(run_dir / "checkpoints", item_names=("state", "progress"))
-    items = ocp.args.Composite(state=ocp.args.StandardRestore())
-    return jax.tree.map(np.asarray, manager.restore(manager.latest_step(), args=items)["state"])
 
 
 def steps_of(run_dir):

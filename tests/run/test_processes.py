@@ -11,9 +11,9 @@ import time
 import chex
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 import yaml
+from runs import final_state
 from silo_configs import SILOS
 
 from dpfl_jax.accounting import Account, Ledger
@@ -441,11 +441,8 @@ def test_silos_of_two_processes_train_what_those_of_one_do(silos, name):
         output, _ = job.communicate(timeout=PATIENCE)
         assert job.returncode == 0, output
         assert output.count("finished after") == 1  # process 0 alone speaks
-        state = ocp.CheckpointManager(run_dir / "checkpoints", item_names=("state", "progress"))
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(fallback_sharding=here))
-        last = state.restore(state.latest_step(), args=items)["state"]
         report = json.loads((run_dir / "report.json").read_text())
-        found.append((jax.tree.map(np.asarray, last), report))
+        found.append((final_state(run_dir, fallback_sharding=here), report))
     (alone, first), (together, second) = found
     assert second["environment"]["processes"] == 2
     chex.assert_trees_all_close(alone, together, atol=1e-5)

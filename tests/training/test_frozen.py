@@ -36,7 +36,7 @@ MODEL = LanguageModel(
 LAYOUTS = {"data": {}, "mixed": {"data": 2, "fsdp": 2, "tensor": 2}, "fsdp": {"fsdp": 8}}
 MECHANISM = ELS(group_size=2, batch_size=20, clip_norm=CLIP, noise_multiplier=0.7)
 
-KEYS = RootKey.from_seed(0).threefry("noise", 0)
+KEYS = RootKey.from_seed(0).words("noise", 0)
 
 
 def buffers():

@@ -183,7 +183,7 @@ def test_step_adds_the_right_noise_and_divides_by_the_expected_size(clipping):
     step = make_train_step(mechanism, zero_loss, optax.sgd(1.0), mesh)
     state = init_state(big, optax.sgd(1.0), mesh)
     batch = pack(examples(np.random.default_rng(0), 9), 9, 2, 8)
-    state, _ = step(state, *batch, RootKey.from_seed(0).threefry("noise", 0))
+    state, _ = step(state, *batch, RootKey.from_seed(0).words("noise", 0))
     noise = -np.asarray(state.params["w"], np.float64).ravel() * 50
     expected = 1.7 * mechanism.rule.sensitivity
     n = len(noise)
@@ -199,7 +199,7 @@ def test_an_empty_draw_is_a_step_of_noise():
     state = init_state(make_params(), optax.sgd(1.0), mesh)
     before = jax.tree.map(np.asarray, state.params)
     batch = pack(examples(np.random.default_rng(0), 0), 0, 2, 8)
-    state, stats = step(state, *batch, RootKey.from_seed(0).threefry("noise", 0))
+    state, stats = step(state, *batch, RootKey.from_seed(0).words("noise", 0))
     assert float(stats.units) == 0
     assert int(state.step) == 1
     moved = np.asarray(state.params["w"]) - before["w"]
@@ -216,7 +216,7 @@ def run_steps(devices, mechanism=None, steps=4):
     state = init_state(make_params(), optimizer, mesh)
     for t, n in zip(range(steps), (21, 3, 0, 32), strict=False):
         batch = pack(examples(rng, n), n, 4, 8)
-        state, _ = step(state, *batch, RootKey.from_seed(4).threefry("noise", t))
+        state, _ = step(state, *batch, RootKey.from_seed(4).words("noise", t))
     return step, state
 
 

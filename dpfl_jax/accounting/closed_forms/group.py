@@ -12,15 +12,9 @@ from typing import Any, Literal
 import dp_accounting
 import numpy as np
 
+from dpfl_jax.accounting import accountant as tight
 from dpfl_jax.accounting import renyi
-from dpfl_jax.accounting.accountant import (
-    ADD_OR_REMOVE,
-    FINE,
-    _compositions,
-    _log_tail,
-    check_delta,
-)
-from dpfl_jax.accounting.leaves import flatten
+from dpfl_jax.accounting.accountant import check_delta
 from dpfl_jax.errors import BadInputError
 
 Form = Literal["geometric", "marathe", "vadhan"]
@@ -91,19 +85,17 @@ def black_box_epsilon(
 
         points = np.geomspace(1e-4, 3000.0, 4001)
     else:
-        flat = flatten(example_event, ADD_OR_REMOVE)
-        if not flat.private:
+        least = tight.epsilon(example_event, delta)
+        if math.isinf(least):
             return math.inf
-        compositions = _compositions(flat, FINE, min(_log_tail(flat, delta), -300.0))
 
         def log_deltas(points: np.ndarray) -> np.ndarray:
-            found = [max(c.delta(float(e)) for c in compositions) for e in points]
+            found = [tight.delta(example_event, float(e)) for e in points]
             return np.log(np.maximum(found, 1e-320))
 
         # The Renyi answer is an upper end; the example's own epsilon a lower one.
         bound = black_box_epsilon(example_event, group_size, delta, form=form) / group_size
         top = min(bound, 300.0)
-        least = max(c.epsilon(delta) for c in compositions)
         points = np.geomspace(max(min(least, top), 1e-6), max(top, 1e-6), 16)
 
     def excess(points: np.ndarray) -> np.ndarray:

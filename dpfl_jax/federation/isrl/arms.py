@@ -19,9 +19,10 @@ from dpfl_jax.accounting import REPLACE, Guarantee, events
 from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import MessageSpec, Sampling
+from dpfl_jax.mechanisms.base import check_noise_multiplier
 
 Arm = Literal["sound", "paper_closed_form", "as_published"]
-# jax.random.uniform has 23 random bits: what is compared with it is rounded up to that.
+# What a batch is drawn with has 23 random bits: what is compared with it is rounded up to that.
 _BITS = 2**23
 
 
@@ -57,6 +58,7 @@ class SiloNoise:
       sampling: of records.
       arm: how the noise was chosen.
       budget: asked for.
+      noise: law of the noise that is drawn.
     """
 
     noise_multiplier: float
@@ -66,6 +68,7 @@ class SiloNoise:
     sampling: Sampling
     arm: Arm
     budget: Budget
+    noise: accounting.NoiseLaw = "exact"
 
     @property
     def event(self) -> Any:
@@ -84,10 +87,12 @@ class SiloNoise:
     @property
     def epsilon(self) -> float:
         """What ``event`` spends at the budget's delta."""
+        # proof: isrl-event-2
         return accounting.epsilon(self.event, self.budget.delta, relation=REPLACE)
 
 
 def _event(noise: float, batch: float, size: int, rounds: int, sampling: Sampling) -> Any:
+    # proof: isrl-event-1
     if sampling == "disjoint":  # a record is in one round at most: parallel composition
         return events.gaussian(noise, 1)
     if sampling == "full":
@@ -97,6 +102,7 @@ def _event(noise: float, batch: float, size: int, rounds: int, sampling: Samplin
 
 def _rate(batch: float, size: int) -> float:
     # One more for what float32 may add to K and to K / n.
+    # proof: isrl-rate-1
     return min(1.0, (math.ceil(batch / size * _BITS) + 1) / _BITS)
 
 
@@ -151,6 +157,7 @@ def silo_noise(
         noise = closed.experiment_noise(rounds, silo_size, budget.epsilon, budget.delta) * batch
     else:
         raise BadInputError("the arm as_published samples with replacement, as the authors did")
+    check_noise_multiplier(noise)
     return SiloNoise(noise, batch, silo_size, rounds, sampling, arm, budget)
 
 
@@ -197,10 +204,38 @@ def silo_guarantee(noise: SiloNoise, spec: MessageSpec | None = None) -> Guarant
             "the choice of silos is counted",
             "the divisor of a message is a public constant",
             "the root key is secret",
-            accounting.IDEALISED,
+            *accounting.noise_assumptions(noise.noise, epsilon, noise.budget.delta, noise.rounds),
         ),
         caveats=tuple(caveats),
         released="every message of the silo, hence every model",
+    )
+
+
+def worst_guarantee(noise: Sequence[SiloNoise], caveats: tuple[str, ...] = ()) -> Guarantee:
+    """What the records of all silos have, whichever theirs is, at the largest delta.
+
+    Args:
+      noise: of every silo.
+      caveats: further ones.
+    """
+    silos = at_one_delta(noise)
+    known = {(z.event, z.budget): silo_guarantee(z) for z in silos}
+    worst = max(known.values(), key=lambda g: g.epsilon)
+    # A delta that suits the silo of this guarantee may be too much for a larger one.
+    largest = max(z.silo_size for z in silos)
+    too_much = accounting.delta_caveats(worst.delta, largest, "records of the largest silo")
+    if not set(too_much) <= set(worst.caveats):
+        caveats = (*too_much, *caveats)
+    if len(known) > 1:
+        caveats = (
+            "silos differ: this holds for all, at the largest of their deltas; the table has what "
+            "each promises",
+            *caveats,
+        )
+    return dataclasses.replace(
+        worst,
+        caveats=(*worst.caveats, *caveats),
+        released="every message of every silo, hence every model",
     )
 
 

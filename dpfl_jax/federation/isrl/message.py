@@ -14,19 +14,19 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.clipping import Standard, bounded_grad
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
-from dpfl_jax.noise import GaussianNoise
+from dpfl_jax.noise import Noise
+from dpfl_jax.noise.chacha import uniform
 from dpfl_jax.run.content import mixed
 from dpfl_jax.run.terms import computation_digest
 
 PyTree = Any
 Loss = Callable[[jax.Array, PyTree], jax.Array]
 Sampling = Literal["poisson", "full", "disjoint", "with_replacement"]
-# Scaled by standard deviations that are arrays.
-UNIT_NOISE = GaussianNoise(1.0)
 
 
 @jax.tree_util.register_dataclass
@@ -55,7 +55,7 @@ class SiloData:
 
 @dataclasses.dataclass(frozen=True)
 class MessageSpec:
-    """How a silo samples and bounds.
+    """How a silo samples, bounds and adds noise.
 
     Attributes:
       sampling: ``"poisson"`` (each record with probability K/n; the default), ``"full"`` (all),
@@ -64,10 +64,12 @@ class MessageSpec:
         library covers it).
       clip: ``"example"``, or ``"batch_mean"``, as two of the authors' scripts do: the bound then
         holds for the mean, and a record may move it by twice the clip norm, not by 2C/K.
+      noise: ``"exact"`` or ``"float"``, as of central mechanisms.
     """
 
     sampling: Sampling = "poisson"
     clip: Literal["example", "batch_mean"] = "example"
+    noise: NoiseLaw = "exact"
 
     @property
     def sound(self) -> bool:
@@ -86,7 +88,7 @@ def make_message(loss: Loss, spec: MessageSpec, batch_capacity: int | None = Non
     The message's arguments are of one silo: w; examples [n_max, ...]; size int; rank int [n_max],
     the place of each record in a random order drawn before the run; turn int, the rounds in which
     the silo has answered; batch float, K; clip_norm float; stddev float, of the noise on the *sum*
-    of K gradients; keys uint32 [2, 2], for sampling and for noise. It returns an array like w: the
+    of K gradients; keys uint32 [2, 8], for sampling and for noise. It returns an array like w: the
     sum of bounded gradients plus noise, over K, which is a constant and never the realised number.
     """
     if spec.sampling == "with_replacement" and batch_capacity is None:
@@ -103,27 +105,28 @@ def make_message(loss: Loss, spec: MessageSpec, batch_capacity: int | None = Non
         stddev: jax.Array,
         keys: jax.Array,
     ) -> jax.Array:
-        sample_key, noise_key = (
-            jax.random.wrap_key_data(k, impl="threefry2x32") for k in (keys[0], keys[1])
-        )
         n = rank.shape[0]
         real = jnp.arange(n) < size
         if spec.sampling == "with_replacement":
             assert batch_capacity is not None
-            chosen = jax.random.randint(sample_key, (batch_capacity,), 0, jnp.maximum(size, 1))
+            place = uniform(keys[0], batch_capacity) * jnp.maximum(size, 1)
+            chosen = jnp.minimum(place.astype(jnp.int32), jnp.maximum(size, 1) - 1)
             units = jax.tree.map(lambda x: x[chosen], examples)
             mask = (jnp.arange(batch_capacity) < batch) & (size > 0)
         else:
             units = examples
             if spec.sampling == "poisson":
-                mask = real & (jax.random.uniform(sample_key, (n,)) < batch / size)
+                # proof: isrl-sampling-1
+                mask = real & (uniform(keys[0], n) < batch / size)
             elif spec.sampling == "full":
                 mask = real
             else:
+                # proof: isrl-sampling-2
                 mask = real & (rank >= turn * batch) & (rank < (turn + 1) * batch)
         total = _bounded_sum(loss, spec, w, units, mask, clip_norm, batch)
-        noise = UNIT_NOISE.sample(noise_key, w)
-        return (total + stddev * noise) / jnp.maximum(batch, 1.0)
+        # proof: isrl-noise-1
+        noised = Noise(stddev, clip_norm, spec.noise).add(keys[1], total)
+        return noised / jnp.maximum(batch, 1.0)
 
     return message
 
@@ -142,6 +145,7 @@ def _bounded_sum(
 
     # Book-keeping: gradients of linear models are products of two vectors, and are never formed.
     if spec.clip == "example":
+        # proof: isrl-sensitivity-1
         rule = Standard(clip_norm)  # type: ignore[arg-type]
         bounded = bounded_grad(one, rule=rule, strategy="ghost")
         return bounded({"w": w}, units, mask=mask).sum["w"]
@@ -184,7 +188,7 @@ def make_oracle(
       batch_capacity: largest K, with replacement.
 
     ``round`` is one row of ``Schedule``: ``present`` bool [N], ``turn`` int [N], ``keys`` uint32
-    [N, 2, 2], from which this oracle derives its own (``schedule.own_keys``). If nobody answers the
+    [N, 2, 8], from which this oracle derives its own (``schedule.own_keys``). If nobody answers the
     mean is zero.
     """
     silos = data.num_silos

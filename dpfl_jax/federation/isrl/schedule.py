@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.noise.chacha import subkey
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.content import content_words, mixed
 from dpfl_jax.run.terms import value_digest
@@ -27,7 +28,7 @@ class Schedule:
     Attributes:
       present: bool [R, N], who answers. Public.
       turn: int32 [R, N], rounds in which the silo answered before.
-      keys: uint32 [R, N, 2, 2], threefry keys for sampling and for noise, each used once.
+      keys: uint32 [R, N, 2, 8], keys for sampling and for noise, each used once.
       rank: int32 [N, n_max], a random order of each silo's records, drawn before the run.
     """
 
@@ -111,8 +112,9 @@ def make_schedule(
     if one_pass_batch is not None:
         limit = np.minimum(limit, sizes // np.maximum(np.asarray(one_pass_batch), 1).astype(int))
     turn: np.ndarray = np.cumsum(present, axis=0) - present
+    # proof: isrl-rounds-1
     present &= turn < limit
-    keys = key.numpy("isrl-keys").integers(0, 2**32, (rounds, silos, 2, 2), dtype=np.uint32)
+    keys = key.numpy("isrl-keys").integers(0, 2**32, (rounds, silos, 2, 8), dtype=np.uint32)
     orders = key.numpy("isrl-order").random((silos, int(sizes.max(initial=0))))
     # Padding comes last in the order, so that the first n_i places hold real records.
     orders[np.arange(orders.shape[1]) >= sizes[:, None]] = 2.0
@@ -132,7 +134,7 @@ def own_rows(rows: PyTree, *what: Any) -> PyTree:
     messages, whose difference is a difference of gradients.
 
     Args:
-      rows: of a schedule; ``keys`` uint32 [..., 2]. Rows without keys are given back.
+      rows: of a schedule; ``keys`` uint32 [..., 8]. Rows without keys are given back.
       *what: see ``words_of``.
     """
     if not (isinstance(rows, Mapping) and "keys" in rows):
@@ -154,12 +156,5 @@ def words_of(*what: Any) -> jax.Array:
 
 
 def own_keys(keys: jax.Array, words: jax.Array) -> jax.Array:
-    """Threefry keys, uint32 [..., 2], that depend on ``words``, too."""
-
-    def one(key: jax.Array) -> jax.Array:
-        folded = jax.random.wrap_key_data(key, impl="threefry2x32")
-        for i in range(4):
-            folded = jax.random.fold_in(folded, words[i])
-        return jax.random.key_data(folded)
-
-    return jax.vmap(one)(keys.reshape(-1, 2)).reshape(keys.shape)
+    """Keys, uint32 [..., 8], that depend on ``words``, too."""
+    return jax.vmap(lambda key: subkey(key, words))(keys.reshape(-1, 8)).reshape(keys.shape)

@@ -14,11 +14,17 @@ from typing import Any, ClassVar, Literal
 import jax
 import numpy as np
 
+from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.clipping import BoundedSum, Rule, Standard, bounded_grad
 from dpfl_jax.config.kinds import SILOS, Named
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
-from dpfl_jax.mechanisms.base import check_noise_multiplier, mean_of_examples, require_positive
+from dpfl_jax.mechanisms.base import (
+    check_noise_law,
+    check_noise_multiplier,
+    mean_of_examples,
+    require_positive,
+)
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.sampling.base import binomial_bound
@@ -80,6 +86,7 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         before the run; public.
       clip_norm: C.
       noise_multiplier: sigma; the noise on the sum has stddev sigma * C. None until calibrated.
+      noise: ``"exact"`` or ``"float"``, as of central mechanisms.
       sampling: ``"poisson"`` (accounted), or ``"fixed"`` (batches of a fixed size without
         replacement, as in the papers' pseudo-code; the guarantee then says there is none).
     """
@@ -89,6 +96,7 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
     max_items_per_subject: int = 1
     clip_norm: float = 1.0
     noise_multiplier: float | None = None
+    noise: NoiseLaw = "exact"
     sampling: Literal["poisson", "fixed"] = "poisson"
 
     unit: ClassVar[str] = "subject"
@@ -113,6 +121,7 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
                 f"max_items_per_subject is {self.max_items_per_subject}, but it must be at least 1"
             )
         check_noise_multiplier(self.noise_multiplier)
+        check_noise_law(self.noise)
         if self.sampling not in ("poisson", "fixed"):
             raise BadInputError(f"sampling is {self.sampling!r}: it must be 'poisson' or 'fixed'")
 
@@ -121,7 +130,7 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
     @property
     def layout(self) -> tuple[Any, ...]:
         """What must be equal in all silos: one program and one kind of event serves them."""
-        return (type(self), self.sampling)
+        return (type(self), self.sampling, self.noise)
 
     def probability(self, facts: SiloFacts) -> float:
         """Q of each record; a silo smaller than its batch takes all its records at every step."""
@@ -136,6 +145,7 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
 
     def divisor(self, facts: SiloFacts) -> float:
         """Expected number of units of a step: a constant, never the realised number."""
+        # proof: divisor-1
         return max(self.probability(facts) * facts.num_records, 1.0)
 
     def at_round(self, round_index: int) -> SiloMechanism:
@@ -161,6 +171,7 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         if self.sampling == "fixed":
             size = min(silo.num_records, max(1, round(prob * silo.num_records)))
             return FixedSize(silo.num_records, size).indices(key, step)
+        # proof: records-1
         return Poisson(silo.num_records, prob).indices(key, step)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:

@@ -75,10 +75,12 @@ class HiGradAvgDP(SiloMechanism):
         subjects = silo.subject_of_record[chosen]
         _, lengths = runs_of(subjects)
         if self.order == "average_then_clip":
+            # proof: hi-grad-avg-sensitivity-2
             positions = grouped_positions(silo.first, chosen, subjects, self.max_items_per_subject)
             group = np.ones(len(positions), np.float32)
         else:
             positions = silo.first + chosen
+            # proof: hi-grad-avg-sensitivity-1
             group = np.repeat(lengths, lengths).astype(np.float32)
         draw = self.plain(silo, positions, group)
         if self.denominator == "distinct_subjects":

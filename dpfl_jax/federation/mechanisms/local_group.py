@@ -61,6 +61,7 @@ class LocalGroupDP(SiloMechanism):
             order = np.lexsort((ticket, subjects))
             starts, lengths = runs_of(subjects)
             rank = np.arange(len(chosen)) - np.repeat(starts, lengths)
+            # proof: local-group-sampling-1
             chosen = np.sort(chosen[order[rank < self.batch_cap]])
         draw = self.plain(silo, silo.first + chosen, np.ones(len(chosen), np.float32))
         if self.batch_noise is None:

@@ -26,6 +26,7 @@ class LocalItemDP(SiloMechanism):
 
     def event(self, facts: SiloFacts, steps: int) -> Any:
         """Poisson-subsampled Gaussian over records."""
+        # proof: local-item-event-1
         return events.poisson(self.sigma, self.probability(facts), steps)
 
     def subject_event(self, facts: SiloFacts, steps: int) -> Any:

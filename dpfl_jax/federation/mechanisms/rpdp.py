@@ -92,6 +92,7 @@ class RPDP(SiloMechanism):
         """The mechanism in a round: records that have left are drawn no more."""
         if self.stay is None or self.rates is None or not (self.stay <= round_index).any():
             return self
+        # proof: rpdp-leaving-1
         return dataclasses.replace(self, rates=np.where(self.stay > round_index, self.rates, 0.0))
 
     def select(self, silo: Silo, key: RootKey, step: int) -> np.ndarray:
@@ -122,6 +123,7 @@ class RPDP(SiloMechanism):
         del facts
         if self.expected_batch is None:
             raise BadInputError("this rpdp mechanism has no expected batch: personalise it")
+        # proof: rpdp-divisor-1
         return self.expected_batch
 
     def unsound(self) -> tuple[str, ...]:

@@ -71,10 +71,12 @@ class SubjectULS(SiloMechanism):
         if self.sampling == "fixed":
             size = min(silo.num_subjects, max(1, round(prob * silo.num_subjects)))
             return FixedSize(silo.num_subjects, size).indices(key, step)
+        # proof: subject-uls-sampling-1
         return Poisson(silo.num_subjects, prob).indices(key, step)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Chooses up to G records of each subject, afresh at each step."""
+        # proof: subject-uls-sampling-2
         rng = key.numpy("within-subject", step)
         local = choose_within_users(rng, silo.subject_offsets, chosen, self.group_size)
         positions = np.where(local >= 0, local + silo.first, -1)
@@ -91,8 +93,10 @@ class SubjectULS(SiloMechanism):
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
         """The mean over the subject's records."""
+        # proof: subject-uls-sensitivity-1
         return mean_of_examples(loss_fn)
 
     def event(self, facts: SiloFacts, steps: int) -> Any:
         """Poisson-subsampled Gaussian over subjects; K plays no part."""
+        # proof: subject-uls-event-1
         return events.uls(self.sigma, self.probability(facts), steps)

@@ -38,11 +38,13 @@ class UserLDP(SiloMechanism):
     def divisor(self, facts: SiloFacts) -> float:
         """1: what is noised is the mean already."""
         del facts
+        # proof: user-ldp-divisor-1
         return 1.0
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """All records are one unit."""
         del key, step
+        # proof: user-ldp-sensitivity-1
         return self.plain(silo, (silo.first + chosen)[None, :], np.ones(1, np.float32))
 
     def unit_size(self, silo: Silo) -> int | None:

@@ -24,6 +24,9 @@ from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, public_batch
 from dpfl_jax.federation.personal.records import Personal
 
+# Declared budgets of which each is told apart.
+_MOST_GROUPS = 16
+
 
 def distribution(config: BudgetConfig) -> laws.BudgetDistribution | None:
     """The distribution of a config; None where budgets come from a column."""
@@ -92,6 +95,7 @@ def record_budgets(
     if law is None:
         return column_budgets(config, store)[data.order]
     subjects = np.repeat(np.arange(store.num_users), store.examples_per_user)
+    # proof: rpdp-budget-1
     u = uniforms(np.asarray(keys, np.uint64)[subjects], record_numbers(subjects), config.seed, 7)
     return law.quantiles(u)[data.order]
 
@@ -203,10 +207,15 @@ def personalise(
     ]
     made = with_rates(federation, data, assignment, setting, expected)
     silos = np.repeat(np.arange(data.num_silos), np.diff(data.silo_offsets))
-    declared = None if public is None else (float(public.min()), float(public.max()))
+    groups: tuple[tuple[float, float, int], ...] = ()
+    if public is not None:
+        levels = np.unique(public)
+        levels = levels if len(levels) <= _MOST_GROUPS else levels[[0, -1]]
+        theirs = assign(policy, levels, public, setting, "exclude")
+        groups = tuple(zip(levels.tolist(), theirs.rates.tolist(), theirs.stay.tolist()))
     unsound = made.mechanism.unsound()
-    several = bool(np.max(store.examples_per_user, initial=0) > 1)
-    return made, Personal(setting, budgets, assignment, silos, owned, unsound, declared, several)
+    law = made.mechanism.noise
+    return made, Personal(setting, budgets, assignment, silos, owned, unsound, groups, law)
 
 
 HOW = {
@@ -228,30 +237,69 @@ def personal_guarantee(
     Each record's own is in the table of records, which belongs to the silos.
     """
     personal.check(rounds)
-    setting = personal.setting
-    if personal.unsound:
+    return published_guarantee(published(personal), rounds, caveats)
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """What is public of a run with personal budgets; of ``Personal``, where not said otherwise.
+
+    Attributes:
+      setting: what is accounted.
+      policy: how rates follow from budgets.
+      records: how many there are.
+      unsound: why what is accounted is not what is released.
+      groups: of the public distribution.
+      noise: law of the noise that is drawn.
+    """
+
+    setting: TwoStage
+    policy: str
+    records: int
+    unsound: tuple[str, ...]
+    groups: tuple[tuple[float, float, int], ...]
+    noise: accounting.NoiseLaw = "exact"
+
+
+def published(personal: Personal) -> Published:
+    """Leaves out what belongs to the silos."""
+    return Published(
+        personal.setting,
+        personal.assignment.policy,
+        len(personal.budgets),
+        personal.unsound,
+        personal.groups,
+        personal.noise,
+    )
+
+
+def published_guarantee(
+    public: Published, rounds: int, caveats: tuple[str, ...] = ()
+) -> accounting.Guarantee:
+    """``personal_guarantee``, from what is public."""
+    setting = public.setting
+    if public.unsound:
         cap, how, accountant = math.inf, "a rate set as if nothing followed the batch", "none"
         kept = ""
     else:
         cap = accounting.epsilon(setting.event(1.0, rounds), setting.delta)
-        how = HOW[personal.assignment.policy]
+        how = HOW[public.policy]
         accountant = (
             "PLD of two-stage sampling (silos, then the record by its own rate), each record's "
             "rate certified"
         )
         kept = (
             "; the epsilon above is that of a record that is always sampled, every record keeps "
-            f"its own ({_declared(personal)}; the silos' table of records has what each spent)"
+            f"its own ({_declared(public)}; the silos' table of records has what each spent)"
         )
-    extra = list(personal.unsound)
-    if personal.several:
-        extra.append(
-            "some persons own several records: together they spend up to the sum of their records' "
-            "epsilons, at the sum of their deltas, and a record that joins or leaves such a person "
-            "may change the drawn budgets of that person's others, and which of them the cap per "
-            "person keeps"
-        )
-    extra += accounting.delta_caveats(setting.delta, len(personal.budgets), "records")
+    extra = list(public.unsound)
+    # Said of every run: whether a person has several records is itself computed from them.
+    extra.append(
+        "it is of records: a person who owns several spends up to the sum of their epsilons, at "
+        "the sum of their deltas, and a record that joins or leaves such a person may change the "
+        "drawn budgets of that person's others, and which of them the cap per person keeps"
+    )
+    extra += accounting.delta_caveats(setting.delta, public.records, "records")
     if setting.participation_prob < 1:
         extra.append(
             "participation of silos is random and observed: epsilon counts its randomness, drawn "
@@ -265,24 +313,26 @@ def personal_guarantee(
         delta=setting.delta,
         noise_multiplier=setting.noise_multiplier,
         steps=rounds * setting.local_steps,
-        status="none" if personal.unsound else "upper bound",
+        status="none" if public.unsound else "upper bound",
         accountant=accountant,
-        sampling=f"rpdp ({personal.assignment.policy}): each record by its own Poisson coin, with "
+        sampling=f"rpdp ({public.policy}): each record by its own Poisson coin, with "
         f"{how}; {setting.local_steps} local steps in each of {rounds} rounds, each silo in a "
         f"round with probability {setting.participation_prob:.4g}{kept}; noise added inside the "
         "silo at every step",
         assumptions=(
             "a record's budget does not depend on other records, and is not itself protected",
-            *(() if personal.several else ("each person owns one record",)),
             *ASSUMPTIONS,
+            *accounting.noise_assumptions(
+                public.noise, cap, setting.delta, rounds * setting.local_steps
+            ),
         ),
         caveats=(*extra, *caveats),
         released="every update that a silo sends, which silos took part, and every global model",
     )
 
 
-def _declared(personal: Personal) -> str:
-    if personal.declared is None:
+def _declared(public: Published) -> str:
+    if not public.groups:
         return "budgets come from a column, which is not published"
-    low, high = personal.declared
+    low, high = public.groups[0][0], public.groups[-1][0]
     return f"budgets are declared to be spread between {low:.4g} and {high:.4g}"

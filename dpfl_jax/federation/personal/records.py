@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.accounting.rates import TwoStage, solver
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.personal.policies import Assignment
@@ -32,8 +33,9 @@ class Personal:
       silos: int64 [n], silo of each record.
       names: id of each record.
       unsound: why what is accounted is not what is released; whoever is sampled then spends inf.
-      declared: least and largest budget of the public distribution; None if there is none.
-      several: whether a person owns several records in the data, before any cap.
+      groups: (budget, rate, stay) of budgets of the public distribution, increasing: all of them
+        if they are few, else the least and the largest; none if there is no such distribution.
+      noise: law of the noise.
     """
 
     setting: TwoStage
@@ -42,8 +44,8 @@ class Personal:
     silos: np.ndarray
     names: tuple[str, ...]
     unsound: tuple[str, ...]
-    declared: tuple[float, float] | None = None
-    several: bool = False
+    groups: tuple[tuple[float, float, int], ...] = ()
+    noise: NoiseLaw = "exact"
 
     def spent(self, rounds: int) -> np.ndarray:
         """Upper bounds on the epsilon of every record after ``rounds`` rounds, float64 [n]."""

@@ -49,8 +49,8 @@ def describe(path: Any) -> dict[str, Any]:
     """
     files = TensorFiles(path)
     try:
-        named = str(files.path) != str(pathlib.Path(path))  # by the hub
-        name = str(path) if named else files.path.resolve().name
+        is_path = files.path == pathlib.Path(path)
+        name = files.path.resolve().name if is_path else str(path)
         return {"name": name, "digest": files.fingerprint(), "files": files.sizes()}
     finally:
         files.close()

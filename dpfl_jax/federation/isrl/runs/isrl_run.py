@@ -13,17 +13,24 @@ import numpy as np
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.federation.isrl import bounds
-from dpfl_jax.federation.isrl.arms import SiloNoise, at_one_delta, silo_guarantee
+from dpfl_jax.federation.isrl.arms import (
+    SiloNoise,
+    at_one_delta,
+    silo_guarantee,
+    worst_guarantee,
+)
 from dpfl_jax.federation.isrl.relations import relations
 from dpfl_jax.federation.isrl.runs.messages import make_evaluation, run_rounds
 from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose, effective_silos, smoothing
 from dpfl_jax.federation.isrl.runs.silos import SiloRecords, load_silos
 from dpfl_jax.federation.isrl.runs.tasks import Task, make_task
+from dpfl_jax.federation.silo_statement import isrl_statement
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import RunResult
-from dpfl_jax.run.prepared import Charge, Prepared, run_prepared
+from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 
 _EVALUATION_CAVEAT = (
@@ -94,7 +101,7 @@ class IsrlRun(Prepared):
 
     def train(
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
-    ) -> tuple[RunResult, Callable[[], dict[str, Any]]]:
+    ) -> tuple[RunResult, MakeReport]:
         """Runs the rounds."""
         result = run_rounds(
             self.config,
@@ -174,24 +181,10 @@ def guarantee_of(
             released="every message of every silo",
         )
         return none, []
-    taken = [dataclasses.replace(z, rounds=min(z.rounds, max(rounds, 1))) for z in noise]
-    known = {(z.event, z.budget): silo_guarantee(z) for z in at_one_delta(taken)}
-    worst = max(known.values(), key=lambda g: g.epsilon)
-    more = [PRIVATE_METRICS_CAVEAT, *outside, TUNING_CAVEAT]
-    if len(known) > 1:
-        more.insert(
-            0,
-            "silos differ: this holds for all, at the largest of their deltas; the table has what "
-            "each promises",
-        )
-    return (
-        dataclasses.replace(
-            worst,
-            caveats=(*worst.caveats, *more, *caveats),
-            released="every message of every silo, hence every model",
-        ),
-        taken,
-    )
+    law = prepared.config.isrl.noise
+    taken = [dataclasses.replace(z, rounds=min(z.rounds, max(rounds, 1)), noise=law) for z in noise]
+    more = (PRIVATE_METRICS_CAVEAT, *outside, TUNING_CAVEAT, *caveats)
+    return worst_guarantee(taken, more), taken
 
 
 def possible_risk(parameters: Parameters) -> list[dict[str, Any]]:
@@ -268,10 +261,10 @@ def _plain(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _report(prepared: IsrlRun, result: RunResult) -> dict[str, Any]:
+def _report(prepared: IsrlRun, result: RunResult) -> tuple[dict[str, Any], Statement]:
     config = prepared.config
     guarantee, taken = guarantee_of(prepared, result.accounted, result.caveats)
-    return build_report(
+    report = build_report(
         config.name,
         result,
         guarantee,
@@ -289,6 +282,7 @@ def _report(prepared: IsrlRun, result: RunResult) -> dict[str, Any]:
             "clip_norm": float(prepared.parameters.clip_norms[0]),
         },
     )
+    return report, isrl_statement(taken, guarantee)
 
 
 def dry_run(config: IsrlConfig, console: Console) -> dict[str, Any]:

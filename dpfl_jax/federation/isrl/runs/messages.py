@@ -87,7 +87,7 @@ def objective_oracle(
     weights = section.silo_weights
     oracle = make_oracle(
         task.train_loss,
-        MessageSpec(section.sampling),
+        MessageSpec(section.sampling, noise=section.noise),
         data,
         batch=jnp.asarray(parameters.batches, jnp.float32),
         clip_norm=jnp.asarray(parameters.clip_norms, jnp.float32),

@@ -1,0 +1,346 @@
+"""``dpfl bench audit``: what the audit sees: planted bugs, how tight it is, false alarms."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting import events
+from dpfl_jax.accounting.rates import TwoStage, certified_rates
+from dpfl_jax.auditing import Audit, Trials, audit, simulate
+from dpfl_jax.federation.federation import SiloPlan
+from dpfl_jax.federation.isrl.arms import Budget, silo_noise
+from dpfl_jax.federation.mechanisms import (
+    RPDP,
+    HiGradAvgDP,
+    LocalGroupDP,
+    LocalItemDP,
+    SiloDraw,
+    SiloFacts,
+    SiloMechanism,
+    SubjectULS,
+    UserLDP,
+)
+from dpfl_jax.federation.rounds import RoundBuilder
+from dpfl_jax.mechanisms import ELS, ULS, Mechanism, Population
+from dpfl_jax.mechanisms.plan import Plan
+from dpfl_jax.mesh import data_parallel_mesh
+from dpfl_jax.noise import Noise
+from dpfl_jax.randomness import RootKey
+
+HELP = "planted bugs that the audit sees, its tightness and false alarms"
+DESCRIPTION = """\
+What `dpfl audit --simulate` sees, in three tables.
+
+  bugs      the library's own code with a bug planted in it: the epsilon proved, and the claim
+  tightness the epsilon proved of sound mechanisms, over the claim
+  alarms    audits of sound mechanisms, each with keys of its own, that refute their claim
+
+examples:
+  dpfl bench audit bugs
+  dpfl bench audit tightness
+  dpfl bench audit alarms --audits 200
+"""
+
+DELTA, CONFIDENCE = 1e-5, 0.999
+_TOGETHER = 10  # audits that share one simulation, each of trials of its own
+
+
+# ---- sound mechanisms --------------------------------------------------------------------------
+
+
+def central(
+    kind: type[Mechanism], epsilon: float, steps: int, prob: float, seed: int, **options: Any
+) -> Trials:
+    """Trials of ULS or ELS at a sampling probability."""
+    group = options.pop("group_size", 2)
+    units = 1000 * (group if kind is ELS else 1)
+    size: dict[str, Any] = {"batch_size" if kind is ELS else "cohort_size": prob * units}
+    population = Population(1000, 1000 * group, units)
+    mechanism = kind(group_size=group, **size)  # type: ignore[call-arg]
+    mechanism, _ = mechanism.calibrated(population, steps, epsilon, DELTA)
+    key = RootKey.from_seed(seed)
+    found = simulate.central(mechanism, population, steps, DELTA, key, **options)
+    return dataclasses.replace(found, name=f"{found.name}, T={steps}, q={prob:g}")
+
+
+def silos(
+    kind: type[SiloMechanism], epsilon: float, seed: int, *, reach: int = 1, rounds: int = 5,
+    local_steps: int = 2, prob: float = 0.05, records: int = 2000, cap: int = 4, **options: Any,
+) -> Trials:  # fmt: skip
+    """Trials of a mechanism of silos at a target."""
+    facts = SiloFacts(records, records // cap)
+    made = kind(sampling_prob=prob, max_items_per_subject=cap)
+
+    def event(sigma: float) -> Any:
+        own = dataclasses.replace(made, noise_multiplier=sigma)
+        return events.horizontal([own.event(facts, rounds * local_steps)] * reach)
+
+    sigma = accounting.calibrate_noise_multiplier(event, epsilon, DELTA)
+    plan = SiloPlan(dataclasses.replace(made, noise_multiplier=sigma), facts, local_steps)
+    return simulate.silos([plan] * reach, rounds, DELTA, RootKey.from_seed(seed), **options)
+
+
+def personal(budget: float, seed: int, trials: int) -> Trials:
+    """Trials of records with this budget, in silos whose largest is 8."""
+    rounds, local_steps = 4, 2
+    sigma = accounting.calibrate_noise_multiplier(
+        lambda s: events.two_stage(s, 1.0, 1.0, local_steps, rounds), 8.0, DELTA
+    )
+    setting = TwoStage(sigma, local_steps, rounds, 1.0, DELTA)
+    rate = float(certified_rates(np.array([budget]), setting, "error").rates[0])
+    mechanism = RPDP(noise_multiplier=sigma, setting=setting, expected_batch=50.0)
+    plan = SiloPlan(mechanism, SiloFacts(500, 500), local_steps)
+    key = RootKey.from_seed(seed)
+    return simulate.silos([plan], rounds, DELTA, key, rate=rate, trials=trials)
+
+
+def messages(epsilon: float, seed: int, sampling: Any = "poisson", trials: int = 20_000) -> Trials:
+    """Trials of the messages of an ISRL silo."""
+    batch = 40 if sampling == "disjoint" else 100
+    noise = silo_noise(Budget(epsilon, DELTA), 400, batch, 10, sampling=sampling)
+    return simulate.messages(noise, RootKey.from_seed(seed), trials=trials)
+
+
+# By name: epsilon, a seed and a number make trials of a sound mechanism in a second or a few.
+SOUND: dict[str, Callable[[float, int, int], Trials]] = {
+    "uls": lambda e, s, n: central(ULS, e, 5, 0.2, s, trials=n),
+    "els": lambda e, s, n: central(ELS, e, 5, 0.1, s, trials=n, group_size=3),
+    "hi_grad_avg": lambda e, s, n: silos(HiGradAvgDP, e, s, reach=2, rounds=2, trials=n),
+    "local_group": lambda e, s, n: silos(LocalGroupDP, e, s, reach=2, rounds=2, trials=n),
+    "local_item": lambda e, s, n: silos(LocalItemDP, e, s, rounds=2, prob=0.2, trials=n),
+    "subject_uls": lambda e, s, n: silos(SubjectULS, e, s, rounds=2, prob=0.2, trials=n),
+    "user_ldp": lambda e, s, n: silos(UserLDP, e, s, rounds=1, local_steps=1, trials=n // 5),
+    "rpdp, smallest budget": lambda e, s, n: personal(e / 4, s, n),
+    "rpdp, largest budget": lambda e, s, n: personal(2 * e, s, n),
+    "isrl": lambda e, s, n: messages(e, s, trials=n),
+    "isrl, full": lambda e, s, n: messages(e, s, "full", n),
+    "isrl, disjoint": lambda e, s, n: messages(e, s, "disjoint", n),
+}
+
+TIGHTNESS: dict[str, Callable[[], Trials]] = {
+    **{
+        f"uls, T={steps}, epsilon {epsilon}": lambda e=epsilon, t=steps: central(  # type: ignore[misc]
+            ULS, e, t, 1.0 if t == 1 else 0.1, 11, trials=90_000 if e == 1 else 30_000
+        )
+        for steps in (1, 100)
+        for epsilon in (1, 4, 8)
+    },
+    "hi_grad_avg": lambda: silos(HiGradAvgDP, 4.0, 11, reach=2, trials=30_000),
+    "rpdp, smallest budget": lambda: personal(1.0, 11, 160_000),
+    "rpdp, largest budget": lambda: personal(8.0, 11, 30_000),
+    "isrl": lambda: messages(4.0, 11, trials=30_000),
+}
+
+
+# ---- bugs --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _wrong_sum(change: Callable[..., Any]) -> Iterator[None]:
+    """The clipped sum of central mechanisms, changed: ``change(real, loss, rule, options)``."""
+    from dpfl_jax.mechanisms import base
+
+    real = base.bounded_grad
+
+    def wrong(loss: Any, *, rule: Any, **options: Any) -> Any:
+        return change(real, loss, rule, options)
+
+    with mock.patch.object(base, "bounded_grad", wrong):
+        yield
+
+
+def _mean_clipped(real: Any, loss: Any, rule: Any, options: Any) -> Any:
+    free = real(loss, clip_norm=1e9, **options)
+
+    def bounded(params: Any, units: Any, *, mask: Any) -> Any:
+        found = free(params, units, mask=mask)
+        norm = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(found.sum)))
+        factor = jnp.minimum(1.0, rule.sensitivity * mask.sum() / jnp.maximum(norm, 1e-9))
+        return dataclasses.replace(found, sum=jax.tree.map(lambda x: x * factor, found.sum))
+
+    return bounded
+
+
+def _bias_unclipped(real: Any, loss: Any, rule: Any, options: Any) -> Any:
+    clipped, free = real(loss, rule=rule, **options), real(loss, clip_norm=1e9, **options)
+
+    def bounded(params: Any, units: Any, *, mask: Any) -> Any:
+        found = clipped(params, units, mask=mask)
+        bias = free(params, units, mask=mask).sum["bias"]
+        return dataclasses.replace(found, sum={**found.sum, "bias": bias})
+
+    return bounded
+
+
+def _halves_clipped(real: Any, loss: Any, rule: Any, options: Any) -> Any:
+    """As if each of two devices clipped the half of every user's examples that it holds."""
+    whole = real(loss, rule=rule, **options)
+
+    def bounded(params: Any, units: Any, *, mask: Any) -> Any:
+        half = jax.tree.leaves(units)[0].shape[1] // 2
+        first, second = (
+            whole(params, jax.tree.map(lambda x, s=side: x[:, s], units), mask=mask)
+            for side in (slice(None, half), slice(half, None))
+        )
+        return dataclasses.replace(first, sum=jax.tree.map(jnp.add, first.sum, second.sum))
+
+    return bounded
+
+
+def _half_noise() -> Any:
+    real = Noise.add
+
+    def wrong(self: Any, key: Any, tree: Any) -> Any:
+        return real(dataclasses.replace(self, stddev=self.stddev / 2), key, tree)
+
+    return mock.patch.object(Noise, "add", wrong)
+
+
+def _key_twice() -> Any:
+    return mock.patch.object(
+        Plan, "noise_key", lambda self, key, step: key.words("noise", step // 2)
+    )
+
+
+def _noise_once() -> Any:
+    real = RoundBuilder.noise_keys
+    return mock.patch.object(RoundBuilder, "noise_keys", lambda self, _, r: real(self, 0, r))
+
+
+def _realised_batch() -> Any:
+    def plain(self: Any, silo: Any, positions: Any, group: Any) -> SiloDraw:
+        return SiloDraw(positions, group, self.sigma, float(max(len(positions), 1)))
+
+    return mock.patch.object(SiloMechanism, "plain", plain)
+
+
+def _double_rate() -> Any:
+    from dpfl_jax.sampling import laws
+
+    real = laws.poisson_indices
+    return mock.patch.object(
+        laws, "poisson_indices", lambda rng, n, prob: real(rng, n, min(1.0, 2 * prob))
+    )
+
+
+def _two_devices() -> Mesh:
+    return data_parallel_mesh(jax.devices()[:2])
+
+
+# Where each is planted, and what is audited then.
+BUGS: dict[str, tuple[Callable[[], Any], Callable[[], Trials]]] = {
+    "none": (contextlib.nullcontext, lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000)),
+    "noise / 2": (_half_noise, lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000)),
+    "clipping the batch mean": (
+        lambda: _wrong_sum(_mean_clipped),
+        lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000, directions=400),
+    ),
+    "key reused in two steps": (_key_twice, lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000)),
+    "noise once for all silos": (
+        _noise_once,
+        lambda: silos(HiGradAvgDP, 2.0, 1, rounds=2, trials=6000, prob=0.2),
+    ),
+    "division by the realised batch": (
+        _realised_batch,
+        lambda: silos(LocalItemDP, 2.0, 1, rounds=1, local_steps=1, prob=1.0, records=6, cap=1,
+                      against=5, trials=2000),
+    ),
+    "unclipped bias": (
+        lambda: _wrong_sum(_bias_unclipped), lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000)
+    ),
+    "sampling rate off by 2": (_double_rate, lambda: central(ULS, 2.0, 4, 0.25, 1, trials=12_000)),
+    "unit split in two by sharding": (
+        lambda: _wrong_sum(_halves_clipped),
+        lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000, mesh=_two_devices()),
+    ),
+}  # fmt: skip
+
+
+def planted(name: str) -> Audit:
+    """The audit of the library with this bug in it."""
+    plant, trials = BUGS[name]
+    with plant():
+        return audit(dataclasses.replace(trials(), name=name), CONFIDENCE)
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument("table", choices=("bugs", "tightness", "alarms"))
+    parser.add_argument("--audits", type=int, default=200, metavar="N", help="of alarms")
+    parser.add_argument(
+        "--confidence", type=float, default=CONFIDENCE, metavar="C", help="of alarms"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Prints one table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(stderr=args.json)
+    rows = []
+    if args.table == "alarms":
+        makers = list(SOUND.items())
+        for i in range(math.ceil(args.audits / _TOGETHER)):
+            name, make = makers[i % len(makers)]
+            epsilon = (1.0, 2.0, 4.0)[i % 3]
+            whole = make(epsilon, 1000 + i, 4000 * _TOGETHER)
+            for part in np.array_split(np.arange(len(whole.inside)), _TOGETHER):
+                found = audit(whole.part(part), args.confidence)
+                rows.append(_row(f"{name}, epsilon {epsilon:g}", found, 0.0))
+            last = rows[-_TOGETHER:]
+            console.print(
+                f"{name}, claimed {found.claimed:.3g}: proved at most "
+                f"{max(r['proved'] for r in last):.3g} in {_TOGETHER} audits, "
+                f"{sum(r['exceeds'] for r in last)} refuted",
+                highlight=False,
+            )
+        refuted = sum(r["exceeds"] for r in rows)
+        weak = sum(r["p_value"] < 0.05 for r in rows)
+        console.print(
+            f"{refuted} of {len(rows)} audits of sound mechanisms refute their claim at confidence "
+            f"{args.confidence:g} ({weak} would at 0.95)"
+        )
+    else:
+        table = Table("", "claimed epsilon", "proved", "p-value of the claim", "attack", "seconds")
+        names: Any = BUGS if args.table == "bugs" else TIGHTNESS
+        for name in names:
+            start = time.perf_counter()
+            if args.table == "bugs":
+                found = planted(name)
+            else:
+                found = audit(dataclasses.replace(TIGHTNESS[name](), name=name), 0.95)
+            rows.append(_row(name, found, time.perf_counter() - start))
+            sign = "> " if found.exceeds else ""
+            table.add_row(
+                name,
+                f"{found.claimed:.3f}",
+                f"{sign}{found.proved:.3f} ({found.proved / found.claimed:.0%})",
+                f"{found.p_value:.2g}",
+                found.attack,
+                f"{rows[-1]['seconds']:.1f}",
+            )
+        console.print(table)
+    return {"machine": platform.platform(), "rows": rows}
+
+
+def _row(name: str, found: Audit, seconds: float) -> dict[str, Any]:
+    return {**found.to_json(), "name": name, "seconds": seconds}

@@ -1,0 +1,349 @@
+"""``guarantee.json``: what a run promises, and all that anybody needs to hold it to that.
+
+It names the mechanism and the public numbers of the data (``basis``), the events that follow from
+them, and the epsilon that these cost. Whoever reads it can make the events again and price them;
+``differences`` does. It cannot show that the mechanism ran, nor that the data are as declared.
+
+Nothing in it is computed from private data, but for numbers that the guarantee's own assumptions
+name as public.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import dp_accounting
+from dp_accounting import NeighboringRelation
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dpfl_jax import __version__
+from dpfl_jax.accounting import serialize
+from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, TooLittleNoiseError, epsilon
+from dpfl_jax.accounting.attacks import Meaning, meaning_of_bound, meaning_of_cases
+from dpfl_jax.accounting.composition import TableTooLargeError
+from dpfl_jax.accounting.drawn import IDEALISED_FLOAT
+from dpfl_jax.accounting.guarantee import Guarantee
+from dpfl_jax.accounting.independent import independent
+from dpfl_jax.errors import BadInputError, repeated
+
+VERSION = 1
+NAME = "guarantee.json"
+LIBRARY = f"dpfl_jax {__version__}"
+# Stated numbers may be below what another machine computes by so much of them: its rounding.
+_ROUNDING = 1e-6
+# An explanation takes a second at most.
+_MOST_EVENTS, _COARSE = 8, 0.1
+Cases = Sequence[Sequence[dp_accounting.DpEvent]]
+
+
+class _Part(BaseModel):
+    """A table of the file: unknown names are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class Noise(_Part):
+    """How the noise of the run was drawn."""
+
+    drawn: Literal["exact", "float"]
+    """``exact``: integers, within what the assumptions state of Gaussian noise, rounded. ``float``:
+    sums of two float32 normals. Accounted as real-valued Gaussian noise."""
+
+
+class Group(_Part):
+    """Units that have a smaller epsilon than the run's."""
+
+    of: str
+    """Which units, in words."""
+    epsilon: float
+    """Theirs, at the delta of the run."""
+    event: dict[str, Any]
+    """What the run does to one of them."""
+
+
+class Statement(_Part):
+    """The content of guarantee.json."""
+
+    version: Literal[1]
+    """Of this schema."""
+    library: str
+    """What wrote the file."""
+    privacy: Guarantee
+    """As in report.json: unit, adjacency, trust, epsilon, delta, and what they rest on."""
+    text: str
+    """The same as a paragraph."""
+    noise: Noise
+    """How noise was drawn."""
+    basis: dict[str, Any]
+    """Mechanism and public numbers that the events follow from; ``system`` says how."""
+    events: list[list[dict[str, Any]]]
+    """A unit's cost is at most the smallest, over these lists, of the largest in a list. No list:
+    there is no guarantee."""
+    groups: list[Group] = []
+    """Kinds of units that spend less than the run's epsilon."""
+
+    @classmethod
+    def of(
+        cls,
+        guarantee: Guarantee,
+        basis: dict[str, Any],
+        cases: Cases,
+        groups: Iterable[tuple[str, dp_accounting.DpEvent]] = (),
+    ) -> Statement:
+        """States a guarantee.
+
+        Args:
+          guarantee: of the run.
+          basis: plain JSON.
+          cases: events that bound what the run does to a unit, as ``events``.
+          groups: (which units, what the run does to one of them).
+        """
+        relation = _relation(guarantee)
+        return cls(
+            version=VERSION,
+            library=LIBRARY,
+            privacy=guarantee,
+            text=str(guarantee),
+            noise=Noise(drawn="float" if IDEALISED_FLOAT in guarantee.assumptions else "exact"),
+            basis=json.loads(json.dumps(basis, default=lambda number: number.item())),
+            events=[
+                [serialize.to_json(event) for event in case]
+                for case in (cases if guarantee.private else ())
+            ],
+            groups=[
+                Group(
+                    of=who,
+                    epsilon=cost([[event]], guarantee.delta, relation),
+                    event=serialize.to_json(event),
+                )
+                for who, event in groups
+            ],
+        )
+
+    @property
+    def cases(self) -> list[list[dp_accounting.DpEvent]]:
+        """``events``, parsed."""
+        return [[serialize.from_json(values) for values in case] for case in self.events]
+
+    @property
+    def relation(self) -> NeighboringRelation:
+        """The adjacency that the events are accounted under."""
+        return _relation(self.privacy)
+
+    def meaning(self) -> Meaning | None:
+        """What the run lets anybody find out about one unit; None if there is no guarantee.
+
+        On a coarse grid, which makes bounds larger by about a thousandth; where the run is of many
+        events, from epsilon and delta alone.
+        """
+        privacy = self.privacy
+        if not privacy.private:
+            return None
+        cases = [case for case in self.cases if 0 < len(case) <= _MOST_EVENTS]
+        with contextlib.suppress(BadInputError):  # losses that no table holds
+            if cases:
+                return meaning_of_cases(
+                    cases, privacy.delta, relation=self.relation, resolution=_COARSE
+                )
+        return meaning_of_bound(privacy.epsilon, privacy.delta, self.relation)
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values."""
+        return {**self.model_dump(), "privacy": self.privacy.to_json()}
+
+    def dumps(self) -> str:
+        """The file's text."""
+        return json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n"
+
+
+def read(path: str | os.PathLike[str]) -> Statement:
+    """Reads a guarantee.json.
+
+    Raises:
+      BadInputError: it is none, or of a version that is not known here.
+    """
+    path = pathlib.Path(path)
+    try:
+        values = json.loads(path.read_text(), object_pairs_hook=_table, parse_constant=_no_number)
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadInputError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict) or "version" not in values:
+        raise BadInputError(f"{path} is no {NAME}: it has no version")
+    if type(values["version"]) is not int or values["version"] != VERSION:
+        raise BadInputError(
+            f"{path} has the version {values['version']!r}, and {LIBRARY} knows {VERSION}: take a "
+            "release that knows it"
+        )
+    try:
+        return Statement.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadInputError(f"{path}: {where}: {first['msg']}") from error
+
+
+def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if (twice := repeated(name for name, _ in pairs)) is not None:
+        raise ValueError(f"{twice!r} stands there twice")
+    return dict(pairs)
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"{text} is no number of JSON")
+
+
+def whole(basis: dict[str, Any], name: str, least: int = 0, most: int | None = None) -> int:
+    """``basis[name]``, which must be a whole number from ``least`` to ``most``."""
+    value = basis[name]
+    if type(value) is not int or not least <= value <= (1 << 60 if most is None else most):
+        wanted = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise BadInputError(f"{name} is {value!r:.40}, but it must be a whole number {wanted}")
+    return value
+
+
+def _relation(guarantee: Guarantee) -> NeighboringRelation:
+    return REPLACE if guarantee.adjacency.startswith("replace") else ADD_OR_REMOVE
+
+
+def cost(cases: Cases, delta: float, relation: NeighboringRelation) -> float:
+    """Epsilon of a unit for which the ``cases`` hold; inf if there is none."""
+
+    def one(event: dp_accounting.DpEvent) -> float:
+        try:
+            return epsilon(event, delta, relation=relation)
+        except (TooLittleNoiseError, TableTooLargeError):
+            return math.inf
+
+    return min((max(map(one, case)) for case in cases if case), default=math.inf)
+
+
+def differences(
+    stated: Statement, restate: Callable[[dict[str, Any]], Statement]
+) -> tuple[list[str], list[str]]:
+    """What does not hold of a statement, and what of it nobody can check.
+
+    Args:
+      stated: the file.
+      restate: what a run with this ``basis`` would state.
+
+    Returns:
+      (a sentence each; empty if all of it holds, caveats that do not follow from the mechanism: the
+      file cannot show that they are all).
+    """
+    privacy, found = stated.privacy, []
+    own = list(privacy.caveats)
+    if stated.text != str(privacy):
+        found.append(f"the text is not what the fields say: {_unlike(stated.text, str(privacy))}")
+    if not privacy.private:  # nothing is claimed
+        if stated.events or stated.groups:
+            found.append("privacy.epsilon is infinite, but there are events or groups beside it")
+        return found, own
+    try:
+        again = restate(stated.basis)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        why = error if isinstance(error, BadInputError) else f"{type(error).__name__} {error}"
+        again = None
+        found.append(f"no mechanism can be made of `basis`: {why}")
+    if again is not None:
+        found += _unlike_the_basis(stated, again)
+        own = [caveat for caveat in own if caveat not in again.privacy.caveats]
+    try:
+        cases = stated.cases
+        real = cost(cases, privacy.delta, stated.relation)
+    except (ValueError, ArithmeticError) as error:
+        return [*found, f"its events cannot be accounted: {error}"], own
+    if not real <= privacy.epsilon * (1 + _ROUNDING):
+        found.append(
+            f"privacy.epsilon is {privacy.epsilon:.7g}, but the events cost {real:.7g} at delta "
+            f"{privacy.delta:g}"
+        )
+    for group in stated.groups:
+        real = cost([[serialize.from_json(group.event)]], privacy.delta, stated.relation)
+        if not real <= group.epsilon * (1 + _ROUNDING):
+            found.append(
+                f"the group {group.of!r} has epsilon {group.epsilon:.7g}, but its event costs "
+                f"{real:.7g}"
+            )
+    return found, own
+
+
+def second_opinion(stated: Statement) -> tuple[tuple[float, float] | None, list[str]]:
+    """dp_accounting's bounds on epsilon, from below and above, where it knows the event.
+
+    Returns:
+      (None or both bounds, what does not hold of the statement by them).
+    """
+    delta, relation = stated.privacy.delta, stated.relation
+
+    def one(event: dp_accounting.DpEvent) -> float:
+        return cost([[event]], delta, relation)
+
+    # What decides: the costliest event of the cheapest case.
+    decides = min((max(case, key=one) for case in stated.cases if case), key=one)
+    found = independent(decides, delta, relation)
+    if found is None or found[0] <= stated.privacy.epsilon * (1 + _ROUNDING):
+        return found, []
+    return found, [
+        f"privacy.epsilon is {stated.privacy.epsilon:.7g}, but by dp_accounting the events cost at "
+        f"least {found[0]:.7g}"
+    ]
+
+
+def _unlike_the_basis(stated: Statement, again: Statement) -> list[str]:
+    """Where the file says anything else than the mechanism in it."""
+    found = []
+    mine, theirs = stated.to_json(), again.to_json()
+    said, made = mine.pop("privacy"), theirs.pop("privacy")
+    for group in (*mine["groups"], *theirs["groups"]):  # their costs are computed anew below
+        del group["epsilon"]
+    missing = [caveat for caveat in made.pop("caveats") if caveat not in said["caveats"]]
+    for caveat in missing:
+        found.append(f"a caveat of the mechanism is missing: {caveat[:80]}...")
+    for name in made.keys() - {"epsilon"}:
+        if (place := _unequal(said[name], made[name], f"privacy.{name}")) is not None:
+            found.append(f"{place} by the mechanism in `basis`")
+    for name in ("noise", "basis", "events", "groups"):
+        if (place := _unequal(mine[name], theirs[name], name)) is not None:
+            found.append(f"{place} by the mechanism in `basis`")
+    if found and stated.library != LIBRARY:
+        found[-1] += f" (the file is of {stated.library}, this is {LIBRARY}: words may differ)"
+    return sorted(found)
+
+
+def _unequal(said: Any, made: Any, place: str) -> str | None:
+    """The first place where two JSON values differ, in words; None if they do not."""
+    if isinstance(said, dict) and isinstance(made, dict):
+        for name in sorted(said.keys() | made.keys()):
+            if name not in said or name not in made:
+                return f"{place}.{name} is {'left out' if name in made else 'none of those made'}"
+            if (found := _unequal(said[name], made[name], f"{place}.{name}")) is not None:
+                return found
+        return None
+    if isinstance(said, (list, tuple)) and isinstance(made, (list, tuple)):
+        if len(said) != len(made):
+            return f"{place} has {len(said)} entries, and should have {len(made)}"
+        pairs = enumerate(zip(said, made))
+        unequal = (_unequal(a, b, f"{place}[{i}]") for i, (a, b) in pairs)
+        return next((words for words in unequal if words is not None), None)
+    numbers = [type(x) in (int, float) for x in (said, made)]
+    if all(numbers) and math.isclose(said, made, rel_tol=1e-9):
+        return None
+    if type(said) is type(made) and said == made:
+        return None
+    if isinstance(said, str) and isinstance(made, str) and len(said) > 40:
+        return f"{place} {_unlike(said, made)}"
+    return f"{place} is {said!r}, and should be {made!r}"
+
+
+def _unlike(said: str, made: str) -> str:
+    """Where two texts part."""
+    a, b = said.split(), made.split()
+    i = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    shown = [" ".join(words[max(i - 3, 0) : i + 3]) for words in (a, b)]
+    return f"says '...{shown[0]}...', and should say '...{shown[1]}...'"

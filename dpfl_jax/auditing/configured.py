@@ -1,0 +1,94 @@
+"""What a configuration claims, as trials of its mechanism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from dpfl_jax.auditing import simulate
+from dpfl_jax.auditing.trials import Trials
+from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.mechanisms import UserLDP
+from dpfl_jax.randomness import RootKey
+
+_NOTHING = "this configuration promises nothing, so that there is nothing to audit: choose a "
+
+
+def trials_of(config: Any, key: RootKey, console: Console, trials: int) -> list[Trials]:
+    """Simulates the mechanism of a configuration, whose data are read for their public numbers.
+
+    Args:
+      config: of any kind.
+      key: of the audit alone.
+      console: for people.
+      trials: of each claim, at least. One of a mechanism that hides a whole silo takes a silo, and
+        as many times fewer are taken.
+
+    Returns:
+      One entry; with personal budgets one of the smallest, one of the largest.
+
+    Raises:
+      BadInputError: it has no guarantee, or one that no audit knows.
+    """
+    if isinstance(config, IsrlConfig):
+        return [_messages(config, key, console, trials)]
+    if isinstance(config, FederatedConfig):
+        return _silos(config, key, console, trials)
+    assert isinstance(config, RunConfig)
+    from dpfl_jax.training import central_run
+
+    if not config.mechanism.private:
+        raise BadInputError(_NOTHING + "private mechanism.kind")
+    ready = central_run.prepare(config, console)
+    given = (ready.mechanism, ready.population, config.train.steps, ready.delta, key)
+    with console.status("attacking"):
+        return [simulate.central(*given, trials=trials)]
+
+
+def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int) -> list[Trials]:
+    from dpfl_jax.federation import federated_run
+
+    ready = federated_run.prepare(config, console)
+    federation = ready.federation
+    if not federation.mechanism.private or federation.mechanism.unsound():
+        raise BadInputError(_NOTHING + "private mechanism, with its sound options")
+    reach = 1
+    if federation.mechanism.unit != "record":
+        reach = min(federation.max_silos_per_subject, federation.silos_per_round)
+    # Those that cost most, as in federation.accountant.worst_cases.
+    members = sorted(
+        (federation.silos[i] for i in federation.participants.tolist()),
+        key=lambda p: (-p.mechanism.probability(p.facts), p.mechanism.sigma, -p.local_steps),
+    )[:reach]
+    rates: list[float | None] = [None]
+    if ready.personal is not None:
+        drawn = ready.personal.assignment.rates
+        rates = [float(drawn[drawn > 0].min()), float(drawn.max())]
+    if isinstance(federation.mechanism, UserLDP):
+        trials = max(200, trials // 10)
+    found = []
+    with console.status("attacking"):
+        for rate in rates:
+            given = (members, federation.rounds, ready.delta, key.child(f"rate {rate}"))
+            cohort = federation.cohort if rate is not None else None
+            found.append(simulate.silos(*given, trials=trials, rate=rate, cohort=cohort))
+    return found
+
+
+def _messages(config: IsrlConfig, key: RootKey, console: Console, trials: int) -> Trials:
+    from dpfl_jax.federation.isrl.runs import isrl_run
+
+    parameters = isrl_run.prepare(config, console).parameters
+    if not parameters.noise or config.isrl.sampling == "with_replacement":
+        raise BadInputError(_NOTHING + "budget, and a sound sampling")
+    worst = int(np.argmax([z.epsilon for z in parameters.noise]))
+    with console.status("attacking"):
+        return simulate.messages(
+            parameters.noise[worst],
+            key,
+            clip_norm=float(parameters.clip_norms[worst]),
+            trials=trials,
+        )

@@ -1,0 +1,306 @@
+"""From trials to the largest epsilon that they refute.
+
+A claim is a whole trade-off curve (``accounting.attacks``): of the rate of false alarms a, no
+attack has a rate of right alarms above f(a). Both rates are counted in trials, and for every a the
+two counts have independent p-values, which Fisher's method joins; the largest over all a is the
+p-value of the claim. Thresholds and attacks are chosen on other trials. What is refuted is stated
+as the epsilon of the claimed event with less noise: the least noise whose curve is refuted, too.
+
+That needs trials that do not depend on each other, as those of the mechanism that is claimed do
+not: a wrong claim is refuted with the stated confidence, whatever runs. Beside it stands the bound
+of Steinke, Nasr and Jagielski (2023, theorem 5.2): it asks for nothing but fair coins, is about
+epsilon at delta alone, and far from tight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation
+from scipy import special, stats
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting.attacks import Meaning, meaning
+from dpfl_jax.auditing.trials import Trials, scaled
+from dpfl_jax.errors import BadInputError
+
+# Noise is divided by these for the family that proofs are stated in: 2 % apart.
+_FACTORS = 1.02 ** np.arange(-125, 71)
+_CLAIM = 125
+# Rates of false alarms at which p-values are taken; between two the worse of either is.
+_RATES = np.concatenate([[0.0], np.geomspace(1e-8, 0.05, 500), np.linspace(0.05, 1, 951)[1:]])
+_FEW = 800  # trials, of which none are spared for choosing an attack
+_PARTS = 8  # of the trials: of one attacks learn, on one they are compared, the others prove
+_BREAKS = 1e-4  # p-value among those that says that a claim is wrong, some fifty being looked at
+_ALARMS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 5e-3, 2e-3, 1e-3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What trials prove.
+
+    Attributes:
+      name: of what was audited.
+      how: what ran, in words.
+      claimed: epsilon of the claim.
+      delta: of the claim.
+      confidence: of what is proved.
+      proved: epsilon of the claimed mechanism with the least noise that is refuted.
+      proved_of_any: epsilon that any mechanism with fair coins is refuted at.
+      p_value: of the claim.
+      attack: that was chosen.
+      alarms: (false alarms, units out, right alarms, units in), at its threshold.
+      points: float [k, 2], rates of false and right alarms at every threshold.
+      curve: the claim.
+    """
+
+    name: str
+    how: str
+    claimed: float
+    delta: float
+    confidence: float
+    proved: float
+    proved_of_any: float
+    p_value: float
+    attack: str
+    alarms: tuple[int, int, int, int]
+    points: np.ndarray
+    curve: Meaning
+
+    @property
+    def exceeds(self) -> bool:
+        """Whether the claim is refuted."""
+        return self.p_value < 1.0 - self.confidence or self.proved_of_any > self.claimed
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values."""
+        hidden = ("points", "curve")
+        out = {k: v for k, v in vars(self).items() if k not in hidden}
+        return out | {"alarms": list(self.alarms), "exceeds": self.exceeds}
+
+    def __str__(self) -> str:
+        """One line."""
+        verdict = "THE CLAIM IS REFUTED" if self.exceeds else "the claim stands"
+        return (
+            f"{self.name}: claimed epsilon {self.claimed:.4g}, proved {self.proved:.4g} "
+            f"({self.proved_of_any:.3g} of any mechanism) at delta {self.delta:.3g} with "
+            f"{self.confidence:g} confidence: {verdict}"
+        )
+
+
+def audit(trials: Trials, confidence: float = 0.95) -> Audit:
+    """What the trials prove.
+
+    Args:
+      trials: at least some hundreds.
+      confidence: probability with which a true claim is not refuted.
+
+    Raises:
+      BadInputError: too few trials, or an event without a guarantee.
+    """
+    if not 0.5 <= confidence < 1:
+        raise BadInputError(f"the confidence is {confidence}, but it must lie in [0.5, 1)")
+    n = len(trials.inside)
+    few = n < _FEW
+    learn, choose = (np.arange(n) % _PARTS == i for i in range(2))
+    prove = ~(learn | choose) | few
+    sides = [part & side for part in (choose, prove) for side in (trials.inside, ~trials.inside)]
+    if min(side.sum() for side in sides[2 if few else 0 :]) < 20:
+        raise BadInputError(f"there are {n} trials, but an audit needs hundreds: add canaries")
+    family = _Family(trials.event, trials.delta, trials.relation)
+    level = 1.0 - confidence
+    usual = family.best_rate(int(sides[3].sum()), level)
+    if few:  # all of them prove: the threshold is that of the claimed noise
+        attack, score = "likelihood ratio", trials.scores(learn)["likelihood ratio"]
+        cut = trials.threshold(usual)
+    else:
+        attack, score, cut = _chosen(trials, family, learn, choose, usual, level)
+    alarms = _counts(score, cut, sides[2:])
+    refuted = family.refuted(alarms, level)
+    low = 0.0 if few else float(np.quantile(score[choose], 0.5))
+    cuts = np.quantile(score[prove], np.linspace(0, 1, 200))
+    rates = np.array([[(score[side] > t).mean() for side in (sides[3], sides[2])] for t in cuts])
+    return Audit(
+        name=trials.name,
+        how=trials.how,
+        claimed=family.epsilon(_CLAIM),
+        delta=trials.delta,
+        confidence=confidence,
+        proved=0.0 if refuted < 0 else family.epsilon(refuted),
+        proved_of_any=one_run_bound(
+            score[prove], trials.inside[prove], (min(low, cut), cut), trials.delta, level
+        ),
+        p_value=math.exp(family.log_p(alarms, _CLAIM)),
+        attack=attack,
+        alarms=alarms,
+        points=rates,
+        curve=family.claim,
+    )
+
+
+def _chosen(
+    trials: Trials,
+    family: _Family,
+    learn: np.ndarray,
+    choose: np.ndarray,
+    usual: float,
+    level: float,
+) -> tuple[str, np.ndarray, float]:
+    """An attack, its scores, and its threshold, by trials that prove nothing.
+
+    One that breaks the claim among these, if there is any; else what is best against the mechanism
+    that is claimed.
+    """
+    scores = trials.scores(learn)
+    sides = [choose & trials.inside, choose & ~trials.inside]
+    broken = []
+    for attack, score in scores.items():
+        # Also alarms that hardly any unit sets off that is out: half of those in do.
+        cuts = {*np.quantile(score[sides[1]], [1 - a for a in _ALARMS])}
+        cuts |= {*np.quantile(score[sides[0]], [0.1, 0.5, 0.7, 0.9, 0.97])}
+        for cut in sorted(cuts):
+            alarms = _counts(score, cut, sides)
+            log_p = family.log_p(alarms, _CLAIM)
+            if log_p < math.log(_BREAKS):
+                # By what they would prove of noise; then by how surely they refute the claim.
+                broken.append((family.refuted(alarms, level), -log_p, attack, cut))
+    if broken:
+        _, _, attack, cut = max(broken)
+        return attack, scores[attack], float(cut)
+    attack, score = next(iter(scores.items()))
+    return attack, score, float(np.quantile(score[(learn | choose) & ~trials.inside], 1 - usual))
+
+
+def _counts(score: np.ndarray, cut: float, sides: list[np.ndarray]) -> tuple[int, int, int, int]:
+    inside, outside = sides
+    return (
+        int((score[outside] > cut).sum()),
+        int(outside.sum()),
+        int((score[inside] > cut).sum()),
+        int(inside.sum()),
+    )
+
+
+class _Family:
+    """The claimed event at every noise."""
+
+    def __init__(
+        self, event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation
+    ) -> None:
+        self.known = _curves(repr(event), delta, relation.name)
+        self.event, self.delta, self.relation = event, delta, relation
+
+    @property
+    def claim(self) -> Meaning:
+        """The claimed curve."""
+        found = self.curve(_CLAIM)
+        assert found is not None
+        return found
+
+    def curve(self, place: int) -> Meaning | None:
+        """None where there is so little noise that no accountant says anything."""
+        if place not in self.known:
+            event = scaled(self.event, float(_FACTORS[place]))
+            try:
+                found = meaning(event, self.delta, relation=self.relation)
+                self.known[place] = (found, found.power(_RATES))
+            except BadInputError:
+                if place == _CLAIM:
+                    raise
+                self.known[place] = None
+        value = self.known[place]
+        return None if value is None else value[0]
+
+    def epsilon(self, place: int) -> float:
+        """Of the event at this noise."""
+        event = scaled(self.event, float(_FACTORS[place]))
+        return accounting.epsilon(event, self.delta, relation=self.relation)
+
+    def log_p(self, alarms: tuple[int, int, int, int], place: int) -> float:
+        """Logarithm of the p-value; 0 where nothing can be refuted."""
+        if self.curve(place) is None:
+            return 0.0
+        false, out, right, inside = alarms
+        most = self.known[place][1]
+        # The rate lies between two of the grid: right alarms are least surprising at the upper
+        # end, few false ones at the lower.
+        p_right = special.bdtrc(right - 1, inside, most[1:]) if right else 1.0
+        p_false = special.bdtr(false, out, _RATES[:-1])
+        joint = math.log(max(float((p_right * p_false).max()), 1e-300))
+        return min(0.0, joint + math.log1p(-joint))  # Fisher: of two p-values of this product
+
+    def best_rate(self, units: int, level: float) -> float:
+        """The rate of false alarms at which so many units, in or out, should prove most."""
+        units = round(1.25 ** round(math.log(units, 1.25)))  # audits of much the same size share it
+        if (units, level) in self.known:
+            return self.known[units, level]
+        rates = np.geomspace(2.0 / units, 0.5, 24)
+        right = np.floor(units * self.claim.power(rates)).astype(int)
+
+        def proves(i: int) -> int:
+            return self.refuted((math.ceil(units * rates[i]), units, int(right[i]), units), level)
+
+        self.known[units, level] = float(rates[max(range(len(rates)), key=proves)])
+        return self.known[units, level]
+
+    def refuted(self, alarms: tuple[int, int, int, int], level: float) -> int:
+        """The last place in the family that is refuted at this level; -1 if none is."""
+        low, high = -1, len(_FACTORS)  # curves grow: refuted up to a place, and none behind it
+        while high - low > 1:
+            middle = (low + high) // 2 if (low, high) != (-1, len(_FACTORS)) else _CLAIM
+            if self.log_p(alarms, middle) < math.log(level):
+                low = middle
+            else:
+                high = middle
+        return low
+
+
+@functools.lru_cache(maxsize=64)
+def _curves(event: str, delta: float, relation: str) -> dict[Any, Any]:
+    """What is known of a family, by place; 200 audits of one claim compute it once."""
+    del event, delta, relation
+    return {}
+
+
+def one_run_bound(
+    score: np.ndarray, inside: np.ndarray, cuts: tuple[float, float], delta: float, level: float
+) -> float:
+    """Epsilon that any (epsilon, delta)-private mechanism is refuted at.
+
+    Args:
+      score: float [n].
+      inside: bool [n], fair coins.
+      cuts: guesses are "out" up to the first, "in" above the second, none between.
+      delta: of the claim.
+      level: one minus the confidence.
+    """
+    low, high = cuts
+    best = 0.0
+    for guess_out in (False, True):
+        guessed = (score > high) | (guess_out & (score <= low))
+        right = int((guessed & (inside == (score > high))).sum())
+        count = int(guessed.sum())
+        bottom, top = 0.0, 20.0
+        while top - bottom > 1e-3:
+            middle = (bottom + top) / 2
+            # Half of the level for each of the two ways to guess.
+            if _one_run_p(len(score), count, right, middle, delta) < level / 2:
+                bottom = middle
+            else:
+                top = middle
+        best = max(best, bottom)
+    return best
+
+
+def _one_run_p(units: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
+    """Probability of so many right guesses, at most (theorem 5.2)."""
+    chance = 1.0 / (1.0 + math.exp(-epsilon))
+    tail = float(stats.binom.sf(right - 1, guesses, chance))
+    fewer = np.arange(1, right + 1)
+    within = np.cumsum(stats.binom.pmf(right - fewer, guesses, chance)) / np.maximum(fewer, 1)
+    return min(1.0, tail + 2.0 * units * delta * float(within.max(initial=0.0)))

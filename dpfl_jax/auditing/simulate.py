@@ -1,0 +1,371 @@
+"""A mechanism's own release on designed gradients alone: no training, many trials in one run.
+
+Sampler, clipping, noise, divisor and keys are those that train: nothing here is written again. The
+loss is linear, so that each unit's gradient is what is designed: long enough to be clipped, and,
+one unit each, along a direction that no other unit has. So every unit is a trial of its own.
+
+Adjacency is what the event says: units that are out are not in the data. Rates of sampling stay
+those of the plan, which are public constants.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from dpfl_jax.accounting import REPLACE, events
+from dpfl_jax.auditing.trials import LONG, Trials
+from dpfl_jax.config.execution import Execution
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.store import ArrayStore
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.data import ArrayRecords, FederatedData
+from dpfl_jax.federation.engine import make_release
+from dpfl_jax.federation.federation import Federation, SiloPlan
+from dpfl_jax.federation.isrl.arms import SiloNoise
+from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, make_oracle
+from dpfl_jax.federation.isrl.schedule import make_schedule
+from dpfl_jax.federation.mechanisms import RPDP, UserLDP
+from dpfl_jax.federation.rounds import RoundBuilder
+from dpfl_jax.mechanisms import Mechanism, Population
+from dpfl_jax.mechanisms.batches import example_loss, step_arguments
+from dpfl_jax.mechanisms.plan import Plan
+from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mesh import data_parallel_mesh
+from dpfl_jax.randomness import RootKey
+
+PyTree = Any
+_MOST_DIRECTIONS = 2000
+
+
+def _start(directions: int) -> PyTree:
+    """Parameters: two leaves, as what is not clipped is often the second."""
+    return {"weight": jnp.zeros(directions), "bias": jnp.zeros(directions)}
+
+
+def _loss(params: PyTree, example: PyTree) -> jax.Array:
+    """Linear; its gradient is ``size`` along a direction, half of it (squared) in each leaf."""
+    both = (params["weight"] + params["bias"]) / math.sqrt(2.0)
+    return example["size"] * (both @ jax.nn.one_hot(example["direction"], both.shape[0]))
+
+
+def _along(tree: PyTree) -> jax.Array:
+    """What a gradient (or sum) has along each direction."""
+    return (tree["weight"] + tree["bias"]) / math.sqrt(2.0)
+
+
+def _runs(trials: int, each: int) -> int:
+    if trials < 200:
+        raise BadInputError(f"{trials} trials are asked for, but an audit needs 200 or more")
+    return math.ceil(trials / each)
+
+
+# ---- central -----------------------------------------------------------------------------------
+
+
+def central(
+    mechanism: Mechanism,
+    population: Population,
+    steps: int,
+    delta: float,
+    key: RootKey,
+    *,
+    trials: int = 20_000,
+    directions: int | None = None,
+    others: int = 0,
+    mesh: Mesh | None = None,
+    execution: Execution | None = None,
+) -> Trials:
+    """Trials of a central mechanism.
+
+    Args:
+      mechanism: with its noise multiplier.
+      population: which its rates follow from.
+      steps: T.
+      delta: of the claim.
+      key: of coins, sampling and noise; no run's.
+      trials: units that are in or out, at least.
+      directions: units of one run; default some that sampling can tell from each other.
+      others: units of every run that are always in the data, all along one more direction.
+      mesh: default: one device.
+      execution: how steps are computed.
+    """
+    rate = mechanism.sampling_probability(population)
+    if "sampling_prob" in {f.name for f in dataclasses.fields(mechanism)}:
+        mechanism = dataclasses.replace(mechanism, sampling_prob=rate)  # type: ignore[call-arg]
+    units = min(trials, directions or max(200, min(_MOST_DIRECTIONS, round(400 / rate))))
+    mesh = data_parallel_mesh(jax.devices()[:1]) if mesh is None else mesh
+    execution = Execution(microbatch_size=64, strategy="vmap") if execution is None else execution
+    params, size = _start(units + 1), np.float32(LONG * mechanism.clip_norm)
+    examples = getattr(mechanism, "group_size", 1)
+    schema = Schema.arrays({"direction": np.int32(0), "size": size}, leading_axis=False)
+
+    def store(inside: np.ndarray) -> ArrayStore:
+        who = np.concatenate([np.flatnonzero(inside), np.full(others, units)]).astype(np.int32)
+        if not len(who):
+            who = np.array([-1], np.int32)  # somebody without a gradient
+        rows = np.repeat(who, examples)
+        made = {"direction": rows, "size": np.full(len(rows), size)}
+        offsets = np.arange(len(who) + 1) * examples
+        return ArrayStore(schema, [f"{i:07d}" for i in range(len(who))], offsets, schema.pack(made))
+
+    loss = example_loss(_loss, store(np.ones(units, bool)))
+    summed = jax.jit(
+        bounded_sum_over_microbatches(
+            mechanism, loss, mesh, strategy=execution.strategy, **execution.cut
+        )
+    )
+    noise, unit = mechanism.noise_transform(), mechanism.noise_stddev / mechanism.divisor
+
+    @jax.jit
+    def released(total: PyTree, state: Any, noise_key: Any) -> tuple[jax.Array, Any]:
+        gradient, state = noise.update(total, state, noise_key=noise_key)
+        return _along(gradient) / unit, state
+
+    coins, seen = [], []
+    for run in range(_runs(trials, units)):
+        inside = key.numpy("audit-coins", run).random(units) < 0.5
+        plan = Plan(mechanism, store(inside), steps, delta, execution, mesh)
+        own, state, rows = key.child("audit-run", run), noise.init(params), []
+        for batch in plan.pipeline(plan.sampler(own)).iterate(0, steps):
+            total, _ = summed(params, *step_arguments(mechanism, batch), None)
+            row, state = released(total, state, plan.noise_key(own, batch.step))
+            rows.append(row)
+        coins.append(inside)
+        seen.append(np.asarray(jnp.stack(rows, axis=1)))
+    beside = [np.broadcast_to(s[units:], (units, steps)) for s in seen] if others else None
+    return Trials(
+        inside=np.concatenate(coins),
+        seen=np.concatenate([s[:units] for s in seen]),
+        event=mechanism.event(population, steps),
+        delta=delta,
+        beside=None if beside is None else np.concatenate(beside),
+        name=mechanism.kind,
+        how=f"{len(coins)} simulated runs of {steps} steps with {units} canaries each",
+    )
+
+
+# ---- silos -------------------------------------------------------------------------------------
+
+
+def silos(
+    plans: Sequence[SiloPlan],
+    rounds: int,
+    delta: float,
+    key: RootKey,
+    *,
+    trials: int = 20_000,
+    rate: float | None = None,
+    cohort: Any = None,
+    against: int = 0,
+) -> Trials:
+    """Trials of what silos release, every local step of theirs.
+
+    Args:
+      plans: the silos that hold one unit, with their noise.
+      rounds: R.
+      delta: of the claim.
+      key: of coins, sampling and noise; no run's.
+      trials: units that are in or out, at least.
+      rate: of the records, where they have rates of their own (rPDP).
+      cohort: law by which one silo takes part in a round; None: in all.
+      against: records of others in every silo, whose gradients are opposite to the unit's, all of
+        them drawn at every step; it is then the only trial of its silos.
+
+    Beside the silos that hold the units there is one that holds none: what it sends must not help.
+    """
+    first = plans[0].mechanism
+    if isinstance(first, UserLDP):  # one gradient of all records, which the unit's turns round
+        against = 1
+    prob = 1.0 if against else max(p.mechanism.probability(p.facts) for p in plans)
+    units = 1 if against else max(200, min(_MOST_DIRECTIONS, round(200 / (rate or prob)), trials))
+    groups = min(trials, 200) if against else 1
+    each = len(plans) + 1
+    steps = max(plan.local_steps for plan in plans)
+    size = LONG * first.clip_norm
+    made = [_designed(plan, rate, against) for plan in (*plans, plans[0])]
+    mesh, params = data_parallel_mesh(jax.devices()[:1]), _start(units)
+    recorder = _recorder(units, steps)
+    release = make_release(made[0].mechanism, _loss, recorder, mesh, keep_state=True)
+    start = recorder.init(params)
+    coins, seen, beside = [], [], []
+    for run in range(_runs(trials, units * groups)):
+        own = key.child("audit-run", run)
+        inside = key.numpy("audit-coins", run).random((groups, units)) < 0.5
+        data = _records(made, inside, size, against)
+        all_plans = tuple(
+            _own_rates(plan, silo.num_records, rate)
+            for plan, silo in zip(made * groups, data.silos, strict=True)
+        )
+        law = None if cohort is None else dataclasses.replace(cohort, population=len(all_plans))
+        federation = Federation(all_plans, rounds, len(plans), law)
+        builder = RoundBuilder(federation, data, own, mesh, microbatch_size=64)
+        sent = np.full((groups * each, rounds, steps, units), np.nan, np.float32)
+        for r, pieces in builder.prefetch(0, rounds):
+            for piece in pieces:
+                states = jax.tree.map(
+                    lambda x: jnp.broadcast_to(x, (builder.size, *x.shape)),  # noqa: B023
+                    start,
+                )
+                _, states, _ = release(params, states, piece.chunk)
+                sent[piece.silos, r] = np.asarray(states["seen"])[: len(piece.silos)]
+        found = sent.reshape(groups, each, rounds, steps, units).transpose(0, 4, 1, 2, 3)
+        columns = []
+        for i, plan in enumerate(made):
+            unit = plan.mechanism.sigma * plan.mechanism.clip_norm
+            unit /= plan.mechanism.divisor(plan.facts)
+            mine = found[:, :, i, :, : plan.local_steps].reshape(groups * units, -1) / unit
+            columns.append(against / plan.mechanism.sigma - mine if against else mine)
+        coins.append(inside.ravel())
+        seen.append(np.hstack(columns[:-1]))
+        beside.append(columns[-1])
+    costs = [_event(plan, rounds, rate) for plan in made[:-1]]
+    return Trials(
+        inside=np.concatenate(coins),
+        seen=np.concatenate(seen),
+        event=costs[0] if len(costs) == 1 else events.horizontal(costs),
+        delta=delta,
+        beside=np.concatenate(beside),
+        name=first.kind if rate is None else f"{first.kind}, rate {rate:.3g}",
+        how=f"{len(coins)} simulated runs of {rounds} rounds with {groups * units} canaries each, "
+        f"in {len(plans)} {'silo' if len(plans) == 1 else 'silos'}",
+    )
+
+
+def _designed(plan: SiloPlan, rate: float | None, against: int) -> SiloPlan:
+    """The silo with its public rate as a constant, whatever it holds now."""
+    own = plan.mechanism
+    prob = 1.0 if against or rate is not None else own.probability(plan.facts)
+    return dataclasses.replace(
+        plan, mechanism=dataclasses.replace(own, batch_size=None, sampling_prob=prob)
+    )
+
+
+def _own_rates(plan: SiloPlan, records: int, rate: float | None) -> SiloPlan:
+    if rate is None:
+        return plan
+    own = dataclasses.replace(plan.mechanism, rates=np.full(records, rate), stay=None)  # type: ignore[call-arg]
+    return dataclasses.replace(plan, mechanism=own)
+
+
+def _event(plan: SiloPlan, rounds: int, rate: float | None) -> Any:
+    own = plan.mechanism
+    if isinstance(own, RPDP) and rate is not None:
+        assert own.setting is not None
+        return own.setting.event(rate, rounds)
+    return own.event(plan.facts, plan.local_steps * rounds)
+
+
+def _records(
+    plans: Sequence[SiloPlan], inside: np.ndarray, size: float, against: int
+) -> FederatedData:
+    """Of each group's units that are in, all records that they may have, in every silo but one."""
+    owner, silo, direction, length = [], [], [], []
+    groups, units = inside.shape
+    for g in range(groups):
+        for i, plan in enumerate(plans):
+            own = plan.mechanism
+            many = 1 if own.unit == "record" else own.max_items_per_subject
+            who = np.flatnonzero(inside[g]) if i < len(plans) - 1 else np.zeros(0, np.int64)
+            rows = np.repeat(who, many)
+            owner.append(g * (units + against) + rows)
+            direction.append(rows)
+            length.append(np.full(len(rows), -3.0 * size if against else size))
+            owner.append(g * (units + against) + units + np.arange(against))
+            direction.append(np.zeros(against, np.int64))
+            length.append(np.full(against, size))
+            silo.append(np.full(len(rows) + against, g * len(plans) + i))
+    arrays = {
+        "direction": np.concatenate(direction).astype(np.int32),
+        "size": np.concatenate(length).astype(np.float32),
+    }
+    if not len(arrays["size"]):
+        raise BadInputError("no unit is in: ask for more trials")
+    return FederatedData.from_assignment(
+        ArrayRecords(arrays), np.concatenate(owner), np.concatenate(silo), groups * len(plans)
+    )
+
+
+def _recorder(units: int, steps: int) -> optax.GradientTransformation:
+    """A local optimiser that keeps what it is given, and changes nothing."""
+
+    def init(params: PyTree) -> PyTree:
+        del params
+        return {"step": jnp.zeros((), jnp.int32), "seen": jnp.zeros((steps, units))}
+
+    def update(gradient: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        del params
+        seen = state["seen"].at[state["step"]].set(_along(gradient))
+        return jax.tree.map(jnp.zeros_like, gradient), {"step": state["step"] + 1, "seen": seen}
+
+    return optax.GradientTransformation(init, update)
+
+
+# ---- messages ----------------------------------------------------------------------------------
+
+
+def messages(
+    noise: SiloNoise,
+    key: RootKey,
+    *,
+    clip: str = "example",
+    clip_norm: float = 1.0,
+    trials: int = 20_000,
+) -> Trials:
+    """Trials of a silo's messages: every record has one of two opposite gradients."""
+    spec = MessageSpec(noise.sampling, clip, noise.noise)  # type: ignore[arg-type]
+    size, rounds = noise.silo_size, noise.rounds
+    take = math.ceil(noise.batch)
+    one_pass = np.array([take]) if noise.sampling == "disjoint" else None
+    stddev = noise.noise_multiplier * clip_norm
+
+    def loss(w: jax.Array, example: PyTree) -> jax.Array:
+        return example["size"] * (w @ jax.nn.one_hot(example["direction"], size))
+
+    @jax.jit
+    def sent(signs: jax.Array, rows: PyTree, rank: jax.Array) -> jax.Array:
+        examples = {"direction": jnp.arange(size)[None], "size": LONG * clip_norm * signs[None]}
+        oracle = make_oracle(
+            loss,
+            spec,
+            SiloData(examples, jnp.array([size], jnp.int32)),
+            batch=jnp.array([noise.batch], jnp.float32),
+            clip_norm=clip_norm,
+            stddev=jnp.array([stddev], jnp.float32),
+            rank=rank,
+            batch_capacity=take,
+        )
+        _, y = jax.lax.scan(lambda c, row: (c, oracle(jnp.zeros(size), row)), None, rows)
+        return y.T * noise.batch / stddev
+
+    coins, seen = [], []
+    for run in range(_runs(trials, size)):
+        inside = key.numpy("audit-coins", run).random(size) < 0.5
+        schedule = make_schedule(
+            key.child("audit-run", run), rounds, np.array([size]), one_pass_batch=one_pass
+        )
+        y = sent(jnp.where(inside, 1.0, -1.0), schedule.rows(), schedule.rank)
+        y = np.asarray(y, np.float64)
+        if noise.sampling == "disjoint":  # a record's one message, whose number says nothing of it
+            turn = np.asarray(schedule.rank)[0] // take
+            y = np.where(turn < y.shape[1], y[np.arange(size), np.minimum(turn, y.shape[1] - 1)], 0)
+            y = y[:, None]
+        coins.append(inside)
+        seen.append(y)
+    return Trials(
+        inside=np.concatenate(coins),
+        seen=np.concatenate(seen),
+        event=noise.event,
+        delta=noise.budget.delta,
+        relation=REPLACE,
+        name=f"isrl, {noise.sampling}",
+        how=f"{len(coins)} simulated runs of {rounds} messages of a silo of {size} records",
+    )

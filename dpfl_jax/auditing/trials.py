@@ -1,0 +1,159 @@
+"""Trials of an attack: what was released about units of which each is in by a fair coin.
+
+What is released is white noise plus, for a unit that is in, a shift: its worst case is a gradient
+of which clipping leaves all that it allows, in a direction of its own. The best decision is then
+the likelihood ratio of the claimed event (Nasr et al. 2023, "Tight auditing"). Code that does
+something else leaks in other ways, so attacks that learn from trials how noise and shifts really
+look are tried, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import dp_accounting
+import numpy as np
+from dp_accounting import NeighboringRelation, dp_event
+
+from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE
+from dpfl_jax.accounting.event_types import TwoStageSampledDpEvent
+from dpfl_jax.errors import BadInputError
+
+# Directions in which a mechanism adds less than this part of the usual variance have no noise.
+_NO_NOISE = 1e-6
+_DRAWS = 4000
+LONG = 1e3  # norm of a designed gradient over the clip norm
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trials:
+    """Attacks on units in one or several runs.
+
+    Attributes:
+      inside: bool [n], whether each unit took part (replace-one: which of its two values it has).
+      seen: float [n, k], the sums released at every step, along the direction of each unit, over
+        the standard deviation of the noise that was claimed; NaN where nothing was released.
+      event: what is claimed.
+      delta: of the claim.
+      relation: adjacency; under replace-one the unit's vector turns round.
+      beside: float [n, j], what else the attacker sees, likewise: of other silos, other directions.
+      name: of what is audited.
+      how: what ran, in words.
+    """
+
+    inside: np.ndarray
+    seen: np.ndarray
+    event: dp_accounting.DpEvent
+    delta: float
+    relation: NeighboringRelation = ADD_OR_REMOVE
+    beside: np.ndarray | None = None
+    name: str = ""
+    how: str = ""
+
+    def part(self, chosen: np.ndarray) -> Trials:
+        """Some of the trials, by their numbers."""
+        beside = None if self.beside is None else self.beside[chosen]
+        return dataclasses.replace(
+            self, inside=self.inside[chosen], seen=self.seen[chosen], beside=beside
+        )
+
+    def scores(self, learn: np.ndarray) -> dict[str, np.ndarray]:
+        """How much each trial looks as if the unit was in, float [n] by attack.
+
+        Args:
+          learn: bool [n], trials that attacks may learn from.
+        """
+        found = {"likelihood ratio": log_likelihood_ratio(self.seen, self.event, self.relation)}
+        y = self.seen if self.beside is None else np.hstack([self.seen, self.beside])
+        y = np.nan_to_num(y)
+        known, out = learn & self.inside, learn & ~self.inside
+        if min(known.sum(), out.sum()) < 10 * y.shape[1]:
+            return found
+        middle = y[out].mean(axis=0)
+        values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(y[out].T)))
+        floor = np.maximum(values, _NO_NOISE * max(values.max(), 1e-300))
+        white = (y - middle) @ vectors / np.sqrt(floor)
+        found["shift"] = white @ white[known].mean(axis=0)
+        found["size"] = (white**2).sum(axis=1)
+        return found
+
+    def threshold(self, rate: float) -> float:
+        """Above which the likelihood ratio of a unit that is out lies at this rate, as claimed."""
+        if self.relation == REPLACE:  # both sides are alike
+            return 0.0
+        out = np.random.default_rng(0).standard_normal((_DRAWS, self.seen.shape[1]))
+        return float(np.quantile(log_likelihood_ratio(out, self.event), 1 - rate))
+
+
+def laws(event: dp_accounting.DpEvent) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """How far a unit moves each step's sum, over its noise: shifts and their probabilities.
+
+    Raises:
+      BadInputError: a step that is no mixture of Gaussians.
+    """
+    if isinstance(event, dp_accounting.SelfComposedDpEvent):
+        for _ in range(event.count):
+            yield from laws(event.event)
+    elif isinstance(event, dp_accounting.ComposedDpEvent):
+        for part in event.events:
+            yield from laws(part)
+    elif isinstance(event, TwoStageSampledDpEvent):  # who takes part is visible
+        for _ in range(event.local_steps):
+            yield from laws(event.event)
+    elif isinstance(event, dp_accounting.GaussianDpEvent):
+        yield np.array([1.0 / event.noise_multiplier]), np.ones(1)
+    elif isinstance(event, dp_accounting.PoissonSampledDpEvent) and isinstance(
+        event.event, dp_accounting.GaussianDpEvent
+    ):
+        q = event.sampling_probability
+        yield np.array([0.0, 1.0 / event.event.noise_multiplier]), np.array([1 - q, q])
+    elif isinstance(event, dp_event.MixtureOfGaussiansDpEvent):
+        shifts = np.asarray(event.sensitivities) / event.standard_deviation
+        yield shifts, np.asarray(event.sampling_probs)
+    elif not isinstance(event, dp_accounting.NoOpDpEvent):
+        raise BadInputError(f"no audit knows the likelihoods of {type(event).__name__}")
+
+
+def scaled(event: dp_accounting.DpEvent, factor: float) -> dp_accounting.DpEvent:
+    """The same event with its noise divided by ``factor``: the family that proofs are stated in."""
+    import attr
+
+    changes: dict[str, Any] = {}
+    for field in attr.fields(type(event)):
+        value = getattr(event, field.name)
+        if field.name in ("noise_multiplier", "standard_deviation"):
+            changes[field.name] = value / factor
+        elif isinstance(value, dp_accounting.DpEvent):
+            changes[field.name] = scaled(value, factor)
+        elif isinstance(value, list | tuple) and value and isinstance(value[0], dp_event.DpEvent):
+            changes[field.name] = [scaled(part, factor) for part in value]
+    return attr.evolve(event, **changes)
+
+
+def log_likelihood_ratio(
+    seen: np.ndarray,
+    event: dp_accounting.DpEvent,
+    relation: NeighboringRelation = ADD_OR_REMOVE,
+) -> np.ndarray:
+    """Of "in" against "out", float [n], summed over steps; the sum of the shift where laws differ.
+
+    Args:
+      seen: as in ``Trials``.
+      event: whose steps have the columns' order.
+      relation: adjacency.
+    """
+    total = np.zeros(len(seen))
+    steps = list(laws(event))
+    if len(steps) != seen.shape[1]:  # noise of one event over many steps: no order to go by
+        return np.nansum(seen, axis=1)
+    for y, (shifts, weights) in zip(seen.T, steps, strict=True):
+        with np.errstate(divide="ignore"):
+            parts = np.log(weights) - shifts**2 / 2
+        missing, y = np.isnan(y), np.nan_to_num(y)
+        plus = np.logaddexp.reduce(parts + np.outer(y, shifts), axis=1)
+        if relation == REPLACE:
+            plus -= np.logaddexp.reduce(parts - np.outer(y, shifts), axis=1)
+        total += np.where(missing, 0.0, plus)
+    return total

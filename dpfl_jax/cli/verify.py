@@ -1,0 +1,131 @@
+"""``dpfl verify``: holds a guarantee.json to what it says."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import pathlib
+from typing import Any
+
+from rich.console import Console
+
+from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.errors import BadInputError, imported
+
+DESCRIPTION = """\
+Hold the guarantee of a run to what it says.
+
+A run writes guarantee.json: unit, adjacency, epsilon and delta, and beside them the mechanism, the
+public numbers of the data and the events that follow from them. This command
+
+  1. makes the mechanism again from the file, and with it events, unit, adjacency, trust, sampling,
+     assumptions and caveats: the file must say the same;
+  2. computes epsilon of the events at the stated delta: it must not be above the stated one; where
+     dp_accounting's own privacy-loss distributions know the event, their lower bound must not be
+     either;
+  3. compares the text with the numbers.
+
+It needs nothing but the file, and nothing in the file is private. It cannot show that this
+mechanism is what ran, nor that the data are as the assumptions say; caveats of the run itself (a
+public seed, an interruption) are printed apart, as the file could leave them out. A report.json
+beside the file, if that or its folder is given, must state the same guarantee.
+
+examples:
+  dpfl verify runs/mine
+  dpfl verify guarantee.json --json
+  dpfl verify runs/own --mechanism my_package.my_file:EveryUser
+
+exit status: 0 all of it holds (also: that there is no guarantee); 3 something does not hold, each
+in a sentence; 2 unreadable: no such file, no JSON, a version not known here; 1 anything else.
+"""
+
+_SYSTEMS = {
+    "central": "dpfl_jax.mechanisms.central_statement",
+    "federated": "dpfl_jax.federation.silo_statement",
+    "personal": "dpfl_jax.federation.silo_statement",
+    "isrl": "dpfl_jax.federation.silo_statement",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    parser.add_argument(
+        "file", metavar="FILE", help="guarantee.json, a report.json beside one, or a run directory"
+    )
+    parser.add_argument(
+        "--mechanism",
+        metavar="PACKAGE.MODULE:CLASS",
+        help="code of a mechanism that is not the library's; it is imported",
+    )
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Verifies; ``holds`` in the result is the verdict."""
+    from dpfl_jax.accounting import statement
+
+    if args.mechanism is not None:
+        imported(args.mechanism, "--mechanism")
+    given = pathlib.Path(args.file)
+    folder = given if given.is_dir() else given.parent
+    beside = given.is_dir() or given.name == "report.json"
+    stated = statement.read(folder / statement.NAME if beside else given)
+    failures, own_caveats = statement.differences(stated, _restate)
+    opinion = None
+    if stated.privacy.private and not failures:
+        opinion, doubt = statement.second_opinion(stated)
+        failures += doubt
+    if beside and (folder / "report.json").exists():
+        failures += _unlike_report(folder / "report.json", stated)
+    result = {
+        "holds": not failures,
+        "failures": failures,
+        "file": str(given),
+        "version": stated.version,
+        "privacy": stated.privacy.to_json(),
+        "caveats_of_the_run": [] if failures else own_caveats,
+        "dp_accounting_epsilon": None if opinion is None else list(opinion),
+    }
+    _print(Console(stderr=args.json), stated, result)
+    return result
+
+
+def _restate(basis: dict[str, Any]) -> Any:
+    name = basis["system"]
+    if name not in _SYSTEMS:
+        raise BadInputError(f"basis.system is {name!r}, and should be one of {', '.join(_SYSTEMS)}")
+    return importlib.import_module(_SYSTEMS[name]).restate(basis)
+
+
+def _unlike_report(file: pathlib.Path, stated: Any) -> list[str]:
+    try:
+        report = json.loads(file.read_text())
+        told = (report["privacy"], report["guarantee"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInputError(f"{file} is no report of a run: {error}") from error
+    if told == (stated.privacy.to_json(), stated.text):
+        return []
+    return [f"{file} states another guarantee than the file beside it"]
+
+
+def _print(console: Console, stated: Any, result: dict[str, Any]) -> None:
+    def say(text: str, **style: Any) -> None:
+        console.print(text, soft_wrap=True, highlight=False, markup=False, **style)
+
+    say(stated.privacy.summary())
+    if not result["holds"]:
+        say("DOES NOT HOLD:", style="bold red")
+        for failure in result["failures"]:
+            say(f"- {failure}")
+        return
+    if not stated.privacy.private:
+        say("holds: it states NO guarantee, whatever else it says", style="bold")
+        return
+    say("holds: this mechanism costs no more, and the words say what the numbers do", style="bold")
+    if result["dp_accounting_epsilon"] is not None:
+        low, high = result["dp_accounting_epsilon"]
+        say(f"dp_accounting's own accountant: between {low:.4g} and {high:.4g}")
+    say("caveats of the run itself, which its file cannot show to be all, or true:")
+    for caveat in result["caveats_of_the_run"] or ["none"]:
+        say(f"- {caveat}")

@@ -1,0 +1,184 @@
+"""What runs with silos state in guarantee.json, and the same again from the file.
+
+``federated``: the kind of mechanism, and of every silo what differs, its sizes and local steps.
+``personal``: what all records share, and the rates of declared budgets; of no record its own.
+``isrl``: noise, batch, size and rounds of every kind of silo.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from dpfl_jax.accounting import Guarantee, events
+from dpfl_jax.accounting.rates import TwoStage
+from dpfl_jax.accounting.statement import Statement, whole
+from dpfl_jax.config.kinds import SILOS
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.accountant import worst_cases
+from dpfl_jax.federation.federation import Cohort, Federation, SiloPlan
+from dpfl_jax.federation.guarantee import federated_guarantee
+from dpfl_jax.federation.isrl.arms import (
+    Arm,
+    Budget,
+    Sampling,
+    SiloNoise,
+    at_one_delta,
+    worst_guarantee,
+)
+from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
+from dpfl_jax.federation.personal.personalise import Published, published_guarantee
+from dpfl_jax.federation.recipes import Claim
+from dpfl_jax.sampling import FixedSize, Poisson
+
+
+def federated_statement(
+    federation: Federation, rounds: int, num_subjects: int, guarantee: Guarantee
+) -> Statement:
+    """States what ``rounds`` rounds of a federation guarantee.
+
+    Args:
+      federation: with its noise.
+      rounds: accounted.
+      num_subjects: in all silos together.
+      guarantee: of these.
+    """
+    common, cohort = SILOS.dump(federation.mechanism), federation.cohort
+    basis = {
+        "system": "federated",
+        "mechanism": common,
+        "silos": [_row(plan, common) for plan in federation.silos],
+        "rounds": rounds,
+        "max_silos_per_subject": federation.max_silos_per_subject,
+        "silos_per_round": cohort.size if isinstance(cohort, FixedSize) else None,
+        "participation_prob": cohort.prob if isinstance(cohort, Poisson) else None,
+        "num_subjects": num_subjects,
+        "delta": guarantee.delta,
+    }
+    return Statement.of(
+        guarantee, basis, worst_cases(federation, rounds) if guarantee.private else []
+    )
+
+
+def _row(plan: SiloPlan, common: dict[str, Any]) -> dict[str, Any]:
+    own = SILOS.dump(plan.mechanism)
+    differs = {name: value for name, value in own.items() if value != common[name]}
+    return {
+        **dataclasses.asdict(plan.facts),
+        "local_steps": plan.local_steps,
+        **({"mechanism": differs} if differs else {}),
+    }
+
+
+def _federated(basis: dict[str, Any]) -> Statement:
+    def plan(row: dict[str, Any]) -> SiloPlan:
+        mechanism = SILOS.parse_known({**basis["mechanism"], **row.get("mechanism", {})})
+        facts = SiloFacts(whole(row, "num_records"), whole(row, "num_subjects"))
+        if facts.num_subjects > facts.num_records:
+            raise BadInputError(f"a silo has more subjects than records: {row}")
+        return SiloPlan(mechanism, facts, whole(row, "local_steps", 1))
+
+    silos = tuple(plan(row) for row in basis["silos"])
+    cohort: Cohort | None = None
+    if basis["silos_per_round"] is not None:
+        cohort = FixedSize(len(silos), basis["silos_per_round"])
+    elif basis["participation_prob"] is not None:
+        cohort = Poisson(len(silos), basis["participation_prob"])
+    rounds, delta = whole(basis, "rounds"), basis["delta"]
+    subjects = whole(basis, "num_subjects", max(plan.facts.num_subjects for plan in silos))
+    federation = Federation(silos, rounds, basis["max_silos_per_subject"], cohort)
+    told = Claim("given", math.inf, delta, math.inf, math.inf, rounds, rounds)
+    guarantee = federated_guarantee(federation, told, delta, rounds, num_subjects=subjects)
+    return federated_statement(federation, rounds, subjects, guarantee)
+
+
+def personal_statement(
+    mechanism: SiloMechanism, public: Published, rounds: int, guarantee: Guarantee
+) -> Statement:
+    """States what ``rounds`` rounds guarantee: to all records, and to those of declared budgets.
+
+    Args:
+      mechanism: of any silo.
+      public: what all records share.
+      rounds: accounted.
+      guarantee: of these.
+    """
+    setting = public.setting
+    rows, groups = [], []
+    for budget, rate, stay in public.groups:
+        stay = min(stay, rounds)
+        rows.append([budget if math.isfinite(budget) else "inf", rate, stay])
+        event = setting.event(rate, stay) if rate > 0 else events.repeated(setting.event(1.0), 0)
+        groups.append((f"records of budget {budget:g}", event))
+    basis = {
+        "system": "personal",
+        "mechanism": {**SILOS.dump(mechanism), "expected_batch": None},
+        "setting": dataclasses.asdict(setting),
+        "policy": public.policy,
+        "num_records": public.records,
+        "rounds": rounds,
+        "groups_budget_rate_rounds": rows,
+    }
+    told = groups if guarantee.private else []
+    return Statement.of(guarantee, basis, [[setting.event(1.0, rounds)]], told)
+
+
+def _personal(basis: dict[str, Any]) -> Statement:
+    mechanism, setting = SILOS.parse_known(basis["mechanism"]), TwoStage(**basis["setting"])
+    setting = dataclasses.replace(setting, noise_multiplier=mechanism.sigma)
+    public = Published(
+        setting,
+        basis["policy"],
+        whole(basis, "num_records", 1),
+        mechanism.unsound(),
+        tuple((float(b), rate, stay) for b, rate, stay in basis["groups_budget_rate_rounds"]),
+        mechanism.noise,
+    )
+    rounds = whole(basis, "rounds", most=setting.rounds)
+    if not all(0 <= rate <= 1 and 0 <= stay <= rounds for _, rate, stay in public.groups):
+        raise BadInputError(
+            "a rate of groups_budget_rate_rounds is no probability, or stays longer"
+        )
+    made = personal_statement(mechanism, public, rounds, published_guarantee(public, rounds))
+    for (budget, _, _), group in zip(public.groups, made.groups):
+        if group.epsilon > budget * 1.001:  # two discretisations of a long run differ by less
+            raise BadInputError(f"{group.of} would spend {group.epsilon:.6g}")
+    return made
+
+
+def isrl_statement(noise: Sequence[SiloNoise], guarantee: Guarantee) -> Statement:
+    """States what the messages of silos guarantee.
+
+    Args:
+      noise: of every silo, in the rounds accounted; none without privacy.
+      guarantee: of these.
+    """
+    kinds = [dataclasses.asdict(z) for z in dict.fromkeys(noise)]
+    basis = {"system": "isrl", "kinds_of_silos": kinds}
+    every = list(dict.fromkeys(z.event for z in at_one_delta(noise))) if guarantee.private else []
+    return Statement.of(guarantee, basis, [every])
+
+
+def _isrl(basis: dict[str, Any]) -> Statement:
+    noise = []
+    for kind in basis["kinds_of_silos"]:
+        size, _ = whole(kind, "silo_size", 1), whole(kind, "rounds", 1)
+        if not 0 < kind["batch"] <= size or kind["noise_multiplier"] <= 0:
+            raise BadInputError(f"no silo has this batch and noise: {kind}")
+        if kind["sampling"] not in get_args(Sampling) or kind["arm"] not in get_args(Arm):
+            raise BadInputError(f"no silo has this sampling and arm: {kind}")
+        noise.append(SiloNoise(**{**kind, "budget": Budget(**kind["budget"])}))
+    if not noise:
+        raise BadInputError("kinds_of_silos is empty")
+    return isrl_statement(noise, worst_guarantee(noise))
+
+
+def restate(basis: dict[str, Any]) -> Statement:
+    """What a run with this basis would state.
+
+    Raises:
+      BadInputError: no run has it.
+    """
+    return {"federated": _federated, "personal": _personal, "isrl": _isrl}[basis["system"]](basis)

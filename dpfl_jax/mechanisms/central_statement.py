@@ -1,0 +1,48 @@
+"""What central training states in guarantee.json, and the same again from the file."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting.statement import Statement, whole
+from dpfl_jax.config.kinds import CENTRAL
+from dpfl_jax.mechanisms.base import Mechanism, Population
+
+
+def central_statement(
+    mechanism: Mechanism, population: Population, steps: int, guarantee: Guarantee
+) -> Statement:
+    """States what ``steps`` steps guarantee.
+
+    Args:
+      mechanism: with its noise.
+      population: the public numbers of the data.
+      steps: accounted.
+      guarantee: of these.
+    """
+    basis = {
+        "system": "central",
+        "mechanism": CENTRAL.dump(mechanism),
+        "population": dataclasses.asdict(population),
+        "steps": steps,
+        "delta": guarantee.delta,
+    }
+    return Statement.of(guarantee, basis, [[mechanism.event(population, steps)]])
+
+
+def restate(basis: dict[str, Any]) -> Statement:
+    """What a run with this basis would state.
+
+    Raises:
+      BadInputError: no mechanism has it.
+    """
+    mechanism = CENTRAL.parse_known(basis["mechanism"])
+    numbers = basis["population"]
+    examples = whole(numbers, "num_examples", 1)
+    for name in ("num_users", "num_units"):
+        whole(numbers, name, 1, examples)
+    population, steps = Population(**numbers), whole(basis, "steps")
+    guarantee = mechanism.guarantee(population, steps, basis["delta"])
+    return central_statement(mechanism, population, steps, guarantee)

@@ -1,0 +1,175 @@
+"""Gaussian noise on an integer grid: nothing in the low bits of what is released tells of the sum.
+
+The sum is clamped, scaled and cut off to integers of 64 bits (two words), and the noise is an
+integer that is distributed as a Gaussian rounded down. Rounding down after adding real noise would
+give the same: what is accounted is what is drawn. docs/internals/noise.md has the proof.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax.accounting import MOST_COORDINATES
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.noise import chacha
+from dpfl_jax.noise.table import STDDEV, alias_table
+
+PyTree = Any
+# The grid is made this much finer than asked for, in float32, so that rounding never makes noise
+# smaller: 16 units in the last place, of which less than four are needed.
+_ROUNDING = 2.0**-20
+_CLAMP = 2.0**61
+_SMALL = 1 << 17
+
+
+def add_exact(key: jax.Array, tree: PyTree, stddev: Any, sensitivity: Any) -> PyTree:
+    """``tree`` plus Gaussian noise, both on one integer grid, as float32.
+
+    The grid has 157.5 * 2^32 steps in the noise's standard deviation, which is ``stddev`` and a
+    hair more: it hides ``sensitivity`` and the root of the number of coordinates in steps of the
+    grid, by which cutting off can move two sums further apart. A coordinate is clamped at 3.4
+    million standard deviations; one that is not a number counts as 0.
+
+    Args:
+      key: uint32 [8], of this sum alone.
+      tree: pytree of float32 arrays.
+      stddev: of the noise, above 0; a number or a scalar array.
+      sensitivity: by which norm two neighbours' sums may differ; likewise.
+
+    Raises:
+      BadInputError: more coordinates than are accounted for.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    coordinates = sum(math.prod(leaf.shape) for leaf in leaves)
+    if coordinates > MOST_COORDINATES:
+        raise BadInputError(
+            f"a sum of {coordinates:,} coordinates is noised, but exact noise is accounted for up "
+            f"to {MOST_COORDINATES:,}: train fewer parameters, or set mechanism.noise=float"
+        )
+    scale = grid(stddev, sensitivity, coordinates)
+    if longest := max((n for leaf in leaves for n in leaf.shape if n > 1 << 32), default=0):
+        raise BadInputError(
+            f"an array of the sum has an axis of {longest:,}, but places of exact noise are "
+            "counted up to 2^32 along an axis: give the parameter two axes"
+        )
+    # Compiling is per shape: small arrays are drawn as one, and large ones of one shape together.
+    # Numbers depend on the tree's shapes alone: a place is an array's number and an index in it.
+    shapes: dict[tuple[int, ...], list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        shapes.setdefault(leaf.shape if leaf.size >= _SMALL else (), []).append(number)
+    for shape, numbers in shapes.items():
+        parts = [leaves[n] for n in numbers]
+        if shape:
+            together, names = jnp.stack(parts), numbers
+        else:
+            together, names = jnp.concatenate([x.ravel() for x in parts])[None], [2**32 - 1]
+        noised: Any = _noised(key, together, jnp.asarray(names, jnp.uint32), scale)
+        if not shape:
+            noised = jnp.split(noised[0], np.cumsum([x.size for x in parts])[:-1])
+        for n, x, part in zip(numbers, noised, parts, strict=True):
+            leaves[n] = x.reshape(part.shape)
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def grid(stddev: Any, sensitivity: Any, coordinates: int) -> jax.Array:
+    """Steps of the grid in 1, float32: noise of their STDDEV hides sensitivity and cutting off."""
+    stddev = jnp.asarray(stddev, jnp.float32)
+    cut_off = math.sqrt(coordinates) / STDDEV * (stddev / sensitivity)
+    # Noise multipliers are at most a million (``transform``): then half of it is left.
+    return STDDEV / stddev * jnp.maximum(1.0 - (_ROUNDING + cut_off), 2.0**-10)
+
+
+def _noised(key: jax.Array, x: jax.Array, numbers: jax.Array, scale: jax.Array) -> jax.Array:
+    def once(_: jax.Array, before: jax.Array) -> jax.Array:
+        del before
+        words = chacha.block(key, _places(x.shape, numbers))
+        high, low = integers(x, scale)
+        more_high, more_low = draw(words)
+        high, low = _plus(high + more_high, low, more_low)
+        # From here on everything is a function of the noised integers.
+        value = high.astype(jnp.int32).astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)
+        return value / scale
+
+    # A loop that is run once, which no compiler can know: it would draw the same noise again for
+    # each of its uses (moments of an optimiser, parts of an array).
+    times = 1 + (key == 0).all().astype(jnp.int32)
+    return jax.lax.fori_loop(0, times, once, x + 0 * key[0].astype(jnp.float32))
+
+
+def draw(words: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The noise of 16 random words: 64-bit integers, as (high, low) uint32; see ``table``."""
+    table = jnp.asarray(alias_table())
+    column, least = (words[0] >> 20) & 2047, words[0] & 0xFFFFF
+    row = [jnp.take(part, column, mode="clip") for part in table]
+    below = words[4] < row[4]
+    for word, threshold in ((words[3], row[3]), (words[2], row[2]), (words[1], row[1])):
+        below = (word < threshold) | ((word == threshold) & below)
+    below = (least < row[0]) | ((least == row[0]) & below)
+    size = jnp.where(below, column, row[5])
+    negative = jnp.uint32(0) - (words[0] >> 31)
+    # (size + 1/2) 2^32, or minus that, minus 11 (2^31 - 1/2) + 1/2: high words and 5 remain.
+    high, low = (size ^ negative) - jnp.uint32(5), jnp.full_like(size, 5)
+    for word in words[5:]:
+        high, low = _plus(high, low, word)
+    return high, low
+
+
+def integers(x: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """X * scale without its fraction, exactly: 64-bit integers, as (high, low) uint32.
+
+    Args:
+      x: float32 array.
+      scale: float32 scalar, above 0 and not subnormal; the product is clamped near 2^61.
+    """
+    most = _CLAMP / scale
+    x = jnp.clip(jnp.where(jnp.isnan(x), 0.0, x), -most, most)
+    (m, e), (n, f) = _parts(x), _parts(scale)
+    # The product of two 24-bit mantissas, by halves of 12 bits.
+    middle = (m >> 12) * (n & 0xFFF) + (m & 0xFFF) * (n >> 12)
+    bottom = (m & 0xFFF) * (n & 0xFFF) + ((middle & 0xFFF) << 12)
+    top = (m >> 12) * (n >> 12) + (middle >> 12) + (bottom >> 24)
+    high, low = top >> 8, (top << 24) | (bottom & 0xFFFFFF)
+    shift = e + f - 300
+    left, right = jnp.clip(shift, 0, 31), jnp.clip(-shift, 0, 63)
+    up, down = left.astype(jnp.uint32), (right & 31).astype(jnp.uint32)
+    high = (high << up) | ((low >> 1) >> (31 - up))
+    low = low << up
+    far = right >= 32
+    low, high = jnp.where(far, high, low), jnp.where(far, jnp.uint32(0), high)
+    low = (low >> down) | ((high << 1) << (31 - down))
+    high = high >> down
+    negative = jnp.signbit(x)
+    return (
+        jnp.where(negative, ~high + (low == 0).astype(jnp.uint32), high),
+        jnp.where(negative, ~low + 1, low),
+    )
+
+
+def _parts(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """|x| = mantissa * 2^(exponent - 150): uint32 below 2^24, and int32."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    exponent = (bits >> 23) & 0xFF
+    mantissa = (bits & 0x7FFFFF) | jnp.where(exponent > 0, jnp.uint32(1 << 23), jnp.uint32(0))
+    return mantissa, jnp.maximum(exponent, 1).astype(jnp.int32)
+
+
+def _plus(high: jax.Array, low: jax.Array, word: jax.Array) -> tuple[jax.Array, jax.Array]:
+    low = low + word
+    return high + (low < word).astype(jnp.uint32), low
+
+
+def _places(shape: tuple[int, ...], numbers: jax.Array) -> list[jax.Array]:
+    """Of every entry of [arrays, ...]: its index within its array (two words), the array, 0."""
+    words, strides = [jnp.zeros(shape, jnp.uint32)] * 2, [1, 1]
+    for axis in range(len(shape) - 1, 0, -1):
+        which = int(strides[0] * shape[axis] > 1 << 32)  # what the first word has no room for
+        index = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        words[which] = words[which] + index * jnp.uint32(strides[which] % (1 << 32))
+        strides[which] *= shape[axis]
+    array = jnp.broadcast_to(numbers.reshape(-1, *[1] * (len(shape) - 1)), shape)
+    return [*words, array, jnp.zeros(shape, jnp.uint32)]

@@ -1,0 +1,125 @@
+"""What trials refute, held against drawn numbers whose truth is known."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting import REPLACE, events
+from dpfl_jax.auditing import Trials, audit
+from dpfl_jax.auditing.proof import one_run_bound
+from dpfl_jax.auditing.trials import laws, log_likelihood_ratio, scaled
+from dpfl_jax.errors import BadInputError
+
+DELTA = 1e-5
+
+
+def drawn(event, rng, n, shift=1.0, relation=accounting.ADD_OR_REMOVE):
+    """Trials of the mechanism that the event tells of, its unit moving the sum ``shift`` times."""
+    inside = rng.random(n) < 0.5
+    columns = []
+    for shifts, weights in laws(event):
+        moved = shift * rng.choice(shifts, n, p=weights)
+        sign = np.where(inside, 1.0, -1.0 if relation == REPLACE else 0.0)
+        columns.append(rng.normal(size=n) + sign * moved)
+    return Trials(inside, np.stack(columns, axis=1), event, DELTA, relation)
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize("event", [events.gaussian(2.0, 1), events.uls(1.5, 0.3, 4)])
+def test_true_claims_are_refuted_no_more_often_than_the_confidence_says(event):
+    rng = np.random.default_rng(1)
+    wrong = sum(audit(drawn(event, rng, 1500), 0.95).exceeds for _ in range(40))
+    assert wrong <= stats.binom.isf(1e-4, 40, 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_the_bound_for_any_mechanism_holds_where_it_is_nearly_attained():
+    """Randomised response: a guess is right with e^eps / (1 + e^eps), and none may be surer."""
+    rng, epsilon, over = np.random.default_rng(2), 1.5, 0
+    for _ in range(100):
+        inside = rng.random(400) < 0.5
+        told = inside ^ (rng.random(400) > 1 / (1 + math.exp(-epsilon)))
+        found = one_run_bound(told.astype(float), inside, (0.5, 0.5), 0.0, 0.05)
+        over += found > epsilon
+        assert found > epsilon - 1.0
+    assert over <= stats.binom.isf(1e-4, 100, 0.05)
+
+
+def test_what_moves_the_sum_further_than_claimed_is_refuted():
+    event = events.uls(1.5, 0.3, 4)
+    rng = np.random.default_rng(3)
+    sound, broken = (audit(drawn(event, rng, 8000, shift), 0.999) for shift in (1.0, 2.0))
+    assert not sound.exceeds
+    assert 0.5 * sound.claimed < sound.proved < sound.claimed
+    assert broken.exceeds
+    truth = accounting.epsilon(scaled(event, 2.0), DELTA)
+    assert sound.claimed < broken.proved < truth
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_noise_that_comes_twice_is_seen_though_each_step_alone_looks_sound():
+    event = events.uls(1.0, 0.5, 2)
+    rng = np.random.default_rng(4)
+    trials = drawn(event, rng, 4000)
+    moved = np.where(trials.inside[:, None], rng.random((4000, 2)) < 0.5, 0.0)
+    same = dataclasses.replace(trials, seen=moved + rng.normal(size=(4000, 1)))
+    assert not audit(trials, 0.999).exceeds
+    found = audit(same, 0.999)
+    assert found.exceeds
+    assert found.attack == "size"
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_what_is_seen_beside_may_give_it_away():
+    event = events.gaussian(3.0, 1)
+    rng = np.random.default_rng(5)
+    trials = drawn(event, rng, 4000)
+    noise = trials.seen - trials.inside[:, None] / 3.0
+    assert not audit(dataclasses.replace(trials, beside=rng.normal(size=(4000, 1))), 0.999).exceeds
+    assert audit(dataclasses.replace(trials, beside=noise), 0.999).exceeds
+
+
+@pytest.mark.parametrize("relation", [accounting.ADD_OR_REMOVE, REPLACE])
+def test_the_ratio_is_that_of_densities(relation):
+    y = np.array([[-1.0, 0.3], [2.0, np.nan]])
+    found = log_likelihood_ratio(y, events.mixture(2.0, [0, 1, 3], [0.5, 0.3, 0.2], 2), relation)
+    for row, got in zip(y, found):
+        want = 0.0
+        for x in row[~np.isnan(row)]:
+            there = sum(
+                w * stats.norm.pdf(x - s / 2.0)
+                for s, w in zip([0, 1, 3], [0.5, 0.3, 0.2], strict=True)
+            )
+            other = stats.norm.pdf(x)
+            if relation == REPLACE:
+                other = sum(
+                    w * stats.norm.pdf(x + s / 2.0)
+                    for s, w in zip([0, 1, 3], [0.5, 0.3, 0.2], strict=True)
+                )
+            want += math.log(there / other)
+        assert got == pytest.approx(want)
+
+
+def test_less_noise_is_the_same_event_with_less_noise():
+    made = events.horizontal([events.els(2.0, 0.1, 3, 4), events.two_stage(2.0, 0.1, 0.5, 2, 3)])
+    want = events.horizontal([events.els(1.0, 0.1, 3, 4), events.two_stage(1.0, 0.1, 0.5, 2, 3)])
+    assert scaled(made, 2.0) == want
+
+
+def test_what_cannot_be_audited_is_said():
+    rng = np.random.default_rng(6)
+    assert audit(drawn(events.uls(1.0, 0.5, 1), rng, 300)).attack == "likelihood ratio"
+    with pytest.raises(BadInputError, match="add canaries"):
+        audit(drawn(events.gaussian(1.0, 1), rng, 30))
+    with pytest.raises(BadInputError, match="confidence"):
+        audit(drawn(events.gaussian(1.0, 1), rng, 4000), 1.0)
+    with pytest.raises(BadInputError, match="no audit knows"):
+        list(laws(events.fixed_size(1.0, 10, 2, 1)))

@@ -1,0 +1,551 @@
+"""``dpfl verify`` accepts what runs state, and refuses what was changed in it."""
+
+import copy
+import json
+import math
+
+import pytest
+import yaml
+from rich.console import Console
+
+from dpfl_jax.accounting import Guarantee, epsilon, meaning, statement
+from dpfl_jax.accounting.rates import TwoStage, solver
+from dpfl_jax.cli.main import main
+from dpfl_jax.config.load import validate_config
+from dpfl_jax.federation import federated_run
+from dpfl_jax.federation.federation import Federation, SiloPlan
+from dpfl_jax.federation.guarantee import federated_guarantee
+from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, worst_guarantee
+from dpfl_jax.federation.mechanisms import (
+    RPDP,
+    FedAvg,
+    HiGradAvgDP,
+    LocalGroupDP,
+    LocalItemDP,
+    SiloFacts,
+    SubjectULS,
+    UserLDP,
+)
+from dpfl_jax.federation.personal.personalise import Published, published_guarantee
+from dpfl_jax.federation.recipes import Claim
+from dpfl_jax.federation.silo_statement import (
+    federated_statement,
+    isrl_statement,
+    personal_statement,
+)
+from dpfl_jax.mechanisms import ELS, ULS, NonPrivate, Population
+from dpfl_jax.mechanisms.central_statement import central_statement
+from tests.run.silo_configs import SILOS
+
+pytestmark = pytest.mark.privacy
+EXTRA = ("a caveat of the run alone",)
+
+
+def central(mechanism, steps=30, delta=1e-5):
+    population = Population(num_users=400, num_examples=2000, num_units=1200)
+    guarantee = mechanism.guarantee(population, steps, delta, EXTRA)
+    return central_statement(mechanism, population, steps, guarantee)
+
+
+def federated(mechanisms, silos_per_subject=2, delta=1e-5, rounds=5):
+    plans = [SiloPlan(m, SiloFacts(100 + 7 * i, 40 + i), 3) for i, m in enumerate(mechanisms)]
+    federation = Federation(tuple(plans), rounds, silos_per_subject)
+    told = Claim("given", math.inf, delta, math.inf, math.inf, rounds, rounds)
+    guarantee = federated_guarantee(federation, told, delta, rounds, EXTRA, num_subjects=90)
+    return federated_statement(federation, rounds, 90, guarantee)
+
+
+def personal(**changes):
+    setting = TwoStage(2.0, 3, 6, 0.7, 1e-4)
+    budgets = [0.2, 1.0]
+    rates = [solver(setting).grid[solver(setting).index_above(r)] for r in (0.01, 0.06)]
+    mechanism = RPDP(noise_multiplier=2.0, **changes)
+    groups = tuple((b, float(q), 6) for b, q in zip(budgets, rates))
+    public = Published(setting, "certified", 500, mechanism.unsound(), groups)
+    return personal_statement(mechanism, public, 5, published_guarantee(public, 5, EXTRA))
+
+
+def isrl(sampling="poisson"):
+    noise = [
+        SiloNoise(2.0 + i, 10.0, 40 + i, 12, sampling, "sound", Budget(8.0, 1e-4 * (1 + i)))
+        for i in range(3)
+    ]
+    return isrl_statement(noise * 2, worst_guarantee(noise * 2, EXTRA))
+
+
+SOUND = {
+    "els": lambda: central(ELS(group_size=4, batch_size=30, noise_multiplier=2.0)),
+    "uls": lambda: central(ULS(group_size=3, cohort_size=20, noise_multiplier=1.0)),
+    "uls, declared": lambda: central(
+        ULS(group_size=3, cohort_size=20, sampling_prob=0.1, noise_multiplier=1.0)
+    ),
+    "none": lambda: central(NonPrivate(batch_size=8)),
+    "hi_grad_avg": lambda: federated(
+        [
+            HiGradAvgDP(batch_size=20, max_items_per_subject=4, noise_multiplier=3.0 + i)
+            for i in range(4)
+        ]
+    ),
+    "local_group": lambda: federated(
+        [
+            LocalGroupDP(
+                batch_size=20, max_items_per_subject=3, batch_cap=2, noise_multiplier=4.0 + i
+            )
+            for i in range(3)
+        ],
+        silos_per_subject=1,
+    ),
+    "user_ldp": lambda: federated([UserLDP(sampling_prob=0.2, noise_multiplier=9.0)] * 3),
+    "subject_uls": lambda: federated(
+        [SubjectULS(batch_size=20, group_size=2, noise_multiplier=2.0)] * 3
+    ),
+    "local_item": lambda: federated([LocalItemDP(batch_size=20, noise_multiplier=2.0)] * 3),
+    "fed_avg": lambda: federated([FedAvg(batch_size=20)] * 2),
+    "unsound": lambda: federated(
+        [HiGradAvgDP(batch_size=9, noise_multiplier=2.0, sampling="fixed")] * 2
+    ),
+    "personal": personal,
+    "personal, unsound": lambda: personal(denominator="realized_batch"),
+    "isrl": isrl,
+    "isrl, one pass": lambda: isrl("disjoint"),
+    "isrl, as published": lambda: isrl("with_replacement"),
+}
+
+
+def verify(path, capsys, *options):
+    capsys.readouterr()
+    code = main(["verify", str(path), "--json", *options])
+    printed = capsys.readouterr()
+    if code == 2:
+        return code, printed.err
+    told = json.loads(printed.out.strip().splitlines()[-1])
+    assert told["holds"] == (code == 0)
+    return code, "\n".join(told["failures"])
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_what_is_stated_holds(name, tmp_path, capsys):
+    """Mechanisms of all four systems, also such as state that there is no guarantee."""
+    made = SOUND[name]()
+    (tmp_path / "guarantee.json").write_text(made.dumps())
+    assert statement.read(tmp_path / "guarantee.json") == made
+    assert verify(tmp_path, capsys) == (0, "")
+    assert EXTRA[0] in made.privacy.caveats
+    none = name in ("none", "fed_avg", "unsound", "personal, unsound", "isrl, as published")
+    assert made.privacy.private is not none
+
+
+def reworded(values):
+    """The text that goes with the changed numbers: a forger would write it."""
+    values["text"] = str(Guarantee.from_json(values["privacy"]))
+
+
+def every_event(values, change):
+    def look(node):
+        if isinstance(node, list):
+            for item in node:
+                look(item)
+        if isinstance(node, dict):
+            change(node)
+            look(list(node.values()))
+
+    look(values["events"])
+
+
+def lower_epsilon(v):
+    v["privacy"]["epsilon"] *= 0.99
+    reworded(v)
+
+
+def lower_delta(v):
+    v["privacy"]["delta"] /= 2
+    if "delta" in v["basis"]:
+        v["basis"]["delta"] /= 2
+    reworded(v)
+
+
+def noise_in_words(v):
+    v["text"] = v["text"].replace("noise multiplier is ", "noise multiplier is 1")
+
+
+def noise_in_privacy(v):
+    v["privacy"]["noise_multiplier"] *= 2
+    reworded(v)
+
+
+def noise_in_mechanism(v):
+    basis = v["basis"]
+    one = basis["mechanism"] if "mechanism" in basis else basis["kinds_of_silos"][0]
+    one["noise_multiplier"] *= 2
+
+
+def noise_in_events(v):
+    def louder(node):
+        for name in ("noise_multiplier", "standard_deviation"):
+            if name in node:
+                node[name] *= 2
+
+    every_event(v, louder)
+    v["privacy"]["epsilon"] /= 2
+    reworded(v)
+
+
+def probability_in_events(v):
+    def rarer(node):
+        if "sampling_probability" in node:
+            node["sampling_probability"] /= 2
+        if "sampling_probs" in node:
+            first, *rest = node["sampling_probs"]
+            node["sampling_probs"] = [first + sum(rest) / 2, *(p / 2 for p in rest)]
+        if node.get("type") == "GaussianDpEvent" and "poisson" not in v["text"].lower():
+            node["noise_multiplier"] *= 2  # nothing is sampled: the same by noise
+
+    every_event(v, rarer)
+
+
+def fewer_steps(v):
+    v["privacy"]["steps"] -= 1
+    reworded(v)
+
+
+def fewer_steps_everywhere(v):
+    """In the mechanism, too, but not in the events."""
+    basis = v["basis"]
+    fewer = basis["kinds_of_silos"][0] if "kinds_of_silos" in basis else basis
+    fewer["steps" if "steps" in basis else "rounds"] -= 1
+
+
+def other_unit(v):
+    v["privacy"]["unit"] = "person and all their friends"
+    reworded(v)
+
+
+def other_adjacency(v):
+    v["privacy"]["adjacency"] = "add-or-remove one whole silo"
+    reworded(v)
+
+
+def other_trust(v):
+    v["privacy"]["trust"] = "nobody"
+    reworded(v)
+
+
+def event_left_out(v):
+    case = v["events"][0]
+    if len(case) > 1:
+        del case[-1]
+    else:
+        event = case[0]
+        if event["type"] == "ComposedDpEvent":
+            del event["events"][-1]
+        else:
+            case[0] = {"type": "NoOpDpEvent"}
+
+
+def better_status(v):
+    v["privacy"]["status"] = "exact"
+    reworded(v)
+
+
+def unknown_version(v):
+    v["version"] = 2
+
+
+def larger_population(v):
+    basis = v["basis"]
+    if "population" in basis:
+        basis["population"]["num_users"] *= 2
+        basis["population"]["num_units"] *= 2
+    elif "silos" in basis:
+        basis["silos"][0]["num_records"] *= 9
+        basis["silos"][0]["num_subjects"] *= 9
+    elif "num_records" in basis:
+        basis["groups_budget_rate_rounds"][0][1] /= 2
+    else:
+        basis["kinds_of_silos"][0]["silo_size"] *= 2
+        basis["kinds_of_silos"][0]["rounds"] += 1  # with full batches the size does not matter
+
+
+def assumption_left_out(v):
+    v["privacy"]["assumptions"] = v["privacy"]["assumptions"][:-1]
+    reworded(v)
+
+
+def other_noise(v):
+    v["noise"]["drawn"] = "float"
+
+
+def another_key(v):
+    v["basis"]["checked_by"] = "everybody"
+
+
+# What is changed -> what the sentence says, or for which code of exit.
+TAMPERED = {
+    lower_epsilon: "but the events cost",
+    lower_delta: "delta|events cost",
+    noise_in_words: "the text is not what the fields say",
+    noise_in_privacy: "privacy.noise_multiplier is",
+    noise_in_mechanism: "noise_multiplier|events",
+    noise_in_events: "events",
+    probability_in_events: "events",
+    fewer_steps: "privacy.steps is",
+    fewer_steps_everywhere: "events|privacy.steps|basis|groups",
+    other_unit: "privacy.unit is",
+    other_adjacency: "privacy.adjacency is",
+    other_trust: "privacy.trust is",
+    event_left_out: "events",
+    better_status: "privacy.status is 'exact'",
+    unknown_version: "version",
+    larger_population: "events|sampling|basis|groups",
+    assumption_left_out: "privacy.assumptions has",
+    other_noise: "drawn",
+    another_key: "checked_by",
+}
+
+
+@pytest.mark.parametrize("name", ["els", "uls", "hi_grad_avg", "local_group", "personal", "isrl"])
+def test_what_was_changed_is_refused(name, tmp_path, capsys):
+    """Nineteen changes of a statement of each kind, every one refused with its reason."""
+    made, file = SOUND[name]().to_json(), tmp_path / "guarantee.json"
+    for change, words in TAMPERED.items():
+        values = copy.deepcopy(made)
+        change(values)
+        assert values != made, change
+        file.write_text(json.dumps(values))
+        code, told = verify(file, capsys)
+        assert code == (2 if change is unknown_version else 3), (change, told)
+        assert any(word in told for word in words.split("|")), (change, told)
+
+
+def population(**numbers):
+    return lambda v: v["basis"]["population"].update(numbers)
+
+
+def basis(**numbers):
+    return lambda v: v["basis"].update(numbers)
+
+
+def silo(**numbers):
+    return lambda v: v["basis"]["silos"][0].update(numbers)
+
+
+def kind(**numbers):
+    return lambda v: v["basis"]["kinds_of_silos"][0].update(numbers)
+
+
+# Numbers that no data and no run have; some would make a caveat or a cost disappear.
+IMPOSSIBLE = [
+    ("uls", population(num_users=-7), "num_users is -7"),
+    ("uls", population(num_users=10**9), "num_users is 1000000000"),
+    ("els", population(num_units=10**9), "num_units is 1000000000"),
+    ("uls", population(num_users=True), "num_users is True"),
+    ("uls", basis(steps=4.0), "steps is 4.0"),
+    ("uls", basis(steps=10**400), "steps is 1"),
+    ("hi_grad_avg", basis(rounds=True), "rounds is True"),
+    ("hi_grad_avg", basis(num_subjects=-1), "num_subjects is -1"),
+    ("hi_grad_avg", basis(num_subjects=1), "num_subjects is 1"),
+    ("local_item", silo(num_records=-(10**6)), "num_records is -1000000"),
+    ("personal", basis(num_records=-3), "num_records is -3"),
+    ("personal", basis(rounds=7), "rounds is 7"),
+    ("isrl", kind(silo_size=0), "silo_size is 0"),
+    ("isrl", kind(batch=0), "no silo has this batch"),
+    ("isrl", kind(batch=1e6), "no silo has this batch"),
+    ("isrl", kind(rounds=0), "rounds is 0"),
+    ("isrl", kind(arm="certified"), "no silo has this sampling and arm"),
+    ("isrl", basis(kinds_of_silos=[]), "kinds_of_silos is empty"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "words"), IMPOSSIBLE)
+def test_impossible_numbers_are_refused(name, change, words, tmp_path, capsys):
+    values, file = SOUND[name]().to_json(), tmp_path / "guarantee.json"
+    change(values)
+    file.write_text(json.dumps(values))
+    code, told = verify(file, capsys)
+    assert code == 3
+    assert words in told
+
+
+def test_a_file_without_a_guarantee_states_nothing_else(tmp_path, capsys):
+    values, file = SOUND["none"]().to_json(), tmp_path / "guarantee.json"
+    event = {"type": "NoOpDpEvent"}
+    values["groups"] = [{"of": "every user", "epsilon": 0.01, "event": event}]
+    file.write_text(json.dumps(values))
+    code, told = verify(file, capsys)
+    assert code == 3
+    assert "events or groups beside it" in told
+
+
+def test_caveats_of_the_run_are_told_apart(tmp_path, capsys):
+    (tmp_path / "guarantee.json").write_text(SOUND["uls"]().dumps())
+    assert main(["verify", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "cannot show to be all" in told
+    assert told.strip().endswith(EXTRA[0])
+
+
+def test_a_delta_that_is_too_much_for_the_largest_silo_is_named(tmp_path, capsys):
+    small, large = (
+        SiloNoise(2.0, 10.0, size, 12, "poisson", "sound", Budget(8.0, 1e-3))
+        for size in (100, 5000)
+    )
+    for order in ([small, large], [large, small]):
+        caveats = worst_guarantee(order).caveats
+        assert any("5,000 records" in caveat for caveat in caveats)
+
+
+def test_a_caveat_of_the_mechanism_may_not_be_left_out(tmp_path, capsys):
+    values = central(ULS(group_size=3, cohort_size=20, noise_multiplier=1.0), delta=0.01).to_json()
+    file = tmp_path / "guarantee.json"
+    values["privacy"]["caveats"] = [c for c in values["privacy"]["caveats"] if c in EXTRA]
+    reworded(values)
+    file.write_text(json.dumps(values))
+    code, told = verify(file, capsys)
+    assert code == 3
+    assert "a caveat of the mechanism is missing: delta 0.01 is not below one over" in told
+
+
+def test_a_forger_of_everything_is_left_with_the_truth(tmp_path, capsys):
+    """Whoever changes mechanism, events and words alike must state what these cost."""
+    made = central(ULS(group_size=3, cohort_size=20, noise_multiplier=1.0)).to_json()
+    other = central(ULS(group_size=3, cohort_size=20, noise_multiplier=0.9)).to_json()
+    other["privacy"]["epsilon"] = made["privacy"]["epsilon"]
+    reworded(other)
+    (tmp_path / "guarantee.json").write_text(json.dumps(other))
+    code, told = verify(tmp_path, capsys)
+    assert code == 3
+    assert told.count("\n") == 0
+    assert "but the events cost" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "cannot be read"),
+        ("[]", "has no version"),
+        ('{"version": 1, "version": 1}', "stands there twice"),
+        ('{"version": 1, "x": NaN}', "no number of JSON"),
+        ('{"version": 1}', "Field required"),
+        (None, "cannot be read"),
+    ],
+)
+def test_what_is_no_statement_is_unreadable(text, words, tmp_path, capsys):
+    if text is not None:
+        (tmp_path / "guarantee.json").write_text(text)
+    code, told = verify(tmp_path / "guarantee.json", capsys)
+    assert code == 2
+    assert words in told
+
+
+def test_no_code_is_run_for_a_file(tmp_path, capsys):
+    """A mechanism is made of the file only by its name among those that are here."""
+    values = SOUND["uls"]().to_json()
+    values["basis"]["mechanism"]["kind"] = "os:system"
+    (tmp_path / "guarantee.json").write_text(json.dumps(values))
+    code, told = verify(tmp_path, capsys)
+    assert code == 3
+    assert "no mechanism can be made of `basis`" in told
+    assert "should be a plain name" in told
+
+
+def test_the_other_accountant_knows_better_than_too_small_an_epsilon():
+    """Its lower bound is above what is stated wherever that is wrong by a few percent."""
+    for name in ("uls", "hi_grad_avg", "user_ldp", "isrl", "isrl, one pass"):
+        made = SOUND[name]()
+        both, doubt = statement.second_opinion(made)
+        assert both is not None, name
+        assert both[0] <= made.privacy.epsilon <= both[1] * 1.05, name
+        assert not doubt
+        values = made.to_json()
+        values["privacy"]["epsilon"] *= 0.9
+        wrong = statement.Statement.model_validate(values)
+        assert statement.second_opinion(wrong)[1], name
+
+
+@pytest.mark.parametrize("silos", [3, 9])
+def test_the_explanation_holds_for_every_silo(silos):
+    """Nearly that of the silo which tells most; from epsilon and delta where silos are many."""
+    kinds = [HiGradAvgDP(batch_size=20, noise_multiplier=1.0 + 0.2 * i) for i in range(silos)]
+    made = federated(kinds, silos_per_subject=1)
+    found, (events,) = made.meaning(), made.cases
+    assert len(events) == silos
+    alone = [meaning(event, made.privacy.delta) for event in events]
+    for a in (1e-3, 1e-2, 0.05, 0.3):
+        most = max(one.true_positive_rate(a) for one in alone)
+        assert 0.999 * most <= found.true_positive_rate(a)
+        assert (found.true_positive_rate(a) <= 1.02 * most) == (silos == 3)
+
+
+@pytest.mark.slow
+def test_nothing_about_records_with_budgets_is_told():
+    """But for what is declared: the file is the same whatever the records' own budgets are."""
+    told = []
+    for seed in (0, 1):
+        config = copy.deepcopy(SILOS["personal"])
+        config["privacy"]["budgets"] = {"kind": "three_levels", "seed": seed}
+        prepared = federated_run.prepare(validate_config(config), Console(quiet=True))
+        guarantee = federated_run._guarantee(prepared, 4)
+        made = federated_run._statement(prepared, 4, guarantee)
+        told.append((sorted(prepared.personal.budgets), made.dumps()))
+    assert told[0][0] != told[1][0]
+    assert told[0][1] == told[1][1]
+
+
+def test_a_group_costs_what_is_told():
+    made = personal()
+    for group in made.groups:
+        event = statement.serialize.from_json(group.event)
+        assert group.epsilon == epsilon(event, 1e-4)
+    assert made.groups[0].epsilon < made.groups[1].epsilon < made.privacy.epsilon
+
+
+def central_config(kind, **mechanism):
+    return {
+        "data": {"source": "python_source", "seq_len": 16, "max_users": 60,
+                 "max_examples_per_user": 4},
+        "model": {"overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
+        "mechanism": {"kind": kind, "group_size": 2, **mechanism},
+        "train": {"steps": 3},
+        "privacy": {"epsilon": 8.0, "delta": 1e-4},
+    }  # fmt: skip
+
+
+def federated_config(kind, **mechanism):
+    made = copy.deepcopy(SILOS["federated"])
+    made["mechanism"] = {"kind": kind, "sampling_prob": 0.2, "max_items_per_subject": 3} | mechanism
+    made["federation"] |= {"silos": 3, "rounds": 2}
+    return made
+
+
+RUNS = {
+    "els": central_config("els", batch_size=16),
+    "uls": central_config("uls", cohort_size=8),
+    "local_group": federated_config("local_group"),
+    "hi_grad_avg": federated_config("hi_grad_avg"),
+    "user_ldp": federated_config("user_ldp"),
+    "subject_uls": federated_config("subject_uls", group_size=2),
+    "local_item": federated_config("local_item"),
+    "rpdp": SILOS["personal"],
+    "isrl": SILOS["isrl"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_the_report_of_a_run_holds(name, tmp_path, capsys):
+    """A tiny run of each mechanism, trained: its folder, its report and its file are accepted."""
+    config, run = tmp_path / "config.yaml", tmp_path / "run"
+    config.write_text(yaml.safe_dump({"name": "tiny", **RUNS[name]}))
+    assert main(["train", str(config), "--run-dir", str(run)]) == 0
+    for path in (run, run / "report.json", run / "guarantee.json"):
+        assert verify(path, capsys) == (0, "")
+    report = json.loads((run / "report.json").read_text())
+    assert report["meaning"][0].startswith("Whoever")
+    assert f"- {report['meaning'][0]}\n" in (run / "report.md").read_text()
+    assert (run / "attacks.png").stat().st_size > 10_000
+    report["privacy"]["epsilon"] *= 0.9
+    (run / "report.json").write_text(json.dumps(report))
+    code, told = verify(run, capsys)
+    assert code == 3
+    assert "states another guarantee" in told
+    assert verify(run / "guarantee.json", capsys) == (0, "")

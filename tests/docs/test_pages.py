@@ -1,0 +1,119 @@
+"""Pages: every code block is of a known kind and valid, every link leads somewhere."""
+
+import pathlib
+import re
+import urllib.parse
+
+import pages
+import pytest
+import yaml
+
+from dpfl_jax.cli.main import COMMANDS, build_parser
+from dpfl_jax.config import load_config
+from dpfl_jax.config.load import validate_config
+
+IDS = [str(page.relative_to(pages.ROOT)) for page in pages.EXECUTED]
+# One page has one place for a kind of configuration to stand on.
+BASES = {"isrl": "isrl/quickstart", "federation": "subject/quickstart", "": "quickstart"}
+
+
+def name(page):
+    return str(page.relative_to(pages.ROOT))
+
+
+def test_blocks_that_are_not_run_are_few_and_say_why():
+    """What no test executes is counted here: a new one needs a reason, and a new number."""
+    run, not_run = {"commands": 0, "python": 0}, {"commands": 0, "python": 0}
+    for page in pages.EXECUTED:
+        for block in pages.blocks(page):
+            assert block.language in {"python", "sh", "bash", "yaml", "text"}, (
+                f"{name(page)}:{block.line}: a code block of the kind {block.language!r}"
+            )
+            assert all(len(why) > 10 for why in block.not_run.values()), (
+                f"{name(page)}:{block.line}"
+            )
+            if block.language in {"sh", "bash"}:
+                for command in block.commands:
+                    (not_run if block.why_not(command) else run)["commands"] += 1
+            elif block.language == "python":
+                (not_run if block.not_run else run)["python"] += 1
+    assert not_run == {"commands": 26, "python": 1}
+    assert run["commands"] > 40
+    assert run["python"] > 10
+
+
+@pytest.mark.parametrize("page", pages.EXECUTED, ids=IDS)
+def test_commands_and_configurations_are_valid(page, monkeypatch):
+    """Also those that no test runs: their options are known and their overrides fit."""
+    monkeypatch.setenv("DPFL_DATA_DIR", "/data")
+    monkeypatch.chdir(pages.ROOT)
+    for block in pages.blocks(page):
+        if block.language == "yaml":
+            check_yaml(block)
+        if block.language not in {"sh", "bash"}:
+            continue
+        for command in block.commands:
+            if command[:2] == ["uv", "run"]:
+                command = command[2:]
+            if command[0] != "dpfl":
+                continue
+            where = f"{name(page)}:{block.line}: {' '.join(command)}"
+            assert command[1] in COMMANDS, where
+            if command[1] in {"bench", "reproduce"} and not (pages.ROOT / "benchmarks").exists():
+                continue
+            args, rest = build_parser(command[1]).parse_known_args(command[1:])
+            overrides = [*getattr(args, "overrides", []), *rest]
+            assert all("=" in word for word in overrides), where
+            config = pathlib.Path(getattr(args, "config", None) or "")
+            if config.suffix == ".yaml" and config.exists():
+                load_config(config, overrides)
+
+
+def check_yaml(block):
+    """Its sections fit a whole configuration of their kind."""
+    sections = yaml.safe_load(block.code)
+    kind = next(key for key in BASES if key in sections or not key)
+    base = yaml.safe_load((pages.ROOT / "configs" / f"{BASES[kind]}.yaml").read_text())
+    whole = base | sections
+    if {"lora", "module"} & set(sections.get("model", {})):
+        whole["mechanism"] = {"kind": "uls", "cohort_size": 8, "group_size": 1}
+    validate_config(whole, f"the block in line {block.line}")
+
+
+@pytest.mark.parametrize("page", pages.ALL, ids=name)
+def test_links_lead_somewhere(page):
+    inline, steps = pages.links(page)
+    for link in steps:
+        assert (page.parent / link).is_file(), f"{name(page)}: {link}"
+    for link in inline:
+        where = f"{name(page)}: {link}"
+        parts = urllib.parse.urlsplit(link)
+        if parts.scheme:
+            assert parts.scheme in {"http", "https"}, where
+            assert "." in parts.netloc, where
+            continue
+        target = (page.parent / parts.path).resolve() if parts.path else page
+        assert target.is_file(), where
+        if pages.ROOT / "docs" in page.parents:  # the site has nothing else
+            assert pages.ROOT / "docs" in target.parents, where
+        if parts.fragment:
+            assert parts.fragment in pages.anchors(target), where
+
+
+def test_files_that_pages_name_are_there():
+    for page in pages.ALL:
+        named = re.findall(
+            r"\b(?:configs|examples|notebooks|launch)/[\w/-]+\.(?:yaml|py|sh|ipynb)",
+            page.read_text(),
+        )
+        assert [n for n in named if not (pages.ROOT / n).exists()] == [], name(page)
+
+
+def test_ten_rows_of_the_large_table_are_shown():
+    folder = pages.ROOT / "docs" / "results"
+    whole, shown = (
+        [line for line in (folder / file).read_text().splitlines() if "| v" in line]
+        for file in ("pods-table.md", "pods.md")
+    )
+    assert (len(whole), len(shown)) == (100, 10)
+    assert set(shown) <= set(whole)

@@ -1,0 +1,68 @@
+"""The bill: arithmetic, the largest budget that hours pay for, and operations of the real step."""
+
+import json
+import pathlib
+
+import pytest
+
+from dpfl_jax.cli.main import main
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.planning.bill import PEAK, Chip
+
+CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "userlevel" / "stackoverflow_uls.yaml"
+SMALL = [
+    "model={size: tiny, overrides: {vocab_size: 512}}",
+    "train.steps=100",
+    "--max-group-size=2",
+]
+
+
+def test_hours_money_and_energy():
+    chip = Chip.named("v5e", mfu=0.5, price=1.2, watts=200.0)
+    found = chip.bill(PEAK["v5e"] * 0.5 * 3600 * 10)
+    assert found["chip_hours"] == pytest.approx(10.0)
+    assert found["money"] == pytest.approx(12.0)
+    assert found["kwh"] == pytest.approx(2.0)
+    assert set(Chip.named("1e12").bill(1.0)) == {"flops", "chip_hours"}
+    each, steps = 1e12, 1000
+    budget = chip.largest_budget(2.0, each, steps)
+    assert chip.bill(budget * each * steps)["chip_hours"] <= 2.0
+    assert chip.bill(2 * budget * each * steps)["chip_hours"] > 2.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Chip.named("v99"), "one of v2"),
+        (lambda: Chip.named("v5e", mfu=1.5), "MFU is 1.5"),
+        (lambda: Chip.named("v5e", price=-1.0), "price of a chip"),
+        (lambda: Chip.named("-3"), "FLOP/s"),
+        (lambda: Chip.named("v5e").largest_budget(1e-12, 1e12, 10), "do not pay"),
+    ],
+)
+def test_bad_input_is_one_sentence(make, message):
+    with pytest.raises(BadInputError, match=message):
+        make()
+
+
+@pytest.mark.slow
+def test_cells_are_billed_for_the_operations_of_the_real_step(capsys):
+    words = ["plan", str(CONFIG), *SMALL, "--chip", "1e15", "--mfu", "0.5", "--price", "2"]
+    assert main([*words, "--compute-budget", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (
+        main(["compile", str(CONFIG), *SMALL[:2], "--topology", "cpu:1", "--count-only", "--json"])
+        == 0
+    )
+    shape = json.loads(capsys.readouterr().out.splitlines()[-1])
+    # The textbook's 6 N per token, but for embeddings (no product), attention and clipping.
+    textbook = 6.0 * shape["parameters"] * shape["seq_len"] * 64 * 100
+    for option in found["options"]:
+        assert 0.5 * textbook < option["bill"]["flops"] < 2.0 * textbook
+        assert option["bill"]["money"] == pytest.approx(2 * option["bill"]["chip_hours"])
+    assert "bill" in found["best"]
+    hours = 1.01 * max(o["bill"]["chip_hours"] for o in found["options"])
+    assert main([*words, "--chip-hours", str(hours), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["budget"] == 64
+    assert main(["plan", str(CONFIG), "--compute-budget", "64", "--price", "2"]) == 2
+    assert "needs --chip" in capsys.readouterr().err
