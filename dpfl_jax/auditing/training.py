@@ -16,10 +16,10 @@ import optax
 from rich.console import Console
 from scipy import stats
 
-from dpfl_jax.auditing.trials import LONG, Trials
 from dpfl_jax.config import RunConfig
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.evidence.trials import LONG, Trials
 from dpfl_jax.mechanisms import Mechanism, NonPrivate
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh

@@ -70,8 +70,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Audits; ``holds`` in the result is the verdict."""
     from dpfl_jax.auditing import audit
     from dpfl_jax.auditing.configured import trials_of
-    from dpfl_jax.auditing.trade_off import plot_audits
     from dpfl_jax.config import load_config
+    from dpfl_jax.evidence.trade_off import plot_audits
     from dpfl_jax.randomness import RootKey
 
     console = Console(stderr=args.json)
