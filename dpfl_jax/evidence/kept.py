@@ -112,9 +112,9 @@ def read(directory: pathlib.Path) -> RunAudit:
     """
     if not (directory / SUMMARY).exists():
         raise BadInputError(
-            f"the run in {directory} had no canaries (or is not finished), and nothing is proved of "
-            "a run but by units that were in or out by coins: train it with audit.canaries=500, or "
-            "audit its configuration with --simulate"
+            f"the run in {directory} had no canaries, or is not finished: only units that were in "
+            "or out by coins prove anything of a run; train with audit.canaries=500, or audit the "
+            "configuration with --simulate"
         )
     try:
         told = json.loads((directory / SUMMARY).read_text())

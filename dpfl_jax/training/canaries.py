@@ -1,10 +1,10 @@
 """A run with canaries in it: users who are nobody, in or out by coins, for an audit to find.
 
-The guarantee for people does not change, whoever of the canaries is in: coins, designs and draws of
-canaries come from keys of their own, so that for people they are constants; each person is drawn
-as without them, with the same key; and divisor, clip norm and noise stay. A person's gradient has no
-part in the coordinates that canaries are seen in, so that it is no longer than before, and those
-coordinates are noised with all others (docs/theory/canaries.md).
+The guarantee for people does not change, whoever of the canaries is in: their coins, designs and
+draws come from keys of their own, so that for people they are constants; each person is drawn as
+without them, with the same key; and divisor, clip norm and noise stay. A person's gradient has no
+part in the coordinates that canaries are seen in, so that it is no longer than before, and they are
+noised with all others (docs/theory/canaries.md).
 
 A designed gradient lies in a coordinate of its own, beside the model, and is as long as clipping
 allows. It moves nothing else: with such canaries alone the model is what it would have been. Texts
@@ -179,7 +179,7 @@ class WithCanaries(Central):
                 "execution.mesh with data alone, or remove the section audit"
             )
         self.people, self.audit, data = run, audit, run.plan.data
-        group = run.mechanism.unit_examples or getattr(run.mechanism, "group_size", 1)
+        group: Any = run.mechanism.unit_examples or getattr(run.mechanism, "group_size", 1)
         coins = key.numpy("coins")
         self.inside = coins.random(audit.canaries) < 0.5
         self.texts_inside = coins.random(audit.texts) < 0.5
@@ -212,7 +212,7 @@ class WithCanaries(Central):
         return super().params(state)["model"]
 
     def seen(self, state: TrainState) -> np.ndarray:
-        """Float32 [canaries, steps]: released sums over the noise, along each canary's direction."""
+        """Float32 [canaries, steps]: what was released along each direction, over the noise."""
         seen = np.asarray(state.opt_state["seen"]).T
         return seen * np.float32(self.mechanism.divisor / self.mechanism.noise_stddev)
 
@@ -242,12 +242,12 @@ class WithCanaries(Central):
         users = self.plan.population.num_users
         told = [
             f"{drawn} of {len(self.inside)} canaries with designed gradients were in: "
-            f"{drawn / (users + drawn + learnt):.1%} of the users of a step, in computing; the model "
-            "is the same without them"
+            f"{drawn / (users + drawn + learnt):.1%} of the users of a step, in computing; the "
+            "model is the same without them"
         ] * bool(len(self.inside))
         told += [
-            f"{learnt} of {len(self.texts_inside)} made-up users with texts were in, beside {users} "
-            f"people: {learnt / (users + learnt):.1%} of what the model learns from is theirs"
+            f"{learnt} of {len(self.texts_inside)} made-up users with texts were in, beside "
+            f"{users} people: {learnt / (users + learnt):.1%} of what the model learns is theirs"
         ] * bool(len(self.texts_inside))
         return {
             "canaries": len(self.inside),
@@ -303,11 +303,11 @@ class CanarySteps(CentralSteps):
 
 
 def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
-    """Raises BadInputError unless such canaries can be in a run of this mechanism, on these data."""
+    """Raises BadInputError unless a run of this mechanism, on these data, can have canaries."""
     if not mechanism.private or not hasattr(mechanism, "sampling_prob"):
         raise BadInputError(
-            f"canaries are drawn at a rate of their own, which mechanism.kind={mechanism.kind} does "
-            "not know: remove the section audit, or use els or uls"
+            f"canaries are drawn beside people, which mechanism.kind={mechanism.kind} cannot: it "
+            "has no sampling_prob; remove the section audit, or use els or uls"
         )
     if audit.texts and not is_token_store(data):
         raise BadInputError("audit.texts is for language models: set audit.texts=0")
