@@ -213,7 +213,7 @@ class WithCanaries(Central):
 
     def seen(self, state: TrainState) -> np.ndarray:
         """Float32 [canaries, steps]: what was released along each direction, over the noise."""
-        seen = np.asarray(state.opt_state["seen"]).T
+        seen = np.asarray(state.opt_state["seen"]).T[: len(self.inside)]
         return seen * np.float32(self.mechanism.divisor / self.mechanism.noise_stddev)
 
     def begin(self, key: RootKey, start: int) -> CanarySteps:
@@ -328,8 +328,10 @@ def around(
       steps: of the run.
     """
 
+    each = max(audit.canaries, 1)  # no checkpoint keeps an array of nothing
+
     def init(params: PyTree) -> PyTree:
-        seen = jnp.zeros((steps, audit.canaries))
+        seen = jnp.zeros((steps, each))
         return {"model": optimizer.init(params["model"]), "seen": seen, "step": jnp.int32(0)}
 
     def update(gradient: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
@@ -340,7 +342,7 @@ def around(
         now = {"model": model, "seen": seen, "step": state["step"] + 1}
         return {"model": updates, "of_canaries": still}, now
 
-    both = {"model": params, "of_canaries": jnp.zeros(audit.canaries)}
+    both = {"model": params, "of_canaries": jnp.zeros(each)}
     return both, optax.GradientTransformation(init, update)
 
 
