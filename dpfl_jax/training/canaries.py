@@ -327,7 +327,6 @@ def around(
       audit: how many canaries.
       steps: of the run.
     """
-
     each = max(audit.canaries, 1)  # no checkpoint keeps an array of nothing
 
     def init(params: PyTree) -> PyTree:
