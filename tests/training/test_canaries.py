@@ -1,7 +1,9 @@
 """Canaries in a run: they change nothing for people, and show what the run releases."""
 
 import json
+from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -14,6 +16,7 @@ from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import kept
 from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
+from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.canaries import WithCanaries, check_fit
 from dpfl_jax.training.central import Central
@@ -158,6 +161,43 @@ def test_a_run_that_goes_on_has_the_same_canaries_and_sees_the_same(tmp_path, mo
         fitted(plan(), 300, run_dir=tmp_path / "killed")
 
 
+def words(rng):
+    """Texts of people, each with a word or two of its own."""
+    schema = Schema.tokens(8, 600)
+    users = {}
+    for u in range(80):
+        users[f"u{u}"] = records = np.zeros(2, schema.record_dtype)
+        records["length"], records["tokens"] = 8, rng.integers(600, size=(2, 8))
+    return dpfl.ArrayStore.from_records(users, schema)
+
+
+def unigram(params, example):
+    said = jax.nn.log_softmax(params)[example["tokens"]]
+    return -jnp.sum(said * example["mask"]) / jnp.maximum(example["mask"].sum(), 1)
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_the_final_model_gives_made_up_users_away_if_there_is_no_noise():
+    made = ULS(group_size=1, cohort_size=60, sampling_prob=0.75)
+    made = made.plan(words(np.random.default_rng(0)), steps=6, epsilon=0.5, delta=1e-5)
+    stated = made.statement(made.guarantee())
+
+    def proved(seed):
+        audit = dpfl.AuditConfig(canaries=0, texts=400, confidence=0.999)
+        run = dpfl.fit(
+            unigram, jnp.zeros(600), made, optax.sgd(20.0), key=RootKey.from_seed(seed), audit=audit
+        )
+        (found,) = run.audit.audits(stated)
+        return found
+
+    assert not proved(1).exceeds
+    with mock.patch.object(Noise, "add", lambda self, key, tree: tree):
+        broken = proved(1)
+    assert broken.exceeds
+    assert broken.proved > 1.0
+
+
 def test_what_canaries_do_not_fit_is_said():
     audit = dpfl.AuditConfig()
     with pytest.raises(BadInputError, match="sampling_prob"):
@@ -170,23 +210,25 @@ def test_what_canaries_do_not_fit_is_said():
         dpfl.AuditConfig(canaries=0)
 
 
-def test_made_up_users_speak_in_few_words_of_the_vocabulary():
-    records = np.zeros(4, Schema.tokens(8, 50).record_dtype)
+def test_made_up_users_each_say_a_word_of_their_own():
+    schema = Schema.tokens(8, 300)
+    records = np.zeros(4, schema.record_dtype)
     records["length"] = 8
-    store = dpfl.ArrayStore.from_records({"a": records[:2], "b": records[2:]}, Schema.tokens(8, 50))
+    store = dpfl.ArrayStore.from_records({"a": records[:2], "b": records[2:]}, schema)
     made = ULS(group_size=2, cohort_size=1).plan(store, steps=1, epsilon=1.0)
 
     def token_loss(params, example):
         return jnp.sum(params[example["tokens"]] * example["mask"])
 
-    run = Central(token_loss, jnp.zeros(50), made, optax.sgd(0.1))
+    run = Central(token_loss, jnp.zeros(300), made, optax.sgd(0.1))
     audit = dpfl.AuditConfig(canaries=0, texts=100)
     found = WithCanaries(run, audit, RootKey.from_seed(3))
     texts = found.texts["tokens"]
     assert texts.shape == (200, 8)
     assert texts.min() >= 0
-    assert texts.max() < 50
-    assert max(len(set(both.ravel())) for both in texts.reshape(100, 16)) <= 6
+    assert texts.max() < 300
+    assert (texts == texts[:, :1]).all()
+    assert len(set(texts[::2, 0])) == 100
     rows = found.plan.data.read(np.array([4, 5]))
     first = np.flatnonzero(found.texts_inside)[0]
     np.testing.assert_array_equal(rows["tokens"], texts[2 * first : 2 * first + 2])
