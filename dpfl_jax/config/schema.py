@@ -215,7 +215,7 @@ class EvalConfig(Section):
 class AuditConfig(Section):
     """Canaries: users who are nobody, in or out by coins, for an attack on the run (audit.json).
 
-    The guarantee for people is the same with them (docs/theory/canaries.md).
+    The guarantee for people is the same with them (docs/theory/README.md).
 
     Attributes:
       canaries: with designed gradients, which every release is attacked by. They cost computing

@@ -4,7 +4,7 @@ The guarantee for people does not change, whoever of the canaries is in: their c
 draws come from keys of their own, so that for people they are constants; each person is drawn as
 without them, with the same key; and divisor, clip norm and noise stay. A person's gradient has no
 part in the coordinates that canaries are seen in, so that it is no longer than before, and they are
-noised with all others (docs/theory/canaries.md).
+noised with all others (docs/theory/README.md).
 
 A designed gradient lies in a coordinate of its own, beside the model, and is as long as clipping
 allows. It moves nothing else: with such canaries alone the model is what it would have been. Of
