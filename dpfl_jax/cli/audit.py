@@ -24,7 +24,7 @@ epsilon of the claimed mechanism with less noise that is refuted, at the confide
 
 Of a run that was trained with canaries (a section `audit` in its configuration) the directory is
 given: what it released is held against its own guarantee.json. With --train a central configuration
-is trained with canaries for the attack alone, and no model is kept.
+is trained with canaries for the attack alone, and no model is kept (a ledger is charged).
 
 With --user-inference half of the users of a configuration, by fair coins, train it, with privacy
 and without: can somebody who holds other texts of theirs tell who took part? No model is kept.
