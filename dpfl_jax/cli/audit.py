@@ -26,8 +26,11 @@ Of a run that was trained with canaries (a section `audit` in its configuration)
 given: what it released is held against its own guarantee.json. With --train a central configuration
 is trained with canaries for the attack alone, and no model is kept (a ledger is charged).
 
-With --user-inference half of the users of a configuration, by fair coins, train it, with privacy
-and without: can somebody who holds other texts of theirs tell who took part? No model is kept.
+With --user-inference half of the people of a configuration, by fair coins, train it, with privacy
+and without: can somebody who has the model, and other records of theirs, tell who took part? With
+--membership the attacker holds the very records, and the coins prove an epsilon by the final model
+alone. Both are for all systems (for ISRL-DP --membership alone, as its unit is a record), and keep
+no model; a ledger is not charged.
 
 The claim is refuted if its own curve is: a bug, but for bad luck. With --repeat the whole is done
 so many times; a sound mechanism is refuted in at most a share 1 - confidence of them.
@@ -41,6 +44,7 @@ examples:
   dpfl audit runs/audited --picture audit.png
   dpfl audit --train configs/quickstart.yaml audit.canaries=300
   dpfl audit --user-inference configs/audit/user_inference.yaml
+  dpfl audit --membership configs/isrl/quickstart.yaml
 
 exit status: 0 the claim stands; 3 it is refuted; 2 bad input; 1 anything else.
 """
@@ -51,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--simulate", metavar="CONFIG", help="attack its mechanism alone")
     what.add_argument("--train", metavar="CONFIG", help="train it with canaries (central runs)")
-    what.add_argument("--user-inference", metavar="CONFIG", help="rank its users (central runs)")
+    what.add_argument("--user-inference", metavar="CONFIG", help="rank its people by other records")
+    what.add_argument("--membership", metavar="CONFIG", help="rank its people by their records")
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -80,18 +85,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.randomness import RootKey
 
     console = Console(stderr=args.json)
-    path = args.simulate or args.train or args.user_inference
+    ranked = args.user_inference or args.membership
+    path = args.simulate or args.train or ranked
     if path is None:
         if len(args.overrides) != 1:
             raise BadInputError(
                 "say what to audit: the directory of a run, or a configuration behind --simulate, "
-                "--train or --user-inference"
+                "--train, --user-inference or --membership"
             )
         return _told(console, *_of_run(pathlib.Path(args.overrides[0]), args.confidence), args)
     config = load_config(path, args.overrides)
     key = RootKey.generate() if args.seed is None else RootKey.from_seed(args.seed)
-    if args.user_inference is not None:
-        return _user_inference(config, key, console)
+    if ranked is not None:
+        return _ranked(config, key, console, args)
     audits: list[Any] = []
     cost: dict[str, Any] | None = None
     for number in range(max(1, args.repeat)):
@@ -147,18 +153,20 @@ def _trained(
         return _of_run(directory, confidence)
 
 
-def _user_inference(config: Any, key: Any, console: Console) -> dict[str, Any]:
-    from dpfl_jax.auditing.user_inference import user_inference
+def _ranked(config: Any, key: Any, console: Console, args: argparse.Namespace) -> dict[str, Any]:
+    from dpfl_jax.auditing.participation import participation
 
-    told = user_inference(config, key, console)
-    for name, area in told["auc"].items():
+    own = args.membership is not None
+    confidence = 0.95 if args.confidence is None else args.confidence
+    found, audits = participation(config, key, console, own=own, confidence=confidence)
+    for name, area in found["auc"].items():
         console.print(f"{name.replace('_', ' ')}: AUC {area:.3f}", highlight=False)
     console.print(
-        f"{told['users_in']} users took part and {told['users_out']} did not; where nothing "
-        f"can be told it is 0.500, give or take {told['chance_deviation']:.3f}",
+        f"{found['users_in']} took part and {found['users_out']} did not; where nothing can be "
+        f"told it is 0.500, give or take {found['chance_deviation']:.3f}",
         highlight=False,
     )
-    return told
+    return found | _told(console, audits, None, args) if audits else found
 
 
 def _told(

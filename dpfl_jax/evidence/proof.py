@@ -152,6 +152,7 @@ def guessed(
     delta: float,
     confidence: float,
     *,
+    relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE,
     name: str,
     how: str,
 ) -> Audit:
@@ -166,10 +167,11 @@ def guessed(
       event: what is claimed.
       delta: of the claim.
       confidence: of what is proved.
+      relation: what a coin decides: whether a unit is there, or which of two.
       name: of what is audited.
       how: what ran, in words.
     """
-    family = _Family(event, delta, NeighboringRelation.ADD_OR_REMOVE_ONE)
+    family = _Family(event, delta, relation)
     level = (1.0 - confidence) / len(_GUESSED)
     cuts = [tuple(map(float, np.quantile(score, (part, 1 - part)))) for part in _GUESSED]
     bounds = [one_run_bound(score, inside, cut, delta, level) for cut in cuts]  # type: ignore[arg-type]
@@ -186,7 +188,7 @@ def guessed(
         proved=bounds[best],
         proved_of_any=bounds[best],
         p_value=1.0 - confidence if bounds[best] > claimed else 1.0,
-        attack=f"loss of texts, {_GUESSED[best]:g} of them guessed in, as many out",
+        attack=f"losses of the final model, {_GUESSED[best]:g} of them guessed in, as many out",
         alarms=_counts(score, cuts[best][1], [inside, ~inside]),
         points=points,
         curve=family.claim,

@@ -135,39 +135,26 @@ class FederatedRun(Prepared):
         event = whole_event(self.federation, self.delta)
         if not self.federation.mechanism.private:
             return Charge(event, self.delta, "subject", "add-or-remove one subject")
-        guarantee = _guarantee(self, self.federation.rounds)
+        guarantee = self.guarantee(self.federation.rounds)
         return Charge(event, self.delta, guarantee.unit, guarantee.adjacency)
 
     def train(
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
     ) -> tuple[RunResult, MakeReport]:
         """Runs the rounds."""
-        config, federation, model = self.config, self.federation, self.model
-        section, mesh = config.federation, data_parallel_mesh()
+        config, model = self.config, self.model
         predict = model.predict if self.subjects.task.kind == "classes" else None
-        evaluator = Evaluator(model.loss, mesh, config.eval.batch_size, predict)
-        result = run_rounds(
-            loss_fn=model.loss,
-            params=model.init(jax.random.key(config.init_seed)),
-            data=self.data,
-            federation=federation,
-            local_optimizer=make_optimizer(
-                section.local_optimizer, section.rounds * section.local_steps
-            ),
-            delta=self.delta,
-            server=OptimizerServer(make_optimizer(section.server_optimizer, section.rounds)),
-            keep_local_state=section.local_state == "keep",
+        evaluator = Evaluator(model.loss, data_parallel_mesh(), config.eval.batch_size, predict)
+        result = self.rounds(
             evaluate=evaluator.of(self.held_out),
             pace=Pace.of(config.train),
-            mesh=mesh,
-            execution=config.execution,
             run_dir=directory,
             charge=charge,
             console=console,
         )
 
         def report() -> tuple[dict[str, Any], Statement]:
-            guarantee = _guarantee(self, result.accounted, result.caveats)
+            guarantee = self.guarantee(result.accounted, result.caveats)
             made = _report(self, result, guarantee)
             if self.personal is not None:
                 summary = self.personal.write(directory.path, result.accounted)
@@ -177,6 +164,29 @@ class FederatedRun(Prepared):
             return made, _statement(self, result.accounted, guarantee)
 
         return result, report
+
+    def rounds(self, **options: Any) -> RunResult:
+        """Runs the rounds alone; ``options`` are those of ``run.driver.drive``."""
+        config, section = self.config, self.config.federation
+        return run_rounds(
+            loss_fn=self.model.loss,
+            params=self.model.init(jax.random.key(config.init_seed)),
+            data=self.data,
+            federation=self.federation,
+            local_optimizer=make_optimizer(
+                section.local_optimizer, section.rounds * section.local_steps
+            ),
+            delta=self.delta,
+            server=OptimizerServer(make_optimizer(section.server_optimizer, section.rounds)),
+            keep_local_state=section.local_state == "keep",
+            mesh=data_parallel_mesh(),
+            execution=config.execution,
+            **options,
+        )
+
+    def guarantee(self, rounds: int, caveats: tuple[str, ...] = ()) -> Guarantee:
+        """What holds after so many rounds."""
+        return _guarantee(self, rounds, caveats)
 
 
 def _personalised(prepared: FederatedRun, noise: float | None = None) -> FederatedRun:
@@ -208,8 +218,22 @@ def _personalised(prepared: FederatedRun, noise: float | None = None) -> Federat
     return dataclasses.replace(prepared, federation=federation, personal=personal, claim=claim)
 
 
-def prepare(config: FederatedConfig, console: Console) -> FederatedRun:
+def read_subjects(config: FederatedConfig) -> SubjectData:
+    """The subjects of a configuration, with the column of their budgets if there is one."""
+    budgets = config.privacy.budgets
+    column = budgets.column if budgets.kind == "column" and budgets.path is None else None
+    return load_subjects(config.data, () if column is None else (column,))
+
+
+def prepare(
+    config: FederatedConfig, console: Console, subjects: SubjectData | None = None
+) -> FederatedRun:
     """Reads the data, spreads it, calibrates.
+
+    Args:
+      config: the configuration.
+      console: for people.
+      subjects: instead of what the configuration names.
 
     Raises:
       BadInputError: anything wrong with the configuration or the data.
@@ -218,9 +242,7 @@ def prepare(config: FederatedConfig, console: Console) -> FederatedRun:
     make_optimizer(section.local_optimizer, section.rounds * section.local_steps)
     make_optimizer(section.server_optimizer, section.rounds)
     with console.status("reading data"):
-        budgets = config.privacy.budgets
-        column = budgets.column if budgets.kind == "column" and budgets.path is None else None
-        subjects = load_subjects(config.data, () if column is None else (column,))
+        subjects = read_subjects(config) if subjects is None else subjects
         data = spread(subjects.train, config, subjects.task.classes or None)
     model = build_by_name(config.model.kind, subjects.task, config.model.options)
     federation = build_federation(config, data)

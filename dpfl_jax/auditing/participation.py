@@ -1,0 +1,256 @@
+"""Who took part? An attacker who has the model alone, and some records, ranks people by its losses.
+
+Nothing that is trained here is kept or released: the runs are the attack's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from scipy import stats
+
+from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE
+from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
+from dpfl_jax.data.store import Store, UserView
+from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.evidence import Audit
+from dpfl_jax.evidence.proof import guessed
+from dpfl_jax.federation import federated_run
+from dpfl_jax.federation.accountant import whole_event
+from dpfl_jax.federation.isrl.arms import at_one_delta
+from dpfl_jax.federation.isrl.message import SiloData
+from dpfl_jax.federation.isrl.runs import isrl_run, messages
+from dpfl_jax.federation.mechanisms import FedAvg
+from dpfl_jax.mechanisms import NonPrivate
+from dpfl_jax.mechanisms.plan import Plan
+from dpfl_jax.mesh import data_parallel_mesh, make_mesh
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.driver import RunResult
+from dpfl_jax.training.central import Central, train
+from dpfl_jax.training.central_run import prepare
+from dpfl_jax.training.evaluate import Evaluator
+from dpfl_jax.training.start import starting_params, trained_by_name
+
+PyTree = Any
+_Result = TypeVar("_Result", bound=RunResult)
+_FEWEST = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """What an audit of the final model is held against."""
+
+    event: Any
+    delta: float
+    epsilon: float
+    relation: Any = ADD_OR_REMOVE
+
+
+@dataclasses.dataclass(frozen=True)
+class Attacked:
+    """A configuration whose people take part by coins.
+
+    Attributes:
+      units: how many may take part.
+      word: what they are called.
+      train: ``(inside, private, key) -> (gains, claim)``: trains with those that are in (bool [n]),
+        and says by how much training lowered the loss on what the attacker holds of each (float
+        [n]). Without privacy there is no claim; silos then add no noise, but clip as before, as
+        their learning rates are made for that.
+    """
+
+    units: int
+    word: str
+    train: Callable[[np.ndarray, bool, RootKey], tuple[np.ndarray, Claim | None]]
+
+
+def participation(
+    config: Any, key: RootKey, console: Console, *, own: bool, confidence: float = 0.95
+) -> tuple[dict[str, Any], list[Audit]]:
+    """Trains with half of the people, by fair coins, with privacy and without, and ranks all.
+
+    With ``own`` the attacker holds the very records that may have been trained on (membership
+    inference): then the coins prove an epsilon, by the bound for any mechanism. Otherwise the
+    attacker holds other records of the same people (Kandpal et al. 2024, "User inference attacks on
+    large language models"), and half of each one's records takes part.
+
+    Args:
+      config: of any system.
+      key: of coins, sampling and noise; no run's.
+      console: for people.
+      own: which records the attacker holds.
+      confidence: of what is proved.
+
+    Returns:
+      Areas under the curve of the rankings (JSON values), and what was proved.
+
+    Raises:
+      BadInputError: too few people.
+    """
+    attacked = _attacked(config, own, console)
+    if attacked.units < _FEWEST:
+        raise BadInputError(
+            f"{attacked.units} {attacked.word} may take part, but fewer than {_FEWEST} cannot be "
+            "ranked: take more data" + ("" if own else ", or attack with --membership")
+        )
+    inside = key.numpy("audit-coins").random(attacked.units) < 0.5
+    found, audits = {}, []
+    for name in ("with_privacy", "without_privacy"):
+        console.print(f"training {name.replace('_', ' ')}", highlight=False)
+        gain, claim = attacked.train(inside, name == "with_privacy", key.child(name))
+        if not np.isfinite(gain).all():
+            raise BadInputError(
+                f"training {name.replace('_', ' ')} ended in losses that are not finite: lower the "
+                "learning rate"
+            )
+        rank = stats.mannwhitneyu(gain[inside], gain[~inside])
+        found[name] = float(rank.statistic / (inside.sum() * (~inside).sum()))
+        if own and claim is not None and math.isfinite(claim.epsilon):
+            how = f"{len(inside)} {attacked.word}, {inside.sum()} of them in"
+            given = (gain, inside, claim.event, claim.delta, confidence)
+            audit = guessed(*given, relation=claim.relation, name="the final model", how=how)
+            audits.append(dataclasses.replace(audit, claimed=claim.epsilon))
+    sizes = (int(inside.sum()), int((~inside).sum()))
+    # Standard deviation of the area where nothing can be told (Mann and Whitney 1947).
+    chance = float(np.sqrt((sum(sizes) + 1) / (12.0 * sizes[0] * sizes[1])))
+    told = {"auc": found, "users_in": sizes[0], "users_out": sizes[1], "chance_deviation": chance}
+    return told, audits
+
+
+def _attacked(config: Any, own: bool, console: Console) -> Attacked:
+    if isinstance(config, FederatedConfig):
+        return _federated(config, own, console)
+    if isinstance(config, IsrlConfig):
+        return _silos(config, own, console)
+    return _central(config, own, console)
+
+
+def _parts(store: Store, own: bool) -> tuple[Store, Callable[[np.ndarray], Store]]:
+    """What the attacker holds of all people, and what some of them train with."""
+    counts = np.diff(store.user_offsets)
+    people = np.flatnonzero(counts >= (1 if own else 2))
+    used = (counts if own else counts - counts // 2)[people]
+
+    def trains(inside: np.ndarray) -> Store:
+        return UserView(store, people[inside], counts=used[inside])
+
+    return UserView(store, people, first=np.zeros_like(used) if own else used), trains
+
+
+def _by_user(losses: np.ndarray, store: Store) -> np.ndarray:
+    return np.add.reduceat(losses, store.user_offsets[:-1]) / np.diff(store.user_offsets)
+
+
+def _finished(result: _Result) -> _Result:
+    if result.interrupted is not None:
+        raise StoppedError("the audit was stopped, and keeps nothing")
+    return result
+
+
+def _central(config: RunConfig, own: bool, console: Console) -> Attacked:
+    if not config.mechanism.private:
+        raise BadInputError("mechanism.kind=none is not private: there is nothing to audit")
+    ready, mesh = prepare(config, console), make_mesh(**config.execution.mesh.axes)
+    held, trains = _parts(ready.data.train, own)
+    params, _ = starting_params(config, ready.data, ready.model, mesh, console)
+    trainable = trained_by_name(config.model, ready.model)
+    evaluator = Evaluator(ready.model.loss, mesh, config.eval.batch_size)
+    before = evaluator.measure(params, held)[0]
+    execution = config.execution.model_copy(update={"examples_at_once": None, "split_users": False})
+
+    def trained(inside: np.ndarray, private: bool, key: RootKey) -> Any:
+        used = trains(inside)
+        # Calibrated again: there are fewer users now.
+        population, steps = config.mechanism.population(used.user_offsets), config.train.steps
+        target = (config.privacy.epsilon, ready.delta)
+        mechanism: Any = config.mechanism
+        if mechanism.noise_multiplier is None:
+            mechanism, _ = mechanism.calibrated(population, steps, *target)
+        if not private:
+            mechanism = NonPrivate(
+                batch_size=min(mechanism.compute_budget, float(used.num_examples))
+            )
+        plan = Plan(mechanism, used, steps, ready.delta, execution, mesh)
+        run = Central(ready.model.loss, params, plan, ready.optimizer, trainable)
+        result = _finished(train(run, key=key, console=console))
+        gain = before - evaluator.measure(result.params, held)[0]
+        claim = None
+        if private:
+            claim = Claim(plan.event(), plan.delta, result.guarantee.epsilon)
+        return _by_user(gain, held), claim
+
+    return Attacked(held.num_users, "users", trained)
+
+
+def _federated(config: FederatedConfig, own: bool, console: Console) -> Attacked:
+    if not config.mechanism.private:
+        raise BadInputError("mechanism.kind=fed_avg is not private: there is nothing to audit")
+    subjects = federated_run.read_subjects(config)
+    held, trains = _parts(subjects.train, own)
+
+    def trained(inside: np.ndarray, private: bool, key: RootKey) -> Any:
+        some = dataclasses.replace(subjects, train=trains(inside))
+        mechanism: Any = config.mechanism
+        if not private and mechanism.kind == "rpdp":  # its rates are those of its noise
+            common = {f.name for f in dataclasses.fields(FedAvg)} - {"noise_multiplier"}
+            mechanism = FedAvg(**{name: getattr(mechanism, name) for name in common})
+        now = config.model_copy(update={"mechanism": mechanism})
+        ready = federated_run.prepare(now, console, some)
+        if not private:
+            still = ready.federation.with_noise([0.0] * len(ready.federation.silos))
+            ready = dataclasses.replace(ready, federation=still)
+        result = _finished(ready.rounds(key=key, console=console))
+        evaluator = Evaluator(ready.model.loss, data_parallel_mesh(), config.eval.batch_size)
+        start = ready.model.init(jax.random.key(config.init_seed))
+        before, after = (evaluator.measure(p, held)[0] for p in (start, result.params))
+        claim = None
+        if private:
+            epsilon = ready.guarantee(ready.federation.rounds).epsilon
+            claim = Claim(whole_event(ready.federation, ready.delta), ready.delta, epsilon)
+        return _by_user(before - after, held), claim
+
+    return Attacked(held.num_users, "subjects", trained)
+
+
+def _silos(config: IsrlConfig, own: bool, console: Console) -> Attacked:
+    """Pairs of a training record and a held-out one of the same silo, of which one takes part."""
+    if not own:
+        raise BadInputError(
+            "an ISRL-DP guarantee is for each record: attack it with --membership, which holds "
+            "the records themselves"
+        )
+    ready = isrl_run.prepare(config, console)
+    if ready.parameters.noise is None:
+        raise BadInputError("privacy.epsilon=null is not private: there is nothing to audit")
+    parameters = ready.parameters
+    whole, spare = ready.records.train, ready.records.test
+    pairs = np.minimum(whole.sizes, spare.sizes)
+    owner = np.repeat(np.arange(len(pairs)), pairs)
+    place = np.concatenate([np.arange(n) for n in pairs])
+    first, second = (jax.tree.map(lambda x: x[owner, place], d.examples) for d in (whole, spare))
+
+    def trained(inside: np.ndarray, private: bool, key: RootKey) -> Any:
+        where = owner[inside], place[inside]
+        examples = jax.tree.map(
+            lambda x, y: x.at[where].set(y[where]), whole.examples, spare.examples
+        )
+        data = SiloData(examples, whole.sizes)
+        ran = parameters if private else dataclasses.replace(parameters, noise=None)
+        w = messages.solve(config, ready.task, data, ran, key)
+        loss = jax.vmap(ready.task.loss, (None, 0))
+        start = jnp.zeros_like(w)
+        gains = [np.asarray(loss(start, x) - loss(w, x), np.float64) for x in (first, second)]
+        claim = None
+        if private:
+            worst = max(at_one_delta(parameters.noise or []), key=lambda z: z.epsilon)
+            claim = Claim(worst.event, worst.budget.delta, worst.epsilon, REPLACE)
+        return gains[1] - gains[0], claim
+
+    return Attacked(len(owner), "pairs of records", trained)
