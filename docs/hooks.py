@@ -1,8 +1,8 @@
 """What mkdocs does beyond its plugins.
 
 API pages of all public packages, notebooks with their outputs, the lines of code that proofs name,
-and folders in the navigation: no page has to be written for a new package, and none listed for a new
-proof in ``theory/``.
+and folders in the navigation: no page has to be written for a new package or notebook, and none
+listed for a new proof in ``theory/``.
 """
 
 from __future__ import annotations
