@@ -1,12 +1,15 @@
 """What mkdocs does beyond its plugins.
 
-API pages of all public packages, the lines of code that proofs name, and folders in the navigation:
-no page has to be written for a new package, and none listed for a new proof in ``theory/``.
+API pages of all public packages, notebooks with their outputs, the lines of code that proofs name,
+and folders in the navigation: no page has to be written for a new package or notebook, and none
+listed for a new proof in ``theory/``.
 """
 
 from __future__ import annotations
 
 import ast
+import base64
+import json
 import pathlib
 import re
 import textwrap
@@ -35,6 +38,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         path = "api/index.md" if package == "dpfl_jax" else f"api/{package.split('.', 1)[1]}.md"
         files.append(File.generated(config, path, content=_api_page(package, names)))
     files.append(File.generated(config, "theory/lines.md", content=_lines_of_proofs()))
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        for name, content in _notebook_files(path).items():
+            files.append(File.generated(config, f"notebooks/{name}", content=content))
     pages = [file.src_uri for file in files.documentation_pages()]
     config.nav = _expanded(config.nav, pages, _named(config.nav))
     return files
@@ -64,6 +70,29 @@ def _lines_of_proofs() -> str:
         text = textwrap.dedent(ast.get_source_segment(source, node, padded=True) or "")
         out += [f"## {name}", f"`{path}`, `{place}`:", f"```python\n{text}\n```"]
     return "\n\n".join(out) + "\n"
+
+
+def _notebook_files(path: pathlib.Path) -> dict[str, str | bytes]:
+    """The page of a notebook, its pictures, and itself to download."""
+    text = path.read_text()
+    page: list[str] = []
+    found: dict[str, str | bytes] = {path.name: text}
+    for cell in json.loads(text)["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            page.append(re.sub(r"\((\w+)\.ipynb\)", r"(\1.md)", source))
+            continue
+        if not cell["metadata"].get("jupyter", {}).get("source_hidden"):
+            page.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            if "text" in output:
+                page.append(f"```text\n{''.join(output['text'])}```")
+            elif (picture := output["data"].get("image/png")) is not None:
+                name = f"{path.stem}-{len(found)}.png"
+                found[name] = base64.b64decode(picture)
+                page.append(f"![]({name})")
+    page.insert(1, f"[Download this notebook]({path.name})")
+    return {f"{path.stem}.md": "\n\n".join(page), **found}
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -172,5 +172,5 @@ def is_low(
     def losses(params: PyTree, batch: PyTree) -> jax.Array:
         return bounded(params, batch, rng=rng, group=group).losses
 
-    text = str(jax.make_jaxpr(losses)(params, batch))
+    text = jax.make_jaxpr(losses)(params, batch).pretty_print(use_color=False)
     return any(f"{kind}[" in text for kind in ("bf16", "f16"))

@@ -21,16 +21,10 @@ def plot_curves(
     path: pathlib.Path, metrics: Sequence[Mapping[str, Any]], report: Mapping[str, Any]
 ) -> None:
     """Writes the picture of a run as PNG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     figure = draw(metrics, report)
     with warnings.catch_warnings():  # of letters that the font has not; a model may write any
         warnings.simplefilter("ignore", UserWarning)
         figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
 def plot_meaning(path: pathlib.Path, found: Meaning, guarantee: Guarantee) -> None:
@@ -63,14 +57,14 @@ def draw(metrics: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> Any
     Returns:
       A figure of matplotlib.
     """
-    from matplotlib import pyplot as plt
+    from matplotlib.figure import Figure  # not pyplot, whose backend is the notebook's
 
     evals = [(r["step"], r["eval"]) for r in metrics if "eval" in r]
     rows = [r for r in metrics if "outside_guarantee" in r]
     accuracy = [(s, e["accuracy"]) for s, e in evals if e.get("accuracy") is not None]
     samples = report.get("samples", {})
     columns = 3 if accuracy else 2
-    figure = plt.figure(figsize=(10, 4.9 if samples else 3.6), layout="constrained")
+    figure = Figure(figsize=(10, 4.9 if samples else 3.6), layout="constrained")
     grid = figure.add_gridspec(2 if samples else 1, 1, height_ratios=[5, 2][: 1 + bool(samples)])
     axes = (
         grid[0].subgridspec(1, columns, width_ratios=[3, 2, 2][:columns]).subplots(squeeze=False)[0]

@@ -181,7 +181,8 @@ def traced_parts(function: Callable[..., Any], *args: Any) -> tuple[str, list[An
       BadInputError: as of ``clipping.isolation.refuse_unseeable``.
     """
     traced = jax.make_jaxpr(function)(*jax.tree.map(shape_of, args))
-    text = re.sub(r" at 0x[0-9a-f]+", "", str(traced.jaxpr))  # functions print where they lie
+    # Without where functions lie, and without the colours of terminals and notebooks.
+    text = re.sub(r" at 0x[0-9a-f]+", "", traced.jaxpr.pretty_print(use_color=False))
     programs = list(every_program(traced))
     refuse_unseeable(traced, "the loss (or the optimiser)")
     return text, [constant for program in programs for constant in getattr(program, "consts", ())]

@@ -6,7 +6,7 @@ import pytest
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
-from dpfl_jax.run.picture import draw
+from dpfl_jax.run.picture import draw, plot_curves
 
 
 def words(figure):
@@ -87,3 +87,14 @@ def test_samples_are_shown_as_they_are(run):
     shown = next(text for text in said if text.startswith("My lord,\nword"))
     assert len(shown) < 700  # it has to be read in passing
     plt.close(figure)
+
+
+def test_the_picture_of_a_run_leaves_a_notebook_its_backend(run, tmp_path):
+    matplotlib.use("svg")
+    try:
+        plot_curves(tmp_path / "curves.png", *run)
+        assert matplotlib.get_backend() == "svg"
+        assert plt.get_fignums() == []
+    finally:
+        matplotlib.use("Agg")
+    assert (tmp_path / "curves.png").stat().st_size > 1000

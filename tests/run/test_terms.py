@@ -344,3 +344,15 @@ def test_users_who_share_examples_are_refused(offsets):
 
     with pytest.raises(BadInputError, match="user_offsets"):
         fit(**arguments(data=Store()))
+
+
+def test_a_terminal_and_a_notebook_tell_the_same(monkeypatch):
+    """JAX prints programs in colour there: keys and what a resume is held against must not."""
+    from jax._src import pretty_printer
+
+    told = set()
+    for coloured in (False, True):
+        monkeypatch.setattr(pretty_printer, "CAN_USE_COLOR", coloured)
+        jax.clear_caches()
+        told.add(computation_digest(lambda x: jnp.log1p(jnp.exp(x)).sum(), jnp.ones(3)))
+    assert len(told) == 1
