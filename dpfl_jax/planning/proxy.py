@@ -198,7 +198,7 @@ def design(
     from scipy.stats import qmc
 
     steps, norms = planner.steps, planner.sensitivities
-    groups = [g for g in (1, 4, 16) if g in norms.user and 4 * g <= budget] or [1]
+    groups = [g for g in (1, 4, 16) if g in norms.user and 16 * g <= budget] or [1]
     middle = planner.users.groups()[len(planner.users.groups()) // 2]
     arms = [("uls", group) for group in groups] + [("els", middle)]
 
@@ -211,7 +211,7 @@ def design(
     found = []
     for i, (a, b, c, d, e) in enumerate(points[:runs].tolist()):
         kind, group = arms[int(d * len(arms))]
-        gradients = max(4 * group, round(budget * 4.0 ** (b - 1)))
+        gradients = max(8 * group, round(budget * 4.0 ** (b - 1)))
         size = gradients // group if kind == "uls" else gradients
         most = planner.users.num_users if kind == "uls" else planner.users.left(group)
         total = 0.0 if i % 8 == 7 else low * (high / low) ** c

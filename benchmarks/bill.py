@@ -1,0 +1,90 @@
+"""``dpfl bench bill``: predicted against measured CPU time of five runs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+from typing import Any
+
+HELP = "the bill of five runs, against their measured time"
+DESCRIPTION = """\
+Times a few steps of two models (the quickstart's, and one of another size) on this machine, as
+`dpfl plan --chip here` does, bills five runs that differ in mechanism, group size, batch and steps
+from the operations of their steps, and takes the steps. On a CPU seconds are CPU seconds. Compiling
+is left out of both.
+
+examples:
+  dpfl bench bill
+"""
+
+LARGE = ()
+SMALL = ("model={size: tiny}", "data.tokenizer=bytes", "data.seq_len=64", "pretrain=null")
+ULS = "mechanism={{kind: uls, group_size: {}, cohort_size: {}, clip_norm: 0.5}}"
+ELS = "mechanism={{kind: els, group_size: {}, batch_size: {}, clip_norm: 0.5}}"
+RUNS = (
+    ("ULS of 1, 128 users, 6 steps", LARGE, ULS.format(1, 128), 6),
+    ("ELS of 8, 64 examples, 12 steps", LARGE, ELS.format(8, 64), 12),
+    ("ULS of 4, 48 users, 6 steps", LARGE, ULS.format(4, 48), 6),
+    ("tiny, ULS of 2, 64 users, 12 steps", SMALL, ULS.format(2, 64), 12),
+    ("tiny, ELS of 4, 256 examples, 12 steps", SMALL, ELS.format(4, 256), 12),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options."""
+    from dpfl_jax.cli.main import add_json_flag
+
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Times, bills, trains, prints."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from dpfl_jax.cli._predict import flops_per_gradient
+    from dpfl_jax.config import load_config
+    from dpfl_jax.mesh import make_mesh
+    from dpfl_jax.planning.bill import expected_rows
+    from dpfl_jax.planning.clock import this_machine, time_steps
+    from dpfl_jax.training.central_run import read_data
+    from dpfl_jax.training.start import starting_params
+
+    console, quiet = Console(stderr=args.json), Console(quiet=True)
+    file = pathlib.Path(__file__).parents[1] / "configs/quickstart.yaml"
+    chips: dict[Any, Any] = {}
+    rows = []
+    for name, model_is, mechanism_is, steps in RUNS:
+        overrides = [*model_is, "eval.prompt=null", mechanism_is]
+        if model_is:
+            overrides.insert(0, "model.checkpoint=null")
+        config: Any = load_config(file, overrides)
+        if model_is not in chips:
+            data, model = read_data(config, quiet)
+            params, _ = starting_params(config, data, model, make_mesh(), quiet)
+            flops = flops_per_gradient(config, model.config.vocab_size)
+            chips[model_is] = (
+                data,
+                model,
+                params,
+                this_machine(config, data, model, params, flops),
+            )
+        data, model, params, chip = chips[model_is]
+        mechanism = config.mechanism
+        size, row = mechanism.divisor, config.execution.microbatch_size
+        flops = flops_per_gradient(config, model.config.vocab_size)
+        flops *= expected_rows(size, row) * row * (mechanism.unit_examples or 1) * steps
+        billed = 3600 * chip.bill(flops, steps)["chip_hours"]
+        seconds, _ = time_steps(config, data, model, params, mechanism, steps)
+        told = {"run": name, "flops": flops, "billed": billed, "measured": seconds}
+        rows.append({**told, "error": billed / seconds - 1})
+        console.print(f"{name}: {billed:.1f} s billed, {seconds:.1f} s measured", highlight=False)
+    table = Table("run", "FLOPs", "billed s", "measured s", "error")
+    for found in rows:
+        numbers = [f"{found['flops']:.3g}", f"{found['billed']:.1f}", f"{found['measured']:.1f}"]
+        table.add_row(found["run"], *numbers, f"{found['error']:+.1%}")
+    console.print(table)
+    reached = {"+".join(k) or "quickstart": c[3].peak for k, c in chips.items()}
+    console.print(f"FLOP/s reached: {json.dumps(reached)}")
+    return {"flops_per_second": reached, "rows": rows}
