@@ -98,7 +98,8 @@ def _grid(config: Any, args: argparse.Namespace, console: Any) -> Any:
             trainable=proxy.trainable,
         )
         file.write_text(json.dumps({"example": norms.example, "user": norms.user}))
-    trials, cells = [], []
+    trials: list[Trial] = []
+    cells: list[tuple[float, int]] = []
     for steps in (args.steps // 8, args.steps // 4, args.steps // 2, args.steps):
         for epsilon in (2.0, 8.0):
             planner = Planner(users, norms, epsilon=epsilon, delta=1e-4, steps=steps)

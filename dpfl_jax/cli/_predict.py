@@ -26,12 +26,9 @@ PUBLIC = (
 )
 
 
-def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> dict[str, Any]:
-    """Runs the proxies that are missing, fits, writes and draws the law."""
+def check_public(args: argparse.Namespace, config: Any, console: Any) -> None:
+    """Says that proxy runs protect nobody, and wants it said that the data are public."""
     from dpfl_jax.data.registry import SETS
-    from dpfl_jax.planning.law import fit_law
-    from dpfl_jax.planning.proxy import design, run_trials
-    from dpfl_jax.run.progress import StepProgress
 
     console.print(PUBLIC, style="bold red", highlight=False, soft_wrap=True)
     embedded = config.data.path is None and config.data.source in (*SETS, "python_source")
@@ -40,6 +37,14 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
             f"data.source={config.data.source} is not known to be public, and proxy runs protect "
             "nobody: give public data, and say so with --public"
         )
+
+
+def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> dict[str, Any]:
+    """Runs the proxies that are missing, fits, writes and draws the law."""
+    from dpfl_jax.planning.law import fit_law
+    from dpfl_jax.planning.proxy import design, run_trials
+    from dpfl_jax.run.progress import StepProgress
+
     budget = args.compute_budget or int(config.mechanism.compute_budget)
     with console.status("calibrating the range of noise"):
         trials = design(planner, budget, args.runs, args.rates or (1.0,))

@@ -135,6 +135,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     epsilon = args.epsilon if args.epsilon is not None else config.privacy.epsilon
     if epsilon is None:
         raise BadInputError("the target is not set: give --epsilon, or privacy.epsilon")
+    if args.fit is not None:
+        _predict.check_public(args, config, console)
     laws = _predict.laws(args.fits)
     price: Any = None if args.fit is not None else _priced(config, args, console)
     steps = config.train.steps

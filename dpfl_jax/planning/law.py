@@ -77,7 +77,8 @@ class Law:
             [{**cell, "rate": rate} for rate in ([cell["rate"]] if "rate" in cell else self.rates)]
             for cell in cells
         ]
-        flat = _features([cell for some in asked for cell in some], self)
+        cells = [cell for some in asked for cell in some]
+        flat = self._features(_columns(cells, self.sensitivities))
         mean, sd = self._posterior(flat)
         # Student's: the scales were fitted to the same runs.
         wide = stats.t.ppf(0.95, max(2, len(self.rows) - len(self.fitted)))
@@ -107,10 +108,14 @@ class Law:
 
     @functools.cached_property
     def _known(self) -> tuple[np.ndarray, np.ndarray, float, Any]:
-        features = _features(self.rows, self)
+        features = self._features(_columns(self.rows, self.sensitivities))
         target = np.log([row["loss"] for row in self.rows])
         factor = _factor(features, self.fitted)
         return features, target - target.mean(), float(target.mean()), factor
+
+    def _features(self, columns: np.ndarray) -> np.ndarray:
+        guess = _guess(_columns(self.rows, self.sensitivities))
+        return _features(columns, guess, self.fitted)
 
     def _posterior(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of the log loss of a run."""
@@ -145,19 +150,21 @@ class Law:
         """
         try:
             content = json.loads(pathlib.Path(file).read_text())
-            if content.pop("version") != VERSION:
-                raise BadInputError(f"{file} is a fit of another version: fit again")
+            version = content.pop("version")
             norms = content.pop("sensitivities")
             for name in ("user", "intervals"):
                 norms[name] = {int(group): value for group, value in norms[name].items()}
             fitted = tuple(content.pop("fitted"))
-            return cls(sensitivities=Sensitivities(**norms), fitted=fitted, **content)
+            law = cls(sensitivities=Sensitivities(**norms), fitted=fitted, **content)
         except OSError as error:
             raise BadInputError(f"cannot read the fit {file}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInputError(
                 f"{file} is not a fit: make one with dpfl plan CONFIG --fit {file}"
             ) from error
+        if version != VERSION:
+            raise BadInputError(f"{file} is a fit of another version: fit again")
+        return law
 
 
 def fit_law(
@@ -173,6 +180,7 @@ def fit_law(
     Raises:
       BadInputError: too few runs, or of one number of steps or one noise alone.
     """
+    from scipy.linalg import solve_triangular
     from scipy.optimize import minimize
 
     finite = [row for row in rows if row["loss"] is not None]
@@ -186,12 +194,12 @@ def fit_law(
     deviation = np.array([*_SD, *[_LENGTH[1]] * dims])
     target = np.log([row["loss"] for row in finite])
     target = target - target.mean()
+    columns = _columns(finite, sensitivities)
+    guess = _guess(columns)
 
     def cost(parameters: np.ndarray) -> float:
-        law = Law(finite, sensitivities, tuple(parameters))
-        from scipy.linalg import solve_triangular
-
-        factor = _factor(_features(finite, law), law.fitted)
+        given = tuple(parameters)
+        factor = _factor(_features(columns, guess, given), given)
         white = solve_triangular(factor[0], target, lower=True)
         prior = (((parameters - mean) / deviation) ** 2).sum()
         return float(0.5 * (white @ white + prior) + np.log(np.diag(factor[0])).sum())
@@ -203,16 +211,33 @@ def fit_law(
     return Law(finite, sensitivities, tuple(map(float, best.x)), dict(about or {}))
 
 
-def _features(cells: Sequence[Cell], law: Law) -> np.ndarray:
+def _columns(cells: Sequence[Cell], norms: Sensitivities) -> np.ndarray:
+    """[n, 5]: log gradient norm, ratio^2, 1 / size, log steps, log rate."""
+    return np.array(
+        [
+            (
+                math.log(norms.norm(cell["kind"], cell["group_size"])),
+                cell["ratio"] ** 2,
+                1.0 / cell["size"],
+                math.log(cell["steps"]),
+                math.log(cell["rate"]),
+            )
+            for cell in cells
+        ]
+    )
+
+
+def _features(columns: np.ndarray, guess: float, fitted: Sequence[float]) -> np.ndarray:
     """[n, 2 or 3]: logs of steps, of the effective noise-to-batch ratio, and of the rate."""
-    guess = np.median([row["ratio"] ** 2 * row["size"] for row in law.rows]) + 1e-12
-    kappa, gamma = guess * math.exp(law.fitted[2]), law.fitted[3]
-    out = []
-    for cell in cells:
-        norm = law.sensitivities.norm(cell["kind"], cell["group_size"])
-        rho = norm**gamma * math.sqrt(cell["ratio"] ** 2 + kappa / cell["size"])
-        out.append([math.log(cell["steps"]), math.log(rho), math.log(cell["rate"])])
-    return np.array(out)[:, : len(law.fitted) - len(_MEAN)]
+    norm, squared, inverse, steps, rate = columns.T
+    kappa, gamma = guess * math.exp(fitted[2]), fitted[3]
+    rho = gamma * norm + 0.5 * np.log(squared + kappa * inverse)
+    return np.stack([steps, rho, rate], axis=1)[:, : len(fitted) - len(_MEAN)]
+
+
+def _guess(columns: np.ndarray) -> float:
+    """Kappa at which noise of both kinds is alike in the middle of the runs."""
+    return float(np.median(columns[:, 1] / columns[:, 2])) + 1e-12
 
 
 def _kernel(a: np.ndarray, b: np.ndarray, fitted: Sequence[float]) -> np.ndarray:

@@ -187,7 +187,8 @@ def design(
     """Trials that span what a plan may choose; those of fewer runs come first.
 
     Steps go from an eighth of the planner's to all, gradients a step from a quarter of the budget
-    to all, noise from what epsilon 64 asks for to what epsilon 1/2 does; every eighth run has none.
+    to all (the first two have all of both), noise from what epsilon 64 asks for to what epsilon 1/2
+    does; every eighth run has none.
 
     Args:
       planner: of the proxy's users, with the largest number of steps.
@@ -210,11 +211,13 @@ def design(
     points = qmc.Sobol(5, seed=0).random_base2(max(1, math.ceil(math.log2(max(2, runs)))))
     found = []
     for i, (a, b, c, d, e) in enumerate(points[:runs].tolist()):
+        if i < 2:  # the largest runs, without noise and with some: nearest to what is chosen
+            a, b, c = 1.0, 1.0, 0.5
         kind, group = arms[int(d * len(arms))]
         gradients = max(8 * group, round(budget * 4.0 ** (b - 1)))
         size = gradients // group if kind == "uls" else gradients
         most = planner.users.num_users if kind == "uls" else planner.users.left(group)
-        total = 0.0 if i % 8 == 7 else low * (high / low) ** c
+        total = 0.0 if i % 8 == 0 else low * (high / low) ** c
         found.append(
             Trial(
                 kind,
