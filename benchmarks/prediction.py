@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import pathlib
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of its keys")
     parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of the runs")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--fit", type=pathlib.Path, help="a fit of dpfl plan --fit, to try too")
     parser.add_argument("--png", type=pathlib.Path, help="predicted over measured loss")
     parser.add_argument("--steps", type=int, default=48, help="of the longest runs")
     parser.add_argument("--budget", type=int, default=128, help="gradients a step of the largest")
@@ -45,11 +47,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from rich.console import Console
     from rich.table import Table
 
+    from dpfl_jax.planning.law import Law
+
     console = Console(stderr=args.json)
     config = args.config or pathlib.Path(__file__).parents[1] / "configs/quickstart.yaml"
     args.out.mkdir(parents=True, exist_ok=True)
     cells, rows, norms = _grid(config, args, console)
     found = _halves(cells, rows, norms)
+    if args.fit is not None:
+        law = Law.load(args.fit)
+        found.append({"fitted_to": args.fit.name, **_score(cells, rows, law)})
     table = Table("fitted to", "runs", "median error", "largest", "rank", "in band", "pick: mean",
                   "pick: worst")  # fmt: skip
     for row in found:
@@ -127,7 +134,7 @@ def _halves(cells: Any, rows: Any, norms: Any) -> list[dict[str, Any]]:
         parts = []
         for seed in range(10):
             order = np.random.default_rng(seed).permutation(n)
-            parts.append(_score(cells, rows, norms, set(order[:share].tolist())))
+            parts.append(_fitted(cells, rows, norms, set(order[:share].tolist())))
         keys = parts[0].keys()
         mean = {key: float(np.mean([part[key] for part in parts])) for key in keys}
         mean["worst_regret"] = max(part["worst_regret"] for part in parts)
@@ -145,16 +152,22 @@ def _halves(cells: Any, rows: Any, norms: Any) -> list[dict[str, Any]]:
     }
     for name, side in sides.items():
         chosen = {i for i in range(n) if side(cells[i], rows[i])}
-        found.append({"fitted_to": name, **_score(cells, rows, norms, chosen)})
+        found.append({"fitted_to": name, **_fitted(cells, rows, norms, chosen)})
     return found
 
 
-def _score(cells: Any, rows: Any, norms: Any, fitted: set[int]) -> dict[str, Any]:
-    from scipy.stats import spearmanr
-
+def _fitted(cells: Any, rows: Any, norms: Any, some: set[int]) -> dict[str, Any]:
     from dpfl_jax.planning.law import fit_law
 
-    law = fit_law([rows[i] for i in sorted(fitted)], norms)
+    law = fit_law([rows[i] for i in sorted(some)], norms)
+    return _score(cells, rows, law, some)
+
+
+def _score(
+    cells: Any, rows: Any, law: Any, fitted: Collection[int] = frozenset()
+) -> dict[str, Any]:
+    from scipy.stats import spearmanr
+
     told = law.predict(rows)
     others = [i for i in range(len(rows)) if i not in fitted]
     measured = np.array([row["loss"] for row in rows])
@@ -167,7 +180,7 @@ def _score(cells: Any, rows: Any, norms: Any, fitted: set[int]) -> dict[str, Any
         pick = min(same, key=lambda i: predicted[i])
         regrets.append(measured[pick] / min(measured[same]) - 1)
     return {
-        "runs": len(fitted),
+        "runs": len(law.rows),
         "median_error": float(np.median(errors)),
         "largest_error": float(errors.max()),
         "rank": float(spearmanr(predicted[others], measured[others])[0]),

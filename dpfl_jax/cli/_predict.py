@@ -114,7 +114,7 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
     from dpfl_jax.planning.questions import ask
 
     with console.status("calibrating noise for every cell"):
-        found = ask(args.ask, outlooks)
+        found = ask(args.ask, outlooks, args.target_loss)
     table = Table(found["x"], *found["series"], title=QUESTIONS[args.ask])
     for points in zip(*found["series"].values()):
         shown = ["-" if p["cell"] is None else f"{p['score']:.4g}" for p in points]
@@ -247,6 +247,9 @@ def draw_answer(found: dict[str, Any], file: pathlib.Path) -> None:
     for i, (label, value) in enumerate(found["lines"].items()):
         ax.axhline(value, color="grey", linestyle=[":", "--"][i % 2], label=label)
     ax.set(xscale="log", xlabel=found["x"], ylabel=found["y"])
+    ticks = [p["x"] for p in next(iter(found["series"].values()))]
+    ax.set_xticks(ticks, [f"{x:,.6g}" for x in ticks])
+    ax.minorticks_off()
     if found["y"].startswith("noise"):
         ax.set_yscale("log")
     ax.set_title(QUESTIONS[found["question"]], fontsize=10)

@@ -132,12 +132,13 @@ def as_cell(option: Option, steps: int) -> dict[str, Any]:
     return {"kind": kind, "group_size": group, "size": size, "steps": steps, "ratio": ratio}
 
 
-def ask(question: str, outlooks: dict[str, Outlook]) -> dict[str, Any]:
+def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None) -> dict[str, Any]:
     """Answers a question (``dpfl plan --help`` lists them).
 
     Args:
       question: its name.
       outlooks: by name of the fit; all but ``variants`` use the first.
+      target: the loss that ``users`` is to find a number of users for.
 
     Returns:
       JSON: ``question``, ``x`` (name of the axis), ``y``, ``series`` ({label: points}), ``lines``
@@ -172,6 +173,10 @@ def ask(question: str, outlooks: dict[str, Outlook]) -> dict[str, Any]:
         series = {f"epsilon {epsilon:g}": curve("times", [2.0**k for k in range(-2, 5)], users)}
         now, twice = series[f"epsilon {epsilon:g}"][2:4]
         answer = f"{_told(now, outlook)} now; {_told(twice, outlook)} with twice as many users"
+        if target is not None:
+            enough = next((p.x for p in series[f"epsilon {epsilon:g}"] if p.score <= target), None)
+            needed = "more users than these" if enough is None else f"at most {enough:,.0f} users"
+            answer += f"; {target:g} needs {needed}"
     elif question == "pareto":
         x = "epsilon"
         series = {
@@ -205,6 +210,9 @@ def ask(question: str, outlooks: dict[str, Outlook]) -> dict[str, Any]:
             answer = f"{first} is best at epsilon {least[first].x:g}: " + "; ".join(
                 f"{n} {_told(p, used[n])}" for n, p in least.items()
             )
+    cells = [p.cell for points in series.values() for p in points if p.cell is not None]
+    if beyond := sum(cell.get("outside", 1.0) > 1.5 for cell in cells):
+        answer += f" ({beyond} of {len(cells)} points lie beyond what was tried: bands are wide)"
     return {
         "question": question,
         "x": x,
