@@ -171,11 +171,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     elif args.target_loss is not None:
         raise BadInputError("--target-loss needs a fit: give --with FIT.json")
     if price is not None:
+        from dpfl_jax.planning.bill import expected_rows
+
         chip, each = price
+        row = config.execution.microbatch_size
         for option in (result["best"], *result["options"]):
             gradients = option["group_size"] if option["kind"] == "uls" else 1
-            flops = each[option["kind"]] * option["size"] * gradients * plan.steps
-            option["bill"] = chip.bill(flops)
+            units = expected_rows(option["size"], row) * row
+            flops = each[option["kind"]] * units * gradients * plan.steps
+            option["bill"] = chip.bill(flops, plan.steps)
     if args.target_noise is not None:
         result["inverse"] = _inverse(planner, args.target_noise, budget)
     if args.overtake is not None:
@@ -283,7 +287,10 @@ def _priced(config: Any, args: argparse.Namespace, console: Any) -> Any:
         if given:
             raise BadInputError(f"--{given[0].replace('_', '-')} needs --chip, e.g. --chip v5e")
         return None
-    chip = Chip.named(args.chip, mfu=args.mfu, price=args.price, watts=args.watts)
+    if args.chip == "here" and config.population is not None:
+        raise BadInputError("--chip here takes steps, but this configuration has statistics alone")
+    if args.chip != "here":
+        chip = Chip.named(args.chip, mfu=args.mfu, price=args.price, watts=args.watts)
     found = {}
     with console.status("counting the operations of a step"):
         for kind in ("uls", "els"):
@@ -295,6 +302,20 @@ def _priced(config: Any, args: argparse.Namespace, console: Any) -> Any:
             counted = measure(cell, vocab, "cpu:1", make_mesh(), count_only=True)
             units = counted["microbatch_size"] * (counted["group_size"] or 1)
             found[kind] = counted["flops"] / units
+    if args.chip == "here":
+        from dpfl_jax.planning.clock import this_machine
+        from dpfl_jax.training.central_run import read_data
+        from dpfl_jax.training.start import starting_params
+
+        data, model = read_data(config, console)
+        params, _ = starting_params(config, data, model, make_mesh(), console)
+        with console.status("timing steps on this machine"):
+            each = found[config.mechanism.kind]
+            more = {"price": args.price, "watts": args.watts}
+            chip = this_machine(config, data, model, params, each, **more)
+        console.print(
+            f"this machine: {chip.peak:.3g} FLOP/s reached, {chip.step_seconds:.2g} s a step beside"
+        )
     return chip, found
 
 

@@ -99,6 +99,8 @@ def expected_rows(size: float, row: int) -> float:
     """
     from scipy import stats
 
+    if size > 1e4:
+        return size / row + 0.5
     most = int(size + 12 * math.sqrt(size) + 12)
     drawn = range(1, most + 1)
     probs = stats.poisson.pmf(drawn, size)
