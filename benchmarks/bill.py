@@ -9,7 +9,8 @@ from typing import Any
 
 HELP = "the bill of five runs, against their measured time"
 DESCRIPTION = """\
-Times a few steps of two models (the quickstart's, and one of another size) on this machine, as
+Times a few steps of two models (the quickstart's, and one of another size), once for each
+algorithm, on this machine, as
 `dpfl plan --chip here` does, bills five runs that differ in mechanism, group size, batch and steps
 from the operations of their steps, and takes the steps. On a CPU seconds are CPU seconds. Compiling
 is left out of both; medians of 3.
@@ -60,17 +61,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if model_is:
             overrides.insert(0, "model.checkpoint=null")
         config: Any = load_config(file, overrides)
-        if model_is not in chips:
+        kind = (model_is, config.mechanism.kind)
+        if kind not in chips:
             data, model = read_data(config, quiet)
             params, _ = starting_params(config, data, model, make_mesh(), quiet)
             flops = flops_per_gradient(config, model.config.vocab_size) or 0.0
-            chips[model_is] = (
+            chips[kind] = (
                 data,
                 model,
                 params,
                 this_machine(config, data, model, params, flops),
             )
-        data, model, params, chip = chips[model_is]
+        data, model, params, chip = chips[kind]
         mechanism = config.mechanism
         size, row = mechanism.divisor, config.execution.microbatch_size
         flops = flops_per_gradient(config, model.config.vocab_size) or 0.0
@@ -86,6 +88,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         numbers = [f"{found['flops']:.3g}", f"{found['billed']:.1f}", f"{found['measured']:.1f}"]
         table.add_row(found["run"], *numbers, f"{found['error']:+.1%}")
     console.print(table)
-    reached = {"+".join(k) or "quickstart": c[3].peak for k, c in chips.items()}
+    reached = {f"{k[0] or 'quickstart'} {k[1]}": c[3].peak for k, c in chips.items()}
     console.print(f"FLOP/s reached: {json.dumps(reached)}")
     return {"flops_per_second": reached, "rows": rows}

@@ -142,11 +142,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     steps = config.train.steps
     paid: dict[str, float] = {}
     if args.chip_hours is not None:
-        chip, each = price
-        budget = chip.largest_budget(args.chip_hours, max(each.values()), steps)
+        chips, each = price
+        most = [chips[k].largest_budget(args.chip_hours, each[k], steps) for k in each]
+        budget = min(most)
         for name, law in laws.items():
             flops = law.about["flops_per_gradient"] or max(each.values())
-            paid[name] = args.chip_hours / chip.bill(flops)["chip_hours"]
+            paid[name] = args.chip_hours / max(
+                chip.bill(flops)["chip_hours"] for chip in chips.values()
+            )
     planner = _planner(config, args, epsilon, console, next(iter(laws.values()), None))
     if args.fit is not None:
         return _predict.fit(args, config, planner, console)
@@ -173,13 +176,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if price is not None:
         from dpfl_jax.planning.bill import expected_rows
 
-        chip, each = price
+        chips, each = price
         row = config.execution.microbatch_size
         for option in (result["best"], *result["options"]):
             gradients = option["group_size"] if option["kind"] == "uls" else 1
             units = expected_rows(option["size"], row) * row
             flops = each[option["kind"]] * units * gradients * plan.steps
-            option["bill"] = chip.bill(flops, plan.steps)
+            option["bill"] = chips[option["kind"]].bill(flops, plan.steps)
     if args.target_noise is not None:
         result["inverse"] = _inverse(planner, args.target_noise, budget)
     if args.overtake is not None:
@@ -274,13 +277,16 @@ def _planner(
 
 
 def _priced(config: Any, args: argparse.Namespace, console: Any) -> Any:
-    """The chip, and FLOPs of a gradient evaluation by algorithm; None without ``--chip``."""
+    """By algorithm, the chip and the FLOPs of a gradient evaluation; None without ``--chip``."""
     from dpfl_jax.cli.compile import measure, vocabulary
     from dpfl_jax.config import load_config
     from dpfl_jax.config.kinds import CENTRAL
     from dpfl_jax.mesh import make_mesh
     from dpfl_jax.planning.bill import Chip
+    from dpfl_jax.planning.clock import this_machine
     from dpfl_jax.planning.sweep import at_budget
+    from dpfl_jax.training.central_run import read_data
+    from dpfl_jax.training.start import starting_params
 
     if args.chip is None:
         given = [n for n in ("mfu", "price", "watts", "chip_hours") if getattr(args, n) is not None]
@@ -289,9 +295,12 @@ def _priced(config: Any, args: argparse.Namespace, console: Any) -> Any:
         return None
     if args.chip == "here" and config.population is not None:
         raise BadInputError("--chip here takes steps, but this configuration has statistics alone")
-    if args.chip != "here":
-        chip = Chip.named(args.chip, mfu=args.mfu, price=args.price, watts=args.watts)
-    found = {}
+    found, chips, more = {}, {}, {"price": args.price, "watts": args.watts}
+    if args.chip == "here":
+        data, model = read_data(config, console)
+        params, _ = starting_params(config, data, model, make_mesh(), console)
+    else:
+        chip = Chip.named(args.chip, mfu=args.mfu, **more)
     with console.status("counting the operations of a step"):
         for kind in ("uls", "els"):
             group = getattr(config.mechanism, "group_size", 1)
@@ -302,21 +311,14 @@ def _priced(config: Any, args: argparse.Namespace, console: Any) -> Any:
             counted = measure(cell, vocab, "cpu:1", make_mesh(), count_only=True)
             units = counted["microbatch_size"] * (counted["group_size"] or 1)
             found[kind] = counted["flops"] / units
-    if args.chip == "here":
-        from dpfl_jax.planning.clock import this_machine
-        from dpfl_jax.training.central_run import read_data
-        from dpfl_jax.training.start import starting_params
-
-        data, model = read_data(config, console)
-        params, _ = starting_params(config, data, model, make_mesh(), console)
-        with console.status("timing steps on this machine"):
-            each = found[config.mechanism.kind]
-            more = {"price": args.price, "watts": args.watts}
-            chip = this_machine(config, data, model, params, each, **more)
-        console.print(
-            f"this machine: {chip.peak:.3g} FLOP/s reached, {chip.step_seconds:.2g} s a step beside"
-        )
-    return chip, found
+            if args.chip == "here":  # what is reached depends on the algorithm
+                chip = this_machine(cell, data, model, params, found[kind], **more)
+                console.print(
+                    f"this machine, {kind.upper()}: {chip.peak:.3g} FLOP/s reached, and "
+                    f"{chip.step_seconds:.2g} s a step beside"
+                )
+            chips[kind] = chip
+    return chips, found
 
 
 def _inverse(planner: Any, noise: float, budget: int) -> dict[str, Any]:

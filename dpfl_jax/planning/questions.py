@@ -217,10 +217,15 @@ def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None
         "question": question,
         "x": x,
         "y": "noise on the averaged gradient" if outlook.law is None else "held-out loss",
-        "series": {k: [dataclasses.asdict(p) for p in points] for k, points in series.items()},
+        "series": {name: [_json(p) for p in points] for name, points in series.items()},
         "lines": lines,
         "answer": answer,
     }
+
+
+def _json(point: Point) -> dict[str, Any]:
+    told = dataclasses.asdict(point)
+    return told if point.cell else {**told, "score": None, "low": None, "high": None}
 
 
 _EPSILONS = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]

@@ -127,7 +127,7 @@ def test_the_least_epsilon_reaches_the_loss_that_was_asked_for(outlook):
 )
 def test_every_question_has_an_answer_and_points_in_order(outlook, question):
     found = ask(question, {"flat": outlook})
-    json.dumps(found, allow_nan=True)
+    json.dumps(found, allow_nan=False)
     assert found["answer"]
     if question in ("epsilon", "feasible"):
         scores = [p["score"] for p in found["series"]["flat"]]
