@@ -9,11 +9,10 @@ from typing import Any
 
 HELP = "the bill of five runs, against their measured time"
 DESCRIPTION = """\
-Times a few steps of two models (the quickstart's, and one of another size), once for each
-algorithm, on this machine, as
-`dpfl plan --chip here` does, bills five runs that differ in mechanism, group size, batch and steps
-from the operations of their steps, and takes the steps. On a CPU seconds are CPU seconds. Compiling
-is left out of both; medians of 3.
+Times a few steps of two models (the quickstart's, and one of another size) with one and with four
+rows of units, for each algorithm and group size, as `dpfl plan --chip here` does; bills five runs of
+other batches from the operations of their steps; and takes these steps. On a CPU seconds are CPU
+seconds. Compiling is left out of both; medians of 3.
 
 examples:
   dpfl bench bill
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if model_is:
             overrides.insert(0, "model.checkpoint=null")
         config: Any = load_config(file, overrides)
-        kind = (model_is, config.mechanism.kind)
+        kind = (model_is, config.mechanism.kind, config.mechanism.group_size)
         if kind not in chips:
             data, model = read_data(config, quiet)
             params, _ = starting_params(config, data, model, make_mesh(), quiet)
@@ -88,6 +87,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         numbers = [f"{found['flops']:.3g}", f"{found['billed']:.1f}", f"{found['measured']:.1f}"]
         table.add_row(found["run"], *numbers, f"{found['error']:+.1%}")
     console.print(table)
-    reached = {f"{k[0] or 'quickstart'} {k[1]}": c[3].peak for k, c in chips.items()}
+    reached = {
+        f"{'tiny' if model else 'quickstart'} {kind} {group}": chip[3].peak
+        for (model, kind, group), chip in chips.items()
+    }
     console.print(f"FLOP/s reached: {json.dumps(reached)}")
     return {"flops_per_second": reached, "rows": rows}
