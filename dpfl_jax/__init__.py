@@ -17,6 +17,7 @@ __version__ = "0.1.0"
 # Loaded on first use, so that `dpfl --help` and `dpfl account` do not start JAX.
 _HOMES = {
     "ArrayStore": "dpfl_jax.data",
+    "AuditConfig": "dpfl_jax.config.schema",
     "BadInputError": "dpfl_jax.errors",
     "BoundedSum": "dpfl_jax.clipping",
     "DataConfig": "dpfl_jax.data",
@@ -49,6 +50,7 @@ __all__ = [
     "ELS",
     "ULS",
     "ArrayStore",
+    "AuditConfig",
     "BadInputError",
     "BoundedSum",
     "DataConfig",

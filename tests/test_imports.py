@@ -10,7 +10,7 @@ FLOORS = (
     ("errors", "task"),
     ("hub",),
     ("randomness", "accounting", "clipping", "models"),
-    ("noise",),
+    ("noise", "evidence"),
     ("sampling", "mesh"),
     ("data",),
     ("config",),

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import dp_accounting
 import numpy as np
@@ -110,7 +110,7 @@ def delta(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     resolution: float = FINE,
 ) -> float:
-    """Upper bound on delta at ``epsilon`` >= 0, for noise as accounted (``drawn`` is not added).
+    """Upper bound on delta at ``epsilon`` >= 0; of it 2^-20 is for the noise that is drawn.
 
     Arguments as for :func:`epsilon`.
     """
@@ -123,7 +123,7 @@ def delta(
         if flat.gaussian == 0 or math.isinf(epsilon):
             return 0.0
         log_delta = _gaussian_log_delta(1.0 / math.sqrt(flat.gaussian), epsilon)
-        return min(1.0, float(math.exp(log_delta) * (1 + 1e-8)))
+        return float(_with_drawn(math.exp(log_delta) * (1 + 1e-8)))
     # Cells, grid and tails are for one delta: go on until it is the one that is found.
     best, near = 1.0, 1e-2
     for _ in range(12):
@@ -133,7 +133,12 @@ def delta(
         if best > 0.5 * near:
             break
         near = best
-    return best
+    return float(_with_drawn(best))
+
+
+def _with_drawn(delta: Any) -> Any:
+    """What ``epsilon`` takes off before it looks, put on again: a number or an array."""
+    return np.minimum(1.0, delta / (1 - RESERVED))
 
 
 def epsilons_midway(
@@ -225,9 +230,11 @@ def delta_curve(
     tail = -50.0 - math.log(_steps(flat))
     # The grid suits both ends of what such a curve resolves.
     ends = [0.1, 1e-10]
-    return _coarsened(
-        lambda factor: np.maximum(
-            *(_composed(flat, d, ends, resolution, tail, factor).deltas(at) for d in DIRECTIONS)
+    return _with_drawn(
+        _coarsened(
+            lambda factor: np.maximum(
+                *(_composed(flat, d, ends, resolution, tail, factor).deltas(at) for d in DIRECTIONS)
+            )
         )
     )
 

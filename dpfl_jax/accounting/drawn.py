@@ -18,7 +18,7 @@ BEYOND_TABLE, TABLE, SPLINE = 1.2e-38, 2.2e-57, 2.0e-58
 
 UNPAID = "this epsilon is too large for delta to pay for that: it is idealised"
 IDEALISED = (
-    "what is idealised: the outputs of HMAC-SHA256, Philox and ChaCha20 (keys of 128 bits or more) "
+    "what is idealised: the outputs of HMAC-SHA256, Philox and ChaCha12 (keys of 128 bits or more) "
     "count as random bits; gradients are clipped and added up in float32, whose rounding is not "
     "accounted for"
 )

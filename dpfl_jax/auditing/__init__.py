@@ -1,6 +1,5 @@
-"""What an attack on the released updates proves about epsilon, from below."""
+"""Attacks on mechanisms, and on runs: what they prove is ``evidence``'s."""
 
-from dpfl_jax.auditing.proof import Audit, audit
-from dpfl_jax.auditing.trials import Trials
+from dpfl_jax.evidence import Audit, Trials, audit
 
 __all__ = ["Audit", "Trials", "audit"]

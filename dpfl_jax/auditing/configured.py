@@ -8,9 +8,9 @@ import numpy as np
 from rich.console import Console
 
 from dpfl_jax.auditing import simulate
-from dpfl_jax.auditing.trials import Trials
 from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.evidence.trials import Trials
 from dpfl_jax.federation.mechanisms import UserLDP
 from dpfl_jax.randomness import RootKey
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import tempfile
 from typing import Any
 
 from rich.console import Console
 
 from dpfl_jax.cli._figures import save
 from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.errors import BadInputError, StoppedError
 
 DESCRIPTION = """\
 Attack a mechanism, and compare what that proves with what is claimed.
@@ -20,10 +22,12 @@ direction of its own; the attacker sees every release and decides by the likelih
 of right and false alarms refute all trade-off curves below them: what is printed is the largest
 epsilon of the claimed mechanism with less noise that is refuted, at the confidence asked for.
 
-With --train the configuration is trained, with canary users in it: what it releases at every step
-is attacked in the same way. With --user-inference half of its users, by fair coins, train it, with
-privacy and without: can somebody who holds other texts of theirs tell who took part? Both train for
-the attack alone, and keep no model.
+Of a run that was trained with canaries (a section `audit` in its configuration) the directory is
+given: what it released is held against its own guarantee.json. With --train a central configuration
+is trained with canaries for the attack alone, and no model is kept (a ledger is charged).
+
+With --user-inference half of the users of a configuration, by fair coins, train it, with privacy
+and without: can somebody who holds other texts of theirs tell who took part? No model is kept.
 
 The claim is refuted if its own curve is: a bug, but for bad luck. With --repeat the whole is done
 so many times; a sound mechanism is refuted in at most a share 1 - confidence of them.
@@ -33,8 +37,10 @@ examples:
   dpfl audit --simulate configs/subject/quickstart.yaml federation.rounds=5 --trials 5000
   dpfl audit --simulate configs/rpdp/quickstart.yaml --picture audit.png
   dpfl audit --simulate configs/isrl/quickstart.yaml --confidence 0.999 --json
-  dpfl audit --train configs/quickstart.yaml --canaries 300 --picture audit.png
-  dpfl audit --user-inference configs/quickstart.yaml
+  dpfl train configs/quickstart.yaml audit.canaries=300 --run-dir runs/audited
+  dpfl audit runs/audited --picture audit.png
+  dpfl audit --train configs/quickstart.yaml audit.canaries=300
+  dpfl audit --user-inference configs/audit/user_inference.yaml
 
 exit status: 0 the claim stands; 3 it is refuted; 2 bad input; 1 anything else.
 """
@@ -42,19 +48,21 @@ exit status: 0 the claim stands; 3 it is refuted; 2 bad input; 1 anything else.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group()
     what.add_argument("--simulate", metavar="CONFIG", help="attack its mechanism alone")
-    what.add_argument("--train", metavar="CONFIG", help="train it with canary users (central runs)")
+    what.add_argument("--train", metavar="CONFIG", help="train it with canaries (central runs)")
     what.add_argument("--user-inference", metavar="CONFIG", help="rank its users (central runs)")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override any key of it")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="RUN | key=value",
+        help="directory of a finished run; or, of a configuration, keys to override",
+    )
     parser.add_argument(
         "--trials", type=int, default=20_000, metavar="N", help="of --simulate (default 20000)"
     )
     parser.add_argument(
-        "--canaries", type=int, default=500, metavar="N", help="of --train (default 500)"
-    )
-    parser.add_argument(
-        "--confidence", type=float, default=0.95, metavar="C", help="of the proof (default 0.95)"
+        "--confidence", type=float, metavar="C", help="of the proof (default 0.95, or the run's)"
     )
     parser.add_argument(
         "--repeat", type=int, default=1, metavar="N", help="independent audits (default 1)"
@@ -68,56 +76,107 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Audits; ``holds`` in the result is the verdict."""
-    from dpfl_jax.auditing import audit
-    from dpfl_jax.auditing.configured import trials_of
-    from dpfl_jax.auditing.trade_off import plot_audits
     from dpfl_jax.config import load_config
     from dpfl_jax.randomness import RootKey
 
     console = Console(stderr=args.json)
-    config = load_config(args.simulate or args.train or args.user_inference, args.overrides)
+    path = args.simulate or args.train or args.user_inference
+    if path is None:
+        if len(args.overrides) != 1:
+            raise BadInputError(
+                "say what to audit: the directory of a run, or a configuration behind --simulate, "
+                "--train or --user-inference"
+            )
+        return _told(console, *_of_run(pathlib.Path(args.overrides[0]), args.confidence), args)
+    config = load_config(path, args.overrides)
     key = RootKey.generate() if args.seed is None else RootKey.from_seed(args.seed)
     if args.user_inference is not None:
-        from dpfl_jax.auditing.training import user_inference
-
-        told = user_inference(config, key, console)
-        for name, area in told["auc"].items():
-            console.print(f"{name.replace('_', ' ')}: AUC {area:.3f}", highlight=False)
-        console.print(
-            f"{told['users_in']} users took part and {told['users_out']} did not; where nothing "
-            f"can be told it is 0.500, give or take {told['chance_deviation']:.3f}",
-            highlight=False,
-        )
-        return told
-    audits, cost = [], None
+        return _user_inference(config, key, console)
+    audits: list[Any] = []
+    cost: dict[str, Any] | None = None
     for number in range(max(1, args.repeat)):
-        own = key.child("audit", number)
         if args.train is not None:
-            from dpfl_jax.auditing.training import canary_run
-
-            trained, cost = canary_run(config, args.canaries, own, console)
-            found = [trained]
-            console.print(
-                f"{cost['inside']} canaries are {cost['share_of_users']:.1%} of the users, and as "
-                "much of every step is theirs",
-                highlight=False,
-            )
+            seed = None if args.seed is None else args.seed + number
+            found, cost = _trained(config, seed, args.confidence, console)
         else:
-            found = trials_of(config, own, console, args.trials)
-        for trials in found:
-            audits.append(audit(trials, args.confidence))
-            console.print(str(audits[-1]), highlight=False, soft_wrap=True)
-            if number == 0:
-                console.print(f"  {trials.how}; attack: {audits[-1].attack}", highlight=False)
-    refuted = sum(a.exceeds for a in audits)
+            from dpfl_jax.auditing.configured import trials_of
+            from dpfl_jax.evidence import audit
+
+            trials = trials_of(config, key.child("audit", number), console, args.trials)
+            found = [
+                audit(some, 0.95 if args.confidence is None else args.confidence) for some in trials
+            ]
+        audits += found
+    return _told(console, audits, cost, args)
+
+
+def _of_run(directory: pathlib.Path, confidence: float | None) -> tuple[list[Any], dict[str, Any]]:
+    """What the canaries of a finished run prove, and what they cost."""
+    from dpfl_jax.accounting import statement
+    from dpfl_jax.evidence import kept
+
+    if not (directory / "config.yaml").exists():
+        raise BadInputError(
+            f"{directory} is not the directory of a run: a configuration stands behind --simulate, "
+            "--train or --user-inference"
+        )
+    seen = kept.read(directory)
+    return seen.audits(statement.read(directory / statement.NAME), confidence), seen.cost
+
+
+def _trained(
+    config: Any, seed: int | None, confidence: float | None, console: Console
+) -> tuple[list[Any], dict[str, Any]]:
+    """A run with canaries, of which nothing is kept."""
+    from dpfl_jax.config import RunConfig
+    from dpfl_jax.config.schema import AuditConfig
+    from dpfl_jax.training.central_run import run_experiment
+
+    if not isinstance(config, RunConfig):
+        raise BadInputError("--train is for central configurations: audit others with --simulate")
+    changed = {
+        "audit": config.audit or AuditConfig(),
+        "eval": config.eval.model_copy(update={"baseline": False}),
+        "seed": seed,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        directory = pathlib.Path(folder, config.name)
+        report = run_experiment(config.model_copy(update=changed), directory, console)
+        if report["status"] != "finished":
+            raise StoppedError("the audit was stopped, and keeps nothing")
+        return _of_run(directory, confidence)
+
+
+def _user_inference(config: Any, key: Any, console: Console) -> dict[str, Any]:
+    from dpfl_jax.auditing.user_inference import user_inference
+
+    told = user_inference(config, key, console)
+    for name, area in told["auc"].items():
+        console.print(f"{name.replace('_', ' ')}: AUC {area:.3f}", highlight=False)
+    console.print(
+        f"{told['users_in']} users took part and {told['users_out']} did not; where nothing "
+        f"can be told it is 0.500, give or take {told['chance_deviation']:.3f}",
+        highlight=False,
+    )
+    return told
+
+
+def _told(
+    console: Console, audits: list[Any], cost: dict[str, Any] | None, args: argparse.Namespace
+) -> dict[str, Any]:
+    """Says, draws and returns what was proved."""
+    from dpfl_jax.evidence import kept
+    from dpfl_jax.evidence.trade_off import plot_audits
+
+    for line in (cost or {}).get("told", ()):
+        console.print(line, highlight=False)
+    for one in audits:
+        console.print(str(one), highlight=False, soft_wrap=True)
+        console.print(f"  {one.how}; attack: {one.attack}", highlight=False)
+    told = kept.summary(audits)
     if len(audits) > 1:
-        console.print(f"{refuted} of {len(audits)} audits refute their claim")
+        console.print(f"{told['refuted']} of {len(audits)} audits refute their claim")
     if args.picture is not None:
         save(plot_audits(audits[:4]), args.picture, dpi=130)
         console.print(f"picture: {args.picture}")
-    return {
-        "holds": refuted == 0,
-        "refuted": refuted,
-        "cost": cost,
-        "audits": [a.to_json() for a in audits],
-    }
+    return told | {"cost": cost}

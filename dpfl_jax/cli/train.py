@@ -28,6 +28,7 @@ a run directory:
   report.json, report.md, curves.png
   attacks.png     what an attacker may find out
   guarantee.json  what is promised, for `dpfl verify`
+  audit.json      what an attack proved, if the configuration asks for one (a section `audit`)
 
 A run that was stopped (Ctrl-C, SIGTERM, kill -9, power) is resumed by the same command with the
 same --run-dir; on the same hardware it ends with the parameters it would have ended with. A
@@ -178,6 +179,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     for name, text in report.get("samples", {}).items():
         console.print(Panel(Text(text), title=f"what it writes {name} training"))
     console.print(Panel(report["guarantee"], title="guarantee"))
+    for line in (report.get("audit") or {}).get("summary", ()):
+        console.print(f"audit of {line}", highlight=False, soft_wrap=True)
     if line := _in_one_line(report):
         console.print(line, highlight=False)
     console.print(

@@ -29,6 +29,7 @@ class Machine:
       rounding: relative rounding of a float32 operand in a product of default precision (bfloat16
         on TPUs, TensorFloat-32 on GPUs).
       working_set: bytes book-keeping should hold at a time to be fast; None: the more the better.
+      cache: bytes that are fast to write and read again; None: as any other.
     """
 
     flops: float
@@ -37,6 +38,7 @@ class Machine:
     scan_traffic: float
     rounding: float
     working_set: float | None
+    cache: float | None
 
     def seconds(self, flops: float, moved: float) -> float:
         """Time for so many operations and so many bytes, one after the other."""
@@ -54,6 +56,7 @@ MACHINES = {
         scan_traffic=7.0,
         rounding=0.0,
         working_set=1.2e8,
+        cache=5e5,
     ),
     "gpu": Machine(
         flops=4e14,
@@ -62,6 +65,7 @@ MACHINES = {
         scan_traffic=7.0,
         rounding=2.0**-10,  # TensorFloat-32; some units cut operands off instead of rounding them
         working_set=None,
+        cache=None,
     ),
     "tpu": Machine(
         flops=1.5e14,
@@ -70,6 +74,7 @@ MACHINES = {
         scan_traffic=7.0,
         rounding=2.0**-8,
         working_set=None,
+        cache=None,
     ),
 }
 

@@ -212,6 +212,33 @@ class EvalConfig(Section):
     prompt: str | None = None
 
 
+class AuditConfig(Section):
+    """Canaries: users who are nobody, in or out by coins, for an attack on the run (audit.json).
+
+    The guarantee for people is the same with them (docs/theory/README.md).
+
+    Attributes:
+      canaries: with designed gradients, which every release is attacked by. They cost computing
+        alone: the model is the same without them.
+      texts: with rare strings, which the final model is attacked by (language models). They cost
+        quality: the model learns from those that are in.
+      confidence: of what is proved.
+    """
+
+    canaries: int = Field(500, ge=0)
+    texts: int = Field(0, ge=0)
+    confidence: float = Field(0.95, ge=0.5, lt=1)
+
+    @model_validator(mode="after")
+    def _check_numbers(self) -> AuditConfig:
+        for name, number in (("canaries", self.canaries), ("texts", self.texts)):
+            if 0 < number < 100:
+                raise ValueError(f"audit.{name} is {number}, but fewer than 100 prove nothing")
+        if not self.canaries + self.texts:
+            raise ValueError("audit has no canaries: set audit.canaries=500, or remove it")
+        return self
+
+
 class SweepConfig(Section):
     """The grid of ``dpfl sweep``; ``dpfl train`` takes no notice of it.
 
@@ -247,6 +274,7 @@ class RunConfig(RunSection):
     execution: Execution = Execution()
     eval: EvalConfig = EvalConfig()
     sweep: SweepConfig | None = None
+    audit: AuditConfig | None = None
 
     @model_validator(mode="after")
     def _check_privacy(self) -> RunConfig:
@@ -269,6 +297,8 @@ class RunConfig(RunSection):
             raise ValueError(
                 "both pretrain and model.checkpoint are set: the private phase starts from one"
             )
+        if self.audit is not None and not mechanism.private:
+            raise ValueError("audit attacks a guarantee, but mechanism.kind=none gives none")
         execution = self.execution
         for name, asked in (
             ("execution.examples_at_once", execution.examples_at_once is not None),

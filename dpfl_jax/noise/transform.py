@@ -26,6 +26,7 @@ from dpfl_jax.noise.gaussian import GaussianNoise
 
 PyTree = Any
 MOST_NOISE = 1e6  # over the sensitivity; more, and exact noise could not hide its own grid
+_LEAST_NOISE = 1e-5  # likewise; less, and a few hundred units would reach where exact noise clamps
 
 
 class NoiseState(NamedTuple):
@@ -77,6 +78,12 @@ class Noise:
                 f"the noise is {self.stddev / max(self.sensitivity, 1e-300):.3g} times the "
                 f"sensitivity, but at most {MOST_NOISE:g} times is hidden by exact noise in very "
                 "large models: ask for a larger epsilon"
+            )
+        if over and self.stddev < _LEAST_NOISE * self.sensitivity:
+            raise BadInputError(
+                f"the noise is {self.stddev / self.sensitivity:.3g} times the sensitivity, but "
+                f"exact noise needs {_LEAST_NOISE:g} times: its grid ends at 3.4 million standard "
+                "deviations; set noise=float"
             )
         if self.law == "exact":
             noised = add_exact(key, tree, self.stddev, self.sensitivity)

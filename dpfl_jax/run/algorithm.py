@@ -110,6 +110,11 @@ class Algorithm(abc.ABC):
     def params(self, state: TrainState) -> PyTree:
         """What is released of a state: the model."""
 
+    def seen(self, state: TrainState) -> Any:
+        """What an audit keeps of all releases until a state; None where there is no audit."""
+        del state
+        return None
+
     @abc.abstractmethod
     def row(self, stats: Any) -> dict[str, Any]:
         """A step's metrics; what is private in them is under ``outside_guarantee``."""

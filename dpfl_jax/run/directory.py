@@ -19,13 +19,14 @@ import yaml
 
 from dpfl_jax.accounting.statement import NAME
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.evidence import kept
 from dpfl_jax.randomness import RootKey
 
 FINISHED = "finished"
 # What each record of a run with personal budgets spent: the silos' own (federation.personal).
 RECORDS, RECORDS_SUMMARY = "private/records.csv", "private/records.json"
 # What is told when a run ends or is interrupted.
-REPORTS = ("report.json", "report.md", NAME, RECORDS, RECORDS_SUMMARY)
+REPORTS = ("report.json", "report.md", NAME, RECORDS, RECORDS_SUMMARY, *kept.FILES)
 
 
 class RunDirectory:

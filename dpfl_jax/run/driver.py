@@ -123,6 +123,7 @@ class RunResult:
       planned: steps that it would have taken.
       clipping: how the norms of how many parameters were computed; None if the run is not private.
       best: the checkpoint with the lowest held-out loss, if that was kept.
+      seen: what an audit keeps of all releases (``Algorithm.seen``).
     """
 
     params: PyTree
@@ -136,6 +137,7 @@ class RunResult:
     planned: int
     clipping: dict[str, Any] | None = None
     best: Best | None = None
+    seen: Any = None
 
     @property
     def accounted(self) -> int:
@@ -310,6 +312,7 @@ def drive(
         planned=steps,
         clipping=clipping,
         best=chosen,
+        seen=algorithm.seen(state),
     )
 
 

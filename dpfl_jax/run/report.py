@@ -188,6 +188,10 @@ def render_markdown(report: dict[str, Any]) -> str:
     lines += _table("Silos", silos[:most])
     if most < len(silos):
         lines += [f"{len(silos) - most} more in report.json", ""]
+    if audited := report.get("audit"):
+        lines += ["## Audit", "", *[f"- {line}" for line in audited["summary"]]]
+        lines += [f"- {line}" for line in audited["cost"]["told"]]
+        lines += ["", "![](audit.png)", ""]
     for title in _BULLETS:
         if section := report.get(title):
             lines += [f"## {title.capitalize()}", ""]

@@ -14,15 +14,18 @@ from rich.console import Console
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Trainable, join, split
 from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable, expect_store
 from dpfl_jax.errors import BadInputError, expect
+from dpfl_jax.evidence.kept import RunAudit
 from dpfl_jax.mechanisms.batches import draw_digest, example_loss, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import in_pieces
 from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
@@ -54,11 +57,13 @@ class FitResult(RunResult):
       guarantee: what holds for everything the run has released.
       initial: evaluation before the first step, if there was validation data.
       final: evaluation after the last step; None if the run was interrupted.
+      audit: what an attack on it saw, if there were canaries and it was not interrupted.
     """
 
     guarantee: accounting.Guarantee
     initial: Evaluation | None
     final: Evaluation | None
+    audit: RunAudit | None = None
 
 
 class Central(Algorithm):
@@ -139,6 +144,11 @@ class Central(Algorithm):
     def begin(self, key: RootKey, start: int) -> CentralSteps:
         """The steps after the first ``start``."""
         return CentralSteps(self, key, start)
+
+    def audited(self, result: RunResult) -> RunAudit | None:
+        """What an attack on a finished run saw (``canaries.WithCanaries``)."""
+        del result
+        return None
 
 
 class CentralSteps(Steps):
@@ -238,6 +248,7 @@ def fit(
     validation: Readable | None = None,
     run_dir: str | os.PathLike[str] | RunDirectory | None = None,
     key: RootKey | None = None,
+    audit: AuditConfig | None = None,
     pace: Pace | None = None,
     hooks: Hooks | None = None,
     console: Console | None = None,
@@ -264,6 +275,7 @@ def fit(
       key: root key of sampling and noise; default a fresh secret one (or the run directory's). Of
         a secret one, runs that differ in anything (data, mechanism, steps, delta, loss, optimiser,
         first parameters, execution, devices) draw independently; the same run draws the same again.
+      audit: canaries in the run: the result's ``audit``, and audit.json in the run directory.
       pace: how often the run logs, evaluates and keeps.
       hooks: functions that are called on the way.
       console: where progress is shown; default a terminal or notebook, if there is one
@@ -281,6 +293,7 @@ def fit(
         (run_dir, (str, os.PathLike, RunDirectory), "run_dir", "the path of a folder"),
         (pace, Pace, "pace", "a dpfl_jax.Pace(...)"),
         (hooks, Hooks, "hooks", "dpfl_jax.Hooks(on_step=...)"),
+        (audit, AuditConfig, "audit", "a dpfl_jax.AuditConfig(canaries=500)"),
     ):
         if value is not None:
             expect(value, kind, name, wanted)
@@ -306,9 +319,16 @@ def fit(
     options |= {"console": console, "caveats": caveats}
     own = None
     if run_dir is not None and not isinstance(run_dir, RunDirectory):
-        run_dir = own = open_directory(run_dir, plan.stated, key, {"data": plan.data_digest})
+        content = plan.stated | ({} if audit is None else {"audit": audit.model_dump()})
+        run_dir = own = open_directory(run_dir, content, key, {"data": plan.data_digest})
         key = None
     try:
+        if audit is not None:
+            from dpfl_jax.training.canaries import WithCanaries  # which is made of this
+
+            key = None if run_dir is not None else key or processes.fresh_key()
+            root = key or run_dir.root_key  # type: ignore[union-attr]
+            algorithm = WithCanaries(algorithm, audit, root.child("audit"))
         result = train(algorithm, run_dir=run_dir, key=key, **options)
         if console is not None:
             told = summary(result, result.guarantee)
@@ -323,6 +343,8 @@ def fit(
                 data={"users": people.num_users, "examples": people.num_examples},
             )
             stated = plan.statement(result.guarantee, result.accounted)
+            if result.audit is not None:
+                report["audit"] = result.audit.write(own.path, stated)
             write_report(own.path, report, stated, result.metrics)
         chosen = result.best
         if chosen is not None and (read := chosen.params) is not None:
@@ -364,4 +386,5 @@ def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) 
         guarantee=algorithm.guarantee(result.accounted, (*caveats, *result.caveats)),
         initial=None if initial is None else Evaluation(**initial),
         final=None if final is None else Evaluation(**final),
+        audit=algorithm.audited(result),
     )

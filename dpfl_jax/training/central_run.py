@@ -33,6 +33,7 @@ from dpfl_jax.training.beside import (
     samples,
     without_privacy,
 )
+from dpfl_jax.training.canaries import WithCanaries, check_fit
 from dpfl_jax.training.central import Central, FitResult, train
 from dpfl_jax.training.evaluate import Evaluator, summarize
 from dpfl_jax.training.personalize import Personalization, check_users, personalize
@@ -155,9 +156,11 @@ class CentralRun(Prepared):
             evaluator = Evaluator(self.model.loss, mesh, config.eval.batch_size, predict)
             evaluate = evaluator.of(self.held_out)
         algorithm = Central(self.model.loss, params, plan, self.optimizer, trainable)
-        pace = Pace.of(config.train)
+        pace, run = Pace.of(config.train), algorithm
+        if config.audit is not None:
+            run = WithCanaries(algorithm, config.audit, directory.root_key.child("audit"))
         result = train(
-            algorithm,
+            run,
             caveats=run_caveats(config, self.mechanism, self.data.known),
             run_dir=directory,
             evaluate=evaluate,
@@ -183,7 +186,10 @@ class CentralRun(Prepared):
                 made["samples"] = samples(
                     self.model, self.data.tokenizer, config.eval.prompt, named
                 )
-            return made, plan.statement(result.guarantee, result.accounted)
+            stated = plan.statement(result.guarantee, result.accounted)
+            if result.audit is not None:
+                made["audit"] = result.audit.write(directory.path, stated)
+            return made, stated
 
         return result, report
 
@@ -221,6 +227,8 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
                 )
     elif config.eval.personalize:
         check_users(held_out)
+    if config.audit is not None:
+        check_fit(mechanism, data.train, config.audit)
     if config.train.chooses and mechanism.private and _shared(config, data.known):
         raise BadInputError(NO_CHOICE_WITHIN_USERS)
     if config.eval.prompt is not None:

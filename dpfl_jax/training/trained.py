@@ -27,6 +27,7 @@ from dpfl_jax.run.checkpoint import Checkpoints, load_params
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import FINISHED
 from dpfl_jax.run.state import TrainState, shardings_of
+from dpfl_jax.training.canaries import around
 from dpfl_jax.training.start import (
     base_from_checkpoint,
     build_transformer,
@@ -124,6 +125,8 @@ def _checkpoint(
 ) -> PyTree:
     """The trained parameters after ``step`` steps, which the report names."""
     optimizer = make_optimizer(config.optimizer, config.train.steps)
+    if config.audit is not None:
+        like, optimizer = around(like, optimizer, config.audit, config.train.steps)
     state = TrainState(
         params=like,
         opt_state=jax.eval_shape(optimizer.init, like),
@@ -142,7 +145,8 @@ def _checkpoint(
                 f"the checkpoints in {directory} are of steps {kept}, but its report tells of "
                 f"{step} steps: the guarantee would not be that of this model; bring it back"
             )
-        return checkpoints.read(state, step)[0].params
+        params = checkpoints.read(state, step)[0].params
+        return params if config.audit is None else params["model"]
     finally:
         checkpoints.close()
 

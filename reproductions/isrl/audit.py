@@ -73,7 +73,7 @@ def _sent(spec: MessageSpec, keys: jax.Array, sign: Any, z: Any, batch: Any) -> 
     def one(key: jax.Array) -> jax.Array:
         order, draws = jax.random.split(key)
         rank = jax.random.permutation(order, SIZE).astype(jnp.int32)
-        pairs = jax.random.bits(draws, (ROUNDS, 2, 2), jnp.uint32)
+        pairs = jax.random.bits(draws, (ROUNDS, 2, 8), jnp.uint32)
 
         def sent(turn: jax.Array, pair: jax.Array) -> jax.Array:
             size, clip = jnp.asarray(SIZE), jnp.asarray(CLIP, jnp.float32)

@@ -36,17 +36,30 @@ def key(step=0):
 # ---- keys
 
 
+RFC = (  # section 2.3.2: key, counter and nonce, words of a block after 20 rounds
+    bytes(range(32)).hex(),
+    "01000000000000090000004a00000000",
+    "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
+    "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e",
+)
+TWELVE = (  # draft-strombergson-chacha-test-vectors-01, TC1 with 256 bits and 12 rounds
+    "00" * 32,
+    "00" * 16,
+    "9bf49a6a0755f953811fce125f2683d50429c3bb49e074147e0089a52eae155f"
+    "0564f879d27ae3c02ce82834acfa8c793a629f2ca0de6919610be82f411326be",
+)
+
+
 @pytest.mark.parametrize("places", [1, 2 * chacha._WRITTEN_OUT])
-def test_blocks_are_those_of_rfc_8439(places):
-    """Section 2.3.2, by a loop over the rounds and written out."""
-    secret = jnp.asarray(np.frombuffer(bytes(range(32)), np.uint32))
-    nonce = np.frombuffer(bytes.fromhex("000000090000004a00000000"), np.uint32)
-    place = [jnp.full(places, x, jnp.uint32) for x in (1, *nonce)]
-    words = np.stack(chacha.block(secret, place))
-    assert words[:, -1].tobytes().hex() == (
-        "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
-        "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
-    )
+@pytest.mark.parametrize(("rounds", "vector"), [(20, RFC), (12, TWELVE)])
+def test_blocks_are_those_published(rounds, vector, places, monkeypatch):
+    """By a loop over the rounds and written out; noise takes 12, which share all lines with 20."""
+    assert chacha.ROUNDS == 12
+    monkeypatch.setattr(chacha, "ROUNDS", rounds)
+    secret, where, want = (bytes.fromhex(x) for x in vector)
+    place = [jnp.full(places, x, jnp.uint32) for x in np.frombuffer(where, np.uint32)]
+    words = np.stack(chacha.block(jnp.asarray(np.frombuffer(secret, np.uint32)), place))
+    assert words[:, -1].tobytes() == want
     assert (words == words[:, :1]).all()
 
 
@@ -344,6 +357,8 @@ def test_what_exact_noise_cannot_hide_or_count_is_refused():
     key = jnp.arange(8, dtype=jnp.uint32)
     with pytest.raises(BadInputError, match="at most 1e\\+06 times"):
         Noise(3e6, 1.0).add(key, {"w": jnp.zeros(3)})
+    with pytest.raises(BadInputError, match="set noise=float"):
+        Noise(1e-6, 1.0).add(key, {"w": jnp.zeros(3)})
     long = jax.ShapeDtypeStruct(((1 << 32) + 1,), jnp.float32)
     with pytest.raises(BadInputError, match="axis of 4,294,967,297"):
         jax.eval_shape(lambda x: exact.add_exact(key, x, 1.0, 1.0), long)

@@ -95,7 +95,9 @@ def test_training_draws_and_evaluation_does_not(mechanism):
     """Two steps of plain descent, with noise too small to see; the second has other keys."""
     held_out = users([2, 3], 1)
     if mechanism.private:
-        mechanism = ELS(group_size=5, batch_size=20, clip_norm=1e4, noise_multiplier=1e-12)
+        mechanism = ELS(
+            group_size=5, batch_size=20, clip_norm=1e4, noise_multiplier=1e-12, noise="float"
+        )
     result = fit(
         loss_fn=dropout_loss,
         params=PARAMS,

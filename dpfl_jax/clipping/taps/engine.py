@@ -115,7 +115,7 @@ def solve_ghost(
             pairs = _pairs(uses, records, gradients)
             choice = leaves.choose(pairs, leaf.size, machine, force)
             if choice.method == "keep":
-                kept, norm = leaves.kept_gradients(pairs, shape)
+                kept, norm = leaves.kept_gradients(pairs, shape, n, machine, problem.shards)
                 squared.append(norm)
                 finish.append(functools.partial(weighted_sum, kept))
             else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,11 @@ class Dense:
 
     array: jax.Array
     labels: tuple[Label, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Length of each axis."""
+        return self.array.shape
 
     @property
     def bits(self) -> int:
@@ -65,6 +70,62 @@ class OneHot:
 
 
 @dataclasses.dataclass(frozen=True)
+class Windows:
+    """What a kernel sees at each place, as long as it is not formed: many times the data.
+
+    Attributes:
+      array: the data [*lead, *lhs].
+      labels: of the windows, as ``dense`` has them.
+      site: the convolution.
+      lead: number of leading axes of loops and units.
+    """
+
+    array: jax.Array
+    labels: tuple[Label, ...]
+    site: Site
+    lead: int
+
+    @property
+    def bits(self) -> int:
+        """Width of an entry."""
+        return 8 * self.array.dtype.itemsize
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Of the windows."""
+        return tuple(jax.eval_shape(lambda x: self.on(x).dense().array, self.array).shape)
+
+    def on(self, array: jax.Array) -> Windows:
+        """The windows of other data."""
+        return Windows(array, self.labels, self.site, self.lead)
+
+    def keep(self, units: jax.Array) -> Windows:
+        """Sets the units outside ``units`` (bool [n]) to zero."""
+        return self.on(unit_where(units, self.array, self.labels.index(UNIT)))
+
+    def dense(self) -> Dense:
+        """The windows, formed."""
+        windows = _windows(self.site, self.array, self.lead)
+        # Channels come in groups: a group's outputs see the inputs of that group only.
+        at = self.lead + self.feature + len(self.site.out.shape) - 2
+        groups, shape = self.site.params["feature_group_count"], windows.shape
+        split = (groups, shape[at] // groups)
+        return Dense(windows.reshape(*shape[:at], *split, *shape[at + 1 :]), self.labels)
+
+    @property
+    def feature(self) -> int:
+        """The data's axis of channels, after the leading ones."""
+        return self.site.params["dimension_numbers"].lhs_spec[1]
+
+    def folded(self, each: Callable[..., jax.Array], fold: Callable[..., jax.Array]) -> jax.Array:
+        """The windows of ``each`` entry in float32, each group's channels joined by ``fold``."""
+        at, shape = self.lead + self.feature, self.array.shape
+        groups = self.site.params["feature_group_count"]
+        split = self.array.reshape(*shape[:at], groups, shape[at] // groups, *shape[at + 1 :])
+        return self.on(fold(each(split.astype(jnp.float32)), axis=at + 1)).dense().array
+
+
+@dataclasses.dataclass(frozen=True)
 class Pair:
     """The two factors of one use's gradient.
 
@@ -78,7 +139,7 @@ class Pair:
       site: where it comes from.
     """
 
-    left: Dense | OneHot
+    left: Dense | OneHot | Windows
     right: Dense
     positions: tuple[Label, ...]
     coordinates: tuple[Label, ...]
@@ -155,7 +216,7 @@ def factorise(site: Site, operands: Sequence[jax.Array], gradient: jax.Array) ->
     )
 
 
-_Parts = tuple[Dense | OneHot, Dense, tuple[Label, ...], tuple[Label, ...]]
+_Parts = tuple[Dense | OneHot | Windows, Dense, tuple[Label, ...], tuple[Label, ...]]
 
 
 def _dot_general(site: Site, x: jax.Array, d: jax.Array, lead: tuple[Label, ...]) -> _Parts:
@@ -216,19 +277,13 @@ def _convolution(site: Site, x: jax.Array, d: jax.Array, lead: tuple[Label, ...]
     out_axis, in_axis, *spatial = numbers.rhs_spec
     skip = len(lead)
     batch, feature, *places = numbers.lhs_spec
-    patches = _patches(site, x, skip)  # [*lead, *lhs, *kernel]
-    # Channels come in groups: the kernel's outputs of a group see the inputs of that group only.
     group: Label = ("group", view.axes[out_axis])
     inner: Label = ("within group", view.axes[out_axis])
-    at = skip + feature
-    shape = patches.shape
-    patches = patches.reshape(*shape[:at], groups, shape[at] // groups, *shape[at + 1 :])
     left: list[Label] = [None] * len(site.inputs[0].shape)
     left[batch] = ("position", site.index, 0)
     for k, place in enumerate(places):
         left[place] = ("position", site.index, k + 1)
-    left[feature : feature + 1] = [group, view.axes[in_axis]]
-    left.extend(view.axes[k] for k in spatial)
+    left[feature : feature + 1] = [*(view.axes[k] for k in spatial), group, view.axes[in_axis]]
 
     out_batch, out_feature, *out_places = numbers.out_spec
     at = skip + out_feature
@@ -242,11 +297,15 @@ def _convolution(site: Site, x: jax.Array, d: jax.Array, lead: tuple[Label, ...]
     coordinates: list[Label] = list(view.axes)
     coordinates[out_axis : out_axis + 1] = [group, inner]
     positions = tuple(("position", site.index, k) for k in range(len(places) + 1))
-    return Dense(patches, (*lead, *left)), Dense(d, (*lead, *right)), positions, tuple(coordinates)
+    windows = Windows(x, (*lead, *left), site, skip)
+    return windows, Dense(d, (*lead, *right)), positions, tuple(coordinates)
 
 
-def _patches(site: Site, x: jax.Array, skip: int) -> jax.Array:
-    """What each entry of the kernel sees: [*lead, *lhs with output places, *kernel places]."""
+def _windows(site: Site, x: jax.Array, skip: int) -> jax.Array:
+    """What each entry of the kernel sees: [*lead, *lhs], at the places of the output.
+
+    The kernel's places come before the features: what is copied lies together.
+    """
     params, numbers = site.params, site.params["dimension_numbers"]
     places = [skip + i for i in numbers.lhs_spec[2:]]
     kernel = [site.inputs[1].shape[i] for i in numbers.rhs_spec[2:]]
@@ -264,8 +323,14 @@ def _patches(site: Site, x: jax.Array, skip: int) -> jax.Array:
             stop = k * step + (count - 1) * stride + 1
             cut = jax.lax.slice_in_dim(cut, k * step, stop, stride, axis=place)
         cuts.append(cut)
-    stacked = jnp.stack(cuts, axis=-1)
-    return stacked.reshape(*stacked.shape[:-1], *kernel)
+    at = skip + numbers.lhs_spec[1]
+    stacked = jnp.stack(cuts, axis=at)
+    return stacked.reshape(*stacked.shape[:at], *kernel, *stacked.shape[at + 1 :])
+
+
+def formed(left: Dense | OneHot | Windows) -> Dense | OneHot:
+    """The same with its windows formed."""
+    return left.dense() if isinstance(left, Windows) else left
 
 
 def merge(pairs: Sequence[Pair]) -> Pair:
@@ -286,7 +351,8 @@ def merge(pairs: Sequence[Pair]) -> Pair:
         both = joined([Dense(h.indices, h.labels) for h in hots])
         left = OneHot(both.array, both.labels, first.left.hot, first.left.size)
     else:
-        left = joined([p.left for p in pairs if isinstance(p.left, Dense)])
+        sides = [formed(p.left) for p in pairs]
+        left = joined([side for side in sides if isinstance(side, Dense)])
     return dataclasses.replace(first, left=left, right=right, positions=(*first.positions, use))
 
 

@@ -21,7 +21,18 @@ import jax.numpy as jnp
 
 from dpfl_jax.clipping.cost import Machine
 from dpfl_jax.clipping.per_unit import squared_norms
-from dpfl_jax.clipping.taps.factors import UNIT, Dense, Label, OneHot, Pair, einsum, precision_of
+from dpfl_jax.clipping.result import axes_of, vary
+from dpfl_jax.clipping.taps.factors import (
+    UNIT,
+    Dense,
+    Label,
+    OneHot,
+    Pair,
+    Windows,
+    einsum,
+    formed,
+    precision_of,
+)
 
 Method = Literal["gram", "direct", "keep"]
 
@@ -62,13 +73,10 @@ class Choice:
 
 def _sizes(pair: Pair) -> dict[Label, int]:
     sizes = dict(zip(pair.right.labels, pair.right.array.shape))
-    if isinstance(pair.left, Dense):
-        return sizes | dict(zip(pair.left.labels, pair.left.array.shape))
-    return (
-        sizes
-        | dict(zip(pair.left.labels, pair.left.indices.shape))
-        | {pair.left.hot: pair.left.size}
-    )
+    if isinstance(pair.left, OneHot):
+        sizes |= dict(zip(pair.left.labels, pair.left.indices.shape))
+        return sizes | {pair.left.hot: pair.left.size}
+    return sizes | dict(zip(pair.left.labels, pair.left.shape))
 
 
 def _left_coordinates(pair: Pair) -> tuple[Label, ...]:
@@ -143,11 +151,15 @@ def choose(pairs: Sequence[Pair], size: int, machine: Machine, force: str | None
     costs["direct"] = machine.seconds(flops, 8.0 * size)
     # Unlike the others this also makes the weighted sum; only the traffic is extra.
     kept = 4.0 * size
-    recorded = sum(
-        s * k * (a * (p.left.bits if isinstance(p.left, Dense) else 0) + b * p.right.bits) / 8.0
-        for p, (k, a, _, b, s) in zip(pairs, counted)
-    )
-    if kept <= machine.keep_factor * recorded:
+    touched = recorded = 0.0
+    for p, (k, a, _, b, s) in zip(pairs, counted):
+        back = s * k * b * p.right.bits / 8.0
+        data = 0.0 if isinstance(p.left, OneHot) else s * k * a * p.left.bits / 8.0
+        touched += data + back
+        if isinstance(p.left, Windows):  # formed for a few units at a time
+            data = p.left.array.nbytes / _sizes(p)[UNIT]
+        recorded += data + back
+    if kept <= machine.keep_factor * touched:
         costs["keep"] = machine.seconds(0.0, 3.0 * kept)
     if force is not None and (force in costs or force == "keep"):
         return Choice(force, "asked for", costs, recorded)  # type: ignore[arg-type]
@@ -162,11 +174,53 @@ def choose(pairs: Sequence[Pair], size: int, machine: Machine, force: str | None
 def product(pair: Pair, per_unit: bool) -> jax.Array:
     """The view's gradient: [n, *shape] per unit, or [*shape] summed over units; float32."""
     lead: tuple[Label, ...] = (UNIT,) if per_unit else ()
-    if isinstance(pair.left, Dense):
-        out = einsum([pair.left, pair.right], (*lead, *pair.coordinates), precision_of(pair.site))
-    else:
+    if isinstance(pair.left, OneHot):
         out = _scatter(pair, pair.left, lead)
+    elif isinstance(pair.left, Windows) and not per_unit:
+        out = _convolved(pair, pair.left)
+    else:
+        out = _contracted(pair, lead)
     return out.reshape(*out.shape[: len(lead)], *pair.shape)
+
+
+def _contracted(pair: Pair, lead: tuple[Label, ...]) -> jax.Array:
+    left = formed(pair.left)
+    assert isinstance(left, Dense)
+    # Of two, einsum puts the last one first.
+    return einsum([pair.right, left], (*lead, *pair.coordinates), precision_of(pair.site))
+
+
+def _convolved(pair: Pair, left: Windows) -> jax.Array:
+    """The sum over units by the convolution's own gradient, which forms no windows."""
+    site, lead = pair.site, left.lead
+    stacked = [i for i, sliced in enumerate(site.view.loops) if sliced]
+    params = site.params | {"preferred_element_type": jnp.float32}
+
+    def gradient(x: jax.Array, d: jax.Array) -> jax.Array:
+        def convolve(kernel: jax.Array) -> jax.Array:
+            def of(x: jax.Array) -> jax.Array:
+                return site.primitive.bind(x, kernel, **params)
+
+            for _ in range(lead - len(stacked)):
+                of = jax.vmap(of)
+            return of(x)
+
+        kernel = jnp.zeros(pair.shape[len(stacked) :], jnp.float32)
+        return jax.vjp(convolve, vary(kernel, axes_of(jax.typeof(x))))[1](d)[0]
+
+    for outer in reversed(range(len(stacked))):
+        gradient = jax.vmap(gradient, in_axes=stacked[outer] - outer)
+    x, d = left.array, pair.right.array
+    d = d.reshape(*d.shape[:lead], *site.out.shape)
+    x, d = (vary(y.astype(jnp.float32), axes_of(jax.typeof(z))) for y, z in ((x, d), (d, x)))
+
+    # Other devices' libraries choose among algorithms whose rounding is not that of a sum.
+    def contracted(x: jax.Array, d: jax.Array) -> jax.Array:
+        right = dataclasses.replace(pair.right, array=d.reshape(pair.right.shape))
+        found = _contracted(dataclasses.replace(pair, left=left.on(x), right=right), ())
+        return found.reshape(pair.shape)
+
+    return jax.lax.platform_dependent(x, d, cpu=gradient, tpu=gradient, default=contracted)
 
 
 def _scatter(pair: Pair, left: OneHot, lead: tuple[Label, ...]) -> jax.Array:
@@ -217,13 +271,13 @@ def summed_gradient(
     total = []
     for p in pairs:
         left, right = p.left, p.right
-        if isinstance(left, Dense) and left.array.size < right.array.size:
-            left, right = left.scaled(weights, keep), right.keep(keep)
-        elif isinstance(left, Dense):
-            left, right = left.keep(keep), right.scaled(weights, keep)
-        else:
+        if isinstance(left, OneHot):
             # No product follows, so float32 costs nothing and nothing is rounded.
             right = Dense(right.array.astype(jnp.float32), right.labels).scaled(weights, keep)
+        elif isinstance(left, Dense) and left.array.size < right.array.size:
+            left, right = left.scaled(weights, keep), right.keep(keep)
+        else:
+            left, right = left.keep(keep), right.scaled(weights, keep)
         weighted = dataclasses.replace(p, left=left, right=right)
         total.append(p.site.view.to_leaf(product(weighted, per_unit=False), leaf_shape))
     return sum(total[1:], start=total[0])
@@ -300,10 +354,10 @@ def rounding(pairs: Sequence[Pair], machine: Machine) -> jax.Array | None:
 
 
 def _weights_rounding(pair: Pair, machine: Machine) -> float:
-    if not isinstance(pair.left, Dense):
+    if isinstance(pair.left, OneHot):
         return 0.0  # no product follows
     scaled, other = pair.left, pair.right
-    if scaled.array.size >= other.array.size:
+    if isinstance(scaled, Windows) or scaled.array.size >= other.array.size:
         scaled, other = other, scaled
     weighted = 2.0**-8 if scaled.array.dtype == jnp.bfloat16 else 0.0
     if not _reduced(pair) or other.array.dtype == scaled.array.dtype == jnp.bfloat16:
@@ -318,32 +372,59 @@ def _reduced(pair: Pair) -> bool:
 
 
 def kept_gradients(
-    pairs: Sequence[Pair], leaf_shape: tuple[int, ...]
+    pairs: Sequence[Pair],
+    leaf_shape: tuple[int, ...],
+    num_units: int,
+    machine: Machine,
+    shards: int = 1,
 ) -> tuple[jax.Array, jax.Array]:
-    """Per-unit gradients and their squared norms."""
-    gradients = unit_gradients(pairs, leaf_shape)
+    """Per-unit gradients and their squared norms.
+
+    Windows are formed for a few units of each of the ``shards`` parts at a time.
+    """
+    at_once = _at_once(pairs, num_units // shards, machine)
+    steps = num_units // shards // at_once
+
+    def some(i: jax.Array) -> jax.Array:
+        return unit_gradients([_units(p, i, shards, at_once) for p in pairs], leaf_shape)
+
+    if steps == 1:
+        gradients = unit_gradients(pairs, leaf_shape)
+    else:
+        found = jax.lax.map(some, jnp.arange(steps)).reshape(steps, shards, at_once, *leaf_shape)
+        gradients = found.swapaxes(0, 1).reshape(num_units, *leaf_shape)
     return gradients, squared_norms([gradients])[0]
 
 
-def _units(pair: Pair, i: jax.Array, shards: int) -> Pair:
-    """The unit at place ``i`` of each of the ``shards`` equal parts of the unit axis."""
+def _at_once(pairs: Sequence[Pair], units: int, machine: Machine) -> int:
+    """How many units' windows stay in a cache, as a divisor of ``units``."""
+    windows = [p.left for p in pairs if isinstance(p.left, Windows)]
+    held = sum(math.prod(w.shape) * w.bits / 8.0 / units for w in windows)
+    most = units if machine.cache is None else machine.cache / max(held, 1.0)
+    return max(k for k in range(1, units + 1) if units % k == 0 and k <= max(1.0, most))
+
+
+def _units(pair: Pair, i: jax.Array, shards: int, count: int = 1) -> Pair:
+    """The ``count`` units from ``i * count`` of each of the ``shards`` parts of the unit axis."""
 
     def pick(array: jax.Array, labels: Sequence[Label]) -> jax.Array:
         axis = tuple(labels).index(UNIT)
-        shape = array.shape
-        parts = (shards, shape[axis] // shards)
-        split = array.reshape(*shape[:axis], *parts, *shape[axis + 1 :])
-        return jax.lax.dynamic_index_in_dim(split, i, axis + 1, keepdims=False)
+        before, after = array.shape[:axis], array.shape[axis + 1 :]
+        split = array.reshape(*before, shards, -1, count, *after)
+        part = jax.lax.dynamic_index_in_dim(split, i, axis + 1, keepdims=False)
+        return part.reshape(*before, shards * count, *after)
 
-    right = Dense(pick(pair.right.array, pair.right.labels), pair.right.labels)
-    if isinstance(pair.left, Dense):
-        left: Dense | OneHot = Dense(pick(pair.left.array, pair.left.labels), pair.left.labels)
+    left, right = pair.left, pair.right
+    right = Dense(pick(right.array, right.labels), right.labels)
+    if isinstance(left, OneHot):
+        left = dataclasses.replace(left, indices=pick(left.indices, left.labels))
     else:
-        left = dataclasses.replace(pair.left, indices=pick(pair.left.indices, pair.left.labels))
+        left = dataclasses.replace(left, array=pick(left.array, left.labels))
     return dataclasses.replace(pair, left=left, right=right)
 
 
 def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
+    pairs = [dataclasses.replace(p, left=formed(p.left)) for p in pairs]
     total: jax.Array | None = None
     own: list[jax.Array] = []
     for (i, p), (j, q) in itertools.combinations_with_replacement(enumerate(pairs), 2):
@@ -376,16 +457,20 @@ def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
     """For each unit: sum over positions of |L| |R|, and the part that underflow may hide; [n]."""
     out = (UNIT, *(x for x in pair.coordinates if x in _shared(pair)), *pair.positions)
 
-    def size(side: Dense | OneHot) -> tuple[jax.Array, jax.Array]:
+    def size(side: Dense | OneHot | Windows) -> tuple[jax.Array, jax.Array]:
         if isinstance(side, OneHot):
             one = jnp.ones((1,) * len(out), jnp.float32)
             return one, one
         axes = tuple(i for i, x in enumerate(side.labels) if x not in out)
         kept = tuple(x for x in side.labels if x in out)
-        array = side.array.astype(jnp.float32)
-        width = math.prod(side.array.shape[i] for i in axes)
-        norm = jnp.sqrt(jnp.sum(jnp.square(array), axis=axes))
-        largest = jnp.max(jnp.abs(array), axis=axes, initial=0.0) * math.sqrt(width)
+        width = math.prod(side.shape[i] for i in axes)
+        if isinstance(side, Windows):
+            squares, sizes = side.folded(jnp.square, jnp.sum), side.folded(jnp.abs, jnp.max)
+        else:
+            array = side.array.astype(jnp.float32)
+            squares, sizes = jnp.square(array), jnp.abs(array)
+        norm = jnp.sqrt(jnp.sum(squares, axis=axes))
+        largest = jnp.max(sizes, axis=axes, initial=0.0) * math.sqrt(width)
         return _aligned(norm, kept, out), _aligned(largest, kept, out)
 
     (left, left_max), (right, right_max) = size(pair.left), size(pair.right)
@@ -400,8 +485,9 @@ def _inner_products(p: Pair, q: Pair, machine: Machine) -> jax.Array:
     """[n, ...]: for each pair of positions, the product of the factors' inner products."""
     shared = tuple(x for x in p.coordinates if x in _shared(p))
     straight = _form(p)[0] == _form(q)[0]
-    first = (p.left, q.left if straight else q.right)
-    second = (p.right, q.right if straight else q.left)
+    p_left, q_left = formed(p.left), formed(q.left)
+    first = (p_left, q_left if straight else q.right)
+    second = (p.right, q.right if straight else q_left)
     ours = p.positions
     theirs = tuple(("other", x) for x in q.positions)
     out = (UNIT, *shared, *ours, *theirs)

@@ -26,8 +26,8 @@ from scipy import special, stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting.attacks import Meaning, meaning
-from dpfl_jax.auditing.trials import Trials, scaled
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.evidence.trials import Trials, scaled
 
 # Noise is divided by these for the family that proofs are stated in: 2 % apart.
 _FACTORS = 1.02 ** np.arange(-125, 71)
@@ -37,6 +37,7 @@ _RATES = np.concatenate([[0.0], np.geomspace(1e-8, 0.05, 500), np.linspace(0.05,
 _FEW = 800  # trials, of which none are spared for choosing an attack
 _PARTS = 8  # of the trials: of one attacks learn, on one they are compared, the others prove
 _BREAKS = 1e-4  # p-value among those that says that a claim is wrong, some fifty being looked at
+_GUESSED = (0.5, 0.25, 0.125, 0.0625)  # parts of the texts that are guessed in, and out
 _ALARMS = (0.5, 0.3, 0.2, 0.1, 0.05, 0.02, 0.01, 5e-3, 2e-3, 1e-3)
 
 
@@ -75,7 +76,8 @@ class Audit:
     @property
     def exceeds(self) -> bool:
         """Whether the claim is refuted."""
-        return self.p_value < 1.0 - self.confidence or self.proved_of_any > self.claimed
+        refuted = self.p_value < 1.0 - self.confidence
+        return refuted or max(self.proved, self.proved_of_any) > self.claimed
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -139,6 +141,54 @@ def audit(trials: Trials, confidence: float = 0.95) -> Audit:
         attack=attack,
         alarms=alarms,
         points=rates,
+        curve=family.claim,
+    )
+
+
+def guessed(
+    score: np.ndarray,
+    inside: np.ndarray,
+    event: dp_accounting.DpEvent,
+    delta: float,
+    confidence: float,
+    *,
+    name: str,
+    how: str,
+) -> Audit:
+    """What scores of one release prove whose law nobody knows, and which may depend on each other.
+
+    By the bound for any mechanism alone. Those with the largest scores are guessed to be in, those
+    with the smallest to be out: some parts of all, which share what may go wrong.
+
+    Args:
+      score: float [n], a function of what was released.
+      inside: bool [n], fair coins.
+      event: what is claimed.
+      delta: of the claim.
+      confidence: of what is proved.
+      name: of what is audited.
+      how: what ran, in words.
+    """
+    family = _Family(event, delta, NeighboringRelation.ADD_OR_REMOVE_ONE)
+    level = (1.0 - confidence) / len(_GUESSED)
+    cuts = [tuple(map(float, np.quantile(score, (part, 1 - part)))) for part in _GUESSED]
+    bounds = [one_run_bound(score, inside, cut, delta, level) for cut in cuts]  # type: ignore[arg-type]
+    best = int(np.argmax(bounds))
+    thresholds = np.quantile(score, np.linspace(0, 1, 200))
+    points = np.array([[(score[s] > t).mean() for s in (~inside, inside)] for t in thresholds])
+    claimed = family.epsilon(_CLAIM)
+    return Audit(
+        name=name,
+        how=how,
+        claimed=claimed,
+        delta=delta,
+        confidence=confidence,
+        proved=bounds[best],
+        proved_of_any=bounds[best],
+        p_value=1.0 - confidence if bounds[best] > claimed else 1.0,
+        attack=f"loss of texts, {_GUESSED[best]:g} of them guessed in, as many out",
+        alarms=_counts(score, cuts[best][1], [inside, ~inside]),
+        points=points,
         curve=family.claim,
     )
 

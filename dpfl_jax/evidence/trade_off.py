@@ -8,7 +8,7 @@ from typing import Any
 from scipy import stats
 
 from dpfl_jax.accounting import plot_attacks
-from dpfl_jax.auditing.proof import Audit
+from dpfl_jax.evidence.proof import Audit
 
 _SEVERAL = 10  # false alarms: rates of fewer are chance
 

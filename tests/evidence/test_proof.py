@@ -9,10 +9,10 @@ from scipy import stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
-from dpfl_jax.auditing import Trials, audit
-from dpfl_jax.auditing.proof import one_run_bound
-from dpfl_jax.auditing.trials import laws, log_likelihood_ratio, scaled
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.evidence import Trials, audit
+from dpfl_jax.evidence.proof import guessed, one_run_bound
+from dpfl_jax.evidence.trials import laws, log_likelihood_ratio, scaled
 
 DELTA = 1e-5
 
@@ -49,6 +49,22 @@ def test_the_bound_for_any_mechanism_holds_where_it_is_nearly_attained():
         over += found > epsilon
         assert found > epsilon - 1.0
     assert over <= stats.binom.isf(1e-4, 100, 0.05)
+
+
+@pytest.mark.privacy
+def test_scores_that_know_nothing_prove_nothing_though_they_depend_on_each_other():
+    """All share one draw; at most 5 % may be over, by a bound that few of 60 meet."""
+    rng, event, over = np.random.default_rng(7), events.uls(1.5, 0.3, 4), 0
+    for _ in range(60):
+        score = rng.normal() * rng.normal(size=300) + rng.normal()
+        inside = rng.random(300) < 0.5
+        found = guessed(score, inside, event, DELTA, 0.95, name="", how="")
+        over += found.proved > 0.5
+        assert not found.exceeds
+    assert over <= 2
+    sure = guessed(inside.astype(float), inside, event, DELTA, 0.95, name="", how="")
+    assert sure.exceeds
+    assert sure.proved > sure.claimed
 
 
 def test_what_moves_the_sum_further_than_claimed_is_refuted():

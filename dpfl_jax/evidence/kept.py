@@ -1,0 +1,130 @@
+"""What the audit of a run leaves in its directory: what was seen, what it proves, a picture.
+
+Nothing in it is secret: coins are the audit's own, and what was seen is noised like the model. Who
+took part among people has no bearing on either.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from dpfl_jax.accounting.statement import Statement
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.evidence.proof import Audit, audit, guessed
+from dpfl_jax.evidence.trade_off import plot_audits
+from dpfl_jax.evidence.trials import Trials
+
+SUMMARY, SEEN, PICTURE = "audit.json", "audit.npz", "audit.png"
+FILES = (SUMMARY, SEEN, PICTURE)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RunAudit:
+    """What attacks on a run saw of its canaries.
+
+    Attributes:
+      inside: bool [n], by fair coins, whether each took part.
+      seen: float32 [n, steps], what was released along each one's direction (``Trials.seen``).
+      texts_inside: bool [m], the same of canaries that are texts.
+      gains: float32 [m], by how much training lowered the final model's loss on each.
+      confidence: of what is to be proved.
+      cost: what canaries cost: plain JSON.
+    """
+
+    inside: np.ndarray
+    seen: np.ndarray
+    texts_inside: np.ndarray
+    gains: np.ndarray
+    confidence: float
+    cost: dict[str, Any]
+
+    def audits(self, stated: Statement, confidence: float | None = None) -> list[Audit]:
+        """What is proved against what the run states, by each attack that there are canaries for.
+
+        Args:
+          stated: the run's guarantee.json; its epsilon is the claim.
+          confidence: default the run's own.
+
+        Raises:
+          BadInputError: it states no guarantee, or one that no audit knows.
+        """
+        cases = stated.cases
+        if len(cases) != 1 or len(cases[0]) != 1:
+            raise BadInputError("the guarantee is not of one event: there is nothing to audit by")
+        event, privacy = cases[0][0], stated.privacy
+        level = self.confidence if confidence is None else confidence
+        found = []
+        if len(self.inside):
+            how = f"{len(self.inside)} canaries in the run, {self.inside.sum()} of them in"
+            trials = Trials(
+                self.inside,
+                self.seen,
+                event,
+                privacy.delta,
+                stated.relation,
+                name="every release",
+                how=how,
+            )
+            found.append(audit(trials, level))
+        if len(self.gains):
+            how = f"{len(self.gains)} made-up users, {self.texts_inside.sum()} of them in"
+            given = (self.gains, self.texts_inside, event, privacy.delta, level)
+            found.append(guessed(*given, name="the final model", how=how))
+        # What is stated counts, whatever its event costs.
+        return [dataclasses.replace(one, claimed=privacy.epsilon) for one in found]
+
+    def write(self, directory: pathlib.Path, stated: Statement) -> dict[str, Any]:
+        """Writes ``FILES``; returns what audit.json says."""
+        audits = self.audits(stated)
+        told = summary(audits) | {"cost": self.cost, "confidence": self.confidence}
+        arrays = {"inside": self.inside, "seen": self.seen}
+        arrays |= {"texts_inside": self.texts_inside, "gains": self.gains}
+        temporary = directory / f".{SEEN}.tmp.npz"
+        np.savez(temporary, allow_pickle=False, **arrays)
+        os.replace(temporary, directory / SEEN)
+        plot_audits(audits).savefig(directory / PICTURE, dpi=130)
+        (directory / SUMMARY).write_text(json.dumps(told, indent=2) + "\n")
+        return told
+
+
+def summary(audits: list[Audit]) -> dict[str, Any]:
+    """The verdict of several audits, and what each proves: JSON values."""
+    refuted = sum(one.exceeds for one in audits)
+    return {
+        "holds": refuted == 0,
+        "refuted": refuted,
+        "summary": [str(one) for one in audits],
+        "audits": [one.to_json() for one in audits],
+    }
+
+
+def read(directory: pathlib.Path) -> RunAudit:
+    """What the audit of a run saw.
+
+    Raises:
+      BadInputError: it had no canaries, or a file is missing.
+    """
+    if not (directory / SUMMARY).exists():
+        raise BadInputError(
+            f"the run in {directory} had no canaries, or is not finished: only units that were in "
+            "or out by coins prove anything of a run; train with audit.canaries=500, or audit the "
+            "configuration with --simulate"
+        )
+    try:
+        told = json.loads((directory / SUMMARY).read_text())
+        with np.load(directory / SEEN, allow_pickle=False) as arrays:
+            return RunAudit(
+                **{name: arrays[name] for name in ("inside", "seen", "texts_inside", "gains")},
+                confidence=told["confidence"],
+                cost=told["cost"],
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInputError(
+            f"what the audit of the run in {directory} saw cannot be read: {error}"
+        ) from None

@@ -1,0 +1,394 @@
+"""A run with canaries in it: users who are nobody, in or out by coins, for an audit to find.
+
+The guarantee for people does not change, whoever of the canaries is in: their coins, designs and
+draws come from keys of their own, so that for people they are constants; each person is drawn as
+without them, with the same key; and divisor, clip norm and noise stay. A person's gradient has no
+part in the coordinates that canaries are seen in, so that it is no longer than before, and they are
+noised with all others (docs/theory/README.md).
+
+A designed gradient lies in a coordinate of its own, beside the model, and is as long as clipping
+allows. It moves nothing else: with such canaries alone the model is what it would have been. Of
+made-up users with texts each says one word, drawn for it: the model learns from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpfl_jax.config.schema import AuditConfig
+from dpfl_jax.data.pipeline import is_token_store
+from dpfl_jax.data.store import Readable
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.evidence.kept import RunAudit
+from dpfl_jax.evidence.trials import LONG
+from dpfl_jax.mechanisms import Mechanism, Population
+from dpfl_jax.mechanisms.plan import Plan
+from dpfl_jax.mesh import splits_parameters
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.algorithm import Taken
+from dpfl_jax.run.driver import RunResult
+from dpfl_jax.run.state import TrainState
+from dpfl_jax.sampling import Draw, Sampler
+from dpfl_jax.training.central import Central, CentralSteps
+from dpfl_jax.training.evaluate import Evaluator
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """People's rows, and behind them those of canaries.
+
+    Attributes:
+      people: their store.
+      more: arrays [rows, ...] of canaries' rows, by name as the store has them.
+      number: int32 [rows], which canary's gradient a row has; -1 where it is data.
+      user_offsets: int64 [users + 1], canaries last.
+    """
+
+    people: Readable
+    more: dict[str, np.ndarray]
+    number: np.ndarray
+    user_offsets: np.ndarray
+
+    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows."""
+        offsets = np.asarray(self.people.user_offsets)
+        behind = positions - offsets[-1]
+        person = behind < 0
+        rows = self.people.read(np.where(person, positions, offsets[0]))
+        number = np.full(len(positions), -1, np.int32)
+        if not person.all():
+            number[~person] = self.number[behind[~person]]
+            for name, array in rows.items():
+                rows[name] = array = np.array(array)
+                array[~person] = self.more[name][behind[~person]]
+        return rows | {"canary": number}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class JointSampler:
+    """People as drawn without canaries, and behind them canaries, drawn likewise.
+
+    Attributes:
+      people: the run's own.
+      canaries: of those that are in.
+      first: position of the first canary's first row.
+    """
+
+    people: Sampler
+    canaries: Sampler
+    first: int
+
+    @property
+    def description(self) -> str:
+        """People's."""
+        return self.people.description
+
+    @property
+    def expected_size(self) -> float:
+        """Of both."""
+        return self.people.expected_size + self.canaries.expected_size
+
+    @property
+    def group_size(self) -> int | None:
+        """As both have it."""
+        return self.people.group_size
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """Of both."""
+        return self.people.size_bound(tail / 2) + self.canaries.size_bound(tail / 2)
+
+    def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
+        """Of both."""
+        parts = (self.people, self.canaries)
+        bounds = [part.bucket_bounds(sizes, tail / 2) for part in parts]  # type: ignore[attr-defined]
+        return tuple(map(sum, zip(*bounds, strict=True)))
+
+    def draw(self, step: int) -> Draw:
+        """People first."""
+        people, more = self.people.draw(step), self.canaries.draw(step)
+        positions = np.where(more.positions < 0, -1, more.positions + self.first)
+        return Draw(
+            # proof: canaries-sampling-1
+            np.concatenate([people.units, more.units + self.first]),
+            np.concatenate([people.positions, positions]),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class CanaryPlan(Plan):
+    """People's plan, which draws canaries, too: what is stated and accounted is people's.
+
+    Attributes:
+      people: their plan.
+    """
+
+    people: Plan
+
+    @functools.cached_property
+    def population(self) -> Population:
+        """People's."""
+        return self.people.population
+
+    @functools.cached_property
+    def data_digest(self) -> str:
+        """People's."""
+        return self.people.data_digest
+
+    def sampler(self, key: RootKey) -> JointSampler:
+        """People's, and the same mechanism's over canaries, at the same rate."""
+        first = int(self.people.data.user_offsets[-1])
+        offsets = np.asarray(self.data.user_offsets)
+        mine = offsets[len(self.people.data.user_offsets) - 1 :] - first
+        rate = self.mechanism.sampling_probability(self.population)
+        same: Any = dataclasses.replace(self.mechanism, sampling_prob=rate)  # type: ignore[call-arg]
+        # proof: canaries-sampling-2
+        return JointSampler(
+            self.people.sampler(key), same.sampler(mine, key.child("canaries")), first
+        )
+
+
+class WithCanaries(Central):
+    """A run, and canaries in it."""
+
+    def __init__(self, run: Central, audit: AuditConfig, key: RootKey) -> None:
+        """Draws canaries.
+
+        Args:
+          run: the same without them.
+          audit: how many.
+          key: of coins and texts alone; a run that goes on must have the same.
+
+        Raises:
+          BadInputError: a run that they do not fit.
+        """
+        check_fit(run.mechanism, run.data, audit)
+        if splits_parameters(run.mesh):
+            raise BadInputError(
+                "audit.canaries does not go with parameters that are split over devices: use "
+                "execution.mesh with data alone, or remove the section audit"
+            )
+        self.people, self.audit, data = run, audit, run.plan.data
+        group: Any = run.mechanism.unit_examples or getattr(run.mechanism, "group_size", 1)
+        coins = key.numpy("coins")
+        self.inside = coins.random(audit.canaries) < 0.5
+        self.texts_inside = coins.random(audit.texts) < 0.5
+        self.texts = _texts(data, audit.texts, group, key.numpy("texts"))
+        numbers = np.repeat(np.flatnonzero(self.inside), group)
+        offsets = np.asarray(data.user_offsets)
+        like = data.read(offsets[:1])
+        blank = {  # of ones, so that any loss of them is finite
+            name: np.ones((len(numbers), *x.shape[1:]), x.dtype) for name, x in like.items()
+        }
+        texts = {name: x[np.repeat(self.texts_inside, group)] for name, x in self.texts.items()}
+        more = {
+            name: np.concatenate([blank[name], *([texts[name]] if texts else [])]) for name in like
+        }
+        number = np.concatenate([numbers, np.full(self.texts_inside.sum() * group, -1)])
+        ends = offsets[-1] + group * np.arange(1, len(number) // group + 1)
+        rows = Rows(data, more, number.astype(np.int32), np.concatenate([offsets, ends]))
+        plan = CanaryPlan(
+            **{f.name: getattr(run.plan, f.name) for f in dataclasses.fields(Plan)}
+            | {"data": rows},
+            people=run.plan,
+        )
+        params, optimizer = around(run.given, run.optimizer, audit, run.steps)
+        trainable = _trainable(run.trainable)
+        length = LONG * run.mechanism.clip_norm
+        super().__init__(_loss(run.loss_fn, length), params, plan, optimizer, trainable)
+
+    def params(self, state: TrainState) -> PyTree:
+        """The model."""
+        return super().params(state)["model"]
+
+    def seen(self, state: TrainState) -> np.ndarray:
+        """Float32 [canaries, steps]: what was released along each direction, over the noise."""
+        seen = np.asarray(state.opt_state["seen"]).T[: len(self.inside)]
+        return seen * np.float32(self.mechanism.divisor / self.mechanism.noise_stddev)
+
+    def begin(self, key: RootKey, start: int) -> CanarySteps:
+        """The steps after the first ``start``."""
+        return CanarySteps(self, key, start)
+
+    def audited(self, result: RunResult) -> RunAudit | None:
+        """What an attack on a finished run sees."""
+        if result.interrupted is not None:
+            return None
+        seen = result.seen.astype(np.float32)
+        seen[:, result.steps :] = np.nan  # nothing was released
+        return RunAudit(
+            self.inside,
+            seen,
+            self.texts_inside,
+            self._gains(result.params),
+            self.audit.confidence,
+            self.cost,
+        )
+
+    @property
+    def cost(self) -> dict[str, Any]:
+        """What canaries cost: JSON values."""
+        drawn, learnt = int(self.inside.sum()), int(self.texts_inside.sum())
+        users = self.plan.population.num_users
+        told = [
+            f"{drawn} of {len(self.inside)} canaries with designed gradients were in: "
+            f"{drawn / (users + drawn + learnt):.1%} of the users of a step, in computing; the "
+            "model is the same without them"
+        ] * bool(len(self.inside))
+        told += [
+            f"{learnt} of {len(self.texts_inside)} made-up users with texts were in, beside "
+            f"{users} people: {learnt / (users + learnt):.1%} of what the model learns is theirs"
+        ] * bool(len(self.texts_inside))
+        return {
+            "canaries": len(self.inside),
+            "inside": drawn,
+            "texts": len(self.texts_inside),
+            "texts_inside": learnt,
+            "users": users,
+            "share_of_computing": (drawn + learnt) / (users + drawn + learnt),
+            "share_of_what_is_learnt": learnt / (users + learnt),
+            "told": told,
+        }
+
+    def _gains(self, params: PyTree) -> np.ndarray:
+        """By how much training lowered the loss on each made-up user's texts, float32.
+
+        What surprises more is lowered more, whoever took part: what a parabola through all of
+        them says of a text is taken off.
+        """
+        if not len(self.texts_inside):
+            return np.zeros(0, np.float32)
+        count = len(next(iter(self.texts.values())))
+        store = _Texts(self.texts, np.array([0, count]))
+        evaluator = Evaluator(self.people.loss_fn, self.mesh)
+        before, after = (evaluator.measure(p, store)[0] for p in (self.people.given, params))
+        before, after = (
+            x.reshape(len(self.texts_inside), -1).mean(axis=1) for x in (before, after)
+        )
+        degree = 2 if np.ptp(before) > 1e-3 else 0
+        usual = np.polyval(np.polyfit(before, before - after, degree), before)
+        return (before - after - usual).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Texts:
+    """Those of made-up users, in or out."""
+
+    arrays: dict[str, np.ndarray]
+    user_offsets: np.ndarray
+
+    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows."""
+        return {name: array[positions] for name, array in self.arrays.items()}
+
+
+class CanarySteps(CentralSteps):
+    """The steps of a run with canaries, whose metrics are of people and texts."""
+
+    def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, Taken]:
+        """The same step; designed gradients are left out of its metrics."""
+        state, taken = super().step(state, inputs)
+        run: Any = self.run
+        positions = self.sampler.canaries.draw(inputs.step).positions  # type: ignore[attr-defined]
+        numbers = run.data.number[positions.reshape(len(positions), -1)[:, 0]]
+        count = np.float32((numbers >= 0).sum())
+        stats = dataclasses.replace(
+            taken.stats,
+            units=taken.stats.units - count,
+            clipped=taken.stats.clipped - count,
+            norm=taken.stats.norm - count * np.float32(LONG * run.mechanism.clip_norm),
+        )
+        return state, dataclasses.replace(taken, stats=stats)
+
+
+def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
+    """Raises BadInputError unless a run of this mechanism, on these data, can have canaries."""
+    if not mechanism.private or not hasattr(mechanism, "sampling_prob"):
+        raise BadInputError(
+            f"canaries are drawn beside people, which mechanism.kind={mechanism.kind} cannot: it "
+            "has no sampling_prob; remove the section audit, or use els or uls"
+        )
+    if audit.texts and not is_token_store(data):
+        raise BadInputError("audit.texts is for language models: set audit.texts=0")
+
+
+def around(
+    params: PyTree, optimizer: Any, audit: AuditConfig, steps: int
+) -> tuple[PyTree, optax.GradientTransformation]:
+    """What a run with canaries trains, and its optimiser.
+
+    What is released about canaries is kept in the optimiser's state, and with it in checkpoints: a
+    run that goes on knows it. It moves nothing.
+
+    Args:
+      params: the model's.
+      optimizer: of the model.
+      audit: how many canaries.
+      steps: of the run.
+    """
+    each = max(audit.canaries, 1)  # no checkpoint keeps an array of nothing
+
+    def init(params: PyTree) -> PyTree:
+        seen = jnp.zeros((steps, each))
+        return {"model": optimizer.init(params["model"]), "seen": seen, "step": jnp.int32(0)}
+
+    def update(gradient: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        own = None if params is None else params["model"]
+        updates, model = optimizer.update(gradient["model"], state["model"], own)
+        seen = state["seen"].at[state["step"]].set(gradient["of_canaries"])
+        still = jnp.zeros_like(gradient["of_canaries"])
+        now = {"model": model, "seen": seen, "step": state["step"] + 1}
+        return {"model": updates, "of_canaries": still}, now
+
+    both = {"model": params, "of_canaries": jnp.zeros(each)}
+    return both, optax.GradientTransformation(init, update)
+
+
+def _loss(model_loss: Callable[..., jax.Array], length: float) -> Callable[..., jax.Array]:
+    """The model's loss of data; of a canary a linear one along its own coordinate."""
+
+    @functools.wraps(model_loss)  # it may take a key
+    def loss(params: PyTree, example: PyTree, **keys: Any) -> jax.Array:
+        number, own = example["canary"], params["of_canaries"]
+        data = {name: x for name, x in example.items() if name != "canary"}
+        # proof: canaries-sensitivity-1
+        return jnp.where(
+            number < 0,
+            model_loss(params["model"], data, **keys),
+            length * (own @ jax.nn.one_hot(number, own.shape[0])),
+        )
+
+    return loss
+
+
+def _trainable(choice: Any) -> Any:
+    """Canaries' coordinates beside what is trained of the model."""
+    if choice is None:
+        return None
+    if callable(choice):
+        return lambda name: name == "of_canaries" or choice(name.removeprefix("model/"))
+    return {"model": choice, "of_canaries": True}
+
+
+def _texts(
+    data: Readable, users: int, each: int, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """``each`` texts of every made-up user, who says one word (its own) all the time: [rows, ...].
+
+    Words are drawn from the vocabulary, which is public: nothing in them is anybody's.
+    """
+    if not users:
+        return {}
+    schema: Any = data.schema  # type: ignore[attr-defined]
+    words = rng.choice(schema.vocab_size, size=users, replace=users > schema.vocab_size)
+    tokens = np.repeat(words, each)[:, None] * np.ones(schema.seq_len, np.int32)
+    return {"tokens": tokens.astype(np.int32), "mask": np.ones(tokens.shape, bool)}

@@ -1,0 +1,60 @@
+"""What the audit of a run keeps, and what is proved of it against what the run states."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.evidence.kept import FILES, SEEN, RunAudit, read
+from dpfl_jax.mechanisms import ULS, Population
+from dpfl_jax.mechanisms.central_statement import central_statement
+
+STEPS, COST = 3, {"told": ["nothing"]}
+
+
+def stated(sigma=2.0):
+    mechanism = ULS(group_size=1, cohort_size=50, noise_multiplier=sigma)
+    people = Population(100, 100, 100)
+    guarantee = mechanism.guarantee(people, STEPS, 1e-4)
+    return central_statement(mechanism, people, STEPS, guarantee)
+
+
+def seen(sigma=2.0, units=3000):
+    """As a run with this noise, which claims 2, would release it."""
+    rng = np.random.default_rng(1)
+    inside = rng.random(units) < 0.5
+    moved = inside[:, None] * (rng.random((units, STEPS)) < 0.5) / 2.0
+    values = moved + rng.normal(size=(units, STEPS)) * sigma / 2.0
+    none = np.zeros(0, np.float32)
+    return RunAudit(inside, values.astype("f4"), none.astype(bool), none, 0.999, COST)
+
+
+@pytest.mark.privacy
+def test_what_is_stated_is_the_claim_whatever_its_event_costs():
+    found, claim = seen(), stated()
+    (sound,) = found.audits(claim)
+    assert not sound.exceeds
+    assert 0.3 < sound.proved < sound.claimed == claim.privacy.epsilon
+    privacy = dataclasses.replace(claim.privacy, epsilon=0.9 * sound.proved)
+    (lied,) = found.audits(claim.model_copy(update={"privacy": privacy}))
+    assert lied.exceeds
+    (broken,) = seen(1.0).audits(claim)
+    assert broken.exceeds
+
+
+def test_it_is_read_as_it_was_written(tmp_path):
+    found, claim = seen(units=300), stated()
+    told = found.write(tmp_path, claim)
+    assert {path.name for path in tmp_path.iterdir()} == set(FILES)
+    again = read(tmp_path)
+    np.testing.assert_array_equal(again.seen, found.seen)
+    assert (again.confidence, again.cost) == (0.999, COST)
+    assert json.loads((tmp_path / "audit.json").read_text()) == told
+    assert [a.to_json() for a in again.audits(claim)] == told["audits"]
+    (tmp_path / SEEN).write_bytes(b"PK")
+    with pytest.raises(BadInputError, match="cannot be read"):
+        read(tmp_path)
+    with pytest.raises(BadInputError, match="had no canaries"):
+        read(tmp_path / "nowhere")
