@@ -10,8 +10,8 @@ from typing import Any
 HELP = "the bill of five runs, against their measured time"
 DESCRIPTION = """\
 Times a few steps of two models (the quickstart's, and one of another size) with one and with four
-rows of units, for each algorithm and group size, as `dpfl plan --chip here` does; bills five runs of
-other batches from the operations of their steps; and takes these steps. On a CPU seconds are CPU
+rows of units, for each algorithm and group size, as `dpfl plan --chip here` does; bills five runs
+of other batches from the operations of their steps; and takes these steps. On a CPU seconds are CPU
 seconds. Compiling is left out of both; medians of 3.
 
 examples:

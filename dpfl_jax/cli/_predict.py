@@ -248,7 +248,7 @@ def draw_answer(found: dict[str, Any], file: pathlib.Path) -> None:
         ax.axhline(value, color="grey", linestyle=[":", "--"][i % 2], label=label)
     ax.set(xscale="log", xlabel=found["x"], ylabel=found["y"])
     ticks = [p["x"] for p in next(iter(found["series"].values()))]
-    ax.set_xticks(ticks, [f"{x:,.6g}" for x in ticks])
+    ax.set_xticks(ticks, [f"{x:,.4g}" for x in ticks])
     ax.minorticks_off()
     if found["y"].startswith("noise"):
         ax.set_yscale("log")
