@@ -193,8 +193,15 @@ def epsilon_curve(
         return [0.0] * len(steps)
     log_tail = _log_tail(flat, delta) - math.log(some[-1])
     ends = {some[0], some[-1]}
-    both = [_composed(flat, d, [delta], resolution, log_tail, times=ends) for d in DIRECTIONS]
-    return [max(c.times(t).epsilon(delta) for c in both) if t > 0 else 0.0 for t in steps]
+
+    def curve(factor: float) -> list[float]:
+        both = [
+            _composed(flat, d, [delta], resolution, log_tail, factor, times=ends)
+            for d in DIRECTIONS
+        ]
+        return [max(c.times(t).epsilon(delta) for c in both) if t > 0 else 0.0 for t in steps]
+
+    return _coarsened(curve)
 
 
 def delta_curve(

@@ -7,7 +7,9 @@ import json
 import pathlib
 from typing import Any
 
+from dpfl_jax.cli import _predict
 from dpfl_jax.cli._figures import save
+from dpfl_jax.cli._predict import QUESTIONS
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError
 
@@ -27,14 +29,26 @@ With --chip the bill of each cell is beside it: FLOPs of the train step's produc
 (as traced; every position of a sequence counts, padding too) over peak times MFU. Whether a cell
 fits in memory is for `dpfl compile` to say of the written configuration.
 
+--fit runs short proxy trainings on PUBLIC data (noise is added, and not accounted for), fits the
+law of the loss over steps, noise and batch, and draws it; interrupted, the same command goes on.
+--with a fit gives every cell a predicted loss with its band (90 % of runs), the best split of the
+compute over batch and steps, and answers to --ask:
+{questions}
+Without a fit, algorithm, epsilon, users and overtake are answered by noise alone.
+
 examples:
+  dpfl plan PUBLIC_CONFIG --fit FIT.json --runs 24 --jobs 2
+  dpfl plan CONFIG --with FIT.json --epsilon 4 --target-loss 3.2
+  dpfl plan CONFIG --with FIT.json --ask epsilon --png epsilon.png
+  dpfl plan CONFIG --with FLAT.json LAYERS.json LORA.json --ask variants
+  dpfl plan CONFIG --with FIT.json --chip-hours 2000 --chip v5e --epsilon 4   # least loss
   dpfl plan configs/quickstart.yaml --compute-budget 256 --out planned.yaml
   dpfl plan configs/userlevel/stackoverflow_uls.yaml --compute-budget 4096 --png heat.png
   dpfl plan CONFIG --compute-budget 1024 --epsilon 2 --target-noise 0.01
   dpfl plan CONFIG --compute-budget 1024 --private-median 0.1 --overtake 32
   dpfl plan CONFIG --compute-budget 1024 --chip v5e --price 1.2 --watts 200
   dpfl plan CONFIG --chip-hours 2000 --chip v5e --epsilon 4   # least noise that they pay for
-"""
+""".replace("{questions}", "\n".join(f"  {n:<10} {text}" for n, text in QUESTIONS.items()))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,8 +73,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--target-noise", type=float, help="also: smallest epsilon and budget that reach it"
     )
+    loss = parser.add_argument_group("prediction of the loss")
+    loss.add_argument(
+        "--fit", type=pathlib.Path, metavar="FIT.json", help="run proxies on PUBLIC data, and fit"
+    )
+    loss.add_argument("--runs", type=int, default=24, help="of --fit (default: 24)")
+    loss.add_argument("--jobs", type=int, default=1, help="processes of --fit (default: 1)")
+    loss.add_argument(
+        "--rates",
+        type=lambda text: tuple(float(x) for x in text.split(",")),
+        metavar="X,Y",
+        help="learning rates of --fit, over the configuration's (default: 1)",
+    )
+    loss.add_argument("--public", action="store_true", help="of --fit: I say the data are public")
+    loss.add_argument(
+        "--with", dest="fits", nargs="+", type=pathlib.Path, metavar="FIT.json", help="fits to use"
+    )
+    loss.add_argument(
+        "--target-loss", type=float, help="also: the smallest epsilon that reaches it"
+    )
+    loss.add_argument("--ask", choices=QUESTIONS, help="answer a question; with --png, drawn")
     cost = parser.add_argument_group("bill")
-    cost.add_argument("--chip", help="v5e, h100, ... or its FLOP/s, e.g. 2e14: price every cell")
+    cost.add_argument(
+        "--chip",
+        help="v5e, h100, ..., its FLOP/s (2e14), or here: this machine, timed; prices every cell",
+    )
     cost.add_argument("--mfu", type=float, help="share of the chip's peak reached (default: 0.4)")
     cost.add_argument("--price", type=float, help="of a chip-hour, in any currency")
     cost.add_argument("--watts", type=float, help="of a chip")
@@ -88,6 +125,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from rich.console import Console
 
     from dpfl_jax.config import RunConfig, load_config
+    from dpfl_jax.planning.questions import Outlook
 
     console = Console(stderr=args.json)
     config = load_config(args.config, args.overrides)
@@ -97,11 +135,30 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     epsilon = args.epsilon if args.epsilon is not None else config.privacy.epsilon
     if epsilon is None:
         raise BadInputError("the target is not set: give --epsilon, or privacy.epsilon")
-    price = _priced(config, args, console)
+    if args.fit is not None:
+        _predict.check_public(args, config, console)
+    laws = _predict.laws(args.fits)
+    price: Any = None if args.fit is not None else _priced(config, args, console)
+    steps = config.train.steps
+    paid: dict[str, float] = {}
     if args.chip_hours is not None:
-        chip, each = price
-        budget = chip.largest_budget(args.chip_hours, max(each.values()), config.train.steps)
-    planner = _planner(config, args, epsilon, console)
+        chips, each = price
+        most = [chips[k].largest_budget(args.chip_hours, each[k], steps) for k in each]
+        budget = min(most)
+        for name, law in laws.items():
+            flops = law.about["flops_per_gradient"] or max(each.values())
+            paid[name] = args.chip_hours / max(
+                chip.bill(flops)["chip_hours"] for chip in chips.values()
+            )
+    planner = _planner(config, args, epsilon, console, next(iter(laws.values()), None))
+    if args.fit is not None:
+        return _predict.fit(args, config, planner, console)
+    gradients = float(budget * steps)
+    outlooks = {
+        name: Outlook(planner, paid.get(name, gradients), law) for name, law in laws.items()
+    }
+    if args.ask is not None:
+        return _predict.answer(args, outlooks or {"noise": Outlook(planner, gradients)}, console)
     with console.status("calibrating noise"):
         plan = planner.plan(budget)
     result: dict[str, Any] = {
@@ -109,12 +166,23 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "sensitivities": planner.sensitivities.source,
         **plan.to_json(),
     }
+    if outlooks:
+        outlook = next(iter(outlooks.values()))
+        with console.status("weighing steps against batch"):
+            told = _predict.predict(result, plan, outlook, args.target_loss)
+        result["prediction"] = told
+    elif args.target_loss is not None:
+        raise BadInputError("--target-loss needs a fit: give --with FIT.json")
     if price is not None:
-        chip, each = price
+        from dpfl_jax.planning.bill import expected_rows
+
+        chips, each = price
+        row = config.execution.microbatch_size
         for option in (result["best"], *result["options"]):
             gradients = option["group_size"] if option["kind"] == "uls" else 1
-            flops = each[option["kind"]] * option["size"] * gradients * plan.steps
-            option["bill"] = chip.bill(flops)
+            units = expected_rows(option["size"], row) * row
+            flops = each[option["kind"]] * units * gradients * plan.steps
+            option["bill"] = chips[option["kind"]].bill(flops, plan.steps)
     if args.target_noise is not None:
         result["inverse"] = _inverse(planner, args.target_noise, budget)
     if args.overtake is not None:
@@ -129,12 +197,18 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             _draw(planner, plan, args.png)
         console.print(f"drawn: {args.png}")
     if args.out is not None:
-        _write(args, plan, epsilon)
+        chosen = result.get("prediction", {}).get("best_split") or {
+            **result["best"],
+            "steps": steps,
+        }
+        _write(args, chosen, plan.reason, epsilon)
         console.print(f"written: {args.out}; run it with: dpfl train {args.out}")
     return result
 
 
-def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any) -> Any:
+def _planner(
+    config: Any, args: argparse.Namespace, epsilon: float, console: Any, law: Any = None
+) -> Any:
     import numpy as np
 
     from dpfl_jax.planning import (
@@ -149,6 +223,11 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
     declared = config.population
     largest = max(1, args.max_group_size)
     if declared is not None:
+        if args.fit is not None:
+            raise BadInputError(
+                "--fit trains, but this configuration has statistics in the place of data: give "
+                "one of a public proxy, and use its fit here (--with)"
+            )
         users = Users(declared.num_users, limited=declared.limited_examples or None)
         examples = declared.num_examples
         groups = [2**k for k in range(largest.bit_length())]
@@ -164,16 +243,17 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
         examples = int(sizes.sum())
         largest = min(largest, int(sizes.max()))
         groups = [2**k for k in range(largest.bit_length())]
-        params, _ = starting_params(config, data, model, make_mesh(), console)
-        with console.status("gradient norms of sampled users"):
-            sensitivities = estimate_sensitivities(
-                model.loss,
-                params,
-                data.train,
-                groups,
-                users=args.users,
-                trainable=trained_by_name(config.model, model),
-            )
+        if law is None:
+            params, _ = starting_params(config, data, model, make_mesh(), console)
+            with console.status("gradient norms of sampled users"):
+                sensitivities = estimate_sensitivities(
+                    model.loss,
+                    params,
+                    data.train,
+                    groups,
+                    users=args.users,
+                    trainable=trained_by_name(config.model, model),
+                )
     median = None
     if args.private_median is not None:
         if users.sizes is None:
@@ -188,7 +268,7 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
     delta = float(examples) ** -1.1 if delta is None else delta
     return Planner(
         users,
-        sensitivities,
+        sensitivities if law is None else law.sensitivities,
         epsilon=epsilon,
         delta=delta,
         steps=config.train.steps,
@@ -197,21 +277,30 @@ def _planner(config: Any, args: argparse.Namespace, epsilon: float, console: Any
 
 
 def _priced(config: Any, args: argparse.Namespace, console: Any) -> Any:
-    """The chip, and FLOPs of a gradient evaluation by algorithm; None without ``--chip``."""
+    """By algorithm, the chip and the FLOPs of a gradient evaluation; None without ``--chip``."""
     from dpfl_jax.cli.compile import measure, vocabulary
     from dpfl_jax.config import load_config
     from dpfl_jax.config.kinds import CENTRAL
     from dpfl_jax.mesh import make_mesh
     from dpfl_jax.planning.bill import Chip
+    from dpfl_jax.planning.clock import this_machine
     from dpfl_jax.planning.sweep import at_budget
+    from dpfl_jax.training.central_run import read_data
+    from dpfl_jax.training.start import starting_params
 
     if args.chip is None:
         given = [n for n in ("mfu", "price", "watts", "chip_hours") if getattr(args, n) is not None]
         if given:
             raise BadInputError(f"--{given[0].replace('_', '-')} needs --chip, e.g. --chip v5e")
         return None
-    chip = Chip.named(args.chip, mfu=args.mfu, price=args.price, watts=args.watts)
-    found = {}
+    if args.chip == "here" and config.population is not None:
+        raise BadInputError("--chip here takes steps, but this configuration has statistics alone")
+    found, chips, more = {}, {}, {"price": args.price, "watts": args.watts}
+    if args.chip == "here":
+        data, model = read_data(config, console)
+        params, _ = starting_params(config, data, model, make_mesh(), console)
+    else:
+        chip = Chip.named(args.chip, mfu=args.mfu, **more)
     with console.status("counting the operations of a step"):
         for kind in ("uls", "els"):
             group = getattr(config.mechanism, "group_size", 1)
@@ -222,7 +311,14 @@ def _priced(config: Any, args: argparse.Namespace, console: Any) -> Any:
             counted = measure(cell, vocab, "cpu:1", make_mesh(), count_only=True)
             units = counted["microbatch_size"] * (counted["group_size"] or 1)
             found[kind] = counted["flops"] / units
-    return chip, found
+            if args.chip == "here":  # what is reached depends on the algorithm
+                chip = this_machine(cell, data, model, params, found[kind], **more)
+                console.print(
+                    f"this machine, {kind.upper()}: {chip.peak:.3g} FLOP/s reached, and "
+                    f"{chip.step_seconds:.2g} s a step beside"
+                )
+            chips[kind] = chip
+    return chips, found
 
 
 def _inverse(planner: Any, noise: float, budget: int) -> dict[str, Any]:
@@ -242,6 +338,7 @@ def _inverse(planner: Any, noise: float, budget: int) -> dict[str, Any]:
 def _print(console: Any, result: dict[str, Any]) -> None:
     from rich.table import Table
 
+    lossy = ["loss", "low", "high"] if "prediction" in result else []
     billed = [name for name in result["best"].get("bill", ()) if name != "flops"]
     table = Table(
         "algorithm",
@@ -250,14 +347,20 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         "probability",
         "noise multiplier",
         "noise on the gradient",
+        *lossy,
         *billed,
         "",
         title=f"budget {result['budget']}, epsilon {result['epsilon']:g}, {result['steps']} steps",
     )
     marks = {"best": "least noise", "heuristic_els": "median", "heuristic_uls": "double"}
-    for option in sorted(result["options"], key=lambda o: o["noise"]):
-        plain = {key: value for key, value in option.items() if key != "bill"}
-        notes = [words for key, words in marks.items() if result[key] in (option, plain)]
+    keys = set(result["heuristic_uls"])
+    for option in sorted(result["options"], key=lambda o: o["loss" if lossy else "noise"]):
+        plain = {key: value for key, value in option.items() if key in keys}
+        notes = [
+            words
+            for name, words in marks.items()
+            if result[name] and {k: result[name][k] for k in keys} == plain
+        ]
         table.add_row(
             option["kind"].upper(),
             str(option["group_size"]),
@@ -265,6 +368,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
             f"{option['sampling_prob']:.4g}",
             f"{option['noise_multiplier']:.5g}",
             f"{option['noise']:.4g}",
+            *(f"{option[name]:.3f}" for name in lossy),
             *(f"{option['bill'][name]:.4g}" for name in billed),
             ", ".join(notes),
         )
@@ -277,6 +381,8 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         f"M={literal['size']} (noise {literal['noise']:.4g})"
     )
     console.print(f"gradient norms: {result['sensitivities']}")
+    if lossy:
+        _predict.print_prediction(console, result["prediction"])
     if "overtake" in result:
         each, users = result["overtake"]["examples_per_user"], result["overtake"]["users"]
         console.print(
@@ -321,20 +427,28 @@ def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
     save(figure, file)
 
 
-def _write(args: argparse.Namespace, plan: Any, epsilon: float) -> None:
+def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:
     import yaml
 
     from dpfl_jax.config import config_to_dict, load_config
     from dpfl_jax.config.kinds import CENTRAL
     from dpfl_jax.planning.sweep import at_budget
 
-    best = plan.best
-    chosen: Any = load_config(args.config, args.overrides)
-    mechanism = at_budget(chosen.mechanism, best.kind, plan.budget, best.group_size)
-    section = json.dumps(CENTRAL.dump(mechanism))
-    overrides = [*args.overrides, f"mechanism={section}", f"privacy.epsilon={epsilon}"]
+    base: Any = load_config(args.config, args.overrides)
+    budget = cell["size"] * (cell["group_size"] if cell["kind"] == "uls" else 1)
+    mechanism = at_budget(base.mechanism, cell["kind"], budget, cell["group_size"])
+    overrides = [
+        *args.overrides,
+        f"mechanism={json.dumps(CENTRAL.dump(mechanism))}",
+        f"privacy.epsilon={epsilon}",
+        f"train.steps={cell['steps']}",
+        f"optimizer.learning_rate={base.optimizer.learning_rate * cell.get('rate', 1.0)}",
+    ]
+    if "loss" in cell:
+        band = f"{cell['low']:.3f} to {cell['high']:.3f}"
+        reason = f"predicted loss {cell['loss']:.3f} ({band}), the least for its compute"
     config = config_to_dict(load_config(args.config, overrides))
     try:
-        args.out.write_text(f"# {plan.reason}.\n" + yaml.safe_dump(config, sort_keys=False))
+        args.out.write_text(f"# {reason}.\n" + yaml.safe_dump(config, sort_keys=False))
     except OSError as error:
         raise BadInputError(f"cannot write {args.out}: {error.strerror}") from error

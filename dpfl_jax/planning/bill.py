@@ -31,12 +31,14 @@ class Chip:
       mfu: share of the peak that a run reaches, in (0, 1].
       price: of one chip for an hour, in any currency; None: no money.
       watts: of one chip; None: no energy.
+      step_seconds: of a step, whatever its batch: noise, optimiser, dispatch.
     """
 
     peak: float
     mfu: float = 0.4
     price: float | None = None
     watts: float | None = None
+    step_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -65,9 +67,9 @@ class Chip:
             ) from None
         return cls(peak, **{key: value for key, value in rest.items() if value is not None})
 
-    def bill(self, flops: float) -> dict[str, float]:
-        """Chip-hours of so many operations; money and kWh where price and watts are known."""
-        hours = flops / (self.peak * self.mfu) / 3600.0
+    def bill(self, flops: float, steps: int = 0) -> dict[str, float]:
+        """Chip-hours of so many operations and steps; money and kWh where price and watts are."""
+        hours = (flops / (self.peak * self.mfu) + steps * self.step_seconds) / 3600.0
         found = {"flops": flops, "chip_hours": hours}
         if self.price is not None:
             found["money"] = hours * self.price
@@ -88,3 +90,18 @@ class Chip:
                 "or take fewer steps"
             )
         return 2 ** int(math.log2(hours / one) + 1e-9)
+
+
+def expected_rows(size: float, row: int) -> float:
+    """Rows of ``row`` units that a Poisson draw of ``size`` expected units fills, in the mean.
+
+    A row that is begun is computed in full.
+    """
+    from scipy import stats
+
+    if size > 1e4:
+        return size / row + 0.5
+    most = int(size + 12 * math.sqrt(size) + 12)
+    drawn = range(1, most + 1)
+    probs = stats.poisson.pmf(drawn, size)
+    return float(sum(p * -(-n // row) for n, p in zip(drawn, probs, strict=True)))

@@ -89,6 +89,10 @@ class Sensitivities:
         found = {int(g): float(g) ** -decay for g in groups}
         return cls(1.0, found, {}, f"assumed: L_ULS(G) = L_ELS G^-{decay:g}")
 
+    def norm(self, kind: str, group: int) -> float:
+        """Of a unit of an algorithm: an example's for ELS, whatever the group size."""
+        return self.example if kind == "els" else self.at(group)
+
     def at(self, group: int) -> float:
         """L_ULS(G), between known sizes by a power law.
 

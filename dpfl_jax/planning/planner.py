@@ -350,7 +350,7 @@ class Planner:
         Raises:
           BadInputError: no option has a finite epsilon at so little noise.
         """
-        found = [(self._epsilon(option), option) for option in self._with_noise(noise, budget)]
+        found = [(self.epsilon_of(option), option) for option in self._with_noise(noise, budget)]
         epsilon, option = min(found, key=lambda pair: pair[0])
         if math.isinf(epsilon):
             raise BadInputError(
@@ -368,7 +368,7 @@ class Planner:
 
         def fits(power: int) -> Option | None:
             options = self._with_noise(noise, 2**power)
-            return next((o for o in options if self._epsilon(o) <= self.epsilon), None)
+            return next((o for o in options if self.epsilon_of(o) <= self.epsilon), None)
 
         # More compute never needs more noise: halve the range of powers.
         low, high = -1, int(math.log2(self.users.num_users * max(self.sensitivities.user)))
@@ -406,7 +406,8 @@ class Planner:
             raise BadInputError(f"there is no way to spend a budget of {budget} a step")
         return found
 
-    def _epsilon(self, option: Option) -> float:
+    def epsilon_of(self, option: Option) -> float:
+        """What an option of a given noise multiplier spends; infinity where there is no bound."""
         sigma, prob = option.noise_multiplier, option.sampling_prob
         if option.kind == "uls":
             event = events.uls(sigma, prob, self.steps)

@@ -3,11 +3,12 @@
 import json
 import pathlib
 
+import numpy as np
 import pytest
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.planning.bill import PEAK, Chip
+from dpfl_jax.planning.bill import PEAK, Chip, expected_rows
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "userlevel" / "stackoverflow_uls.yaml"
 SMALL = [
@@ -28,6 +29,18 @@ def test_hours_money_and_energy():
     budget = chip.largest_budget(2.0, each, steps)
     assert chip.bill(budget * each * steps)["chip_hours"] <= 2.0
     assert chip.bill(2 * budget * each * steps)["chip_hours"] > 2.0
+
+
+def test_rows_that_are_begun_are_computed_in_full():
+    assert expected_rows(64, 1) == pytest.approx(64, rel=1e-6)
+    drawn = np.random.default_rng(0).poisson(40, 200_000)
+    assert expected_rows(40, 16) == pytest.approx(np.ceil(drawn / 16).mean(), rel=5e-3)
+    assert expected_rows(9_999, 32) == pytest.approx(9_999 / 32 + 0.5, rel=1e-3)
+
+
+def test_steps_cost_whatever_their_batch():
+    chip = Chip(1e12, mfu=1.0, step_seconds=2.0)
+    assert chip.bill(3.6e15, 1800)["chip_hours"] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(

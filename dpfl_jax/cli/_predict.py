@@ -1,0 +1,258 @@
+"""``dpfl plan --fit``, ``--with`` and ``--ask``: proxy runs, and what their law says."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import pathlib
+from typing import Any
+
+from dpfl_jax.cli._figures import save
+from dpfl_jax.errors import BadInputError
+
+QUESTIONS = {
+    "algorithm": "which algorithm, and where does ELS overtake ULS as compute grows",
+    "epsilon": "what does a smaller epsilon cost me",
+    "users": "what would more users give, twice as many for example; how many do I need",
+    "overtake": "from how many users on is ELS ahead of ULS",
+    "feasible": "is privacy feasible here: how much of the gain without it is kept",
+    "variants": "which of several fits: flat or per-layer clipping, LoRA or full, model sizes",
+    "pareto": "epsilon, loss and compute against each other",
+}
+PUBLIC = (
+    "--fit trains on these data without privacy: proxy runs add noise that is not accounted for, "
+    "and their losses and the fit are a function of the data. Use public data alone."
+)
+
+
+def check_public(args: argparse.Namespace, config: Any, console: Any) -> None:
+    """Says that proxy runs protect nobody, and wants it said that the data are public."""
+    from dpfl_jax.data.registry import SETS
+
+    console.print(PUBLIC, style="bold red", highlight=False, soft_wrap=True)
+    embedded = config.data.path is None and config.data.source in (*SETS, "python_source")
+    if not (embedded or args.public):
+        raise BadInputError(
+            f"data.source={config.data.source} is not known to be public, and proxy runs protect "
+            "nobody: give public data, and say so with --public"
+        )
+
+
+def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> dict[str, Any]:
+    """Runs the proxies that are missing, fits, writes and draws the law."""
+    from dpfl_jax.planning.law import fit_law
+    from dpfl_jax.planning.proxy import design, run_trials
+    from dpfl_jax.run.progress import StepProgress
+
+    budget = args.compute_budget or int(config.mechanism.compute_budget)
+    with console.status("calibrating the range of noise"):
+        trials = design(planner, budget, args.runs, args.rates or (1.0,))
+    file = args.fit.with_suffix(".runs.jsonl")
+    with StepProgress(console, "proxy runs", len(trials), 0) as bar:
+
+        def done(count: int, row: dict[str, Any]) -> None:
+            loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
+            what = f"{row['kind'].upper()} G={row['group_size']}, {row['size']} a step"
+            bar.update(count, f"{what}, {row['steps']} steps, ratio {row['ratio']:g}: {loss}")
+
+        rows = run_trials(args.config, args.overrides, trials, file, jobs=args.jobs, done=done)
+    about = {
+        "config": os.fspath(args.config),
+        "overrides": list(args.overrides),
+        "initial": rows[0]["initial"],
+        "learning_rate": config.optimizer.learning_rate,
+        "flops_per_gradient": flops_per_gradient(config, args.vocab_size),
+    }
+    law = fit_law(rows, planner.sensitivities, about)
+    law.save(args.fit)
+    picture = args.png or args.fit.with_suffix(".png")
+    draw_law(law, picture)
+    finite = [row for row in rows if row["loss"] is not None]
+    again = law.predict(finite)
+    errors = sorted(abs(p["loss"] / r["loss"] - 1) for p, r in zip(again, finite))
+    console.print(
+        f"{len(finite)} runs fitted, median error {errors[len(errors) // 2]:.2%} on themselves; "
+        f"written: {args.fit}, drawn: {picture}; use it: dpfl plan CONFIG --with {args.fit}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return {
+        "status": "fitted",
+        "fit": os.fspath(args.fit),
+        "picture": os.fspath(picture),
+        "runs": len(finite),
+        "diverged": len(rows) - len(finite),
+        "cpu_seconds": sum(row["cpu_seconds"] for row in rows),
+        "median_error_on_itself": errors[len(errors) // 2],
+        "public_data_only": PUBLIC,
+    }
+
+
+def flops_per_gradient(config: Any, vocab: int | None) -> float | None:
+    """Of the configuration's own step; None for models that are not priced."""
+    from dpfl_jax.cli.compile import measure, vocabulary
+    from dpfl_jax.mesh import make_mesh
+
+    if not config.model.is_transformer:
+        return None
+    found = measure(config, vocabulary(config, vocab), "cpu:1", make_mesh(), count_only=True)
+    return found["flops"] / (found["microbatch_size"] * (found["group_size"] or 1))
+
+
+def laws(files: list[pathlib.Path] | None) -> dict[str, Any]:
+    """The fits, by the names of their files."""
+    from dpfl_jax.planning.law import Law
+
+    return {file.stem: Law.load(file) for file in files or []}
+
+
+def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> dict[str, Any]:
+    """Answers ``--ask``, and draws."""
+    from rich.table import Table
+
+    from dpfl_jax.planning.questions import ask
+
+    with console.status("calibrating noise for every cell"):
+        found = ask(args.ask, outlooks, args.target_loss)
+    table = Table(found["x"], *found["series"], title=QUESTIONS[args.ask])
+    for points in zip(*found["series"].values()):
+        shown = ["-" if p["cell"] is None else f"{p['score']:.4g}" for p in points]
+        table.add_row(f"{points[0]['x']:,.6g}", *shown)
+    console.print(table)
+    console.print(f"scores: {found['y']}", *[f"; {k}: {v:.4g}" for k, v in found["lines"].items()])
+    console.print(found["answer"], highlight=False, soft_wrap=True)
+    if args.png is not None:
+        draw_answer(found, args.png)
+        console.print(f"drawn: {args.png}")
+    return {"status": "answered", **found}
+
+
+def predict(
+    result: dict[str, Any], plan: Any, outlook: Any, target: float | None
+) -> dict[str, Any]:
+    """Adds predictions to a plan's JSON: of its cells, of the best split, of the least epsilon."""
+    from dpfl_jax.planning.questions import as_cell
+
+    cells = [as_cell(option, plan.steps) for option in plan.options]
+    for option, found in zip(result["options"], outlook.law.predict(cells), strict=True):
+        option |= found
+    best = outlook.best(0.0, epsilon=outlook.planner.epsilon).cell
+    told: dict[str, Any] = {
+        "best_of_budget": min(result["options"], key=lambda o: o["loss"]),
+        "best_split": best,
+        "gradients": outlook.gradients,
+        "initial_loss": outlook.law.about["initial"],
+    }
+    if target is not None:
+        epsilon, cell = outlook.least_epsilon(target)
+        told["least_epsilon"] = {
+            "target_loss": target,
+            "value": epsilon if math.isfinite(epsilon) else None,
+            "cell": cell,
+        }
+    return told
+
+
+def print_prediction(console: Any, told: dict[str, Any]) -> None:
+    """The best of the budget, the best split, the least epsilon."""
+
+    def words(cell: dict[str, Any]) -> str:
+        text = f"{cell['kind'].upper()} G={cell['group_size']}, {cell['size']} a step"
+        if "steps" in cell:
+            text += f", {cell['steps']} steps"
+        if "loss" in cell:
+            text += f": loss {cell['loss']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
+            text += "" if cell["rate"] == 1 else f" at {cell['rate']:g} times the learning rate"
+            if cell["outside"] > 1.5:
+                text += f", {cell['outside']:.2g} times beyond what was tried"
+        return text
+
+    console.print(f"least predicted loss at this budget: {words(told['best_of_budget'])}")
+    if told["best_split"] is not None:
+        console.print(
+            f"best split of {told['gradients']:.4g} gradient evaluations over steps and batch: "
+            f"{words(told['best_split'])}"
+        )
+    console.print(f"loss before training: {told['initial_loss']:.3f}")
+    if (asked := told.get("least_epsilon")) is not None:
+        if asked["cell"] is None:
+            reached = "not reached with this compute, even without noise"
+        else:
+            reached = f"from epsilon {asked['value']:.3g} on ({words(asked['cell'])})"
+        console.print(f"loss {asked['target_loss']:g}: {reached}")
+
+
+def draw_law(law: Any, file: pathlib.Path) -> None:
+    """Runs and law: loss over effective noise, a line for each of four numbers of steps."""
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2))
+    left, right = figure.subplots(1, 2)
+    steps = np.array([row["steps"] for row in law.rows])
+    size = float(np.median([row["size"] for row in law.rows]))
+    ratios = [row["ratio"] for row in law.rows if row["ratio"] > 0]
+    grid = np.geomspace(min(ratios), max(ratios), 60)
+    norm = law.sensitivities
+    span = math.log(steps.max() / steps.min())
+
+    def colour(t: float) -> Any:
+        return colormaps["viridis"](0.9 * math.log(t / steps.min()) / span)
+
+    for t in np.unique(np.geomspace(steps.min(), steps.max(), 4).round()):
+        cells = [
+            {"kind": "els", "group_size": 1, "size": size, "steps": t, "ratio": r} for r in grid
+        ]
+        found = law.predict(cells)
+        left.plot(grid, [f["loss"] for f in found], color=colour(t), label=f"{t:.0f} steps")
+        low, high = ([f[k] for f in found] for k in ("low", "high"))
+        left.fill_between(grid, low, high, color=colour(t), alpha=0.15, linewidth=0)
+    marks = dict(zip(("els", "uls"), "os"))
+    for row in law.rows:
+        at = max(row["ratio"], min(ratios)) * norm.norm(row["kind"], row["group_size"])
+        left.plot(
+            at / norm.example, row["loss"], marks[row["kind"]], color=colour(row["steps"]), ms=5
+        )
+    left.axhline(law.about["initial"], color="grey", linestyle=":", label="before training")
+    left.set(xscale="log", xlabel="noise-to-batch ratio (of an example)", ylabel="held-out loss")
+    left.set_title(f"law at batch {size:.0f}; dots: runs (square: ULS)", fontsize=9)
+    left.legend(fontsize=7)
+    measured = np.array([row["loss"] for row in law.rows])
+    found = law.predict(law.rows)
+    value = np.array([f["loss"] for f in found])
+    bars = np.abs(np.array([[f["low"], f["high"]] for f in found]).T - value)
+    right.errorbar(measured, value, bars, fmt="o", ms=4, elinewidth=1, alpha=0.8)
+    ends = [measured.min(), measured.max()]
+    right.plot(ends, ends, color="grey", linewidth=1)
+    right.set(xlabel="measured loss", ylabel="fitted loss")
+    right.set_title("PUBLIC data, noise not accounted for", fontsize=9)
+    figure.tight_layout()
+    save(figure, file)
+
+
+def draw_answer(found: dict[str, Any], file: pathlib.Path) -> None:
+    """The curves of an answer, with their bands."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5))
+    ax = figure.subplots()
+    for label, points in found["series"].items():
+        points = [p for p in points if p["cell"] is not None]
+        x = [p["x"] for p in points]
+        (line,) = ax.plot(x, [p["score"] for p in points], "o-", label=label)
+        low, high = ([p[k] for p in points] for k in ("low", "high"))
+        ax.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+    for i, (label, value) in enumerate(found["lines"].items()):
+        ax.axhline(value, color="grey", linestyle=[":", "--"][i % 2], label=label)
+    ax.set(xscale="log", xlabel=found["x"], ylabel=found["y"])
+    ticks = [p["x"] for p in next(iter(found["series"].values()))]
+    ax.set_xticks(ticks, [f"{x:,.4g}" for x in ticks])
+    ax.minorticks_off()
+    if found["y"].startswith("noise"):
+        ax.set_yscale("log")
+    ax.set_title(QUESTIONS[found["question"]], fontsize=10)
+    ax.legend(fontsize=8)
+    figure.tight_layout()
+    save(figure, file)

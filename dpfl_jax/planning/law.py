@@ -1,0 +1,253 @@
+"""The law of private training: held-out loss by steps, noise and learning rate, with a band.
+
+What privacy, batch and group size do to a run goes through one number, the effective noise-to-batch
+ratio rho, to which both the noise of the mechanism and that of sampling add up:
+
+    rho^2 = L(G)^(2 gamma) (ratio^2 + kappa / size)
+
+``ratio`` is the noise on the averaged gradient over the clip norm and L(G) the typical gradient
+norm of a unit, by which clipping at one size shrinks or stretches the signal. log loss is a smooth
+function of (log T, log rho, log learning rate): a plane, and a Gaussian process above it where the
+runs say more. kappa, gamma and the process's scales are fitted, the band is the process's own
+(McKenna et al. 2025, arXiv 2501.18914: a table of runs without accounting, interpolated for each
+model over noise-to-batch ratio and steps).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.planning.estimates import Sensitivities
+
+VERSION = 1
+FEWEST = 8
+_PLANE = 100.0  # variance of the plane's coefficients: hardly any prior
+# Fitted, in this order: logs of the variance of process and noise and of kappa over its guess,
+# gamma, logs of length scales; normal priors.
+_MEAN, _SD = (math.log(0.3), math.log(2e-4), 0.0, 1.0), (1.5, 1.0, 2.0, 0.3)
+_LENGTH = (math.log(2.0), 0.7)
+Cell = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Law:
+    """A fit: made by ``fit_law``, or read by ``load``.
+
+    Attributes:
+      rows: the runs: ``kind``, ``group_size``, ``size``, ``steps``, ``ratio``, ``rate``, ``loss``.
+      sensitivities: typical gradient norms of the data they ran on.
+      fitted: parameters, see ``_MEAN``.
+      about: of what model and configuration this is; plain JSON.
+    """
+
+    rows: Sequence[Cell]
+    sensitivities: Sensitivities
+    fitted: tuple[float, ...]
+    about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def rates(self) -> list[float]:
+        """Learning rates that were tried, over the configuration's."""
+        return sorted({row["rate"] for row in self.rows})
+
+    def predict(self, cells: Sequence[Cell]) -> list[dict[str, float]]:
+        """What a run of each cell would come to.
+
+        Args:
+          cells: ``kind``, ``group_size``, ``size``, ``steps`` and ``ratio``, and ``rate`` where it
+            is not to be the best of those tried.
+
+        Returns:
+          For each ``loss``, its band ``low`` to ``high`` (90 % of runs), ``rate``, and ``outside``:
+          how far steps or noise lie beyond what was tried, as a factor (1: not).
+        """
+        from scipy import stats
+
+        asked = [
+            [{**cell, "rate": rate} for rate in ([cell["rate"]] if "rate" in cell else self.rates)]
+            for cell in cells
+        ]
+        cells = [cell for some in asked for cell in some]
+        flat = self._features(_columns(cells, self.sensitivities))
+        mean, sd = self._posterior(flat)
+        # Student's: the scales were fitted to the same runs.
+        wide = stats.t.ppf(0.95, max(2, len(self.rows) - len(self.fitted)))
+        known = self._known[0][:, :2]
+        beyond = np.maximum(known.min(axis=0) - flat[:, :2], flat[:, :2] - known.max(axis=0))
+        outside = np.exp(np.maximum(beyond, 0.0).max(axis=1))
+        found, first = [], 0
+        for some in asked:
+            i = first + int(np.argmin(mean[first : first + len(some)]))
+            losses = np.exp(mean[i] + sd[i] * np.array([0.0, -wide, wide]))
+            named = dict(zip(("loss", "low", "high"), losses.tolist()))
+            rate = some[i - first]["rate"]
+            found.append({**named, "rate": rate, "outside": round(float(outside[i]), 3)})
+            first += len(some)
+        return found
+
+    def ratio_for(self, loss: float, cell: Cell) -> float:
+        """The largest noise-to-batch ratio at which a cell comes to this loss; 0 if none does."""
+        low, high = 1e-7, 1e3
+        if self.predict([{**cell, "ratio": low}])[0]["loss"] > loss:
+            return 0.0
+        while high / low > 1.001:
+            middle = math.sqrt(low * high)
+            reached = self.predict([{**cell, "ratio": middle}])[0]["loss"] <= loss
+            low, high = (middle, high) if reached else (low, middle)
+        return low
+
+    @functools.cached_property
+    def _known(self) -> tuple[np.ndarray, np.ndarray, float, Any]:
+        features = self._features(_columns(self.rows, self.sensitivities))
+        target = np.log([row["loss"] for row in self.rows])
+        factor = _factor(features, self.fitted)
+        return features, target - target.mean(), float(target.mean()), factor
+
+    def _features(self, columns: np.ndarray) -> np.ndarray:
+        guess = _guess(_columns(self.rows, self.sensitivities))
+        return _features(columns, guess, self.fitted)
+
+    def _posterior(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and standard deviation of the log loss of a run."""
+        from scipy.linalg import cho_solve
+
+        known, target, centre, factor = self._known
+        cross = _kernel(features, known, self.fitted)
+        own = _PLANE * (1 + (features**2).sum(axis=1)) + math.exp(self.fitted[0])
+        variance = own - (cross * cho_solve(factor, cross.T).T).sum(axis=1)
+        noise = math.exp(self.fitted[1])
+        return (
+            centre + cross @ cho_solve(factor, target),
+            np.sqrt(np.maximum(variance, 0.0) + noise),
+        )
+
+    # ---- files ---------------------------------------------------------------------------------
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Writes JSON."""
+        content = {"version": VERSION, **dataclasses.asdict(self)}
+        try:
+            pathlib.Path(file).write_text(json.dumps(content, indent=1))
+        except OSError as error:
+            raise BadInputError(f"cannot write {file}: {error.strerror}") from error
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str]) -> Law:
+        """Reads what ``save`` wrote.
+
+        Raises:
+          BadInputError: it is no such file.
+        """
+        try:
+            content = json.loads(pathlib.Path(file).read_text())
+            version = content.pop("version")
+            norms = content.pop("sensitivities")
+            for name in ("user", "intervals"):
+                norms[name] = {int(group): value for group, value in norms[name].items()}
+            fitted = tuple(content.pop("fitted"))
+            law = cls(sensitivities=Sensitivities(**norms), fitted=fitted, **content)
+        except OSError as error:
+            raise BadInputError(f"cannot read the fit {file}: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadInputError(
+                f"{file} is not a fit: make one with dpfl plan CONFIG --fit {file}"
+            ) from error
+        if version != VERSION:
+            raise BadInputError(f"{file} is a fit of another version: fit again")
+        return law
+
+
+def fit_law(
+    rows: Sequence[Cell], sensitivities: Sensitivities, about: Mapping[str, Any] | None = None
+) -> Law:
+    """Fits the law to proxy runs, by the most likely parameters.
+
+    Args:
+      rows: of ``proxy.run_trials``; those that ended without a loss are left out.
+      sensitivities: typical gradient norms of the proxy's data.
+      about: kept with the fit.
+
+    Raises:
+      BadInputError: too few runs, or of one number of steps or one noise alone.
+    """
+    from scipy.linalg import solve_triangular
+    from scipy.optimize import minimize
+
+    finite = [row for row in rows if row["loss"] is not None]
+    if len(finite) < FEWEST or any(len({r[k] for r in finite}) < 2 for k in ("steps", "ratio")):
+        raise BadInputError(
+            f"{len(finite)} runs with a finite loss are too few to fit from: at least {FEWEST}, of "
+            "several numbers of steps and sizes of noise"
+        )
+    dims = 2 + (len({row["rate"] for row in finite}) > 1)
+    mean = np.array([*_MEAN, *[_LENGTH[0]] * dims])
+    deviation = np.array([*_SD, *[_LENGTH[1]] * dims])
+    target = np.log([row["loss"] for row in finite])
+    target = target - target.mean()
+    columns = _columns(finite, sensitivities)
+    guess = _guess(columns)
+
+    def cost(parameters: np.ndarray) -> float:
+        given = tuple(parameters)
+        factor = _factor(_features(columns, guess, given), given)
+        white = solve_triangular(factor[0], target, lower=True)
+        prior = (((parameters - mean) / deviation) ** 2).sum()
+        return float(0.5 * (white @ white + prior) + np.log(np.diag(factor[0])).sum())
+
+    starts = [mean + deviation * shift for shift in (0.0, -0.7, 0.7)]
+    bounds = list(zip(mean - 3 * deviation, mean + 3 * deviation))
+    found = [minimize(cost, start, method="L-BFGS-B", bounds=bounds) for start in starts]
+    best = min(found, key=lambda result: result.fun)
+    return Law(finite, sensitivities, tuple(map(float, best.x)), dict(about or {}))
+
+
+def _columns(cells: Sequence[Cell], norms: Sensitivities) -> np.ndarray:
+    """[n, 5]: log gradient norm, ratio^2, 1 / size, log steps, log rate."""
+    return np.array(
+        [
+            (
+                math.log(norms.norm(cell["kind"], cell["group_size"])),
+                cell["ratio"] ** 2,
+                1.0 / cell["size"],
+                math.log(cell["steps"]),
+                math.log(cell["rate"]),
+            )
+            for cell in cells
+        ]
+    )
+
+
+def _features(columns: np.ndarray, guess: float, fitted: Sequence[float]) -> np.ndarray:
+    """[n, 2 or 3]: logs of steps, of the effective noise-to-batch ratio, and of the rate."""
+    norm, squared, inverse, steps, rate = columns.T
+    kappa, gamma = guess * math.exp(fitted[2]), fitted[3]
+    rho = gamma * norm + 0.5 * np.log(squared + kappa * inverse)
+    return np.stack([steps, rho, rate], axis=1)[:, : len(fitted) - len(_MEAN)]
+
+
+def _guess(columns: np.ndarray) -> float:
+    """Kappa at which noise of both kinds is alike in the middle of the runs."""
+    return float(np.median(columns[:, 1] / columns[:, 2])) + 1e-12
+
+
+def _kernel(a: np.ndarray, b: np.ndarray, fitted: Sequence[float]) -> np.ndarray:
+    scaled = (a[:, None, :] - b[None, :, :]) / np.exp(fitted[len(_MEAN) :])
+    process = math.exp(fitted[0]) * np.exp(-0.5 * (scaled**2).sum(axis=-1))
+    return _PLANE * (1 + a @ b.T) + process
+
+
+def _factor(features: np.ndarray, fitted: Sequence[float]) -> Any:
+    from scipy.linalg import cho_factor
+
+    noise = (math.exp(fitted[1]) + 1e-9) * np.eye(len(features))
+    return cho_factor(_kernel(features, features, fitted) + noise, lower=True)

@@ -1,0 +1,303 @@
+"""Proxy runs: short trainings with noise of a stated size, from which the law of loss is fitted.
+
+Nothing is accounted, so these runs protect nobody: they are for public data. Privacy enters a run
+only through the noise on the averaged gradient, so that small runs tell of large ones with as
+little noise (McKenna et al. 2025, arXiv 2501.18914, section 3).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import math
+import multiprocessing
+import os
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+
+from dpfl_jax.clipping import join, split
+from dpfl_jax.config import RunConfig, config_fingerprint, load_config
+from dpfl_jax.data import limit_store
+from dpfl_jax.data.example_keys import key_argument
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms.batches import example_loss, step_arguments
+from dpfl_jax.mechanisms.plan import Plan
+from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mesh import make_mesh, place, replicated
+from dpfl_jax.noise.transform import Noise
+from dpfl_jax.planning.planner import Planner
+from dpfl_jax.planning.sweep import at_budget
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training.central_run import read_data
+from dpfl_jax.training.evaluate import Evaluator
+from dpfl_jax.training.start import make_optimizer, starting_params, trained_by_name
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One proxy run.
+
+    Attributes:
+      kind: "els" or "uls".
+      group_size: G.
+      size: expected examples (ELS) or users (ULS) a step.
+      steps: T.
+      ratio: noise-to-batch ratio: standard deviation of the noise on the averaged gradient, over
+        the clip norm.
+      rate: learning rate, over the configuration's.
+      seed: public, of sampling and noise.
+    """
+
+    kind: str
+    group_size: int
+    size: int
+    steps: int
+    ratio: float
+    rate: float = 1.0
+    seed: int = 0
+
+
+class Proxy:
+    """Trains and evaluates trials of one configuration; programs are compiled once for all."""
+
+    def __init__(self, config: RunConfig, largest: int) -> None:
+        """Reads the data and the starting parameters.
+
+        Args:
+          config: data, model, clipping, optimiser and execution are its; mechanism sizes, noise
+            and steps are the trials'.
+          largest: expected size of the largest trial, for buffers.
+
+        Raises:
+          BadInputError: nobody is held out, or parameters are to be split over devices.
+        """
+        self.config, self.largest = config, largest
+        quiet = Console(quiet=True)
+        self.data, self.model = read_data(config, quiet)
+        held_out = getattr(self.data, config.eval.split)
+        if held_out is None:
+            raise BadInputError(
+                "proxy runs compare held-out losses, but nothing is held out: set "
+                "data.validation_fraction"
+            )
+        self.mesh = make_mesh(**config.execution.mesh.axes)
+        params, _ = starting_params(config, self.data, self.model, self.mesh, quiet)
+        self.trainable = trained_by_name(config.model, self.model)
+        self.trained, self.frozen = place(split(params, self.trainable), replicated(self.mesh))
+        held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
+        evaluator = Evaluator(self.model.loss, self.mesh, config.eval.batch_size)
+        self._loss = lambda trained: evaluator(join(trained, self.frozen), held_out).loss
+        self._sums: dict[tuple[str, int], Callable[..., Any]] = {}
+
+    @functools.cached_property
+    def initial(self) -> float:
+        """Held-out loss before the first step."""
+        return self._loss(self.trained)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  (one proxy a process)
+    def _update(self, steps: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        optimizer = make_optimizer(self.config.optimizer, steps)
+
+        @jax.jit
+        def update(state: Any, total: Any, divisor: Any, ratio: Any, rate: Any, key: Any) -> Any:
+            params, memory = state
+            clip = self.config.mechanism.clip_norm
+            noised = Noise(ratio * clip * divisor, clip, law="float").add(key, total)
+            gradient = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), noised, params)
+            updates, memory = optimizer.update(gradient, memory, params)
+            updates = jax.tree.map(lambda u: (rate * u).astype(u.dtype), updates)
+            return optax.apply_updates(params, updates), memory
+
+        return optimizer.init, update
+
+    def _sum(self, mechanism: Any) -> Callable[..., Any]:
+        known = (mechanism.kind, mechanism.group_size)
+        if known not in self._sums:
+            how = self.config.execution
+            self._sums[known] = jax.jit(
+                bounded_sum_over_microbatches(
+                    mechanism,
+                    example_loss(self.model.loss, self.data.train),
+                    self.mesh,
+                    strategy=how.strategy,
+                    trainable=self.trainable,
+                    **how.cut,
+                )
+            )
+        return self._sums[known]
+
+    def run(self, trial: Trial, evaluate: bool = True) -> dict[str, Any]:
+        """Trains once; returns the trial's fields, its loss and its CPU seconds of training."""
+        budget = trial.size * (trial.group_size if trial.kind == "uls" else 1)
+        mechanism: Any = at_budget(
+            self.config.mechanism, trial.kind, float(budget), trial.group_size
+        )
+        mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)  # not used: see _update
+        how = self.config.execution
+        if trial.kind == "uls":  # rows of few large users, not of many
+            fewer = max(1, how.microbatch_size // trial.group_size)
+            how = how.model_copy(update={"microbatch_size": fewer})
+        plan = Plan(mechanism, self.data.train, trial.steps, 1e-5, how, self.mesh)
+        key = RootKey.from_seed(trial.seed)
+        own = key_argument(self.model.loss)
+        pipeline = plan.pipeline(plan.sampler(key), key if own else None)
+        most = self.largest + 8 * math.sqrt(self.largest)
+        shape = (max(1, math.ceil(most / pipeline.row)),) * len(pipeline.group_sizes or (1,))
+        pipeline = dataclasses.replace(pipeline, capacities=shape)
+        init, update = self._update(trial.steps)
+        summed, state = self._sum(mechanism), (self.trained, init(self.trained))
+        numbers = [jnp.float32(x) for x in (mechanism.divisor, trial.ratio, trial.rate)]
+        started, units, examples, tokens, rows = time.process_time(), 0, 0, 0, 0
+        for batch in pipeline.iterate(0, trial.steps):
+            arguments = step_arguments(mechanism, batch)
+            total, _ = summed(state[0], *arguments, self.frozen)
+            state = update(state, total, *numbers, plan.noise_key(key, batch.step))
+            units, examples = units + batch.num_units, examples + batch.num_examples
+            tokens += batch.num_tokens
+            rows += sum(bucket.num_rows for bucket in batch.buckets)
+        jax.block_until_ready(state)
+        used = time.process_time() - started
+        loss = self._loss(state[0]) if evaluate else math.nan
+        return {
+            **dataclasses.asdict(trial),
+            "loss": loss if math.isfinite(loss) else None,
+            "cpu_seconds": used,
+            "units": units,
+            "examples": examples,
+            "tokens": tokens,
+            "rows": rows,
+        }
+
+
+# ---- many trials, kept as they finish ---------------------------------------------------------
+
+
+def design(
+    planner: Planner, budget: int, runs: int, rates: Sequence[float] = (1.0,)
+) -> list[Trial]:
+    """Trials that span what a plan may choose; those of fewer runs come first.
+
+    Steps go from an eighth of the planner's to all, gradients a step from a quarter of the budget
+    to all (the first two have all of both), noise from what epsilon 64 asks for to what epsilon 1/2
+    does; every eighth run has none.
+
+    Args:
+      planner: of the proxy's users, with the largest number of steps.
+      budget: most gradient evaluations a step.
+      runs: how many.
+      rates: learning rates to try, over the configuration's.
+    """
+    from scipy.stats import qmc
+
+    steps, norms = planner.steps, planner.sensitivities
+    groups = [g for g in (1, 4, 16) if g in norms.user and 16 * g <= budget] or [1]
+    middle = planner.users.groups()[len(planner.users.groups()) // 2]
+    arms = [("uls", group) for group in groups] + [("els", middle)]
+
+    def noise(epsilon: float, least: float) -> float:
+        other = Planner(planner.users, norms, epsilon=epsilon, delta=planner.delta, steps=steps)
+        return least * other.plan(budget, els_groups=[]).best.noise
+
+    low, high = noise(64.0, 0.5), noise(0.5, 2.0)
+    points = qmc.Sobol(5, seed=0).random_base2(max(1, math.ceil(math.log2(max(2, runs)))))
+    found = []
+    for i, (a, b, c, d, e) in enumerate(points[:runs].tolist()):
+        if i < 2:  # the largest runs, without noise and with some: nearest to what is chosen
+            a, b, c = 1.0, 1.0, 0.5
+        kind, group = arms[int(d * len(arms))]
+        gradients = max(8 * group, round(budget * 4.0 ** (b - 1)))
+        size = gradients // group if kind == "uls" else gradients
+        most = planner.users.num_users if kind == "uls" else planner.users.left(group)
+        total = 0.0 if i % 8 == 0 else low * (high / low) ** c
+        found.append(
+            Trial(
+                kind,
+                group,
+                min(size, most),
+                max(2, round(steps * 8.0 ** (a - 1))),
+                float(f"{total / norms.norm(kind, group):.4g}"),
+                rates[int(e * len(rates))],
+                seed=i,
+            )
+        )
+    return found
+
+
+def run_trials(
+    config: str | os.PathLike[str],
+    overrides: Sequence[str],
+    trials: Sequence[Trial],
+    file: pathlib.Path,
+    *,
+    jobs: int = 1,
+    done: Callable[[int, dict[str, Any]], None] = lambda count, row: None,
+) -> list[dict[str, Any]]:
+    """Runs the trials that the file does not have yet, appending each as it finishes.
+
+    Args:
+      config: YAML file of a central run.
+      overrides: of its keys.
+      trials: to run.
+      file: one JSON object a line; rows of other configurations are left alone, and not returned.
+      jobs: processes.
+      done: called with the number of finished trials and the last one's row.
+
+    Returns:
+      The rows of ``trials``, in their order, with ``"config"`` (a fingerprint) and ``"initial"``.
+    """
+    loaded: Any = load_config(config, [*overrides, "sweep=null"])
+    name = config_fingerprint(loaded)
+    fields = [field.name for field in dataclasses.fields(Trial)]
+    kept: dict[Trial, dict[str, Any]] = {}
+    lines = file.read_text().splitlines() if file.exists() else []
+    for line in lines:
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut off when it was written
+            continue
+        if row.get("config") == name:
+            kept[Trial(**{field: row[field] for field in fields})] = row
+    left = [trial for trial in dict.fromkeys(trials) if trial not in kept]
+    largest = max((trial.size for trial in trials), default=1)
+    # Trials of one program go to one process, and the longest are begun first.
+    left.sort(key=lambda t: (t.kind, t.group_size, -t.steps * t.size))
+    work = functools.partial(_one, os.fspath(config), tuple(overrides), largest)
+
+    def keep(trial: Trial, row: dict[str, Any]) -> None:
+        row = kept[trial] = {"config": name, **row}
+        with file.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        done(len(trials) - len(left) + sum(t in kept for t in left), row)
+
+    jobs = min(jobs, len(left))
+    if jobs <= 1:
+        for trial in left:
+            keep(trial, work(trial))
+        return [kept[trial] for trial in trials]
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+        futures = {pool.submit(work, trial): trial for trial in left}
+        for future in concurrent.futures.as_completed(futures):
+            keep(futures[future], future.result())
+    return [kept[trial] for trial in trials]
+
+
+@functools.lru_cache(maxsize=1)
+def _proxy(config: str, overrides: tuple[str, ...], largest: int) -> Proxy:
+    loaded = load_config(config, [*overrides, "sweep=null"])
+    assert isinstance(loaded, RunConfig)
+    return Proxy(loaded, largest)
+
+
+def _one(config: str, overrides: tuple[str, ...], largest: int, trial: Trial) -> dict[str, Any]:
+    proxy = _proxy(config, overrides, largest)
+    return {**proxy.run(trial), "initial": proxy.initial}

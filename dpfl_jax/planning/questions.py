@@ -1,0 +1,281 @@
+"""What people ask before they train: every question is a curve of the best cell over something.
+
+A cell is an algorithm, a group size, a size and a number of steps; its score is the loss that a law
+predicts, or, without one, the noise of a step on the averaged gradient. Every noise multiplier
+behind a score is calibrated by the accountant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.planning.law import Law
+from dpfl_jax.planning.planner import Option, Planner, Users
+
+NEEDS_LAW = ("feasible", "variants", "pareto")
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The best cell somewhere.
+
+    Attributes:
+      x: where.
+      score: predicted loss, or noise.
+      low, high: band of the loss; the score itself for noise.
+      cell: as JSON; None: there is no such cell.
+    """
+
+    x: float
+    score: float
+    low: float
+    high: float
+    cell: dict[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Outlook:
+    """A population, a guarantee and compute, seen through a law.
+
+    Attributes:
+      planner: of the population and guarantee, at the configuration's steps.
+      gradients: gradient evaluations of the whole run that compute pays for.
+      law: of loss; None: by noise alone.
+    """
+
+    planner: Planner
+    gradients: float
+    law: Law | None = None
+    _planners: dict[Any, Planner] = dataclasses.field(default_factory=dict, repr=False)
+
+    def at(self, steps: int, epsilon: float, times: float = 1.0) -> Planner:
+        """The planner for other steps, epsilon, or ``times`` as many users of the same kind."""
+        known = (steps, epsilon, times)
+        if known not in self._planners:
+            base, users = self.planner, self.planner.users
+            norms = base.sensitivities if self.law is None else self.law.sensitivities
+            if times != 1.0:
+                limited = {g: max(1, round(users.left(g) * times)) for g in users.groups()}
+                users = Users(max(1, round(users.num_users * times)), limited=limited)
+            self._planners[known] = Planner(
+                users, norms, epsilon=epsilon, delta=base.delta, steps=steps
+            )
+        return self._planners[known]
+
+    def steps(self) -> list[int]:
+        """Numbers of steps that are weighed: the configuration's, and what the law knows about."""
+        if self.law is None:
+            return [self.planner.steps]
+        low, high = (f(row["steps"] for row in self.law.rows) for f in (min, max))
+        tried = {round(self.planner.steps * 2.0**k) for k in range(-12, 13)}
+        return sorted(t for t in tried if low <= t <= 2 * high) or [self.planner.steps]
+
+    def cells(
+        self, epsilon: float, times: float = 1.0, gradients: float | None = None, kind: str = ""
+    ) -> list[tuple[Option, int]]:
+        """Every way to spend the compute, calibrated: (option, steps)."""
+        gradients = self.gradients if gradients is None else gradients
+        found = []
+        for steps in self.steps():
+            budget = int(gradients / steps)
+            planner = self.at(steps, epsilon, times)
+            for group in sorted(planner.sensitivities.user) if kind != "els" else []:
+                if 1 <= budget // group <= planner.users.num_users:
+                    found.append((planner.uls(group, budget // group), steps))
+            for group in planner.users.groups() if kind != "uls" else []:
+                if 1 <= budget <= planner.users.left(group):
+                    found.append((planner.els(group, budget), steps))
+        return found
+
+    def best(self, x: float, **where: Any) -> Point:
+        """The best cell, as a point at ``x``; ``where`` as of ``cells``."""
+        cells = self.cells(**where)
+        if not cells:
+            return Point(x, math.nan, math.nan, math.nan, None)
+        if self.law is None:
+            option, steps = min(cells, key=lambda cell: cell[0].noise)
+            noise = option.noise
+            return Point(x, noise, noise, noise, {**option.to_json(), "steps": steps})
+        predicted = self.law.predict([as_cell(*cell) for cell in cells])
+        (option, steps), found = min(zip(cells, predicted), key=lambda pair: pair[1]["loss"])
+        cell = {**option.to_json(), "steps": steps, **found}
+        return Point(x, found["loss"], found["low"], found["high"], cell)
+
+    def least_epsilon(self, loss: float) -> tuple[float, dict[str, Any] | None]:
+        """The least epsilon at which some cell of this compute is predicted to reach a loss.
+
+        Returns:
+          It and the cell; infinity and None if not even runs without noise do.
+        """
+        assert self.law is not None
+        best: tuple[float, dict[str, Any] | None] = (math.inf, None)
+        for option, steps in self.cells(self.planner.epsilon):
+            ratio = self.law.ratio_for(loss, as_cell(option, steps))
+            if ratio > 0:
+                given = dataclasses.replace(option, noise_multiplier=ratio * option.size)
+                epsilon = self.at(steps, self.planner.epsilon).epsilon_of(given)
+                if epsilon < best[0]:
+                    best = (epsilon, {**given.to_json(), "steps": steps})
+        return best
+
+
+def as_cell(option: Option, steps: int) -> dict[str, Any]:
+    """What a law predicts for."""
+    kind, group, size = option.kind, option.group_size, option.size
+    ratio = option.noise_multiplier / size
+    return {"kind": kind, "group_size": group, "size": size, "steps": steps, "ratio": ratio}
+
+
+def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None) -> dict[str, Any]:
+    """Answers a question (``dpfl plan --help`` lists them).
+
+    Args:
+      question: its name.
+      outlooks: by name of the fit; all but ``variants`` use the first.
+      target: the loss that ``users`` is to find a number of users for.
+
+    Returns:
+      JSON: ``question``, ``x`` (name of the axis), ``y``, ``series`` ({label: points}), ``lines``
+      ({label: score}), ``answer`` (sentences).
+    """
+    name, outlook = next(iter(outlooks.items()))
+    if question in NEEDS_LAW and outlook.law is None:
+        raise BadInputError(f"--ask {question} is about loss: give a fit (--with FIT.json)")
+    curve: Callable[..., list[Point]] = functools.partial(_curve, outlook)
+    epsilon = outlook.planner.epsilon
+    lines: dict[str, float] = {}
+    if question in ("algorithm", "overtake"):
+        x = "gradient evaluations of the run" if question == "algorithm" else "users"
+        unit = outlook.gradients if question == "algorithm" else outlook.planner.users.num_users
+        axis = "gradients" if question == "algorithm" else "times"
+        factors = [4.0**k for k in (range(-3, 3) if axis == "gradients" else range(-1, 5))]
+        series = {
+            kind.upper(): [
+                outlook.best(
+                    unit * f,
+                    epsilon=epsilon,
+                    kind=kind,
+                    **{axis: unit * f if axis == "gradients" else f},
+                )
+                for f in factors
+            ]
+            for kind in ("uls", "els")
+        }
+        answer = _overtaking(series, x)
+    elif question == "users":
+        x, users = "users", outlook.planner.users.num_users
+        series = {f"epsilon {epsilon:g}": curve("times", [2.0**k for k in range(-2, 5)], users)}
+        now, twice = series[f"epsilon {epsilon:g}"][2:4]
+        answer = f"{_told(now, outlook)} now; {_told(twice, outlook)} with twice as many users"
+        if target is not None:
+            enough = next((p.x for p in series[f"epsilon {epsilon:g}"] if p.score <= target), None)
+            needed = "more users than these" if enough is None else f"at most {enough:,.0f} users"
+            answer += f"; {target:g} needs {needed}"
+    elif question == "pareto":
+        x = "epsilon"
+        series = {
+            f"{outlook.gradients * f:.3g} gradients": curve(
+                "epsilon", _EPSILONS, gradients=outlook.gradients * f
+            )
+            for f in (0.25, 1.0, 4.0)
+        }
+        answer = "each curve is the best split of its compute over algorithm, batch and steps"
+    else:  # over epsilon
+        x = "epsilon"
+        used = outlooks if question == "variants" else {name: outlook}
+        series = {n: _curve(o, "epsilon", _EPSILONS) for n, o in used.items()}
+        answer = ""
+        if outlook.law is not None:
+            lines = {"before training": outlook.law.about["initial"]}
+            free = _without_noise(outlook)
+            lines["without privacy"] = free
+        points = series[name]
+        if question == "epsilon":
+            at = {point.x: point for point in points}
+            answer = (
+                f"epsilon 8: {_told(at[8.0], outlook)}; epsilon 2: {_told(at[2.0], outlook)}: "
+                f"{at[2.0].score / at[8.0].score - 1:+.1%}"
+            )
+        elif question == "feasible":
+            answer = _feasible(points, lines)
+        else:
+            least = {n: min(p, key=lambda q: abs(q.x - epsilon)) for n, p in series.items()}
+            first = min(least, key=lambda n: least[n].score)
+            answer = f"{first} is best at epsilon {least[first].x:g}: " + "; ".join(
+                f"{n} {_told(p, used[n])}" for n, p in least.items()
+            )
+    cells = [p.cell for points in series.values() for p in points if p.cell is not None]
+    if beyond := sum(cell.get("outside", 1.0) > 1.5 for cell in cells):
+        answer += f" ({beyond} of {len(cells)} points lie beyond what was tried: bands are wide)"
+    return {
+        "question": question,
+        "x": x,
+        "y": "noise on the averaged gradient" if outlook.law is None else "held-out loss",
+        "series": {name: [_json(p) for p in points] for name, points in series.items()},
+        "lines": lines,
+        "answer": answer,
+    }
+
+
+def _json(point: Point) -> dict[str, Any]:
+    told = dataclasses.asdict(point)
+    return told if point.cell else {**told, "score": None, "low": None, "high": None}
+
+
+_EPSILONS = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+def _curve(
+    outlook: Outlook, axis: str, values: Sequence[float], unit: float = 1.0, **where: Any
+) -> list[Point]:
+    base = {"epsilon": outlook.planner.epsilon, **where}
+    return [outlook.best(value * unit, **{**base, axis: value}) for value in values]
+
+
+def _without_noise(outlook: Outlook) -> float:
+    assert outlook.law is not None
+    cells = [{**as_cell(*c), "ratio": 0.0} for c in outlook.cells(outlook.planner.epsilon)]
+    return min(found["loss"] for found in outlook.law.predict(cells))
+
+
+def _told(point: Point, outlook: Outlook) -> str:
+    if point.cell is None:
+        return "nothing can be run"
+    cell = point.cell
+    what = f"{cell['kind'].upper()} G={cell['group_size']}, {cell['size']} a step"
+    if outlook.law is None:
+        return f"noise {point.score:.4g} ({what})"
+    band = f"{point.low:.3f} to {point.high:.3f}"
+    return f"loss {point.score:.3f} ({band}; {what}, {cell['steps']} steps)"
+
+
+def _overtaking(series: dict[str, list[Point]], x: str) -> str:
+    ahead = [
+        (uls.x, "ELS" if els.score < uls.score or math.isnan(uls.score) else "ULS")
+        for uls, els in zip(series["ULS"], series["ELS"])
+        if not (math.isnan(uls.score) and math.isnan(els.score))
+    ]
+    told = [f"{ahead[0][1]} is ahead at {ahead[0][0]:,.0f} {x}"]
+    for (_, before), (where, after) in itertools.pairwise(ahead):
+        if after != before:
+            told.append(f"{after} from {where:,.0f} on")
+    if len(told) == 1:
+        told.append(f"and up to {ahead[-1][0]:,.0f}")
+    return ", ".join(told)
+
+
+def _feasible(points: Sequence[Point], lines: dict[str, float]) -> str:
+    gain = lines["before training"] - lines["without privacy"]
+    if gain <= 0:
+        return "no: training does not help even without privacy, with this compute"
+    kept = {p.x: (lines["before training"] - p.score) / gain for p in points if p.cell}
+    surely = [p.x for p in points if p.cell and p.high < lines["before training"]]
+    verdict = f"yes, from epsilon {min(surely):g} on" if surely else "no, at none of these epsilons"
+    told = ", ".join(f"{k:.0%} at epsilon {e:g}" for e, k in kept.items())
+    return f"{verdict}: of the gain without privacy is kept {told}"
