@@ -112,6 +112,8 @@ def delta(
 ) -> float:
     """Upper bound on delta at ``epsilon`` >= 0; of it 2^-20 is for the noise that is drawn.
 
+    (That pays down to a delta of about 1e-16; whether it does, a guarantee says.)
+
     Arguments as for :func:`epsilon`.
     """
     if not epsilon >= 0:

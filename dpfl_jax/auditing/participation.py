@@ -134,14 +134,14 @@ def _attacked(config: Any, own: bool, console: Console) -> Attacked:
 
 def _parts(store: Store, own: bool) -> tuple[Store, Callable[[np.ndarray], Store]]:
     """What the attacker holds of all people, and what some of them train with."""
-    counts = np.diff(store.user_offsets)
-    people = np.flatnonzero(counts >= (1 if own else 2))
-    used = (counts if own else counts - counts // 2)[people]
+    counts, step = np.diff(store.user_offsets), 1 if own else 2
+    people = np.flatnonzero(counts >= step)
 
     def trains(inside: np.ndarray) -> Store:
-        return UserView(store, people[inside], counts=used[inside])
+        return UserView(store, people[inside], every=step)
 
-    return UserView(store, people, first=np.zeros_like(used) if own else used), trains
+    others = np.full(len(people), step - 1)
+    return UserView(store, people, first=others, every=step), trains
 
 
 def _by_user(losses: np.ndarray, store: Store) -> np.ndarray:

@@ -307,7 +307,7 @@ class ArrayStore(StoreBase):
 
 
 class UserView(StoreBase):
-    """Some users of another store, and of each a contiguous range of its examples.
+    """Some users of another store, and of each a range of its examples.
 
     Splits and limits are views: nothing is copied, and positions are renumbered from 0.
     """
@@ -318,6 +318,7 @@ class UserView(StoreBase):
         users: np.ndarray,
         first: np.ndarray | None = None,
         counts: np.ndarray | None = None,
+        every: int = 1,
     ):
         """Selects users and ranges.
 
@@ -327,6 +328,7 @@ class UserView(StoreBase):
           first: int64 [k], number of each user's leading examples left out (default 0).
           counts: int64 [k], number of examples kept (default: all that follow). Users left without
             an example are dropped.
+          every: 2 keeps every second one of a range.
 
         Raises:
           BadInputError: a number below 0: users would then share examples.
@@ -338,9 +340,10 @@ class UserView(StoreBase):
         begin = parent.user_offsets[users]
         size = parent.user_offsets[users + 1] - begin
         skip = np.zeros_like(size) if first is None else np.minimum(first, size)
-        keep = size - skip if counts is None else np.minimum(counts, size - skip)
+        keep = -(-(size - skip) // every)
+        keep = keep if counts is None else np.minimum(counts, keep)
         some = keep > 0
-        self.parent = parent
+        self.parent, self._every = parent, every
         self.schema = parent.schema
         self._users = users[some]
         self._first = (begin + skip)[some]
@@ -354,7 +357,8 @@ class UserView(StoreBase):
     def records(self, positions: np.ndarray) -> np.ndarray:
         """Returns the stored records at ``positions``."""
         user = np.searchsorted(self.user_offsets, positions, side="right") - 1
-        return self.parent.records(self._first[user] + positions - self.user_offsets[user])
+        place = self._every * (positions - self.user_offsets[user])
+        return self.parent.records(self._first[user] + place)
 
 
 # How libraries write a cell without a value.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 from typing import Any
@@ -58,10 +59,17 @@ class RunAudit:
         if len(cases) != 1 or len(cases[0]) != 1:
             raise BadInputError("the guarantee is not of one event: there is nothing to audit by")
         event, privacy = cases[0][0], stated.privacy
+        steps = int(np.isfinite(self.seen).all(axis=0).sum())
+        if len(self.inside) and steps > (privacy.steps or math.inf):
+            raise BadInputError(
+                f"canaries saw {steps} steps, but the guarantee is of {privacy.steps}: "
+                "audit.npz or guarantee.json is not as the run left it"
+            )
         level = self.confidence if confidence is None else confidence
         found = []
         if len(self.inside):
-            how = f"{len(self.inside)} canaries in the run, {self.inside.sum()} of them in"
+            how = f"{len(self.inside)} canaries in the run, {self.inside.sum()} of them in, "
+            how += f"and {steps} steps"
             trials = Trials(
                 self.inside,
                 self.seen,
@@ -119,12 +127,36 @@ def read(directory: pathlib.Path) -> RunAudit:
     try:
         told = json.loads((directory / SUMMARY).read_text())
         with np.load(directory / SEEN, allow_pickle=False) as arrays:
-            return RunAudit(
-                **{name: arrays[name] for name in ("inside", "seen", "texts_inside", "gains")},
-                confidence=told["confidence"],
-                cost=told["cost"],
-            )
-    except (OSError, ValueError, KeyError) as error:
+            found = {name: arrays[name] for name in ("inside", "seen", "texts_inside", "gains")}
+        seen = RunAudit(**found, confidence=float(told["confidence"]), cost=dict(told["cost"]))
+        wrong = _wrong(seen)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        wrong = str(error)
+    if wrong is not None:
         raise BadInputError(
-            f"what the audit of the run in {directory} saw cannot be read: {error}"
-        ) from None
+            f"what the audit of the run in {directory} saw ({SUMMARY}, {SEEN}) is not as the run "
+            f"left it: {wrong}"
+        )
+    return seen
+
+
+def _wrong(found: RunAudit) -> str | None:
+    """What cannot be so."""
+    inside, texts = found.inside, found.texts_inside
+    if not (inside.dtype == texts.dtype == bool and inside.ndim == texts.ndim == 1):
+        return "coins are not true or false"
+    kinds = {found.seen.dtype.kind, found.gains.dtype.kind}
+    if kinds != {"f"} or found.seen.ndim != 2 or len(found.seen) != len(inside):
+        return "what was seen is not a row of numbers for each canary"
+    if found.gains.shape != texts.shape or not np.isfinite(found.gains).all():
+        return "gains are not a finite number for each made-up user"
+    if not len(inside) + len(texts):
+        return "there are no canaries"
+    counts = [len(inside), inside.sum(), len(texts), texts.sum()]
+    if counts != [found.cost.get(k) for k in ("canaries", "inside", "texts", "texts_inside")]:
+        return "there are other numbers of canaries than it says"
+    if len(inside) and not np.isfinite(found.seen[:, :1]).all():
+        return "nothing was seen of the first step"
+    if not 0.5 <= found.confidence < 1:
+        return f"the confidence is {found.confidence}"
+    return None

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from dpfl_jax.accounting import NoiseLaw
@@ -69,10 +70,14 @@ class Noise:
         chex.assert_type(jax.tree.leaves(tree), jnp.float32)
         chex.assert_shape(key, (8,))
         chex.assert_type(key, jnp.uint32)  # another key would be another law of noise
-        known = isinstance(self.stddev, float | int)
+        known = isinstance(self.stddev, float | int | np.floating)
         if known and GaussianNoise(self.stddev).stddev == 0:
             return tree
-        over = self.law == "exact" and known and isinstance(self.sensitivity, float | int)
+        over = (
+            self.law == "exact"
+            and known
+            and isinstance(self.sensitivity, float | int | np.floating)
+        )
         if over and not self.stddev <= MOST_NOISE * self.sensitivity * (1 + 1e-6):
             raise BadInputError(
                 f"the noise is {self.stddev / max(self.sensitivity, 1e-300):.3g} times the "

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dpfl_jax.clipping import join
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.pipeline import is_token_store
 from dpfl_jax.data.store import Readable
@@ -36,6 +37,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Taken
 from dpfl_jax.run.driver import RunResult
 from dpfl_jax.run.state import TrainState
+from dpfl_jax.run.terms import Terms, value_digest
 from dpfl_jax.sampling import Draw, Sampler
 from dpfl_jax.training.central import Central, CentralSteps
 from dpfl_jax.training.evaluate import Evaluator
@@ -166,7 +168,8 @@ class WithCanaries(Central):
         Args:
           run: the same without them.
           audit: how many.
-          key: of coins and texts alone; a run that goes on must have the same.
+          key: of coins and texts alone; a run that goes on must have the same. Of one root key all
+            runs have the same coins, whatever people's data are: a published audit tells them.
 
         Raises:
           BadInputError: a run that they do not fit.
@@ -205,6 +208,14 @@ class WithCanaries(Central):
         trainable = _trainable(run.trainable)
         length = LONG * run.mechanism.clip_norm
         super().__init__(_loss(run.loss_fn, length), params, plan, optimizer, trainable)
+
+    def terms(self) -> Terms:
+        """People's; and, as they are in the sum that noise is added to, made-up users' texts."""
+        terms = self.people.terms()
+        if not len(self.texts_inside):  # designed gradients are in no sum of the model's
+            return terms
+        texts = value_digest([self.texts, self.texts_inside])
+        return dataclasses.replace(terms, secret={**terms.secret, "texts": texts})
 
     def params(self, state: TrainState) -> PyTree:
         """The model."""
@@ -294,12 +305,34 @@ class _Texts:
 class CanarySteps(CentralSteps):
     """The steps of a run with canaries, whose metrics are of people and texts."""
 
+    def check(self, state: TrainState) -> None:
+        """As for people; and whether designed gradients come through.
+
+        Raises:
+          BadInputError: the model's gradient of a blank row is not finite, and no product with zero
+            would be zero: canaries would be left out, and nothing be proved.
+        """
+        run: Any = self.run
+        if len(run.inside):
+            row = run.people.plan.data.read(np.asarray(run.data.user_offsets)[:1])
+            blank = {name: np.ones_like(x[0]) for name, x in row.items()}
+            people = run.people
+            slope = jax.jit(jax.grad(lambda p: people.loss_fn(join(p, people.frozen), blank)))(
+                people.trained
+            )
+            if not all(np.isfinite(x).all() for x in jax.tree.leaves(slope)):
+                raise BadInputError(
+                    "the model's gradient of a row of ones is not finite, so that canaries would "
+                    "be left out: set audit.canaries=0 audit.texts=400, or remove the section audit"
+                )
+        super().check(state)
+
     def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, Taken]:
         """The same step; designed gradients are left out of its metrics."""
         state, taken = super().step(state, inputs)
         run: Any = self.run
         positions = self.sampler.canaries.draw(inputs.step).positions  # type: ignore[attr-defined]
-        numbers = run.data.number[positions.reshape(len(positions), -1)[:, 0]]
+        numbers = run.data.number[positions[:, 0] if positions.ndim > 1 else positions]
         count = np.float32((numbers >= 0).sum())
         stats = dataclasses.replace(
             taken.stats,
@@ -316,6 +349,15 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
         raise BadInputError(
             f"canaries are drawn beside people, which mechanism.kind={mechanism.kind} cannot: it "
             "has no sampling_prob; remove the section audit, or use els or uls"
+        )
+    if mechanism.noise_multiplier == 0:
+        raise BadInputError(
+            "mechanism.noise_multiplier is 0, which guarantees nothing: there is nothing to audit; "
+            "remove the section audit"
+        )
+    if "canary" in data.read(np.asarray(data.user_offsets)[:1]):
+        raise BadInputError(
+            "the data have a column 'canary', which is the name of what an audit adds: rename it"
         )
     if audit.texts and not is_token_store(data):
         raise BadInputError("audit.texts is for language models: set audit.texts=0")

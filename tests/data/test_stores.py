@@ -192,6 +192,16 @@ def test_views_read_what_the_parent_holds():
     assert copy.fingerprint == view.fingerprint
 
 
+def test_views_of_every_second_example_share_none():
+    store = make_store([4, 1, 7, 3])
+    seen = [UserView(store, np.arange(4), first=np.full(4, first), every=2) for first in (0, 1)]
+    rows = [{tuple(r) for r in v.read(np.arange(v.num_examples))["x"].tolist()} for v in seen]
+    assert not rows[0] & rows[1]
+    assert len(rows[0] | rows[1]) == store.num_examples
+    assert all(index % 2 == part for part in (0, 1) for _, index in rows[part])
+    assert [v.num_users for v in seen] == [4, 3]  # one has a single example
+
+
 def test_held_out_within_users_follows_the_cc_news_rule():
     counts = [1, 2, 10, 11, 30, 1000]
     store = make_store(counts)

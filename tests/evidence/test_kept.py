@@ -11,7 +11,12 @@ from dpfl_jax.evidence.kept import FILES, SEEN, RunAudit, read
 from dpfl_jax.mechanisms import ULS, Population
 from dpfl_jax.mechanisms.central_statement import central_statement
 
-STEPS, COST = 3, {"told": ["nothing"]}
+STEPS = 3
+
+
+def cost(inside):
+    count = {"canaries": len(inside), "inside": int(inside.sum())}
+    return {"told": ["nothing"], "texts": 0, "texts_inside": 0} | count
 
 
 def stated(sigma=2.0):
@@ -28,7 +33,7 @@ def seen(sigma=2.0, units=3000):
     moved = inside[:, None] * (rng.random((units, STEPS)) < 0.5) / 2.0
     values = moved + rng.normal(size=(units, STEPS)) * sigma / 2.0
     none = np.zeros(0, np.float32)
-    return RunAudit(inside, values.astype("f4"), none.astype(bool), none, 0.999, COST)
+    return RunAudit(inside, values.astype("f4"), none.astype(bool), none, 0.999, cost(inside))
 
 
 @pytest.mark.privacy
@@ -50,11 +55,39 @@ def test_it_is_read_as_it_was_written(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == set(FILES)
     again = read(tmp_path)
     np.testing.assert_array_equal(again.seen, found.seen)
-    assert (again.confidence, again.cost) == (0.999, COST)
+    assert (again.confidence, again.cost) == (0.999, found.cost)
     assert json.loads((tmp_path / "audit.json").read_text()) == told
     assert [a.to_json() for a in again.audits(claim)] == told["audits"]
     (tmp_path / SEEN).write_bytes(b"PK")
-    with pytest.raises(BadInputError, match="cannot be read"):
+    with pytest.raises(BadInputError, match="not as the run left it"):
         read(tmp_path)
     with pytest.raises(BadInputError, match="had no canaries"):
         read(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"inside": np.zeros(0, bool), "seen": np.zeros((0, STEPS), "f4")},
+        {"inside": np.arange(300)},
+        {"seen": np.full((300, STEPS), np.nan, "f4")},
+        {"seen": np.zeros(300, "f4")},
+        {"seen": np.zeros((20, STEPS), "f4")},
+        {"seen": np.full((300, STEPS), "x")},
+        {"gains": np.zeros(3, "f4")},
+    ],
+)
+def test_what_cannot_be_so_is_refused(tmp_path, changed):
+    found = seen(units=300)
+    found.write(tmp_path, stated())
+    names = ("inside", "seen", "texts_inside", "gains")
+    np.savez(tmp_path / SEEN, **{name: getattr(found, name) for name in names} | changed)
+    with pytest.raises(BadInputError, match="not as the run left it"):
+        read(tmp_path)
+
+
+def test_more_steps_than_are_stated_are_refused():
+    found = seen(units=300)
+    more = dataclasses.replace(found, seen=np.tile(found.seen, 2))
+    with pytest.raises(BadInputError, match="saw 6 steps, but the guarantee is of 3"):
+        more.audits(stated())

@@ -233,3 +233,51 @@ def test_made_up_users_each_say_a_word_of_their_own():
     first = np.flatnonzero(found.texts_inside)[0]
     np.testing.assert_array_equal(rows["tokens"], texts[2 * first : 2 * first + 2])
     assert (rows["canary"] == -1).all()
+
+
+@pytest.mark.privacy
+def test_runs_of_one_key_with_other_texts_share_no_noise():
+    """Made-up users' texts are in the sum: with the same noise, two runs would show somebody."""
+    rng = np.random.default_rng(0)
+    tokens = {f"u{i}": {"tokens": rng.integers(0, 9, (2, 4)).astype("i4")} for i in range(60)}
+    for rows in tokens.values():
+        rows["mask"] = np.ones((2, 4), bool)
+    store = dpfl.ArrayStore.from_users(tokens.items(), Schema.tokens(4, 9))
+    made = ULS(group_size=1, cohort_size=30).plan(store, steps=2, epsilon=4.0, delta=1e-4)
+
+    def loss(params, example):
+        return jnp.mean(params["w"][example["tokens"]] ** 2)
+
+    run = Central(loss, {"w": jnp.zeros(9)}, made, optax.sgd(0.1))
+    root = RootKey.from_seed(1)
+
+    def terms(**counts):
+        audit = dpfl.AuditConfig(**counts)
+        return WithCanaries(run, audit, root.child("audit")).terms().sealed(root)
+
+    alone = run.terms().sealed(root)
+    assert terms(canaries=100) == alone  # which are in no sum of the model's
+    more = [terms(canaries=0, texts=100), terms(canaries=0, texts=101), terms(texts=100)]
+    assert len({json.dumps(t) for t in [alone, *more]}) == 4
+
+
+def test_steps_without_canaries_are_steps():
+    made = ULS(group_size=2, cohort_size=1.0).plan(people(), steps=6, epsilon=4.0, delta=1e-4)
+    result = fitted(made, 100)
+    assert result.audit.seen.shape == (100, 6)
+
+
+def test_what_canaries_do_not_fit_is_refused():
+    bad = ULS(group_size=2, cohort_size=30, noise_multiplier=0.0)
+    audit = dpfl.AuditConfig(canaries=100)
+    with pytest.raises(BadInputError, match="noise_multiplier is 0"):
+        check_fit(bad, people(), audit)
+    named = {f"u{i}": {"x": np.ones((1, 2), "f4"), "canary": np.ones(1, "f4")} for i in range(4)}
+    with pytest.raises(BadInputError, match="a column 'canary'"):
+        check_fit(KINDS["uls"], dpfl.ArrayStore.from_users(named.items()), audit)
+
+    def steep(params, example):
+        return loss(params, example) + jnp.sqrt(jnp.abs(jnp.sum(example["x"] - 1.0) * params["b"]))
+
+    with pytest.raises(BadInputError, match="of a row of ones is not finite"):
+        dpfl.fit(steep, start(), plan(), optax.sgd(0.1), key=RootKey.from_seed(1), audit=audit)

@@ -20,7 +20,7 @@ from dpfl_jax.clipping.problem import Problem, Solution
 from dpfl_jax.clipping.result import axes_of, unit_where, vary
 from dpfl_jax.clipping.taps import leaves
 from dpfl_jax.clipping.taps.evaluate import Records, Tokens, evaluate
-from dpfl_jax.clipping.taps.factors import Pair, factorise, merge, same_form
+from dpfl_jax.clipping.taps.factors import Pair, factorise, formed, merge, same_form
 from dpfl_jax.clipping.taps.trace import Analysis, Site, analyse
 
 COPIES = "per-unit copies"
@@ -112,7 +112,7 @@ def solve_ghost(
             finish.append(functools.partial(_nothing, nothing))
             entry = LeafReport(name, shape, "zero", 0, "the loss does not depend on it", 0.0, 0.0)
         else:
-            pairs = _pairs(uses, records, gradients)
+            pairs = _pairs(uses, records, gradients, lazy=problem.parts == 1)
             choice = leaves.choose(pairs, leaf.size, machine, force)
             if choice.method == "keep":
                 kept, norm = leaves.kept_gradients(pairs, shape, n, machine, problem.shards)
@@ -198,8 +198,14 @@ def _passes(
     return losses, aux, copied, flat, gradients
 
 
-def _pairs(sites: list[Site], records: dict[Any, jax.Array], gradients: Tokens) -> list[Pair]:
-    """The factors of all uses of one leaf, like uses joined."""
+def _pairs(
+    sites: list[Site], records: dict[Any, jax.Array], gradients: Tokens, lazy: bool
+) -> list[Pair]:
+    """The factors of all uses of one leaf, like uses joined.
+
+    Unless ``lazy``, windows are formed for all units: where XLA splits units over devices, it
+    counts some gradients of grouped convolutions several times (and on one device is slow at them).
+    """
     alike: list[list[Site]] = []
     for site in sites:
         for group in alike:
@@ -208,7 +214,10 @@ def _pairs(sites: list[Site], records: dict[Any, jax.Array], gradients: Tokens) 
                 break
         else:
             alike.append([site])
-    return [
-        merge([factorise(s, [records[key] for key in s.operands], gradients[s.index]) for s in g])
-        for g in alike
-    ]
+
+    def pair(site: Site) -> Pair:
+        made = factorise(site, [records[key] for key in site.operands], gradients[site.index])
+        whole = lazy and site.params.get("feature_group_count", 1) == 1
+        return made if whole else dataclasses.replace(made, left=formed(made.left))
+
+    return [merge([pair(site) for site in group]) for group in alike]

@@ -320,8 +320,9 @@ def _windows(site: Site, x: jax.Array, skip: int) -> jax.Array:
         for place, k, step, stride, count in zip(
             places, offset, params["rhs_dilation"], params["window_strides"], outputs
         ):
-            stop = k * step + (count - 1) * stride + 1
-            cut = jax.lax.slice_in_dim(cut, k * step, stop, stride, axis=place)
+            start = k * step if count else 0
+            stop = start + (count - 1) * stride + 1 if count else 0
+            cut = jax.lax.slice_in_dim(cut, start, stop, stride, axis=place)
         cuts.append(cut)
     at = skip + numbers.lhs_spec[1]
     stacked = jnp.stack(cuts, axis=at)

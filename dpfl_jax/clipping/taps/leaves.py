@@ -151,24 +151,26 @@ def choose(pairs: Sequence[Pair], size: int, machine: Machine, force: str | None
     costs["direct"] = machine.seconds(flops, 8.0 * size)
     # Unlike the others this also makes the weighted sum; only the traffic is extra.
     kept = 4.0 * size
-    touched = recorded = 0.0
+    recorded = unformed = 0.0
     for p, (k, a, _, b, s) in zip(pairs, counted):
         back = s * k * b * p.right.bits / 8.0
         data = 0.0 if isinstance(p.left, OneHot) else s * k * a * p.left.bits / 8.0
-        touched += data + back
-        if isinstance(p.left, Windows):  # formed for a few units at a time
-            data = p.left.array.nbytes / _sizes(p)[UNIT]
         recorded += data + back
-    if kept <= machine.keep_factor * touched:
+        if isinstance(p.left, Windows) and machine.cache is not None:
+            data = p.left.array.nbytes / _sizes(p)[UNIT]  # formed for a few units at a time
+        unformed += data + back
+    if kept <= machine.keep_factor * recorded:
         costs["keep"] = machine.seconds(0.0, 3.0 * kept)
     if force is not None and (force in costs or force == "keep"):
-        return Choice(force, "asked for", costs, recorded)  # type: ignore[arg-type]
+        held = recorded if force == "gram" else unformed
+        return Choice(force, "asked for", costs, held)  # type: ignore[arg-type]
     method = min(costs, key=lambda m: costs[m])
     others = ", ".join(f"{m} {c * 1e6:.1f} us" for m, c in costs.items() if m != method)
     reason = f"{costs[method] * 1e6:.1f} us a unit" + (f" ({others})" if others else "")
     if "gram" not in costs:
         reason += "; its uses do not share coordinates, so no Gram matrices"
-    return Choice(method, reason, costs, recorded)  # type: ignore[arg-type]
+    held = recorded if method == "gram" else unformed
+    return Choice(method, reason, costs, held)  # type: ignore[arg-type]
 
 
 def product(pair: Pair, per_unit: bool) -> jax.Array:
@@ -410,7 +412,8 @@ def _units(pair: Pair, i: jax.Array, shards: int, count: int = 1) -> Pair:
     def pick(array: jax.Array, labels: Sequence[Label]) -> jax.Array:
         axis = tuple(labels).index(UNIT)
         before, after = array.shape[:axis], array.shape[axis + 1 :]
-        split = array.reshape(*before, shards, -1, count, *after)
+        rest = array.shape[axis] // (shards * count)
+        split = array.reshape(*before, shards, rest, count, *after)
         part = jax.lax.dynamic_index_in_dim(split, i, axis + 1, keepdims=False)
         return part.reshape(*before, shards * count, *after)
 
