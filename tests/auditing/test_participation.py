@@ -27,7 +27,7 @@ def asked(how, name, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.ci
 @pytest.mark.parametrize("name", RUNS)
 def test_little_training_tells_nothing_of_members(name, capsys):
     """False alarm of an area: 5 standard deviations, 6e-7 of each."""
@@ -40,6 +40,7 @@ def test_little_training_tells_nothing_of_members(name, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", ["central", "federated"])
 def test_users_are_ranked_by_other_records(name, capsys):
     found = asked("--user-inference", name, capsys)
