@@ -17,7 +17,7 @@ __version__ = "0.1.0"
 # Loaded on first use, so that `dpfl --help` and `dpfl account` do not start JAX.
 _HOMES = {
     "ArrayStore": "dpfl_jax.data",
-    "AuditConfig": "dpfl_jax.config.schema",
+    "AuditConfig": "dpfl_jax.config",
     "BadInputError": "dpfl_jax.errors",
     "BoundedSum": "dpfl_jax.clipping",
     "DataConfig": "dpfl_jax.data",
@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from dpfl_jax import accounting
     from dpfl_jax.accounting import Guarantee
     from dpfl_jax.clipping import BoundedSum, bounded_grad, clipped_fun
+    from dpfl_jax.config import AuditConfig
     from dpfl_jax.config.execution import Execution
     from dpfl_jax.data import (
         ArrayStore,

@@ -3,9 +3,10 @@
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.config.load import config_fingerprint, config_to_dict, load_config, validate_config
-from dpfl_jax.config.schema import RunConfig
+from dpfl_jax.config.schema import AuditConfig, RunConfig
 
 __all__ = [
+    "AuditConfig",
     "FederatedConfig",
     "IsrlConfig",
     "RunConfig",
