@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.rates import TwoStage, certified_rates
-from dpfl_jax.auditing import Audit, Trials, audit, simulate
+from dpfl_jax.auditing import simulate
+from dpfl_jax.evidence import Audit, Trials, audit
 from dpfl_jax.federation.federation import SiloPlan
 from dpfl_jax.federation.isrl.arms import Budget, silo_noise
 from dpfl_jax.federation.mechanisms import (

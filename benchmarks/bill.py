@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if kind not in chips:
             data, model = read_data(config, quiet)
             params, _ = starting_params(config, data, model, make_mesh(), quiet)
-            flops = flops_per_gradient(config, model.config.vocab_size) or 0.0
+            flops = flops_per_gradient(config, model.config.vocab_size)
             chips[kind] = (
                 data,
                 model,
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         data, model, params, chip = chips[kind]
         mechanism = config.mechanism
         size, row = mechanism.divisor, config.execution.microbatch_size
-        flops = flops_per_gradient(config, model.config.vocab_size) or 0.0
+        flops = flops_per_gradient(config, model.config.vocab_size)
         flops *= expected_rows(size, row) * row * (mechanism.unit_examples or 1) * steps
         billed = 3600 * chip.bill(flops, steps)["chip_hours"]
         times = [time_steps(config, data, model, params, mechanism, steps)[0] for _ in range(3)]

@@ -43,6 +43,7 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
     """Runs the proxies that are missing, fits, writes and draws the law."""
     from dpfl_jax.planning.law import fit_law
     from dpfl_jax.planning.proxy import design, run_trials
+    from dpfl_jax.planning.questions import in_words
     from dpfl_jax.run.progress import StepProgress
 
     budget = args.compute_budget or int(config.mechanism.compute_budget)
@@ -53,8 +54,7 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
 
         def done(count: int, row: dict[str, Any]) -> None:
             loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
-            what = f"{row['kind'].upper()} G={row['group_size']}, {row['size']} a step"
-            bar.update(count, f"{what}, {row['steps']} steps, ratio {row['ratio']:g}: {loss}")
+            bar.update(count, f"{in_words(row)}, ratio {row['ratio']:g}: {loss}")
 
         rows = run_trials(args.config, args.overrides, trials, file, jobs=args.jobs, done=done)
     about = {
@@ -62,7 +62,9 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
         "overrides": list(args.overrides),
         "initial": rows[0]["initial"],
         "learning_rate": config.optimizer.learning_rate,
-        "flops_per_gradient": flops_per_gradient(config, args.vocab_size),
+        "flops_per_gradient": (
+            flops_per_gradient(config, args.vocab_size) if config.model.is_transformer else None
+        ),
     }
     law = fit_law(rows, planner.sensitivities, about)
     law.save(args.fit)
@@ -89,13 +91,11 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
     }
 
 
-def flops_per_gradient(config: Any, vocab: int | None) -> float | None:
-    """Of the configuration's own step; None for models that are not priced."""
+def flops_per_gradient(config: Any, vocab: int | None) -> float:
+    """Of the configuration's own step."""
     from dpfl_jax.cli.compile import measure, vocabulary
     from dpfl_jax.mesh import make_mesh
 
-    if not config.model.is_transformer:
-        return None
     found = measure(config, vocabulary(config, vocab), "cpu:1", make_mesh(), count_only=True)
     return found["flops"] / (found["microbatch_size"] * (found["group_size"] or 1))
 
@@ -156,11 +156,10 @@ def predict(
 
 def print_prediction(console: Any, told: dict[str, Any]) -> None:
     """The best of the budget, the best split, the least epsilon."""
+    from dpfl_jax.planning.questions import in_words
 
     def words(cell: dict[str, Any]) -> str:
-        text = f"{cell['kind'].upper()} G={cell['group_size']}, {cell['size']} a step"
-        if "steps" in cell:
-            text += f", {cell['steps']} steps"
+        text = in_words(cell)
         if "loss" in cell:
             text += f": loss {cell['loss']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})"
             text += "" if cell["rate"] == 1 else f" at {cell['rate']:g} times the learning rate"

@@ -278,7 +278,6 @@ def _planner(
 
 def _priced(config: Any, args: argparse.Namespace, console: Any) -> Any:
     """By algorithm, the chip and the FLOPs of a gradient evaluation; None without ``--chip``."""
-    from dpfl_jax.cli.compile import measure, vocabulary
     from dpfl_jax.config import load_config
     from dpfl_jax.config.kinds import CENTRAL
     from dpfl_jax.mesh import make_mesh
@@ -307,10 +306,7 @@ def _priced(config: Any, args: argparse.Namespace, console: Any) -> Any:
             mechanism = at_budget(config.mechanism, kind, config.mechanism.compute_budget, group)
             section = f"mechanism={json.dumps(CENTRAL.dump(mechanism))}"
             cell: Any = load_config(args.config, [*args.overrides, section])
-            vocab = vocabulary(cell, args.vocab_size)
-            counted = measure(cell, vocab, "cpu:1", make_mesh(), count_only=True)
-            units = counted["microbatch_size"] * (counted["group_size"] or 1)
-            found[kind] = counted["flops"] / units
+            found[kind] = _predict.flops_per_gradient(cell, args.vocab_size)
             if args.chip == "here":  # what is reached depends on the algorithm
                 chip = this_machine(cell, data, model, params, found[kind], **more)
                 console.print(

@@ -186,7 +186,17 @@ class FederatedRun(Prepared):
 
     def guarantee(self, rounds: int, caveats: tuple[str, ...] = ()) -> Guarantee:
         """What holds after so many rounds."""
-        return _guarantee(self, rounds, caveats)
+        caveats = (*_caveats(self), *caveats)
+        if self.personal is not None:
+            return personal_guarantee(self.personal, rounds, caveats)
+        return federated_guarantee(
+            self.federation,
+            self.claim,
+            self.delta,
+            rounds,
+            caveats,
+            num_subjects=self.subjects.train.num_users,
+        )
 
 
 def _personalised(prepared: FederatedRun, noise: float | None = None) -> FederatedRun:
@@ -344,20 +354,6 @@ def _silo_rows(prepared: FederatedRun) -> list[dict[str, Any]]:
     ]
 
 
-def _guarantee(prepared: FederatedRun, rounds: int, caveats: tuple[str, ...] = ()) -> Guarantee:
-    caveats = (*_caveats(prepared), *caveats)
-    if prepared.personal is not None:
-        return personal_guarantee(prepared.personal, rounds, caveats)
-    return federated_guarantee(
-        prepared.federation,
-        prepared.claim,
-        prepared.delta,
-        rounds,
-        caveats,
-        num_subjects=prepared.subjects.train.num_users,
-    )
-
-
 def _statement(prepared: FederatedRun, rounds: int, guarantee: Guarantee) -> Statement:
     federation, personal = prepared.federation, prepared.personal
     if personal is not None:
@@ -390,7 +386,7 @@ def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
     """Validates and prices a configuration: parameters, noise, epsilon. Trains nothing."""
     prepared = prepare(config, console)
     federation, plan = prepared.federation, prepared.federation.silos[0]
-    guarantee = _guarantee(prepared, federation.rounds)
+    guarantee = prepared.guarantee(federation.rounds)
     members = [federation.silos[i] for i in federation.participants.tolist()]
     sigmas = [p.mechanism.sigma for p in members]
     divisors = [p.mechanism.divisor(p.facts) for p in members]

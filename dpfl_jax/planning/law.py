@@ -113,9 +113,12 @@ class Law:
         factor = _factor(features, self.fitted)
         return features, target - target.mean(), float(target.mean()), factor
 
+    @functools.cached_property
+    def _guess(self) -> float:
+        return _guess(_columns(self.rows, self.sensitivities))
+
     def _features(self, columns: np.ndarray) -> np.ndarray:
-        guess = _guess(_columns(self.rows, self.sensitivities))
-        return _features(columns, guess, self.fitted)
+        return _features(columns, self._guess, self.fitted)
 
     def _posterior(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of the log loss of a run."""

@@ -33,7 +33,7 @@ from dpfl_jax.mechanisms.batches import example_loss, step_arguments
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, place, replicated
-from dpfl_jax.noise.transform import Noise
+from dpfl_jax.noise import Noise, transformation
 from dpfl_jax.planning.planner import Planner
 from dpfl_jax.planning.sweep import at_budget
 from dpfl_jax.randomness import RootKey
@@ -111,8 +111,8 @@ class Proxy:
         def update(state: Any, total: Any, divisor: Any, ratio: Any, rate: Any, key: Any) -> Any:
             params, memory = state
             clip = self.config.mechanism.clip_norm
-            noised = Noise(ratio * clip * divisor, clip, law="float").add(key, total)
-            gradient = jax.tree.map(lambda g, p: (g / divisor).astype(p.dtype), noised, params)
+            noise = transformation(Noise(ratio * clip * divisor, clip, law="float"), divisor)
+            gradient, _ = noise.update(total, noise.init(params), params, noise_key=key)
             updates, memory = optimizer.update(gradient, memory, params)
             updates = jax.tree.map(lambda u: (rate * u).astype(u.dtype), updates)
             return optax.apply_updates(params, updates), memory

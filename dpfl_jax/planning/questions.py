@@ -132,6 +132,12 @@ def as_cell(option: Option, steps: int) -> dict[str, Any]:
     return {"kind": kind, "group_size": group, "size": size, "steps": steps, "ratio": ratio}
 
 
+def in_words(cell: dict[str, Any]) -> str:
+    """A cell (a trial, an option) as people read it."""
+    text = f"{cell['kind'].upper()} G={cell['group_size']}, {cell['size']} a step"
+    return f"{text}, {cell['steps']} steps" if "steps" in cell else text
+
+
 def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None) -> dict[str, Any]:
     """Answers a question (``dpfl plan --help`` lists them).
 
@@ -247,12 +253,11 @@ def _without_noise(outlook: Outlook) -> float:
 def _told(point: Point, outlook: Outlook) -> str:
     if point.cell is None:
         return "nothing can be run"
-    cell = point.cell
-    what = f"{cell['kind'].upper()} G={cell['group_size']}, {cell['size']} a step"
-    if outlook.law is None:
-        return f"noise {point.score:.4g} ({what})"
+    if outlook.law is None:  # at one number of steps
+        cell = {name: value for name, value in point.cell.items() if name != "steps"}
+        return f"noise {point.score:.4g} ({in_words(cell)})"
     band = f"{point.low:.3f} to {point.high:.3f}"
-    return f"loss {point.score:.3f} ({band}; {what}, {cell['steps']} steps)"
+    return f"loss {point.score:.3f} ({band}; {in_words(point.cell)})"
 
 
 def _overtaking(series: dict[str, list[Point]], x: str) -> str:

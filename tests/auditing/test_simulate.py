@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import audit as bench
-from dpfl_jax.auditing import audit
+from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import ULS
 
 # Of all bugs those that need few trials and one program are looked for every time.
