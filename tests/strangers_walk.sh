@@ -18,7 +18,7 @@ for python in "$@"; do
       cat "$folder/out" && echo "$how $python: $name failed" && exit 1
     fi
     printf '%-6s %-10s %-12s %4d s   %s\n' "$how" "$version" "$name" $((SECONDS - began)) \
-      "$(grep -v '^$' "$folder/out" | tail -1 | cut -c1-110)"
+      "$(grep -s -v -e "^$" -e "^WARNING" "$folder/out" | tail -1 | cut -c1-110)"
   }
   version=$("$python" -c 'import sys; print(sys.version.split()[0])')
   "$python" -m venv "$folder/env"
@@ -33,7 +33,7 @@ for python in "$@"; do
   dpfl=("${run[@]}" dpfl_jax)
   [ "$how" = uv ] && dpfl=("${run[@]}" --no-dev dpfl)
   step first "${dpfl[@]}" train configs/quickstart.yaml --run-dir runs/first
-  test "$(head -c4 runs/first/quickstart.png | tail -c3)" = PNG
+  test "$(head -c4 runs/first/curves.png | tail -c3)" = PNG
   awk 'BEGIN { print "author,body"; for (i = 0; i < 3000; i++)
     printf "a%d,\"the %dth thing that I, a%d, have to say\"\n", i % 600, i, i % 600 }' >posts.csv
   step csv "${dpfl[@]}" train configs/quickstart.yaml data.source=csv data.path=posts.csv \
