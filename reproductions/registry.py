@@ -7,12 +7,26 @@ import importlib
 import math
 import pathlib
 import pkgutil
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import ArrayLike
 from rich.console import Console
+from scipy import stats
 
 import reproductions
 from dpfl_jax.errors import BadInputError
+
+Source = Literal["paper", "authors' code", "arithmetic", "ours"]
+SOURCES: dict[Source, str] = {
+    "paper": "its text, a table or a figure",
+    "authors' code": "their code or result files",
+    "arithmetic": "exact: a proof, a formula, the accountant",
+    "ours": "what this project says of its own mechanisms",
+}
+VERDICTS = {True: "holds", False: "does not hold", None: "undecided"}
+ERROR_RATE = 0.05  # of a figure: chance that a difference over seeds is called one and is none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,34 +34,135 @@ class Claim:
     """One statement and what was found.
 
     Attributes:
-      claim: the statement, with its source.
+      claim: the statement.
       measured: what was found.
-      expected: what the statement says.
-      holds: whether they agree within the tolerance that ``claim`` or ``note`` states.
+      expected: what the statement says; never an earlier number of this project (those are tests).
+      holds: whether they agree within the tolerance that ``claim`` or ``note`` states; None: the
+        seeds do not decide.
       note: how it was measured, or why it does not hold.
+      source: who says so.
+      p_value: of a difference over seeds, which the figure's ``Outcome`` then judges.
     """
 
     claim: str
     measured: Any
     expected: Any
-    holds: bool
+    holds: bool | None
     note: str = ""
+    source: Source = dataclasses.field(kw_only=True)
+    p_value: float | None = dataclasses.field(default=None, kw_only=True)
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        return VERDICTS[self.holds]
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; infinities become strings."""
-        return {k: _plain(v) for k, v in dataclasses.asdict(self).items()}
+        plain = {k: _plain(v) for k, v in dataclasses.asdict(self).items()}
+        return plain | {"verdict": self.verdict}
 
 
-def near(claim: str, measured: float, expected: float, rel: float, note: str = "") -> Claim:
+def near(
+    claim: str, measured: float, expected: float, rel: float, note: str = "", *, source: Source
+) -> Claim:
     """A claim about a number, within a relative tolerance."""
     holds = math.isfinite(measured) and abs(measured - expected) <= rel * abs(expected)
-    return Claim(claim, measured, expected, holds, note or f"within {rel:.0%}")
+    return Claim(claim, measured, expected, holds, note or f"within {rel:.0%}", source=source)
 
 
-def within(claim: str, measured: float, expected: float, room: float, note: str = "") -> Claim:
+def within(
+    claim: str, measured: float, expected: float, room: float, note: str = "", *, source: Source
+) -> Claim:
     """A claim about a number, within an absolute tolerance."""
     holds = abs(measured - expected) <= room
-    return Claim(claim, round(measured, 4), expected, holds, note or f"within {room:.3g}")
+    note = note or f"within {room:.3g}"
+    return Claim(claim, round(measured, 4), expected, holds, note, source=source)
+
+
+def less(
+    claim: str,
+    smaller: ArrayLike,
+    larger: ArrayLike,
+    note: str = "",
+    *,
+    source: Source,
+    room: float = 0.0,
+) -> Claim:
+    """That one mean lies below another: a paired t-test over seeds.
+
+    Args:
+      claim: the statement.
+      smaller: of each seed, what is said to be smaller.
+      larger: of the same seeds, what it is smaller than.
+      note: added to the number of seeds.
+      source: who says so.
+      room: how far ``smaller`` may lie above and the claim still hold ("no worse than").
+    """
+    gap = np.asarray(smaller, float) - np.asarray(larger, float)
+    seeds, mean = len(gap), float(gap.mean())
+    expected = "below 0" if room == 0 else f"below {room:g}"
+    error = float(gap.std(ddof=1)) / math.sqrt(seeds) if seeds > 1 else math.inf
+    if not 0 < error < math.inf:
+        said = f"{mean:.4g}, {seeds} seed{'s' * (seeds > 1)}"
+        holds = mean < room if error == 0 else None
+        return Claim(claim, said, expected, holds, note, source=source)
+    reach = float(stats.t.ppf(1 - ERROR_RATE / 2, seeds - 1)) * error
+    p_value = 2 * float(stats.t.sf(abs(mean - room) / error, seeds - 1))
+    # So many seeds would decide one time in two, if mean and spread are these.
+    apart = max(abs(mean - room), 1e-12) / (error * math.sqrt(seeds))
+    needed = max(2, math.ceil((1.96 / apart) ** 2))
+    found = f"{mean:.4g} [{mean - reach:.4g}, {mean + reach:.4g}], {seeds} seeds"
+    if p_value > ERROR_RATE:
+        note = f"{note}; about {needed} seeds would decide".removeprefix("; ")
+    return Claim(claim, found, expected, mean < room, note, source=source, p_value=p_value)
+
+
+def between(
+    claim: str, values: ArrayLike, low: float, high: float, note: str = "", *, source: Source
+) -> Claim:
+    """That a mean lies in a range: it holds if its interval does, not if that lies outside.
+
+    Args:
+      claim: the statement.
+      values: of each seed.
+      low: end of the range, as its source has it.
+      high: the other end.
+      note: added to it.
+      source: who says so.
+    """
+    found = np.asarray(values, float)
+    seeds, mean = len(found), float(found.mean())
+    reach = math.inf
+    if seeds > 1:
+        error = float(found.std(ddof=1)) / math.sqrt(seeds)
+        reach = float(stats.t.ppf(1 - ERROR_RATE / 2, seeds - 1)) * error
+    inside = low <= mean - reach and mean + reach <= high
+    outside = mean + reach < low or mean - reach > high
+    said = f"{mean:.4g} [{mean - reach:.4g}, {mean + reach:.4g}], {seeds} seeds"
+    holds = True if inside else (False if outside else None)
+    return Claim(claim, said, f"{low:g} to {high:g}", holds, note, source=source)
+
+
+def judged(claims: Sequence[Claim]) -> list[Claim]:
+    """Differences over seeds that are too small to be told apart (Holm 1979) are undecided."""
+    tested = sorted((c.p_value, k) for k, c in enumerate(claims) if c.p_value is not None)
+    made = list(claims)
+    decided = True
+    for rank, (p_value, k) in enumerate(tested):
+        decided = decided and p_value <= ERROR_RATE / (len(tested) - rank)
+        if not decided:
+            made[k] = dataclasses.replace(made[k], holds=None)
+    return made
+
+
+def tally(claims: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Number of claims by source and verdict, of claims as in ``Outcome.to_json``."""
+    found: dict[str, dict[str, int]] = {}
+    for claim in claims:
+        of = found.setdefault(claim["source"], dict.fromkeys(VERDICTS.values(), 0))
+        of[claim["verdict"]] += 1
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +201,10 @@ class Outcome:
     files: list[pathlib.Path]
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Judges differences over seeds together."""
+        object.__setattr__(self, "claims", judged(self.claims))
 
     def to_json(self, figure: str) -> dict[str, Any]:
         """The JSON object of ``dpfl reproduce``."""

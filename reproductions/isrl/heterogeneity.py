@@ -92,6 +92,7 @@ def run(settings: Settings) -> Outcome:
             r["lemma"],
             0.1,
             f"Monte Carlo of {trials}, within 10 %",
+            source="paper",
         )
         for r in rows
     ]
@@ -103,18 +104,21 @@ def run(settings: Settings) -> Outcome:
             flat,
             1.0,
             0.15,
+            source="paper",
         ),
         Claim(
             "a quarter of the silos answers: the risk grows with heterogeneity (4 over 0)",
             round(grown, 2),
             "> 1.5",
             grown > 1.5,
+            source="paper",
         ),
         Claim(
             "the risk is below the bound of the step weights everywhere",
             f"{sum(r['risk'] <= r['bound'] for r in rows)} of {len(rows)}",
             f"{len(rows)} of {len(rows)}",
             all(r["risk"] <= r["bound"] for r in rows),
+            source="arithmetic",
         ),
     ]
     file = settings.out / "isrl-heterogeneity.png"

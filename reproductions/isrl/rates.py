@@ -35,6 +35,9 @@ SWEEPS = {
 CONVEX = {"n": -1.0, "epsilon": -1.0, "silos": -0.5, "dim": 0.5}
 STRONGLY = {"n": -2.0, "epsilon": -2.0, "silos": -1.0, "dim": 1.0}
 ROUNDS, RADIUS = 12, 1.0
+# Sizes of the mean of a convex instance. Which is the hardest depends on the noise; rates are of
+# the hardest, and so is what is measured: no predicted rate enters it.
+MEANS = np.geomspace(1e-3, 1.0, 19)
 
 
 def linear(w: jax.Array, example: Any) -> jax.Array:
@@ -48,7 +51,10 @@ def quadratic(w: jax.Array, example: Any) -> jax.Array:
 
 
 def private_risk(kind: str, setting: dict[str, float], trials: int, seed: int) -> float:
-    """Excess *empirical* risk caused by privacy, mean over trials, sound arm, full batches."""
+    """Excess *empirical* risk caused by privacy, mean over trials, sound arm, full batches.
+
+    Of the hardest instance of a linear loss; of quadratics all are as hard.
+    """
     n, silos, dim = int(setting["n"]), int(setting["silos"]), int(setting["dim"])
     noise = silo_noise(
         Budget(setting["epsilon"], 1e-6), n, n, ROUNDS, sampling="full"
@@ -56,34 +62,38 @@ def private_risk(kind: str, setting: dict[str, float], trials: int, seed: int) -
     clip = 1.0 if kind == "convex" else 2.0 * RADIUS
     rng = np.random.default_rng(seed)
     x = rng.choice([-1.0, 1.0], (silos, n, dim)) / math.sqrt(dim)
-    # The instance is hard where the signal is as small as the noise: its mean is put there.
-    spread = noise * clip / (n * math.sqrt(silos * ROUNDS)) * math.sqrt(dim)
+    direction = rng.normal(size=dim)
+    direction /= np.linalg.norm(direction)
     if kind == "convex":
-        direction = rng.normal(size=dim)
-        direction *= spread / np.linalg.norm(direction)
-        x = x - x.mean((0, 1)) + direction
-    mean = jnp.asarray(x.mean((0, 1)), jnp.float32)
-    data = SiloData({"x": jnp.asarray(x, jnp.float32)}, jnp.full(silos, n, jnp.int32))
+        x -= x.mean((0, 1))
     loss = linear if kind == "convex" else quadratic
-    oracle = make_oracle(
-        loss,
-        MessageSpec("full"),
-        data,
-        batch=jnp.full(silos, float(n)),
-        clip_norm=clip * 1.5,
-        stddev=jnp.full(silos, noise * clip * 1.5),
-    )
+
+    def oracle_of(records: jax.Array) -> Any:
+        return make_oracle(
+            loss,
+            MessageSpec("full"),
+            SiloData({"x": records}, jnp.full(silos, n, jnp.int32)),
+            batch=jnp.full(silos, float(n)),
+            clip_norm=clip * 1.5,
+            stddev=jnp.full(silos, noise * clip * 1.5),
+        )
+
+    def rows_of(s: jax.Array) -> dict[str, jax.Array]:
+        return {
+            "present": jnp.ones((ROUNDS, silos), bool),
+            "turn": jnp.zeros((ROUNDS, silos), jnp.int32),
+            "keys": jax.random.bits(jax.random.key(s), (ROUNDS, silos, 2, 8), jnp.uint32),
+        }
 
     @jax.jit
-    def runs(seeds: jax.Array) -> jax.Array:
+    def runs(seeds: jax.Array, size: jax.Array) -> jax.Array:
+        records = jnp.asarray(x, jnp.float32)
+        if kind == "convex":
+            records = records + size * jnp.asarray(direction, jnp.float32)
+        mean, start, oracle = records.mean((0, 1)), jnp.zeros(dim), oracle_of(records)
+
         def one(s: jax.Array) -> jax.Array:
-            keys = jax.random.bits(jax.random.key(s), (ROUNDS, silos, 2, 8), jnp.uint32)
-            rows = {
-                "present": jnp.ones((ROUNDS, silos), bool),
-                "turn": jnp.zeros((ROUNDS, silos), jnp.int32),
-                "keys": keys,
-            }
-            start = jnp.zeros(dim)
+            rows = rows_of(s)
             if kind == "convex":
                 # One long step on the mean of all rounds' gradients: linear losses need no more.
                 def gather(total: jax.Array, row: Any) -> tuple[jax.Array, None]:
@@ -94,12 +104,13 @@ def private_risk(kind: str, setting: dict[str, float], trials: int, seed: int) -
                 return RADIUS * jnp.linalg.norm(mean) - w @ mean
             etas = 1.0 / (1.0 + jnp.arange(ROUNDS))
             sgd = minibatch_sgd(etas, last_weights(ROUNDS), ball(RADIUS))
-            w = iterate(sgd, oracle, rows, start)
-            return 0.5 * jnp.sum(jnp.square(w - mean))
+            return 0.5 * jnp.sum(jnp.square(iterate(sgd, oracle, rows, start) - mean))
 
         return jax.vmap(one)(seeds)
 
-    return float(runs(jnp.arange(trials) + 10_000 * seed).mean())
+    seeds = jnp.arange(trials) + 10_000 * seed
+    sizes = MEANS if kind == "convex" else MEANS[:1]
+    return max(float(runs(seeds, size).mean()) for size in sizes)
 
 
 def slope(x: list[float], y: list[float]) -> float:
@@ -130,7 +141,11 @@ def run(settings: Settings) -> Outcome:
         room = 0.15 if kind == "convex" else 0.25
         claims.append(
             within(
-                f"{kind}: private excess risk against {name}, log-log slope", found, expected, room
+                f"{kind}: private excess risk against {name}, log-log slope",
+                found,
+                expected,
+                room,
+                source="paper",
             )
         )
     file = settings.out / "isrl-rates.png"
@@ -141,7 +156,7 @@ def run(settings: Settings) -> Outcome:
         rows,
         [
             f"sound arm, {ROUNDS} full-batch rounds, delta 1e-6, {trials} trials a point",
-            "the convex instance's mean is as small as the noise, where the bound is tight",
+            f"convex: the worst of {len(MEANS)} sizes of the instance's mean, alike for all points",
         ],
     )
 

@@ -158,6 +158,7 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
                     want,
                     0.25,
                     "within 0.25; the theorems' rates",
+                    source="paper",
                 )
             )
     for name in SWEEPS:
@@ -169,6 +170,7 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
                 found,
                 -1.0,
                 0.25,
+                source="paper",
             )
         )
     last = {r["notion"]: r["private_risk"] for r in rows if r["value"] == SWEEPS["silos"][-1]}
@@ -181,6 +183,7 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
             [float(f"{v:.2g}") for v in falling],
             "falling from ISRL-DP on, and ISRL-DP below the first two",
             min(falling[:2]) > falling[2] > falling[3] > falling[4],
+            source="paper",
         )
     )
     return claims

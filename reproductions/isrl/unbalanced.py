@@ -98,22 +98,30 @@ def run(settings: Settings) -> Outcome:
     ratio = rows[1]["mean_square_noise"] / rows[0]["mean_square_noise"]
     worst = rows[2]["mean_square_noise"] / rows[0]["mean_square_noise"]
     claims = [
-        near("one strict silo of 16: risk over all alike", one / base, ratio, 0.15),
-        near("all strict: risk over all alike", every / base, worst, 0.15),
+        near("one strict silo of 16: risk over all alike", one / base, ratio, 0.15, source="paper"),
+        near("all strict: risk over all alike", every / base, worst, 0.15, source="paper"),
         Claim(
             "the average counts, not the worst silo",
             round(one / base, 2),
             f"<= {worst / 4:.2f}",
             one / base <= worst / 4,
             "a quarter of what the worst silo alone would cost",
+            source="paper",
         ),
         near(
             "Theorem H.1's privacy term follows the same ratio (convex: its square)",
             (rows[1]["theorem"] / rows[0]["theorem"]) ** 2,
             ratio,
             0.25,
+            source="paper",
         ),
-        near("random M_r: variance over that of all silos is E[N / M_r]", dropped, expected, 0.1),
+        near(
+            "random M_r: variance over that of all silos is E[N / M_r]",
+            dropped,
+            expected,
+            0.1,
+            source="arithmetic",
+        ),
     ]
     file = settings.out / "isrl-unbalanced.png"
     _draw(rows, file)

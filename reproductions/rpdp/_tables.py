@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from reproductions.registry import Claim
+from reproductions.registry import Claim, Source, less
 
 LAST = 3  # accuracy is the mean over this many last rounds
 
@@ -27,16 +28,54 @@ def row(label: str, law: str, curves: list[np.ndarray], **more: Any) -> dict[str
     }
 
 
-def cost_of_certifying(fitted: dict[str, Any], certified: dict[str, Any]) -> float:
-    """Accuracy of the fitted curve's rates minus that of certified ones, over common seeds."""
-    pairs = zip(fitted["by_seed"], certified["by_seed"])  # both from seed 0 on
-    return float(np.mean([a - b for a, b in pairs]))
+def above(
+    claim: str,
+    better: dict[str, Any],
+    worse: dict[str, Any],
+    note: str = "",
+    *,
+    source: Source,
+) -> Claim:
+    """That one line's accuracy lies above another's, by the seeds that both have."""
+    low, high = _common(worse, better)
+    note = f"accuracies {np.mean(high):.4f} and {np.mean(low):.4f}; {note}".removesuffix("; ")
+    return less(claim, low, high, note, source=source)
+
+
+def orders(
+    where: str, at: dict[str, dict[str, Any]], fitted: str, others: Sequence[str]
+) -> list[Claim]:
+    """The paper's order, of its fitted curve; ours, of certified rates; and what certifying costs.
+
+    Args:
+      where: data and distribution, for people.
+      at: lines by label; those that are missing are left out.
+      fitted: label of the paper's method.
+      others: labels of the baselines.
+    """
+    sources: tuple[tuple[str, Source], ...] = ((fitted, "paper"), ("certified", "ours"))
+    claims = [
+        above(f"{where}: {label} is ahead of {other}", at[label], at[other], source=source)
+        for label, source in sources
+        for other in others
+        if {label, other} <= set(at)
+    ]
+    if {fitted, "certified"} <= set(at):
+        what = f"{where}: certifying costs at most 0.5 points of accuracy"
+        claims.append(less(what, *_common(at[fitted], at["certified"]), source="ours", room=0.005))
+    return claims
+
+
+def _common(one: dict[str, Any], other: dict[str, Any]) -> tuple[list[float], list[float]]:
+    """Both from seed 0 on."""
+    n = min(len(one["by_seed"]), len(other["by_seed"]))
+    return one["by_seed"][:n], other["by_seed"][:n]
 
 
 def beside(
     found: dict[str, Any], mean: float, std: float, seeds: int, claim: str, drawn: float = 0.0
 ) -> Claim:
-    """A published or independently measured mean within two standard errors of the difference.
+    """A published mean within two standard errors of the difference.
 
     Args:
       found: a line of ours.
@@ -53,6 +92,7 @@ def beside(
         mean,
         abs(away) <= 2,
         f"{away:+.1f} standard errors of the difference ({error:.4f}); at most 2",
+        source="paper",
     )
 
 

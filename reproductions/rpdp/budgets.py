@@ -17,9 +17,9 @@ from dpfl_jax.federation.personal.policies import Policy
 from dpfl_jax.federation.subjects import load_subjects
 from dpfl_jax.models import MLP, LogisticRegression
 from reproductions._plots import panel
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions.registry import Claim, Outcome, Settings, between
 from reproductions.rpdp._cells import Cell, always, train
-from reproductions.rpdp._tables import cost_of_certifying
+from reproductions.rpdp._tables import above, orders
 from reproductions.rpdp._training import Bench
 
 TITLE = "distributions of budgets: what each does to accuracy"
@@ -127,41 +127,34 @@ def _by_class() -> list[Cell]:
 
 def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
     lines = {(r["budgets"], r["run"]): r for r in rows}
-    at = {name: r["accuracy"] for name, r in lines.items()}
     claims = []
     for name in LAWS:
-        found = {p: round(at[name, p], 4) for p in POLICIES}
-        claims.append(
-            Claim(
-                f"paper: {name}: personal rates are ahead of Dropout and Minimum",
-                found,
-                "certified is best",
-                found["certified"] >= max(found["dropout"], found["minimum"]),
-            )
-        )
-        gap = cost_of_certifying(lines[name, "curve_fit"], lines[name, "certified"])
-        claims.append(
-            Claim(f"{name}: certifying costs at most 0.5 points", round(100 * gap, 2), "<= 0.5",
-                  gap <= 0.005, "points of accuracy, curve fit minus certified, same seeds")
-        )  # fmt: skip
-    tie = [at["ThreeLevels", p] for p in ("certified", "curve_fit", "bisection")]
+        at: dict[str, Any] = {policy: lines[name, policy] for policy in POLICIES}
+        claims += orders(name, at, "curve_fit", ("dropout", "minimum"))
+    tie = [lines["ThreeLevels", p] for p in ("curve_fit", "bisection")]
     claims.append(
-        Claim("paper: table 3: bisection and the fitted curve tie (and so does certifying)",
-              [round(v, 4) for v in tie], "within 0.005", max(tie) - min(tie) <= 0.005)
-    )  # fmt: skip
+        between(
+            "table 3: bisection and the fitted curve tie",
+            np.subtract(*(line["by_seed"] for line in tie)),
+            -0.005,
+            0.005,
+            "difference of accuracies: the paper's agree in two digits",
+            source="paper",
+        )
+    )
     over = sum(r.get("over_budget", 0) for r in rows)
-    claims.append(Claim("nobody exceeds a budget, in any run", over, 0, over == 0))
+    claims.append(
+        Claim("nobody exceeds a budget, in any run", over, 0, over == 0, source="arithmetic")
+    )
     own, strict, loose = (
-        at[f"digits, {n}", "certified"] for n in ("by class", "0.5 for all", "3 for all")
+        lines[f"digits, {n}", "certified"] for n in ("by class", "0.5 for all", "3 for all")
     )
     claims += [
-        Claim("paper: appendix A: budgets by class beat 0.5 for all", round(own, 4),
-              f"> {strict:.4f}", own > strict,
-              "rates that follow the class show the strict classes rarely, which biases the model: "
-              "over 100 steps on 1,186 images that outweighs the larger batch"),
-        Claim("paper: appendix A: budgets by class beat even 3 for all", round(own, 4),
-              f"> {loose:.4f}", own > loose,
-              "one noise for all arms here: 3 for all samples more than the mean budget does"),
+        above("appendix A: budgets by class beat 0.5 for all", own, strict,
+              "rates that follow the class show the strict classes rarely", source="paper"),
+        above("appendix A: budgets by class beat even 3 for all", own, loose,
+              "one noise for all arms here: 3 for all samples more than the mean budget does",
+              source="paper"),
     ]  # fmt: skip
     return claims
 

@@ -76,20 +76,35 @@ def run(settings: Settings) -> Outcome:
     means = [femnist[a]["mean_z"] for a in ALPHAS]
     first, last = femnist[1.0], femnist[16.0]
     claims = [
-        near("text B: 475 distinct subjects in a FEMNIST batch", first["distinct"], 475, 0.1),
-        near("text B: 310 distinct subjects at skew 16", last["distinct"], 310, 0.1),
-        near("text B: 86 distinct subjects in a Shakespeare batch", speech["distinct"], 86, 0.1),
+        near(
+            "text B: 475 distinct subjects in a FEMNIST batch",
+            first["distinct"],
+            475,
+            0.1,
+            source="paper",
+        ),
+        near(
+            "text B: 310 distinct subjects at skew 16", last["distinct"], 310, 0.1, source="paper"
+        ),
+        near(
+            "text B: 86 distinct subjects in a Shakespeare batch",
+            speech["distinct"],
+            86,
+            0.1,
+            source="paper",
+        ),
         _is_three("FEMNIST", first["dominant_z"]),
         _is_three("Shakespeare", speech["dominant_z"]),
-        near("both: mean Z is 3 at skew 2", femnist[2.0]["mean_z"], 3, 0.1),
-        near("both: mean Z is 6 at skew 16", last["mean_z"], 6, 0.1),
+        near("both: mean Z is 3 at skew 2", femnist[2.0]["mean_z"], 3, 0.1, source="paper"),
+        near("both: mean Z is 6 at skew 16", last["mean_z"], 6, 0.1, source="paper"),
         Claim(
             "mean Z grows with the skew",
             [round(m, 2) for m in means],
             "increasing",
             bool(np.all(np.diff(means) > 0)),
+            source="paper",
         ),
-        near("text B: mean Z is 4 with 350 subjects", small["mean_z"], 4, 0.1),
+        near("text B: mean Z is 4 with 350 subjects", small["mean_z"], 4, 0.1, source="paper"),
     ]
     file = settings.out / "subject_batch_statistics.png"
     _draw(rows, file)
@@ -102,7 +117,7 @@ def run(settings: Settings) -> Outcome:
 
 
 def _is_three(name: str, dominant: int) -> Claim:
-    return Claim(f"both: the dominant Z is 3 ({name})", dominant, 3, dominant == 3)
+    return Claim(f"both: the dominant Z is 3 ({name})", dominant, 3, dominant == 3, source="paper")
 
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:

@@ -34,8 +34,9 @@ def run(settings: Settings) -> Outcome:
     _, group, average = (drops[r.label] for r in COMPARED)
     claims = [
         Claim("text B: LocalGroupDP drops substantially", group, ">= 0.1", group >= 0.1,
-              "relative loss of accuracy with a fifth of the subjects"),
-        Claim("text B: HiGradAvgDP drops noticeably", average, ">= 0.02", average >= 0.02),
+              "relative loss of accuracy with a fifth of the subjects", source="paper"),
+        Claim("text B: HiGradAvgDP drops noticeably", average, ">= 0.02", average >= 0.02,
+              source="paper"),
     ]  # fmt: skip
     file = settings.out / "subject_few_subjects.png"
     _draw(rows, file)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from reproductions.registry import Claim, Outcome, Settings
+import numpy as np
+
+from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.subject._training import Run, Trained, train
 from reproductions.subject.curves import draw
 
@@ -62,9 +64,9 @@ def run(settings: Settings) -> Outcome:
     ratio = a.noise_multiplier / b.noise_multiplier
 
     def ordered(text: str, better: str, worse: str) -> Claim:
-        values = [found[better].loss, found[worse].loss]
-        shown = [round(v, 3) for v in values]
-        return Claim(text, shown, "first < second", values[0] < values[1], "held-out loss")
+        one, other = ([c[-1][1] for c in found[name].curves] for name in (better, worse))
+        said = f"held-out losses {np.mean(one):.3f} and {np.mean(other):.3f}"
+        return less(text, one, other, said, source="paper")
 
     claims = [
         ordered("both: LocalItemDP is below FedAvg", "FedAvg", ITEM),
@@ -78,6 +80,7 @@ def run(settings: Settings) -> Outcome:
             "> 8 (its ratio on FEMNIST)",
             ratio > 8,
             "about 135 at the paper's 280 records per role and silo",
+            source="paper",
         ),
     ]
     notes = [

@@ -33,7 +33,8 @@ NOTE = (
     "a one-layer byte model on the embedded corpus (a user is a source file) instead of 350 M "
     "parameters on Stack Overflow and CC-News: directions, not numbers"
 )
-SEED_NOTE = "sampling and noise of all cells come from the public seed 0, and so protect nobody"
+SEED_NOTE = "sampling and noise of all cells come from public seeds, and so protect nobody"
+OPTIONS = ("seeds",)
 RATES = (0.004, 0.012)
 GROUPS = (1, 2, 4, 8, 16)
 
@@ -118,6 +119,26 @@ def initial_loss(quick: bool) -> float:
     return Evaluator(model.loss, make_mesh())(params, held_out).loss
 
 
+def by_seed(rows: Sequence[Mapping[str, Any]], *keys: str) -> dict[Any, np.ndarray]:
+    """Held-out losses [seeds] of the rows that agree in ``keys``, by their values."""
+    found: dict[Any, dict[int, float]] = {}
+    for row in rows:
+        key = tuple(row[k] for k in keys) if len(keys) > 1 else row[keys[0]]
+        found.setdefault(key, {})[row["seed"]] = row["loss"]
+    return {key: np.array([of[seed] for seed in sorted(of)]) for key, of in found.items()}
+
+
+def mean_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the first seed, with means over seeds as losses, and the losses."""
+    axes = [k for k in rows[0] if k in ("kind", "group_size", "cohort_size", "budget", "epsilon")]
+    found = by_seed(rows, *axes)
+    first = [row for row in rows if row["seed"] == 0]
+    losses = [found[tuple(row[k] for k in axes)] for row in first]
+    return [
+        {**row, "loss": float(of.mean()), "losses": of.tolist()} for row, of in zip(first, losses)
+    ]
+
+
 def cells(
     settings: Settings,
     kind: str,
@@ -125,7 +146,7 @@ def cells(
     axes: Mapping[str, Sequence[Any]],
     extra: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Best held-out losses (over learning rates) of one mechanism and group size.
+    """Best held-out losses (over learning rates) of one mechanism and group size, of each seed.
 
     The clip norm is the typical gradient norm at that group size, as the paper's plans assume.
     Finished cells are kept beside the figures, for the next figure and after an interruption.
@@ -145,7 +166,11 @@ def cells(
     sweep = Sweep(
         folder,
         file,
-        {**axes, "learning_rate": list(RATES[-1:] if settings.quick else RATES)},
+        {
+            **axes,
+            "seed": list(range(settings.seeds or (1 if settings.quick else 3))),
+            "learning_rate": list(RATES[-1:] if settings.quick else RATES),
+        },
         overrides,
         tuned=("learning_rate",),
     )

@@ -105,6 +105,7 @@ def _claims(found: Results) -> list[Claim]:
             f"{len(comparable)} of {len(comparable)}",
             all(comparable),
             "error no more than 2 standard errors of the paired difference, or 5 %, above",
+            source="paper",
         ),
         Claim(
             "G_ELS = K is the best for ELS",
@@ -112,6 +113,7 @@ def _claims(found: Results) -> list[Claim]:
             f"{len(ties)} of {len(ties)}",
             all(ties),
             "beyond 2 standard errors; most are ties",
+            source="paper",
         ),
     ]
     for words, point, expected in (
@@ -134,6 +136,7 @@ def _claims(found: Results) -> list[Claim]:
                 f"{gain:.2f} times the best",
                 "improves" if expected else "no gain beyond 5 %",
                 helps if expected else gap <= max(2 * error, 0.05 * results[ULS_1].mean),
+                source="paper",
             )
         )
     return claims

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from reproductions._plots import panel
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
 
 TITLE = "ELS against ULS: held-out loss over epsilon and compute budget"
 SOURCE = "Charles et al. 2024, section 5, Figures 6 and 7; Appendix G, Figures 16 and 17"
+OPTIONS = small.OPTIONS
 
 
 def run(settings: Settings) -> Outcome:
@@ -24,37 +27,49 @@ def run(settings: Settings) -> Outcome:
         here = [b for b in budgets if (b >= 512) == (group == 4)]
         rows += small.cells(settings, "uls", group, {**axes, "budget": here}) if here else []
     initial = small.initial_loss(settings.quick)
-    loss = {(r["kind"], r["budget"], r["epsilon"]): r["loss"] for r in rows}
+    losses = small.by_seed(rows, "kind", "budget", "epsilon")
+    rows = small.mean_of(rows)
+    loss = {key: float(found.mean()) for key, found in losses.items()}
     points = [(b, e) for b in budgets for e in epsilons]
     ahead = [loss["uls", b, e] <= loss["els", b, e] for b, e in points]
-    gain = {
-        kind: [loss[kind, budgets[0], e] - loss[kind, budgets[-1], e] for e in epsilons]
-        for kind in ("els", "uls")
-    }
-    claims = [
-        Claim(
-            "ULS is at least as good as ELS in most settings",
-            f"{sum(ahead)} of {len(ahead)}",
-            "more than half",
-            sum(ahead) > len(ahead) / 2,
-        ),
-        Claim(
-            "ULS gains more from compute than ELS, at every epsilon",
-            {k: [round(v, 4) for v in values] for k, values in gain.items()},
-            "larger for uls",
-            all(u > e for u, e in zip(gain["uls"], gain["els"])),
-            f"fall of the loss from B = {budgets[0]} to {budgets[-1]}, by epsilon",
-        ),
-        Claim(
-            "both beat the pre-trained checkpoint at every epsilon",
-            f"largest loss {max(loss.values()):.4f}",
-            f"below {initial:.4f}",
-            max(loss.values()) < initial,
-        ),
+    low, high = budgets[0], budgets[-1]
+    claims: list[Claim] = [
+        less(
+            f"ULS is at least as good as ELS: B = {b}, epsilon {e:g}",
+            losses["uls", b, e],
+            losses["els", b, e],
+            f"in means over seeds in {sum(ahead)} of {len(ahead)} settings; the paper: in most",
+            source="paper",
+        )
+        for b, e in points
+    ]
+    claims += [
+        less(
+            f"ULS gains more from compute than ELS, epsilon {e:g}",
+            losses["els", low, e] - losses["els", high, e],
+            losses["uls", low, e] - losses["uls", high, e],
+            f"fall of the loss from B = {low} to {high}, of ELS minus that of ULS",
+            source="paper",
+        )
+        for e in epsilons
+    ]
+    claims += [
+        less(
+            f"{kind.upper()}, B = {b}, epsilon {e:g}: better than the pre-trained checkpoint",
+            found,
+            np.full(len(found), initial),
+            source="paper",
+        )
+        for (kind, b, e), found in losses.items()
     ]
     file = settings.out / "userlevel-figure-6.png"
     _draw(loss, budgets, epsilons, initial, file)
-    notes = [small.NOTE, small.SEED_NOTE, f"ELS group size {median} (the median)"]
+    notes = [
+        small.NOTE,
+        small.SEED_NOTE,
+        f"ELS group size {median} (the median); of ULS 1 below a budget of 512 and 4 from it on: "
+        "fixed here, not by the heuristics",
+    ]
     return Outcome(claims, [file], rows, notes)
 
 

@@ -8,11 +8,12 @@ import numpy as np
 
 from dpfl_jax.planning import Planner, Sensitivities, Users
 from reproductions._plots import panel
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
 
 TITLE = "ELS against ULS when the accounting supposes more users"
 SOURCE = "Charles et al. 2024, section 5, Figure 8"
+OPTIONS = small.OPTIONS
 
 EPSILON = 4.0
 
@@ -47,27 +48,28 @@ def run(settings: Settings) -> Outcome:
                     settings, kind, size, {"budget": [budget]}, (sigma, "privacy.epsilon=null")
                 )
                 rows += [{**row, "users": factor} for row in found]
-    loss = {(r["kind"], r["users"], r["budget"]): r["loss"] for r in rows}
+    losses = small.by_seed(rows, "kind", "users", "budget")
+    loss = {key: float(found.mean()) for key, found in losses.items()}
     low, high = budgets
-    by_users = {k: loss[k, 1, high] - loss[k, factors[-1], high] for k in ("els", "uls")}
+    by_users = {k: losses[k, 1, high] - losses[k, factors[-1], high] for k in ("els", "uls")}
     by_compute = {
-        k: float(np.mean([loss[k, f, low] - loss[k, f, high] for f in factors]))
+        k: np.mean([losses[k, f, low] - losses[k, f, high] for f in factors], axis=0)
         for k in ("els", "uls")
     }
-    claims = [
-        Claim(
+    claims: list[Claim] = [
+        less(
             "ELS gains more from more users than ULS",
-            {k: round(v, 4) for k, v in by_users.items()},
-            "larger for els",
-            by_users["els"] > by_users["uls"],
-            f"fall of the loss at B = {high} from 1 to {factors[-1]} times the users",
+            by_users["uls"],
+            by_users["els"],
+            f"fall of the loss at B = {high} from 1 to {factors[-1]} times the users: ULS - ELS",
+            source="paper",
         ),
-        Claim(
+        less(
             "ULS gains more from compute than ELS",
-            {k: round(v, 4) for k, v in by_compute.items()},
-            "larger for uls",
-            by_compute["uls"] > by_compute["els"],
-            f"fall of the loss from B = {low} to {high}, mean over numbers of users",
+            by_compute["els"],
+            by_compute["uls"],
+            f"fall of the loss from B = {low} to {high}, mean over numbers of users: ELS - ULS",
+            source="paper",
         ),
     ]
     file = settings.out / "userlevel-figure-8.png"

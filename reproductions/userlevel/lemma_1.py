@@ -62,12 +62,14 @@ def run(settings: Settings) -> Outcome:
             "<= 1",
             worst <= 1.0 + 2e-4,
             f"{len(rows)} points; within 0.02 % for the discretisation",
+            source="paper",
         ),
         Claim(
             "Lemma 1: Renyi divergences at integer orders",
             f"{sum(held)} of {len(held)}",
             f"{len(held)} of {len(held)}",
             all(held),
+            source="paper",
         ),
     ]
     file = settings.out / "userlevel-lemma-1.png"

