@@ -19,9 +19,9 @@ Reproduce a figure or a table of a paper: what it claims, what is measured, whet
 the figure as a PNG. Reproductions on real data read them from the folder in DPFL_DATA_DIR and fall
 back to smaller, bundled data (which the notes then say).
 
-Each claim has a source: the paper, its authors' code, arithmetic, or this project ("ours"). That one
-mean lies below another is a paired test over seeds, at an error rate of 5 % for a figure (Holm): it
-holds, does not hold, or is undecided at so many seeds.
+Each claim has a source: the paper, its authors' code, arithmetic, or this project ("ours"). That
+one mean lies below another is a paired test over seeds, at an error rate of 5 % for a figure (Holm):
+it holds, does not hold, or is undecided at so many seeds.
 
 Reproductions are not part of the installed package: run this in a checkout of the repository.
 
