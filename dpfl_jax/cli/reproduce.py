@@ -20,8 +20,8 @@ the figure as a PNG. Reproductions on real data read them from the folder in DPF
 back to smaller, bundled data (which the notes then say).
 
 Each claim has a source: the paper, its authors' code, arithmetic, or this project ("ours"). That
-one mean lies below another is a paired test over seeds, at an error rate of 5 % for a figure (Holm):
-it holds, does not hold, or is undecided at so many seeds.
+one mean lies below another is a paired test over seeds, at an error rate of 5 % a figure (Holm); it
+holds, does not hold, or is undecided at so many seeds.
 
 Reproductions are not part of the installed package: run this in a checkout of the repository.
 
