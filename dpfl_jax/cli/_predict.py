@@ -111,6 +111,7 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
     """Answers ``--ask``, and draws."""
     from rich.table import Table
 
+    from dpfl_jax.planning.hover import drawn
     from dpfl_jax.planning.questions import ask
 
     with console.status("calibrating noise for every cell"):
@@ -125,6 +126,12 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
     if args.png is not None:
         draw_answer(found, args.png)
         console.print(f"drawn: {args.png}")
+    if args.html is not None:
+        try:
+            args.html.write_text(f"<!doctype html><meta charset='utf-8'>{drawn(found)}")
+        except OSError as error:
+            raise BadInputError(f"cannot write {args.html}: {error.strerror}") from error
+        console.print(f"drawn: {args.html}")
     return {"status": "answered", **found}
 
 

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.planning.hover import Answer
 from dpfl_jax.planning.law import Law
 from dpfl_jax.planning.planner import Option, Planner, Users
 
-NEEDS_LAW = ("feasible", "variants", "pareto")
+NEEDS_LAW = ("feasible", "variants")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ def in_words(cell: dict[str, Any]) -> str:
     return f"{text}, {cell['steps']} steps" if "steps" in cell else text
 
 
-def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None) -> dict[str, Any]:
+def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None) -> Answer:
     """Answers a question (``dpfl plan --help`` lists them).
 
     Args:
@@ -148,7 +149,7 @@ def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None
 
     Returns:
       JSON: ``question``, ``x`` (name of the axis), ``y``, ``series`` ({label: points}), ``lines``
-      ({label: score}), ``answer`` (sentences).
+      ({label: score}), ``answer`` (sentences). A notebook shows it as a picture.
     """
     name, outlook = next(iter(outlooks.items()))
     if question in NEEDS_LAW and outlook.law is None:
@@ -186,7 +187,7 @@ def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None
     elif question == "pareto":
         x = "epsilon"
         series = {
-            f"{outlook.gradients * f:.3g} gradients": curve(
+            f"{outlook.gradients * f:,.0f} gradients": curve(
                 "epsilon", _EPSILONS, gradients=outlook.gradients * f
             )
             for f in (0.25, 1.0, 4.0)
@@ -219,14 +220,14 @@ def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None
     cells = [p.cell for points in series.values() for p in points if p.cell is not None]
     if beyond := sum(cell.get("outside", 1.0) > 1.5 for cell in cells):
         answer += f" ({beyond} of {len(cells)} points lie beyond what was tried: bands are wide)"
-    return {
-        "question": question,
-        "x": x,
-        "y": "noise on the averaged gradient" if outlook.law is None else "held-out loss",
-        "series": {name: [_json(p) for p in points] for name, points in series.items()},
-        "lines": lines,
-        "answer": answer,
-    }
+    return Answer(
+        question=question,
+        x=x,
+        y="noise on the averaged gradient" if outlook.law is None else "held-out loss",
+        series={name: [_json(p) for p in points] for name, points in series.items()},
+        lines=lines,
+        answer=answer,
+    )
 
 
 def _json(point: Point) -> dict[str, Any]:
