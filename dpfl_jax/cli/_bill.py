@@ -72,7 +72,7 @@ def priced(config: Any, args: argparse.Namespace, start: Start, console: Any) ->
         for kind in ("uls", "els"):
             group = getattr(config.mechanism, "group_size", 1)
             cell = _cell_config(args, config, kind, group)
-            found[kind] = _predict.flops_per_gradient(cell, args.vocab_size)
+            found[kind] = _predict.gradient_cost(cell, args.vocab_size)["flops_per_gradient"]
             if args.chip == "here":  # what is reached depends on the algorithm
                 chip = this_machine(cell, data, model, params, found[kind], **more)
                 console.print(

@@ -36,13 +36,14 @@ law of the loss over steps, noise and batch, and draws it; interrupted, the same
 --with a fit gives every cell a predicted loss with its band (90 % of runs), the best split of the
 compute over batch and steps, and answers to --ask:
 {questions}
-Without a fit, all but feasible and variants are answered by noise alone.
+Without a fit, all but feasible, variants and size are answered by noise alone.
 
 examples:
   dpfl plan PUBLIC_CONFIG --fit FIT.json --runs 24 --jobs 2
   dpfl plan CONFIG --with FIT.json --epsilon 4 --target-loss 3.2
   dpfl plan CONFIG --with FIT.json --ask epsilon --png epsilon.png
   dpfl plan CONFIG --with FLAT.json LAYERS.json LORA.json --ask variants
+  dpfl plan CONFIG --with SMALL.json LARGE.json --ask size --png sizes.png
   dpfl plan CONFIG --with FIT.json --chip-hours 2000 --chip v5e --epsilon 4   # least loss
   dpfl plan configs/quickstart.yaml --compute-budget 256 --out planned.yaml
   dpfl plan configs/userlevel/stackoverflow_uls.yaml --compute-budget 4096 --png heat.png
