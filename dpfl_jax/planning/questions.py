@@ -243,7 +243,7 @@ def _by_size(outlooks: Sequence[Outlook]) -> tuple[dict[str, list[Point]], str]:
     law = join_laws([outlook.law for outlook in outlooks if outlook.law is not None])
     assert first.law is not None
     flops = first.gradients * first.law.about["flops_per_gradient"]
-    totals = [flops * 4.0**k for k in range(-3, 4)]
+    totals = [flops * 4.0**k for k in range(-2, 3)]
     series = {}
     for parameters, each in law.about["sizes"]:
         other = Outlook(first.planner, 0.0, dataclasses.replace(law, parameters=parameters))

@@ -186,7 +186,7 @@ def test_the_best_size_grows_with_compute(two_sizes, outlook):
     assert list(found["series"]) == ["100,000 parameters", "1,600,000 parameters"]
     small, large = found["series"].values()
     # The middle is the first fit's own compute: 4,096 gradients of 1e7 FLOPs.
-    assert small[3]["x"] == pytest.approx(4096e7)
+    assert small[2]["x"] == pytest.approx(4096e7)
     assert large[-1]["score"] < small[-1]["score"]
     assert large[0]["cell"] is None or large[0]["score"] > small[0]["score"]
 
