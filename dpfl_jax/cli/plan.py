@@ -316,7 +316,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
     # What a narrow terminal has no room for is in the JSON.
     how = [] if lossy or billed else ["probability", "noise multiplier"]
     table = Table(
-        "algorithm",
+        "algorithm" if how else "",
         "G",
         "size",
         *how,
@@ -347,7 +347,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
             ),
             f"{option['noise']:.4g}",
             *(
-                [f"{option['loss']:.3f}", f"{option['low']:.3f}-{option['high']:.3f}"]
+                [f"{option['loss']:.3f}", f"{option['low']:.2f}-{option['high']:.2f}"]
                 if lossy
                 else []
             ),
@@ -381,7 +381,7 @@ def _texts(option: dict[str, Any], columns: list[str]) -> list[str]:
         "probability": lambda: f"{option['sampling_prob']:.4g}",
         "noise multiplier": lambda: f"{option['noise_multiplier']:.5g}",
         "loss": lambda: f"{option['loss']:.3f}",
-        "90 % band": lambda: f"{option['low']:.3f}-{option['high']:.3f}",
+        "90 % band": lambda: f"{option['low']:.2f}-{option['high']:.2f}",
     }
     return [told[name]() for name in columns]
 
