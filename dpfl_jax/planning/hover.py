@@ -70,7 +70,7 @@ def drawn(found: dict[str, Any]) -> str:
         parts.append(_text(WIDTH - RIGHT + 12, TOP + 10 + 18 * i, name, "start") + "</g>")
     parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, found["x"], "middle"))
     parts.append(_text(LEFT, TOP - 12, found["y"], "start") + "</svg>")
-    return "".join(parts) + f"<p>{html.escape(found['answer'])}</p>"
+    return f"<div>{''.join(parts)}<p>{html.escape(found['answer'])}</p></div>"
 
 
 def _told(point: dict[str, Any], name: str, found: dict[str, Any]) -> str:
