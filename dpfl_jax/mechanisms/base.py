@@ -275,6 +275,17 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
 
     # ---- what is accounted -----------------------------------------------------------------
 
+    def along(self, seen: np.ndarray, inside: np.ndarray, sampler: Sampler) -> np.ndarray:
+        """What tells an audit most of each unit: a column for each step of the event, in its order.
+
+        Args:
+          seen: [units, steps], what was released along each unit's direction, over noise_stddev.
+          inside: bool [units], who is in the data: the first units of the sampler's, in order.
+          sampler: of the run.
+        """
+        del inside, sampler
+        return seen
+
     @abc.abstractmethod
     def event(self, population: Population, steps: int) -> Any:
         """The ``dp_accounting.DpEvent`` of ``steps`` steps for one privacy unit."""
