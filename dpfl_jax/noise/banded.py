@@ -26,12 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from scipy import signal
 
 from dpfl_jax.accounting import cache
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise.transform import Noise, NoiseState, divided, transformation
 
 PyTree = Any
+_TURNS = 30  # of the optimiser: the error no longer changes after ten, also at 10,000 steps
 
 
 @functools.lru_cache(maxsize=256)
@@ -63,13 +65,14 @@ def strategy(bands: int, steps: int) -> tuple[float, ...]:
             "correlated noise needs the package jax-privacy: pip install 'dpfl_jax[correlated]', "
             "or give mechanism.strategy"
         ) from error
-    key = cache.key_of("banded toeplitz", bands, steps)
+    key = cache.key_of("banded toeplitz", bands, steps, _TURNS)
     found = (cache.read(key) or {}).get("strategy")
     # Sound whatever is on disk: what is accounted is the norm of what runs.
     if isinstance(found, list) and len(found) == bands:
         return tuple(map(float, found))
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        found = np.asarray(toeplitz.optimize_banded_toeplitz(steps, bands), np.float32).tolist()
+        made = toeplitz.optimize_banded_toeplitz(steps, bands, max_optimizer_steps=_TURNS)
+    found = np.asarray(made, np.float32).tolist()
     cache.write(key, {"strategy": found})
     return tuple(found)
 
@@ -83,11 +86,19 @@ def prefix_error(column: tuple[float, ...], steps: int) -> float:
       column: c.
       steps: T.
     """
-    rows = np.zeros(steps)  # of A C^-1, which is Toeplitz: its first column
-    for t in range(steps):
-        past = sum(column[i] * rows[t - i] for i in range(1, min(len(column), t + 1)))
-        rows[t] = (1.0 - past) / column[0]
-    return math.sqrt(np.cumsum(rows**2).mean() / ((steps + 1) / 2))
+    # The sums are A C^-1 Z; that matrix is Toeplitz, and this is its first column.
+    first = signal.lfilter([1.0], column, np.ones(steps))
+    return math.sqrt(np.cumsum(first**2).mean() / ((steps + 1) / 2))
+
+
+def unbanded(bands: int) -> tuple[float, ...]:
+    """The first numbers of the strategy that is best with as many bands as steps, at norm 1.
+
+    Fichtenberger et al. 2023, known in closed form; noisier than ``strategy`` by a tenth.
+    """
+    k = np.arange(1, bands)
+    column = np.cumprod(np.r_[1.0, (2 * k - 1) / (2 * k)])
+    return tuple(map(float, column / np.linalg.norm(column)))
 
 
 def banded(

@@ -111,15 +111,18 @@ def test_errors_and_sensitivities_are_jax_privacy_s(steps, bands):
     """By its own functions, in float64: to 1e-6."""
     toeplitz = pytest.importorskip("jax_privacy.matrix_factorization.toeplitz")
     column = strategy(bands, steps)
-    made = np.asarray(toeplitz.optimize_banded_toeplitz(steps, bands))
-    np.testing.assert_allclose(column, made, rtol=1e-6)
+    made = toeplitz.optimize_banded_toeplitz(steps, bands)  # with its defaults
     with jax.enable_x64(True):
         given = jnp.asarray(column, jnp.float64)
-        squared = toeplitz.per_query_error(strategy_coef=given, n=steps)
-        error = float(jnp.sqrt(squared.mean() / ((steps + 1) / 2)))
+        error, best = (
+            float(jnp.sqrt(toeplitz.loss(c, n=steps) / ((steps + 1) / 2)))
+            for c in (given, jnp.asarray(made, jnp.float64))
+        )
+        norm = float(jnp.linalg.norm(given))
         once = float(jnp.sqrt(toeplitz.sensitivity_squared(given, n=steps)))
         every = float(jnp.sqrt(toeplitz.minsep_sensitivity_squared(given, min_sep=bands, n=steps)))
-    assert prefix_error(column, steps) == pytest.approx(error, rel=1e-6)
+    assert prefix_error(column, steps) * norm == pytest.approx(error, rel=1e-6)
+    assert error == pytest.approx(best, rel=1e-6)
     # Of a user with one turn, and (everybody in all their turns) of the worst of groups.
     turn = events.banded(1.0, 1.0, column, bands)
     assert 1 / turn.event.event.noise_multiplier == pytest.approx(once, rel=1e-6)
