@@ -71,6 +71,8 @@ class BandMF(ULS):
             raise BadInputError(f"mechanism.bands is {self.bands}, but it must be at least 1")
         if self.strategy is None:
             return
+        if self.bands == 1:
+            raise BadInputError("mechanism.strategy is for two bands or more: leave it out")
         column = np.asarray(self.strategy, np.float32)
         if len(column) != self.bands or not np.isfinite(column).all() or not column[0] > 0:
             raise BadInputError(
@@ -92,17 +94,8 @@ class BandMF(ULS):
             "which chooses one for its number of steps"
         )
 
-    def calibrated(
-        self, population: Population, steps: int, epsilon: float | None, delta: float | None
-    ) -> tuple[BandMF, float]:
-        """As of every mechanism, with a strategy for these steps."""
-        return ULS.calibrated(self._for(steps), population, steps, epsilon, delta)
-
-    def calibrate(self, population: Population, steps: int, epsilon: float, delta: float) -> BandMF:
-        """Likewise."""
-        return ULS.calibrate(self._for(steps), population, steps, epsilon, delta)
-
-    def _for(self, steps: int) -> BandMF:
+    def for_steps(self, steps: int) -> BandMF:
+        """With the strategy that is best for these steps, unless it has one."""
         if self.strategy is not None or self.bands == 1:
             return self
         return dataclasses.replace(self, strategy=strategy(self.bands, steps))

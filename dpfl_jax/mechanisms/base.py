@@ -298,12 +298,18 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         Raises:
           BadInputError: epsilon <= 0, delta outside (0, 1), steps < 1, or out of reach.
         """
+        chosen = self.for_steps(steps)
 
         def event(sigma: float) -> Any:
-            return dataclasses.replace(self, noise_multiplier=sigma).event(population, steps)
+            return dataclasses.replace(chosen, noise_multiplier=sigma).event(population, steps)
 
         sigma = accounting.calibrate_noise_multiplier(event, epsilon, delta)
-        return dataclasses.replace(self, noise_multiplier=sigma)
+        return dataclasses.replace(chosen, noise_multiplier=sigma)
+
+    def for_steps(self: Self, steps: int) -> Self:
+        """A copy with all that follows from the number of steps: of correlated noise, its bands."""
+        del steps
+        return self
 
     def calibrated(
         self: Self, population: Population, steps: int, epsilon: float | None, delta: float | None
@@ -326,7 +332,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
                     "both epsilon and the mechanism's noise_multiplier are set: keep one, the "
                     "other follows from it"
                 )
-            return self, delta
+            return self.for_steps(steps), delta
         if epsilon is None:
             raise BadInputError("neither epsilon nor the mechanism's noise_multiplier is set")
         return self.calibrate(population, steps, float(epsilon), delta), delta

@@ -1,6 +1,7 @@
 """BandMF: one band is ULS, what a user adds to rows is bounded, and what it costs is composed."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -8,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import yaml
 from dp_accounting.pld import privacy_loss_distribution as pld
 from fitting import fit_given as fit
 from runs import death_after_a_checkpoint, final_state
 
 from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon, events
+from dpfl_jax.cli.main import main
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
@@ -21,6 +24,7 @@ from dpfl_jax.mechanisms import ULS, BandMF, Population
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.sampling import Poisson, UserSampler
+from dpfl_jax.training.trained import load_trained
 
 pytestmark = pytest.mark.privacy
 COLUMN = (0.75, 0.5, 0.4375)
@@ -96,6 +100,34 @@ def test_a_run_that_died_goes_on_with_its_noise_bit_for_bit(tmp_path, monkeypatc
     kept = states[0]["noise"]
     assert kept["sums"]["w"].shape == kept["released"]["w"].shape == (2, 4)
     assert np.abs(kept["released"]["w"]).min() > 0
+
+
+@pytest.mark.slow
+def test_a_run_from_yaml_is_verified_read_priced_and_compiled(tmp_path, capsys):
+    config = {
+        "data": {
+            "source": "python_source", "seq_len": 16, "max_users": 30, "max_examples_per_user": 2,
+            "validation_fraction": 0.0, "test_fraction": 0.0,
+        },
+        "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
+        "mechanism": {
+            "kind": "bandmf", "group_size": 2, "cohort_size": 6, "bands": 3,
+            "strategy": list(COLUMN),
+        },
+        "privacy": {"epsilon": 8.0, "delta": 1e-4},
+        "train": {"steps": 7, "checkpoint_every": 3},
+    }  # fmt: skip
+    file, place = tmp_path / "own.yaml", tmp_path / "run"
+    file.write_text(yaml.safe_dump(config))
+    assert main(["train", str(file), "--json", "--run-dir", str(place)]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 7.9 < report["privacy"]["epsilon"] <= 8.0
+    assert "3 groups of users" in report["privacy"]["sampling"]
+    assert report["privacy"]["assumptions"][-1].startswith("checkpoints are as secret")
+    assert main(["verify", str(place)]) == 0
+    assert load_trained(place).step == 7  # its checkpoint holds what noise keeps, too
+    assert main(["train", str(file), "--dry-run"]) == 0
+    assert main(["compile", str(file), "--topology", "cpu:2"]) == 0
 
 
 def rows_of(data, steps):
@@ -210,6 +242,7 @@ def test_a_user_in_every_turn_is_seen(monkeypatch):
     ("fields", "message"),
     [
         ({"bands": 0}, "bands is 0"),
+        ({"bands": 1, "strategy": (0.5,)}, "for two bands or more"),
         ({"bands": 2, "strategy": (1.0,)}, "1 numbers, but it must have one for each of the 2"),
         ({"bands": 2, "strategy": (0.0, 1.0)}, "the first above 0"),
         ({"bands": 2, "strategy": (1.0, math.nan)}, "all finite"),
