@@ -29,7 +29,7 @@ OPTIONS = ("seeds",)
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 COHORT, DELTA = 16, 1e-4
-RATES = {"sgd": (0.1, 0.3, 0.9), "adam": (0.003, 0.01, 0.03)}
+RATES = {"sgd": (0.03, 0.1, 0.3, 0.9), "adam": (0.001, 0.003, 0.01, 0.03)}
 # A gain in noise that is smaller than this is within what seeds and rates do to a loss.
 TELLING = 1.5
 
@@ -71,7 +71,7 @@ def run(settings: Settings) -> Outcome:
                     return evaluate(found.params, held_out).loss
 
                 with settings.console.status(f"{kind}, {name}, epsilon {epsilon:g}"):
-                    rates = RATES[name][1:2] if settings.quick else RATES[name]
+                    rates = RATES[name][2:3] if settings.quick else RATES[name]
                     tuned = {rate: loss(rate, 100) for rate in rates}
                     rate = min(tuned, key=lambda r: tuned[r])
                     losses = [loss(rate, seed) for seed in range(seeds)]
