@@ -215,7 +215,7 @@ def test_epsilon_midway_is_that_of_the_first_group_and_only_grows():
 
 @pytest.mark.slow
 def test_a_release_under_attack_stands_and_is_seen_through_its_noise():
-    """By the likelihood ratio on decoded rows: without decoding a third of it would be seen."""
+    """By the likelihood ratio of what the columns of C say of each turn."""
     found = audit(bench.SOUND["bandmf"](4.0, 7, 4000), 0.999)
     assert not found.exceeds, str(found)
     assert found.proved >= 0.4 * found.claimed, str(found)
