@@ -89,10 +89,10 @@ def add_bills(result: dict[str, Any], price: Any, row: int) -> None:
 
     chips, each = price
     for option in (result["best"], *result["options"]):
-        gradients = option["group_size"] if option["kind"] == "uls" else 1
+        kind = "els" if option["kind"] == "els" else "uls"  # whose gradients BandMF's are
         units = expected_rows(option["size"], row) * row
-        flops = each[option["kind"]] * units * gradients * result["steps"]
-        option["bill"] = chips[option["kind"]].bill(flops, result["steps"])
+        flops = each[kind] * units * option["gradients"] * result["steps"]
+        option["bill"] = chips[kind].bill(flops, result["steps"])
 
 
 def add_memory(result: dict[str, Any], config: Any, args: argparse.Namespace, console: Any) -> None:
@@ -108,15 +108,15 @@ def add_memory(result: dict[str, Any], config: Any, args: argparse.Namespace, co
     limit = memory_of(args.memory) or GPU_BYTES.get(args.chip)
     wanted = dict.fromkeys(_program(option) for option in in_order(result)[:_COMPILED])
     known: dict[Any, dict[str, Any]] = {}
-    for kind, group in wanted:
+    for kind, group, bands in wanted:
         with console.status(f"compiling {kind.upper()} G={group}"):
-            cell = _cell_config(args, config, kind, group)
+            cell = _cell_config(args, config, kind, group, bands)
             vocab = vocabulary(cell, args.vocab_size)
             found = measure(cell, vocab, args.memory, mesh, baseline=False)
         fits = found["fits"]
         if fits is None and limit is not None:
             fits = found["peak_bytes"] <= limit
-        known[kind, group] = {
+        known[kind, group, bands] = {
             "peak_bytes": found["peak_bytes"],
             "limit_bytes": limit,
             "fits": fits,
@@ -142,17 +142,20 @@ def memory_words(option: dict[str, Any]) -> tuple[str, str]:
     return f"{told['peak_bytes'] / 2**30:.2f}", fits
 
 
-def _program(option: dict[str, Any]) -> tuple[str, int]:
+def _program(option: dict[str, Any]) -> tuple[str, int, int]:
     """ELS compiles to one program whatever its group size."""
-    return option["kind"], option["group_size"] if option["kind"] == "uls" else 1
+    return option["kind"], option["gradients"], option["bands"]
 
 
-def _cell_config(args: argparse.Namespace, config: Any, kind: str, group: int) -> Any:
+def _cell_config(
+    args: argparse.Namespace, config: Any, kind: str, group: int, bands: int = 1
+) -> Any:
     from dpfl_jax.config import load_config
     from dpfl_jax.config.kinds import CENTRAL
     from dpfl_jax.planning.sweep import at_budget
 
     budget = max(config.mechanism.compute_budget, group)
-    mechanism = at_budget(config.mechanism, kind, budget, group)
+    more = {"bands": bands} if bands > 1 else {}
+    mechanism = at_budget(config.mechanism, kind, budget, group, **more)
     section = f"mechanism={json.dumps(CENTRAL.dump(mechanism))}"
     return load_config(args.config, [*args.overrides, section])

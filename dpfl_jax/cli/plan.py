@@ -16,9 +16,12 @@ from dpfl_jax.errors import BadInputError
 HELP = "choose algorithm and group sizes for a compute budget"
 DESCRIPTION = """\
 Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
-size, ULS at each split into M users of G examples. What is compared is the noise on the averaged
-gradient, sigma times the typical gradient norm over the size. Prints a table, the heuristics
-beside the best, and the reason; writes a heat map and a configuration that `dpfl train` runs.
+size, ULS at each split into M users of G examples, and BandMF at the same splits: users in groups
+that take turns, with noise that later steps take back (needs jax-privacy). What is compared is the
+noise on the averaged gradient, sigma times the typical gradient norm over the size; for BandMF that
+of independent noise which leaves as much in sums of gradients, which training follows. Prints a
+table, the heuristics beside the best, and the reason; writes a heat map and a configuration that
+`dpfl train` runs. --target-noise, --ask and the best split of a fit weigh ELS and ULS.
 
 With a `population` section in the configuration no data are read, and gradient norms are assumed to
 fall as G^-DECAY (0: all examples of a user alike; 0.5: orthogonal). Otherwise norms are the medians
@@ -138,6 +141,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints, writes."""
+    from importlib.util import find_spec
+
     from rich.console import Console
 
     from dpfl_jax.config import RunConfig, load_config
@@ -180,7 +185,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.ask is not None:
         return _predict.answer(args, outlooks or {"noise": Outlook(planner, gradients)}, console)
     with console.status("calibrating noise"):
-        plan = planner.plan(budget)
+        plan = planner.plan(budget, correlated=find_spec("jax_privacy") is not None)
     result: dict[str, Any] = {
         "status": "planned",
         "sensitivities": planner.sensitivities.source,
@@ -337,7 +342,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
             if result[name] and {k: result[name][k] for k in keys} == plain
         ]
         table.add_row(
-            option["kind"].upper(),
+            option["kind"].upper() + (f", {option['bands']} bands" if option["bands"] > 1 else ""),
             str(option["group_size"]),
             str(option["size"]),
             *(
@@ -428,8 +433,9 @@ def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon:
     from dpfl_jax.planning.sweep import at_budget
 
     base: Any = load_config(args.config, args.overrides)
-    budget = cell["size"] * (cell["group_size"] if cell["kind"] == "uls" else 1)
-    mechanism = at_budget(base.mechanism, cell["kind"], budget, cell["group_size"])
+    budget = cell["size"] * cell["gradients"]
+    bands = {"bands": cell["bands"]} if cell["bands"] > 1 else {}
+    mechanism = at_budget(base.mechanism, cell["kind"], budget, cell["group_size"], **bands)
     overrides = [
         *args.overrides,
         f"mechanism={json.dumps(CENTRAL.dump(mechanism))}",

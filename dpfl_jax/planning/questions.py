@@ -129,13 +129,14 @@ class Outlook:
 def as_cell(option: Option, steps: int) -> dict[str, Any]:
     """What a law predicts for."""
     kind, group, size = option.kind, option.group_size, option.size
-    ratio = option.noise_multiplier / size
+    ratio = option.noise_multiplier * option.error / size
     return {"kind": kind, "group_size": group, "size": size, "steps": steps, "ratio": ratio}
 
 
 def in_words(cell: dict[str, Any]) -> str:
     """A cell (a trial, an option) as people read it."""
-    text = f"{cell['kind'].upper()} G={cell['group_size']}, {cell['size']} a step"
+    bands = f" b={cell['bands']}" if cell.get("bands", 1) > 1 else ""
+    text = f"{cell['kind'].upper()}{bands} G={cell['group_size']}, {cell['size']} a step"
     return f"{text}, {cell['steps']} steps" if "steps" in cell else text
 
 
