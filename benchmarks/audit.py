@@ -36,7 +36,7 @@ from dpfl_jax.federation.mechanisms import (
     UserLDP,
 )
 from dpfl_jax.federation.rounds import RoundBuilder
-from dpfl_jax.mechanisms import ELS, ULS, Mechanism, Population
+from dpfl_jax.mechanisms import ELS, ULS, BandMF, Mechanism, Population
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.noise import Noise
@@ -66,12 +66,12 @@ _TOGETHER = 10  # audits that share one simulation, each of trials of its own
 def central(
     kind: type[Mechanism], epsilon: float, steps: int, prob: float, seed: int, **options: Any
 ) -> Trials:
-    """Trials of ULS or ELS at a sampling probability."""
-    group = options.pop("group_size", 2)
+    """Trials of ULS, BandMF or ELS at a sampling probability."""
+    group, fields = options.pop("group_size", 2), options.pop("fields", {})
     units = 1000 * (group if kind is ELS else 1)
     size: dict[str, Any] = {"batch_size" if kind is ELS else "cohort_size": prob * units}
     population = Population(1000, 1000 * group, units)
-    mechanism = kind(group_size=group, **size)  # type: ignore[call-arg]
+    mechanism = kind(group_size=group, **size, **fields)  # type: ignore[call-arg]
     mechanism, _ = mechanism.calibrated(population, steps, epsilon, DELTA)
     key = RootKey.from_seed(seed)
     found = simulate.central(mechanism, population, steps, DELTA, key, **options)
@@ -119,6 +119,9 @@ def messages(epsilon: float, seed: int, sampling: Any = "poisson", trials: int =
 # By name: epsilon, a seed and a number make trials of a sound mechanism in a second or a few.
 SOUND: dict[str, Callable[[float, int, int], Trials]] = {
     "uls": lambda e, s, n: central(ULS, e, 5, 0.2, s, trials=n),
+    "bandmf": lambda e, s, n: central(
+        BandMF, e, 8, 0.1, s, trials=n, fields={"bands": 3, "strategy": (0.75, 0.5, 0.4375)}
+    ),
     "els": lambda e, s, n: central(ELS, e, 5, 0.1, s, trials=n, group_size=3),
     "hi_grad_avg": lambda e, s, n: silos(HiGradAvgDP, e, s, reach=2, rounds=2, trials=n),
     "local_group": lambda e, s, n: silos(LocalGroupDP, e, s, reach=2, rounds=2, trials=n),

@@ -2,9 +2,9 @@
 
     import dpfl_jax as dpfl
 
-A *mechanism* (``ELS``, ``ULS``) joins sampling, clipped gradients, noise and accounting; its *plan*
-for a data set, a number of steps and a target is what can be run and accounted; ``fit`` runs it;
-``bounded_grad`` is useful alone; ``accounting`` needs no JAX.
+A *mechanism* (``ELS``, ``ULS``, ``BandMF``) joins sampling, clipped gradients, noise and
+accounting; its *plan* for a data set, a number of steps and a target is what can be run and
+accounted; ``fit`` runs it; ``bounded_grad`` is useful alone; ``accounting`` needs no JAX.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ _HOMES = {
     "ArrayStore": "dpfl_jax.data",
     "AuditConfig": "dpfl_jax.config",
     "BadInputError": "dpfl_jax.errors",
+    "BandMF": "dpfl_jax.mechanisms",
     "BoundedSum": "dpfl_jax.clipping",
     "DataConfig": "dpfl_jax.data",
     "ELS": "dpfl_jax.mechanisms",
@@ -52,6 +53,7 @@ __all__ = [
     "ArrayStore",
     "AuditConfig",
     "BadInputError",
+    "BandMF",
     "BoundedSum",
     "DataConfig",
     "Execution",
@@ -96,7 +98,7 @@ if TYPE_CHECKING:
         load_dataset,
     )
     from dpfl_jax.errors import BadInputError
-    from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
+    from dpfl_jax.mechanisms import ELS, ULS, BandMF, NonPrivate
     from dpfl_jax.mechanisms.plan import Plan
     from dpfl_jax.models import LanguageModel, transformer_config
     from dpfl_jax.randomness import RootKey

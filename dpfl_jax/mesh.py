@@ -172,6 +172,8 @@ def state_shardings(
 ) -> PyTree:
     """How an optimiser's state is split: what has a parameter's shape, as that parameter.
 
+    So is a stack of such arrays (a window of past steps), which is not split along its first axis.
+
     Args:
       params: pytree of arrays or ShapeDtypeStructs.
       opt_state: ``jax.eval_shape(optimizer.init, params)``.
@@ -195,6 +197,8 @@ def state_shardings(
             shape, sharding = known.get(steps[start:], (None, None))
             if sharding is not None and shape == tuple(x.shape):
                 return sharding
+            if sharding is not None and shape == tuple(x.shape[1:]) and sharding.spec:
+                return NamedSharding(mesh, PartitionSpec(None, *sharding.spec))
         return replicated(mesh)
 
     return jax.tree_util.tree_map_with_path(one, opt_state)

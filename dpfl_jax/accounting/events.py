@@ -84,6 +84,36 @@ poisson = uls
 """DP-SGD with one unit per record: the same event as :func:`uls`, the unit being the record."""
 
 
+def banded(
+    noise_multiplier: float, sampling_prob: float, strategy: Sequence[float], steps: int
+) -> DpEvent:
+    """Cyclic Poisson sampling over b groups of users, with noise C^-1 Z for a banded C.
+
+    Unit: user; add-or-remove. Choquette-Choo et al. 2023 (arXiv 2306.08153), Theorem 4: a user is
+    drawn at every b-th step at most, and the rows of C that these steps reach do not overlap. So it
+    is as many Poisson-sampled Gaussians as the user has turns, each of the norm of a column. After
+    ``steps`` steps nobody is worse off than the first group, whose last column is cut off there.
+
+    Args:
+      noise_multiplier: standard deviation of each entry of Z over the clip norm.
+      sampling_prob: p, of each user of the group whose turn it is.
+      strategy: first column of C, lower triangular and Toeplitz: b numbers, one for each group.
+      steps: t, taken.
+    """
+    sigma, steps = check_noise(noise_multiplier), check_count(steps, "number of steps")
+    column = np.asarray(strategy, float)
+    if column.ndim != 1 or not len(column) or not np.isfinite(column).all() or not column.any():
+        raise BadInputError("the strategy must be finite numbers, one for each band, not all zero")
+    # proof: bandmf-event-1
+    norms = np.sqrt(np.cumsum(column**2))
+    turns, rest = divmod(steps, len(column))
+    whole = uls(sigma / float(norms[-1]), sampling_prob, turns)
+    if not rest or not norms[rest - 1]:
+        return whole
+    last = uls(sigma / float(norms[rest - 1]), sampling_prob, 1)
+    return composed(whole, last) if turns else last
+
+
 def els(noise_multiplier: float, sampling_prob: float, group_size: int, steps: int) -> DpEvent:
     """Example-level sampling seen by a user of at most ``group_size`` examples.
 

@@ -130,7 +130,7 @@ def central(
         gradient, state = noise.update(total, state, noise_key=noise_key)
         return _along(gradient) / unit, state
 
-    coins, seen = [], []
+    coins, seen, beside = [], [], []
     for run in range(_runs(trials, units)):
         inside = key.numpy("audit-coins", run).random(units) < 0.5
         plan = Plan(mechanism, store(inside), steps, delta, execution, mesh)
@@ -139,15 +139,16 @@ def central(
             total, _ = summed(params, *step_arguments(mechanism, batch), None)
             row, state = released(total, state, plan.noise_key(own, batch.step))
             rows.append(row)
+        found = np.asarray(jnp.stack(rows, axis=1))
         coins.append(inside)
-        seen.append(np.asarray(jnp.stack(rows, axis=1)))
-    beside = [np.broadcast_to(s[units:], (units, steps)) for s in seen] if others else None
+        seen.append(mechanism.along(found[:units], inside, plan.sampler(own)))
+        beside += [np.broadcast_to(found[units:], (units, steps))] * bool(others)
     return Trials(
         inside=np.concatenate(coins),
-        seen=np.concatenate([s[:units] for s in seen]),
+        seen=np.concatenate(seen),
         event=mechanism.event(population, steps),
         delta=delta,
-        beside=None if beside is None else np.concatenate(beside),
+        beside=np.concatenate(beside) if beside else None,
         name=mechanism.kind,
         how=f"{len(coins)} simulated runs of {steps} steps with {units} canaries each",
     )

@@ -223,13 +223,14 @@ class Step:
             params=params,
             opt_state=jax.eval_shape(self.optimizer.init, params),
             step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
+            noise=jax.eval_shape(self.mechanism.noise_transform().init, params).memory,
         )
         lead = (capacity, units.parts * units.microbatch)
         arguments = (
             jax.tree.map(
                 lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                 state,
-                shardings_of(params, self.optimizer, self.mesh),
+                shardings_of(params, self.optimizer, self.mesh, noise=state.noise),
             ),
             place(units.shapes(*lead), rows),
             place(jax.ShapeDtypeStruct(lead, jnp.bool_), rows),

@@ -114,6 +114,7 @@ def measure(
     model = build_transformer(config, vocab)
     mechanism, execution = config.mechanism, config.execution
     if mechanism.private and mechanism.noise_multiplier is None:
+        mechanism = mechanism.for_steps(config.train.steps)
         mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)  # any value: same step
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     platform = "cpu" if kind_of(topology) == "cpu" else "tpu"

@@ -3,9 +3,18 @@
 A mechanism owns its sampler, bounded gradient, noise and event; see ``base.Mechanism``.
 """
 
+from dpfl_jax.mechanisms.bandmf import BandMF
 from dpfl_jax.mechanisms.base import Mechanism, Population, mean_of_examples
 from dpfl_jax.mechanisms.els import ELS
 from dpfl_jax.mechanisms.non_private import NonPrivate
 from dpfl_jax.mechanisms.uls import ULS
 
-__all__ = ["ELS", "ULS", "Mechanism", "NonPrivate", "Population", "mean_of_examples"]
+__all__ = [
+    "ELS",
+    "ULS",
+    "BandMF",
+    "Mechanism",
+    "NonPrivate",
+    "Population",
+    "mean_of_examples",
+]

@@ -275,6 +275,17 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
 
     # ---- what is accounted -----------------------------------------------------------------
 
+    def along(self, seen: np.ndarray, inside: np.ndarray, sampler: Sampler) -> np.ndarray:
+        """What tells an audit most of each unit: a column for each step of the event, in its order.
+
+        Args:
+          seen: [units, steps], what was released along each unit's direction, over noise_stddev.
+          inside: bool [units], who is in the data: the first units of the sampler's, in order.
+          sampler: of the run.
+        """
+        del inside, sampler
+        return seen
+
     @abc.abstractmethod
     def event(self, population: Population, steps: int) -> Any:
         """The ``dp_accounting.DpEvent`` of ``steps`` steps for one privacy unit."""
@@ -287,12 +298,18 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         Raises:
           BadInputError: epsilon <= 0, delta outside (0, 1), steps < 1, or out of reach.
         """
+        chosen = self.for_steps(steps)
 
         def event(sigma: float) -> Any:
-            return dataclasses.replace(self, noise_multiplier=sigma).event(population, steps)
+            return dataclasses.replace(chosen, noise_multiplier=sigma).event(population, steps)
 
         sigma = accounting.calibrate_noise_multiplier(event, epsilon, delta)
-        return dataclasses.replace(self, noise_multiplier=sigma)
+        return dataclasses.replace(chosen, noise_multiplier=sigma)
+
+    def for_steps(self: Self, steps: int) -> Self:
+        """A copy with all that follows from the number of steps: of correlated noise, its bands."""
+        del steps
+        return self
 
     def calibrated(
         self: Self, population: Population, steps: int, epsilon: float | None, delta: float | None
@@ -315,7 +332,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
                     "both epsilon and the mechanism's noise_multiplier are set: keep one, the "
                     "other follows from it"
                 )
-            return self, delta
+            return self.for_steps(steps), delta
         if epsilon is None:
             raise BadInputError("neither epsilon nor the mechanism's noise_multiplier is set")
         return self.calibrate(population, steps, float(epsilon), delta), delta

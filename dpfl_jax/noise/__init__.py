@@ -1,6 +1,17 @@
 """Noise that is added to clipped sums."""
 
+from dpfl_jax.noise.banded import banded, prefix_error, strategy, unbanded
 from dpfl_jax.noise.gaussian import GaussianNoise
 from dpfl_jax.noise.transform import MOST_NOISE, Noise, NoiseState, transformation
 
-__all__ = ["MOST_NOISE", "GaussianNoise", "Noise", "NoiseState", "transformation"]
+__all__ = [
+    "MOST_NOISE",
+    "GaussianNoise",
+    "Noise",
+    "NoiseState",
+    "banded",
+    "prefix_error",
+    "strategy",
+    "transformation",
+    "unbanded",
+]

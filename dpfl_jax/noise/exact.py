@@ -27,7 +27,7 @@ _CLAMP = 2.0**61
 _SMALL = 1 << 17
 
 
-def add_exact(key: jax.Array, tree: PyTree, stddev: Any, sensitivity: Any) -> PyTree:
+def add_exact(key: jax.Array, tree: PyTree, stddev: Any, sensitivity: Any, rows: int = 1) -> PyTree:
     """``tree`` plus Gaussian noise, both on one integer grid, as float32.
 
     The grid has 157.5 * 2^32 steps in the noise's standard deviation, which is ``stddev`` and a
@@ -40,12 +40,13 @@ def add_exact(key: jax.Array, tree: PyTree, stddev: Any, sensitivity: Any) -> Py
       tree: pytree of float32 arrays.
       stddev: of the noise, above 0; a number or a scalar array.
       sensitivity: by which norm two neighbours' sums may differ; likewise.
+      rows: sums, noised one after the other, that ``sensitivity`` is about: each is cut off.
 
     Raises:
       BadInputError: more coordinates than are accounted for.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    coordinates = sum(math.prod(leaf.shape) for leaf in leaves)
+    coordinates = rows * sum(math.prod(leaf.shape) for leaf in leaves)
     if coordinates > MOST_COORDINATES:
         raise BadInputError(
             f"a sum of {coordinates:,} coordinates is noised, but exact noise is accounted for up "

@@ -35,8 +35,8 @@ class NoiseState(NamedTuple):
 
     Attributes:
       step: int32 scalar, steps noised so far.
-      memory: pytree of arrays, in checkpoints: nothing that is more secret than these belongs here
-        (past noise can be drawn again from its key).
+      memory: pytree of arrays, in checkpoints. What is secret in it is so like the root key, from
+        which past noise can be drawn again: the guarantee must say so (``mechanisms/bandmf.py``).
     """
 
     step: jax.Array
@@ -53,11 +53,13 @@ class Noise:
       sensitivity: largest norm of what one privacy unit adds to the sum; likewise.
       law: ``"exact"``: on an integer grid, with 256-bit keys; ``"float"``: float32 numbers, added
         in float32.
+      rows: sums over which the ``sensitivity`` of one unit's part is spread (correlated noise).
     """
 
     stddev: Any
     sensitivity: Any
     law: NoiseLaw = "exact"
+    rows: int = 1
 
     def add(self, key: jax.Array, tree: PyTree) -> PyTree:
         """``tree`` plus noise: the same numbers for every layout.
@@ -91,7 +93,7 @@ class Noise:
                 "deviations; set noise=float"
             )
         if self.law == "exact":
-            noised = add_exact(key, tree, self.stddev, self.sensitivity)
+            noised = add_exact(key, tree, self.stddev, self.sensitivity, self.rows)
         else:
             threefry = jax.random.wrap_key_data(key[:2], impl="threefry2x32")
             drawn = GaussianNoise(1.0).sample(threefry, tree)
@@ -128,13 +130,17 @@ def transformation(noise: Noise, divisor: float) -> optax.GradientTransformation
         **others: Any,
     ) -> tuple[PyTree, NoiseState]:
         del others
-        noised = noise.add(noise_key, total)
-        gradient = jax.tree.map(
-            lambda g, p: None if g is None else (g / divisor).astype(p.dtype),
-            noised,
-            noised if params is None else params,
-            is_leaf=lambda x: x is None,  # parameters that are not trained have no sum
-        )
+        gradient = divided(noise.add(noise_key, total), divisor, params)
         return gradient, state._replace(step=state.step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def divided(noised: PyTree, divisor: float, params: PyTree | None) -> PyTree:
+    """A noised sum over the expected size, in the dtypes of ``params`` if they are given."""
+    return jax.tree.map(
+        lambda g, p: None if g is None else (g / divisor).astype(p.dtype),
+        noised,
+        noised if params is None else params,
+        is_leaf=lambda x: x is None,  # parameters that are not trained have no sum
+    )

@@ -3,6 +3,11 @@
 A budget B is the expected number of gradient evaluations a step: ELS spends it on B examples, ULS
 on M users of G examples. The noise on the average has standard deviation L_ELS sigma_ELS / B, or
 L_ULS(G) sigma_ULS(M) / M (Charles et al. 2024, equations (5) and (6)).
+
+BandMF spends it as ULS does, on noise that later steps take back. An optimiser adds up gradients,
+so what is compared is the noise in their prefix sums, root mean square over the steps: of
+independent noise that is sqrt((T + 1) / 2) times a step's, whatever the algorithm. The noise of an
+option is that of a step of independent noise with the same prefix sums.
 """
 
 from __future__ import annotations
@@ -16,8 +21,13 @@ import numpy as np
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
+from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.noise import prefix_error, strategy, unbanded
 from dpfl_jax.planning.estimates import Sensitivities
+
+# More are seldom worth their memory: 8 (b - 1) bytes for each trained parameter.
+MOST_BANDS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,30 +77,40 @@ class Option:
     """One way to spend the budget.
 
     Attributes:
-      kind: "els" or "uls".
+      kind: "els", "uls" or "bandmf".
       group_size: G.
       size: expected examples (ELS) or users (ULS) a step.
       sampling_prob: of each example or user.
       noise_multiplier: sigma.
       sensitivity: L, the typical gradient norm.
-      noise: standard deviation of the noise on the averaged gradient, per coordinate.
+      bands: b of BandMF; else 1.
+      error: of prefix sums, by independent noise of the same multiplier; else 1.
+      noise: standard deviation of the noise on the averaged gradient, per coordinate (of
+        independent noise with the same error in prefix sums).
     """
 
-    kind: Literal["els", "uls"]
+    kind: Literal["els", "uls", "bandmf"]
     group_size: int
     size: int
     sampling_prob: float
     noise_multiplier: float
     sensitivity: float
+    bands: int = 1
+    error: float = 1.0
 
     @property
     def noise(self) -> float:
-        """L sigma / size."""
-        return self.sensitivity * self.noise_multiplier / self.size
+        """L sigma error / size."""
+        return self.sensitivity * self.noise_multiplier * self.error / self.size
+
+    @property
+    def gradients(self) -> int:
+        """Gradient evaluations of a unit."""
+        return 1 if self.kind == "els" else self.group_size
 
     def to_json(self) -> dict[str, Any]:
-        """Fields, and the noise."""
-        return {**dataclasses.asdict(self), "noise": self.noise}
+        """Fields, the noise, and gradient evaluations of a unit."""
+        return {**dataclasses.asdict(self), "noise": self.noise, "gradients": self.gradients}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +233,7 @@ class Planner:
         self.epsilon, self.delta, self.steps = epsilon, delta, steps
         self._uls: dict[tuple[int, float], float] = {}
         self._els: dict[tuple[int, int, float], float] = {}
+        self._bandmf: dict[tuple[int, int, float], float] = {}
 
     # ---- single options --------------------------------------------------------------------
 
@@ -236,6 +257,46 @@ class Planner:
         sigma = self.uls_noise_multiplier(cohort, epsilon)
         prob = cohort / self.users.num_users
         return Option("uls", group, cohort, prob, sigma, self.sensitivities.at(group))
+
+    def bandmf(self, group: int, cohort: int, epsilon: float | None = None) -> Option | None:
+        """BandMF with G examples of M users, at the best number of bands; None if that is one.
+
+        Raises:
+          BadInputError: as ``uls``, or no strategies can be made (jax-privacy is not installed).
+        """
+        epsilon = self.epsilon if epsilon is None else epsilon
+        bands = self._bands(cohort, epsilon)
+        if bands == 1:
+            return None
+        prob, column = bands * cohort / self.users.num_users, strategy(bands, self.steps)
+        known = (bands, cohort, epsilon)
+        if known not in self._bandmf:
+            self._bandmf[known] = accounting.calibrate_noise_multiplier(
+                lambda s: events.banded(s, prob, column, self.steps), epsilon, self.delta
+            )
+        return self._banded(group, cohort, bands, self._bandmf[known])
+
+    def _bands(self, cohort: int, epsilon: float) -> int:
+        """The power of two of least noise, about: by rough noises and unoptimised strategies."""
+        rough: dict[int, float] = {}
+        most = min(self.steps, self.users.num_users // cohort, MOST_BANDS)
+        while (bands := 2 ** len(rough)) <= most:
+            column, prob = unbanded(bands), bands * cohort / self.users.num_users
+            try:
+                sigma = noise_near(
+                    lambda s, c=column, p=prob: events.banded(s, p, c, self.steps),  # type: ignore[misc]
+                    epsilon,
+                    self.delta,
+                )
+            except BadInputError:
+                break
+            rough[bands] = sigma * prefix_error(column, self.steps)
+        return min(rough, key=lambda b: rough[b], default=1)
+
+    def _banded(self, group: int, cohort: int, bands: int, sigma: float) -> Option:
+        norm, prob = self.sensitivities.at(group), bands * cohort / self.users.num_users
+        error = prefix_error(strategy(bands, self.steps), self.steps)
+        return Option("bandmf", group, cohort, prob, sigma, norm, bands, error)
 
     def els(self, group: int, batch: int, epsilon: float | None = None) -> Option:
         """ELS with B examples, at most G of a user in the whole run."""
@@ -276,12 +337,15 @@ class Planner:
 
     # ---- plans -----------------------------------------------------------------------------
 
-    def plan(self, budget: int, *, els_groups: Sequence[int] | None = None) -> Plan:
+    def plan(
+        self, budget: int, *, els_groups: Sequence[int] | None = None, correlated: bool = False
+    ) -> Plan:
         """Prices all (G, M) with G M = B, powers of two, and ELS at all group sizes.
 
         Args:
           budget: B, gradient evaluations a step.
           els_groups: ELS group sizes; default all that can be priced.
+          correlated: whether BandMF is priced, too, at every (G, M).
         """
         if budget < 1:
             raise BadInputError(
@@ -292,6 +356,8 @@ class Planner:
             cohort = budget // group
             if cohort >= 1 and cohort <= self.users.num_users:
                 options.append(self.uls(group, cohort))
+                if correlated and (banded := self.bandmf(group, cohort)) is not None:
+                    options.append(banded)
         for group in self.users.groups() if els_groups is None else els_groups:
             if budget <= self.users.left(group):
                 options.append(self.els(group, budget))
@@ -409,10 +475,10 @@ class Planner:
     def epsilon_of(self, option: Option) -> float:
         """What an option of a given noise multiplier spends; infinity where there is no bound."""
         sigma, prob = option.noise_multiplier, option.sampling_prob
-        if option.kind == "uls":
-            event = events.uls(sigma, prob, self.steps)
-        else:
+        if option.kind == "els":
             event = events.els(sigma, prob, option.group_size, self.steps)
+        else:
+            event = events.banded(sigma, prob, strategy(option.bands, self.steps), self.steps)
         try:
             return accounting.epsilon(event, self.delta)
         except BadInputError:  # far too little noise for any guarantee
@@ -449,17 +515,26 @@ class Planner:
 
 
 def _reason(best: Option, options: list[Option]) -> str:
-    others = [o for o in options if o.kind != best.kind]
-    name = {"els": "ELS", "uls": "ULS"}[best.kind]
     what = (
-        f"{best.size} users of up to {best.group_size} examples"
-        if best.kind == "uls"
-        else f"{best.size} examples, at most {best.group_size} of a user in the run"
+        f"{best.size} examples, at most {best.group_size} of a user in the run"
+        if best.kind == "els"
+        else f"{best.size} users of up to {best.group_size} examples"
     )
-    text = f"{name} with {what} a step has the least noise on the gradient ({best.noise:.4g})"
-    if others:
-        rival = min(others, key=lambda o: o.noise)
-        factor = rival.noise / best.noise
-        rival_name = {"els": "ELS", "uls": "ULS"}[rival.kind]
-        text += f"; the best {rival_name} (G={rival.group_size}) has {factor:.2f} times as much"
+    where = "in sums of gradients" if any(o.bands > 1 for o in options) else "on the gradient"
+    text = f"{_NAMES[best.kind]} with {what} a step has the least noise {where} ({best.noise:.4g})"
+    for kind, name in _NAMES.items():
+        others = [o for o in options if o.kind == kind != best.kind]
+        if others:
+            rival = min(others, key=lambda o: o.noise)
+            factor = rival.noise / best.noise
+            text += f"; the best {name} (G={rival.group_size}) has {factor:.2f} times as much"
+    if best.kind == "bandmf":
+        text += (
+            f". Its {best.bands} groups of users take turns: that needs a noise multiplier of "
+            f"{best.noise_multiplier:.3g}, but later steps take back all but {best.error:.0%} of "
+            "what independent noise would leave in sums of gradients"
+        )
     return text
+
+
+_NAMES = {"els": "ELS", "uls": "ULS", "bandmf": "BandMF"}

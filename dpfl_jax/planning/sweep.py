@@ -41,7 +41,7 @@ ALIASES = {
 SIZES = ("kind", "budget", "group_size", "cohort_size")
 
 
-def at_budget(chosen: Any, kind: str, budget: float, group_size: int) -> Any:
+def at_budget(chosen: Any, kind: str, budget: float, group_size: int, **more: Any) -> Any:
     """A mechanism at a compute budget.
 
     Args:
@@ -49,14 +49,17 @@ def at_budget(chosen: Any, kind: str, budget: float, group_size: int) -> Any:
       kind: of the one that is made.
       budget: expected gradient evaluations a step.
       group_size: for kinds that have one.
+      **more: fields of its own.
     """
     cls = CENTRAL[kind]
     if cls is type(chosen):
         made = cls.at_budget(budget, group_size)
         sizes = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-        return dataclasses.replace(chosen, **{name: getattr(made, name) for name in sizes})
+        return dataclasses.replace(chosen, **{name: getattr(made, name) for name in sizes}, **more)
     common = ("clip_norm", "clipping", "noise_multiplier")
-    return cls.at_budget(budget, group_size, **{name: getattr(chosen, name) for name in common})
+    return cls.at_budget(
+        budget, group_size, **{name: getattr(chosen, name) for name in common}, **more
+    )
 
 
 # A cell is compared with other cells; what a run is shown beside would double its work.

@@ -1,7 +1,8 @@
 """A run's directory: config.yaml, metrics.jsonl, checkpoints/, report.*, and what stays secret.
 
 ``private/`` holds the root key, from which all sampling and noise can be recomputed: it is needed
-to resume and must never be published with the rest.
+to resume and must never be published with the rest. Nor must checkpoints of correlated noise
+(``mechanisms/bandmf.py``): they hold what is to be taken back, beside what it hides.
 """
 
 from __future__ import annotations

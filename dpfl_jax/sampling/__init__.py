@@ -11,6 +11,7 @@ from dpfl_jax.sampling.contribution import (
 )
 from dpfl_jax.sampling.hosts import Share, share_of
 from dpfl_jax.sampling.laws import (
+    CyclicPoisson,
     FixedSize,
     Law,
     Poisson,
@@ -21,6 +22,7 @@ from dpfl_jax.sampling.personalized import PersonalizedPoisson
 from dpfl_jax.sampling.units import ExampleSampler, UserSampler
 
 __all__ = [
+    "CyclicPoisson",
     "Draw",
     "ExampleSampler",
     "FixedSize",

@@ -82,6 +82,11 @@ class Poisson:
     prob: float
     name: ClassVar[str] = "poisson"
 
+    @property
+    def rate(self) -> float:
+        """Probability of a unit at a step, of which nothing else is known."""
+        return self.prob
+
     def __post_init__(self) -> None:
         """Validates the probability."""
         check_population(self.population)
@@ -90,11 +95,11 @@ class Poisson:
     @property
     def expected_size(self) -> float:
         """Expected number of indices in a draw."""
-        return self.population * self.prob
+        return self.population * self.rate
 
     def size_bound(self, tail: float = 1e-15) -> int:
         """A size that a draw exceeds with probability at most ``tail``."""
-        return binomial_bound(self.population, self.prob, tail)
+        return binomial_bound(self.population, self.rate, tail)
 
     def describe(self, units: str) -> str:
         """One line for the report."""
@@ -103,6 +108,56 @@ class Poisson:
     def indices(self, key: RootKey, step: int) -> np.ndarray:
         """Returns the indices of ``step``."""
         return poisson_indices(key.numpy("sampling", step), self.population, self.prob)
+
+
+@functools.lru_cache(maxsize=8)
+def _groups(key: RootKey, population: int, groups: int) -> np.ndarray:
+    # proof: cyclic-1
+    drawn = key.numpy("groups").integers(groups, size=population)
+    drawn.flags.writeable = False
+    return drawn
+
+
+@dataclasses.dataclass(frozen=True)
+class CyclicPoisson(Poisson):
+    """Poisson within one of several groups of units, each of which has its turn (add-or-remove).
+
+    A unit's group is a uniform draw of its own, for the whole run, so that who else is there has no
+    part in it; groups are of unequal size, which nobody need know. At step t it is the turn of
+    group t modulo ``groups``.
+
+    Attributes:
+      prob: of each unit of the group whose turn it is.
+      groups: b. One group is ``Poisson``, draw by draw.
+    """
+
+    groups: int = 1
+    name: ClassVar[str] = "cyclic-poisson"
+
+    @property
+    def rate(self) -> float:
+        """Of a unit whose group is not known."""
+        return self.prob / self.groups
+
+    def describe(self, units: str) -> str:
+        """One line for the report."""
+        return (
+            f"{self.groups} groups of {self.population} {units}, in turns: Poisson within a group, "
+            f"probability {self.prob:.6g} each"
+        )
+
+    def group_of(self, key: RootKey) -> np.ndarray:
+        """int64 [population], the group of each unit under the key of a run."""
+        return _groups(key, self.population, self.groups)
+
+    def indices(self, key: RootKey, step: int) -> np.ndarray:
+        """Returns the indices of ``step``."""
+        if self.groups == 1:
+            return super().indices(key, step)
+        # proof: cyclic-2
+        members = np.flatnonzero(self.group_of(key) == step % self.groups)
+        rng = key.numpy("sampling", step)
+        return members[poisson_indices(rng, len(members), self.prob)]
 
 
 @dataclasses.dataclass(frozen=True)

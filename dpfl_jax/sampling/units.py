@@ -92,7 +92,7 @@ class UserSampler:
 
     def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
         """As ``size_bound``, for the users whose examples first fit into each of ``sizes``."""
-        prob = self.law.prob if isinstance(self.law, Poisson) else None
+        prob = self.law.rate if isinstance(self.law, Poisson) else None
         return bucket_bounds(self.user_offsets, sizes, self.size_bound(tail), prob, tail)
 
     def draw(self, step: int) -> Draw:

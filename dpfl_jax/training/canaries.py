@@ -228,7 +228,10 @@ class WithCanaries(Central):
 
     def begin(self, key: RootKey, start: int) -> CanarySteps:
         """The steps after the first ``start``."""
-        return CanarySteps(self, key, start)
+        steps = CanarySteps(self, key, start)
+        drawn: Any = steps.sampler
+        self._drawn = drawn.canaries
+        return steps
 
     def audited(self, result: RunResult) -> RunAudit | None:
         """What an attack on a finished run sees."""
@@ -236,6 +239,7 @@ class WithCanaries(Central):
             return None
         seen = result.seen.astype(np.float32)
         seen[:, result.steps :] = np.nan  # nothing was released
+        seen = self.mechanism.along(seen, self.inside, self._drawn)
         return RunAudit(
             self.inside,
             seen,

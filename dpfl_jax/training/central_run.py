@@ -15,6 +15,7 @@ from rich.console import Console
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import RunConfig
 from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
+from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population
@@ -91,12 +92,19 @@ class CentralRun(Prepared):
         """Data, noise, delta, checkpoint."""
         facts: dict[str, Any] = {
             "data": self.data.train.fingerprint,
-            "noise_multiplier": self.mechanism.noise_multiplier,
+            "chosen": self.chosen,
             "delta": self.delta,
         }
         if self.base is not None:
             facts |= {"base": self.base, "checkpoint": self.base["digest"]}
         return facts
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The mechanism's fields that calibration chose, not the configuration."""
+        given = CENTRAL.dump(self.config.mechanism)
+        now = CENTRAL.dump(self.mechanism)
+        return {name: value for name, value in now.items() if value != given[name]}
 
     @functools.cached_property
     def base(self) -> dict[str, Any] | None:
@@ -111,9 +119,8 @@ class CentralRun(Prepared):
                 f"the checkpoint {self.config.model.checkpoint} is not the one that the run in "
                 f"{directory.path} began with: bring it back, or start another run"
             )
-        mechanism = dataclasses.replace(
-            self.mechanism, noise_multiplier=directory.facts["noise_multiplier"]
-        )
+        chosen = CENTRAL.dump(self.config.mechanism) | directory.facts["chosen"]
+        mechanism = CENTRAL.parse(chosen)
         return dataclasses.replace(self, mechanism=mechanism, delta=directory.facts["delta"])
 
     def headline(self) -> list[str]:

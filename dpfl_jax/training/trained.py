@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from dpfl_jax.clipping import split
 from dpfl_jax.config import RunConfig, validate_config
+from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError
@@ -91,7 +92,7 @@ def load_trained(
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     trainable = trained_by_name(config.model, model)
     like, frozen = split(shapes, trainable)
-    chosen = flat_paths(_checkpoint(directory, config, step, like, mesh))
+    chosen = flat_paths(_checkpoint(directory, config, report, step, like, mesh))
     if jax.tree.leaves(frozen):
         chosen = {**flat_paths(_base(config, report, model, mesh)), **chosen}
     params = merge(nested(chosen), model.config.lora, dtype or config.model.frozen_dtype)
@@ -121,21 +122,29 @@ def _read(directory: pathlib.Path) -> tuple[RunConfig, dict[str, Any]]:
 
 
 def _checkpoint(
-    directory: pathlib.Path, config: RunConfig, step: int, like: PyTree, mesh: Mesh
+    directory: pathlib.Path,
+    config: RunConfig,
+    report: dict[str, Any],
+    step: int,
+    like: PyTree,
+    mesh: Mesh,
 ) -> PyTree:
     """The trained parameters after ``step`` steps, which the report names."""
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     if config.audit is not None:
         like, optimizer = around(like, optimizer, config.audit, config.train.steps)
+    ran = CENTRAL.parse(CENTRAL.dump(config.mechanism) | report["mechanism"])
+    noise = jax.eval_shape(ran.noise_transform().init, like).memory
     state = TrainState(
         params=like,
         opt_state=jax.eval_shape(optimizer.init, like),
         step=jax.ShapeDtypeStruct((), jnp.int32),  # type: ignore[arg-type]
+        noise=noise,
     )
     state = jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
         state,
-        shardings_of(like, optimizer, mesh),
+        shardings_of(like, optimizer, mesh, noise=noise),
     )
     checkpoints = Checkpoints(directory / "checkpoints", config.train.keep_checkpoints)
     try:

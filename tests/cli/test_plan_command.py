@@ -28,7 +28,8 @@ def test_the_papers_settings_from_statistics_alone(capsys, tmp_path, name):
     assert found["literal_uls"]["noise"] >= found["heuristic_uls"]["noise"]
     assert png.stat().st_size > 1000
     written = yaml.safe_load(out.read_text())
-    assert written["mechanism"]["kind"] == found["best"]["kind"]
+    assert written["mechanism"]["kind"] == found["best"]["kind"] == "bandmf"
+    assert written["mechanism"]["bands"] == found["best"]["bands"] > 1
     assert main(["train", str(out), "--dry-run", "--json"]) == 0
     price = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert price["noise_multiplier"] == pytest.approx(found["best"]["noise_multiplier"], rel=1e-6)
@@ -41,7 +42,7 @@ def test_from_data(capsys):
         "--users", 16, "--target-noise", "0.05",
     )  # fmt: skip
     assert "median gradient norms" in found["sensitivities"]
-    assert {o["kind"] for o in found["options"]} == {"els", "uls"}
+    assert {o["kind"] for o in found["options"]} == {"els", "uls", "bandmf"}
     assert "smallest_epsilon" in found["inverse"]
 
 

@@ -12,6 +12,8 @@ from dpfl_jax.accounting import events
 from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms import BandMF, Population
+from dpfl_jax.noise import prefix_error, strategy
 from dpfl_jax.planning import (
     Planner,
     Sensitivities,
@@ -76,6 +78,39 @@ def test_best_has_the_least_noise_and_the_reason_says_so():
     assert {option.kind for option in plan.options} == {"els", "uls"}
     assert plan.best.kind == "uls"
     assert "ULS" in plan.reason
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
+    """Against matrices and the plain accountant; the number of bands against all of them."""
+    pytest.importorskip("jax_privacy")
+    p = Planner(
+        Users(1024, limited={1: 1024}), Sensitivities.assumed(0.0, [1, 4]), epsilon=2.0,
+        delta=1e-6, steps=64,
+    )  # fmt: skip
+    option = p.bandmf(4, 16)
+    column = strategy(option.bands, 64)
+    matrix = sum(np.diag(np.full(64 - i, c), -i) for i, c in enumerate(column))
+    left = np.linalg.norm(np.tril(np.ones((64, 64))) @ np.linalg.inv(matrix)) / 8
+    alone = np.linalg.norm(np.tril(np.ones((64, 64)))) / 8
+    assert option.noise == pytest.approx(option.noise_multiplier * left / alone / 16)
+    assert option.sampling_prob == option.bands * 16 / 1024
+    assert 1.98 < p.epsilon_of(option) <= 2.0
+
+    def noise(bands):
+        made = BandMF(group_size=4, cohort_size=16, bands=bands)
+        made = made.calibrate(Population(1024, 4096, 1024), 64, 2.0, 1e-6)
+        return made.noise_multiplier * prefix_error(made.column, 64) / 16
+
+    found = {bands: noise(bands) for bands in (1, 2, 4, 8, 16, 32)}
+    assert option.noise == pytest.approx(found[option.bands], rel=1e-5)
+    assert option.noise <= 1.02 * min(found.values())
+    assert found[1] == pytest.approx(p.uls(4, 16).noise, rel=1e-4)
+    plan = p.plan(64, correlated=True)
+    assert plan.best.kind == "bandmf"
+    assert f"Its {plan.best.bands} groups of users take turns" in plan.reason
+    assert p.bandmf(1, 1024) is None  # everybody in every step: groups have nothing to give
 
 
 def test_estimate_and_double_as_printed_never_grows_the_cohort():

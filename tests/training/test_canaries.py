@@ -15,7 +15,7 @@ from benchmarks import audit as bench
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import kept
-from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
+from dpfl_jax.mechanisms import ELS, ULS, BandMF, NonPrivate
 from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.canaries import WithCanaries, check_fit
@@ -26,6 +26,7 @@ KINDS = {
     "uls": ULS(group_size=2, cohort_size=30),
     "els": ELS(group_size=2, batch_size=40),
 }
+BANDED = BandMF(group_size=2, cohort_size=15, bands=2, strategy=(0.8, 0.6))
 
 
 def loss(params, example):
@@ -45,7 +46,7 @@ def people():
 
 def plan(kind="uls", **options):
     options = {"steps": STEPS, "epsilon": 4.0, "delta": 1e-4} | options
-    return KINDS[kind].plan(people(), **options)
+    return (KINDS | {"bandmf": BANDED})[kind].plan(people(), **options)
 
 
 def start():
@@ -123,8 +124,9 @@ def test_the_model_is_the_same_without_canaries(kind):
 
 @pytest.mark.slow
 @pytest.mark.privacy
-def test_canaries_show_the_noise_that_was_claimed_and_nothing_else():
-    made = plan(steps=6)
+@pytest.mark.parametrize("kind", ["uls", "bandmf"])
+def test_canaries_show_the_noise_that_was_claimed_and_nothing_else(kind):
+    made = plan(kind, steps=6)
     found = fitted(made, 4000).audit
     outside, inside = found.seen[~found.inside], found.seen[found.inside]
     assert abs(outside.mean()) < 5 / np.sqrt(outside.size)

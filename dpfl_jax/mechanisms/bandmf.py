@@ -1,0 +1,174 @@
+"""BandMF: user-level sampling by groups in turns, with noise that cancels over the steps.
+
+Source: Choquette-Choo et al., "(Amplified) Banded Matrix Factorization: a unified approach to
+private training" (2023, arXiv 2306.08153), Algorithm 2 and Theorem 4, with users for examples and
+strategies of McKenna (2024, arXiv 2405.15913).
+
+    group(u) = uniform in 0 .. b-1, for each user u                   # once, before training
+    at each step t:
+      U   = each user of group t mod b independently with probability p
+      D_u = at most group_size examples of u, afresh, for u in U
+      g_t = sum over U of clip(mean over D_u of grad, C)
+      g   = (g_t + C sigma (K^-1 Z)_t) / M                            # K has b bands
+
+Between the turns of a user are b steps, and K has b bands: so a user pays for T / b steps at b
+times the probability, and the noise of a step is taken back in the steps that follow. Optimisers
+add up gradients, so that what counts is the noise of their prefix sums.
+
+Departures: groups are drawn user by user, not cut to equal sizes: a partition into equal parts
+depends on everybody. p = b M / N is a constant of the number of users, whatever the groups' sizes
+are; M is expected over the draws of groups, too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+import optax
+
+from dpfl_jax import accounting
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms.base import Population
+from dpfl_jax.mechanisms.uls import ULS
+from dpfl_jax.noise import Noise, banded, strategy
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import CyclicPoisson, Sampler, UserSampler, check_probability
+
+ASSUMPTIONS = (
+    "the number of groups of users and the strategy of the noise (its bands) are public constants, "
+    "fixed before looking at one user's data",
+    "checkpoints are as secret as the root key: they hold sums of the last steps without noise",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BandMF(ULS):
+    """User-level sampling by groups in turns, with banded noise.
+
+    Attributes:
+      cohort_size: M, expected number of users per step (the divisor).
+      sampling_prob: p, of a user of the group whose turn it is; default bands * cohort_size /
+        (number of users).
+      bands: b, of the noise's matrix, and number of groups. 1 is ULS.
+      strategy: first column of that matrix, one number for each band; default the best for the
+        number of steps, by the package jax-privacy.
+    """
+
+    bands: int = 4
+    strategy: tuple[float, ...] | None = None
+
+    kind: ClassVar[str] = "bandmf"
+    accountant: ClassVar[str] = (
+        "PLD, Poisson-subsampled Gaussians of a user's turns (exact up to rounding upwards)"
+    )
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        super().__post_init__()
+        if self.bands < 1:
+            raise BadInputError(f"mechanism.bands is {self.bands}, but it must be at least 1")
+        if self.strategy is None:
+            return
+        if self.bands == 1:
+            raise BadInputError("mechanism.strategy is for two bands or more: leave it out")
+        column = np.asarray(self.strategy, np.float32)
+        if len(column) != self.bands or not np.isfinite(column).all() or not column[0] > 0:
+            raise BadInputError(
+                f"mechanism.strategy has {len(column)} numbers, but it must have one for each of "
+                f"the {self.bands} bands, all finite and the first above 0"
+            )
+        # As it runs, so that no other number is accounted.
+        object.__setattr__(self, "strategy", tuple(map(float, column)))
+
+    @property
+    def column(self) -> tuple[float, ...]:
+        """The strategy; raises BadInputError before it is chosen for a number of steps."""
+        if self.strategy is not None:
+            return self.strategy
+        if self.bands == 1:
+            return (1.0,)
+        raise BadInputError(
+            "this bandmf mechanism has no strategy yet: give mechanism.strategy, or make a plan, "
+            "which chooses one for its number of steps"
+        )
+
+    def for_steps(self, steps: int) -> BandMF:
+        """With the strategy that is best for these steps, unless it has one."""
+        if self.strategy is not None or self.bands == 1:
+            return self
+        return dataclasses.replace(self, strategy=strategy(self.bands, steps))
+
+    # ---- what runs -------------------------------------------------------------------------
+
+    def sampling_probability(self, population: Population) -> float:
+        """P = b M / N unless declared."""
+        if self.sampling_prob is not None:
+            return self.sampling_prob
+        users = max(population.num_users, 1)
+        return check_probability(
+            self.bands * self.cohort_size / users,
+            f"expected cohort of {self.cohort_size:g} from one of {self.bands} groups of "
+            f"{population.num_users} users",
+            f"set bands times cohort_size to at most {population.num_users}, or use more data",
+        )
+
+    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
+        """Samples users of a group by Poisson, and examples within each, afresh at each step."""
+        prob = self.sampling_probability(self.population(user_offsets))
+        # proof: bandmf-sampling-1
+        law = CyclicPoisson(len(user_offsets) - 1, prob, self.bands)
+        return UserSampler(law, np.asarray(user_offsets), self.group_size, key)
+
+    def noise_transform(self) -> optax.GradientTransformationExtraArgs:
+        """Noise of standard deviation C sigma in every row of C G, taken back as its bands say."""
+        column = self.column
+        reach = float(np.linalg.norm(column)) * self.rule.sensitivity
+        # proof: bandmf-noise-2
+        noise = Noise(self.noise_stddev, reach, self.noise, rows=self.bands)
+        return banded(noise, column, self.divisor)
+
+    # ---- what is accounted -----------------------------------------------------------------
+
+    def event(self, population: Population, steps: int) -> Any:
+        """A Poisson-subsampled Gaussian for every turn of a user (Theorem 4)."""
+        prob = self.sampling_probability(population)
+        return accounting.events.banded(self.sigma, prob, self.column, steps)
+
+    def told_sampling(self, population: Population) -> str:
+        """Groups in turns, then as ULS."""
+        told = super().told_sampling(population)
+        if self.bands == 1:
+            return told
+        return f"{self.bands} groups of users, drawn user by user, in turns; of a group: {told}"
+
+    def guarantee(
+        self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
+    ) -> accounting.Guarantee:
+        """As of every mechanism; with more than one band more is assumed."""
+        made = super().guarantee(population, steps, delta, caveats)
+        if self.bands == 1:
+            return made
+        return dataclasses.replace(made, assumptions=(*made.assumptions, *ASSUMPTIONS))
+
+    def along(self, seen: np.ndarray, inside: np.ndarray, sampler: Sampler) -> np.ndarray:
+        """Of every turn of a unit what its column of C says; NaN where it has no such turn."""
+        if self.bands == 1:
+            return seen
+        units, steps = seen.shape
+        column = np.asarray(self.column)
+        white = sum(np.pad(seen, ((0, 0), (i, 0)))[:, :steps] * c for i, c in enumerate(column))
+        # Who is not in the data has a group like everybody: it is drawn, and means nothing.
+        group: np.ndarray = np.random.default_rng(0).integers(self.bands, size=(units,))
+        users: Any = sampler
+        group[inside] = users.law.group_of(users.key)[: inside.sum()]
+        found = np.full((units, -(-steps // self.bands)), np.nan)
+        for turn in range(found.shape[1]):
+            first = turn * self.bands + group
+            reached = first[:, None] + np.arange(self.bands)
+            there = np.where(reached < steps, column, 0.0)
+            values = np.take_along_axis(np.asarray(white), np.minimum(reached, steps - 1), axis=1)
+            with np.errstate(invalid="ignore"):
+                found[:, turn] = (values * there).sum(axis=1) / np.linalg.norm(there, axis=1)
+        return found

@@ -1,0 +1,1 @@
+"""Noise that later steps take back, against independent noise."""

@@ -1,0 +1,261 @@
+"""BandMF: one band is ULS, what a user adds to rows is bounded, and what it costs is composed."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from dp_accounting.pld import privacy_loss_distribution as pld
+from fitting import fit_given as fit
+from runs import death_after_a_checkpoint, final_state
+
+from benchmarks import audit as bench
+from dpfl_jax.accounting import epsilon, events
+from dpfl_jax.cli.main import main
+from dpfl_jax.data import ArrayStore
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.evidence import audit
+from dpfl_jax.mechanisms import ULS, BandMF, Population
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.sampling import Poisson, UserSampler
+from dpfl_jax.training.trained import load_trained
+
+pytestmark = pytest.mark.privacy
+COLUMN = (0.75, 0.5, 0.4375)
+NORM = math.sqrt(0.75**2 + 0.5**2 + 0.4375**2)
+
+
+def store(last=None):
+    """80 users; the last of the store may be removed (0), or have other data."""
+    rng = np.random.default_rng(0)
+    rows = {f"u{u:03d}": {"x": np.float32(rng.normal(size=(2, 4)))} for u in range(80)}
+    made = ArrayStore.from_users(rows.items())
+    if last is None:
+        return made
+    name = made.user_ids(np.array([79]))[0]
+    rows |= {name: {"x": np.full((2, 4), last, np.float32)}}
+    if not last:
+        del rows[name]
+    return ArrayStore.from_users(rows.items())
+
+
+def loss_fn(params, example):
+    return jnp.sum(params["w"] * example["x"]) + 0.5 * jnp.sum(params["w"] ** 2)
+
+
+def run(mechanism, **given):
+    given = {"params": {"w": jnp.zeros(4)}, "steps": 8, "epsilon": 4.0, "delta": 1e-3} | given
+    key = {} if "run_dir" in given else {"key": RootKey.from_seed(0)}
+    return fit(
+        loss_fn=loss_fn, data=store(), mechanism=mechanism, optimizer=optax.adam(0.1),
+        microbatch_size=8, **key, **given,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_one_band_is_uls_bit_for_bit():
+    """Draws, noise, parameters, and all that is stated but the name of the accountant."""
+    uls, banded = (run(made(group_size=2, cohort_size=20)) for made in (ULS, one_band))
+    np.testing.assert_array_equal(uls.params["w"], banded.params["w"])
+    same = {"accountant": uls.guarantee.accountant}
+    assert dataclasses.replace(banded.guarantee, **same) == uls.guarantee
+    spent = [[row.get("epsilon_spent") for row in made.metrics] for made in (uls, banded)]
+    assert spent[0] == spent[1]
+    population = Population(80, 160, 80)
+    for steps in (0, 1, 8):
+        made = ULS(group_size=2, cohort_size=20, noise_multiplier=1.1)
+        assert one_band(
+            group_size=2, cohort_size=20, noise_multiplier=1.1
+        ).event(population, steps) == made.event(population, steps)  # fmt: skip
+
+
+def one_band(**fields):
+    return BandMF(bands=1, **fields)
+
+
+@pytest.mark.slow
+def test_a_run_that_died_goes_on_with_its_noise_bit_for_bit(tmp_path, monkeypatch):
+    mechanism = BandMF(group_size=2, cohort_size=20, bands=3, strategy=COLUMN)
+
+    def start(name):
+        directory = RunDirectory(tmp_path / name, {}, "f", RootKey.from_seed(0))
+        try:
+            return run(mechanism, run_dir=directory, checkpoint_every=3)
+        finally:
+            directory.close()
+
+    whole = start("whole")
+    with death_after_a_checkpoint(monkeypatch):
+        start("killed")
+    resumed = start("killed")
+    np.testing.assert_array_equal(resumed.params["w"], whole.params["w"])
+    states = [final_state(tmp_path / name) for name in ("whole", "killed")]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    kept = states[0]["noise"]
+    assert kept["sums"]["w"].shape == kept["released"]["w"].shape == (2, 4)
+    assert np.abs(kept["released"]["w"]).min() > 0
+
+
+@pytest.mark.slow
+def test_a_run_from_yaml_is_verified_read_priced_and_compiled(tmp_path, capsys):
+    config = {
+        "data": {
+            "source": "python_source", "seq_len": 16, "max_users": 30, "max_examples_per_user": 2,
+            "validation_fraction": 0.0, "test_fraction": 0.0,
+        },
+        "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
+        "mechanism": {
+            "kind": "bandmf", "group_size": 2, "cohort_size": 6, "bands": 3,
+            "strategy": list(COLUMN),
+        },
+        "privacy": {"epsilon": 8.0, "delta": 1e-4},
+        "train": {"steps": 7, "checkpoint_every": 3},
+    }  # fmt: skip
+    file, place = tmp_path / "own.yaml", tmp_path / "run"
+    file.write_text(yaml.safe_dump(config))
+    assert main(["train", str(file), "--json", "--run-dir", str(place)]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 7.9 < report["privacy"]["epsilon"] <= 8.0
+    assert "3 groups of users" in report["privacy"]["sampling"]
+    assert report["privacy"]["assumptions"][-1].startswith("checkpoints are as secret")
+    assert main(["verify", str(place)]) == 0
+    assert load_trained(place).step == 7  # its checkpoint holds what noise keeps, too
+    assert main(["train", str(file), "--dry-run"]) == 0
+    assert main(["compile", str(file), "--topology", "cpu:2"]) == 0
+
+
+def rows_of(data, steps):
+    """What is noised at each step, [steps, 4]: the library's release without noise, times C."""
+    mechanism = BandMF(
+        group_size=2, cohort_size=20, sampling_prob=1.0, clip_norm=0.5, bands=3, strategy=COLUMN,
+        noise_multiplier=0.0,
+    )  # fmt: skip
+    plan = mechanism.plan(data, steps=steps, delta=1e-5)
+    params = {"w": jnp.zeros(4)}
+    grad, noise = plan.clipped_grad(loss_fn), plan.noise()
+    state, released = noise.init(params), []
+    for batch in plan.batches(RootKey.from_seed(0)):
+        x, state = noise.update(grad(params, batch).sum, state, noise_key=batch.noise_key)
+        released.append(np.asarray(x["w"]) * mechanism.divisor)
+    window = sum(np.diag(np.full(steps - i, c), -i) for i, c in enumerate(COLUMN))
+    return window @ np.stack(released)
+
+
+@pytest.mark.slow
+def test_a_user_moves_rows_of_its_turns_alone_and_none_of_them_further_than_accounted():
+    """The last user is removed, and has other data: groups of the others are what they were."""
+    steps = 8
+    without, one, other = (rows_of(store(last=x), steps) for x in (0.0, 3.0, -7.0))
+    for moved in (one - without, other - without):
+        norms = np.linalg.norm(moved, axis=1) / 0.5
+        turns = [t for t in range(steps) if norms[t] > 1e-4 and (t == 0 or norms[t - 1] < 1e-4)]
+        first = turns[0] if turns else 0
+        assert first in (0, 1, 2)
+        assert not norms[:first].any()
+        blocks = [norms[t : t + 3] for t in range(first, steps, 3)]
+        for block in blocks:
+            np.testing.assert_allclose(block, COLUMN[: len(block)], rtol=1e-4)
+            assert np.linalg.norm(block) <= NORM * (1 + 1e-5)
+
+
+SETTINGS = [  # sigma, p, strategy, steps
+    (1.0, 0.1, COLUMN, 30),
+    (1.0, 0.1, COLUMN, 31),
+    (0.8, 0.02, (0.8, 0.6), 101),
+    (2.0, 1.0, COLUMN, 8),
+    (0.6, 0.3, (0.9, 0.3, 0.2, 0.1), 3),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sigma", "prob", "column", "steps"), SETTINGS)
+def test_epsilon_against_dp_accounting(sigma, prob, column, steps):
+    """Composed by hand: turn after turn, each with the norm of what was released of its column."""
+    worst = [0.0, 0.0]
+    for group in range(len(column)):
+        turns = [column[: steps - t] for t in range(group, steps, len(column))]
+        whole = [None, None]
+        for part in turns:
+            for i, pessimistic in enumerate((False, True)):
+                made = pld.from_gaussian_mechanism(
+                    sigma / float(np.linalg.norm(part)), sampling_prob=prob,
+                    pessimistic_estimate=pessimistic, use_connect_dots=pessimistic,
+                    value_discretization_interval=1e-3,
+                )  # fmt: skip
+                whole[i] = made if whole[i] is None else whole[i].compose(made)
+        found = [0.0 if p is None else p.get_epsilon_for_delta(1e-5) for p in whole]
+        worst = np.maximum(worst, found)
+    ours = epsilon(events.banded(sigma, prob, column, steps), 1e-5)
+    assert worst[0] - 1e-3 <= ours <= worst[1] * 1.002 + 1e-4
+
+
+def test_epsilon_midway_is_that_of_the_first_group_and_only_grows():
+    """With everybody drawn at every turn it is one Gaussian, of the most that a group released."""
+    window = np.array(COLUMN)
+    before = 0.0
+    for steps in range(1, 10):
+        squared = [
+            sum((window[: steps - t] ** 2).sum() for t in range(group, steps, 3))
+            for group in range(3)
+        ]
+        assert max(squared) == squared[0]
+        found = epsilon(events.banded(3.0, 1.0, COLUMN, steps), 1e-5)
+        assert found == pytest.approx(
+            epsilon(events.gaussian(3.0 / math.sqrt(squared[0]), 1), 1e-5), rel=1e-6
+        )
+        assert found >= before
+        before = found
+
+
+@pytest.mark.slow
+def test_a_release_under_attack_stands_and_is_seen_through_its_noise():
+    """By the likelihood ratio of what the columns of C say of each turn."""
+    found = audit(bench.SOUND["bandmf"](4.0, 7, 4000), 0.999)
+    assert not found.exceeds, str(found)
+    assert found.proved >= 0.4 * found.claimed, str(found)
+
+
+@pytest.mark.slow
+def test_a_user_in_every_turn_is_seen(monkeypatch):
+    """Users drawn as by ULS, at the probability of a group."""
+
+    def everybody(self, user_offsets, key):
+        law = Everybody(len(user_offsets) - 1, self.sampling_probability(None))
+        return UserSampler(law, np.asarray(user_offsets), self.group_size, key)
+
+    class Everybody(Poisson):
+        def group_of(self, key):
+            return np.zeros(self.population, int)
+
+    monkeypatch.setattr(BandMF, "sampler", everybody)
+    found = audit(bench.SOUND["bandmf"](4.0, 7, 4000), 0.999)
+    assert found.proved > found.claimed, str(found)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bands": 0}, "bands is 0"),
+        ({"bands": 1, "strategy": (0.5,)}, "for two bands or more"),
+        ({"bands": 2, "strategy": (1.0,)}, "1 numbers, but it must have one for each of the 2"),
+        ({"bands": 2, "strategy": (0.0, 1.0)}, "the first above 0"),
+        ({"bands": 2, "strategy": (1.0, math.nan)}, "all finite"),
+    ],
+)
+def test_bad_fields_are_one_sentence(fields, message):
+    with pytest.raises(BadInputError, match=message):
+        BandMF(group_size=1, cohort_size=2, **fields)
+
+
+def test_too_large_a_cohort_and_no_strategy_are_one_sentence():
+    mechanism = BandMF(group_size=1, cohort_size=30, bands=4, noise_multiplier=1.0)
+    with pytest.raises(BadInputError, match="bands times cohort_size to at most 100"):
+        mechanism.sampling_probability(Population(100, 100, 100))
+    with pytest.raises(BadInputError, match="no strategy yet"):
+        mechanism.noise_transform()

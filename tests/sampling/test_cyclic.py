@@ -1,0 +1,62 @@
+"""Groups in turns: as accounted. Thresholds have a false-alarm rate of at most 1e-6."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import CyclicPoisson, Poisson
+
+pytestmark = pytest.mark.privacy
+ALARM = 1e-6
+KEY = RootKey.from_seed(11)
+
+
+def test_one_group_is_poisson_draw_by_draw():
+    for step in range(50):
+        np.testing.assert_array_equal(
+            CyclicPoisson(300, 0.1).indices(KEY, step), Poisson(300, 0.1).indices(KEY, step)
+        )
+
+
+def test_a_unit_is_drawn_in_its_turns_alone_and_by_coins():
+    law, steps = CyclicPoisson(60, 0.3, 4), 4000
+    drawn = np.zeros((steps, 60), bool)
+    for step in range(steps):
+        drawn[step, law.indices(KEY, step)] = True
+    turn = np.arange(steps)[:, None] % 4 == law.group_of(KEY)
+    assert not drawn[~turn].any()
+    counts = drawn.sum(axis=0)
+    z = (counts - 1000 * 0.3) / np.sqrt(1000 * 0.3 * 0.7)
+    assert ALARM < stats.chi2.sf((z**2).sum(), 60) < 1 - ALARM
+    # Coins of a unit at two turns in a row, and of two units of a group: independent.
+    group = np.flatnonzero(law.group_of(KEY) == 0)[:2]
+    coins = drawn[::4][:, group].astype(float)
+    for a, b in ((coins[:-1, 0], coins[1:, 0]), (coins[:, 0], coins[:, 1])):
+        assert abs(np.corrcoef(a, b)[0, 1]) * np.sqrt(len(a)) < 5
+
+
+def test_groups_are_coins_of_each_unit():
+    """Sizes are multinomial (equal ones would depend on everybody), and neighbours independent."""
+    groups = np.stack([CyclicPoisson(40, 0.5, 4).group_of(KEY.child("k", i)) for i in range(2000)])
+    sizes = (groups == 0).sum(axis=1)
+    edges = np.arange(4, 17)
+    observed = [(sizes < 4).sum(), *((sizes == k).sum() for k in edges), (sizes > 16).sum()]
+    law = stats.binom(40, 0.25)
+    expected = np.array([law.cdf(3), *law.pmf(edges), law.sf(16)]) * 2000
+    assert stats.chisquare(observed, expected).pvalue > ALARM
+    pairs = np.bincount(4 * groups[:, 0] + groups[:, 1], minlength=16)
+    assert stats.chisquare(pairs).pvalue > ALARM
+
+
+def test_who_is_last_moves_nobody():
+    """With one key, too: the others' groups do not depend on how many follow them."""
+    for users in (5, 64, 333):
+        more = CyclicPoisson(users + 1, 0.5, 3).group_of(KEY)
+        np.testing.assert_array_equal(CyclicPoisson(users, 0.5, 3).group_of(KEY), more[:-1])
+
+
+def test_what_is_expected_and_bounded():
+    law = CyclicPoisson(1000, 0.2, 5)
+    assert law.expected_size == pytest.approx(40)
+    assert stats.binom.sf(law.size_bound(1e-9), 1000, 0.04) <= 1e-9
