@@ -15,6 +15,7 @@ Norm = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "light", "full"]
+AttentionForm = Literal["auto", "plain", "blockwise"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,9 @@ class TransformerConfig:
       remat: what the backward pass recomputes instead of storing. ``"light"``: all of a block but
         the results of its projections, so that no attention matrix is ever stored (also the
         fastest on a CPU); ``"full"`` (or true): the whole block; ``"none"`` (or false): nothing.
+      attention: how it is computed: ``"plain"`` holds the scores of all positions with all;
+        ``"blockwise"`` those of two blocks of 512, so that memory grows with the length alone;
+        ``"auto"``: plain up to 1,024 positions.
       dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
       bos_id: put before every sequence by the model.
       lora: adapters (a mapping is taken too); None: no adapters.
@@ -145,6 +149,7 @@ class TransformerConfig:
     scan_layers: bool = True
     last_layers: int = 0
     remat: Remat | bool = "light"
+    attention: AttentionForm = "auto"
     dtype: str = "float32"
     bos_id: int = 1
     lora: Lora | None = None
@@ -181,6 +186,7 @@ class TransformerConfig:
             "positions": Positions,
             "dtype": ComputeDtype,
             "remat": Remat,
+            "attention": AttentionForm,
         }
         for name, options in choices.items():
             if getattr(self, name) not in get_args(options):
