@@ -35,6 +35,7 @@ class Linear(nn.Module):
     features: int
     config: TransformerConfig
     stddev: float = _STDDEV
+    bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -43,7 +44,7 @@ class Linear(nn.Module):
             "kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features)
         )
         y = x @ kernel.astype(x.dtype)
-        if self.config.use_bias:
+        if self.config.use_bias or self.bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(x.dtype)
         lora = self.config.lora
@@ -88,37 +89,57 @@ class Attention(nn.Module):
     decode: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """X [length, embed_dim] -> the same shape."""
+    def __call__(self, x: jax.Array, local: bool | jax.Array = False) -> jax.Array:
+        """X [length, embed_dim] -> the same shape; ``local``: of the layer (bool scalar)."""
         c = self.config
         length = x.shape[0]
 
-        def heads(name: str, count: int) -> jax.Array:
+        def heads(name: str, count: int, norm: str | None = None) -> jax.Array:
             # Heads first: the products below are then batched over a leading axis, without copies.
-            y = Linear(count * c.width, c, name=name)(x)
-            return y.reshape(length, count, c.width).transpose(1, 0, 2)
+            y = Linear(count * c.width, c, bias=c.qkv_bias, name=name)(x)
+            y = y.reshape(length, count, c.width)
+            y = Norm(c, name=norm)(y) if norm is not None and c.head_norms else y
+            return y.transpose(1, 0, 2)
 
         scale = c.width**-0.5 if c.query_scale is None else c.query_scale
-        q = heads("query", c.num_heads) * scale
-        k, v = heads("key", c.kv_heads), heads("value", c.kv_heads)
+        q = heads("query", c.num_heads, "query_norm") * scale
+        k, v = heads("key", c.kv_heads, "key_norm"), heads("value", c.kv_heads)
         # Query heads in groups that share one key and value head.
         grouped = (c.kv_heads, c.num_heads // c.kv_heads, length, c.width)
         if self.decode:
-            q, k, v, seen = self._cached(q, k, v)
+            q, k, v, seen = self._cached(q, k, v, local)
             mixed = weighted(q.reshape(grouped), k, v, seen, c.attention_softcap)
         else:
-            q, k = self._placed(q, k, 0)
-            mixed = attend(q.reshape(grouped), k, v, how=c.attention, softcap=c.attention_softcap)
+            q, k = self._placed(q, k, 0, local)
+            mixed = self._attend(q.reshape(grouped), k, v, local)
         mixed = mixed.reshape(c.num_heads, length, c.width).transpose(1, 0, 2).reshape(length, -1)
         return Linear(c.embed_dim, c, _STDDEV / math.sqrt(2 * c.num_layers), name="out")(mixed)
 
-    def _placed(self, q: jax.Array, k: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, local: bool | jax.Array
+    ) -> jax.Array:
+        """Within a window, or not, or as the layer says."""
+        c = self.config
+        form = functools.partial(attend, how=c.attention, softcap=c.attention_softcap)
+        near = functools.partial(form, window=c.sliding_window)
+        if c.sliding_window is None or c.sliding_window >= q.shape[2]:
+            return form(q, k, v)
+        if isinstance(local, bool):
+            return near(q, k, v) if local else form(q, k, v)
+        return jax.lax.cond(local, near, form, q, k, v)
+
+    def _placed(
+        self, q: jax.Array, k: jax.Array, start: Any, local: bool | jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Rotates queries and keys [heads, length, width] of the positions from ``start`` on."""
         c, length = self.config, q.shape[1]
         if c.positions != "rotary":
             return q, k
-        freqs = frequencies(c.width, c.rope_theta, c.rope_scaling)
-        angles: Any = tables(c.max_seq_len if self.decode else length, freqs)
+        most = c.max_seq_len if self.decode else length
+        angles: Any = tables(most, frequencies(c.width, c.rope_theta, c.rope_scaling))
+        if c.local_rope_theta is not None:
+            near = tables(most, frequencies(c.width, c.local_rope_theta))
+            angles = [jnp.where(local, a, b) for a, b in zip(near, angles)]
         if self.decode:
             angles = (
                 jax.lax.dynamic_slice_in_dim(jnp.asarray(table), start, length) for table in angles
@@ -126,7 +147,9 @@ class Attention(nn.Module):
         cos, sin = angles
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    def _cached(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+    def _cached(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, local: bool | jax.Array
+    ) -> tuple[jax.Array, ...]:
         """Appends to the cache; returns queries, all keys and values, and which are seen."""
         c, length = self.config, q.shape[1]
         shape = (c.kv_heads, c.max_seq_len, c.width)
@@ -134,11 +157,14 @@ class Attention(nn.Module):
         values = self.variable("cache", "values", jnp.zeros, shape, v.dtype)
         at = self.variable("cache", "index", jnp.zeros, (), jnp.int32)
         start = at.value
-        q, k = self._placed(q, k, start)
+        q, k = self._placed(q, k, start, local)
         keys.value = jax.lax.dynamic_update_slice_in_dim(keys.value, k, start, axis=1)
         values.value = jax.lax.dynamic_update_slice_in_dim(values.value, v, start, axis=1)
         at.value = start + length
-        seen = visible(start + jnp.arange(length), jnp.arange(c.max_seq_len), None)
+        here, places = start + jnp.arange(length), jnp.arange(c.max_seq_len)
+        seen = visible(here, places, None)
+        if c.sliding_window is not None:
+            seen = jnp.where(local, visible(here, places, c.sliding_window), seen)
         return q, keys.value, values.value, seen
 
 
@@ -161,17 +187,25 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm block, in the form that ``nn.scan`` wants: (carry, nothing)."""
+    """One pre-norm block, in the form that ``nn.scan`` wants: (carry, nothing).
+
+    Attributes:
+      config: the model's shape.
+      decode: as of ``Attention``.
+      local: whether all blocks of this stack see a window; None: the argument says which do.
+    """
 
     config: TransformerConfig
     decode: bool = False
+    local: bool | None = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, local: jax.Array | None = None) -> tuple[jax.Array, None]:
         """X [length, embed_dim] -> (the same shape, None)."""
         c = self.config
         x = pinned(x)
-        y = Attention(c, self.decode, name="attention")(Norm(c, name="norm1")(x))
+        here: Any = local if self.local is None else self.local
+        y = Attention(c, self.decode, name="attention")(Norm(c, name="norm1")(x), here)
         x = x + (Norm(c, name="post_norm1")(y) if c.post_norms else y)
         y = Mlp(c, name="mlp")(Norm(c, name="norm2")(x))
         return x + (Norm(c, name="post_norm2")(y) if c.post_norms else y), None
@@ -222,17 +256,21 @@ class Transformer(nn.Module):
             policy = kept if c.remat == "light" else None
             block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=policy)
         if c.scan_layers:
+            local = c.local_layers
             for name, length in c.stacks:
+                mine, local = local[:length], local[length:]
                 stack = nn.scan(
                     block,
                     variable_axes={"params": 0, "cache": 0},
                     split_rngs={"params": True},
                     length=length,
                 )
-                x, _ = stack(c, self.decode, name=name)(x, None)
+                alike = mine[0] if len(set(mine)) == 1 else None
+                which = jnp.array(mine) if alike is None else None
+                x, _ = stack(c, self.decode, alike, name=name)(x, which)
         else:
-            for i in range(c.num_layers):
-                x, _ = block(c, self.decode, name=f"block_{i}")(x)
+            for i, near in enumerate(c.local_layers):
+                x, _ = block(c, self.decode, near, name=f"block_{i}")(x)
         x = pinned(Norm(c, name="final_norm")(x))
         if c.tie_embeddings:
             head = embedding.T
