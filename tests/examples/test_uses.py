@@ -99,3 +99,50 @@ def test_two_processes_end_with_the_same_parameters():
     assert sorted(process for process, _ in said) == ["0", "1"]
     assert said[0][1] == said[1][1]
     assert any(abs(w) > 0.1 for w in eval(said[0][1]))
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_a_model_of_tunix_learns_and_writes(family, capsys):
+    pytest.importorskip("tunix", reason="the group models is not installed")
+    pytest.importorskip("qwix", reason="the group models is not installed")
+    from flax import nnx
+    from tunix.models.gemma3 import model as gemma3
+
+    module, net = example("tunix_lora"), None
+    if family == "gemma3":
+        shape = gemma3.ModelConfig(**module.SHAPE, num_embed=259, sliding_window_size=32)
+        net = gemma3.Gemma3(shape, rngs=nnx.Rngs(0))
+    written = module.main(net, warm_up=60, steps=15)
+    assert len(written.text[0]) > 10
+    said = re.search(
+        r"epsilon 8, .* for each user .* ([\d.]+) -> ([\d.]+)", capsys.readouterr().out
+    )
+    assert float(said[2]) < float(said[1])
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_merged_adapters_of_qwix_compute_what_they_did_beside_the_weights():
+    pytest.importorskip("tunix", reason="the group models is not installed")
+    qwix = pytest.importorskip("qwix", reason="the group models is not installed")
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from tunix.models.qwen3 import model as qwen3
+
+    module = example("tunix_lora")
+    shape = qwen3.ModelConfig(**module.SHAPE, vocab_size=259, rope_theta=10_000, norm_eps=1e-6)
+    base = qwen3.Qwen3(shape, rngs=nnx.Rngs(0))
+    net = qwix.apply_lora_to_model(base, module.LORA, rngs=nnx.Rngs(1), **base.get_model_input())
+    key = jax.random.key(0)
+    for path, weight in nnx.to_flat_state(nnx.state(net)):
+        if path[-1].endswith("_lora_b"):
+            weight[...] = 0.3 * jax.random.normal(key, weight.shape)
+    tokens, at = jnp.arange(3, 23)[None], jnp.arange(20)
+    given = (tokens, at[None], None, (at[:, None] >= at)[None])
+    before = base(*given)[0]
+    beside, merged = net(*given)[0], module.merge(net, base)(*given)[0]
+    np.testing.assert_allclose(merged, beside, rtol=1e-4, atol=1e-4)
+    assert np.abs(np.asarray(beside - before)).max() > 0.05
