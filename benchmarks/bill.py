@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from rich.console import Console
     from rich.table import Table
 
-    from dpfl_jax.cli._predict import flops_per_gradient
+    from dpfl_jax.cli._predict import gradient_cost
     from dpfl_jax.config import load_config
     from dpfl_jax.mesh import make_mesh
     from dpfl_jax.planning.bill import expected_rows
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if kind not in chips:
             data, model = read_data(config, quiet)
             params, _ = starting_params(config, data, model, make_mesh(), quiet)
-            flops = flops_per_gradient(config, model.config.vocab_size)
+            flops = gradient_cost(config, model.config.vocab_size)["flops_per_gradient"]
             chips[kind] = (
                 data,
                 model,
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         data, model, params, chip = chips[kind]
         mechanism = config.mechanism
         size, row = mechanism.divisor, config.execution.microbatch_size
-        flops = flops_per_gradient(config, model.config.vocab_size)
+        flops = gradient_cost(config, model.config.vocab_size)["flops_per_gradient"]
         flops *= expected_rows(size, row) * row * (mechanism.unit_examples or 1) * steps
         billed = 3600 * chip.bill(flops, steps)["chip_hours"]
         times = [time_steps(config, data, model, params, mechanism, steps)[0] for _ in range(3)]

@@ -23,7 +23,8 @@ the noise is added, and not accounted for.
 
 examples:
   dpfl bench prediction --out bench/quickstart --png prediction.png   # about 10 CPU minutes
-  dpfl bench prediction --config configs/subject/shakespeare.yaml --out bench/other
+  dpfl bench prediction data.source=python_source data.validation_fraction=.15 --out bench/python
+  dpfl bench prediction data.path=PLAYS data.max_examples_per_user=64 --out bench/plays
 """
 
 
@@ -58,9 +59,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         law = Law.load(args.fit)
         found.append({"fitted_to": args.fit.name, **_score(cells, rows, law)})
     table = Table("fitted to", "runs", "median error", "largest", "rank", "in band", "pick: mean",
-                  "pick: worst")  # fmt: skip
+                  "pick: worst", "within 1 %")  # fmt: skip
     for row in found:
-        numbers = ("median_error", "largest_error", "rank", "in_band", "regret", "worst_regret")
+        numbers = ("median_error", "largest_error", "rank", "in_band", "regret", "worst_regret",
+                   "picks_within_1_percent")  # fmt: skip
         table.add_row(row["fitted_to"], str(row["runs"]), *[_text(row[n]) for n in numbers])
     console.print(table)
     if args.png is not None:

@@ -91,6 +91,8 @@ def _notebook_files(path: pathlib.Path) -> dict[str, str | bytes]:
                 name = f"{path.stem}-{len(found)}.png"
                 found[name] = base64.b64decode(picture)
                 page.append(f"![]({name})")
+            else:
+                page.append("".join(output["data"]["text/html"]))
     page.insert(1, f"[Download this notebook]({path.name})")
     return {f"{path.stem}.md": "\n\n".join(page), **found}
 

@@ -18,6 +18,7 @@ QUESTIONS = {
     "overtake": "from how many users on is ELS ahead of ULS",
     "feasible": "is privacy feasible here: how much of the gain without it is kept",
     "variants": "which of several fits: flat or per-layer clipping, LoRA or full, model sizes",
+    "size": "which model size, steps and batch, as compute grows (fits of two sizes or more)",
     "pareto": "epsilon, loss and compute against each other",
 }
 PUBLIC = (
@@ -62,10 +63,10 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
         "overrides": list(args.overrides),
         "initial": rows[0]["initial"],
         "learning_rate": config.optimizer.learning_rate,
-        "flops_per_gradient": (
-            flops_per_gradient(config, args.vocab_size) if config.model.is_transformer else None
-        ),
+        "flops_per_gradient": None,
     }
+    if config.model.is_transformer:
+        about |= gradient_cost(config, args.vocab_size)
     law = fit_law(rows, planner.sensitivities, about)
     law.save(args.fit)
     picture = args.png or args.fit.with_suffix(".png")
@@ -91,13 +92,14 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
     }
 
 
-def flops_per_gradient(config: Any, vocab: int | None) -> float:
-    """Of the configuration's own step."""
+def gradient_cost(config: Any, vocab: int | None) -> dict[str, float]:
+    """``flops_per_gradient`` of the configuration's own step, and its model's ``parameters``."""
     from dpfl_jax.cli.compile import measure, vocabulary
     from dpfl_jax.mesh import make_mesh
 
     found = measure(config, vocabulary(config, vocab), "cpu:1", make_mesh(), count_only=True)
-    return found["flops"] / (found["microbatch_size"] * (found["group_size"] or 1))
+    flops = found["flops"] / (found["microbatch_size"] * (found["group_size"] or 1))
+    return {"flops_per_gradient": flops, "parameters": found["parameters"]}
 
 
 def laws(files: list[pathlib.Path] | None) -> dict[str, Any]:
@@ -111,6 +113,7 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
     """Answers ``--ask``, and draws."""
     from rich.table import Table
 
+    from dpfl_jax.planning.hover import drawn
     from dpfl_jax.planning.questions import ask
 
     with console.status("calibrating noise for every cell"):
@@ -125,6 +128,12 @@ def answer(args: argparse.Namespace, outlooks: dict[str, Any], console: Any) -> 
     if args.png is not None:
         draw_answer(found, args.png)
         console.print(f"drawn: {args.png}")
+    if args.html is not None:
+        try:
+            args.html.write_text(f"<!doctype html><meta charset='utf-8'>{drawn(found)}")
+        except OSError as error:
+            raise BadInputError(f"cannot write {args.html}: {error.strerror}") from error
+        console.print(f"drawn: {args.html}")
     return {"status": "answered", **found}
 
 

@@ -7,7 +7,7 @@ import json
 import pathlib
 from typing import Any
 
-from dpfl_jax.cli import _predict
+from dpfl_jax.cli import _bill, _predict
 from dpfl_jax.cli._figures import save
 from dpfl_jax.cli._predict import QUESTIONS
 from dpfl_jax.cli.main import add_json_flag
@@ -26,27 +26,31 @@ over a sample of users at the starting model: computed from private data without
 eyes or on public data.
 
 With --chip the bill of each cell is beside it: FLOPs of the train step's products and convolutions
-(as traced; every position of a sequence counts, padding too) over peak times MFU. Whether a cell
-fits in memory is for `dpfl compile` to say of the written configuration.
+(as traced; every position of a sequence counts, padding too) over peak times MFU. With --memory the
+steps of the best cells are compiled, too, as `dpfl compile` does it (seconds each, larger models
+longer), and the table says what a device needs and whether it fits. That depends on one microbatch
+(execution.microbatch_size): cells of one algorithm and group size need the same.
 
 --fit runs short proxy trainings on PUBLIC data (noise is added, and not accounted for), fits the
 law of the loss over steps, noise and batch, and draws it; interrupted, the same command goes on.
 --with a fit gives every cell a predicted loss with its band (90 % of runs), the best split of the
 compute over batch and steps, and answers to --ask:
 {questions}
-Without a fit, algorithm, epsilon, users and overtake are answered by noise alone.
+Without a fit, all but feasible, variants and size are answered by noise alone.
 
 examples:
   dpfl plan PUBLIC_CONFIG --fit FIT.json --runs 24 --jobs 2
   dpfl plan CONFIG --with FIT.json --epsilon 4 --target-loss 3.2
   dpfl plan CONFIG --with FIT.json --ask epsilon --png epsilon.png
   dpfl plan CONFIG --with FLAT.json LAYERS.json LORA.json --ask variants
+  dpfl plan CONFIG --with SMALL.json LARGE.json --ask size --png sizes.png
   dpfl plan CONFIG --with FIT.json --chip-hours 2000 --chip v5e --epsilon 4   # least loss
   dpfl plan configs/quickstart.yaml --compute-budget 256 --out planned.yaml
   dpfl plan configs/userlevel/stackoverflow_uls.yaml --compute-budget 4096 --png heat.png
   dpfl plan CONFIG --compute-budget 1024 --epsilon 2 --target-noise 0.01
   dpfl plan CONFIG --compute-budget 1024 --private-median 0.1 --overtake 32
   dpfl plan CONFIG --compute-budget 1024 --chip v5e --price 1.2 --watts 200
+  dpfl plan CONFIG --compute-budget 1024 --chip v5e --memory v5e:4x4
   dpfl plan CONFIG --chip-hours 2000 --chip v5e --epsilon 4   # least noise that they pay for
 """.replace("{questions}", "\n".join(f"  {n:<10} {text}" for n, text in QUESTIONS.items()))
 
@@ -93,6 +97,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--target-loss", type=float, help="also: the smallest epsilon that reaches it"
     )
     loss.add_argument("--ask", choices=QUESTIONS, help="answer a question; with --png, drawn")
+    loss.add_argument(
+        "--html",
+        type=pathlib.Path,
+        metavar="FILE.html",
+        help="with --ask: drawn for a browser, which shows the cell under the pointer",
+    )
     cost = parser.add_argument_group("bill")
     cost.add_argument(
         "--chip",
@@ -105,6 +115,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chip-hours",
         type=float,
         help="in place of --compute-budget: the largest power of two that they pay for",
+    )
+    cost.add_argument(
+        "--memory",
+        metavar="TOPOLOGY",
+        help="whether the best cells fit a device of it: v5e:4x4, ... (needs libtpu), or cpu:1, "
+        "this machine's own compiler (an estimate for GPUs)",
     )
     cost.add_argument("--vocab-size", type=int, help="where the tokeniser is not at hand")
     parser.add_argument(
@@ -138,7 +154,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.fit is not None:
         _predict.check_public(args, config, console)
     laws = _predict.laws(args.fits)
-    price: Any = None if args.fit is not None else _priced(config, args, console)
+    _bill.check(args)
+    if args.html is not None and args.ask is None:
+        raise BadInputError("--html draws an answer: add --ask QUESTION")
+    start = _bill.Start(config, console)
+    price: Any = None if args.fit is not None else _bill.priced(config, args, start, console)
     steps = config.train.steps
     paid: dict[str, float] = {}
     if args.chip_hours is not None:
@@ -150,7 +170,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             paid[name] = args.chip_hours / max(
                 chip.bill(flops)["chip_hours"] for chip in chips.values()
             )
-    planner = _planner(config, args, epsilon, console, next(iter(laws.values()), None))
+    planner = _planner(config, args, epsilon, start, console, next(iter(laws.values()), None))
     if args.fit is not None:
         return _predict.fit(args, config, planner, console)
     gradients = float(budget * steps)
@@ -174,15 +194,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     elif args.target_loss is not None:
         raise BadInputError("--target-loss needs a fit: give --with FIT.json")
     if price is not None:
-        from dpfl_jax.planning.bill import expected_rows
-
-        chips, each = price
-        row = config.execution.microbatch_size
-        for option in (result["best"], *result["options"]):
-            gradients = option["group_size"] if option["kind"] == "uls" else 1
-            units = expected_rows(option["size"], row) * row
-            flops = each[option["kind"]] * units * gradients * plan.steps
-            option["bill"] = chips[option["kind"]].bill(flops, plan.steps)
+        _bill.add_bills(result, price, config.execution.microbatch_size)
+    if args.memory is not None:
+        _bill.add_memory(result, config, args, console)
     if args.target_noise is not None:
         result["inverse"] = _inverse(planner, args.target_noise, budget)
     if args.overtake is not None:
@@ -207,7 +221,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _planner(
-    config: Any, args: argparse.Namespace, epsilon: float, console: Any, law: Any = None
+    config: Any,
+    args: argparse.Namespace,
+    epsilon: float,
+    start: _bill.Start,
+    console: Any,
+    law: Any = None,
 ) -> Any:
     import numpy as np
 
@@ -233,18 +252,16 @@ def _planner(
         groups = [2**k for k in range(largest.bit_length())]
         sensitivities = Sensitivities.assumed(args.decay, groups)
     else:
-        from dpfl_jax.mesh import make_mesh
-        from dpfl_jax.training.central_run import read_data
-        from dpfl_jax.training.start import starting_params, trained_by_name
+        from dpfl_jax.training.start import trained_by_name
 
-        data, model = read_data(config, console)
+        data, model = start.data
         sizes = np.diff(data.train.user_offsets)
         users = Users(len(sizes), sizes=sizes)
         examples = int(sizes.sum())
         largest = min(largest, int(sizes.max()))
         groups = [2**k for k in range(largest.bit_length())]
         if law is None:
-            params, _ = starting_params(config, data, model, make_mesh(), console)
+            params = start.params
             with console.status("gradient norms of sampled users"):
                 sensitivities = estimate_sensitivities(
                     model.loss,
@@ -276,47 +293,6 @@ def _planner(
     )
 
 
-def _priced(config: Any, args: argparse.Namespace, console: Any) -> Any:
-    """By algorithm, the chip and the FLOPs of a gradient evaluation; None without ``--chip``."""
-    from dpfl_jax.config import load_config
-    from dpfl_jax.config.kinds import CENTRAL
-    from dpfl_jax.mesh import make_mesh
-    from dpfl_jax.planning.bill import Chip
-    from dpfl_jax.planning.clock import this_machine
-    from dpfl_jax.planning.sweep import at_budget
-    from dpfl_jax.training.central_run import read_data
-    from dpfl_jax.training.start import starting_params
-
-    if args.chip is None:
-        given = [n for n in ("mfu", "price", "watts", "chip_hours") if getattr(args, n) is not None]
-        if given:
-            raise BadInputError(f"--{given[0].replace('_', '-')} needs --chip, e.g. --chip v5e")
-        return None
-    if args.chip == "here" and config.population is not None:
-        raise BadInputError("--chip here takes steps, but this configuration has statistics alone")
-    found, chips, more = {}, {}, {"price": args.price, "watts": args.watts}
-    if args.chip == "here":
-        data, model = read_data(config, console)
-        params, _ = starting_params(config, data, model, make_mesh(), console)
-    else:
-        chip = Chip.named(args.chip, mfu=args.mfu, **more)
-    with console.status("counting the operations of a step"):
-        for kind in ("uls", "els"):
-            group = getattr(config.mechanism, "group_size", 1)
-            mechanism = at_budget(config.mechanism, kind, config.mechanism.compute_budget, group)
-            section = f"mechanism={json.dumps(CENTRAL.dump(mechanism))}"
-            cell: Any = load_config(args.config, [*args.overrides, section])
-            found[kind] = _predict.flops_per_gradient(cell, args.vocab_size)
-            if args.chip == "here":  # what is reached depends on the algorithm
-                chip = this_machine(cell, data, model, params, found[kind], **more)
-                console.print(
-                    f"this machine, {kind.upper()}: {chip.peak:.3g} FLOP/s reached, and "
-                    f"{chip.step_seconds:.2g} s a step beside"
-                )
-            chips[kind] = chip
-    return chips, found
-
-
 def _inverse(planner: Any, noise: float, budget: int) -> dict[str, Any]:
     answers: dict[str, Any] = {"target_noise": noise}
     for name, question in (
@@ -334,23 +310,26 @@ def _inverse(planner: Any, noise: float, budget: int) -> dict[str, Any]:
 def _print(console: Any, result: dict[str, Any]) -> None:
     from rich.table import Table
 
-    lossy = ["loss", "low", "high"] if "prediction" in result else []
+    lossy = ["loss", "90 % band"] if "prediction" in result else []
     billed = [name for name in result["best"].get("bill", ()) if name != "flops"]
+    sized = ["GiB", "fits"] if any("memory" in option for option in result["options"]) else []
+    # What a narrow terminal has no room for is in the JSON.
+    how = [] if lossy or billed else ["probability", "noise multiplier"]
     table = Table(
-        "algorithm",
+        "algorithm" if how else "",
         "G",
         "size",
-        "probability",
-        "noise multiplier",
-        "noise on the gradient",
+        *how,
+        "noise",
         *lossy,
-        *billed,
+        *(name.replace("_", "-") for name in billed),
+        *sized,
         "",
         title=f"budget {result['budget']}, epsilon {result['epsilon']:g}, {result['steps']} steps",
     )
     marks = {"best": "least noise", "heuristic_els": "median", "heuristic_uls": "double"}
     keys = set(result["heuristic_uls"])
-    for option in sorted(result["options"], key=lambda o: o["loss" if lossy else "noise"]):
+    for option in _bill.in_order(result):
         plain = {key: value for key, value in option.items() if key in keys}
         notes = [
             words
@@ -361,11 +340,19 @@ def _print(console: Any, result: dict[str, Any]) -> None:
             option["kind"].upper(),
             str(option["group_size"]),
             str(option["size"]),
-            f"{option['sampling_prob']:.4g}",
-            f"{option['noise_multiplier']:.5g}",
+            *(
+                [f"{option['sampling_prob']:.4g}", f"{option['noise_multiplier']:.5g}"]
+                if how
+                else []
+            ),
             f"{option['noise']:.4g}",
-            *(f"{option[name]:.3f}" for name in lossy),
+            *(
+                [f"{option['loss']:.3f}", f"{option['low']:.2f}-{option['high']:.2f}"]
+                if lossy
+                else []
+            ),
             *(f"{option['bill'][name]:.4g}" for name in billed),
+            *(_bill.memory_words(option) if sized else ()),
             ", ".join(notes),
         )
     console.print(table)
@@ -387,6 +374,16 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         )
     for name, answer in result.get("inverse", {}).items():
         console.print(f"{name.replace('_', ' ')}: {answer}")
+
+
+def _texts(option: dict[str, Any], columns: list[str]) -> list[str]:
+    told = {
+        "probability": lambda: f"{option['sampling_prob']:.4g}",
+        "noise multiplier": lambda: f"{option['noise_multiplier']:.5g}",
+        "loss": lambda: f"{option['loss']:.3f}",
+        "90 % band": lambda: f"{option['low']:.2f}-{option['high']:.2f}",
+    }
+    return [told[name]() for name in columns]
 
 
 def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:

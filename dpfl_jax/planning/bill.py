@@ -20,6 +20,8 @@ PEAK = {
     "h100": 989e12,
     "h200": 989e12,
 }
+# Memory of one GPU, in bytes (NVIDIA's data sheets; the smaller A100).
+GPU_BYTES = {"a100": 40 * 10**9, "h100": 80 * 10**9, "h200": 141 * 10**9}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The law of private training: held-out loss by steps, noise and learning rate, with a band.
+"""The law of private training: held-out loss by steps, noise, learning rate and model size.
 
 What privacy, batch and group size do to a run goes through one number, the effective noise-to-batch
 ratio rho, to which both the noise of the mechanism and that of sampling add up:
@@ -7,10 +7,10 @@ ratio rho, to which both the noise of the mechanism and that of sampling add up:
 
 ``ratio`` is the noise on the averaged gradient over the clip norm and L(G) the typical gradient
 norm of a unit, by which clipping at one size shrinks or stretches the signal. log loss is a smooth
-function of (log T, log rho, log learning rate): a plane, and a Gaussian process above it where the
-runs say more. kappa, gamma and the process's scales are fitted, the band is the process's own
-(McKenna et al. 2025, arXiv 2501.18914: a table of runs without accounting, interpolated for each
-model over noise-to-batch ratio and steps).
+function of (log T, log rho, log learning rate, log model size; of the last two where they vary): a
+plane, and a Gaussian process above it where the runs say more. kappa, gamma and the process's
+scales are fitted, the band is the process's own (McKenna et al. 2025, arXiv 2501.18914: a table of
+runs without accounting, interpolated for each model over noise-to-batch ratio and steps).
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _PLANE = 100.0  # variance of the plane's coefficients: hardly any prior
 # Fitted, in this order: logs of the variance of process and noise and of kappa over its guess,
 # gamma, logs of length scales; normal priors.
 _MEAN, _SD = (math.log(0.3), math.log(2e-4), 0.0, 1.0), (1.5, 1.0, 2.0, 0.3)
-_LENGTH = (math.log(2.0), 0.7)
+_LENGTH = {False: (math.log(2.0), 0.7), True: (math.log(8.0), 0.7)}  # True: of model size
+_RATE, _SIZE = 4, 5  # columns, see _columns
 Cell = Mapping[str, Any]
 
 
@@ -48,12 +49,14 @@ class Law:
       sensitivities: typical gradient norms of the data they ran on.
       fitted: parameters, see ``_MEAN``.
       about: of what model and configuration this is; plain JSON.
+      parameters: of the model that is asked about, where the runs are of several (``join_laws``).
     """
 
     rows: Sequence[Cell]
     sensitivities: Sensitivities
     fitted: tuple[float, ...]
     about: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    parameters: float | None = None
 
     @property
     def rates(self) -> list[float]:
@@ -64,8 +67,8 @@ class Law:
         """What a run of each cell would come to.
 
         Args:
-          cells: ``kind``, ``group_size``, ``size``, ``steps`` and ``ratio``, and ``rate`` where it
-            is not to be the best of those tried.
+          cells: ``kind``, ``group_size``, ``size``, ``steps`` and ``ratio``, ``rate`` where it is
+            not to be the best of those tried, and ``parameters`` where they are not the law's.
 
         Returns:
           For each ``loss``, its band ``low`` to ``high`` (90 % of runs), ``rate``, and ``outside``:
@@ -77,7 +80,8 @@ class Law:
             [{**cell, "rate": rate} for rate in ([cell["rate"]] if "rate" in cell else self.rates)]
             for cell in cells
         ]
-        cells = [cell for some in asked for cell in some]
+        own = {} if self.parameters is None else {"parameters": self.parameters}
+        cells = [own | cell for some in asked for cell in some]
         flat = self._features(_columns(cells, self.sensitivities))
         mean, sd = self._posterior(flat)
         # Student's: the scales were fitted to the same runs.
@@ -118,7 +122,7 @@ class Law:
         return _guess(_columns(self.rows, self.sensitivities))
 
     def _features(self, columns: np.ndarray) -> np.ndarray:
-        return _features(columns, self._guess, self.fitted)
+        return _features(columns, self._guess, self.fitted, _varied(self.rows))
 
     def _posterior(self, features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation of the log loss of a run."""
@@ -192,9 +196,10 @@ def fit_law(
             f"{len(finite)} runs with a finite loss are too few to fit from: at least {FEWEST}, of "
             "several numbers of steps and sizes of noise"
         )
-    dims = 2 + (len({row["rate"] for row in finite}) > 1)
-    mean = np.array([*_MEAN, *[_LENGTH[0]] * dims])
-    deviation = np.array([*_SD, *[_LENGTH[1]] * dims])
+    varied = _varied(finite)
+    lengths = [_LENGTH[False]] * 2 + [_LENGTH[column == _SIZE] for column in varied]
+    mean = np.array([*_MEAN, *[length for length, _ in lengths]])
+    deviation = np.array([*_SD, *[width for _, width in lengths]])
     target = np.log([row["loss"] for row in finite])
     target = target - target.mean()
     columns = _columns(finite, sensitivities)
@@ -202,7 +207,7 @@ def fit_law(
 
     def cost(parameters: np.ndarray) -> float:
         given = tuple(parameters)
-        factor = _factor(_features(columns, guess, given), given)
+        factor = _factor(_features(columns, guess, given, varied), given)
         white = solve_triangular(factor[0], target, lower=True)
         prior = (((parameters - mean) / deviation) ** 2).sum()
         return float(0.5 * (white @ white + prior) + np.log(np.diag(factor[0])).sum())
@@ -214,8 +219,35 @@ def fit_law(
     return Law(finite, sensitivities, tuple(map(float, best.x)), dict(about or {}))
 
 
+def join_laws(laws: Sequence[Law]) -> Law:
+    """One law over model size, from a fit of each of several sizes.
+
+    Gradient norms enter relative to an example's: how long they are depends on the model. ``about``
+    lists ``sizes``: (parameters, FLOPs of a gradient evaluation), smallest first.
+
+    Raises:
+      BadInputError: fewer than two sizes, or a fit that does not say its own.
+    """
+    sizes = {law.about.get("parameters"): law.about.get("flops_per_gradient") for law in laws}
+    if len(sizes) < 2 or any(not both for pair in sizes.items() for both in pair):
+        raise BadInputError(
+            "a law over model size needs fits of two transformers of different sizes or more: make "
+            "each with dpfl plan CONFIG --fit and overrides such as model.size=small"
+        )
+    groups = set.intersection(*(set(law.sensitivities.user) for law in laws))
+    user = {
+        g: math.exp(np.mean([math.log(law.sensitivities.at(g) / law.sensitivities.example)
+                             for law in laws]))
+        for g in sorted(groups)
+    }  # fmt: skip
+    rows = [{**row, "parameters": law.about["parameters"]} for law in laws for row in law.rows]
+    norms = Sensitivities(1.0, user, {}, "of several model sizes, relative to an example's")
+    about = {"initial": min(law.about["initial"] for law in laws), "sizes": sorted(sizes.items())}
+    return fit_law(rows, norms, about)
+
+
 def _columns(cells: Sequence[Cell], norms: Sensitivities) -> np.ndarray:
-    """[n, 5]: log gradient norm, ratio^2, 1 / size, log steps, log rate."""
+    """[n, 6]: log gradient norm, ratio^2, 1 / size, logs of steps, rate and parameters."""
     return np.array(
         [
             (
@@ -224,18 +256,27 @@ def _columns(cells: Sequence[Cell], norms: Sensitivities) -> np.ndarray:
                 1.0 / cell["size"],
                 math.log(cell["steps"]),
                 math.log(cell["rate"]),
+                math.log(cell.get("parameters", 1.0)),
             )
             for cell in cells
         ]
     )
 
 
-def _features(columns: np.ndarray, guess: float, fitted: Sequence[float]) -> np.ndarray:
-    """[n, 2 or 3]: logs of steps, of the effective noise-to-batch ratio, and of the rate."""
-    norm, squared, inverse, steps, rate = columns.T
+def _varied(rows: Sequence[Cell]) -> list[int]:
+    """Columns of rate and of parameters, where the runs have several."""
+    names = {_RATE: "rate", _SIZE: "parameters"}
+    return [i for i, name in names.items() if len({row.get(name, 1.0) for row in rows}) > 1]
+
+
+def _features(
+    columns: np.ndarray, guess: float, fitted: Sequence[float], varied: list[int]
+) -> np.ndarray:
+    """[n, 2 to 4]: logs of steps, of the effective noise-to-batch ratio, and of what varied."""
+    norm, squared, inverse, steps = columns.T[:4]
     kappa, gamma = guess * math.exp(fitted[2]), fitted[3]
     rho = gamma * norm + 0.5 * np.log(squared + kappa * inverse)
-    return np.stack([steps, rho, rate], axis=1)[:, : len(fitted) - len(_MEAN)]
+    return np.stack([steps, rho, *columns.T[varied]], axis=1)
 
 
 def _guess(columns: np.ndarray) -> float:

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.planning.law import Law
+from dpfl_jax.planning.hover import Answer
+from dpfl_jax.planning.law import Law, join_laws
 from dpfl_jax.planning.planner import Option, Planner, Users
 
-NEEDS_LAW = ("feasible", "variants", "pareto")
+NEEDS_LAW = ("feasible", "variants", "size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,17 +139,17 @@ def in_words(cell: dict[str, Any]) -> str:
     return f"{text}, {cell['steps']} steps" if "steps" in cell else text
 
 
-def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None) -> dict[str, Any]:
+def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None) -> Answer:
     """Answers a question (``dpfl plan --help`` lists them).
 
     Args:
       question: its name.
-      outlooks: by name of the fit; all but ``variants`` use the first.
+      outlooks: by name of the fit; all but ``variants`` and ``size`` use the first.
       target: the loss that ``users`` is to find a number of users for.
 
     Returns:
       JSON: ``question``, ``x`` (name of the axis), ``y``, ``series`` ({label: points}), ``lines``
-      ({label: score}), ``answer`` (sentences).
+      ({label: score}), ``answer`` (sentences). A notebook shows it as a picture.
     """
     name, outlook = next(iter(outlooks.items()))
     if question in NEEDS_LAW and outlook.law is None:
@@ -183,10 +184,13 @@ def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None
             enough = next((p.x for p in series[f"epsilon {epsilon:g}"] if p.score <= target), None)
             needed = "more users than these" if enough is None else f"at most {enough:,.0f} users"
             answer += f"; {target:g} needs {needed}"
+    elif question == "size":
+        x = "FLOPs of the run"
+        series, answer = _by_size(list(outlooks.values()))
     elif question == "pareto":
         x = "epsilon"
         series = {
-            f"{outlook.gradients * f:.3g} gradients": curve(
+            f"{outlook.gradients * f:,.0f} gradients": curve(
                 "epsilon", _EPSILONS, gradients=outlook.gradients * f
             )
             for f in (0.25, 1.0, 4.0)
@@ -219,14 +223,41 @@ def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None
     cells = [p.cell for points in series.values() for p in points if p.cell is not None]
     if beyond := sum(cell.get("outside", 1.0) > 1.5 for cell in cells):
         answer += f" ({beyond} of {len(cells)} points lie beyond what was tried: bands are wide)"
-    return {
-        "question": question,
-        "x": x,
-        "y": "noise on the averaged gradient" if outlook.law is None else "held-out loss",
-        "series": {name: [_json(p) for p in points] for name, points in series.items()},
-        "lines": lines,
-        "answer": answer,
-    }
+    return Answer(
+        question=question,
+        x=x,
+        y="noise on the averaged gradient" if outlook.law is None else "held-out loss",
+        series={name: [_json(p) for p in points] for name, points in series.items()},
+        lines=lines,
+        answer=answer,
+    )
+
+
+def _by_size(outlooks: Sequence[Outlook]) -> tuple[dict[str, list[Point]], str]:
+    """Loss over compute, a curve for each size, by one law for all.
+
+    Only sizes that were tried are asked about: between them the law is right to 2 or 3 %, but its
+    bands are too narrow, and beyond them it is no guide.
+    """
+    first = outlooks[0]
+    law = join_laws([outlook.law for outlook in outlooks if outlook.law is not None])
+    assert first.law is not None
+    flops = first.gradients * first.law.about["flops_per_gradient"]
+    totals = [flops * 4.0**k for k in range(-2, 3)]
+    series = {}
+    for parameters, each in law.about["sizes"]:
+        other = Outlook(first.planner, 0.0, dataclasses.replace(law, parameters=parameters))
+        series[f"{parameters:,.0f} parameters"] = [
+            other.best(total, epsilon=first.planner.epsilon, gradients=total / each)
+            for total in totals
+        ]
+    told = []
+    for i, total in enumerate(totals):
+        there = {n: p[i] for n, p in series.items() if p[i].cell is not None}
+        if there:
+            best = min(there, key=lambda n: there[n].score)
+            told.append(f"{total:.2g} FLOPs: {best}, {_told(there[best], first)}")
+    return series, "; ".join(told) or "no compute among these pays for a cell"
 
 
 def _json(point: Point) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """The bill: arithmetic, the largest budget that hours pay for, and operations of the real step."""
 
+import argparse
 import json
 import pathlib
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from dpfl_jax.cli import _bill
 from dpfl_jax.cli.main import main
+from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.planning.bill import PEAK, Chip, expected_rows
 
@@ -79,3 +83,35 @@ def test_cells_are_billed_for_the_operations_of_the_real_step(capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["budget"] == 64
     assert main(["plan", str(CONFIG), "--compute-budget", "64", "--price", "2"]) == 2
     assert "needs --chip" in capsys.readouterr().err
+
+
+def test_memory_is_that_of_the_programs_of_the_first_rows(monkeypatch):
+    """Four programs; three rows are compiled, two of which are ELS and so one program."""
+    asked = []
+
+    def compiled(config, vocab, topology, mesh, **options):
+        mechanism = config.mechanism
+        asked.append((mechanism.kind, mechanism.unit_examples))
+        return {"fits": None, "peak_bytes": (mechanism.unit_examples or 1) * 30 * 10**9}
+
+    monkeypatch.setattr("dpfl_jax.cli.compile.measure", compiled)
+    cells = [("els", 8, 0.1), ("uls", 4, 0.2), ("els", 2, 0.3), ("uls", 1, 0.4), ("els", 1, 0.5)]
+    options = [{"kind": kind, "group_size": g, "noise": noise} for kind, g, noise in cells]
+    result = {"options": options[::-1], "best": dict(options[0])}
+    args = argparse.Namespace(
+        config=CONFIG, overrides=SMALL[:1], memory="cpu:1", chip="h100", vocab_size=None
+    )
+    config = load_config(CONFIG, args.overrides)
+    _bill.add_memory(result, config, args, Console(quiet=True))
+    assert asked == [("els", None), ("uls", 4)]
+    assert [option.get("memory", {}).get("fits") for option in options] == [
+        True, False, True, None, True,
+    ]  # fmt: skip
+    assert result["best"]["memory"]["peak_bytes"] == 30 * 10**9
+    assert _bill.memory_words(options[1]) == ("111.76", "NO")
+    assert _bill.memory_words(options[3]) == ("-", "-")
+
+
+def test_memory_of_another_chip_is_refused(capsys):
+    assert main(["plan", str(CONFIG), "--chip", "v5e", "--memory", "v4:2x2x1"]) == 2
+    assert "--memory is of v4" in capsys.readouterr().err

@@ -8,7 +8,7 @@ import pytest
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.planning import Planner, Sensitivities, Users
-from dpfl_jax.planning.law import Law, fit_law
+from dpfl_jax.planning.law import Law, fit_law, join_laws
 from dpfl_jax.planning.questions import Outlook, ask
 
 NORMS = Sensitivities.assumed(0.5, [1, 2, 4, 8])
@@ -144,3 +144,53 @@ def test_questions_about_loss_need_a_fit():
     planner = Planner(users, NORMS, epsilon=4.0, delta=1e-5, steps=32)
     with pytest.raises(BadInputError, match="give a fit"):
         ask("feasible", {"noise": Outlook(planner, 4096.0)})
+
+
+def of_size(parameters, seed, n=24):
+    """A world in which larger models learn more, and suffer more from noise."""
+    scale = math.log(parameters / 1e5)
+    rows = [
+        {**row, "loss": row["loss"] * math.exp(-0.1 * scale + 0.2 * scale * row["ratio"])}
+        for row in world(n, seed)
+    ]
+    # Gradients of larger models are longer: that alone says nothing about the loss.
+    longer = parameters / 1e5
+    norms = Sensitivities(longer, {g: longer * v for g, v in NORMS.user.items()}, {}, "")
+    about = {"initial": 6.0, "parameters": parameters, "flops_per_gradient": 100.0 * parameters}
+    return fit_law(rows, norms, about)
+
+
+@pytest.fixture(scope="module")
+def two_sizes():
+    return [of_size(1e5, 3), of_size(1.6e6, 4)]
+
+
+def test_a_size_that_was_not_tried_is_predicted_from_two_that_were(two_sizes):
+    law = join_laws(two_sizes)
+    middle = of_size(4e5, 5, n=60).rows
+    told = law.predict([{**row, "parameters": 4e5} for row in middle])
+    losses = np.array([row["loss"] for row in middle])
+    assert np.median(np.abs(np.array([one["loss"] for one in told]) / losses - 1)) < 0.02
+    within = [t["low"] <= x <= t["high"] for t, x in zip(told, losses)]
+    assert np.mean(within) > 0.75
+    cell = {"kind": "uls", "group_size": 1, "size": 64, "steps": 30, "ratio": 0.001}
+    small, large = law.predict([{**cell, "parameters": n} for n in (1e5, 1.6e6)])
+    assert small["loss"] > 1.2 * large["loss"]
+
+
+@pytest.mark.slow
+def test_the_best_size_grows_with_compute(two_sizes, outlook):
+    planner = outlook.planner
+    found = ask("size", {str(i): Outlook(planner, 4096.0, law) for i, law in enumerate(two_sizes)})
+    json.dumps(found, allow_nan=False)
+    assert list(found["series"]) == ["100,000 parameters", "1,600,000 parameters"]
+    small, large = found["series"].values()
+    # The middle is the first fit's own compute: 4,096 gradients of 1e7 FLOPs.
+    assert small[2]["x"] == pytest.approx(4096e7)
+    assert large[-1]["score"] < small[-1]["score"]
+    assert large[0]["cell"] is None or large[0]["score"] > small[0]["score"]
+
+
+def test_one_size_is_no_law_of_sizes(two_sizes):
+    with pytest.raises(BadInputError, match="different sizes"):
+        join_laws([two_sizes[0], two_sizes[0]])

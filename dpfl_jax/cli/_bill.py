@@ -1,0 +1,158 @@
+"""``dpfl plan --chip`` and ``--memory``: what each cell costs, and whether it fits."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+from typing import Any
+
+from dpfl_jax.cli import _predict
+from dpfl_jax.errors import BadInputError
+
+_COMPILED = 3  # rows of the table, from the top, that --memory compiles
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Data, model and starting parameters of a configuration, read once and only if asked for."""
+
+    config: Any
+    console: Any
+
+    @functools.cached_property
+    def data(self) -> Any:
+        """(data set, model)."""
+        from dpfl_jax.training.central_run import read_data
+
+        return read_data(self.config, self.console)
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """Parameters before the first step."""
+        from dpfl_jax.mesh import make_mesh
+        from dpfl_jax.training.start import starting_params
+
+        data, model = self.data
+        return starting_params(self.config, data, model, make_mesh(), self.console)[0]
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuses what cannot be billed, before anything is computed."""
+    from dpfl_jax.cli._slices import HBM, kind_of
+
+    if args.memory is not None:
+        kind = kind_of(args.memory)
+        if args.chip in HBM and kind not in (args.chip, "cpu"):
+            raise BadInputError(
+                f"--memory is of {kind}, but --chip is {args.chip}: give a topology of that chip, "
+                f"e.g. --memory {args.chip}:2x2"
+            )
+
+
+def priced(config: Any, args: argparse.Namespace, start: Start, console: Any) -> Any:
+    """By algorithm, the chip and the FLOPs of a gradient evaluation; None without ``--chip``."""
+    from dpfl_jax.planning.bill import Chip
+    from dpfl_jax.planning.clock import this_machine
+
+    if args.chip is None:
+        given = [n for n in ("mfu", "price", "watts", "chip_hours") if getattr(args, n) is not None]
+        if given:
+            raise BadInputError(f"--{given[0].replace('_', '-')} needs --chip, e.g. --chip v5e")
+        return None
+    if args.chip == "here" and config.population is not None:
+        raise BadInputError("--chip here takes steps, but this configuration has statistics alone")
+    found, chips, more = {}, {}, {"price": args.price, "watts": args.watts}
+    if args.chip == "here":
+        (data, model), params = start.data, start.params
+    else:
+        chip = Chip.named(args.chip, mfu=args.mfu, **more)
+    with console.status("counting the operations of a step"):
+        for kind in ("uls", "els"):
+            group = getattr(config.mechanism, "group_size", 1)
+            cell = _cell_config(args, config, kind, group)
+            found[kind] = _predict.gradient_cost(cell, args.vocab_size)["flops_per_gradient"]
+            if args.chip == "here":  # what is reached depends on the algorithm
+                chip = this_machine(cell, data, model, params, found[kind], **more)
+                console.print(
+                    f"this machine, {kind.upper()}: {chip.peak:.3g} FLOP/s reached, and "
+                    f"{chip.step_seconds:.2g} s a step beside"
+                )
+            chips[kind] = chip
+    return chips, found
+
+
+def add_bills(result: dict[str, Any], price: Any, row: int) -> None:
+    """Adds ``bill`` to each option of a plan's JSON; ``row`` is the microbatch size."""
+    from dpfl_jax.planning.bill import expected_rows
+
+    chips, each = price
+    for option in (result["best"], *result["options"]):
+        gradients = option["group_size"] if option["kind"] == "uls" else 1
+        units = expected_rows(option["size"], row) * row
+        flops = each[option["kind"]] * units * gradients * result["steps"]
+        option["bill"] = chips[option["kind"]].bill(flops, result["steps"])
+
+
+def add_memory(result: dict[str, Any], config: Any, args: argparse.Namespace, console: Any) -> None:
+    """Adds ``memory`` to the options whose programs are those of the table's first rows.
+
+    ``peak_bytes`` of a device, its ``limit_bytes`` (None: not known) and ``fits`` (likewise).
+    """
+    from dpfl_jax.cli._slices import memory_of, slice_mesh
+    from dpfl_jax.cli.compile import measure, vocabulary
+    from dpfl_jax.planning.bill import GPU_BYTES
+
+    mesh = slice_mesh(args.memory, config.execution.mesh.axes)
+    limit = memory_of(args.memory) or GPU_BYTES.get(args.chip)
+    wanted = dict.fromkeys(_program(option) for option in in_order(result)[:_COMPILED])
+    known: dict[Any, dict[str, Any]] = {}
+    for kind, group in wanted:
+        with console.status(f"compiling {kind.upper()} G={group}"):
+            cell = _cell_config(args, config, kind, group)
+            vocab = vocabulary(cell, args.vocab_size)
+            found = measure(cell, vocab, args.memory, mesh, baseline=False)
+        fits = found["fits"]
+        if fits is None and limit is not None:
+            fits = found["peak_bytes"] <= limit
+        known[kind, group] = {
+            "peak_bytes": found["peak_bytes"],
+            "limit_bytes": limit,
+            "fits": fits,
+            "topology": args.memory,
+        }
+    for option in (result["best"], *result["options"]):
+        if _program(option) in known:
+            option["memory"] = known[_program(option)]
+
+
+def in_order(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The options as they are listed: by predicted loss, else by noise."""
+    by = "loss" if "prediction" in result else "noise"
+    return sorted(result["options"], key=lambda option: option[by])
+
+
+def memory_words(option: dict[str, Any]) -> tuple[str, str]:
+    """GiB of a device, and whether they are there; dashes where nothing was compiled."""
+    if "memory" not in option:
+        return "-", "-"
+    told = option["memory"]
+    fits = {True: "yes", False: "NO", None: "unknown"}[told["fits"]]
+    return f"{told['peak_bytes'] / 2**30:.2f}", fits
+
+
+def _program(option: dict[str, Any]) -> tuple[str, int]:
+    """ELS compiles to one program whatever its group size."""
+    return option["kind"], option["group_size"] if option["kind"] == "uls" else 1
+
+
+def _cell_config(args: argparse.Namespace, config: Any, kind: str, group: int) -> Any:
+    from dpfl_jax.config import load_config
+    from dpfl_jax.config.kinds import CENTRAL
+    from dpfl_jax.planning.sweep import at_budget
+
+    budget = max(config.mechanism.compute_budget, group)
+    mechanism = at_budget(config.mechanism, kind, budget, group)
+    section = f"mechanism={json.dumps(CENTRAL.dump(mechanism))}"
+    return load_config(args.config, [*args.overrides, section])

@@ -1,0 +1,49 @@
+"""``dpfl reproduce userlevel/budgets``: its verdicts on losses whose truth is planted."""
+
+import numpy as np
+import pytest
+
+from dpfl_jax.planning import Option
+from reproductions.userlevel import budgets
+
+NOISE = np.array([-0.01, 0.0, 0.01])
+
+
+def planted(best):
+    """Losses with the best group size of each budget; larger errors, larger excess."""
+    losses = {}
+    for i, b in enumerate(budgets.BUDGETS):
+        for g in budgets.GROUPS:
+            excess = abs(np.log2(g) - np.log2(best[b]))
+            # Not one noise for all: differences of equal noise would have no interval.
+            losses["uls", g, b] = 5.0 - 0.4 * i + 0.1 * excess + np.roll(NOISE, g % 3)
+        losses["els", 8, b] = 5.1 - 0.2 * i + NOISE
+    picks = {b: Option("uls", g, b // g, 0.1, 1.0, 1.0) for b, g in best.items()}
+    return losses, picks
+
+
+@pytest.mark.parametrize(
+    ("best", "holds"),
+    [
+        ({64: 1, 256: 4, 1024: 16}, [True, True, True, True, True]),
+        ({64: 4, 256: 4, 1024: 4}, [False, False, False, True, True]),
+        ({64: 16, 256: 4, 1024: 1}, [False, False, True, True, True]),
+    ],
+)
+def test_verdicts_follow_what_was_planted(best, holds):
+    losses, picks = planted(best)
+    assert [claim.holds for claim in budgets._claims("made up", losses, picks)] == holds
+
+
+def test_a_bad_choice_and_one_seed_are_told():
+    losses, picks = planted({64: 1, 256: 4, 1024: 16})
+    worst = {b: Option("uls", 16, b // 16, 0.1, 1.0, 1.0) for b in picks}
+    told = [claim.holds for claim in budgets._claims("made up", losses, worst)]
+    assert told[:4] == [True, True, False, False]
+    single = {key: values[:1] for key, values in losses.items()}
+    told = [claim.holds for claim in budgets._claims("made up", single, picks)]
+    assert told == [False, False, True, True, False]  # no interval without two seeds
+    rows = budgets._rows("made up", losses, picks)
+    assert len(rows) == 12
+    assert sum(row["planned"] for row in rows) == 3
+    assert all(row["low"] < row["loss"] < row["high"] for row in rows)
