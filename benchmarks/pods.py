@@ -93,6 +93,8 @@ class Job:
     split_users: bool
     suggest: bool
     count_only: bool
+    remat: str
+    attention: str
 
     @property
     def config(self) -> dict[str, Any]:
@@ -110,7 +112,7 @@ class Job:
                 "overrides": {
                     **MODELS[self.model],
                     "dtype": "bfloat16",
-                    "remat": "light",
+                    "remat": self.remat,
                     "scan_layers": True,
                 },
             },
@@ -126,6 +128,7 @@ class Job:
             "execution": {
                 "microbatch_size": self.microbatch,
                 "strategy": self.strategy,
+                "attention": self.attention,
                 "examples_at_once": self.examples_at_once,
                 "split_users": self.split_users,
             },
@@ -147,6 +150,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fsdp", type=int, help="parts of the parameters (default: as needed)")
     parser.add_argument("--microbatch", type=int, default=1, help="units a device (default 1)")
     parser.add_argument("--strategy", default="auto", help="as execution.strategy")
+    parser.add_argument("--attention", default="auto", help="as execution.attention")
+    parser.add_argument(
+        "--remat", default="light", help="as model.overrides.remat: full for long sequences"
+    )
     parser.add_argument("--count-only", action="store_true", help="count FLOPs, compile nothing")
     parser.add_argument("--suggest", action="store_true", help="look for the largest microbatch")
     parser.add_argument("--out", help="append rows to this file, and skip those it holds")
@@ -207,6 +214,8 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
             False,
             args.suggest,
             args.count_only,
+            args.remat,
+            args.attention,
         )
         if unit == "uls":
             way = _way(job, args.fsdp) if args.users == "auto" else args.users

@@ -12,6 +12,7 @@ from pydantic import Field
 from dpfl_jax.config.base import Section
 
 Strategy = Literal["auto", "vmap", "scan", "ghost"]
+AttentionForm = Literal["auto", "plain", "blockwise"]
 
 
 class MeshConfig(Section):
@@ -47,11 +48,15 @@ class Execution(Section):
       split_users: share out each user's examples (ULS) to the fsdp devices, of which each then
         forms a part of the gradient, instead of one user a device. Needed where no device holds a
         whole gradient.
+      attention: of a transformer: ``plain`` holds the scores of all positions with all,
+        ``blockwise`` those of two blocks, so that memory grows with the length alone; ``auto``:
+        plain up to 1,024 positions.
       mesh: how devices are arranged.
     """
 
     microbatch_size: int = Field(16, gt=0)
     strategy: Strategy = "auto"
+    attention: AttentionForm = "auto"
     group_buckets: bool = False
     examples_at_once: int | None = Field(None, gt=0)
     split_users: bool = False

@@ -64,8 +64,7 @@ def bounded_sum_over_microbatches(
     )
     options |= cut
     if splits_parameters(mesh):
-        if cut:
-            loss_fn = _in_place(loss_fn, mesh)
+        loss_fn = _in_place(loss_fn, mesh)
         return _automatic(mechanism, loss_fn, mesh, whole, options)
     return _by_hand(mechanism, loss_fn, mesh, options)
 

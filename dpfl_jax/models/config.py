@@ -15,6 +15,7 @@ Norm = Literal["rms", "layer"]
 Positions = Literal["rotary", "learned"]
 ComputeDtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "light", "full"]
+AttentionForm = Literal["auto", "plain", "blockwise"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,11 +104,17 @@ class TransformerConfig:
       positions: rotary or learned.
       rope_theta: base of the rotary frequencies.
       rope_scaling: for long sequences (a mapping is taken too).
+      sliding_window: positions that a local layer sees, its own included; None: no layer is local.
+      global_every: every so many layers, one is not local (2: the second, fourth, ...); None: all
+        are local.
+      local_rope_theta: of local layers, which are not scaled (Gemma 3); None: as the others.
+      head_norms: queries and keys are normalised, each head for itself (Qwen 3, Gemma 3).
       query_scale: queries are multiplied by it; default head width ** -0.5.
       attention_softcap: scores become cap * tanh(scores / cap) (Gemma 2); None: as they are.
       logit_softcap: the same for logits.
       scale_embeddings: embeddings are multiplied by the root of embed_dim (Gemma).
       use_bias: biases in projections.
+      qkv_bias: biases in those of queries, keys and values alone (Qwen 2).
       tie_embeddings: the output head is the transposed embedding.
       scan_layers: one compiled block run num_layers times (compile time does not grow with depth).
       last_layers: that many of the last blocks are a stack of their own, ``last_blocks``, so that
@@ -115,6 +122,9 @@ class TransformerConfig:
       remat: what the backward pass recomputes instead of storing. ``"light"``: all of a block but
         the results of its projections, so that no attention matrix is ever stored (also the
         fastest on a CPU); ``"full"`` (or true): the whole block; ``"none"`` (or false): nothing.
+      attention: how it is computed: ``"plain"`` holds the scores of all positions with all;
+        ``"blockwise"`` those of two blocks of 512, so that memory grows with the length alone;
+        ``"auto"``: plain up to 1,024 positions.
       dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
       bos_id: put before every sequence by the model.
       lora: adapters (a mapping is taken too); None: no adapters.
@@ -136,15 +146,21 @@ class TransformerConfig:
     positions: Positions = "rotary"
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    global_every: int | None = None
+    local_rope_theta: float | None = None
+    head_norms: bool = False
     query_scale: float | None = None
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     scale_embeddings: bool = False
     use_bias: bool = False
+    qkv_bias: bool = False
     tie_embeddings: bool = True
     scan_layers: bool = True
     last_layers: int = 0
     remat: Remat | bool = "light"
+    attention: AttentionForm = "auto"
     dtype: str = "float32"
     bos_id: int = 1
     lora: Lora | None = None
@@ -159,7 +175,7 @@ class TransformerConfig:
             value = getattr(self, name)
             if isinstance(value, dict):
                 object.__setattr__(self, name, _parsed(name, kind, value))
-        optional = ("num_kv_heads", "head_dim", "mlp_dim")
+        optional = ("num_kv_heads", "head_dim", "mlp_dim", "sliding_window", "global_every")
         for name in (
             "vocab_size",
             "max_seq_len",
@@ -181,6 +197,7 @@ class TransformerConfig:
             "positions": Positions,
             "dtype": ComputeDtype,
             "remat": Remat,
+            "attention": AttentionForm,
         }
         for name, options in choices.items():
             if getattr(self, name) not in get_args(options):
@@ -192,7 +209,7 @@ class TransformerConfig:
             value = getattr(self, name)
             if not 0 < value < math.inf:
                 raise BadInputError(f"model: {name} is {value!r}, but it must be a number > 0")
-        for name in ("query_scale", "attention_softcap", "logit_softcap"):
+        for name in ("query_scale", "attention_softcap", "logit_softcap", "local_rope_theta"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise BadInputError(f"model: {name} is {value!r}, but it must be a number > 0")
@@ -201,6 +218,13 @@ class TransformerConfig:
                 f"model: last_layers is {self.last_layers!r}, but it must be an integer from 0 to "
                 f"below num_layers ({self.num_layers})"
             )
+        local = {"global_every": self.global_every, "local_rope_theta": self.local_rope_theta}
+        for name, value in local.items():
+            if value is not None and self.sliding_window is None:
+                raise BadInputError(
+                    f"model: {name} is {value}, but no layer is local: set sliding_window, or "
+                    f"leave {name} out"
+                )
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise BadInputError(
                 f"model: embed_dim {self.embed_dim} is not a multiple of num_heads "
@@ -249,6 +273,14 @@ class TransformerConfig:
         """Names and lengths of the stacks of blocks under ``scan_layers``."""
         stacks = (("blocks", self.num_layers - self.last_layers), ("last_blocks", self.last_layers))
         return stacks if self.last_layers else stacks[:1]
+
+    @property
+    def local_layers(self) -> tuple[bool, ...]:
+        """For each block, whether it sees sliding_window positions only."""
+        if self.sliding_window is None:
+            return (False,) * self.num_layers
+        every = self.global_every
+        return tuple(every is None or (i + 1) % every != 0 for i in range(self.num_layers))
 
     def place_of_block(self, block: int) -> tuple[str, int | None]:
         """Where the parameters of a block are: their name, and the row if they are stacked."""

@@ -1,7 +1,8 @@
 """A decoder-only transformer in Flax: pre-norm, rotary or learned positions, scanned blocks.
 
-Attention and projections are plain matrix products of parameters with data: what computes the
-norms of per-person gradients from the loss's jaxpr knows those.
+Projections are plain matrix products of parameters with data: what computes the norms of per-person
+gradients from the loss's jaxpr knows those. What is between them has no parameters, and may be
+computed in any way.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.models.attention import attend, visible, weighted
 from dpfl_jax.models.config import TransformerConfig
 from dpfl_jax.models.placement import pinned
 from dpfl_jax.models.rotary import frequencies, rotate, tables
@@ -24,6 +25,8 @@ from dpfl_jax.models.rotary import frequencies, rotate, tables
 PyTree = Any
 Initializer = Callable[..., jax.Array]
 _STDDEV = 0.02
+# Longer sequences times vocabularies than this (1 GiB) have their losses computed in pieces.
+_LOGITS_AT_ONCE = 2**28
 
 
 class Linear(nn.Module):
@@ -32,6 +35,7 @@ class Linear(nn.Module):
     features: int
     config: TransformerConfig
     stddev: float = _STDDEV
+    bias: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -40,7 +44,7 @@ class Linear(nn.Module):
             "kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features)
         )
         y = x @ kernel.astype(x.dtype)
-        if self.config.use_bias:
+        if self.config.use_bias or self.bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(x.dtype)
         lora = self.config.lora
@@ -85,43 +89,57 @@ class Attention(nn.Module):
     decode: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """X [length, embed_dim] -> the same shape."""
+    def __call__(self, x: jax.Array, local: bool | jax.Array = False) -> jax.Array:
+        """X [length, embed_dim] -> the same shape; ``local``: of the layer (bool scalar)."""
         c = self.config
         length = x.shape[0]
 
-        def heads(name: str, count: int) -> jax.Array:
+        def heads(name: str, count: int, norm: str | None = None) -> jax.Array:
             # Heads first: the products below are then batched over a leading axis, without copies.
-            y = Linear(count * c.width, c, name=name)(x)
-            return y.reshape(length, count, c.width).transpose(1, 0, 2)
+            y = Linear(count * c.width, c, bias=c.qkv_bias, name=name)(x)
+            y = y.reshape(length, count, c.width)
+            y = Norm(c, name=norm)(y) if norm is not None and c.head_norms else y
+            return y.transpose(1, 0, 2)
 
         scale = c.width**-0.5 if c.query_scale is None else c.query_scale
-        q = heads("query", c.num_heads) * scale
-        k, v = heads("key", c.kv_heads), heads("value", c.kv_heads)
-        # Finite, so that nothing is ever inf - inf; its exponential is exactly 0.
-        future: Any
-        if self.decode:
-            q, k, v, future = self._cached(q, k, v)
-        else:
-            q, k = self._placed(q, k, 0)
-            future = np.triu(np.full((length, length), -1e30, np.float32), 1)
+        q = heads("query", c.num_heads, "query_norm") * scale
+        k, v = heads("key", c.kv_heads, "key_norm"), heads("value", c.kv_heads)
         # Query heads in groups that share one key and value head.
-        q = q.reshape(c.kv_heads, c.num_heads // c.kv_heads, length, c.width)
-        scores = jnp.einsum("kgtw,ksw->kgts", q, k, preferred_element_type=jnp.float32)
-        if c.attention_softcap is not None:
-            scores = c.attention_softcap * jnp.tanh(scores / c.attention_softcap)
-        weights = jax.nn.softmax(scores + future, axis=-1).astype(x.dtype)
-        mixed = jnp.einsum("kgts,ksw->kgtw", weights, v)
+        grouped = (c.kv_heads, c.num_heads // c.kv_heads, length, c.width)
+        if self.decode:
+            q, k, v, seen = self._cached(q, k, v, local)
+            mixed = weighted(q.reshape(grouped), k, v, seen, c.attention_softcap)
+        else:
+            q, k = self._placed(q, k, 0, local)
+            mixed = self._attend(q.reshape(grouped), k, v, local)
         mixed = mixed.reshape(c.num_heads, length, c.width).transpose(1, 0, 2).reshape(length, -1)
         return Linear(c.embed_dim, c, _STDDEV / math.sqrt(2 * c.num_layers), name="out")(mixed)
 
-    def _placed(self, q: jax.Array, k: jax.Array, start: Any) -> tuple[jax.Array, jax.Array]:
+    def _attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, local: bool | jax.Array
+    ) -> jax.Array:
+        """Within a window, or not, or as the layer says."""
+        c = self.config
+        form = functools.partial(attend, how=c.attention, softcap=c.attention_softcap)
+        near = functools.partial(form, window=c.sliding_window)
+        if c.sliding_window is None or c.sliding_window >= q.shape[2]:
+            return form(q, k, v)
+        if isinstance(local, bool):
+            return near(q, k, v) if local else form(q, k, v)
+        return jax.lax.cond(local, near, form, q, k, v)
+
+    def _placed(
+        self, q: jax.Array, k: jax.Array, start: Any, local: bool | jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """Rotates queries and keys [heads, length, width] of the positions from ``start`` on."""
         c, length = self.config, q.shape[1]
         if c.positions != "rotary":
             return q, k
-        freqs = frequencies(c.width, c.rope_theta, c.rope_scaling)
-        angles: Any = tables(c.max_seq_len if self.decode else length, freqs)
+        most = c.max_seq_len if self.decode else length
+        angles: Any = tables(most, frequencies(c.width, c.rope_theta, c.rope_scaling))
+        if c.local_rope_theta is not None:
+            near = tables(most, frequencies(c.width, c.local_rope_theta))
+            angles = [jnp.where(local, a, b) for a, b in zip(near, angles)]
         if self.decode:
             angles = (
                 jax.lax.dynamic_slice_in_dim(jnp.asarray(table), start, length) for table in angles
@@ -129,20 +147,25 @@ class Attention(nn.Module):
         cos, sin = angles
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
-    def _cached(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        """Appends to the cache; returns queries, all keys and values, and the mask."""
+    def _cached(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, local: bool | jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """Appends to the cache; returns queries, all keys and values, and which are seen."""
         c, length = self.config, q.shape[1]
         shape = (c.kv_heads, c.max_seq_len, c.width)
         keys = self.variable("cache", "keys", jnp.zeros, shape, k.dtype)
         values = self.variable("cache", "values", jnp.zeros, shape, v.dtype)
         at = self.variable("cache", "index", jnp.zeros, (), jnp.int32)
         start = at.value
-        q, k = self._placed(q, k, start)
+        q, k = self._placed(q, k, start, local)
         keys.value = jax.lax.dynamic_update_slice_in_dim(keys.value, k, start, axis=1)
         values.value = jax.lax.dynamic_update_slice_in_dim(values.value, v, start, axis=1)
         at.value = start + length
-        seen = jnp.arange(c.max_seq_len)[None, :] <= start + jnp.arange(length)[:, None]
-        return q, keys.value, values.value, jnp.where(seen, 0.0, -1e30)
+        here, places = start + jnp.arange(length), jnp.arange(c.max_seq_len)
+        seen = visible(here, places, None)
+        if c.sliding_window is not None:
+            seen = jnp.where(local, visible(here, places, c.sliding_window), seen)
+        return q, keys.value, values.value, seen
 
 
 class Mlp(nn.Module):
@@ -164,17 +187,25 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm block, in the form that ``nn.scan`` wants: (carry, nothing)."""
+    """One pre-norm block, in the form that ``nn.scan`` wants: (carry, nothing).
+
+    Attributes:
+      config: the model's shape.
+      decode: as of ``Attention``.
+      local: whether all blocks of this stack see a window; None: the argument says which do.
+    """
 
     config: TransformerConfig
     decode: bool = False
+    local: bool | None = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, _: None = None) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, local: jax.Array | None = None) -> tuple[jax.Array, None]:
         """X [length, embed_dim] -> (the same shape, None)."""
         c = self.config
         x = pinned(x)
-        y = Attention(c, self.decode, name="attention")(Norm(c, name="norm1")(x))
+        here: Any = local if self.local is None else self.local
+        y = Attention(c, self.decode, name="attention")(Norm(c, name="norm1")(x), here)
         x = x + (Norm(c, name="post_norm1")(y) if c.post_norms else y)
         y = Mlp(c, name="mlp")(Norm(c, name="norm2")(x))
         return x + (Norm(c, name="post_norm2")(y) if c.post_norms else y), None
@@ -182,6 +213,8 @@ class Block(nn.Module):
 
 class Transformer(nn.Module):
     """tokens int32 [length] -> logits float32 [length, vocab_size] for the *same* positions.
+
+    With ``losses``, the cross-entropy of each token instead, float32 [length].
 
     The input is shifted right behind the beginning-of-sequence id, so that position t predicts
     token t from the tokens before it. With ``decode`` it is not shifted: the model goes on from its
@@ -192,7 +225,7 @@ class Transformer(nn.Module):
     decode: bool = False
 
     @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, losses: bool = False) -> jax.Array:
         """Runs the model on one sequence."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
@@ -223,26 +256,60 @@ class Transformer(nn.Module):
             policy = kept if c.remat == "light" else None
             block = nn.remat(Block, prevent_cse=not c.scan_layers, policy=policy)
         if c.scan_layers:
+            local = c.local_layers
             for name, length in c.stacks:
+                mine, local = local[:length], local[length:]
                 stack = nn.scan(
                     block,
                     variable_axes={"params": 0, "cache": 0},
                     split_rngs={"params": True},
                     length=length,
                 )
-                x, _ = stack(c, self.decode, name=name)(x, None)
+                alike = mine[0] if len(set(mine)) == 1 else None
+                which = jnp.array(mine) if alike is None else None
+                x, _ = stack(c, self.decode, alike, name=name)(x, which)
         else:
-            for i in range(c.num_layers):
-                x, _ = block(c, self.decode, name=f"block_{i}")(x)
+            for i, near in enumerate(c.local_layers):
+                x, _ = block(c, self.decode, near, name=f"block_{i}")(x)
         x = pinned(Norm(c, name="final_norm")(x))
         if c.tie_embeddings:
             head = embedding.T
         else:
             head = self.param("head", init, (c.embed_dim, c.vocab_size))
-        logits = jnp.matmul(x, head.astype(dtype), preferred_element_type=jnp.float32)
-        if c.logit_softcap is not None:
-            logits = c.logit_softcap * jnp.tanh(logits / c.logit_softcap)
-        return pinned(logits)
+
+        def logits(x: jax.Array) -> jax.Array:
+            found = jnp.matmul(x, head.astype(dtype), preferred_element_type=jnp.float32)
+            if c.logit_softcap is not None:
+                found = c.logit_softcap * jnp.tanh(found / c.logit_softcap)
+            return pinned(found)
+
+        return _losses(logits, x, tokens, c.vocab_size) if losses else logits(x)
+
+
+def _losses(
+    logits: Callable[[jax.Array], jax.Array], x: jax.Array, tokens: jax.Array, vocab_size: int
+) -> jax.Array:
+    """Cross-entropies of tokens, float32 [length]; in pieces where logits are large."""
+
+    def some(x: jax.Array, tokens: jax.Array) -> jax.Array:
+        found = logits(x)
+        # A comparison instead of a lookup: no scatter backwards, and the vocabulary may be sharded.
+        target = jnp.arange(vocab_size)[None, :] == tokens[:, None]
+        picked = jnp.where(target, found, 0.0).sum(axis=-1)
+        return jax.nn.logsumexp(found, axis=-1) - picked
+
+    length = tokens.shape[0]
+    if length * vocab_size <= _LOGITS_AT_ONCE:
+        return some(x, tokens)
+    size = max(1, _LOGITS_AT_ONCE // 4 // vocab_size)
+    size = size // 128 * 128 or size
+    pieces = -(-length // size)
+    filling = pieces * size - length
+    x = jnp.pad(x, ((0, filling), (0, 0))).reshape(pieces, size, -1)
+    tokens = jnp.pad(tokens, (0, filling)).reshape(pieces, size)
+    again = jax.checkpoint(some, prevent_cse=False)
+    found = jax.lax.scan(lambda _, piece: (None, again(*piece)), None, (x, tokens))[1]
+    return found.reshape(-1)[:length]
 
 
 class LanguageModel:
@@ -268,6 +335,9 @@ class LanguageModel:
         Raises:
           BadInputError: a batch, or a sequence longer than max_seq_len.
         """
+        return self._apply(params, tokens)
+
+    def _apply(self, params: PyTree, tokens: jax.Array, losses: bool = False) -> jax.Array:
         if tokens.ndim != 1:
             raise BadInputError(
                 f"the language model takes one sequence of token ids, got shape {tokens.shape}: "
@@ -278,8 +348,8 @@ class LanguageModel:
                 f"a sequence has {tokens.shape[0]} tokens, but the model's max_seq_len is "
                 f"{self.config.max_seq_len}: raise it, or cut the sequences shorter"
             )
-        logits: jax.Array = self._module.apply({"params": params}, tokens)  # type: ignore[assignment]
-        return logits
+        found: jax.Array = self._module.apply({"params": params}, tokens, losses)  # type: ignore[assignment]
+        return found
 
     def loss(
         self, params: PyTree, example: dict[str, jax.Array], rng: jax.Array | None = None
@@ -297,11 +367,7 @@ class LanguageModel:
         """
         del rng
         tokens, real = example["tokens"], example["mask"].astype(bool)
-        logits = self.logits(params, tokens)
-        # A comparison instead of a lookup: no scatter backwards, and the vocabulary may be sharded.
-        target = jnp.arange(self.config.vocab_size)[None, :] == tokens[:, None]
-        picked = jnp.where(target, logits, 0.0).sum(axis=-1)
-        losses = jnp.where(real, jax.nn.logsumexp(logits, axis=-1) - picked, 0.0)
+        losses = jnp.where(real, self._apply(params, tokens, losses=True), 0.0)
         return losses.sum() / jnp.maximum(real.sum(), 1).astype(jnp.float32)
 
     def start(self, params: PyTree) -> PyTree:

@@ -73,7 +73,11 @@ def build_transformer(config: RunConfig, vocab_size: int, bos_id: int = 1) -> La
             f"model.{section.what} takes its shapes from the data: only transformers can be "
             "priced without them, compiled for a slice, or exported"
         )
-    more: dict[str, Any] = {}
+    if "attention" in section.overrides:
+        raise BadInputError(
+            "model.overrides.attention is not a part of the model: set execution.attention"
+        )
+    more: dict[str, Any] = {"attention": config.execution.attention}
     if section.lora is not None:
         more["lora"] = config_to_dict(section.lora)
     if section.trainable == "last_layers":
@@ -186,6 +190,8 @@ def starting_params(
     if section is None or public is None:
         return initial_params(model, key, mesh), None
     plain = LanguageModel(dataclasses.replace(model.config, lora=None))
+    # How attention is computed is no part of what was pre-trained.
+    shape = dataclasses.asdict(dataclasses.replace(plain.config, attention="auto"))
     pretrained = pretrain(
         loss_fn=plain.loss,
         params=initial_params(plain, key, mesh),
@@ -195,7 +201,7 @@ def starting_params(
         batch_size=section.batch_size,
         seed=config.init_seed,
         identity={
-            "model": dataclasses.asdict(plain.config),
+            "model": shape,
             "corpus": public.fingerprint,
             "optimizer": config_to_dict(section.optimizer),
         },

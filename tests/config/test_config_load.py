@@ -158,6 +158,7 @@ SYSTEMS = {
 OTHER = {
     "microbatch_size": 3,
     "strategy": "scan",
+    "attention": "blockwise",
     "group_buckets": True,
     "examples_at_once": 2,
     "split_users": True,

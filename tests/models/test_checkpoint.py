@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hf_families import FAMILIES, saved_by_transformers, torch_logits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 
@@ -24,91 +25,6 @@ from dpfl_jax.models.checkpoint import (
 from dpfl_jax.models.checkpoint.files import TensorFiles
 from dpfl_jax.models.checkpoint.hf_config import from_transformer, to_transformer
 from dpfl_jax.models.checkpoint.load import flat_paths
-
-LLAMA = {
-    "vocab_size": 61,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5_000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-GEMMA = LLAMA | {"head_dim": 16, "num_key_value_heads": 1, "num_attention_heads": 4}
-# Large weights, so that an error in any of them shows in the logits.
-FAMILIES = {
-    "gpt2": {
-        "vocab_size": 61,
-        "n_embd": 24,
-        "n_layer": 3,
-        "n_head": 4,
-        "n_positions": 64,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    },
-    "gpt2_untied": {
-        "vocab_size": 61,
-        "n_embd": 24,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 64,
-        "n_inner": 50,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": False,
-    },
-    "llama": LLAMA,
-    "llama_tied_scaled": LLAMA | {"tie_word_embeddings": True, "rope_parameters": LLAMA3},
-    "llama_linear_biases": LLAMA
-    | {
-        "attention_bias": True,
-        "mlp_bias": True,
-        "rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0},
-    },
-    "gemma": GEMMA,
-    "gemma2": GEMMA
-    | {
-        "query_pre_attn_scalar": 20,
-        "attn_logit_softcapping": 2.0,
-        "final_logit_softcapping": 3.0,
-        "sliding_window": 64,
-    },
-}
-
-
-def saved_by_transformers(name, path, **options):
-    """A randomly initialised model of a family, saved by ``transformers``."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    config_class, model_class = {
-        "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
-        "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
-        "gemma": (transformers.GemmaConfig, transformers.GemmaForCausalLM),
-        "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForCausalLM),
-    }[name.split("_")[0]]
-    torch.manual_seed(0)
-    model = model_class(config_class(**FAMILIES[name], attn_implementation="eager")).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.15 * torch.randn_like(parameter))
-    model.save_pretrained(path, **options)
-    return model
-
-
-def torch_logits(model, tokens):
-    torch = pytest.importorskip("torch")
-    with torch.no_grad():
-        return model(torch.from_numpy(tokens)[None]).logits[0].numpy()
 
 
 def load(path, **changes):
@@ -162,7 +78,7 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi3", "gemma3"])
 def test_files_and_stacks_of_any_number_hold_the_same_model(name, tmp_path):
     saved_by_transformers(name, tmp_path / "one")
     saved_by_transformers(name, tmp_path / "many", max_shard_size="20KB")
@@ -224,6 +140,18 @@ def test_each_device_reads_its_own_part(tmp_path):
     assert up.addressable_shards[0].data.size == up.size // 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n not in ("gpt2", "llama")])
+def test_each_device_reads_its_own_part_of_every_family(name, tmp_path):
+    """Parts of tensors that hold several parameters side by side, too."""
+    saved_by_transformers(name, tmp_path)
+    model, whole = load(tmp_path)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    split = load_checkpoint(tmp_path, model.config, shapes, parameter_shardings(shapes, mesh))
+    assert_same(whole, split)
+
+
 def test_type_is_a_choice(tmp_path):
     model, params = own_checkpoint(tmp_path / "c")
     shapes = jax.eval_shape(model.init, jax.random.key(0))
@@ -282,13 +210,23 @@ def test_a_tensor_that_does_not_fit_is_named(damage, message, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert', but only gpt2, llama, gemma, gemma2"),
+        ({"model_type": "bert"}, "model_type 'bert', but only gpt2, llama, mistral, qwen2"),
         ({"hidden_act": "relu"}, "hidden_act 'relu', but only 'silu'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn'"),
         ({"rope_scaling": {"type": "linear"}}, "has no factor"),
         ({"attention_bias": True}, "biases in attention or in the MLP"),
         ({"hidden_size": None}, "no number hidden_size"),
         ({"bos_token_id": None}, "no bos_token_id"),
+        ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe', but only"),
+        ({"model_type": "gemma3"}, "model_type 'gemma3', but only .*, gemma3_text"),
+        ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope'"),
+        ({"model_type": "phi3", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window True"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias True"),
+        (
+            {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
+            "has layer_types .*, but only a window in all layers but every n-th",
+        ),
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(changes, message, tmp_path):
@@ -367,6 +305,115 @@ KNOWN = {
         6_738_415_616,
     ),
     "Llama 3.1 8B": (LLAMA3_8B, 8_030_261_248),
+    "Llama 3.2 1B": (
+        LLAMA3_8B
+        | {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "rope_scaling": LLAMA3_8B["rope_scaling"] | {"factor": 32.0},
+            "tie_word_embeddings": True,
+        },
+        1_235_814_400,
+    ),
+    "Mistral 7B": (
+        {
+            "model_type": "mistral",
+            "vocab_size": 32000,
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "bos_token_id": 1,
+        },
+        7_241_732_096,
+    ),
+    "Qwen 2.5 0.5B": (
+        {
+            "model_type": "qwen2",
+            "vocab_size": 151936,
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 14,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 32768,
+            "rope_theta": 1e6,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "tie_word_embeddings": True,
+            "bos_token_id": 151643,
+        },
+        494_032_768,
+    ),
+    "Qwen 3 0.6B": (
+        {
+            "model_type": "qwen3",
+            "vocab_size": 151936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1e6,
+            "tie_word_embeddings": True,
+            "bos_token_id": 151643,
+        },
+        596_049_920,
+    ),
+    "Phi-3 mini": (
+        {
+            "model_type": "phi3",
+            "vocab_size": 32064,
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 4096,
+            "sliding_window": 2047,
+            "bos_token_id": 1,
+        },
+        3_821_079_552,
+    ),
+    "Gemma 3 1B": (
+        {
+            "model_type": "gemma3_text",
+            "vocab_size": 262144,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "max_position_embeddings": 32768,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "bos_token_id": 2,
+        },
+        999_885_952,
+    ),
+    "VaultGemma 1B": (
+        {
+            "model_type": "vaultgemma",
+            "vocab_size": 256000,
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 1024,
+            "sliding_window": 512,
+            "bos_token_id": 2,
+        },
+        1_038_741_120,
+    ),
     "Gemma 2B": (
         {
             "model_type": "gemma",

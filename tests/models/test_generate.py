@@ -24,6 +24,14 @@ VARIANTS = {
         "logit_softcap": 3.0,
         "scan_layers": False,
     },
+    "gemma3": {
+        "activation": "geglu",
+        "head_norms": True,
+        "num_layers": 3,
+        "sliding_window": 4,
+        "global_every": 2,
+        "local_rope_theta": 100.0,
+    },
 }
 
 
@@ -33,7 +41,9 @@ def make(name="llama"):
     return model, params(jax.random.key(0))
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    "name", [n if n != "gemma3" else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS]
+)
 def test_logits_with_a_cache_are_those_without(name):
     model, params = make(name)
     tokens = jnp.asarray(np.random.default_rng(0).integers(2, 23, 12), jnp.int32)

@@ -1,13 +1,14 @@
 """The families of checkpoints: their configuration as ours, and the names of their tensors.
 
 A tensor of the checkpoint holds one of our parameters of one block, perhaps transposed, or several
-of them side by side (GPT-2's queries, keys and values).
+of them side by side (queries, keys and values of GPT-2 and Phi-3).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.config import TransformerConfig
@@ -20,12 +21,13 @@ class Tensor:
     Attributes:
       name: of the checkpoint's tensor, ``{}`` for the block's number.
       transposed: its axes are in the other order.
-      part: (i, n): it holds n parameters side by side along our last axis; ours is number i.
+      beside: the parameters of the block that it holds side by side along our last axis, ours
+        among them; empty: ours alone.
     """
 
     name: str
     transposed: bool = False
-    part: tuple[int, int] = (0, 1)
+    beside: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +88,33 @@ _GEMMA2_NORMS = {
 }
 
 
+_HEAD_NORMS = {
+    "attention/query_norm/scale": Tensor("layers.{}.self_attn.q_norm.weight"),
+    "attention/key_norm/scale": Tensor("layers.{}.self_attn.k_norm.weight"),
+}
+_VAULT_NORMS = {name: _GEMMA2_NORMS[name] for name in ("norm1/scale", "norm2/scale")}
+
+
+def _side_by_side(name: str, ours: tuple[str, ...], transposed: bool = False) -> dict[str, Tensor]:
+    return {path: Tensor(name, transposed, ours) for path in ours}
+
+
+def _phi3_block() -> dict[str, Tensor]:
+    found = dict(_LLAMA_BLOCK)
+    for theirs, ours in (
+        ("self_attn.qkv_proj", ("attention/query", "attention/key", "attention/value")),
+        ("mlp.gate_up_proj", ("mlp/gate", "mlp/up")),
+    ):
+        kernels = tuple(f"{name}/kernel" for name in ours)
+        found |= _side_by_side(f"layers.{{}}.{theirs}.weight", kernels, transposed=True)
+    return found
+
+
 def _gpt2_block() -> dict[str, Tensor]:
-    found = {}
-    for i, name in enumerate(("query", "key", "value")):
-        for kind, theirs in (("kernel", "weight"), ("bias", "bias")):
-            found[f"attention/{name}/{kind}"] = Tensor(f"h.{{}}.attn.c_attn.{theirs}", part=(i, 3))
+    found: dict[str, Tensor] = {}
+    for kind, theirs in (("kernel", "weight"), ("bias", "bias")):
+        held = tuple(f"attention/{name}/{kind}" for name in ("query", "key", "value"))
+        found |= _side_by_side(f"h.{{}}.attn.c_attn.{theirs}", held)
     plain = {
         "attention/out": "attn.c_proj",
         "mlp/up": "mlp.c_fc",
@@ -121,9 +145,20 @@ FAMILIES = {
             _gpt2_block(),
             buffers=("attn.bias", "attn.masked_bias"),
         ),
-        Family("llama", "LlamaForCausalLM", "model.", _LLAMA_TOP, _LLAMA_BLOCK | _LLAMA_NORMS),
-        Family("gemma", "GemmaForCausalLM", "model.", _LLAMA_TOP, _LLAMA_BLOCK | _LLAMA_NORMS),
-        Family("gemma2", "Gemma2ForCausalLM", "model.", _LLAMA_TOP, _LLAMA_BLOCK | _GEMMA2_NORMS),
+        *(
+            Family(model_type, f"{name}ForCausalLM", "model.", _LLAMA_TOP, block)
+            for model_type, name, block in (
+                ("llama", "Llama", _LLAMA_BLOCK | _LLAMA_NORMS),
+                ("mistral", "Mistral", _LLAMA_BLOCK | _LLAMA_NORMS),
+                ("qwen2", "Qwen2", _LLAMA_BLOCK | _LLAMA_NORMS),
+                ("qwen3", "Qwen3", _LLAMA_BLOCK | _LLAMA_NORMS | _HEAD_NORMS),
+                ("phi3", "Phi3", _phi3_block() | _LLAMA_NORMS),
+                ("gemma", "Gemma", _LLAMA_BLOCK | _LLAMA_NORMS),
+                ("gemma2", "Gemma2", _LLAMA_BLOCK | _GEMMA2_NORMS),
+                ("gemma3_text", "Gemma3", _LLAMA_BLOCK | _GEMMA2_NORMS | _HEAD_NORMS),
+                ("vaultgemma", "VaultGemma", _LLAMA_BLOCK | _VAULT_NORMS),
+            )
+        ),
     )
 }
 
@@ -131,34 +166,45 @@ FAMILIES = {
 def family_of(config: TransformerConfig) -> Family:
     """The family that a model of this shape belongs to.
 
+    A function that several families compute (Mistral without a window is Llama) is written as the
+    first of them.
+
     Raises:
       BadInputError: none.
     """
-    signature = (
-        config.norm,
-        config.positions,
-        config.activation,
-        config.norm_plus_one and config.scale_embeddings,
-        config.post_norms,
-    )
-    known = {
-        ("layer", "learned", "gelu", False, False): "gpt2",
-        ("rms", "rotary", "swiglu", False, False): "llama",
-        ("rms", "rotary", "geglu", True, False): "gemma",
-        ("rms", "rotary", "geglu", True, True): "gemma2",
-    }
-    name = known.get(signature)
-    plain_norms = config.norm_plus_one == config.scale_embeddings
-    capped = config.attention_softcap is not None or config.logit_softcap is not None
-    fits = name is not None and plain_norms
-    if name == "gpt2":
-        fits = fits and config.use_bias and config.kv_heads == config.num_heads
-        fits = fits and config.width * config.num_heads == config.embed_dim
-    if name is not None and name != "gemma2":
-        fits = fits and not capped and config.query_scale is None
-    if name in ("gemma", "gemma2"):
-        fits = fits and not config.use_bias
-    if name is None or not fits:
+    c = config
+    gemma = c.norm_plus_one and c.scale_embeddings
+    kind = (c.norm, c.positions, c.activation, gemma or c.norm_plus_one or c.scale_embeddings)
+    capped = c.attention_softcap is not None or c.logit_softcap is not None
+    name = None
+    if kind == ("layer", "learned", "gelu", False):
+        square = c.kv_heads == c.num_heads and c.width * c.num_heads == c.embed_dim
+        plain = not (c.post_norms or capped or c.query_scale or c.sliding_window or c.head_norms)
+        name = "gpt2" if square and plain and c.use_bias and not c.qkv_bias else None
+    elif kind == ("rms", "rotary", "swiglu", False):
+        odd = c.post_norms or capped or c.query_scale or c.global_every or c.local_rope_theta
+        # Windows and biases of llama's relatives: (biases, those of queries alone, norms, window).
+        which = (c.use_bias, c.qkv_bias, c.head_norms, c.sliding_window is not None)
+        names = {
+            (False, False, False, False): "llama",
+            (True, False, False, False): "llama",
+            (False, False, False, True): "mistral",
+            (False, True, False, False): "qwen2",
+            (False, False, True, False): "qwen3",
+        }
+        name = None if odd else names.get(which)
+    elif kind == ("rms", "rotary", "geglu", True) and gemma and not (c.use_bias or c.qkv_bias):
+        windowed = c.sliding_window is not None
+        if c.head_norms:
+            whole = c.post_norms and windowed and c.global_every and c.local_rope_theta
+            name = "gemma3_text" if whole else None
+        elif c.post_norms or windowed or capped or c.query_scale:
+            alternate = not windowed or c.global_every == 2
+            fits = alternate and not c.local_rope_theta
+            name = ("gemma2" if c.post_norms else "vaultgemma") if fits else None
+        else:
+            name = "gemma"
+    if name is None:
         raise BadInputError(
             f"a model with norm {config.norm}, positions {config.positions}, activation "
             f"{config.activation} and biases {config.use_bias} belongs to none of the families "
@@ -175,39 +221,50 @@ class Entry:
       path: our parameter, e.g. ``blocks/mlp/up/kernel``.
       row: of the stack, or None.
       tensor: with its full name.
+      start: where ours begins in it, along our last axis.
+      width: of all that it holds, along our last axis.
     """
 
     path: str
     row: int | None
     tensor: Tensor
+    start: int
+    width: int
 
 
 def entries(
-    config: TransformerConfig, family: Family, ours: set[str], prefix: str
+    config: TransformerConfig, family: Family, ours: Mapping[str, Any], prefix: str
 ) -> Iterator[Entry]:
     """Every parameter of a model, with the tensor that holds it.
 
     Args:
       config: the model's shape.
       family: what it belongs to.
-      ours: paths of the model's parameters.
+      ours: the model's parameters (arrays or shapes) by path.
       prefix: the family's, or nothing.
     """
+
+    def entry(path: str, row: int | None, tensor: Tensor, block: str = "") -> Entry:
+        held = [block + name for name in tensor.beside] or [path]
+        widths = [ours[name].shape[-1] for name in held]
+        return Entry(path, row, tensor, sum(widths[: held.index(path)]), sum(widths))
+
     for path, tensor in family.top.items():
         if path in ours:
-            yield Entry(path, None, dataclasses.replace(tensor, name=prefix + tensor.name))
+            yield entry(path, None, dataclasses.replace(tensor, name=prefix + tensor.name))
     if "head" in ours:
-        yield Entry("head", None, Tensor(family.head, transposed=True))
+        yield entry("head", None, Tensor(family.head, transposed=True))
     for block in range(config.num_layers):
         where, row = config.place_of_block(block)
         for path, tensor in family.block.items():
             if f"{where}/{path}" in ours:
                 name = prefix + tensor.name.format(block)
-                yield Entry(f"{where}/{path}", row, dataclasses.replace(tensor, name=name))
+                named = dataclasses.replace(tensor, name=name)
+                yield entry(f"{where}/{path}", row, named, f"{where}/")
 
 
 def full_shape(entry: Entry, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an entry's tensor, from that of our (perhaps stacked) parameter."""
     own = shape[1:] if entry.row is not None else shape
-    own = (*own[:-1], own[-1] * entry.tensor.part[1])
+    own = (*own[:-1], entry.width)
     return own[::-1] if entry.tensor.transposed else own

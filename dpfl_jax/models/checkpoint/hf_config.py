@@ -5,6 +5,7 @@ What changes the function that a model computes and is not known here is refused
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from dpfl_jax.models.checkpoint.families import FAMILIES, family_of
 from dpfl_jax.models.config import RopeScaling, TransformerConfig
 
 Json = Mapping[str, Any]
+_GEMMAS = ("gemma", "gemma2", "gemma3_text", "vaultgemma")
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 
 
 def to_transformer(found: Json, where: str) -> TransformerConfig:
@@ -80,19 +83,32 @@ def from_transformer(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_theta,
         "attention_bias": config.use_bias,
-        "hidden_act": "silu" if family.model_type == "llama" else "gelu_pytorch_tanh",
+        "hidden_act": "gelu_pytorch_tanh" if config.activation == "geglu" else "silu",
+        "rope_scaling": _scaling_json(config),
     }
-    if family.model_type == "llama":
-        return written | {"mlp_bias": config.use_bias, "rope_scaling": _scaling_json(config)}
+    kind = family.model_type
+    if kind == "llama":
+        return written | {"mlp_bias": config.use_bias}
+    if kind == "mistral":
+        return written | {"sliding_window": config.sliding_window}
+    if kind in ("qwen2", "qwen3"):
+        return written | {"use_sliding_window": False}
     written["hidden_activation"] = "gelu_pytorch_tanh"
-    if family.model_type == "gemma2":
-        scale = config.width**-0.5 if config.query_scale is None else config.query_scale
-        written |= {
-            "query_pre_attn_scalar": _plain(round(scale**-2, 6)),
-            "attn_logit_softcapping": config.attention_softcap,
-            "final_logit_softcapping": config.logit_softcap,
-            "sliding_window": config.max_seq_len,
-        }
+    if kind == "gemma":
+        return written
+    local = config.local_layers
+    if config.sliding_window is None:  # a window that is no shorter than any sequence
+        local = dataclasses.replace(config, sliding_window=1, global_every=2).local_layers
+    scale = config.width**-0.5 if config.query_scale is None else config.query_scale
+    written |= {
+        "query_pre_attn_scalar": _plain(round(scale**-2, 6)),
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.logit_softcap,
+        "sliding_window": config.sliding_window or config.max_seq_len,
+        "layer_types": [_LOCAL if near else _GLOBAL for near in local],
+    }
+    if kind == "gemma3_text":
+        written["rope_local_base_freq"] = config.local_rope_theta
     return written
 
 
@@ -119,7 +135,7 @@ def _gpt2(found: Json, where: str) -> dict[str, Any]:
 
 
 def _llama_like(kind: str, found: Json, where: str) -> dict[str, Any]:
-    gemma = kind != "llama"
+    gemma = kind in _GEMMAS
     if gemma:
         _require(found, where, hidden_activation=("gelu_pytorch_tanh", None))
         # Gemma's first files say "gelu" and mean its tanh form.
@@ -127,7 +143,9 @@ def _llama_like(kind: str, found: Json, where: str) -> dict[str, Any]:
         _require(found, where, use_bidirectional_attention=(False, None))
     else:
         _require(found, where, hidden_act=("silu", None))
-    if bool(found.get("attention_bias")) != bool(found.get("mlp_bias")):
+    if kind != "llama":
+        _require(found, where, attention_bias=(False, None))
+    elif bool(found.get("attention_bias")) != bool(found.get("mlp_bias")):
         raise BadInputError(
             f"{where} has biases in attention or in the MLP but not in both, which is not supported"
         )
@@ -136,37 +154,82 @@ def _llama_like(kind: str, found: Json, where: str) -> dict[str, Any]:
         **(found.get("rope_scaling") or {}),
         **(found.get("rope_parameters") or {}),
     }
+    near: dict[str, Any] = rope.pop("sliding_attention", None) or {}
+    rope = {**rope, **(rope.pop("full_attention", None) or {})}
+    for given in (rope, found):
+        _require(given, where, partial_rotary_factor=(1.0, None))
+    _require(near, where, rope_type=("default", None))
+    layers = _int(found, where, "num_hidden_layers")
+    width = 256 if gemma else 128 if kind == "qwen3" else size // heads
     fields: dict[str, Any] = {
         "vocab_size": _int(found, where, "vocab_size"),
         "max_seq_len": _int(found, where, "max_position_embeddings"),
-        "num_layers": _int(found, where, "num_hidden_layers"),
+        "num_layers": layers,
         "embed_dim": size,
         "num_heads": heads,
         "num_kv_heads": found.get("num_key_value_heads") or heads,
-        "head_dim": found.get("head_dim") or (256 if gemma else size // heads),
+        "head_dim": found.get("head_dim") or width,
         "mlp_dim": _int(found, where, "intermediate_size"),
         "activation": "geglu" if gemma else "swiglu",
         "norm": "rms",
         "norm_eps": found.get("rms_norm_eps", 1e-6),
         "positions": "rotary",
-        "rope_theta": _number(rope, found, "rope_theta", 10_000.0),
+        "rope_theta": _number(rope, found, "rope_theta", 1e6 if kind == "gemma3_text" else 1e4),
         "rope_scaling": _scaling(rope, where),
-        "use_bias": bool(found.get("attention_bias")),
+        "use_bias": kind == "llama" and bool(found.get("attention_bias")),
+        "qkv_bias": kind == "qwen2",
+        "head_norms": kind in ("qwen3", "gemma3_text"),
         "tie_embeddings": found.get("tie_word_embeddings", gemma),
     }
     if gemma:
         fields |= {"norm_plus_one": True, "scale_embeddings": True}
-    if kind == "gemma2":
-        window = found.get("sliding_window") or fields["max_seq_len"]
+    fields |= _windows(kind, found, where, layers, fields["max_seq_len"])
+    if kind in _GEMMAS[1:]:
+        caps = (None, None) if kind == "gemma3_text" else (50.0, 30.0)
         fields |= {
-            "post_norms": True,
-            # Every other layer sees only the last `sliding_window` positions: the same up to there.
-            "max_seq_len": min(fields["max_seq_len"], window),
+            "post_norms": kind != "vaultgemma",
             "query_scale": float(found.get("query_pre_attn_scalar", 256)) ** -0.5,
-            "attention_softcap": found.get("attn_logit_softcapping", 50.0),
-            "logit_softcap": found.get("final_logit_softcapping", 30.0),
+            "attention_softcap": found.get("attn_logit_softcapping", caps[0]),
+            "logit_softcap": found.get("final_logit_softcapping", caps[1]),
         }
+    if kind == "gemma3_text":
+        fields["local_rope_theta"] = _number(
+            near, {"rope_theta": found.get("rope_local_base_freq")}, "rope_theta", 1e4
+        )
     return fields
+
+
+def _windows(kind: str, found: Json, where: str, layers: int, longest: int) -> dict[str, Any]:
+    """Which layers see how far."""
+    _require(found, where, use_sliding_window=(False, None))  # Qwen's has another pattern
+    window, every = None, None
+    if kind in ("mistral", "phi3"):
+        window = found.get("sliding_window", 4096 if kind == "mistral" else None)
+    elif kind in _GEMMAS[1:]:
+        window = found.get("sliding_window", 4096)
+        every = 2
+        if kind == "gemma3_text":
+            every = found.get("sliding_window_pattern") or 6
+    types = found.get("layer_types")
+    if types is not None:
+
+        def described(every: int | None) -> list[str]:
+            return [
+                _GLOBAL if window is None or (every and (i + 1) % every == 0) else _LOCAL
+                for i in range(layers)
+            ]
+
+        stated = types.index(_GLOBAL) + 1 if _GLOBAL in types else None
+        fits = [e for e in (every, stated) if described(e) == list(types)]
+        if not fits:
+            raise BadInputError(
+                f"{where} has layer_types {types}, but only a window in all layers but every n-th "
+                "is supported"
+            )
+        every = fits[0]
+    if window is not None and window >= longest and kind != "gemma3_text":
+        window = None  # as far as any sequence reaches
+    return {"sliding_window": window, "global_every": None if window is None else every}
 
 
 def _scaling(rope: Json, where: str) -> RopeScaling | None:

@@ -111,7 +111,7 @@ def _sources(
     prefix = family.prefix if any(name.startswith(family.prefix) for name in files) else ""
     sources: dict[str, list[Entry]] = {name: [] for name in wanted}
     known = set()
-    for entry in entries(config, family, set(wanted), prefix):
+    for entry in entries(config, family, wanted, prefix):
         name = entry.tensor.name
         known.add(name)
         if name not in files:
@@ -163,10 +163,8 @@ class _Reader:
         return out
 
     def _one(self, entry: Entry, cut: list[slice]) -> np.ndarray:
-        part, _ = entry.tensor.part
         last = cut[-1]
-        offset = part * self.shape[-1]
-        cut = [*cut[:-1], slice(last.start + offset, last.stop + offset)]
+        cut = [*cut[:-1], slice(last.start + entry.start, last.stop + entry.start)]
         if entry.tensor.transposed:
             found = self.files.read(entry.tensor.name, tuple(cut[::-1])).T
         else:

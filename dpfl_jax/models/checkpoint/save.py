@@ -63,14 +63,14 @@ def save_checkpoint(
         family = FAMILIES[written["model_type"]]
     writer = TensorWriter(target, max_file_bytes)
     by_tensor: dict[str, list[Entry]] = {}
-    for entry in entries(config, family, set(flat), family.prefix):
+    for entry in entries(config, family, flat, family.prefix):
         by_tensor.setdefault(entry.tensor.name, []).append(entry)
     if lost := set(flat) - {e.path for found in by_tensor.values() for e in found}:
         raise BadInputError(
             f"the parameter {min(lost)!r} has no place in a {family.model_type} checkpoint"
         )
     for name, found in by_tensor.items():
-        found = sorted(found, key=lambda e: e.tensor.part)
+        found = sorted(found, key=lambda e: e.start)
         values = [_value(flat[e.path], e) for e in found]
         value = values[0] if len(values) == 1 else np.concatenate(values, axis=-1)
         value = value.T if found[0].tensor.transposed else value

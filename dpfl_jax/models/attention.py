@@ -1,0 +1,194 @@
+"""Causal attention: with all scores at once, or block by block in memory that grows with length.
+
+A length that needs no thought is best served by the plain form. Block by block (online softmax:
+Milakov & Gimelshein 2018; Dao et al. 2022), the scores of one pair of blocks are all there ever is:
+the pass back computes them again from queries, keys and the logarithm of each row's sum. Pairs that
+no query may see are not computed, so that half the products of the plain form are saved, and more
+with a window.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Positions up to which scores of one head take 4 MiB, and plain attention is as fast.
+PLAIN_UP_TO = 1024
+BLOCK = 512  # positions
+# Finite, so that nothing is ever inf - inf; its exponential is exactly 0.
+_NEVER = -1e30
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    how: str = "auto",
+    softcap: float | None = None,
+    window: int | None = None,
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """What every position takes from itself and those before it.
+
+    Args:
+      q: queries [kv_heads, group, length, width], scaled; those of a group share a key head.
+      k: keys [kv_heads, length, width].
+      v: values, like the keys.
+      how: ``plain``, ``blockwise``, or ``auto`` (plain up to ``PLAIN_UP_TO``).
+      softcap: scores become cap * tanh(scores / cap).
+      window: a position sees that many, itself included; None: all before it.
+      segments: int32 [length]; a position sees those of its own segment alone. None: one segment.
+
+    Returns:
+      [kv_heads, group, length, width], in the type of ``v``; scores and sums are float32.
+    """
+    length = q.shape[2]
+    if window is not None and window >= length:
+        window = None
+    if how == "plain" or (how == "auto" and length <= PLAIN_UP_TO):
+        place = jnp.arange(length) if segments is not None else np.arange(length)
+        seen = visible(place, place, window)
+        if segments is not None:
+            seen &= segments[:, None] == segments[None, :]
+        return weighted(q, k, v, seen, softcap)
+    size = min(BLOCK, length)
+    blocks = -(-length // size)
+
+    def cut(x: jax.Array, axis: int) -> jax.Array:
+        """Blocks first; the last is filled up behind all positions, where nothing sees it."""
+        filling = blocks * size - length
+        x = jnp.pad(x, [(0, filling if i == axis else 0) for i in range(x.ndim)])
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], blocks, size, *x.shape[axis + 1 :]), axis, 0)
+
+    segments = None if segments is None else cut(segments, 0)
+    out = _blockwise((softcap, window), cut(q, 2), cut(k, 1), cut(v, 1), segments)
+    return jnp.moveaxis(out, 0, 2).reshape(*q.shape[:2], -1, v.shape[-1])[:, :, :length]
+
+
+def visible(query: Any, key: Any, window: int | None) -> Any:
+    """Bool [queries, keys]: which keys a query sees, from the positions of both."""
+    seen = key[None, :] <= query[:, None]
+    return seen if window is None else seen & (query[:, None] - key[None, :] < window)
+
+
+def weighted(
+    q: jax.Array, k: jax.Array, v: jax.Array, seen: Any, softcap: float | None
+) -> jax.Array:
+    """Attention with all scores at once; shapes as of ``attend``, ``seen`` bool [queries, keys]."""
+    scores = jnp.einsum("kgtw,ksw->kgts", q, k, preferred_element_type=jnp.float32)
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    future = jnp.where(seen, 0.0, _NEVER).astype(jnp.float32)
+    weights = jax.nn.softmax(scores + future, axis=-1).astype(v.dtype)
+    return jnp.einsum("kgts,ksw->kgtw", weights, v)
+
+
+_Static = tuple[float | None, int | None]  # softcap and window
+# Below, arrays begin with an axis of blocks: q [blocks, kv_heads, group, size, width], k and v
+# [blocks, kv_heads, size, width], segments [blocks, size].
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _blockwise(
+    static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> jax.Array:
+    return _forward(static, q, k, v, segments)[0]
+
+
+def _forward(
+    static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    def pair(state: Any, i: Any, j: Any) -> Any:
+        most, total, mixed = state
+        scores, seen, _ = _scores(static, q, k, segments, i, j)
+        now = jnp.maximum(_row(most, i), jnp.where(seen, scores, _NEVER).max(-1))
+        weights = jnp.where(seen, jnp.exp(scores - now[..., None]), 0.0)
+        kept = jnp.exp(_row(most, i) - now)
+        more = _product("kgts,ksw->kgtw", weights.astype(v.dtype), _row(v, j))
+        return (
+            _put(most, i, now),
+            _put(total, i, kept * _row(total, i) + weights.sum(-1)),
+            _put(mixed, i, kept[..., None] * _row(mixed, i) + more),
+        )
+
+    none = jnp.zeros_like(q, jnp.float32)  # "like", for the mesh axes over which it varies
+    start = (jnp.full_like(none[..., 0], _NEVER), none[..., 0], none)
+    most, total, mixed = _over_pairs(pair, start, q, static)
+    out = (mixed / total[..., None]).astype(v.dtype)  # every position sees itself: no total is 0
+    return out, (q, k, v, segments, out, most + jnp.log(total))
+
+
+def _backward(static: _Static, saved: Any, d_out: jax.Array) -> Any:
+    q, k, v, segments, out, log_total = saved
+    # Of the softmax: the sum over keys of weight times gradient.
+    inner = jnp.sum(d_out.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+
+    def pair(state: Any, i: Any, j: Any) -> Any:
+        (dq, dk, dv), d_rows = state, _row(d_out, i)
+        scores, seen, slope = _scores(static, q, k, segments, i, j)
+        weights = jnp.where(seen, jnp.exp(scores - _row(log_total, i)[..., None]), 0.0)
+        d_weights = _product("kgtw,ksw->kgts", d_rows, _row(v, j))
+        d_scores = weights * (d_weights - _row(inner, i)[..., None])
+        d_scores = (d_scores if slope is None else d_scores * slope).astype(q.dtype)
+        return (
+            _put(dq, i, _row(dq, i) + _product("kgts,ksw->kgtw", d_scores, _row(k, j))),
+            _put(dk, j, _row(dk, j) + _product("kgts,kgtw->ksw", d_scores, _row(q, i))),
+            _put(dv, j, _row(dv, j) + _product("kgts,kgtw->ksw", weights.astype(v.dtype), d_rows)),
+        )
+
+    start = tuple(jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
+    dq, dk, dv = _over_pairs(pair, start, q, static)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_blockwise.defvjp(_forward, _backward)
+
+
+def _over_pairs(
+    pair: Callable[[Any, Any, Any], Any], start: Any, q: jax.Array, static: _Static
+) -> Any:
+    """Takes ``pair`` over all pairs of blocks of which a query in one sees a key in the other."""
+    blocks, size, window = q.shape[0], q.shape[-2], static[1]
+    i, j = np.tril_indices(blocks)
+    if window is not None:  # the first query of a block sees furthest back
+        near = i * size - window < (j + 1) * size - 1
+        i, j = i[near], j[near]
+    pairs = (jnp.asarray(i, jnp.int32), jnp.asarray(j, jnp.int32))
+    # Within a scan over layers, what depends on constants alone (which scores count, for all pairs)
+    # would be computed before it and kept: here it depends on the queries, as far as JAX can tell.
+    pairs, _ = jax.lax.optimization_barrier((pairs, q))
+    return jax.lax.scan(lambda state, at: (pair(state, *at), None), start, pairs)[0]
+
+
+def _scores(
+    static: _Static, q: jax.Array, k: jax.Array, segments: jax.Array | None, i: Any, j: Any
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Scores of one pair of blocks, which of them count, and the slope of the cap."""
+    softcap, window = static
+    scores, slope = _product("kgtw,ksw->kgts", _row(q, i), _row(k, j)), None
+    if softcap is not None:
+        bent = jnp.tanh(scores / softcap)
+        scores, slope = softcap * bent, 1.0 - bent * bent
+    size = q.shape[-2]
+    places = jnp.arange(size)
+    seen = visible(i * size + places, j * size + places, window)
+    if segments is not None:
+        seen &= _row(segments, i)[:, None] == _row(segments, j)[None, :]
+    return scores, seen, slope
+
+
+def _row(x: jax.Array, i: Any) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+
+def _put(x: jax.Array, i: Any, row: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(x, row, i, axis=0)
+
+
+_product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -1,0 +1,159 @@
+"""Attention block by block: that of NumPy, the gradients of the plain one, and no square of T."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping.isolation import every_program
+from dpfl_jax.models import LanguageModel, TransformerConfig, attention, transformer
+from dpfl_jax.models.attention import attend
+
+UNITS = 3
+FORMS = ("plain", "blockwise")
+
+
+@pytest.fixture
+def short_blocks(monkeypatch):
+    """Blocks of 8 positions and pieces of 4 losses, so that small models have many of both."""
+    monkeypatch.setattr(attention, "BLOCK", 8)
+    monkeypatch.setattr(transformer, "_LOGITS_AT_ONCE", 4 * 4 * 37)
+
+
+def setting(seed):
+    """A random one: key heads, queries of each, length, width, softcap, window, segments."""
+    rng = np.random.default_rng(seed)
+    heads, group, length = rng.integers(1, 4), rng.integers(1, 4), int(rng.integers(2, 40))
+    window = int(rng.integers(1, length + 3)) if rng.random() < 0.6 else None
+    softcap = float(rng.uniform(1, 4)) if rng.random() < 0.5 else None
+
+    def normal(*shape):
+        return rng.normal(size=(UNITS, *shape)).astype(np.float32)
+
+    q, k, v = normal(heads, group, length, 4), normal(heads, length, 4), normal(heads, length, 4)
+    segments = np.sort(rng.integers(0, 4, (UNITS, length)), axis=1).astype(np.int32)
+    return q, k, v, segments if rng.random() < 0.6 else None, softcap, window
+
+
+def numpy_attention(q, k, v, segments, softcap, window):
+    """Position by position, from the definition."""
+    out = np.zeros(q.shape)
+    for head, group, t in np.ndindex(q.shape[:3]):
+        seen = [
+            s
+            for s in range(t + 1)
+            if (window is None or t - s < window)
+            and (segments is None or segments[s] == segments[t])
+        ]
+        scores = k[head, seen].astype(np.float64) @ q[head, group, t]
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores - scores.max())
+        out[head, group, t] = weights / weights.sum() @ v[head, seen]
+    return out
+
+
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, 16))]
+)
+def test_random_settings(seed, short_blocks):
+    q, k, v, segments, softcap, window = setting(seed)
+    mapped = (0, 0, 0, None if segments is None else 0)
+
+    def values_and_gradients(how):
+        def one(q, k, v, segments):
+            options = {"how": how, "softcap": softcap, "window": window, "segments": segments}
+            out, back = jax.vjp(lambda *x: attend(*x, **options), q, k, v)
+            return out, back(jnp.sin(out + 1))
+
+        return jax.jit(jax.vmap(one, mapped))(q, k, v, segments)
+
+    plain, blockwise = (values_and_gradients(how) for how in FORMS)
+    for u in range(UNITS):
+        own = None if segments is None else segments[u]
+        want = numpy_attention(q[u], k[u], v[u], own, softcap, window)
+        np.testing.assert_allclose(plain[0][u], want, atol=1e-5)
+        np.testing.assert_allclose(blockwise[0][u], want, atol=1e-5)
+    for a, b in zip(plain[1], blockwise[1]):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+CONFIG = TransformerConfig(
+    vocab_size=37, max_seq_len=30, embed_dim=16, num_layers=2, num_heads=4, num_kv_heads=2
+)
+
+
+def examples(n=4, length=30):
+    rng = np.random.default_rng(1)
+    mask = np.arange(length) < rng.integers(3, length, n)[:, None]
+    return {"tokens": rng.integers(3, 37, (n, length)).astype(np.int32), "mask": mask}
+
+
+WINDOWS = {  # as of Gemma 3
+    "head_norms": True,
+    "num_layers": 3,
+    "sliding_window": 11,
+    "global_every": 2,
+    "local_rope_theta": 100.0,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    ("strategy", "fields"),
+    [
+        ("ghost", {}),
+        ("ghost", {"tie_embeddings": False}),
+        ("scan", {}),
+        ("vmap", {}),
+        ("ghost", WINDOWS),
+        ("scan", WINDOWS),
+    ],
+)
+def test_clipped_gradients_are_those_of_plain_attention(strategy, fields, short_blocks):
+    """Norms and sums of units, whose losses are computed in pieces, too."""
+    config = dataclasses.replace(CONFIG, **{"attention_softcap": 2.0} | fields)
+    model = LanguageModel(dataclasses.replace(config, attention="blockwise"))
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, x: x if "norm" in jax.tree_util.keystr(path) else 6 * x,
+        model.init(jax.random.key(0)),
+    )
+    got = jax.jit(bounded_grad(model.loss, clip_norm=0.5, strategy=strategy))(params, examples())
+    plain = LanguageModel(dataclasses.replace(config, attention="plain", remat="none"))
+    reference = jax.vmap(jax.value_and_grad(plain.loss), (None, 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformer, "_LOGITS_AT_ONCE", 2**28)
+        losses, gradients = jax.jit(reference)(params, examples())
+    leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(gradients)]
+    norms = np.sqrt(sum(np.square(x).sum(tuple(range(1, x.ndim))) for x in leaves))
+    np.testing.assert_allclose(got.losses, losses, rtol=1e-5)
+    np.testing.assert_allclose(got.norms, norms, rtol=1e-5)
+    weights = np.minimum(1, 0.5 / norms)
+    assert (weights < 1).any()
+    for a, b in zip(jax.tree.leaves(got.sum), leaves):
+        np.testing.assert_allclose(a, np.einsum("n,n...->...", weights, b), atol=1e-5)
+
+
+def test_no_array_grows_with_the_square_of_the_length():
+    length = 8192
+    config = dataclasses.replace(CONFIG, max_seq_len=length, num_kv_heads=None)
+    example = jax.tree.map(lambda x: jnp.asarray(x[0]), examples(1, length))
+
+    def largest(how):
+        model = LanguageModel(dataclasses.replace(config, attention=how))
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        program = jax.make_jaxpr(jax.grad(model.loss))(params, example)
+        return max(
+            math.prod(getattr(v.aval, "shape", ()))
+            for inner in every_program(program)
+            for equation in getattr(inner, "jaxpr", inner).eqns
+            for v in equation.outvars
+        )
+
+    assert largest("plain") == config.num_heads * length**2
+    assert largest("auto") <= config.num_heads * attention.BLOCK**2 + length * 128
