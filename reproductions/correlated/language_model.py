@@ -139,6 +139,7 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
                 f"its prefix sums have {gain:.2f} times less noise",
                 bool(gaps.mean() > -room and (not telling or gaps.min() > 0)),
                 f"BandMF's loss is lower by {gaps.min():.4f} to {gaps.max():.4f}, seed by seed",
+                source="paper",
             )
         )
     return claims

@@ -214,6 +214,7 @@ def _claims(name: str, losses: Losses, picks: Mapping[int, Option]) -> list[Clai
             "below 0",
             _interval(change)[2] < 0,
             f"change from B = {small} to {large} of: loss at G = {many} less that at G = {few}",
+            source="paper",
         ),
         Claim(
             f"{name}: the best group size is larger at a larger budget",
@@ -221,6 +222,7 @@ def _claims(name: str, losses: Losses, picks: Mapping[int, Option]) -> list[Clai
             f"more than at B = {small}",
             best[large] > best[small] and _interval(better)[2] < 0,
             f"and there its loss is {_told(better)} from that of the smallest budget's choice",
+            source="paper",
         ),
         Claim(
             f"{name}: choosing G by budget (least noise) loses less than any G for all budgets",
@@ -228,12 +230,14 @@ def _claims(name: str, losses: Losses, picks: Mapping[int, Option]) -> list[Clai
             "first is least",
             planned < min(fixed.values()),
             "largest excess over the best cell of a budget, means over seeds",
+            source="ours",
         ),
         Claim(
             f"{name}: the choice of least noise is near the best at every budget",
             f"{planned:.1%} above at most",
             f"within {ROOM:.0%}",
             planned <= ROOM,
+            source="ours",
         ),
         Claim(
             f"{name}: ULS gains more from compute than ELS (median group size)",
@@ -241,6 +245,7 @@ def _claims(name: str, losses: Losses, picks: Mapping[int, Option]) -> list[Clai
             "above 0",
             _interval(gain)[1] > 0,
             f"fall of the loss from B = {small} to {large}, ULS of least noise less ELS",
+            source="paper",
         ),
     ]
 
