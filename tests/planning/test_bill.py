@@ -96,7 +96,11 @@ def test_memory_is_that_of_the_programs_of_the_first_rows(monkeypatch):
 
     monkeypatch.setattr("dpfl_jax.cli.compile.measure", compiled)
     cells = [("els", 8, 0.1), ("uls", 4, 0.2), ("els", 2, 0.3), ("uls", 1, 0.4), ("els", 1, 0.5)]
-    options = [{"kind": kind, "group_size": g, "noise": noise} for kind, g, noise in cells]
+    options = [
+        {"kind": kind, "group_size": g, "gradients": g if kind == "uls" else 1, "bands": 1,
+         "noise": noise}
+        for kind, g, noise in cells
+    ]  # fmt: skip
     result = {"options": options[::-1], "best": dict(options[0])}
     args = argparse.Namespace(
         config=CONFIG, overrides=SMALL[:1], memory="cpu:1", chip="h100", vocab_size=None
