@@ -235,7 +235,7 @@ class Step:
             place(units.shapes(*lead), rows),
             place(jax.ShapeDtypeStruct(lead, jnp.bool_), rows),
             place(jax.ShapeDtypeStruct((), jnp.int32), whole),
-            place(jax.ShapeDtypeStruct((8,), jnp.uint32), whole),
+            place(jax.ShapeDtypeStruct((8 + self.mechanism.remembers,), jnp.uint32), whole),
             frozen,
         )
         step = make_train_step(

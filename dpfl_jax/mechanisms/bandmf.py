@@ -121,6 +121,11 @@ class BandMF(ULS):
         law = CyclicPoisson(len(user_offsets) - 1, prob, self.bands)
         return UserSampler(law, np.asarray(user_offsets), self.group_size, key)
 
+    @property
+    def remembers(self) -> bool:
+        """Turns of a user are apart under one draw of groups alone, and rows overlap."""
+        return self.bands > 1
+
     def noise_transform(self) -> optax.GradientTransformationExtraArgs:
         """Noise of standard deviation C sigma in every row of C G, taken back as its bands say."""
         column = self.column

@@ -273,6 +273,15 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
 
         return Plan.make(self, data, steps=steps, **options)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether noise or sampling of a step depends on earlier steps' draws.
+
+        Then a run cannot go on as another computation, which draws anew, and the key of a step's
+        noise ends with the step, against which the noise's state is held.
+        """
+        return False
+
     # ---- what is accounted -----------------------------------------------------------------
 
     def along(self, seen: np.ndarray, inside: np.ndarray, sampler: Sampler) -> np.ndarray:

@@ -141,7 +141,9 @@ class Plan:
         difference does not have. Within a process a secret key gives each step once.
 
         Args:
-          key: of this run alone. To go on with a loop, keep it (secret) beside the parameters.
+          key: of this run alone. To go on with a loop, keep it (secret) beside the parameters and
+            the noise's state, which ``BandMF`` needs: without it gradients are NaN. Every batch
+            must be used, an empty one too.
           start: steps already taken.
           loss_keys: whether the loss takes a key of its own for each example (``rng`` or ``key``).
 
@@ -295,8 +297,12 @@ class Plan:
         )
 
     def noise_key(self, key: RootKey, step: int) -> np.ndarray:
-        """uint32 [8]: of the noise of a step, under the key of a run."""
-        return key.words("noise", step)
+        """uint32 [8]: of the noise of a step, under the key of a run.
+
+        And the step, if noise remembers: [9].
+        """
+        words = key.words("noise", step)
+        return np.append(words, np.uint32(step)) if self.mechanism.remembers else words
 
     def _own(self, key: RootKey) -> RootKey:
         """Who compares runs under a seed wants their draws; nothing about that key is secret."""

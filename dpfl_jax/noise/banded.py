@@ -107,16 +107,27 @@ def banded(
     """Adds C^-1 Z over the steps, where ``noise`` draws Z, and divides.
 
     Args:
-      noise: of each row of C G; its ``rows`` must be the number of bands.
+      noise: of each row of C G; its ``rows`` must be the number of bands, and its standard
+        deviation and the clip norm the same at every step, as rows mix several.
       column: c; (1.0,) is independent noise.
       divisor: expected number of units, a constant.
 
     Returns:
       As ``transformation``. The state's memory is {"sums", "released"}, trees like the parameters
-      of float32 [bands - 1, ...], in which step t stands at t modulo (bands - 1).
+      of float32 [bands - 1, ...], in which step t stands at t modulo (bands - 1). ``noise_key`` is
+      uint32 [9]: the last is the step. If the state's is another, a step was left out or the state
+      lost, and what would be released could show sums without noise: it is NaN.
+
+    Raises:
+      BadInputError: ``rows`` of the noise is not the number of bands.
     """
     if column == (1.0,):
         return transformation(noise, divisor)
+    if noise.rows != len(column):
+        raise BadInputError(
+            f"banded: the noise is for {noise.rows} rows, but there are {len(column)} bands: give "
+            f"Noise(..., rows={len(column)})"
+        )
     window = len(column) - 1
     later = jnp.asarray(column[1:], jnp.float32)
     first = np.float32(column[0])
@@ -147,11 +158,16 @@ def banded(
     ) -> tuple[PyTree, NoiseState]:
         del others
         step, sums, released = state.step, state.memory["sums"], state.memory["released"]
+        alike = noise_key[8] == step.astype(jnp.uint32)
         # Windows begin at zero, so that rows before the first step add nothing.
         encoded = jax.tree.map(lambda g, kept: first * g + past(kept, step), total, sums)
         # proof: bandmf-noise-1
-        noised = noise.add(noise_key, encoded)
-        plain = jax.tree.map(lambda y, kept: (y - past(kept, step)) / first, noised, released)
+        noised = noise.add(noise_key[:8], encoded)
+        plain = jax.tree.map(
+            lambda y, kept: jnp.where(alike, (y - past(kept, step)) / first, jnp.nan),
+            noised,
+            released,
+        )
 
         def keep(kept: jax.Array, new: jax.Array) -> jax.Array:
             return jax.lax.dynamic_update_index_in_dim(kept, new, step % window, 0)

@@ -114,7 +114,7 @@ def transformation(noise: Noise, divisor: float) -> optax.GradientTransformation
       ``init(params) -> NoiseState`` and ``update(sum, state, params=None, *, noise_key) ->
       (gradient, state)``, to be chained with any optimiser, and compiled with it or alone. The sum
       is float32; the gradient has the dtypes of ``params`` if they are given; noise_key is uint32
-      [8], for this step alone.
+      [8], for this step alone (``Plan.noise_key``).
     """
 
     def init(params: PyTree) -> NoiseState:

@@ -1,8 +1,9 @@
 """Checkpoints of a run, by Orbax: parameters, optimiser state, step and what was spent.
 
 The root key is not in them (it stays in the run's ``private/``), only its fingerprint: a
-checkpoint may be shared, and must not let others recompute the noise. With the key and the step,
-all sampler and noise state is known.
+checkpoint must not let others recompute the noise. With the key and the step, all sampler and noise
+state is known, but for noise that remembers (``mechanisms/bandmf.py``): then checkpoints hold sums
+without noise, and are as secret as the key. Only their owner may read the folder.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Checkpoints:
     def __init__(self, directory: pathlib.Path, keep: int) -> None:
         """Opens (or creates) ``directory``, keeping the newest ``keep`` checkpoints."""
         self.directory, self._keep = directory.absolute(), keep
+        self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self, enable_async_checkpointing=False
         )

@@ -87,6 +87,7 @@ class Central(Algorithm):
         self.optimizer, self.steps, self.delta = optimizer, plan.steps, plan.delta
         self.mesh, self.trainable, self.given = plan.mesh, trainable, params
         self.private = plan.mechanism.private
+        self.movable = not plan.mechanism.remembers
         self.random = key_argument(loss_fn)
         self.traced = with_any_key(loss_fn, self.random)
         check_one_example(self.traced, params, plan.example)

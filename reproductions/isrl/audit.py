@@ -180,15 +180,15 @@ def run(settings: Settings) -> Outcome:
     sharp = [
         row["attack"] / row["claimed"]
         for row in rows
-        if row["silo"] in ("sound, poisson", "sound, full") and row["target"] == EPSILONS[-1]
+        if row["silo"] == "sound, full" and row["target"] == EPSILONS[-1]
     ]
     claims.append(
         Claim(
-            f"epsilon {EPSILONS[-1]:g}, sound Poisson and full batches: the attack finds 40 %",
+            f"epsilon {EPSILONS[-1]:g}, sound full batches: the attack finds 40 % of it",
             round(min(sharp), 2),
             ">= 0.4",
             min(sharp) >= 0.4,
-            "disjoint batches, of which a record is in one, are left out",
+            "of Poisson and disjoint batches it finds less in so many transcripts",
             source="ours",
         )
     )

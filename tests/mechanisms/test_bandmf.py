@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -259,3 +260,37 @@ def test_too_large_a_cohort_and_no_strategy_are_one_sentence():
         mechanism.sampling_probability(Population(100, 100, 100))
     with pytest.raises(BadInputError, match="no strategy yet"):
         mechanism.noise_transform()
+
+
+def test_a_run_goes_on_elsewhere_only_as_the_same_computation(tmp_path):
+    """Another would draw groups anew: turns of a user would come closer than its bands."""
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    mechanism = BandMF(group_size=2, cohort_size=20, bands=3, strategy=COLUMN)
+
+    def other(params, example):
+        return jnp.sum(params["w"] * example["x"]) + 0.25 * (2 * jnp.sum(params["w"] ** 2))
+
+    def start(loss, **more):
+        directory = RunDirectory(tmp_path / "run", {}, "f", key)
+        try:
+            return fit(
+                loss_fn=loss, params={"w": jnp.zeros(4)}, data=store(), mechanism=mechanism,
+                optimizer=optax.adam(0.1), steps=4, epsilon=4.0, delta=1e-3, microbatch_size=8,
+                run_dir=directory, checkpoint_every=2, **more,
+            )  # fmt: skip
+        finally:
+            directory.close()
+
+    key = RootKey.generate()
+    start(loss_fn, mesh=one)
+    assert (tmp_path / "run" / "checkpoints").stat().st_mode & 0o077 == 0  # sums without noise
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "4")
+    with pytest.raises(BadInputError, match="began with"):
+        start(other)
+    assert start(loss_fn).steps == 4
+
+
+def test_more_than_one_band_remembers():
+    assert BandMF(group_size=1, cohort_size=2, bands=2).remembers
+    assert not BandMF(group_size=1, cohort_size=2, bands=1).remembers
+    assert not ULS(group_size=1, cohort_size=2).remembers

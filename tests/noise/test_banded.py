@@ -21,13 +21,19 @@ def matrix(column, steps):
     return sum(np.diag(np.full(steps - i, c), -i) for i, c in enumerate(column))
 
 
+def key_of(step):
+    """As a plan's."""
+    return np.append(KEY.words("noise", step), np.uint32(step))
+
+
 def released(transform, sums, params, place=lambda tree: tree):
     """What is released of the sums of each step, and the state after."""
     state = transform.init(params)
     state = state._replace(memory=place(state.memory))
     update, rows = jax.jit(transform.update), []
     for step, total in enumerate(sums):
-        gradient, state = update(total, state, params, noise_key=KEY.words("noise", step))
+        key = key_of(step) if state.memory else KEY.words("noise", step)
+        gradient, state = update(total, state, params, noise_key=key)
         rows.append(gradient)
     return rows, state
 
@@ -146,3 +152,21 @@ def test_an_error_of_prefix_sums_is_that_of_their_matrix():
     wanted = np.sqrt((sums**2).sum(axis=1).mean() / 10.5)
     assert prefix_error(COLUMN, 20) == pytest.approx(wanted)
     assert prefix_error((1.0,), 20) == 1.0
+
+
+def test_nothing_is_released_of_a_lost_state_or_after_a_step_left_out():
+    """What would be released of a state begun anew shows past sums without noise."""
+    transform, params = banded(Noise(2.0, 1.0, "float", rows=3), COLUMN, 1.0), {"w": jnp.zeros(4)}
+    total, state = {"w": jnp.ones(4)}, transform.init(params)
+    gradient, after = transform.update(total, state, params, noise_key=key_of(0))
+    assert np.isfinite(gradient["w"]).all()
+    for lost in (transform.init(params), after):  # begun anew at step 2; step 1 was left out
+        gradient, broken = transform.update(total, lost, params, noise_key=key_of(2))
+        assert np.isnan(gradient["w"]).all()
+        gradient, _ = transform.update(total, broken, params, noise_key=key_of(int(broken.step)))
+        assert np.isnan(gradient["w"]).all()  # and nothing after it
+
+
+def test_the_rows_of_the_noise_are_the_bands():
+    with pytest.raises(BadInputError, match=r"for 1 rows, but there are 3 bands"):
+        banded(Noise(2.0, 1.0, "float"), COLUMN, 1.0)

@@ -52,8 +52,8 @@ def test_distributions_of_budgets_on_embedded_data(tmp_path):
     assert by_claim["nobody exceeds a budget, in any run"].holds
     ahead = [c for n, c in by_claim.items() if "is ahead of" in n]
     assert len(ahead) == 20  # five distributions, two methods, two baselines
-    assert not any(c.holds is False for c in ahead)
-    assert sum(c.holds is True for c in ahead) >= 10
+    assert not any(c.holds is False for c in ahead)  # three seeds decide little
+    assert all(float(c.measured.split()[0]) < 0 for c in ahead)
 
 
 @pytest.mark.slow
