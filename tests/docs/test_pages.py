@@ -115,7 +115,7 @@ def test_ten_rows_of_the_large_table_are_shown():
         [
             line
             for line in (folder / file).read_text().splitlines()
-            if re.match(r"\| .* \| v\d", line)
+            if "| v" in line and line.count("|") > 8
         ]
         for file in ("pods-table.md", "pods.md")
     )
