@@ -19,12 +19,6 @@ import reproductions
 from dpfl_jax.errors import BadInputError
 
 Source = Literal["paper", "authors' code", "arithmetic", "ours"]
-SOURCES: dict[Source, str] = {
-    "paper": "its text, a table or a figure",
-    "authors' code": "their code or result files",
-    "arithmetic": "exact: a proof, a formula, the accountant",
-    "ours": "what this project says of its own mechanisms",
-}
 VERDICTS = {True: "holds", False: "does not hold", None: "undecided"}
 ERROR_RATE = 0.05  # of a figure: chance that a difference over seeds is called one and is none
 
@@ -40,7 +34,8 @@ class Claim:
       holds: whether they agree within the tolerance that ``claim`` or ``note`` states; None: the
         seeds do not decide.
       note: how it was measured, or why it does not hold.
-      source: who says so.
+      source: who says so: the paper (text, table or figure), its authors' code or result files,
+        arithmetic (a proof, a formula, the accountant), or this project of its own mechanisms.
       p_value: of a difference over seeds, which the figure's ``Outcome`` then judges.
     """
 
@@ -100,14 +95,12 @@ def less(
       room: how far ``smaller`` may lie above and the claim still hold ("no worse than").
     """
     gap = np.asarray(smaller, float) - np.asarray(larger, float)
-    seeds, mean = len(gap), float(gap.mean())
+    seeds, mean, error, reach = _estimate(gap)
     expected = "below 0" if room == 0 else f"below {room:g}"
-    error = float(gap.std(ddof=1)) / math.sqrt(seeds) if seeds > 1 else math.inf
     if not 0 < error < math.inf:
         said = f"{mean:.4g}, {seeds} seed{'s' * (seeds > 1)}"
         holds = mean < room if error == 0 else None
         return Claim(claim, said, expected, holds, note, source=source)
-    reach = float(stats.t.ppf(1 - ERROR_RATE / 2, seeds - 1)) * error
     p_value = 2 * float(stats.t.sf(abs(mean - room) / error, seeds - 1))
     # So many seeds would decide one time in two, if mean and spread are these.
     apart = max(abs(mean - room), 1e-12) / (error * math.sqrt(seeds))
@@ -131,17 +124,21 @@ def between(
       note: added to it.
       source: who says so.
     """
-    found = np.asarray(values, float)
-    seeds, mean = len(found), float(found.mean())
-    reach = math.inf
-    if seeds > 1:
-        error = float(found.std(ddof=1)) / math.sqrt(seeds)
-        reach = float(stats.t.ppf(1 - ERROR_RATE / 2, seeds - 1)) * error
+    seeds, mean, _, reach = _estimate(np.asarray(values, float))
     inside = low <= mean - reach and mean + reach <= high
     outside = mean + reach < low or mean - reach > high
     said = f"{mean:.4g} [{mean - reach:.4g}, {mean + reach:.4g}], {seeds} seeds"
     holds = True if inside else (False if outside else None)
     return Claim(claim, said, f"{low:g} to {high:g}", holds, note, source=source)
+
+
+def _estimate(values: np.ndarray) -> tuple[int, float, float, float]:
+    """Seeds, their mean, its standard error, and half its interval (Student's t); inf for one."""
+    seeds, mean = len(values), float(values.mean())
+    if seeds < 2:
+        return seeds, mean, math.inf, math.inf
+    error = float(values.std(ddof=1)) / math.sqrt(seeds)
+    return seeds, mean, error, float(stats.t.ppf(1 - ERROR_RATE / 2, seeds - 1)) * error
 
 
 def judged(claims: Sequence[Claim]) -> list[Claim]:

@@ -8,7 +8,7 @@ from dpfl_jax.federation.isrl import Budget
 from dpfl_jax.federation.isrl.arms import silo_noise
 from reproductions._plots import panel
 from reproductions.isrl._local_sgd import local_sgd_noise
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions.registry import Claim, Outcome, Settings, Source
 
 TITLE = "what the paper's noise really spends"
 SOURCE = "Lowy and Razaviyayn 2023, Theorem D.1, Theorem E.1, appendix I; n = 1238, R = 35, K = 443"
@@ -42,19 +42,20 @@ def run(settings: Settings) -> Outcome:
         )
         one_pass = silo_noise(budget, N, BATCH, 2, arm="paper_closed_form", sampling="disjoint")
         rows[-1]["one_pass_theorem"] = one_pass.epsilon
-        for what, spent, source in (
+        spends: tuple[tuple[str, float, Source], ...] = (
             ("Theorem D.1's noise", theorem.epsilon, "paper"),
             ("Theorem E.1's noise, one pass,", one_pass.epsilon, "paper"),
             ("the experiments' noise", published.epsilon, "authors' code"),
             ("our noise", sound.epsilon, "ours"),
-        ):
+        )
+        for what, spent, source in spends:
             claims.append(
                 Claim(
                     f"{what} spends at most the stated epsilon of {epsilon:g}",
                     round(spent, 4),
                     epsilon,
                     spent <= epsilon,
-                    source=source,  # type: ignore[arg-type]
+                    source=source,
                 )
             )
     file = settings.out / "isrl-closed-forms.png"

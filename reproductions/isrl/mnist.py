@@ -20,7 +20,7 @@ from reproductions._plots import columns, panel
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._local_sgd import local_sgd_noise
 from reproductions.isrl._train import Task, best_over_steps, summary
-from reproductions.registry import Claim, Outcome, Settings, less, within
+from reproductions.registry import Claim, Outcome, Settings, Source, less, within
 
 TITLE = "MNIST odd/even, logistic regression: error against epsilon"
 SOURCE = "Lowy and Razaviyayn 2023, section 6 and appendix I, figure 4"
@@ -254,14 +254,15 @@ def _claims(rows: list[dict[str, Any]], epsilons: tuple[float, ...]) -> list[Cla
             source="paper",
         )
     ]
+    arms: tuple[tuple[str, Source], ...] = (("as_published", "paper"), ("sound", "ours"))
     for epsilon in epsilons:
-        for arm, source in (("as_published", "paper"), ("sound", "ours")):
+        for arm, source in arms:
             claims.append(
                 less(
                     f"{arm}, epsilon {epsilon:g}: MB-SGD is ahead of local SGD",
                     errors(arm, "minibatch", epsilon),
                     errors(arm, "local", epsilon),
-                    source=source,  # type: ignore[arg-type]
+                    source=source,
                 )
             )
         claims.append(

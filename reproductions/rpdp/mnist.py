@@ -22,7 +22,7 @@ from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Policy
 from dpfl_jax.models import SmallCNN
 from reproductions._plots import panel
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions.registry import Claim, Outcome, Settings, Source
 from reproductions.rpdp._cells import Cell, always, train
 from reproductions.rpdp._tables import above, orders
 from reproductions.rpdp._training import Bench
@@ -149,13 +149,15 @@ def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
         for law in LAWS:
             found = {n: at[split, law, n] for n in POLICIES if (split, law, n) in at}
             claims += orders(f"{split}, {law}", found, "curve fit (paper)", ("dropout", "minimum"))
-    for label, source in (("curve fit (paper)", "paper"), ("certified", "ours")):
+    methods: tuple[tuple[str, Source], ...] = (
+        ("curve fit (paper)", "paper"),
+        ("certified", "ours"),
+    )
+    for label, source in methods:
         both = [at.get((split, "ThreeLevels", label)) for split in SPLITS]
         if both[0] is not None and both[1] is not None:
-            claims.append(
-                above(f"{label}: non-IID silos lower accuracy", both[0], both[1],
-                      source=source)  # type: ignore[arg-type]
-            )  # fmt: skip
+            what = f"{label}: non-IID silos lower accuracy"
+            claims.append(above(what, both[0], both[1], source=source))
     return claims
 
 

@@ -27,7 +27,7 @@ from dpfl_jax.planning.sweep import Sweep, at_budget
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import starting_params
-from reproductions.registry import Settings
+from reproductions.registry import Claim, Settings, less
 
 NOTE = (
     "a one-layer byte model on the embedded corpus (a user is a source file) instead of 350 M "
@@ -126,6 +126,12 @@ def by_seed(rows: Sequence[Mapping[str, Any]], *keys: str) -> dict[Any, np.ndarr
         key = tuple(row[k] for k in keys) if len(keys) > 1 else row[keys[0]]
         found.setdefault(key, {})[row["seed"]] = row["loss"]
     return {key: np.array([of[seed] for seed in sorted(of)]) for key, of in found.items()}
+
+
+def better_than_before(where: str, losses: np.ndarray, initial: float) -> Claim:
+    """That held-out losses [seeds] lie below the pre-trained checkpoint's."""
+    before = np.full(len(losses), initial)
+    return less(f"{where}: better than the pre-trained checkpoint", losses, before, source="paper")
 
 
 def mean_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

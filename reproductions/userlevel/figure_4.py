@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from reproductions._plots import columns, panel
 from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
@@ -42,12 +40,7 @@ def run(settings: Settings) -> Outcome:
             )
         )
     claims += [
-        less(
-            f"B = {b}, epsilon {e:g}, G = {g}: better than the pre-trained checkpoint",
-            found,
-            np.full(len(found), initial),
-            source="paper",
-        )
+        small.better_than_before(f"B = {b}, epsilon {e:g}, G = {g}", found, initial)
         for (b, e, g), found in losses.items()
     ]
     rows = small.mean_of(rows)

@@ -10,7 +10,7 @@ import numpy as np
 from dpfl_jax.planning import Planner, Users, estimate_and_double
 from dpfl_jax.planning.sweep import draw
 from reproductions._plots import panel
-from reproductions.registry import Claim, Outcome, Settings, less
+from reproductions.registry import Claim, Outcome, Settings, Source, less
 from reproductions.userlevel import _small_lm as small
 
 TITLE = "ULS: held-out loss over group and cohort size; how good the planner's choice is"
@@ -151,17 +151,18 @@ def _claims(
     federated = max(cells, key=lambda c: c[0])
     gain = initial / float(cells[best].mean()) - 1
     claims: list[Claim] = []
-    for name, words, source in (
+    near: tuple[tuple[str, str, Source], ...] = (
         ("planner", "the planner's choice", "ours"),
         ("estimate-and-double", "that of Estimate-and-Double", "paper"),
-    ):
+    )
+    for name, words, source in near:
         claims += [
             less(
                 f"budget {b}: {words} is near the best cell",
                 regret[name][b],
                 np.zeros(_seeds(losses)),
                 f"loss above the best cell's, relative; near: {NEAR:.0%} of the gain",
-                source=source,  # type: ignore[arg-type]
+                source=source,
                 room=NEAR * max(gain, 0.0),
             )
             for b in budgets

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
@@ -54,12 +52,7 @@ def run(settings: Settings) -> Outcome:
         for e in epsilons
     ]
     claims += [
-        less(
-            f"{kind.upper()}, B = {b}, epsilon {e:g}: better than the pre-trained checkpoint",
-            found,
-            np.full(len(found), initial),
-            source="paper",
-        )
+        small.better_than_before(f"{kind.upper()}, B = {b}, epsilon {e:g}", found, initial)
         for (kind, b, e), found in losses.items()
     ]
     file = settings.out / "userlevel-figure-6.png"

@@ -18,6 +18,13 @@ def verdicts(module, tmp_path):
     return {claim.claim: claim.holds for claim in found.claims}
 
 
+def flips(module, claim, name, fault, tmp_path, monkeypatch):
+    """Whether a claim that holds no longer does once ``module.name`` is ``fault`` of it."""
+    assert verdicts(module, tmp_path)[claim]
+    monkeypatch.setattr(module, name, fault(getattr(module, name)))
+    return not verdicts(module, tmp_path)[claim]
+
+
 @pytest.mark.slow
 def test_noise_that_is_not_averaged_has_another_rate_in_the_number_of_silos(tmp_path, monkeypatch):
     """Each silo's noise times sqrt(N): what the server averages is as noisy as one message."""
@@ -34,30 +41,28 @@ def test_noise_that_is_not_averaged_has_another_rate_in_the_number_of_silos(tmp_
 
 
 def test_noise_for_half_the_sensitivity_spends_more_than_stated(tmp_path, monkeypatch):
-    made = closed_forms.silo_noise
+    def halved(made):
+        def silo_noise(*args, **options):
+            found = made(*args, **options)
+            return dataclasses.replace(found, noise_multiplier=found.noise_multiplier / 2)
 
-    def halved(*args, **options):
-        found = made(*args, **options)
-        return dataclasses.replace(found, noise_multiplier=found.noise_multiplier / 2)
+        return silo_noise
 
     claim = "our noise spends at most the stated epsilon of 3"
-    assert verdicts(closed_forms, tmp_path)[claim]
-    monkeypatch.setattr(closed_forms, "silo_noise", halved)
-    assert not verdicts(closed_forms, tmp_path)[claim]
+    assert flips(closed_forms, claim, "silo_noise", halved, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
 def test_noise_of_the_strictest_silo_for_all_is_not_that_of_the_average(tmp_path, monkeypatch):
-    made = unbalanced.federation_noise
+    def strictest(made):
+        def federation_noise(*args, **options):
+            found = made(*args, **options)
+            return [max(found, key=lambda silo: silo.noise_multiplier)] * len(found)
 
-    def strictest(*args, **options):
-        found = made(*args, **options)
-        return [max(found, key=lambda silo: silo.noise_multiplier)] * len(found)
+        return federation_noise
 
     claim = "the average counts, not the worst silo"
-    assert verdicts(unbalanced, tmp_path)[claim]
-    monkeypatch.setattr(unbalanced, "federation_noise", strictest)
-    assert not verdicts(unbalanced, tmp_path)[claim]
+    assert flips(unbalanced, claim, "federation_noise", strictest, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
