@@ -3,6 +3,7 @@
 A mechanism owns its sampler, bounded gradient, noise and event; see ``base.Mechanism``.
 """
 
+from dpfl_jax.mechanisms.allocation import Allocation
 from dpfl_jax.mechanisms.bandmf import BandMF
 from dpfl_jax.mechanisms.base import Mechanism, Population, mean_of_examples
 from dpfl_jax.mechanisms.els import ELS
@@ -12,6 +13,7 @@ from dpfl_jax.mechanisms.uls import ULS
 __all__ = [
     "ELS",
     "ULS",
+    "Allocation",
     "BandMF",
     "Mechanism",
     "NonPrivate",

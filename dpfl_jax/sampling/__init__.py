@@ -15,6 +15,7 @@ from dpfl_jax.sampling.laws import (
     FixedSize,
     Law,
     Poisson,
+    RandomAllocation,
     Shuffle,
     poisson_indices,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "Law",
     "PersonalizedPoisson",
     "Poisson",
+    "RandomAllocation",
     "Sampler",
     "Share",
     "Shuffle",

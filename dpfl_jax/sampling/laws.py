@@ -160,6 +160,58 @@ class CyclicPoisson(Poisson):
         return members[poisson_indices(rng, len(members), self.prob)]
 
 
+@functools.lru_cache(maxsize=2)
+def _stretch(key: RootKey, stretch: int, population: int, once_in: int) -> list[np.ndarray]:
+    # proof: allocation-1
+    drawn = key.numpy("allocation", stretch).integers(once_in, size=population)
+    order = np.argsort(drawn, kind="stable")
+    order.flags.writeable = False
+    return np.split(order, np.cumsum(np.bincount(drawn, minlength=once_in))[:-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomAllocation:
+    """Each unit in exactly one of every ``once_in`` steps (add-or-remove adjacency).
+
+    Which step it is is a uniform draw of the unit's own, afresh for each stretch of ``once_in``
+    steps; who else is there has no part in it.
+    """
+
+    population: int
+    once_in: int
+    name: ClassVar[str] = "random-allocation"
+
+    def __post_init__(self) -> None:
+        """Validates the sizes."""
+        check_population(self.population)
+        if self.once_in < 1:
+            raise BadInputError(f"once_in is {self.once_in}, but it must be at least 1 step")
+
+    @property
+    def rate(self) -> float:
+        """Probability of a unit at a step, of which nothing else is known."""
+        return 1.0 / self.once_in
+
+    @property
+    def expected_size(self) -> float:
+        """Expected number of indices in a draw."""
+        return self.population / self.once_in
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """A size that a draw exceeds with probability at most ``tail``."""
+        return binomial_bound(self.population, self.rate, tail)
+
+    def describe(self, units: str) -> str:
+        """One line for the report."""
+        return f"each of {self.population} {units} in one of every {self.once_in} steps, uniformly"
+
+    def indices(self, key: RootKey, step: int) -> np.ndarray:
+        """Returns the indices of ``step``."""
+        stretch, turn = divmod(step, self.once_in)
+        # proof: allocation-2
+        return _stretch(key, stretch, self.population, self.once_in)[turn]
+
+
 @dataclasses.dataclass(frozen=True)
 class FixedSize:
     """A uniform subset of exactly ``size`` units, afresh at each step (replace-one adjacency)."""
