@@ -33,6 +33,7 @@ _HOMES = {
     "Pace": "dpfl_jax.run.driver",
     "Plan": "dpfl_jax.mechanisms.plan",
     "RootKey": "dpfl_jax.randomness",
+    "Truncated": "dpfl_jax.mechanisms",
     "ULS": "dpfl_jax.mechanisms",
     "bounded_grad": "dpfl_jax.clipping",
     "clipped_fun": "dpfl_jax.clipping",
@@ -67,6 +68,7 @@ __all__ = [
     "Pace",
     "Plan",
     "RootKey",
+    "Truncated",
     "accounting",
     "bounded_grad",
     "clipped_fun",
@@ -100,7 +102,7 @@ if TYPE_CHECKING:
         load_dataset,
     )
     from dpfl_jax.errors import BadInputError
-    from dpfl_jax.mechanisms import ELS, ULS, Allocation, BandMF, NonPrivate
+    from dpfl_jax.mechanisms import ELS, ULS, Allocation, BandMF, NonPrivate, Truncated
     from dpfl_jax.mechanisms.plan import Plan
     from dpfl_jax.models import LanguageModel, transformer_config
     from dpfl_jax.randomness import RootKey

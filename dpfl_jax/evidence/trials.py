@@ -134,6 +134,9 @@ def laws(event: dp_accounting.DpEvent) -> Iterator[Steps]:
             yield from laws(event.event)
     elif isinstance(event, dp_accounting.GaussianDpEvent):
         yield Steps(np.array([1.0 / event.noise_multiplier]), np.ones(1))
+    elif isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent):  # seldom cut
+        q = event.sampling_probability
+        yield Steps(np.array([0.0, 1.0 / event.noise_multiplier]), np.array([1 - q, q]))
     elif isinstance(event, AllocatedDpEvent) and isinstance(
         event.event, dp_accounting.GaussianDpEvent
     ):

@@ -8,6 +8,7 @@ from dpfl_jax.mechanisms.bandmf import BandMF
 from dpfl_jax.mechanisms.base import Mechanism, Population, mean_of_examples
 from dpfl_jax.mechanisms.els import ELS
 from dpfl_jax.mechanisms.non_private import NonPrivate
+from dpfl_jax.mechanisms.truncated import Truncated
 from dpfl_jax.mechanisms.uls import ULS
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "Mechanism",
     "NonPrivate",
     "Population",
+    "Truncated",
     "mean_of_examples",
 ]

@@ -17,6 +17,7 @@ from dpfl_jax.sampling.laws import (
     Poisson,
     RandomAllocation,
     Shuffle,
+    TruncatedPoisson,
     poisson_indices,
 )
 from dpfl_jax.sampling.personalized import PersonalizedPoisson
@@ -34,6 +35,7 @@ __all__ = [
     "Sampler",
     "Share",
     "Shuffle",
+    "TruncatedPoisson",
     "UserSampler",
     "check_probability",
     "choose_within_users",

@@ -110,6 +110,37 @@ class Poisson:
         return poisson_indices(key.numpy("sampling", step), self.population, self.prob)
 
 
+@dataclasses.dataclass(frozen=True)
+class TruncatedPoisson(Poisson):
+    """Poisson, of whose draws no more than ``cap`` units are kept, at random (add-or-remove)."""
+
+    cap: int = 0
+    name: ClassVar[str] = "truncated-poisson"
+
+    def __post_init__(self) -> None:
+        """Validates probability and cap."""
+        super().__post_init__()
+        if self.cap < 1:
+            raise BadInputError(f"the cap of a draw is {self.cap}, but it must be at least 1")
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """The cap, or less."""
+        return min(self.cap, super().size_bound(tail))
+
+    def describe(self, units: str) -> str:
+        """One line for the report."""
+        return f"{super().describe(units)}, cut at random to {self.cap}"
+
+    def indices(self, key: RootKey, step: int) -> np.ndarray:
+        """Returns the indices of ``step``."""
+        drawn = super().indices(key, step)
+        if len(drawn) <= self.cap:
+            return drawn
+        # proof: truncated-1
+        kept = key.numpy("truncation", step).choice(len(drawn), self.cap, replace=False)
+        return drawn[np.sort(kept)]
+
+
 @functools.lru_cache(maxsize=8)
 def _groups(key: RootKey, population: int, groups: int) -> np.ndarray:
     # proof: cyclic-1
