@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -58,6 +58,11 @@ _MANY = 0.2
 
 def build_federation(config: FederatedConfig, data: FederatedData) -> Federation:
     """The federation of a config on its data, not yet calibrated."""
+    return federation_of(config, [SiloFacts.of(silo) for silo in data.silos])
+
+
+def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federation:
+    """The federation of a config for silos of these public sizes, not yet calibrated."""
     section, mechanism = config.federation, config.mechanism
     weights = section.weights or (1.0,) * section.silos
     reach = section.max_silos_per_subject
@@ -69,8 +74,8 @@ def build_federation(config: FederatedConfig, data: FederatedData) -> Federation
     if section.silos_per_round is not None and section.silos_per_round < section.silos:
         cohort = FixedSize(section.silos, section.silos_per_round)
     plans = tuple(
-        SiloPlan(mechanism, SiloFacts.of(silo), section.local_steps, weight)
-        for silo, weight in zip(data.silos, weights, strict=True)
+        SiloPlan(mechanism, known, section.local_steps, weight)
+        for known, weight in zip(facts, weights, strict=True)
     )
     return Federation(plans, section.rounds, reach, cohort)
 
