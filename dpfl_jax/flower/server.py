@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -24,6 +25,8 @@ from dpfl_jax.run.report import TUNING_CAVEAT, build_report
 from dpfl_jax.task import Task
 
 _SERVERS: dict[Any, Any] = {FederatedConfig: federated.SubjectServer}
+# A silo that never hears that the run is over keeps its reservation, which is no less.
+_DONE_S = 30.0
 _CAVEATS = (
     TUNING_CAVEAT,
     "each silo computed its own guarantee and holds it in its own log; what is stated here assumes "
@@ -37,7 +40,7 @@ class Transport(Protocol):
     def hello(self, request: bytes, count: int) -> dict[str, bytes]:
         """Asks everybody until ``count`` silos have answered: reply by the silo's name."""
 
-    def ask(self, requests: Mapping[str, bytes]) -> dict[str, bytes]:
+    def ask(self, requests: Mapping[str, bytes], most_s: float = math.inf) -> dict[str, bytes]:
         """Replies of those who answer in time; asking a silo again for the same does no harm."""
 
 
@@ -99,7 +102,7 @@ class RemoteRun(Prepared):
         )
         if result.interrupted is None:
             done = pack({"kind": "done", "run": plan.run, "plan": plan.digest})
-            self.transport.ask(dict.fromkeys(every, done))
+            self.transport.ask(dict.fromkeys(every, done), _DONE_S)
 
         def report() -> tuple[dict[str, Any], Statement]:
             caveats = (*_CAVEATS, *result.caveats)

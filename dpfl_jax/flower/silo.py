@@ -248,8 +248,8 @@ class Silo:
             guarantee=guarantee.to_json(),
             ledger={"before": found.before, "after": found.after, "delta": found.delta},
         )
-        self.console.print(f"accepted run {plan.run}", markup=False, highlight=False)
-        self.console.print(str(guarantee), markup=False, highlight=False)
+        told = f"accepted run {plan.run}: {guarantee.summary()}; the whole of it is in {LOG}"
+        self.console.print(told, markup=False, highlight=False)
 
     def _opened(self, plan: Plan, known: dict[str, Any] | None) -> _Run:
         """The run of a plan, after everything about it was checked."""

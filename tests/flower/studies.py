@@ -98,7 +98,7 @@ class Here:
     def hello(self, request, count):
         return self.ask(dict.fromkeys(self.silos, request))
 
-    def ask(self, requests):
+    def ask(self, requests, most_s=None):
         replies = {}
         for name, request in requests.items():
             if self.silos[name] is None:
