@@ -1,17 +1,40 @@
 #!/usr/bin/env bash
-# Silos and a server as separate processes on one machine, over TLS with certificates made here.
-#
-#   launch/flower_local.sh DIR                                    # three made-up hospitals
-#   launch/flower_local.sh DIR study.yaml bern=bern.csv chur=chur.csv ...
-#
-# DIR keeps all that the parties would have on their own machines: certificates, a folder for each
-# silo (with its key, log and ledger), the server's run. Run it again and everything goes on.
-# PORT (default 8000) is the server's.
 set -euo pipefail
+usage() {
+  cat <<'TEXT'
+Silos and a server as separate processes on one machine, over TLS with certificates made here.
 
-dir=${1:?usage: launch/flower_local.sh DIR [STUDY.yaml NAME=PATH ...]}
+  launch/flower_local.sh RUN_DIR                                 three made-up hospitals
+  launch/flower_local.sh RUN_DIR study.yaml bern=bern.csv chur=chur.csv ...
+  launch/flower_local.sh --dry-run RUN_DIR ...                   print the commands alone
+
+RUN_DIR keeps all that the parties would have on their own machines: certificates, a folder for each
+silo (with its key, log and ledger), the server's run. Run it again and everything goes on.
+PORT (default 8000) is the server's.
+TEXT
+}
+dry=
+case ${1:-} in
+  -h | --help) usage; exit 0 ;;
+  --dry-run) dry=1; shift ;;
+esac
+case ${1:--} in
+  -*) usage >&2; exit 2 ;;
+esac
+
+dir=$1
 port=${PORT:-8000}
 study=${2:-$dir/study.yaml}
+certificates=$dir/certificates
+serve=(dpfl silo serve "$study" --run-dir "$dir/run" --port "$port"
+  --certificate "$certificates/server.pem" --key "$certificates/server.key"
+  --root-certificates "$certificates/ca.pem")
+if [ -n "$dry" ]; then
+  [ $# -gt 1 ] || set -- "$dir" "$study" aarau= bern= chur=
+  for silo in "${@:3}"; do echo "dpfl silo run $dir/silo-${silo%%=*} --finish"; done
+  echo "${serve[@]}"
+  exit 0
+fi
 mkdir -p "$dir"
 
 if [ $# -lt 2 ]; then
@@ -56,7 +79,6 @@ fi
 shift 2
 
 # A certificate of our own signs the server's; silos trust it and no other.
-certificates=$dir/certificates
 if [ ! -f "$certificates/server.pem" ]; then
   mkdir -p "$certificates"
   (
@@ -83,9 +105,7 @@ for silo in "$@"; do
   dpfl silo run "$dir/silo-$name" --finish > "$dir/silo-$name.out" 2>&1 &
   started+=($!)
 done
-dpfl silo serve "$study" --run-dir "$dir/run" --port "$port" \
-  --certificate "$certificates/server.pem" --key "$certificates/server.key" \
-  --root-certificates "$certificates/ca.pem"
+"${serve[@]}"
 wait "${started[@]}"
 started=()
 for silo in "$@"; do

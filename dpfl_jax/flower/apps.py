@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pathlib
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -143,6 +145,13 @@ def _name_of(reply: bytes) -> str:
     return str(header.get("name", header.get("silo")))
 
 
+def _end_with(parent: int) -> None:
+    """Ends a server whose SuperLink was killed: it would keep the run from who goes on with it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
 def server_app() -> ServerApp:
     """A ServerApp that runs the study its run configuration names.
 
@@ -154,6 +163,7 @@ def server_app() -> ServerApp:
     @app.main()
     def main(grid: Grid, context: Context) -> None:
         told = context.run_config
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
         run_dir, console = pathlib.Path(str(told["run-dir"])), Console()
         outcome: dict[str, Any] = {}
         try:

@@ -47,6 +47,7 @@ from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.models import build_by_name
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Steps, Taken
+from dpfl_jax.run.driver import Pace
 from dpfl_jax.run.prepared import Charge
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms
@@ -317,6 +318,7 @@ class SubjectServer:
         self.federation, self.groups = noised(config, facts_of(rows), noise)
         self.noise = [plan.mechanism.sigma for plan in self.federation.silos]
         self.rounds, self.num_params = self.federation.rounds, self.model.num_params
+        self.pace = Pace.of(config.train)
 
     @property
     def message_like(self) -> Released:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import fcntl
 import json
 import os
 import pathlib
@@ -111,6 +113,7 @@ def serve(
         names = ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certfile")
         command += [part for pair in zip(names, tls) for part in pair]
     log = home / "superlink.log"
+    _wait_for_another(directory)
     with log.open("ab") as file, _running(command, environment, file):
         _start(environment, app, log, console)
         console.print(f"serving {config} at {host}:{port}; log: {log}", markup=False)
@@ -141,11 +144,34 @@ def _start(
     raise BadInputError(f"the study could not be started: {made.stdout}{made.stderr} (see {log})")
 
 
+def _wait_for_another(directory: pathlib.Path, most_s: float = 60.0) -> None:
+    """Until what a server that was killed has left behind is gone, too."""
+    lock, end = directory / "run.lock", time.monotonic() + most_s
+    while lock.exists() and time.monotonic() < end:
+        with lock.open("r") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                time.sleep(0.5)
+
+
+def _end_with_parent() -> None:
+    """Of a child, on Linux: it is killed when its parent is."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 @contextlib.contextmanager
 def _running(command: list[str], environment: dict[str, str], log: Any) -> Iterator[None]:
     """A process and all it starts, ended with the block."""
     process = subprocess.Popen(
-        command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        command,
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
     )
     try:
         yield

@@ -15,16 +15,19 @@ from rich.console import Console
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import FederatedConfig, IsrlConfig
 from dpfl_jax.errors import BadInputError, StoppedError
-from dpfl_jax.flower import federated
+from dpfl_jax.flower import federated, isrl
 from dpfl_jax.flower.plan import Plan, study_of
 from dpfl_jax.flower.wire import is_finite, pack, tree_of, unpack
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.driver import Pace, RunResult, drive
+from dpfl_jax.run.driver import RunResult, drive
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
 from dpfl_jax.run.report import TUNING_CAVEAT, build_report
 from dpfl_jax.task import Task
 
-_SERVERS: dict[Any, Any] = {FederatedConfig: federated.SubjectServer}
+_SERVERS: dict[Any, Any] = {
+    FederatedConfig: federated.SubjectServer,
+    IsrlConfig: isrl.MessageServer,
+}
 # A silo that never hears that the run is over keeps its reservation, which is no less.
 _DONE_S = 30.0
 _CAVEATS = (
@@ -97,9 +100,7 @@ class RemoteRun(Prepared):
         asking = _Asking(self.transport, plan, console)
         algorithm = self.server.algorithm(asking)
         asking.like = self.server.message_like
-        result = drive(
-            algorithm, run_dir=directory, pace=Pace.of(self.config.train), console=console
-        )
+        result = drive(algorithm, run_dir=directory, pace=self.server.pace, console=console)
         if result.interrupted is None:
             done = pack({"kind": "done", "run": plan.run, "plan": plan.digest})
             self.transport.ask(dict.fromkeys(every, done), _DONE_S)
@@ -193,10 +194,7 @@ def prepare(config: Any, transport: Transport, console: Console) -> RemoteRun:
             raise BadInputError(
                 f"the tables of {first} and {name} are not alike: {tasks[first]} and {learned}"
             )
-    rows = [
-        {"name": name, "num_records": h["num_records"], "num_subjects": h["num_subjects"]}
-        for name, h in headers.items()
-    ]
+    rows = [{"name": name, **header["facts"]} for name, header in headers.items()]
     plain = headers[first]["task"]
     task = Task(**{**plain, "input_shape": tuple(plain["input_shape"])})
     with console.status("calibrating noise"):

@@ -28,11 +28,11 @@ from pydantic import Field, ValidationError
 from rich.console import Console
 
 from dpfl_jax import accounting
-from dpfl_jax.config import FederatedConfig, load_config, validate_config
+from dpfl_jax.config import FederatedConfig, IsrlConfig, load_config, validate_config
 from dpfl_jax.config.base import NAME, Section
 from dpfl_jax.config.load import config_to_dict
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.flower import federated
+from dpfl_jax.flower import federated, isrl
 from dpfl_jax.flower.log import Log
 from dpfl_jax.flower.plan import Plan, first_difference, study_of
 from dpfl_jax.flower.policy import Policy, RefusedError
@@ -42,7 +42,7 @@ from dpfl_jax.run.directory import write_atomically
 from dpfl_jax.run.report import environment
 
 CONFIG, KEY, LEDGER, LOG = "silo.yaml", "private/root_key", "ledger.jsonl", "log.jsonl"
-_HELD: dict[Any, Any] = {FederatedConfig: federated.Subjects}
+_HELD: dict[Any, Any] = {FederatedConfig: federated.Subjects, IsrlConfig: isrl.Records}
 
 
 class SiloConfig(Section):
@@ -206,10 +206,9 @@ class Silo:
         different = first_difference(self.study, header.get("study"))
         if different:
             raise RefusedError(f"the server's study is not this silo's: {different}")
-        told = {"name": self.name, **self.held.facts}
-        task = dataclasses.asdict(self.held.task)
-        self.log.append("hello", told=told)
-        return pack({"kind": "hello", **told, "task": task, "environment": environment()})
+        self.log.append("hello", told=self.held.facts)
+        told = {"name": self.name, "facts": self.held.facts, "environment": environment()}
+        return pack({"kind": "hello", **told, "task": dataclasses.asdict(self.held.task)})
 
     def _plan(self, header: dict[str, Any]) -> bytes:
         plan = Plan.from_json(header.get("plan"))

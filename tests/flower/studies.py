@@ -13,6 +13,9 @@ from dpfl_jax.config import load_config, validate_config
 from dpfl_jax.config.load import config_to_dict
 from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.federated import Federated, FederatedSteps
+from dpfl_jax.federation.isrl.runs import isrl_run
+from dpfl_jax.federation.isrl.runs.messages import Messages, MessageSteps
+from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.flower.federated import _alone, _one_device, _optimizers, round_key
 from dpfl_jax.flower.silo import Silo, make_key
@@ -37,15 +40,28 @@ FEDERATED = {
     "privacy": {"epsilon": 8.0, "delta": 1e-3},
     "train": {"checkpoint_every": 1},
 }  # fmt: skip
+ISRL = {
+    "name": "study",
+    "data": {
+        "source": "csv", "user_column": None, "silo_column": "hospital", "partition": "natural",
+        "input_columns": ["age", "dose"], "target_column": "sick", "classes": 2, "silos": 3,
+        "scale": {"age": [50, 25], "dose": [1, 2]},
+    },
+    "model": {"loss": "logistic", "radius": 3.0},
+    "isrl": {"algorithm": "minibatch_sgd", "rounds": 6, "step_size": 0.5},
+    "privacy": {"epsilon": 5.0, "delta": 1e-3},
+    "train": {"checkpoint_every": 1},
+    "execution": {"rounds_per_block": 2},
+}  # fmt: skip
 POLICY = {
     "epsilon": 8.0, "delta": 1e-3, "least_noise_multiplier": 0.3, "most_rounds": 10,
     "mechanisms": ["hi_grad_avg"],
 }  # fmt: skip
 
 
-def study(**sections):
-    """FEDERATED with sections updated."""
-    merged = {k: dict(v) if isinstance(v, dict) else v for k, v in FEDERATED.items()}
+def study(like=FEDERATED, **sections):
+    """A study with sections updated."""
+    merged = {k: dict(v) if isinstance(v, dict) else v for k, v in like.items()}
     for name, section in sections.items():
         if name == "mechanism" or not isinstance(section, dict):
             merged[name] = section
@@ -117,7 +133,7 @@ def config_of(folder):
     return load_config(folder / "study.yaml")
 
 
-def simulated(folder, silos, noise):
+def simulated(folder, silos, noise, names=NAMES):
     """The simulation's final parameters, drawn from the silos' keys.
 
     Args:
@@ -133,7 +149,7 @@ def simulated(folder, silos, noise):
         ready = federated_run.dataclasses.replace(
             ready, federation=ready.federation.with_noise(noise)
         )
-    keys = [next(iter(silos[name]._runs.values())).work.key for name in NAMES]
+    keys = [next(iter(silos[name]._runs.values())).work.key for name in names]
 
     class Builder(RoundBuilder):
         def silo_key(self, silo, round_index):
@@ -148,6 +164,28 @@ def simulated(folder, silos, noise):
         keep_local_state=config.federation.local_state == "keep", execution=_alone(config),
     )  # fmt: skip
     steps, state = FederatedSteps(run, keys[0], 0, builder=Builder), run.init()
+    for _, inputs in steps.inputs():
+        state, _ = steps.step(state, inputs)
+    return jax.device_get(state.params)
+
+
+def simulated_messages(folder, silos, names=NAMES):
+    """The same for a study without a trusted server."""
+    raw = config_to_dict(config_of(folder))
+    raw["data"]["path"] = str(folder / "all.csv")
+    config = validate_config(raw)
+    ready = isrl_run.prepare(config, QUIET)
+    run = next(iter(silos[names[0]]._runs.values()))
+    parameters, data = run.work.parameters, ready.records.train
+    keys = [next(iter(silos[name]._runs.values())).work.key for name in names]
+    one_pass = parameters.batches if config.isrl.sampling == "disjoint" else None
+    schedule = make_schedule(
+        keys[0], parameters.rounds, np.asarray(data.sizes), one_pass_batch=one_pass,
+        most_rounds=config.isrl.most_rounds, silo_key=lambda i: keys[i],
+    )  # fmt: skip
+    mesh = _one_device()
+    steps = MessageSteps(Messages(config, ready.task, data, parameters, mesh), keys[0], 0)
+    steps.schedule, state = schedule, steps.run.init()
     for _, inputs in steps.inputs():
         state, _ = steps.step(state, inputs)
     return jax.device_get(state.params)

@@ -4,6 +4,7 @@ import pytest
 
 from dpfl_jax.flower import run_study
 from tests.flower.studies import (
+    ISRL,
     NAMES,
     POLICY,
     QUIET,
@@ -13,6 +14,7 @@ from tests.flower.studies import (
     make_silos,
     opened,
     simulated,
+    simulated_messages,
     study,
 )  # fmt: skip
 from tests.runs import final_state
@@ -59,3 +61,32 @@ def test_a_study_equals_the_simulation_to_the_last_bit(tmp_path, kind):
     assert bits(there) == bits(simulated(tmp_path, silos, noise))
     sent = [row for silo in silos.values() for row in silo.log.rows if row.get("sent")]
     assert len(sent) > len(silos)  # and they were trained
+
+
+MESSAGES = {
+    "minibatch_sgd": {},
+    "accelerated": {"isrl": {"algorithm": "accelerated", "step_size": None}},
+    "multi_stage": {
+        "isrl": {"algorithm": "multi_stage", "step_size": None},
+        "model": {"regularization": 0.5},
+    },
+    "one_pass": {
+        "isrl": {"sampling": "disjoint", "batch_fraction": 0.2, "rounds": 5},
+        "execution": {"rounds_per_block": 5},
+    },
+    "weighted": {"isrl": {"silo_weights": [0.2, 0.5, 0.3], "sampling": "full", "most_rounds": 4}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_messages_equal_the_simulation_to_the_last_bit(tmp_path, kind):
+    raw = study(ISRL, **MESSAGES[kind])
+    policy = {**POLICY, "unit": "record", "mechanisms": [f"isrl/{raw['isrl']['algorithm']}"]}
+    silos = opened(make_silos(tmp_path, raw, policy))
+    report = run_study(config_of(tmp_path), tmp_path / "server", Here(silos), QUIET)
+    assert report["status"] == "finished"
+    there = final_state(tmp_path / "server")["params"]
+    assert bits(there) == bits(simulated_messages(tmp_path, silos))
+    assert abs(there).max() > 0

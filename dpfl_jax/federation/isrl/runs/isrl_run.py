@@ -126,18 +126,20 @@ def prepare(config: IsrlConfig, console: Console) -> IsrlRun:
     with console.status("reading data"):
         records = load_silos(config.data, softmax=loss == "softmax", signed=loss == "hinge")
     sizes = np.asarray(records.train.sizes)
-    bound = config.data.max_norm
-    beta = None
-    if loss in ("hinge", "absolute") and config.model.smoothing is None:
-        beta = smoothing(config, sizes, records.features, bound)
-    task = make_task(
-        config.model, records.features, records.classes, bound, config.data.max_target, beta
-    )
+    task = dataset_task(config, sizes, records.features, records.classes)
     with console.status("calibrating noise"):
         parameters = choose(config, task, sizes)
-    if beta is not None:
-        parameters.sources["smoothing"] = (beta, "section 2, or Theorem F.2")
+    if loss in ("hinge", "absolute") and config.model.smoothing is None:
+        parameters.sources["smoothing"] = (task.smoothness, "section 2, or Theorem F.2")
     return IsrlRun(config, records, task, parameters)
+
+
+def dataset_task(config: IsrlConfig, sizes: np.ndarray, features: int, classes: int) -> Task:
+    """The loss of a configuration for data of these public sizes."""
+    bound, beta = config.data.max_norm, None
+    if config.model.loss in ("hinge", "absolute") and config.model.smoothing is None:
+        beta = smoothing(config, sizes, features, bound)
+    return make_task(config.model, features, classes, bound, config.data.max_target, beta)
 
 
 def run_experiment(
