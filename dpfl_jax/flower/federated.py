@@ -24,7 +24,7 @@ from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon, w
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Released
 from dpfl_jax.federation.federated import Federated, FederatedSteps, add_released
-from dpfl_jax.federation.federated_run import calibrated, federation_of, read_subjects
+from dpfl_jax.federation.federated_run import federation_of, noised, read_subjects
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.mechanisms import SiloFacts
@@ -32,8 +32,6 @@ from dpfl_jax.federation.partition import cap_per_subject
 from dpfl_jax.federation.personal.personalise import (
     Published,
     personalise,
-    public_part,
-    public_setting,
     published_guarantee,
 )
 from dpfl_jax.federation.placement import subject_keys
@@ -98,29 +96,6 @@ def guarantee_of(
     assert delta is not None
     told = Claim("given", math.inf, delta, math.inf, math.inf, rounds, rounds)
     return federated_guarantee(federation, told, delta, rounds, caveats)
-
-
-def noised(
-    config: FederatedConfig, facts: Sequence[SiloFacts], noise: Sequence[float] | None = None
-) -> tuple[Federation, Any]:
-    """The federation with its noise, and declared groups of budgets, from public numbers alone.
-
-    Args:
-      config: the study's.
-      facts: of all silos.
-      noise: of a plan; None: calibrated.
-
-    Raises:
-      BadInputError: no noise meets the target.
-    """
-    federation, delta = federation_of(config, facts), config.privacy.delta
-    assert delta is not None
-    if config.mechanism.kind == "rpdp":
-        setting = public_setting(config, federation, delta, None if noise is None else noise[0])
-        return public_part(config, federation, setting)
-    if noise is not None:
-        return federation.with_noise(noise), ()
-    return calibrated(config, federation, delta)[0], ()
 
 
 # ---- the silo ---------------------------------------------------------------------------------
