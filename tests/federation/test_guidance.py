@@ -1,5 +1,7 @@
 """What is said of noise and signal before training is what training then does."""
 
+import io
+
 import jax
 import jax.numpy as jnp
 import numpy as np
