@@ -86,8 +86,7 @@ class GridTransport:
                 name = _name_of(reply)
                 if unpack(reply)[0]["kind"] == "refused":
                     return {**found, name: reply}
-                if name in found and self._nodes[name] != node:
-                    raise BadInputError(f"two silos are called {name}: give one another name")
+                # Whoever comes again under a name was restarted.
                 found[name], self._nodes[name] = reply, node
                 self._console.print(f"{name} is here ({len(found)} of {count})", markup=False)
             time.sleep(_POLL_S)

@@ -10,6 +10,7 @@ from typing import Any
 
 from dpfl_jax.config import FederatedConfig, IsrlConfig, config_to_dict
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.flower.wire import MessageError
 
 # What each party has for itself: where its data lie, what it keeps, its ledger.
 _OWN_DATA = (
@@ -124,7 +125,7 @@ class Plan:
         """From plain JSON.
 
         Raises:
-          BadInputError: it is none.
+          MessageError: it is none.
         """
         try:
             plan = cls(**plain)
@@ -135,7 +136,7 @@ class Plan:
         except (TypeError, KeyError):
             whole = False
         if not whole:
-            raise BadInputError("what the server sent is no plan")
+            raise MessageError("what the server sent is no plan")
         return plan
 
     @property

@@ -36,7 +36,7 @@ from dpfl_jax.flower import federated, isrl
 from dpfl_jax.flower.log import Log
 from dpfl_jax.flower.plan import Plan, first_difference, study_of
 from dpfl_jax.flower.policy import Policy, RefusedError
-from dpfl_jax.flower.wire import is_finite, pack, tree_of, unpack
+from dpfl_jax.flower.wire import MessageError, is_finite, pack, tree_of, unpack
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import write_atomically
 from dpfl_jax.run.report import environment
@@ -182,7 +182,11 @@ class Silo:
     # ---- requests --------------------------------------------------------------------------
 
     def answer(self, request: bytes) -> bytes:
-        """The reply to a request; a refusal is a reply, too."""
+        """The reply to a request; a refusal is a reply, too.
+
+        What is wrong with the silo's own data is told to its operator alone: a sentence may name a
+        record.
+        """
         header: dict[str, Any] = {}
         try:
             header, arrays = unpack(request)
@@ -200,7 +204,9 @@ class Silo:
             told = {k: header.get(k) for k in ("kind", "run", "round") if header.get(k) is not None}
             self.log.append("refused", asked=told, why=str(error))
             self.console.print(f"refused: {error}", markup=False, highlight=False)
-            return pack({"kind": "refused", "silo": self.name, "why": str(error)})
+            mine = not isinstance(error, RefusedError | MessageError)
+            why = "its operator knows why (its log says so)" if mine else str(error)
+            return pack({"kind": "refused", "silo": self.name, "why": why})
 
     def _hello(self, header: dict[str, Any]) -> bytes:
         different = first_difference(self.study, header.get("study"))
@@ -234,9 +240,8 @@ class Silo:
                 f"run {plan.run} is in the ledger but not in the log, so that nobody knows what "
                 "was sent in it: begin another run"
             )
-        found = self.ledger.reserve(
-            account, plan.run, charge.event, charge.delta, self.policy.total_epsilon
-        )
+        most = self.policy.total_epsilon
+        found = self.ledger.reserve(account, plan.run, charge.event, charge.delta, most)
         write_atomically(run.folder / "plan.json", json.dumps(plan.to_json()), mode=0o600)
         self.log.append(
             "accepted",

@@ -17,6 +17,12 @@ from safetensors.numpy import load, save
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any
+
+
+class MessageError(BadInputError):
+    """What came is no message of this protocol, or not the one that was expected."""
+
+
 _HEADER = "dpfl"
 
 
@@ -38,7 +44,7 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """The header, and the arrays by name.
 
     Raises:
-      BadInputError: they are no such bytes.
+      MessageError: they are no such bytes.
     """
     try:
         arrays = load(data)
@@ -47,7 +53,7 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     except (SafetensorError, ValueError, KeyError, TypeError):
         header = None
     if not isinstance(header, dict):
-        raise BadInputError("these bytes are no message of this protocol")
+        raise MessageError("these bytes are no message of this protocol")
     return header, arrays
 
 
@@ -60,7 +66,7 @@ def tree_of(arrays: dict[str, np.ndarray], name: str, like: PyTree) -> PyTree:
       like: pytree with the shapes and types that are expected.
 
     Raises:
-      BadInputError: another tree, other shapes or types, or numbers that are not finite.
+      MessageError: another tree, other shapes or types, or numbers that are not finite.
     """
     expected = {
         name + jax.tree_util.keystr(path): leaf
@@ -68,14 +74,14 @@ def tree_of(arrays: dict[str, np.ndarray], name: str, like: PyTree) -> PyTree:
     }
     found = {key for key in arrays if key == name or key.startswith((name + "[", name + "."))}
     if found != set(expected):
-        raise BadInputError(
+        raise MessageError(
             f"{name} has the arrays {sorted(found)}, but {sorted(expected)} are expected: the "
             "models are not the same"
         )
     for key, leaf in expected.items():
         array = arrays[key]
         if array.shape != tuple(leaf.shape) or array.dtype != leaf.dtype:
-            raise BadInputError(
+            raise MessageError(
                 f"{key} is {array.dtype} {array.shape}, but {leaf.dtype} {tuple(leaf.shape)} is "
                 "expected: the models are not the same"
             )
