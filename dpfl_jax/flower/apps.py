@@ -74,13 +74,14 @@ class GridTransport:
         self._nodes: dict[str, int] = {}
         self._hello = b""
 
-    def hello(self, request: bytes, count: int) -> dict[str, bytes]:
+    def hello(self, request: bytes, count: int, most_s: float = math.inf) -> dict[str, bytes]:
         """Asks every node until so many silos are there."""
         self._hello = request
         found: dict[str, bytes] = {}
         asked: dict[str, int] = {}
         known: set[int] = set()
-        while len(found) < count:
+        end = time.monotonic() + most_s
+        while len(found) < count and time.monotonic() < end:
             known |= self._greet(known, asked)
             for node, reply in self._pulled(asked):
                 name = _name_of(reply)
@@ -101,7 +102,7 @@ class GridTransport:
         known = set(self._nodes.values())
         end = time.monotonic() + min(self._wait, most_s)
         while len(replies) < len(requests) and time.monotonic() < end:
-            for name in requests.keys() - replies.keys():
+            for name in self._nodes.keys() & (requests.keys() - replies.keys()):
                 if time.monotonic() - last.get(name, -_AGAIN_S) >= _AGAIN_S:
                     last[name] = time.monotonic()
                     self._push(self._nodes[name], requests[name], asked)
@@ -112,7 +113,7 @@ class GridTransport:
                     self._nodes[name] = node
                     last.pop(name, None)
             for node, reply in self._pulled(asked):
-                replies |= {n: reply for n in requests if self._nodes[n] == node}
+                replies |= {n: reply for n in requests if self._nodes.get(n) == node}
             time.sleep(_POLL_S)
         return replies
 

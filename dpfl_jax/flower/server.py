@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower import federated, isrl
 from dpfl_jax.flower.plan import Plan, study_of
 from dpfl_jax.flower.wire import is_finite, pack, tree_of, unpack
-from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.directory import RunDirectory, write_atomically
 from dpfl_jax.run.driver import RunResult, drive
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
 from dpfl_jax.run.report import TUNING_CAVEAT, build_report
@@ -30,6 +31,9 @@ _SERVERS: dict[Any, Any] = {
 }
 # A silo that never hears that the run is over keeps its reservation, which is no less.
 _DONE_S = 30.0
+# How long a server that goes on waits for all its silos to come back.
+_RETURN_S = 60.0
+_SILOS = "silos.json"
 _CAVEATS = (
     TUNING_CAVEAT,
     "each silo computed its own guarantee and holds it in its own log; what is stated here assumes "
@@ -40,7 +44,7 @@ _CAVEATS = (
 class Transport(Protocol):
     """Brings requests to silos, by name."""
 
-    def hello(self, request: bytes, count: int) -> dict[str, bytes]:
+    def hello(self, request: bytes, count: int, most_s: float = math.inf) -> dict[str, bytes]:
         """Asks everybody until ``count`` silos have answered: reply by the silo's name."""
 
     def ask(self, requests: Mapping[str, bytes], most_s: float = math.inf) -> dict[str, bytes]:
@@ -92,11 +96,15 @@ class RemoteRun(Prepared):
         request = pack({"kind": "plan", "plan": plan.to_json()})
         replies = self.transport.ask(dict.fromkeys(every, request))
         for name in every:
+            if name not in replies and directory.resumed:  # it has accepted the plan already
+                console.print(f"{name} is left out until it comes back", markup=False)
+                continue
             if name not in replies:
                 raise StoppedError(f"{name} did not answer to the plan; the same command goes on")
             header, _ = unpack(replies[name])
             if header["kind"] != "accepted" or header["plan"] != plan.digest:
                 raise BadInputError(f"silo {name} refuses: {header.get('why', header['kind'])}")
+        write_atomically(directory.path / _SILOS, json.dumps(self.rows))
         asking = _Asking(self.transport, plan, console)
         algorithm = self.server.algorithm(asking)
         asking.like = self.server.message_like
@@ -167,8 +175,16 @@ class _Asking:
                 )
 
 
-def prepare(config: Any, transport: Transport, console: Console) -> RemoteRun:
+def prepare(
+    config: Any, transport: Transport, console: Console, known: list[dict[str, Any]] | None = None
+) -> RemoteRun:
     """Asks the silos who they are, and calibrates.
+
+    Args:
+      config: the study's configuration.
+      transport: brings requests to the silos.
+      console: for people.
+      known: silos of a run that goes on: some may be gone.
 
     Raises:
       BadInputError: studies or schemas that differ, named with the silo.
@@ -178,15 +194,18 @@ def prepare(config: Any, transport: Transport, console: Console) -> RemoteRun:
     study = study_of(config)
     count = config.data.silos if isinstance(config, IsrlConfig) else config.federation.silos
     with console.status(f"waiting for {count} silos"):
-        replies = transport.hello(pack({"kind": "hello", "study": study}), count)
+        most_s = math.inf if known is None else _RETURN_S
+        replies = transport.hello(pack({"kind": "hello", "study": study}), count, most_s)
     headers = {}
     for name, reply in sorted(replies.items(), key=_in_order(replies)):
         header, _ = unpack(reply)
         if header["kind"] != "hello":
             raise BadInputError(f"silo {name} refuses: {header.get('why', header['kind'])}")
         headers[name] = header
-    if len(headers) != count:
+    if known is None and len(headers) != count:
         raise BadInputError(f"{count} silos are expected, but there are {sorted(headers)}")
+    if not headers:
+        raise StoppedError("no silo is there; the same command goes on once one is")
     tasks = {name: json.dumps(header["task"], sort_keys=True) for name, header in headers.items()}
     first = next(iter(tasks))
     for name, learned in tasks.items():
@@ -195,6 +214,11 @@ def prepare(config: Any, transport: Transport, console: Console) -> RemoteRun:
                 f"the tables of {first} and {name} are not alike: {tasks[first]} and {learned}"
             )
     rows = [{"name": name, **header["facts"]} for name, header in headers.items()]
+    if known is not None:
+        for row in rows:
+            if row not in known:
+                raise BadInputError(f"the run began with the silos {known}, and not with {row}")
+        rows = known
     plain = headers[first]["task"]
     task = Task(**{**plain, "input_shape": tuple(plain["input_shape"])})
     with console.status("calibrating noise"):
@@ -223,7 +247,11 @@ def run_study(
       BadInputError: silos that refuse, with their own sentence.
       StoppedError: nobody answers.
     """
-    return run_prepared(config, run_dir, console, lambda: prepare(config, transport, console))
+    path = pathlib.Path(run_dir) / _SILOS
+    known = json.loads(path.read_text()) if path.exists() else None
+    return run_prepared(
+        config, run_dir, console, lambda: prepare(config, transport, console, known)
+    )
 
 
 def digest_of(config: Any) -> str:

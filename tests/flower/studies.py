@@ -111,7 +111,7 @@ class Here:
     def __init__(self, silos):
         self.silos, self.seen = silos, []
 
-    def hello(self, request, count):
+    def hello(self, request, count, most_s=None):
         return self.ask(dict.fromkeys(self.silos, request))
 
     def ask(self, requests, most_s=None):

@@ -142,3 +142,16 @@ def test_a_silo_that_is_gone_is_left_out(tmp_path):
     answered = [row["round"] for row in silos["chur"].log.rows if row["kind"] == "answered"]
     assert answered == [0, 3]
     assert silos["chur"].log.find("finished")["rounds"] == 2
+
+
+@pytest.mark.slow
+def test_a_server_goes_on_although_a_silo_is_gone_for_good(tmp_path, monkeypatch):
+    silos = opened(make_silos(tmp_path, study()))
+    with death_after_a_checkpoint(monkeypatch):
+        run_study(config_of(tmp_path), tmp_path / "server", Here(silos), QUIET)
+    left = Here({**silos, "bern": None})
+    report = run_study(config_of(tmp_path), tmp_path / "server", left, QUIET)
+    assert report["status"] == "finished"
+    assert len(report["silos"]) == 3
+    with pytest.raises(BadInputError, match="finished and is not overwritten"):
+        run_study(config_of(tmp_path), tmp_path / "server", left, QUIET)
