@@ -169,7 +169,7 @@ class FederatedSteps(Steps):
         run: Federated,
         key: RootKey,
         start: int,
-        builder: type[RoundBuilder] = RoundBuilder,
+        builder: Callable[..., RoundBuilder] = RoundBuilder,
         release: Callable[..., Any] | None = None,
     ) -> None:
         """Args: release: ``make_release`` of another run with the same layout, loss and options."""

@@ -101,8 +101,13 @@ def guarantee_of(
 # ---- the silo ---------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
 class _Own(RoundBuilder):
-    """The rounds of one silo, drawn from its own key."""
+    """The rounds of one silo, drawn from its own key.
+
+    Attributes:
+      index: its place among all.
+    """
 
     index: int = 0
 
@@ -202,7 +207,7 @@ class SubjectWork:
 
     @functools.cached_property
     def _steps(self) -> FederatedSteps:
-        own = type("_OwnOfThis", (_Own,), {"index": self.index})
+        own = functools.partial(_Own, index=self.index)
         return FederatedSteps(self.algorithm, self.key, 0, builder=own)
 
     @property
