@@ -18,7 +18,7 @@ FLOORS = (
     ("mechanisms",),
     ("training",),
     ("federation", "planning"),
-    ("auditing",),
+    ("auditing", "flower"),
     ("cli",),
     ("__main__",),
 )

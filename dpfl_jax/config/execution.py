@@ -85,6 +85,6 @@ class RoundExecution(Section):
 
 
 class BlockExecution(Section):
-    """How ISRL computes its rounds: ``rounds_per_block`` in one compiled call, a row each."""
+    """How ISRL computes its rounds: ``rounds_per_block`` from one row of metrics to the next."""
 
     rounds_per_block: int = Field(5, gt=0)

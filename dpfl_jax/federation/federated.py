@@ -57,13 +57,14 @@ class Federated(Algorithm):
         keep_local_state: bool,
         execution: RoundExecution,
         show_spent: bool = True,
+        here: int | None = None,
     ) -> None:
-        """See ``run_rounds``.
+        """See ``run_rounds``; ``here``: the one silo whose records are here (None: all are).
 
         Raises:
           BadInputError: data that do not keep what the plan promises, or a mechanism without noise.
         """
-        federation.check(data)
+        federation.check(data, here)
         if not len(federation.participants):
             raise BadInputError("no silo holds any record: check the data and federation sections")
         for plan in federation.silos:
@@ -151,6 +152,10 @@ class Federated(Algorithm):
         total = federated_epsilon(self.federation, self.delta)
         return np.minimum(np.min(curves, axis=0), total).tolist()
 
+    def compiled_apply(self) -> Callable[..., PyTree]:
+        """``(server's state, Released, round) -> state``."""
+        return jax.jit(lambda s, total, r: self.server.apply(s, mean_update(total), r))
+
     def begin(self, key: RootKey, start: int) -> FederatedSteps:
         """The rounds after the first ``start``."""
         return FederatedSteps(self, key, start)
@@ -164,7 +169,7 @@ class FederatedSteps(Steps):
         run: Federated,
         key: RootKey,
         start: int,
-        builder: type[RoundBuilder] = RoundBuilder,
+        builder: Callable[..., RoundBuilder] = RoundBuilder,
         release: Callable[..., Any] | None = None,
     ) -> None:
         """Args: release: ``make_release`` of another run with the same layout, loss and options."""
@@ -179,7 +184,7 @@ class FederatedSteps(Steps):
             keep_state=run.keep,
             strategy=how.strategy,
         )
-        self.apply = jax.jit(lambda s, total, r: run.server.apply(s, mean_update(total), r))
+        self.apply = run.compiled_apply()
         self.builder = builder(
             run.federation,
             run.data,
@@ -230,7 +235,7 @@ class FederatedSteps(Steps):
             released, kept, seen = self.release(params, kept, piece.chunk)
             if run.keep:
                 now["silos"] = _put(now["silos"], piece.silos, kept)
-            total = released if total is None else _add(total, released)
+            total = released if total is None else add_released(total, released)
             stats = _add(stats, seen)
             records += piece.num_records
         if total is not None:
@@ -321,6 +326,11 @@ _put = jax.jit(
     )
 )
 _add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b))
+
+
+def add_released(total: Released, more: Released) -> Released:
+    """What the silos of two chunks released, together."""
+    return _add(total, more)
 
 
 def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,10 +24,13 @@ from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.mechanisms import SiloFacts
+from dpfl_jax.federation.guidance import Balance, Knobs, advice, balance_of, doubled
+from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism, SubjectULS
 from dpfl_jax.federation.personal.personalise import (
     personal_guarantee,
     personalise,
+    public_part,
+    public_setting,
     published,
 )
 from dpfl_jax.federation.personal.records import Personal
@@ -58,6 +61,11 @@ _MANY = 0.2
 
 def build_federation(config: FederatedConfig, data: FederatedData) -> Federation:
     """The federation of a config on its data, not yet calibrated."""
+    return federation_of(config, [SiloFacts.of(silo) for silo in data.silos])
+
+
+def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federation:
+    """The federation of a config for silos of these public sizes, not yet calibrated."""
     section, mechanism = config.federation, config.mechanism
     weights = section.weights or (1.0,) * section.silos
     reach = section.max_silos_per_subject
@@ -69,8 +77,8 @@ def build_federation(config: FederatedConfig, data: FederatedData) -> Federation
     if section.silos_per_round is not None and section.silos_per_round < section.silos:
         cohort = FixedSize(section.silos, section.silos_per_round)
     plans = tuple(
-        SiloPlan(mechanism, SiloFacts.of(silo), section.local_steps, weight)
-        for silo, weight in zip(data.silos, weights, strict=True)
+        SiloPlan(mechanism, known, section.local_steps, weight)
+        for known, weight in zip(facts, weights, strict=True)
     )
     return Federation(plans, section.rounds, reach, cohort)
 
@@ -84,6 +92,29 @@ def calibrated(
         epsilon = privacy.epsilon if privacy.epsilon is not None else math.inf
         return apply_recipe(federation, privacy.recipe, epsilon, delta, privacy.horizontal)
     return federation, claim_of(federation, "given", delta)
+
+
+def noised(
+    config: FederatedConfig, facts: Sequence[SiloFacts], noise: Sequence[float] | None = None
+) -> tuple[Federation, Any]:
+    """The federation with its noise, and declared groups of budgets, from public numbers alone.
+
+    Args:
+      config: the study's.
+      facts: of all silos.
+      noise: of a plan; None: calibrated.
+
+    Raises:
+      BadInputError: no noise meets the target.
+    """
+    federation, delta = federation_of(config, facts), config.privacy.delta
+    assert delta is not None
+    if config.mechanism.kind == "rpdp":
+        setting = public_setting(config, federation, delta, None if noise is None else noise[0])
+        return public_part(config, federation, setting)
+    if noise is not None:
+        return federation.with_noise(noise), ()
+    return calibrated(config, federation, delta)[0], ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +159,18 @@ class FederatedRun(Prepared):
         ]
         if "warning" in kept:
             lines.append(f"[bold yellow]warning:[/bold yellow] {kept['warning']}")
-        return lines
+        return [*lines, *self.advice()]
+
+    def advice(self) -> list[str]:
+        """Noise beside signal (``guidance``)."""
+        if not self.federation.mechanism.private:
+            return []
+        return advice(self.balance, _knobs(self))
+
+    @property
+    def balance(self) -> Balance:
+        """Of noise and signal."""
+        return balance_of(self.federation, self.model.num_params)
 
     def charge(self) -> Charge:
         """All rounds, to one unit of the whole federation."""
@@ -197,6 +239,55 @@ class FederatedRun(Prepared):
             caveats,
             num_subjects=self.subjects.train.num_users,
         )
+
+
+def _knobs(prepared: FederatedRun) -> Knobs:
+    """What may be changed where noise swamps signal, and what it would do."""
+    config, mechanism = prepared.config, prepared.config.mechanism
+    facts = [plan.facts for plan in prepared.federation.silos]
+    config = config.model_copy(
+        update={"privacy": config.privacy.model_copy(update={"delta": prepared.delta})}
+    )
+
+    def would(section: str, key: str, value: Any) -> Callable[[], Balance]:
+        def ask() -> Balance:
+            old = getattr(config, section)
+            if section == "mechanism":
+                new = dataclasses.replace(old, **{key: value})
+            else:
+                new = old.model_copy(update={key: value})
+            federation, _ = noised(config.model_copy(update={section: new}), facts)
+            return balance_of(federation, prepared.model.num_params)
+
+        return ask
+
+    def knob(section: str, key: str, values: Sequence[Any]) -> tuple[str, list[Any]]:
+        return f"{section}.{key}", [(value, would(section, key, value)) for value in values]
+
+    largest = max(known.num_records for known in facts)
+    if mechanism.kind == "rpdp":
+        if mechanism.expected_batch is None:
+            yield knob("federation", "local_steps", doubled(config.federation.local_steps, 1e3, 3))
+    elif mechanism.batch_size is not None:
+        yield knob("mechanism", "batch_size", doubled(mechanism.batch_size, largest))
+    else:
+        yield knob("mechanism", "sampling_prob", doubled(mechanism.sampling_prob, 1.0))
+    cap = mechanism.max_items_per_subject
+    yield knob(
+        "mechanism", "max_items_per_subject", [c for c in (cap // 2, cap // 4, 1) if 0 < c < cap]
+    )
+    if config.privacy.epsilon is not None:
+        yield knob("privacy", "epsilon", doubled(config.privacy.epsilon, math.inf, 4))
+    if mechanism.kind in ("local_group", "hi_grad_avg", "user_ldp"):
+        common = {f.name: getattr(mechanism, f.name) for f in dataclasses.fields(SiloMechanism)}
+        uls = SubjectULS(**common, group_size=cap)
+
+        def by_subject() -> Balance:
+            federation, _ = noised(config.model_copy(update={"mechanism": uls}), facts)
+            return balance_of(federation, prepared.model.num_params)
+
+        yield "mechanism.kind", [(uls.kind, by_subject)]
+    yield knob("federation", "rounds", [int(r) for r in doubled(config.federation.rounds, 1e6, 3)])
 
 
 def _personalised(prepared: FederatedRun, noise: float | None = None) -> FederatedRun:
@@ -393,6 +484,8 @@ def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
     kept = _kept(prepared)
     if "warning" in kept:
         console.print(f"[bold yellow]warning:[/bold yellow] {kept['warning']}")
+    for line in prepared.advice():
+        console.print(line, highlight=False)
     per_step = sum(p.mechanism.expected_records(p.facts) for p in members)
     return {
         "status": "dry-run",
@@ -411,6 +504,7 @@ def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
         "noise_on_mean": max(
             s * p.mechanism.clip_norm / d for s, p, d in zip(sigmas, members, divisors)
         ),
+        "noise_over_signal": prepared.balance.to_json(),
         "epsilon": guarantee.epsilon if math.isfinite(guarantee.epsilon) else None,
         "delta": prepared.delta,
         "claim": prepared.claim.to_json(),

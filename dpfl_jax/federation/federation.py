@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -111,13 +111,33 @@ class Federation:
             return most
         return min(most, self.cohort.size_bound())
 
-    def cohort_of(self, key: RootKey, round_index: int) -> np.ndarray:
-        """Silos of a round, sorted; ``key`` is the run's root key."""
+    def cohort_of(
+        self, key: RootKey, round_index: int, silo_key: Callable[[int], RootKey] | None = None
+    ) -> np.ndarray:
+        """Silos of a round, sorted.
+
+        Args:
+          key: the run's root key.
+          round_index: which round.
+          silo_key: key of each silo in this round, by which it draws for itself whether it takes
+            part (``participation_prob``); default: made from ``key``.
+        """
         if self.cohort is None:
             return self.participants
-        # proof: rpdp-silos-1
+        if isinstance(self.cohort, Poisson):
+            own = silo_key or (lambda i: key.child("silo", i, round_index))
+            members = self.participants.tolist()
+            return np.array([i for i in members if self.takes_part(own(i))], np.int64)
         drawn = self.cohort.indices(key.child("silo-cohort"), round_index)
         return np.intersect1d(drawn, self.participants)
+
+    def takes_part(self, key: RootKey) -> bool:
+        """A silo's own coin; ``key`` is that of the silo in this round."""
+        if not isinstance(self.cohort, Poisson):
+            return True
+        words = int.from_bytes(key.derive("take-part")[:8], "little")
+        # proof: rpdp-silos-1
+        return (words >> 11) * 2.0**-53 < self.cohort.prob
 
     def with_noise(self, sigmas: Sequence[float]) -> Federation:
         """A copy with these noise multipliers, one per silo."""
@@ -129,15 +149,23 @@ class Federation:
         )
         return dataclasses.replace(self, silos=silos)
 
-    def check(self, data: FederatedData) -> None:
-        """Raises BadInputError unless the data keep what the plan promises."""
+    def check(self, data: FederatedData, here: int | None = None) -> None:
+        """Raises BadInputError unless the data keep what the plan promises.
+
+        Args:
+          data: what the silos hold.
+          here: the one silo whose records are here; None: all are.
+        """
         if data.num_silos != len(self.silos):
             raise BadInputError(
                 f"the plan is for {len(self.silos)} silos, but the data have {data.num_silos}"
             )
         for silo, plan in zip(data.silos, self.silos, strict=True):
-            if plan.facts != SiloFacts.of(silo) and (
-                plan.mechanism.sampling_prob is None or not plan.facts.num_records
+            elsewhere = here not in (None, silo.index)
+            if (
+                not elsewhere
+                and plan.facts != SiloFacts.of(silo)
+                and (plan.mechanism.sampling_prob is None or not plan.facts.num_records)
             ):
                 raise BadInputError(
                     f"the plan says that silo {silo.index} holds {plan.facts.num_records} records "

@@ -174,8 +174,9 @@ def cap_per_subject(
 ) -> np.ndarray:
     """Which records stay when a subject may have at most ``cap`` in each silo.
 
-    The choice ranks a subject's records by a hash of its id and the record's number: it looks at
-    nothing but that subject, so that a cap never makes one person's records depend on another's.
+    The choice ranks a subject's records in a silo by a hash of its id and the record's number
+    there: it looks at nothing but that subject in that silo, so that a cap never makes one person's
+    records depend on another's, and a silo can apply it alone.
 
     Args:
       subjects: int [n], subject of each record.
@@ -192,8 +193,10 @@ def cap_per_subject(
     subjects, silos = np.asarray(subjects, np.int64), np.asarray(silos, np.int64)
     if not len(subjects):
         return np.zeros(0, bool)
+    # Of its place in this silo: a silo knows no other one's records.
+    numbers = record_numbers(subjects * (int(silos.max()) + 1) + silos)
     # proof: cap-1
-    ticket = mixed(np.asarray(subject_keys, np.uint64)[subjects], record_numbers(subjects), seed, 4)
+    ticket = mixed(np.asarray(subject_keys, np.uint64)[subjects], numbers, seed, 4)
     order = np.lexsort((ticket, subjects, silos))
     new = np.diff(subjects[order], prepend=-1) != 0
     new |= np.diff(silos[order], prepend=-1) != 0

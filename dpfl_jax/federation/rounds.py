@@ -70,25 +70,32 @@ class RoundBuilder:
 
     # ---- shapes ----------------------------------------------------------------------------
 
+    # What a microbatch looks like follows from public numbers alone: a silo that holds nobody
+    # else's records computes with the same shapes as all silos in one place.
+
     @functools.cached_property
     def capacity(self) -> int:
         """Microbatches in a step's buffer."""
         plans = self.federation.silos
         bounds = [plans[i].mechanism.size_bound(self.data.silos[i]) for i in self._members]
-        return max(1, math.ceil(max(bounds, default=1) / self.row))
+        return max(1, math.ceil(max([*bounds, self._usual]) / self.row))
 
     @functools.cached_property
     def row(self) -> int:
-        """Units in a microbatch, no more than the largest step needs."""
+        """Units in a microbatch, no more than a large step needs."""
+        return max(1, min(self.microbatch_size, self._usual))
+
+    @functools.cached_property
+    def _usual(self) -> int:
         plans = self.federation.silos
-        bounds = [plans[i].mechanism.size_bound(self.data.silos[i]) for i in self._members]
-        return max(1, min(self.microbatch_size, max(bounds, default=1)))
+        sizes = [plans[i].mechanism.usual_size(plans[i].facts) for i in self._members]
+        return max(sizes, default=1)
 
     @functools.cached_property
     def unit_size(self) -> int | None:
         """Records in a unit, or None if a unit is a record."""
         plans = self.federation.silos
-        sizes = [plans[i].mechanism.unit_size(self.data.silos[i]) for i in self._members]
+        sizes = [plans[i].mechanism.unit_size(plans[i].facts) for i in self._members]
         known = [size for size in sizes if size is not None]
         return max(known) if known else None
 
@@ -231,7 +238,9 @@ class RoundBuilder:
         for silo, row in zip(silos.tolist(), drawn):
             key = self.silo_key(silo, round_index)
             for t, draw in enumerate(row):
-                found.append(example_keys(key, (t,), draw.positions[draw.positions >= 0]))
+                # Of its place in the silo, which does not depend on what other silos hold.
+                local = draw.positions[draw.positions >= 0] - self.data.silos[silo].first
+                found.append(example_keys(key, (t,), local))
         return np.concatenate(found)
 
     def _slots(
@@ -253,9 +262,15 @@ class RoundBuilder:
                 positions.append(draw.positions[real])
         return np.concatenate(slots), np.concatenate(positions)
 
+    def cohort(self, round_index: int) -> np.ndarray:
+        """Silos of a round, sorted."""
+        return self.federation.cohort_of(
+            self.key, round_index, lambda silo: self.silo_key(silo, round_index)
+        )
+
     def pieces(self, round_index: int) -> list[np.ndarray]:
         """The cohort of a round in chunks (none if nobody takes part)."""
-        cohort = self.federation.cohort_of(self.key, round_index)
+        cohort = self.cohort(round_index)
         return [cohort[k : k + self.size] for k in range(0, len(cohort), self.size)]
 
     def prefetch(

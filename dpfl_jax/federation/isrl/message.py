@@ -161,6 +161,60 @@ def loss_name(loss: Loss, w: Any, data: SiloData) -> str:
     return computation_digest(jax.value_and_grad(loss), w, record)
 
 
+def make_messages(
+    loss: Loss,
+    spec: MessageSpec,
+    data: SiloData,
+    *,
+    batch: jax.Array,
+    clip_norm: jax.Array | float,
+    stddev: jax.Array,
+    rank: jax.Array | None = None,
+    batch_capacity: int | None = None,
+) -> Callable[[jax.Array, PyTree], jax.Array]:
+    """Returns ``messages(w, round) -> [N, ...]``, of every silo; see ``make_oracle``.
+
+    A silo's message depends on nothing that another one holds.
+    """
+    silos = data.num_silos
+    message = make_message(loss, spec, batch_capacity)
+    clip_norms = jnp.broadcast_to(jnp.asarray(clip_norm, jnp.float32), (silos,))
+    if rank is None:
+        if spec.sampling == "disjoint":
+            raise BadInputError("one-pass sampling needs the schedule's random order of records")
+        rank = jnp.zeros((silos, data.capacity), jnp.int32)
+    every = jax.vmap(message, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
+    # Of each silo alone: what it draws depends on nothing that another one holds.
+    words = jax.vmap(functools.partial(words_of, repr(spec)))(
+        data.examples, data.sizes, batch, clip_norms, stddev
+    )
+
+    def messages(w: jax.Array, row: PyTree) -> jax.Array:
+        name = words_of(loss_name(loss, w, data))
+        keys = jax.vmap(own_keys)(row["keys"], mixed(words, name))
+        return every(
+            w, data.examples, data.sizes, rank, row["turn"], batch, clip_norms, stddev, keys
+        )
+
+    return messages
+
+
+def mean_message(
+    sent: jax.Array, present: jax.Array, silo_weights: jax.Array | None = None
+) -> jax.Array:
+    """Mean of the messages of those present; zero if nobody is.
+
+    Args:
+      sent: float32 [N, ...].
+      present: bool [N].
+      silo_weights: float32 [N]; see ``make_oracle``.
+    """
+    silos = present.shape[0]
+    scale = jnp.ones(silos) if silo_weights is None else silos * silo_weights
+    mean = jnp.tensordot(present * scale, sent, axes=1, precision="highest")
+    return mean / jnp.maximum(present.sum(), 1)
+
+
 def make_oracle(
     loss: Loss,
     spec: MessageSpec,
@@ -191,28 +245,14 @@ def make_oracle(
     [N, 2, 8], from which this oracle derives its own (``schedule.own_keys``). If nobody answers the
     mean is zero.
     """
-    silos = data.num_silos
-    message = make_message(loss, spec, batch_capacity)
-    clip_norms = jnp.broadcast_to(jnp.asarray(clip_norm, jnp.float32), (silos,))
-    if rank is None:
-        if spec.sampling == "disjoint":
-            raise BadInputError("one-pass sampling needs the schedule's random order of records")
-        rank = jnp.zeros((silos, data.capacity), jnp.int32)
-    scale = jnp.ones(silos) if silo_weights is None else silos * silo_weights
-    every = jax.vmap(message, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
-    # Of each silo alone: what it draws depends on nothing that another one holds.
-    words = jax.vmap(functools.partial(words_of, repr(spec)))(
-        data.examples, data.sizes, batch, clip_norms, stddev
+    messages = make_messages(
+        loss,
+        spec,
+        data,
+        batch=batch,
+        clip_norm=clip_norm,
+        stddev=stddev,
+        rank=rank,
+        batch_capacity=batch_capacity,
     )
-
-    def oracle(w: jax.Array, row: PyTree) -> jax.Array:
-        name = words_of(loss_name(loss, w, data))
-        keys = jax.vmap(own_keys)(row["keys"], mixed(words, name))
-        sent = every(
-            w, data.examples, data.sizes, rank, row["turn"], batch, clip_norms, stddev, keys
-        )
-        use = row["present"] * scale
-        answered = row["present"].sum()
-        return jnp.tensordot(use, sent, axes=1, precision="highest") / jnp.maximum(answered, 1)
-
-    return oracle
+    return lambda w, row: mean_message(messages(w, row), row["present"], silo_weights)

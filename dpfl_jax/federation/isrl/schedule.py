@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -83,6 +83,7 @@ def make_schedule(
     available: int | Mapping[int, float] | None = None,
     one_pass_batch: np.ndarray | None = None,
     most_rounds: int | None = None,
+    silo_key: Callable[[int], RootKey] | None = None,
 ) -> Schedule:
     """Draws a schedule.
 
@@ -94,6 +95,8 @@ def make_schedule(
         the network decides; None: all. Who they are is uniform and independent of everything.
       one_pass_batch: K_i [N]: a silo that has no K_i unused records left stays silent.
       most_rounds: a silo that has answered so often stays silent (its budget is for so many).
+      silo_key: of each silo, from which its keys and its order of records come; default: made from
+        ``key`` and everything else that is given.
 
     Raises:
       BadInputError: a law of M_r that is none, or names more silos than there are.
@@ -114,17 +117,38 @@ def make_schedule(
     turn: np.ndarray = np.cumsum(present, axis=0) - present
     # proof: isrl-rounds-1
     present &= turn < limit
-    keys = key.numpy("isrl-keys").integers(0, 2**32, (rounds, silos, 2, 8), dtype=np.uint32)
-    orders = key.numpy("isrl-order").random((silos, int(sizes.max(initial=0))))
-    # Padding comes last in the order, so that the first n_i places hold real records.
-    orders[np.arange(orders.shape[1]) >= sizes[:, None]] = 2.0
-    rank = orders.argsort(axis=1).argsort(axis=1)
+    own = silo_key or (lambda i: key.child("silo", i))
+    capacity = int(sizes.max(initial=0))
+    drawn = [silo_draws(own(i), rounds, int(size), capacity) for i, size in enumerate(sizes)]
+    keys = np.stack([k for k, _ in drawn], axis=1)
+    rank = np.stack([order for _, order in drawn])
     return Schedule(
         present=jnp.asarray(present),
         turn=jnp.asarray(turn, jnp.int32),
         keys=jnp.asarray(keys),
         rank=jnp.asarray(rank, jnp.int32),
     )
+
+
+def silo_draws(
+    key: RootKey, rounds: int, size: int, capacity: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """What one silo draws before the run.
+
+    Args:
+      key: its own, used for nothing else.
+      rounds: R.
+      size: n_i.
+      capacity: n_max, of the padded arrays.
+
+    Returns:
+      keys uint32 [R, 2, 8], and rank int64 [n_max] (``Schedule``).
+    """
+    keys = key.numpy("isrl-keys").integers(0, 2**32, (rounds, 2, 8), dtype=np.uint32)
+    order = key.numpy("isrl-order").random(capacity)
+    # Padding comes last in the order, so that the first n_i places hold real records.
+    order[size:] = 2.0
+    return keys, order.argsort().argsort()
 
 
 def own_rows(rows: PyTree, *what: Any) -> PyTree:

@@ -184,14 +184,18 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         del silo
         return SiloDraw(positions, group, self.sigma, None)
 
-    def unit_size(self, silo: Silo) -> int | None:
+    def unit_size(self, facts: SiloFacts) -> int | None:
         """Records a unit may hold, or None if a unit is one record."""
-        del silo
+        del facts
         return None
+
+    def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
+        """A number of units, public, that draws of a silo with these facts seldom exceed."""
+        return binomial_bound(facts.num_records, self.probability(facts), tail)
 
     def size_bound(self, silo: Silo, tail: float = 1e-15) -> int:
         """A number of units that a draw exceeds with probability at most ``tail``."""
-        return binomial_bound(silo.num_records, self.probability(SiloFacts.of(silo)), tail)
+        return self.usual_size(SiloFacts.of(silo), tail)
 
     def rule(self, clip_norm: Any) -> Rule:
         """The clip rule at a clip norm (a float, or an array on the device)."""

@@ -87,9 +87,9 @@ class HiGradAvgDP(SiloMechanism):
             return dataclasses.replace(draw, divisor=float(max(len(lengths), 1)))
         return draw
 
-    def unit_size(self, silo: Silo) -> int | None:
+    def unit_size(self, facts: SiloFacts) -> int | None:
         """K if subjects are the units."""
-        del silo
+        del facts
         return self.max_items_per_subject if self.order == "average_then_clip" else None
 
     def rule(self, clip_norm: Any) -> Rule:

@@ -29,6 +29,7 @@ from dpfl_jax.federation.mechanisms.base import SiloDraw, SiloFacts, SiloMechani
 from dpfl_jax.mechanisms.base import require_positive
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import PersonalizedPoisson
+from dpfl_jax.sampling.base import binomial_bound
 
 DENOMINATORS = ("expected_batch", "realized_batch")
 
@@ -107,6 +108,11 @@ class RPDP(SiloMechanism):
         if self.denominator == "realized_batch":
             return dataclasses.replace(draw, divisor=float(max(draw.size, 1)))
         return draw
+
+    def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
+        """By the public expected batch; the rates are the silo's own."""
+        rate = min(1.0, self.divisor(facts) / max(facts.num_records, 1))
+        return binomial_bound(facts.num_records, rate, tail)
 
     def size_bound(self, silo: Silo, tail: float = 1e-15) -> int:
         """A batch size that a draw exceeds with probability at most ``tail``."""

@@ -82,14 +82,14 @@ class SubjectULS(SiloMechanism):
         positions = np.where(local >= 0, local + silo.first, -1)
         return self.plain(silo, positions, np.ones(len(chosen), np.float32))
 
-    def unit_size(self, silo: Silo) -> int | None:
+    def unit_size(self, facts: SiloFacts) -> int | None:
         """G."""
-        del silo
+        del facts
         return self.group_size
 
-    def size_bound(self, silo: Silo, tail: float = 1e-15) -> int:
+    def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
         """A number of subjects that a draw exceeds with probability at most ``tail``."""
-        return binomial_bound(silo.num_subjects, self.probability(SiloFacts.of(silo)), tail)
+        return binomial_bound(facts.num_subjects, self.probability(facts), tail)
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
         """The mean over the subject's records."""

@@ -47,13 +47,13 @@ class UserLDP(SiloMechanism):
         # proof: user-ldp-sensitivity-1
         return self.plain(silo, (silo.first + chosen)[None, :], np.ones(1, np.float32))
 
-    def unit_size(self, silo: Silo) -> int | None:
+    def unit_size(self, facts: SiloFacts) -> int | None:
         """The largest batch."""
-        return max(1, super().size_bound(silo))
+        return max(1, super().usual_size(facts))
 
-    def size_bound(self, silo: Silo, tail: float = 1e-15) -> int:
+    def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
         """One unit."""
-        del silo, tail
+        del facts, tail
         return 1
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:

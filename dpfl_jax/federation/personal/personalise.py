@@ -110,6 +110,69 @@ def public_quantiles(config: BudgetConfig) -> np.ndarray | None:
     return laws.check_budgets(np.asarray(config.declared, np.float64))
 
 
+def public_setting(
+    config: FederatedConfig, federation: Federation, delta: float, noise: float | None = None
+) -> TwoStage:
+    """What is accounted, with its noise: public, the same for all silos.
+
+    Args:
+      config: see ``personalise``.
+      federation: of ``RPDP`` mechanisms.
+      delta: of every record.
+      noise: noise multiplier of a run that is resumed.
+    """
+    tau, rounds, lam = config.federation.local_steps, federation.rounds, federation.participation
+    sigma = noise if noise is not None else config.mechanism.noise_multiplier
+    if sigma is None:
+        assert config.privacy.epsilon is not None
+        sigma = accounting.calibrate_noise_multiplier(
+            lambda s: accounting.events.two_stage(s, 1.0, lam, tau, rounds),
+            config.privacy.epsilon,
+            delta,
+        )
+    return TwoStage(float(sigma), tau, rounds, lam, delta)
+
+
+def public_part(
+    config: FederatedConfig, federation: Federation, setting: TwoStage
+) -> tuple[Federation, tuple[tuple[float, float, int], ...]]:
+    """The federation as it is published: noise and divisors, but nobody's rate.
+
+    Returns:
+      It, and (budget, rate, stay) of the declared budgets (``Personal.groups``).
+
+    Raises:
+      BadInputError: no public batch size follows.
+    """
+    privacy, batch = config.privacy, config.mechanism.expected_batch
+    public, policy = public_quantiles(privacy.budgets), privacy.policy
+    if batch is None and public is None:
+        raise BadInputError(
+            "budgets from a column are secret, so the batch size cannot follow from them: set "
+            "mechanism.expected_batch, or list typical budgets in privacy.budgets.declared"
+        )
+    share = 0.0 if public is None else public_batch(policy, public, setting, privacy.unreachable)
+    plans = []
+    for plan in federation.silos:
+        # The plan's numbers, declared constants: they stay when a record is added or removed.
+        expected = batch if batch is not None else max(1.0, share * plan.facts.num_records)
+        assert isinstance(plan.mechanism, RPDP)
+        mechanism = dataclasses.replace(
+            plan.mechanism,
+            noise_multiplier=setting.noise_multiplier,
+            setting=setting,
+            expected_batch=float(expected),
+        )
+        plans.append(dataclasses.replace(plan, mechanism=mechanism))
+    groups: tuple[tuple[float, float, int], ...] = ()
+    if public is not None:
+        levels = np.unique(public)
+        levels = levels if len(levels) <= _MOST_GROUPS else levels[[0, -1]]
+        theirs = assign(policy, levels, public, setting, "exclude")
+        groups = tuple(zip(levels.tolist(), theirs.rates.tolist(), theirs.stay.tolist()))
+    return dataclasses.replace(federation, silos=tuple(plans)), groups
+
+
 def with_rates(
     federation: Federation,
     data: FederatedData,
@@ -167,14 +230,7 @@ def personalise(
       BadInputError: budgets that are missing, bad or out of reach, or no public batch size.
     """
     privacy, budgets_config = config.privacy, config.privacy.budgets
-    tau, rounds, lam = config.federation.local_steps, federation.rounds, federation.participation
-    sigma = noise if noise is not None else config.mechanism.noise_multiplier
-    if sigma is None:
-        assert privacy.epsilon is not None
-        sigma = accounting.calibrate_noise_multiplier(
-            lambda s: accounting.events.two_stage(s, 1.0, lam, tau, rounds), privacy.epsilon, delta
-        )
-    setting = TwoStage(float(sigma), tau, rounds, lam, delta)
+    setting = public_setting(config, federation, delta, noise)
     budgets = record_budgets(budgets_config, store, data, keys)
     public = public_quantiles(budgets_config)
     policy: Policy = privacy.policy
@@ -193,26 +249,10 @@ def personalise(
         raise BadInputError(
             f"record {which!r}: {error} (privacy.unreachable=exclude leaves such records out)"
         ) from None
-    batch = config.mechanism.expected_batch
-    if batch is None and public is None:
-        raise BadInputError(
-            "budgets from a column are secret, so the batch size cannot follow from them: set "
-            "mechanism.expected_batch, or list typical budgets in privacy.budgets.declared"
-        )
-    share = 0.0 if public is None else public_batch(policy, public, setting, privacy.unreachable)
-    # The plan's numbers, declared constants: they stay when a record is added or removed.
-    expected = [
-        batch if batch is not None else max(1.0, share * plan.facts.num_records)
-        for plan in federation.silos
-    ]
+    published_plan, groups = public_part(config, federation, setting)
+    expected = [plan.mechanism.divisor(plan.facts) for plan in published_plan.silos]
     made = with_rates(federation, data, assignment, setting, expected)
     silos = np.repeat(np.arange(data.num_silos), np.diff(data.silo_offsets))
-    groups: tuple[tuple[float, float, int], ...] = ()
-    if public is not None:
-        levels = np.unique(public)
-        levels = levels if len(levels) <= _MOST_GROUPS else levels[[0, -1]]
-        theirs = assign(policy, levels, public, setting, "exclude")
-        groups = tuple(zip(levels.tolist(), theirs.rates.tolist(), theirs.stay.tolist()))
     unsound = made.mechanism.unsound()
     law = made.mechanism.noise
     return made, Personal(setting, budgets, assignment, silos, owned, unsound, groups, law)

@@ -15,6 +15,7 @@ from rich.console import Console
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config.isrl import IsrlConfig
+from dpfl_jax.federation.guidance import Balance, Knobs, advice, doubled
 from dpfl_jax.federation.isrl import bounds
 from dpfl_jax.federation.isrl.arms import (
     SiloNoise,
@@ -75,6 +76,12 @@ class IsrlRun(Prepared):
         parameters = dataclasses.replace(self.parameters, noise=began)
         return dataclasses.replace(self, parameters=parameters)
 
+    def advice(self) -> list[str]:
+        """Noise beside signal (``guidance``)."""
+        if self.parameters.noise is None:
+            return []
+        return advice(balance_of_messages(self.config, self.task, self.parameters), _knobs(self))
+
     def headline(self) -> list[str]:
         """Data, algorithm."""
         return [
@@ -82,6 +89,7 @@ class IsrlRun(Prepared):
             f"{self.config.isrl.algorithm}, {self.parameters.rounds} rounds, "
             f"{self.config.isrl.sampling} batches; {self.task.kind} loss, {self.task.dim} "
             "parameters",
+            *self.advice(),
         ]
 
     def charge(self) -> Charge:
@@ -116,6 +124,41 @@ class IsrlRun(Prepared):
         return result, lambda: _report(self, result)
 
 
+def balance_of_messages(config: IsrlConfig, task: Task, parameters: Parameters) -> Balance:
+    """Noise and signal of the mean message of a round, in units of the step size."""
+    silos = len(parameters.batches)
+    weights = config.isrl.silo_weights
+    shares = np.full(silos, 1 / silos) if weights is None else np.asarray(weights)
+    answering = effective_silos(config.isrl.available, silos) / silos
+    stddevs = shares * parameters.stddevs / parameters.batches
+    noise = math.sqrt(task.dim * float((stddevs**2).sum()) / answering)
+    return Balance(noise, float((shares * parameters.clip_norms).sum()), parameters.rounds)
+
+
+def _knobs(prepared: IsrlRun) -> Knobs:
+    """What may be changed where noise swamps signal, and what it would do."""
+    config, task = prepared.config, prepared.task
+    sizes = np.asarray(prepared.records.train.sizes)
+
+    def would(section: str, key: str, value: Any) -> Callable[[], Balance]:
+        def ask() -> Balance:
+            changed = getattr(config, section).model_copy(update={key: value})
+            new = config.model_copy(update={section: changed})
+            return balance_of_messages(new, task, choose(new, task, sizes))
+
+        return ask
+
+    share = prepared.parameters.sources["batch_fraction"][0]
+    values = [] if share >= 1.0 else doubled(share, 1.0)
+    yield "isrl.batch_fraction", [(v, would("isrl", "batch_fraction", v)) for v in values]
+    if isinstance(config.privacy.epsilon, float):
+        values = doubled(config.privacy.epsilon, math.inf, 4)
+        yield "privacy.epsilon", [(v, would("privacy", "epsilon", v)) for v in values]
+    if config.isrl.sampling != "disjoint":
+        rounds = [int(r) for r in doubled(prepared.parameters.rounds, 1e5, 3)]
+        yield "isrl.rounds", [(v, would("isrl", "rounds", v)) for v in rounds]
+
+
 def prepare(config: IsrlConfig, console: Console) -> IsrlRun:
     """Reads the data, fills in what theory gives, calibrates.
 
@@ -126,18 +169,20 @@ def prepare(config: IsrlConfig, console: Console) -> IsrlRun:
     with console.status("reading data"):
         records = load_silos(config.data, softmax=loss == "softmax", signed=loss == "hinge")
     sizes = np.asarray(records.train.sizes)
-    bound = config.data.max_norm
-    beta = None
-    if loss in ("hinge", "absolute") and config.model.smoothing is None:
-        beta = smoothing(config, sizes, records.features, bound)
-    task = make_task(
-        config.model, records.features, records.classes, bound, config.data.max_target, beta
-    )
+    task = dataset_task(config, sizes, records.features, records.classes)
     with console.status("calibrating noise"):
         parameters = choose(config, task, sizes)
-    if beta is not None:
-        parameters.sources["smoothing"] = (beta, "section 2, or Theorem F.2")
+    if loss in ("hinge", "absolute") and config.model.smoothing is None:
+        parameters.sources["smoothing"] = (task.smoothness, "section 2, or Theorem F.2")
     return IsrlRun(config, records, task, parameters)
+
+
+def dataset_task(config: IsrlConfig, sizes: np.ndarray, features: int, classes: int) -> Task:
+    """The loss of a configuration for data of these public sizes."""
+    bound, beta = config.data.max_norm, None
+    if config.model.loss in ("hinge", "absolute") and config.model.smoothing is None:
+        beta = smoothing(config, sizes, features, bound)
+    return make_task(config.model, features, classes, bound, config.data.max_target, beta)
 
 
 def run_experiment(
@@ -289,6 +334,9 @@ def dry_run(config: IsrlConfig, console: Console) -> dict[str, Any]:
     """Validates and prices a configuration: parameters, noise, epsilon, possible risk."""
     prepared = prepare(config, console)
     guarantee, taken = guarantee_of(prepared, prepared.parameters.rounds)
+    for line in prepared.advice():
+        console.print(line, highlight=False)
+    balance = balance_of_messages(config, prepared.task, prepared.parameters)
     return {
         "status": "dry-run",
         "name": config.name,
@@ -298,6 +346,7 @@ def dry_run(config: IsrlConfig, console: Console) -> dict[str, Any]:
             "source": prepared.records.description,
         },
         "rounds": prepared.parameters.rounds,
+        "noise_over_signal": balance.to_json(),
         "epsilon": guarantee.epsilon if guarantee.private else None,
         "delta": guarantee.delta,
         "privacy": guarantee.to_json(),

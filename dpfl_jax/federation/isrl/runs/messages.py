@@ -18,7 +18,13 @@ from dpfl_jax.accounting import REPLACE
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
 from dpfl_jax.federation.isrl.arms import at_one_delta
-from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, loss_name, make_oracle
+from dpfl_jax.federation.isrl.message import (
+    MessageSpec,
+    SiloData,
+    loss_name,
+    make_messages,
+    mean_message,
+)
 from dpfl_jax.federation.isrl.method import Method, Oracle
 from dpfl_jax.federation.isrl.minibatch_sgd import (
     ball,
@@ -75,17 +81,16 @@ def schedule_of(config: IsrlConfig, parameters: Parameters, sizes: np.ndarray, k
     )
 
 
-def objective_oracle(
+def objective_messages(
     config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
-) -> Oracle:
-    """Mean of the messages, plus the regulariser's gradient, which depends on no record.
+) -> Callable[[jax.Array, Any], jax.Array]:
+    """``(w, round) -> [N, ...]``, the messages of all silos.
 
     To be made inside ``jit``, of arguments: captured records would be written into the program, and
     with it wherever compiled programs are kept.
     """
     section = config.isrl
-    weights = section.silo_weights
-    oracle = make_oracle(
+    return make_messages(
         task.train_loss,
         MessageSpec(section.sampling, noise=section.noise),
         data,
@@ -93,11 +98,56 @@ def objective_oracle(
         clip_norm=jnp.asarray(parameters.clip_norms, jnp.float32),
         stddev=jnp.asarray(parameters.stddevs, jnp.float32),
         rank=rank,
-        silo_weights=None if weights is None else jnp.asarray(weights, jnp.float32),
         batch_capacity=int(parameters.batches.max()),
     )
-    mu = config.model.regularization
-    return lambda w, row: oracle(w, row) + mu * w
+
+
+def objective_mean(config: IsrlConfig, w: jax.Array, sent: jax.Array, row: Any) -> jax.Array:
+    """Mean of the messages, plus the regulariser's gradient, which depends on no record."""
+    weights = config.isrl.silo_weights
+    shares = None if weights is None else jnp.asarray(weights, jnp.float32)
+    return mean_message(sent, row["present"], shares) + config.model.regularization * w
+
+
+def objective_oracle(
+    config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, rank: jax.Array
+) -> Oracle:
+    """Both together; to be made inside ``jit``, too."""
+    messages = objective_messages(config, task, data, parameters, rank)
+    return lambda w, row: objective_mean(config, w, messages(w, row), row)
+
+
+class Round:
+    """A round in three compiled programs, the same whether the silos are here or elsewhere.
+
+    Attributes:
+      where: ``(state, values) -> w`` at which gradients are asked for.
+      messages: ``(w, row, data, rank) -> [N, ...]``, all that looks at records.
+      server: ``(state, values, w, sent, row) -> state``.
+    """
+
+    def __init__(
+        self, config: IsrlConfig, task: Task, parameters: Parameters, method: Method
+    ) -> None:
+        def where(state: Any, values: Any) -> jax.Array:
+            asked: list[jax.Array] = []
+
+            def oracle(w: jax.Array, row: Any) -> jax.Array:
+                asked.append(w)
+                return jnp.zeros_like(w)
+
+            method.step(oracle, None, state, values)
+            return asked[0]
+
+        def messages(w: jax.Array, row: Any, data: SiloData, rank: jax.Array) -> jax.Array:
+            return objective_messages(config, task, data, parameters, rank)(w, row)
+
+        def server(state: Any, values: Any, w: jax.Array, sent: jax.Array, row: Any) -> Any:
+            mean = objective_mean(config, w, sent, row)
+            return method.step(lambda *_: mean, None, state, values)
+
+        self.where, self.messages = jax.jit(where), jax.jit(messages)
+        self.server = jax.jit(server)
 
 
 def solve(
@@ -155,12 +205,12 @@ def _terms(
 
 
 class Messages(Algorithm):
-    """The rounds of a prepared configuration; a step of the driver is a block of them."""
+    """The rounds of a prepared configuration; a step of the driver is a block."""
 
     word = "rounds"
     # Records' turns are drawn once for the whole run: it cannot go on as another computation.
     movable = False
-    smaller = "lower execution.rounds_per_block"
+    smaller = "spread the silos over more devices"
 
     def __init__(
         self, config: IsrlConfig, task: Task, data: SiloData, parameters: Parameters, mesh: Mesh
@@ -220,14 +270,17 @@ class Messages(Algorithm):
         return MessageSteps(self, key, start)
 
 
+_take = jax.jit(lambda tree, r: jax.tree.map(lambda x: x[r], tree))
+
+
 class MessageSteps(Steps):
-    """Blocks of the schedule, through one compiled program."""
+    """Blocks of the schedule."""
 
     def __init__(self, run: Messages, key: RootKey, start: int) -> None:
         self.run, self.start = run, start
         sizes = np.asarray(run.data.sizes)
         self.schedule = run.everywhere(schedule_of(run.config, run.parameters, sizes, key))
-        self.block = _block(run.config, run.task, run.parameters, run.method)
+        self.round = Round(run.config, run.task, run.parameters, run.method)
         self.present = np.asarray(self.schedule.present)
         self.batch = float(run.parameters.batches.mean())
         parts = run.mesh.size
@@ -246,9 +299,12 @@ class MessageSteps(Steps):
     def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, Taken]:
         """A block."""
         run, (begin_at, end) = self.run, inputs
-        values = jax.tree.map(lambda x: x[begin_at:end], run.method.values)
-        now, rows = state.opt_state["state"], self.schedule.rows(begin_at, end)
-        now = self.block(now, rows, values, self.data, self.schedule.rank)
+        now, rows = state.opt_state["state"], self.schedule.rows()
+        for r in range(begin_at, end):
+            values, row = _take((run.method.values, rows), r)
+            w = self.round.where(now, values)
+            sent = self.round.messages(w, row, self.data, self.schedule.rank)
+            now = self.round.server(now, values, w, sent, row)
         state = run.packed(now, end)
         answered = int(self.present[begin_at:end].sum())
         stats = (answered, self.train_loss(state.params))

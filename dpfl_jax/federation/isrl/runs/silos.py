@@ -155,6 +155,8 @@ def _cut(
     """Indices of each silo, disjoint."""
     silos = config.silos
     if config.partition == "natural":
+        if silo is None and silos == 1:  # one silo's own file
+            silo = np.zeros(len(fine), np.int64)
         if silo is None:
             raise BadInputError(
                 "data.partition=natural needs records that name their silo: set data.silo_column, "

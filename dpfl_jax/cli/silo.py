@@ -1,0 +1,232 @@
+"""``dpfl silo``: silos that are elsewhere, and the server that they train with."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import Any
+
+from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.errors import BadInputError
+
+DESCRIPTION = """\
+Train with silos in processes of their own, on Flower (pip install 'dpfl_jax[flower]').
+
+A silo's folder holds its root key, its policy (silo.yaml), its ledger and its log. Its records stay
+where they are: what leaves the silo is what it has sampled, clipped and noised. docs/guides/
+hospitals.md says what each party must trust.
+
+  init   makes the folder: a secret key, and silo.yaml to review and sign off
+  check  reads data, study, policy, log and ledger, and says what would be told and allowed
+  run    answers the server; a silo that was killed goes on by the same command
+  serve  the server: it holds no data; one that was killed goes on by the same command
+
+examples:
+  dpfl silo init silos/bern --name bern --config study.yaml --data bern.csv
+  dpfl silo check silos/bern
+  dpfl silo run silos/bern
+  dpfl silo serve study.yaml --run-dir runs/study --host 0.0.0.0 --port 8000 \\
+    --certificate server.pem --key server.key --root-certificates ca.pem
+"""
+
+_SILO = """\
+# One silo. `dpfl silo check {folder}` says what this allows.
+name: {name}                # the order of names is the order of silos
+config: {config}            # the study, the same file at all parties
+data: {{path: {data}}}      # what of the study's section data is this silo's own
+server: {server}
+root_certificates: {certificates}
+
+# Signed off by whoever answers for these people. The silo itself computes what a plan costs them,
+# and refuses what goes beyond any of this.
+policy:
+  epsilon: {epsilon}            # largest of one run, for one person
+  delta: {delta}
+  unit: {unit}              # subject: a person with all records; record: one of them
+  total_epsilon: null       # largest of all runs together; null: no limit
+  least_noise_multiplier: 0.3
+  most_rounds: {rounds}
+  mechanisms: [{mechanism}]
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the verbs."""
+    verbs = parser.add_subparsers(dest="verb", metavar="init|check|run|serve", required=True)
+    init = verbs.add_parser("init", help="make the folder of a silo")
+    init.add_argument("folder", metavar="FOLDER")
+    init.add_argument("--name", required=True, help="of the silo")
+    init.add_argument("--config", required=True, help="the study's configuration")
+    init.add_argument("--data", required=True, metavar="PATH", help="the silo's own data")
+    init.add_argument("--server", default="127.0.0.1:8000", metavar="HOST:PORT")
+    init.add_argument("--root-certificates", metavar="FILE", help="that sign the server's")
+    check = verbs.add_parser("check", help="read everything, and ask nobody")
+    check.add_argument("folder", metavar="FOLDER")
+    run = verbs.add_parser("run", help="answer the server")
+    run.add_argument("folder", metavar="FOLDER")
+    run.add_argument("--finish", action="store_true", help="end once a run is finished")
+    serve = verbs.add_parser("serve", help="be the server")
+    serve.add_argument("config", metavar="CONFIG")
+    serve.add_argument("--run-dir", required=True, metavar="DIR")
+    serve.add_argument("--host", default="127.0.0.1")
+    serve.add_argument("--port", type=int, default=8000)
+    serve.add_argument("--certificate", metavar="FILE")
+    serve.add_argument("--key", metavar="FILE")
+    serve.add_argument("--root-certificates", metavar="FILE")
+    serve.add_argument(
+        "--wait", type=float, default=600.0, help="seconds until a silo is left out (default: 600)"
+    )
+    for verb in (run, serve):
+        verb.add_argument(
+            "--insecure", action="store_true", help="without TLS: for tests on one machine"
+        )
+    for verb in (init, check, run, serve):
+        add_json_flag(verb)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Runs the chosen verb."""
+    return {"init": _init, "check": _check, "run": _run, "serve": _serve}[args.verb](args)
+
+
+def _init(args: argparse.Namespace) -> dict[str, Any]:
+    import os
+
+    from rich.console import Console
+
+    from dpfl_jax.config import IsrlConfig, load_config
+    from dpfl_jax.flower.plan import study_of
+    from dpfl_jax.flower.silo import CONFIG, KEY, make_key
+
+    folder = pathlib.Path(args.folder)
+    if (folder / CONFIG).exists() or (folder / KEY).exists():
+        raise BadInputError(f"{folder} holds a silo already: its key and log are its memory")
+    config: Any = load_config(args.config)
+    study_of(config)
+    isrl = isinstance(config, IsrlConfig)
+    privacy = config.privacy
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def from_there(path: str | None) -> str:
+        return "null" if path is None else os.path.relpath(path, folder)
+
+    epsilon = max(privacy.epsilon) if isinstance(privacy.epsilon, tuple) else privacy.epsilon
+    rounds = config.isrl.rounds if isrl else config.federation.rounds
+    delta = privacy.delta if isinstance(privacy.delta, float) else 1e-5
+    (folder / CONFIG).write_text(
+        _SILO.format(
+            folder=folder,
+            name=args.name,
+            config=from_there(args.config),
+            data=from_there(args.data),
+            server=args.server,
+            certificates=from_there(args.root_certificates),
+            epsilon=epsilon if epsilon is not None else 1.0,
+            delta=delta,
+            unit="record" if isrl else "subject",
+            rounds=rounds or 1000,
+            mechanism=f"isrl/{config.isrl.algorithm}" if isrl else config.mechanism.kind,
+        )
+    )
+    make_key(folder)
+    console = Console(stderr=args.json)
+    console.print(f"made {folder}: review {folder / CONFIG}, then `dpfl silo check {folder}`")
+    return {"folder": str(folder), "name": args.name}
+
+
+def _check(args: argparse.Namespace) -> dict[str, Any]:
+    from rich.console import Console
+    from rich.table import Table
+
+    from dpfl_jax.flower.server import digest_of
+    from dpfl_jax.flower.silo import Silo
+
+    console = Console(stderr=args.json)
+    silo = Silo(args.folder, console)
+    runs = {row["run"]: row for row in silo.log.rows if row["kind"] == "accepted"}
+    found = {
+        "name": silo.name,
+        "study": digest_of(silo.held.config),
+        "told": silo.held.facts,
+        "policy": silo.policy.model_dump(mode="json"),
+        "runs": {
+            name: {
+                "rounds": len([r for r in silo.log.rows
+                               if r["kind"] == "answered" and r["run"] == name]),
+                "epsilon": row["guarantee"]["epsilon"],
+                "ledger": row["ledger"]["after"],
+            }
+            for name, row in runs.items()
+        },
+        "refused": [r["why"] for r in silo.log.rows if r["kind"] == "refused"],
+    }  # fmt: skip
+    silo.close()
+    table = Table(title=f"silo {silo.name}", title_justify="left", show_header=False)
+    table.add_row("data", silo.held.description)
+    table.add_row("told to the server", ", ".join(f"{k} {v}" for k, v in silo.held.facts.items()))
+    table.add_row("study", f"{found['study']} (the same at all parties)")
+    table.add_row("policy", ", ".join(f"{k} {v}" for k, v in found["policy"].items()))
+    for name, row in found["runs"].items():
+        spent = f"epsilon {row['epsilon']:.4g} of this run, {row['ledger']:.4g} of all by then"
+        table.add_row(f"run {name}", f"{row['rounds']} rounds answered, {spent}")
+    for sentence in found["refused"]:
+        table.add_row("refused", sentence)
+    console.print(table)
+    return found
+
+
+def _flower() -> None:
+    import importlib.util
+    import os
+
+    if importlib.util.find_spec("flwr") is None:
+        raise BadInputError("silos elsewhere need Flower: pip install 'dpfl_jax[flower]'")
+    os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+    os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any]:
+    from rich.console import Console
+
+    _flower()
+    from dpfl_jax.flower.node import run_node
+    from dpfl_jax.flower.silo import Silo
+
+    silo = Silo(args.folder, Console(stderr=args.json))
+    run_node(silo, args.insecure, args.finish)
+    return {"name": silo.name, "finished": silo.log.find("finished")}
+
+
+def _serve(args: argparse.Namespace) -> dict[str, Any]:
+    from rich.console import Console
+
+    from dpfl_jax.cli.train import print_report
+
+    _flower()
+    from dpfl_jax.flower.serve import serve
+
+    given = (args.certificate, args.key, args.root_certificates)
+    if args.insecure == all(given) or (any(given) and not all(given)):
+        raise BadInputError(
+            "give --certificate, --key and --root-certificates (docs/guides/hospitals.md makes "
+            "them), or --insecure for a test on one machine"
+        )
+    tls = None
+    if not args.insecure:
+        missing = [path for path in given if not pathlib.Path(path).is_file()]
+        if missing:
+            raise BadInputError(f"there is no file {missing[0]}")
+        certificate, key, roots = (str(pathlib.Path(path).absolute()) for path in given)
+        tls = (certificate, key, roots)
+    console = Console(stderr=args.json)
+    report = serve(
+        args.config,
+        args.run_dir,
+        console,
+        host=args.host,
+        port=args.port,
+        tls=tls,
+        wait=args.wait,
+    )
+    print_report(console, report)
+    return report

@@ -1,0 +1,180 @@
+"""The protocol on Flower: one record of bytes in each message, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from rich.console import Console
+
+from dpfl_jax.config import load_config
+from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.flower.server import run_study
+from dpfl_jax.flower.silo import Silo
+from dpfl_jax.flower.wire import pack, unpack
+
+_RECORD, _BODY = "dpfl", "body"
+_POLL_S = 0.1
+_AGAIN_S = 20.0  # a silo that did not answer is asked again; it repeats itself
+
+
+def content_of(body: bytes) -> RecordDict:
+    """A request or reply as the content of a message."""
+    return RecordDict({_RECORD: ConfigRecord({_BODY: body})})
+
+
+def body_of(message: Message) -> bytes:
+    """What ``content_of`` packed.
+
+    Raises:
+      BadInputError: the message holds something else.
+    """
+    try:
+        body = message.content[_RECORD][_BODY]
+    except KeyError:
+        body = None
+    if not isinstance(body, bytes):
+        raise BadInputError("a message of Flower holds nothing of this protocol")
+    return body
+
+
+def client_app(silo: Silo) -> ClientApp:
+    """A ClientApp whose queries a silo answers."""
+    app = ClientApp()
+
+    @app.query()
+    def query(message: Message, context: Context) -> Message:
+        del context
+        try:
+            reply = silo.answer(body_of(message))
+        except Exception:  # what went wrong may tell of the data: it stays here
+            silo.console.print(traceback.format_exc(), markup=False, highlight=False)
+            reply = pack({"kind": "refused", "silo": silo.name, "why": "it failed (see its log)"})
+        return Message(content_of(reply), reply_to=message)
+
+    return app
+
+
+class GridTransport:
+    """Finds silos by name among the nodes of a SuperLink, and asks until they answer."""
+
+    def __init__(self, grid: Grid, wait_s: float, console: Console) -> None:
+        """Args: wait_s: how long a silo that is gone is waited for before it is left out."""
+        self._grid, self._wait, self._console = grid, wait_s, console
+        self._nodes: dict[str, int] = {}
+        self._hello = b""
+
+    def hello(self, request: bytes, count: int, most_s: float = math.inf) -> dict[str, bytes]:
+        """Asks every node until so many silos are there."""
+        self._hello = request
+        found: dict[str, bytes] = {}
+        asked: dict[str, int] = {}
+        known: set[int] = set()
+        end = time.monotonic() + most_s
+        while len(found) < count and time.monotonic() < end:
+            known |= self._greet(known, asked)
+            for node, reply in self._pulled(asked):
+                name = _name_of(reply)
+                if unpack(reply)[0]["kind"] == "refused":
+                    return {**found, name: reply}
+                # Whoever comes again under a name was restarted.
+                found[name], self._nodes[name] = reply, node
+                self._console.print(f"{name} is here ({len(found)} of {count})", markup=False)
+            time.sleep(_POLL_S)
+        return found
+
+    def ask(self, requests: Mapping[str, bytes], most_s: float = math.inf) -> dict[str, bytes]:
+        """Replies of all that answer in time; who restarts is found again by its name."""
+        replies: dict[str, bytes] = {}
+        asked: dict[str, int] = {}
+        greeted: dict[str, int] = {}
+        last: dict[str, float] = {}
+        known = set(self._nodes.values())
+        end = time.monotonic() + min(self._wait, most_s)
+        while len(replies) < len(requests) and time.monotonic() < end:
+            for name in self._nodes.keys() & (requests.keys() - replies.keys()):
+                if time.monotonic() - last.get(name, -_AGAIN_S) >= _AGAIN_S:
+                    last[name] = time.monotonic()
+                    self._push(self._nodes[name], requests[name], asked)
+            known |= self._greet(known, greeted)
+            for node, reply in self._pulled(greeted):
+                name = _name_of(reply)
+                if name in requests:  # it was restarted
+                    self._nodes[name] = node
+                    last.pop(name, None)
+            for node, reply in self._pulled(asked):
+                replies |= {n: reply for n in requests if self._nodes.get(n) == node}
+            time.sleep(_POLL_S)
+        return replies
+
+    def _greet(self, known: set[int], asked: dict[str, int]) -> set[int]:
+        """Says hello to nodes that are new."""
+        new = set(self._grid.get_node_ids()) - known
+        for node in new:
+            self._push(node, self._hello, asked)
+        return new
+
+    def _push(self, node: int, request: bytes, asked: dict[str, int]) -> None:
+        message = Message(content_of(request), dst_node_id=node, message_type="query")
+        for identity in self._grid.push_messages([message]):
+            if identity:
+                asked[identity] = node
+
+    def _pulled(self, asked: dict[str, int]) -> list[tuple[int, bytes]]:
+        """Replies that have come, with their node."""
+        found = []
+        for message in self._grid.pull_messages(list(asked)) if asked else ():
+            node = asked.pop(message.metadata.reply_to_message_id, None)
+            if node is not None and message.has_content():
+                found.append((node, body_of(message)))
+        return found
+
+
+def _name_of(reply: bytes) -> str:
+    header, _ = unpack(reply)
+    return str(header.get("name", header.get("silo")))
+
+
+def _end_with(parent: int) -> None:
+    """Ends a server whose SuperLink was killed: it would keep the run from who goes on with it."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def server_app() -> ServerApp:
+    """A ServerApp that runs the study its run configuration names.
+
+    ``config``: the configuration; ``run-dir``: of the server; ``wait``: seconds until a silo that
+    is gone is left out. How it ended is in ``outcome.json`` beside the run directory.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        told = context.run_config
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        run_dir, console = pathlib.Path(str(told["run-dir"])), Console()
+        outcome: dict[str, Any] = {}
+        try:
+            transport = GridTransport(grid, float(told["wait"]), console)
+            config = load_config(str(told["config"]))
+            outcome = {"status": run_study(config, run_dir, transport, console)["status"]}
+        except (BadInputError, StoppedError) as error:
+            outcome = {"status": "failed", "why": str(error)}
+            console.print(str(error), markup=False, highlight=False)
+        finally:
+            outcome = outcome or {"status": "failed", "why": "see the log of the server"}
+            run_dir.with_name(run_dir.name + ".outcome.json").write_text(json.dumps(outcome))
+
+    return app

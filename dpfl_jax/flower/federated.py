@@ -1,0 +1,381 @@
+"""Rounds over silos, cut in two: what a silo computes, and what the server makes of messages.
+
+Both halves are the simulation's own programs (``federation.engine``): a silo runs the compiled
+round on a chunk that holds itself alone, as the simulation does with ``execution.chunk_silos`` of
+1; the server adds such chunks up and applies the same rule.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting.statement import Statement
+from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.config import FederatedConfig
+from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon, whole_event
+from dpfl_jax.federation.data import FederatedData
+from dpfl_jax.federation.engine import Released
+from dpfl_jax.federation.federated import Federated, FederatedSteps, add_released
+from dpfl_jax.federation.federated_run import federation_of, noised, read_subjects
+from dpfl_jax.federation.federation import Federation
+from dpfl_jax.federation.guarantee import federated_guarantee
+from dpfl_jax.federation.mechanisms import SiloFacts
+from dpfl_jax.federation.partition import cap_per_subject
+from dpfl_jax.federation.personal.personalise import (
+    Published,
+    personalise,
+    published_guarantee,
+)
+from dpfl_jax.federation.placement import subject_keys
+from dpfl_jax.federation.recipes import Claim
+from dpfl_jax.federation.rounds import RoundBuilder
+from dpfl_jax.federation.server import OptimizerServer
+from dpfl_jax.federation.silo_statement import federated_statement, personal_statement
+from dpfl_jax.flower.plan import Plan
+from dpfl_jax.flower.policy import Asked, Policy
+from dpfl_jax.mesh import data_parallel_mesh, place, replicated
+from dpfl_jax.models import build_by_name
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.algorithm import Steps, Taken
+from dpfl_jax.run.driver import Pace
+from dpfl_jax.run.prepared import Charge
+from dpfl_jax.run.state import TrainState
+from dpfl_jax.run.terms import Terms
+from dpfl_jax.task import Task
+from dpfl_jax.training.central_run import make_optimizer
+
+PyTree = Any
+# (round, parameters) -> what each silo that takes part has sent, by its place.
+Ask = Callable[[int, PyTree], Mapping[int, PyTree]]
+
+
+def _one_device() -> Any:
+    return data_parallel_mesh(jax.devices()[:1])
+
+
+def _optimizers(config: FederatedConfig) -> tuple[Any, OptimizerServer]:
+    section = config.federation
+    local = make_optimizer(section.local_optimizer, section.rounds * section.local_steps)
+    return local, OptimizerServer(make_optimizer(section.server_optimizer, section.rounds))
+
+
+def _alone(config: FederatedConfig) -> Any:
+    """Execution of one silo at a time."""
+    return config.execution.model_copy(update={"width": 1, "chunk_silos": 1})
+
+
+def facts_of(rows: Sequence[Mapping[str, Any]]) -> list[SiloFacts]:
+    """Public sizes of all silos."""
+    return [SiloFacts(row["num_records"], row["num_subjects"]) for row in rows]
+
+
+def _published(config: FederatedConfig, federation: Federation, groups: Any) -> Published:
+    mechanism: Any = federation.mechanism
+    records = sum(plan.facts.num_records for plan in federation.silos)
+    unsound = mechanism.unsound()
+    return Published(
+        mechanism.setting, config.privacy.policy, records, unsound, groups, mechanism.noise
+    )
+
+
+def guarantee_of(
+    config: FederatedConfig, federation: Federation, groups: Any, rounds: int, caveats: Any = ()
+) -> Guarantee:
+    """What ``rounds`` rounds guarantee, from public numbers alone."""
+    if config.mechanism.kind == "rpdp":
+        return published_guarantee(_published(config, federation, groups), rounds, caveats)
+    delta = config.privacy.delta
+    assert delta is not None
+    told = Claim("given", math.inf, delta, math.inf, math.inf, rounds, rounds)
+    return federated_guarantee(federation, told, delta, rounds, caveats)
+
+
+# ---- the silo ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Own(RoundBuilder):
+    """The rounds of one silo, drawn from its own key.
+
+    Attributes:
+      index: its place among all.
+    """
+
+    index: int = 0
+
+    def silo_key(self, silo: int, round_index: int) -> RootKey:
+        """The silo's, in this round."""
+        return round_key(self.key, round_index)
+
+    def cohort(self, round_index: int) -> np.ndarray:
+        """This silo, if its coin says so."""
+        here = self.federation.takes_part(self.silo_key(self.index, round_index))
+        return np.array([self.index] * here, np.int64)
+
+
+def round_key(run_key: RootKey, round_index: int) -> RootKey:
+    """A silo's key in a round; ``run_key`` is its own in this run."""
+    return run_key.child("round", round_index)
+
+
+class Subjects:
+    """What one silo holds, for a federated study."""
+
+    def __init__(self, config: FederatedConfig) -> None:
+        """Reads the silo's own data.
+
+        Args:
+          config: the study, with the silo's own data.
+
+        Raises:
+          BadInputError: anything wrong with the data.
+        """
+        self.config = config
+        found = read_subjects(config)
+        self.store, self.task = found.train, found.task
+        store = self.store
+        self.subjects = np.repeat(np.arange(store.num_users), store.examples_per_user)
+        self.keys = subject_keys(store, config.federation.partition_seed)
+        alone = np.zeros(len(self.subjects), np.int64)
+        cap = config.mechanism.max_items_per_subject
+        self.keep = cap_per_subject(self.subjects, alone, self.keys, cap)
+        self.description = found.description
+
+    @functools.cached_property
+    def facts(self) -> dict[str, Any]:
+        """Public sizes."""
+        return dataclasses.asdict(SiloFacts.of(self.as_silo(0, 1).silos[0]))
+
+    def as_silo(self, index: int, count: int) -> FederatedData:
+        """The data of a federation of which only this silo is here."""
+        where = np.full(len(self.subjects), index)
+        return FederatedData.from_assignment(self.store, self.subjects, where, count, self.keep)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the records and their subjects; sensitive."""
+        return self.as_silo(0, 1).fingerprint
+
+    def work(self, plan: Plan, index: int, key: RootKey) -> SubjectWork:
+        """What a plan asks of this silo; ``key`` is used for nothing else."""
+        return SubjectWork(self, plan, index, key)
+
+
+class SubjectWork:
+    """One plan, seen by one silo."""
+
+    def __init__(self, held: Subjects, plan: Plan, index: int, key: RootKey) -> None:
+        config, facts = held.config, facts_of(plan.silos)
+        self.config, self.index, self.key = config, index, key
+        data = held.as_silo(index, len(facts))
+        self.federation, self.groups = noised(config, facts, plan.noise)
+        self.public = self.federation
+        if config.mechanism.kind == "rpdp":
+            delta = config.privacy.delta
+            assert delta is not None
+            bare = federation_of(config, facts)
+            self.federation, personal = personalise(
+                config, bare, data, held.store, held.keys, delta, plan.noise[0]
+            )
+            personal.check(config.federation.rounds)
+        model = build_by_name(config.model.kind, held.task, config.model.options)
+        local, server = _optimizers(config)
+        assert config.privacy.delta is not None
+        self.algorithm = Federated(
+            loss_fn=model.loss,
+            params=model.init(jax.random.key(config.init_seed)),
+            data=data,
+            federation=self.federation,
+            local_optimizer=local,
+            delta=config.privacy.delta,
+            mesh=_one_device(),
+            server=server,
+            keep_local_state=config.federation.local_state == "keep",
+            execution=_alone(config),
+            show_spent=False,
+            here=index,
+        )
+        self.rounds, self.like = self.federation.rounds, self.algorithm.given
+
+    @functools.cached_property
+    def _steps(self) -> FederatedSteps:
+        own = functools.partial(_Own, index=self.index)
+        return FederatedSteps(self.algorithm, self.key, 0, builder=own)
+
+    @property
+    def state_like(self) -> PyTree:
+        """What the silo keeps between rounds: its optimiser's state, or nothing."""
+        if not self.algorithm.keep:
+            return ()
+        one = jax.eval_shape(self.algorithm.local_optimizer.init, self.like)
+        return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), one)
+
+    def start(self) -> PyTree:
+        """That state before the first round."""
+        if not self.algorithm.keep:
+            return ()
+        return jax.device_get(self.algorithm.local_optimizer.init(self.like))
+
+    def check(self) -> None:
+        """Looks whether what is compiled is what is accounted for (``FederatedSteps.check``)."""
+        self._steps.check(self.algorithm.init())
+
+    def asked(self, policy: Policy) -> Asked:
+        """What the plan asks, as this silo computes it."""
+        mechanism = self.public.mechanism
+        record = policy.unit == "record" and mechanism.unit == "record"
+        price = federated_epsilon if record else subject_epsilon
+        return Asked(
+            mechanism.kind,
+            self.rounds,
+            self.public.silos[self.index].mechanism.sigma,
+            price(self.public, policy.delta),
+            "record" if record else "subject",
+        )
+
+    def charge(self, policy: Policy) -> Charge:
+        """What a ledger is charged for the whole run."""
+        guarantee = self.guarantee()
+        event = whole_event(self.public, policy.delta)
+        return Charge(event, policy.delta, guarantee.unit, guarantee.adjacency)
+
+    def guarantee(self) -> Guarantee:
+        """Of the whole run."""
+        return guarantee_of(self.config, self.public, self.groups, self.rounds)
+
+    def message(
+        self, round_index: int, params: PyTree, state: PyTree, answered: int
+    ) -> tuple[PyTree | None, PyTree]:
+        """What leaves the silo in a round (None if its coin says no), and its new state.
+
+        Args:
+          round_index: which round.
+          params: of the server.
+          state: what the silo kept after the last round in which it took part.
+          answered: rounds in which it took part before.
+        """
+        del answered
+        builder = self._steps.builder
+        mine = builder.cohort(round_index)
+        if not len(mine):
+            return None, state
+        piece = builder.build(round_index, mine)
+        kept = jax.tree.map(lambda x: x[None], state) if self.algorithm.keep else None
+        placed = place(params, replicated(self.algorithm.mesh))
+        released, kept, _ = self._steps.release(placed, kept, piece.chunk)
+        if self.algorithm.keep:
+            state = jax.device_get(jax.tree.map(lambda x: x[0], kept))
+        return jax.device_get(released), state
+
+
+# ---- the server -------------------------------------------------------------------------------
+
+
+class SubjectServer:
+    """The server of a federated study: it holds no data."""
+
+    def __init__(
+        self, config: FederatedConfig, task: Task, rows: Sequence[Mapping[str, Any]], noise: Any
+    ) -> None:
+        """Calibrates, if ``noise`` is None.
+
+        Args:
+          config: the study's.
+          task: what is learned.
+          rows: names and public sizes of the silos.
+          noise: of every silo; None: calibrated.
+        """
+        self.config = config
+        self.model = build_by_name(config.model.kind, task, config.model.options)
+        self.federation, self.groups = noised(config, facts_of(rows), noise)
+        self.noise = [plan.mechanism.sigma for plan in self.federation.silos]
+        self.rounds, self.num_params = self.federation.rounds, self.model.num_params
+        self.pace = Pace.of(config.train)
+
+    @property
+    def message_like(self) -> Released:
+        """Shapes and types of what a silo sends."""
+        params = jax.eval_shape(self.model.init, jax.random.key(0))
+        zeros = jax.tree.map(lambda p: np.zeros(p.shape, np.float32), params)
+        return Released(zeros, np.float32(0), np.int32(0), np.int32(0))  # type: ignore[arg-type]
+
+    def algorithm(self, ask: Ask) -> RemoteFederated:
+        """Rounds whose silos are asked."""
+        return RemoteFederated(self, ask)
+
+    def guarantee(self, rounds: int, caveats: Sequence[str]) -> Guarantee:
+        """What ``rounds`` rounds guarantee."""
+        return guarantee_of(self.config, self.federation, self.groups, rounds, caveats)
+
+    def statement(self, rounds: int, guarantee: Guarantee) -> Statement:
+        """For ``guarantee.json``."""
+        if self.config.mechanism.kind == "rpdp":
+            public = _published(self.config, self.federation, self.groups)
+            return personal_statement(self.federation.mechanism, public, rounds, guarantee)
+        reach = self.federation.max_silos_per_subject
+        counts = [plan.facts.num_subjects for plan in self.federation.silos]
+        least = max(max(counts), math.ceil(sum(counts) / reach))
+        return federated_statement(self.federation, rounds, least, guarantee)
+
+    def mechanism(self) -> dict[str, Any]:
+        """For the report."""
+        return self.federation.mechanism.to_json()
+
+
+class RemoteFederated(Federated):
+    """The server's half: ``ask`` brings what silos released."""
+
+    def __init__(self, server: SubjectServer, ask: Ask) -> None:
+        config, federation = server.config, server.federation
+        self.ask, self.federation, self.mesh = ask, federation, _one_device()
+        _, self.server = _optimizers(config)
+        assert config.privacy.delta is not None
+        self.delta, self.keep, self.show_spent = config.privacy.delta, False, True
+        self.execution = _alone(config)
+        self.steps, self.private = federation.rounds, True
+        self.layout = [self.hardware, self.execution.model_dump()]
+        self.given = server.model.init(jax.random.key(config.init_seed))
+        self.start = place(self.given, replicated(self.mesh))
+        self.stated = {"plan": server.mechanism(), "noise": server.noise, "delta": self.delta}
+
+    def terms(self) -> Terms:
+        """What is public; each silo has terms of its own."""
+        return Terms(stated=self.stated, secret={})
+
+    def begin(self, key: RootKey, start: int) -> RemoteRounds:  # type: ignore[override]
+        """The rounds after the first ``start``."""
+        del key
+        return RemoteRounds(self, start)
+
+
+class RemoteRounds(Steps):
+    """Rounds of messages."""
+
+    def __init__(self, run: RemoteFederated, start: int) -> None:
+        self.run, self.start = run, start
+        self.apply = run.compiled_apply()
+
+    def inputs(self) -> Iterator[tuple[int, int]]:
+        """Numbers of rounds."""
+        for r in range(self.start, self.run.steps):
+            yield r + 1, r
+
+    def step(self, state: TrainState, inputs: int) -> tuple[TrainState, Taken]:
+        """A round: what the silos sent, added up in their order, and the server's rule."""
+        run, now = self.run, dict(state.opt_state)
+        params = jax.device_get(run.server.broadcast(now["server"]))
+        total: Released | None = None
+        for _, released in sorted(run.ask(inputs, params).items()):
+            placed = place(released, replicated(run.mesh))
+            total = placed if total is None else add_released(total, placed)
+        if total is not None:
+            now["server"] = self.apply(now["server"], total, inputs)
+        return run.packed(now, inputs + 1), Taken((total, StepStats.zero()), 0)

@@ -1,0 +1,278 @@
+"""Messages of silos that trust nobody, cut in two as ``federated`` is.
+
+A silo runs the simulation's own program (``isrl.runs.messages.Round``) with every other silo empty,
+and sends its row of what comes out; the server puts the rows together and takes the same step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dpfl_jax import accounting
+from dpfl_jax import task as tasks
+from dpfl_jax.accounting import REPLACE, Guarantee
+from dpfl_jax.accounting.statement import Statement
+from dpfl_jax.config import IsrlConfig
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl.arms import SiloNoise, silo_guarantee, worst_guarantee
+from dpfl_jax.federation.isrl.message import SiloData
+from dpfl_jax.federation.isrl.runs.isrl_run import dataset_task
+from dpfl_jax.federation.isrl.runs.messages import Messages, Round, make_method
+from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose
+from dpfl_jax.federation.isrl.runs.silos import load_silos
+from dpfl_jax.federation.isrl.runs.tasks import Task
+from dpfl_jax.federation.isrl.schedule import silo_draws
+from dpfl_jax.federation.silo_statement import isrl_statement
+from dpfl_jax.flower.federated import Ask
+from dpfl_jax.flower.plan import Plan
+from dpfl_jax.flower.policy import Asked, Policy
+from dpfl_jax.mesh import data_parallel_mesh
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.algorithm import Steps, Taken
+from dpfl_jax.run.driver import Pace
+from dpfl_jax.run.prepared import Charge
+from dpfl_jax.run.state import TrainState
+from dpfl_jax.run.terms import Terms
+
+
+def _made(
+    config: IsrlConfig, task: tasks.Task, rows: Sequence[Mapping[str, Any]], noise: Any
+) -> tuple[Task, Parameters]:
+    """Loss and numbers, from what is public: the study, the task and the silos' sizes."""
+    sizes = np.array([row["num_records"] for row in rows])
+    made = dataset_task(config, sizes, task.input_shape[0], task.classes)
+    parameters = choose(config, made, sizes)
+    if noise is not None:
+        assert parameters.noise is not None
+        given = [
+            dataclasses.replace(z, noise_multiplier=float(m), noise=config.isrl.noise)
+            for z, m in zip(parameters.noise, noise, strict=True)
+        ]
+        parameters = dataclasses.replace(parameters, noise=given)
+    return made, parameters
+
+
+def _mechanism(config: IsrlConfig) -> str:
+    return f"isrl/{config.isrl.algorithm}"
+
+
+class Records:
+    """What one silo holds, for a study without a trusted server."""
+
+    def __init__(self, config: IsrlConfig) -> None:
+        """Reads the silo's own data.
+
+        Raises:
+          BadInputError: anything wrong with the data.
+        """
+        self.config, loss = config, config.model.loss
+        own = dataclasses.replace(config.data, silos=1)
+        found = load_silos(own, softmax=loss == "softmax", signed=loss == "hinge")
+        self.train, self.owners = found.train, found.owners
+        self.fingerprint, self.description = found.fingerprint, found.description
+        kind: Any = "classes" if found.classes else "regression"
+        self.task = tasks.Task(kind, (found.features,), found.classes)
+        self.facts = {"num_records": int(np.asarray(found.train.sizes)[0])}
+
+    def work(self, plan: Plan, index: int, key: RootKey) -> MessageWork:
+        """What a plan asks of this silo; ``key`` is used for nothing else."""
+        return MessageWork(self, plan, index, key)
+
+
+class MessageWork:
+    """One plan, seen by one silo."""
+
+    state_like: Any = ()
+
+    def __init__(self, held: Records, plan: Plan, index: int, key: RootKey) -> None:
+        config = held.config
+        self.held, self.config, self.index, self.key = held, config, index, key
+        self.task, self.parameters = _made(config, held.task, plan.silos, plan.noise)
+        self.sizes = np.array([row["num_records"] for row in plan.silos])
+        assert self.parameters.noise is not None
+        self.noise: SiloNoise = self.parameters.noise[index]
+        self.rounds = self.parameters.rounds
+        self.like = np.zeros(self.task.shape, np.float32)
+
+    def start(self) -> Any:
+        """Nothing is kept between rounds."""
+        return ()
+
+    def check(self) -> None:
+        """The simulation has no check before its first round either."""
+
+    def asked(self, policy: Policy) -> Asked:
+        """What the plan asks, as this silo computes it."""
+        multiplier, rounds = self.noise.noise_multiplier, self.rounds
+        if policy.unit == "subject" and self.held.owners:
+            # A person of several records is no unit of this guarantee.
+            return Asked(_mechanism(self.config), rounds, multiplier, math.inf, "subject")
+        epsilon = accounting.epsilon(self.noise.event, policy.delta, relation=REPLACE)
+        return Asked(_mechanism(self.config), rounds, multiplier, epsilon, "record")
+
+    def charge(self, policy: Policy) -> Charge:
+        """What a ledger is charged for the whole run."""
+        return Charge(self.noise.event, policy.delta, "record", "replace one record")
+
+    def guarantee(self) -> Guarantee:
+        """Of the whole run, for this silo's records."""
+        return silo_guarantee(self.noise)
+
+    @property
+    def _most(self) -> int:
+        """Rounds in which the silo answers at most: its noise is for so many."""
+        if self.config.isrl.sampling == "disjoint":
+            batch = max(self.parameters.batches[self.index], 1.0)
+            return min(self.noise.rounds, int(self.sizes[self.index] // batch))
+        return self.noise.rounds
+
+    @functools.cached_property
+    def _program(self) -> tuple[Round, SiloData, np.ndarray, np.ndarray]:
+        """The round, the padded data with this silo alone in them, its keys and its order."""
+        silos, capacity = len(self.sizes), int(self.sizes.max())
+        mine = jax.device_get(self.held.train.examples)
+
+        def padded(leaf: np.ndarray) -> np.ndarray:
+            out = np.zeros((silos, capacity, *leaf.shape[2:]), leaf.dtype)
+            out[self.index, : leaf.shape[1]] = leaf[0]
+            return out
+
+        data = SiloData(
+            jax.tree.map(lambda x: jnp.asarray(padded(x)), mine), jnp.asarray(self.sizes, jnp.int32)
+        )
+        own = int(self.sizes[self.index])
+        keys, order = silo_draws(self.key, self.rounds, own, capacity)
+        rank = np.zeros((silos, capacity), np.int32)
+        rank[self.index] = order
+        method = make_method(self.config, self.parameters)
+        return Round(self.config, self.task, self.parameters, method), data, keys, rank
+
+    def message(self, round_index: int, params: Any, state: Any, answered: int) -> tuple[Any, Any]:
+        """What leaves the silo in a round; None once its records or its noise are used up."""
+        if answered >= self._most:
+            return None, state
+        program, data, keys, rank = self._program
+        silos = len(self.sizes)
+        every = np.zeros((silos, 2, 8), np.uint32)
+        every[self.index] = keys[round_index]
+        turn = np.zeros(silos, np.int32)
+        turn[self.index] = answered
+        row = {
+            "present": jnp.zeros(silos, bool),
+            "turn": jnp.asarray(turn),
+            "keys": jnp.asarray(every),
+        }
+        sent = program.messages(jnp.asarray(params), row, data, jnp.asarray(rank))
+        return jax.device_get(sent[self.index]), state
+
+
+class MessageServer:
+    """The server of such a study: it holds no data."""
+
+    def __init__(
+        self, config: IsrlConfig, task: tasks.Task, rows: Sequence[Mapping[str, Any]], noise: Any
+    ) -> None:
+        """Calibrates, if ``noise`` is None; see ``federated.SubjectServer``."""
+        self.config, self.rows = config, rows
+        self.task, self.parameters = _made(config, task, rows, noise)
+        if self.parameters.noise is None:
+            raise BadInputError("privacy.epsilon is null: silos run with privacy")
+        self.noise = [float(z.noise_multiplier) for z in self.parameters.noise]
+        self.rounds, self.num_params = self.parameters.rounds, self.task.dim
+        self.message_like = np.zeros(self.task.shape, np.float32)
+        self.pace = Pace.of(config.train, config.execution.rounds_per_block)
+
+    def algorithm(self, ask: Ask) -> RemoteMessages:
+        """Rounds whose silos are asked."""
+        return RemoteMessages(self, ask)
+
+    def _taken(self, rounds: int) -> list[SiloNoise]:
+        assert self.parameters.noise is not None
+        law = self.config.isrl.noise
+        return [
+            dataclasses.replace(z, rounds=min(z.rounds, max(rounds, 1)), noise=law)
+            for z in self.parameters.noise
+        ]
+
+    def guarantee(self, rounds: int, caveats: Sequence[str]) -> Guarantee:
+        """What ``rounds`` rounds guarantee."""
+        return worst_guarantee(self._taken(rounds), tuple(caveats))
+
+    def statement(self, rounds: int, guarantee: Guarantee) -> Statement:
+        """For ``guarantee.json``."""
+        return isrl_statement(self._taken(rounds), guarantee)
+
+    def mechanism(self) -> dict[str, Any]:
+        """For the report."""
+        section = self.config.isrl
+        told = {"kind": _mechanism(self.config), "sampling": section.sampling, "arm": section.arm}
+        return {**told, "clip_norm": float(self.parameters.clip_norms[0])}
+
+
+class RemoteMessages(Messages):
+    """The server's half: ``ask`` brings what silos sent."""
+
+    def __init__(self, server: MessageServer, ask: Ask) -> None:
+        config, parameters = server.config, server.parameters
+        self.ask, self.config, self.task, self.parameters = ask, config, server.task, parameters
+        self.mesh = data_parallel_mesh(jax.devices()[:1])
+        self.method = make_method(config, parameters)
+        self.layout = [self.hardware, config.execution.model_dump()]
+        self.steps, self.private, self.silos = parameters.rounds, True, len(server.rows)
+        self.delta = max(z.budget.delta for z in parameters.noise or [])
+        self.stated = {"mechanism": server.mechanism(), "noise": server.noise}
+
+    def terms(self) -> Terms:
+        """What is public; each silo has terms of its own."""
+        return Terms(stated=self.stated, secret={})
+
+    def row(self, stats: int) -> dict[str, Any]:  # type: ignore[override]
+        """A block's metrics."""
+        return {"messages": stats, "outside_guarantee": {"train_loss": None}}
+
+    def begin(self, key: RootKey, start: int) -> RemoteBlocks:  # type: ignore[override]
+        """The rounds after the first ``start``."""
+        del key
+        return RemoteBlocks(self, start)
+
+
+class RemoteBlocks(Steps):
+    """Blocks of rounds of messages."""
+
+    def __init__(self, run: RemoteMessages, start: int) -> None:
+        self.run, self.start = run, start
+        self.round = Round(run.config, run.task, run.parameters, run.method)
+
+    def inputs(self) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Spans of rounds."""
+        size, rounds = self.run.config.execution.rounds_per_block, self.run.steps
+        for first in range(self.start, rounds, size):
+            yield min(first + size, rounds), (first, min(first + size, rounds))
+
+    def step(self, state: TrainState, inputs: tuple[int, int]) -> tuple[TrainState, Taken]:
+        """A block: each round's messages, and the algorithm's step."""
+        run, now, answered = self.run, state.opt_state["state"], 0
+        for r in range(*inputs):
+            values = jax.tree.map(lambda x, r=r: x[r], run.method.values)
+            w = self.round.where(now, values)
+            found = run.ask(r, jax.device_get(w))
+            sent = np.zeros((run.silos, *run.task.shape), np.float32)
+            present = np.zeros(run.silos, bool)
+            for place, message in found.items():
+                sent[place], present[place] = message, True
+            row = {
+                "present": jnp.asarray(present),
+                "turn": jnp.zeros(run.silos, jnp.int32),
+                "keys": jnp.zeros((run.silos, 2, 8), jnp.uint32),
+            }
+            now = self.round.server(now, values, w, jnp.asarray(sent), row)
+            answered += len(found)
+        return run.packed(now, inputs[1]), Taken(answered, 0)

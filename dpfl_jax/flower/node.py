@@ -1,0 +1,176 @@
+"""A silo's process: a SuperNode that runs no code but what is installed here.
+
+Flower's own SuperNode runs the app that a server sends it, with whatever that does to the data.
+This one speaks the same protocol with a SuperLink, never asks for an app, and gives every message
+to the silo's ClientApp. Whatever goes wrong with a connection, it makes another one: what the silo
+has answered is in its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+from flwr.app import Context, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    DeactivateNodeRequest,
+    PullMessagesRequest,
+    PushMessagesRequest,
+    RegisterNodeFleetRequest,
+    UnregisterNodeFleetRequest,
+)
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    no_object_id_recompute,
+)
+from flwr.supercore.inflatable.inflatable_protobuf_utils import (
+    make_confirm_message_received_fn_protobuf,
+    make_pull_object_fn_protobuf,
+    make_push_object_fn_protobuf,
+)
+from flwr.supercore.inflatable.inflatable_utils import (
+    pull_and_inflate_object_from_tree,
+    push_objects,
+)
+from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.flower.apps import client_app
+from dpfl_jax.flower.silo import Silo
+
+_POLL_S = 0.2
+_RETRY_S = 2.0
+# Whoever leaves takes back what was not fetched yet.
+_LEAVE_S = 5.0
+
+
+def run_node(silo: Silo, insecure: bool = False, finish: bool = False) -> None:
+    """Answers the server of a silo's configuration until it is interrupted.
+
+    Args:
+      silo: whose.
+      insecure: without TLS; for tests on one machine.
+      finish: return once a run is finished.
+    """
+    certificates: bytes | None = None
+    if silo.config.root_certificates is not None and not insecure:
+        path = silo.folder / pathlib.Path(silo.config.root_certificates).expanduser()
+        if not path.is_file():
+            raise BadInputError(f"root_certificates: there is no file {path}")
+        certificates = path.read_bytes()
+    for name in ("flwr", "httpx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    app, before = client_app(silo), _finished(silo)
+
+    def ended() -> bool:
+        return finish and _finished(silo) > before
+
+    waiting = False
+    while not ended():
+        try:
+            with _connected(silo.config.server, insecure, certificates) as (client, node):
+                silo.console.print(f"{silo.name} is connected to {silo.config.server}")
+                waiting = False
+                while not ended():
+                    if not _answer(client, node, app):
+                        time.sleep(_POLL_S)
+                time.sleep(_LEAVE_S)
+        except (httpx.HTTPError, RuntimeError) as error:
+            if not waiting:
+                why = f"{silo.name} waits for {silo.config.server}: {error}"
+                silo.console.print(why, markup=False, highlight=False)
+            waiting = True
+            time.sleep(_RETRY_S)
+
+
+def _finished(silo: Silo) -> int:
+    return sum(row["kind"] == "finished" for row in silo.log.rows)
+
+
+@contextlib.contextmanager
+def _connected(
+    address: str, insecure: bool, certificates: bytes | None
+) -> Iterator[tuple[FleetHttpClient, Node]]:
+    """A node of the SuperLink, with a name of its own for this connection."""
+    private, public = generate_key_pairs()
+    identity = public_key_to_bytes(public)
+    signs: Any = [
+        RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+        NodeAuthHttpInterceptor(private, public),
+    ]
+    with FleetHttpClient.from_server_address(
+        address, insecure, certificates, interceptors=signs
+    ) as client:
+        client.RegisterNode(RegisterNodeFleetRequest(public_key=identity))
+        interval = HEARTBEAT_DEFAULT_INTERVAL
+        made = client.ActivateNode(
+            ActivateNodeRequest(public_key=identity, heartbeat_interval=interval)
+        )
+        node, over = Node(node_id=made.node_id), threading.Event()
+
+        def beat() -> None:
+            request = SendNodeHeartbeatRequest(node=node, heartbeat_interval=interval)
+            while not over.wait(interval / 3):
+                with contextlib.suppress(httpx.HTTPError, RuntimeError):
+                    client.SendNodeHeartbeat(request)
+
+        beating = threading.Thread(target=beat, daemon=True)
+        beating.start()
+        try:
+            yield client, node
+        finally:
+            over.set()
+            beating.join()
+            with contextlib.suppress(httpx.HTTPError, RuntimeError):
+                client.DeactivateNode(DeactivateNodeRequest(node_id=node.node_id))
+                client.UnregisterNode(UnregisterNodeFleetRequest(node_id=node.node_id))
+
+
+def _answer(client: FleetHttpClient, node: Node, app: Callable[..., Message]) -> bool:
+    """Answers one message; returns whether there was one."""
+    got = client.PullMessages(PullMessagesRequest(node=node))
+    if not got.messages_list:
+        return False
+    run = message_from_proto(got.messages_list[0]).metadata.run_id
+    tree = got.message_object_trees[0]
+    message = pull_and_inflate_object_from_tree(
+        tree,
+        make_pull_object_fn_protobuf(client.PullObject, node, run),
+        make_confirm_message_received_fn_protobuf(client.ConfirmMessageReceived, node, run),
+        return_type=Message,
+    )
+    message.metadata.__dict__["_message_id"] = tree.object_id
+    started = time.monotonic()
+    reply = app(message=message, context=Context(run, node.node_id, {}, RecordDict(), {}))
+    reply.metadata.__dict__["_message_id"] = reply.object_id
+    with no_object_id_recompute():
+        pushed = client.PushMessages(
+            PushMessagesRequest(
+                node=node,
+                messages_list=[message_to_proto(remove_content_from_message(reply))],
+                message_object_trees=[get_object_tree(reply)],
+                clientapp_runtime_list=[time.monotonic() - started],
+            )
+        )
+        push_objects(
+            get_all_nested_objects(reply),
+            make_push_object_fn_protobuf(client.PushObject, node, run, pushed.session_id),
+            object_ids_to_push=set(pushed.objects_to_push),
+        )
+    return True

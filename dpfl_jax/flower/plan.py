@@ -1,0 +1,150 @@
+"""What all parties of a run must have alike: the study they agreed on, and the plan made of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from dpfl_jax.config import FederatedConfig, IsrlConfig, config_to_dict
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.flower.wire import MessageError
+
+# What each party has for itself: where its data lie, what it keeps, its ledger.
+_OWN_DATA = (
+    "source", "path", "user_column", "text_column", "target_column", "input_columns", "silo_column",
+    "delimiter", "encoding", "on_bad_row", "tokenizer", "public_fraction",
+)  # fmt: skip
+_OWN = ("name", "seed", "train", "processes", "metrics", "eval")
+_OWN_PRIVACY = ("ledger", "account", "budget")
+
+
+def study_of(config: FederatedConfig | IsrlConfig) -> dict[str, Any]:
+    """The part of a configuration that is the same at all parties.
+
+    Raises:
+      BadInputError: a configuration that cannot be run by silos that are elsewhere.
+    """
+    _check(config)
+    found = json.loads(json.dumps(config_to_dict(config), sort_keys=True))
+    study = {name: section for name, section in found.items() if name not in _OWN}
+    for section, own in (("data", _OWN_DATA), ("privacy", _OWN_PRIVACY)):
+        study[section] = {k: v for k, v in study[section].items() if k not in own}
+    return study
+
+
+def _check(config: FederatedConfig | IsrlConfig) -> None:
+    if config.seed is not None:
+        raise BadInputError(
+            "seed is set, but a silo's key is secret and its own: leave seed unset in the "
+            "configuration of a federation"
+        )
+    if isinstance(config, IsrlConfig):
+        _check_isrl(config)
+        return
+    section, privacy = config.federation, config.privacy
+    wrong = None
+    if section.partition != "natural":
+        wrong = f"federation.partition is {section.partition}: silos hold their own, set natural"
+    elif section.silos_per_round is not None:
+        wrong = (
+            "federation.silos_per_round is drawn by a server, which a silo cannot check: set "
+            "federation.participation_prob, by which every silo draws for itself"
+        )
+    elif privacy.delta is None:
+        wrong = "privacy.delta is not set: nobody knows how many subjects all silos hold together"
+    elif privacy.recipe != "sound":
+        wrong = f"privacy.recipe is {privacy.recipe}: silos run the sound one"
+    elif not config.mechanism.private or config.mechanism.unsound():
+        wrong = f"mechanism.kind is {config.mechanism.kind}, as configured without any guarantee"
+    elif config.data.split != "by_user":
+        wrong = "data.split is within_user: silos hold out subjects, set by_user"
+    elif section.max_silos_per_subject is None:
+        wrong = (
+            "federation.max_silos_per_subject is not set: state in how many silos a person may "
+            "have records"
+        )
+    if wrong:
+        raise BadInputError(wrong)
+
+
+def _check_isrl(config: IsrlConfig) -> None:
+    data, section, wrong = config.data, config.isrl, None
+    if data.partition != "natural":
+        wrong = f"data.partition is {data.partition}: silos hold their own, set natural"
+    elif not data.scale:
+        wrong = (
+            "data.scale is not set, and no public records of all silos can be set aside: declare "
+            "the middle and half width of each column"
+        )
+    elif section.available is not None:
+        wrong = "isrl.available is set, but who answers is found out: remove it"
+    elif section.arm == "as_published" or section.sampling == "with_replacement":
+        wrong = "isrl.arm=as_published has no guarantee that a silo could hold its policy against"
+    elif config.privacy.epsilon is None:
+        wrong = "privacy.epsilon is null: silos run with privacy"
+    if wrong:
+        raise BadInputError(wrong)
+
+
+def first_difference(mine: Any, theirs: Any, key: str = "") -> str | None:
+    """Where two studies differ, in words; None if nowhere."""
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        for name in sorted({*mine, *theirs}):
+            found = first_difference(mine.get(name), theirs.get(name), f"{key}.{name}".lstrip("."))
+            if found:
+                return found
+        return None
+    return None if mine == theirs else f"{key} is {mine!r} here and {theirs!r} there"
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """One run: public, and the same at all parties to the last digit.
+
+    Attributes:
+      run: name of the run, unlike any other's.
+      study: what was agreed on (``study_of``).
+      silos: of each its ``name`` and public sizes, in order.
+      noise: noise multiplier of each silo.
+    """
+
+    run: str
+    study: dict[str, Any]
+    silos: list[dict[str, Any]]
+    noise: list[float]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Any) -> Plan:
+        """From plain JSON.
+
+        Raises:
+          MessageError: it is none.
+        """
+        try:
+            plan = cls(**plain)
+            names = [row["name"] for row in plan.silos]
+            whole = isinstance(plan.run, str) and isinstance(plan.study, dict)
+            whole &= len(plan.noise) == len(names) == len(set(names))
+            whole &= all(isinstance(sigma, float) for sigma in plan.noise)
+        except (TypeError, KeyError):
+            whole = False
+        if not whole:
+            raise MessageError("what the server sent is no plan")
+        return plan
+
+    @property
+    def digest(self) -> str:
+        """Identifies it: 64 hexadecimal digits."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the silos, in order."""
+        return [row["name"] for row in self.silos]

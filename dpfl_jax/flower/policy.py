@@ -1,0 +1,81 @@
+"""What a silo's operators have signed off: nothing beyond it is computed for anybody."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from dpfl_jax.config.base import Section
+from dpfl_jax.errors import BadInputError
+
+
+class RefusedError(BadInputError):
+    """A silo does not do what it was asked to do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a plan asks of a silo, as the silo itself computes it.
+
+    Attributes:
+      mechanism: its kind.
+      rounds: R.
+      noise_multiplier: least of the silo's steps.
+      epsilon: of one of the silo's people (``Policy.unit``), at the policy's delta.
+      unit: whom that is for.
+    """
+
+    mechanism: str
+    rounds: int
+    noise_multiplier: float
+    epsilon: float
+    unit: str
+
+
+class Policy(Section):
+    """Limits; each is checked against what the silo itself computes from the plan.
+
+    Attributes:
+      epsilon: largest of one run, for one of the silo's people.
+      delta: at which epsilon is computed.
+      unit: who these people are: subject (with all records here and in other silos), or record.
+      total_epsilon: largest of all runs together, by the silo's ledger; null: no limit.
+      least_noise_multiplier: of a step.
+      most_rounds: of a run.
+      mechanisms: kinds that are allowed: mechanism.kind of federated runs, ``isrl/`` and
+        isrl.algorithm of others.
+    """
+
+    epsilon: float = Field(gt=0)
+    delta: float = Field(gt=0, lt=1)
+    unit: Literal["subject", "record"] = "subject"
+    total_epsilon: float | None = Field(None, gt=0)
+    least_noise_multiplier: float = Field(gt=0)
+    most_rounds: int = Field(gt=0)
+    mechanisms: tuple[str, ...] = Field(min_length=1)
+
+    def check(self, asked: Asked) -> None:
+        """Raises RefusedError, in one sentence, unless all of it is allowed."""
+        if asked.mechanism not in self.mechanisms:
+            raise RefusedError(
+                f"the plan is of mechanism {asked.mechanism}, but policy.mechanisms allows "
+                f"{', '.join(self.mechanisms)}"
+            )
+        if asked.rounds > self.most_rounds:
+            raise RefusedError(
+                f"the plan has {asked.rounds} rounds, but policy.most_rounds is {self.most_rounds}"
+            )
+        if not asked.noise_multiplier >= self.least_noise_multiplier:
+            raise RefusedError(
+                f"the plan has noise multiplier {asked.noise_multiplier:.6g}, but "
+                f"policy.least_noise_multiplier is {self.least_noise_multiplier:g}"
+            )
+        if not asked.epsilon <= self.epsilon:
+            shown = "no guarantee" if math.isinf(asked.epsilon) else f"epsilon {asked.epsilon:.6g}"
+            raise RefusedError(
+                f"the plan gives a {asked.unit} {shown} at delta {self.delta:g}, but "
+                f"policy.epsilon is {self.epsilon:g}"
+            )

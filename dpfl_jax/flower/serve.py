@@ -1,0 +1,184 @@
+"""The server's process: a SuperLink, and the study as a Flower app that it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+
+from dpfl_jax.config import load_config
+from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.flower.plan import study_of
+from dpfl_jax.run.directory import finished_report
+
+_APP = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "dpfl-study"
+version = "1.0.0"
+description = "A study of dpfl_jax"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "dpfl"
+
+[tool.flwr.app.components]
+serverapp = "study:server"
+clientapp = "study:nobody"
+
+[tool.flwr.app.config]
+config = {config}
+run-dir = {run_dir}
+wait = {wait}
+"""
+# Silos run what is installed with them (``flower.node``): this app is the server's alone.
+_STUDY = """\
+from flwr.clientapp import ClientApp
+
+from dpfl_jax.flower.apps import server_app
+
+server = server_app()
+nobody = ClientApp()
+"""
+
+
+def serve(
+    config: str | os.PathLike[str],
+    run_dir: str | os.PathLike[str],
+    console: Console,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    tls: tuple[str, str, str] | None = None,
+    wait: float = 600.0,
+) -> dict[str, Any]:
+    """Runs (or resumes) a study as its server; returns its report.
+
+    Args:
+      config: the study's configuration.
+      run_dir: of the server; one that was killed goes on from its last checkpoint.
+      console: for people.
+      host: address to listen at.
+      port: likewise.
+      tls: files of the server's certificate, its key and the certificate that signed it; None:
+        without TLS, for tests on one machine.
+      wait: seconds until a silo that is gone is left out of a round.
+
+    Raises:
+      BadInputError: a silo refuses, or anything is wrong with the configuration.
+      StoppedError: nobody answers, or the server was stopped.
+    """
+    study_of(load_config(config))  # type: ignore[arg-type]
+    directory = pathlib.Path(run_dir).absolute()
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    outcome = directory.with_name(directory.name + ".outcome.json")
+    outcome.unlink(missing_ok=True)
+    home = directory.with_name(directory.name + ".flower")
+    app = home / "app"
+    app.mkdir(parents=True, exist_ok=True)
+    told = {"config": json.dumps(str(pathlib.Path(config).absolute())), "wait": float(wait)}
+    (app / "pyproject.toml").write_text(_APP.format(run_dir=json.dumps(str(directory)), **told))
+    (app / "study.py").write_text(_STUDY)
+    address = f'address = "{host}:{port}"\n'
+    trust = "insecure = true\n" if tls is None else f"root-certificates = {json.dumps(tls[2])}\n"
+    default = '[superlink]\ndefault = "study"\n\n[superlink.study]\n'
+    (home / "config.toml").write_text(default + address + trust)
+    environment = {
+        **os.environ,
+        "FLWR_HOME": str(home),
+        "FLWR_TELEMETRY_ENABLED": "0",
+        "FLWR_DISABLE_UPDATE_CHECK": "1",
+        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+    }
+    command = ["flower-superlink", "--host", host, "--port", str(port)]
+    command += ["--disable-runtime-dependency-installation"]
+    if tls is None:
+        command += ["--insecure"]
+    else:
+        names = ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certfile")
+        command += [part for pair in zip(names, tls) for part in pair]
+    log = home / "superlink.log"
+    _wait_for_another(directory)
+    with log.open("ab") as file, _running(command, environment, file):
+        _start(environment, app, log, console)
+        console.print(f"serving {config} at {host}:{port}; log: {log}", markup=False)
+        while not outcome.exists():
+            time.sleep(0.2)
+    ended = json.loads(outcome.read_text())
+    if ended["status"] == "failed":
+        raise StoppedError(ended["why"])
+    report = finished_report(directory)
+    if report is None:
+        raise StoppedError("the server was stopped; the same command goes on")
+    return report
+
+
+def _start(
+    environment: dict[str, str], app: pathlib.Path, log: pathlib.Path, console: Console
+) -> None:
+    """Submits the study, once the SuperLink listens."""
+    for attempt in range(60):
+        made = subprocess.run(
+            ["flwr", "run", str(app), "study"], env=environment, capture_output=True, text=True
+        )
+        if made.returncode == 0:
+            return
+        time.sleep(1.0)
+        if attempt == 3:
+            console.print("waiting for the SuperLink")
+    raise BadInputError(f"the study could not be started: {made.stdout}{made.stderr} (see {log})")
+
+
+def _wait_for_another(directory: pathlib.Path, most_s: float = 60.0) -> None:
+    """Until what a server that was killed has left behind is gone, too."""
+    lock, end = directory / "run.lock", time.monotonic() + most_s
+    while lock.exists() and time.monotonic() < end:
+        with lock.open("r") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                time.sleep(0.5)
+
+
+def _end_with_parent() -> None:
+    """Of a child, on Linux: it is killed when its parent is."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
+@contextlib.contextmanager
+def _running(command: list[str], environment: dict[str, str], log: Any) -> Iterator[None]:
+    """A process and all it starts, ended with the block."""
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=_end_with_parent,
+    )
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,401 @@
+"""A silo: it answers a server's requests, within its policy, and writes down what it did.
+
+Requests, each answered by one reply (``wire``):
+
+    hello   the server's study               -> public sizes and task; or why the studies differ
+    plan    all silos, noise                 -> the silo's own guarantee; or a refusal
+    round   run, plan, round, parameters     -> a message, "absent" by its own coin, or a refusal
+    done    run, plan                        -> the ledger is told how many rounds there were
+
+A round is answered once: whoever asks for it again with the same bytes gets the same bytes, and
+with other parameters a refusal, because the same noise on two sums would cancel. What was asked is
+on the disk before it is computed, and what is sent before it is sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import pathlib
+import secrets
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+from rich.console import Console
+
+from dpfl_jax import accounting
+from dpfl_jax.config import FederatedConfig, IsrlConfig, load_config, validate_config
+from dpfl_jax.config.base import NAME, Section
+from dpfl_jax.config.load import config_to_dict
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.flower import federated, isrl
+from dpfl_jax.flower.log import Log
+from dpfl_jax.flower.plan import Plan, first_difference, study_of
+from dpfl_jax.flower.policy import Policy, RefusedError
+from dpfl_jax.flower.wire import MessageError, is_finite, pack, tree_of, unpack
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.directory import write_atomically
+from dpfl_jax.run.report import environment
+
+CONFIG, KEY, LEDGER, LOG = "silo.yaml", "private/root_key", "ledger.jsonl", "log.jsonl"
+_HELD: dict[Any, Any] = {FederatedConfig: federated.Subjects, IsrlConfig: isrl.Records}
+
+
+class SiloConfig(Section):
+    """``silo.yaml``: what is the silo's own.
+
+    Attributes:
+      name: of the silo; the order of names is the order of silos.
+      config: the study's configuration, agreed on by all parties; relative to the silo's folder.
+      data: keys of its section ``data`` that are the silo's own, such as path.
+      policy: limits.
+      server: HOST:PORT of the server's SuperLink.
+      root_certificates: file with the certificate that the server's is checked with; null: those of
+        the system.
+    """
+
+    name: str = Field(pattern=NAME)
+    config: str
+    data: dict[str, Any] = Field(default_factory=dict)
+    policy: Policy
+    server: str = "127.0.0.1:8000"
+    root_certificates: str | None = None
+
+
+def read_silo_config(folder: pathlib.Path) -> SiloConfig:
+    """The file of a silo's folder.
+
+    Raises:
+      BadInputError: it is missing, or something in it is wrong.
+    """
+    path = folder / CONFIG
+    try:
+        return SiloConfig.model_validate(yaml.safe_load(path.read_text()))
+    except FileNotFoundError:
+        raise BadInputError(
+            f"{folder} is no folder of a silo (it has no {CONFIG}): make one with `dpfl silo init`"
+        ) from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise BadInputError(f"{path}: {key}: {first['msg']}") from None
+    except yaml.YAMLError as error:
+        raise BadInputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def make_key(folder: pathlib.Path) -> None:
+    """Writes a new secret root key, which only the owner can read; never over another one."""
+    private = (folder / KEY).parent
+    private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with os.fdopen(os.open(folder / KEY, flags, 0o600), "w") as file:
+        file.write(RootKey.generate().secret.hex() + "\n")
+
+
+def read_key(folder: pathlib.Path) -> RootKey:
+    """The root key of a silo.
+
+    Raises:
+      BadInputError: there is none, or others can read it.
+    """
+    path = folder / KEY
+    try:
+        mode, text = path.stat().st_mode, path.read_text().strip()
+    except FileNotFoundError:
+        raise BadInputError(f"{path} is missing: a silo without its key cannot go on") from None
+    if mode & 0o077:
+        raise BadInputError(f"{path} can be read by others: chmod 600 {path}")
+    try:
+        return RootKey(bytes.fromhex(text))
+    except ValueError:
+        raise BadInputError(f"{path} holds no root key: bring the file back") from None
+
+
+def study_config(folder: pathlib.Path, silo: SiloConfig) -> Any:
+    """The study's configuration with the silo's own data.
+
+    Raises:
+      BadInputError: a configuration of another kind, or one that silos elsewhere cannot run.
+    """
+    path = folder / silo.config
+    config = load_config(path)
+    if not isinstance(config, tuple(_HELD)):
+        raise BadInputError(f"{path} has no section `federation` or `isrl`: there are no silos")
+    own = dict(silo.data)
+    # A path of the silo's file is relative to its folder.
+    if isinstance(own.get("path"), str) and not own["path"].startswith("hf:"):
+        own["path"] = str(folder / os.path.expandvars(os.path.expanduser(own["path"])))
+    raw = config_to_dict(config)
+    merged = validate_config({**raw, "data": {**raw["data"], **own}}, f"{path} with silo.yaml")
+    before, after = study_of(config), study_of(merged)  # type: ignore[arg-type]
+    if before != after:
+        raise BadInputError(
+            f"{folder / CONFIG}: data: {first_difference(after, before)}: that part is the "
+            "study's, the same at all silos"
+        )
+    return merged
+
+
+@dataclasses.dataclass
+class _Run:
+    """A run that was accepted."""
+
+    plan: Plan
+    work: Any
+    folder: pathlib.Path
+
+
+class Silo:
+    """Answers requests from the folder that ``dpfl silo init`` made."""
+
+    def __init__(self, folder: str | os.PathLike[str], console: Console | None = None) -> None:
+        """Reads data, key, ledger and log; one process at a time.
+
+        Raises:
+          BadInputError: anything wrong with them.
+        """
+        self.folder = pathlib.Path(folder).absolute()
+        self.console = console or Console(quiet=True)
+        self.config = read_silo_config(self.folder)
+        self._lock = (self.folder / "silo.lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise BadInputError(f"another process works for the silo in {self.folder}") from None
+        self.name, self.policy = self.config.name, self.config.policy
+        self._key = read_key(self.folder)
+        study = study_config(self.folder, self.config)
+        self.study = study_of(study)
+        self.held = _HELD[type(study)](study)
+        self.log = Log(self.folder / LOG, self._key)
+        self.ledger = accounting.Ledger(self.folder / LEDGER)
+        self._runs: dict[str, _Run] = {}
+
+    def close(self) -> None:
+        """Lets another process work."""
+        self._lock.close()
+
+    # ---- requests --------------------------------------------------------------------------
+
+    def answer(self, request: bytes) -> bytes:
+        """The reply to a request; a refusal is a reply, too.
+
+        What is wrong with the silo's own data is told to its operator alone: a sentence may name a
+        record.
+        """
+        header: dict[str, Any] = {}
+        try:
+            header, arrays = unpack(request)
+            kind = header.get("kind")
+            if kind == "hello":
+                return self._hello(header)
+            if kind == "plan":
+                return self._plan(header)
+            if kind == "round":
+                return self._round(header, arrays, hashlib.sha256(request).hexdigest())
+            if kind == "done":
+                return self._done(header)
+            raise RefusedError(f"this silo does not know the request {kind!r}")
+        except BadInputError as error:
+            told = {k: header.get(k) for k in ("kind", "run", "round") if header.get(k) is not None}
+            self.log.append("refused", asked=told, why=str(error))
+            self.console.print(f"refused: {error}", markup=False, highlight=False)
+            mine = not isinstance(error, RefusedError | MessageError)
+            why = "its operator knows why (its log says so)" if mine else str(error)
+            return pack({"kind": "refused", "silo": self.name, "why": why})
+
+    def _hello(self, header: dict[str, Any]) -> bytes:
+        different = first_difference(self.study, header.get("study"))
+        if different:
+            raise RefusedError(f"the server's study is not this silo's: {different}")
+        self.log.append("hello", told=self.held.facts)
+        told = {"name": self.name, "facts": self.held.facts, "environment": environment()}
+        return pack({"kind": "hello", **told, "task": dataclasses.asdict(self.held.task)})
+
+    def _plan(self, header: dict[str, Any]) -> bytes:
+        plan = Plan.from_json(header.get("plan"))
+        known = self.log.find("accepted", run=plan.run)
+        if known is not None and known["plan"] != plan.digest:
+            raise RefusedError(
+                f"run {plan.run} began with another plan: a changed plan is another run"
+            )
+        run = self._opened(plan, known)
+        guarantee = run.work.guarantee()
+        if known is None:
+            self._accept(run, guarantee)
+        return pack({"kind": "accepted", "silo": self.name, "plan": plan.digest})
+
+    def _accept(self, run: _Run, guarantee: Any) -> None:
+        """Everything that is irrevocable, in an order in which a crash can only over-report."""
+        plan, work = run.plan, run.work
+        work.check()
+        charge = work.charge(self.policy)
+        account = accounting.Account(self.name, charge.unit, charge.adjacency)
+        if plan.run in self.ledger.runs(account):
+            raise RefusedError(
+                f"run {plan.run} is in the ledger but not in the log, so that nobody knows what "
+                "was sent in it: begin another run"
+            )
+        most = self.policy.total_epsilon
+        found = self.ledger.reserve(account, plan.run, charge.event, charge.delta, most)
+        write_atomically(run.folder / "plan.json", json.dumps(plan.to_json()), mode=0o600)
+        self.log.append(
+            "accepted",
+            run=plan.run,
+            plan=plan.digest,
+            nonce=self._nonce(run.folder),
+            data=self._key.keyed_digest("data", self.held.fingerprint),
+            guarantee=guarantee.to_json(),
+            ledger={"before": found.before, "after": found.after, "delta": found.delta},
+        )
+        told = f"accepted run {plan.run}: {guarantee.summary()}; the whole of it is in {LOG}"
+        self.console.print(told, markup=False, highlight=False)
+
+    def _opened(self, plan: Plan, known: dict[str, Any] | None) -> _Run:
+        """The run of a plan, after everything about it was checked."""
+        if plan.run in self._runs and self._runs[plan.run].plan.digest == plan.digest:
+            return self._runs[plan.run]
+        different = first_difference(self.study, plan.study)
+        if different:
+            raise RefusedError(f"the plan's study is not this silo's: {different}")
+        if self.name not in plan.names:
+            raise RefusedError(f"the plan is for the silos {plan.names}, not for {self.name}")
+        index = plan.names.index(self.name)
+        if plan.silos[index] != {"name": self.name, **self.held.facts}:
+            raise RefusedError(
+                f"the plan says that this silo is {plan.silos[index]}, but it holds "
+                f"{self.held.facts}"
+            )
+        if known is not None and known["data"] != self._key.keyed_digest(
+            "data", self.held.fingerprint
+        ):
+            raise RefusedError(
+                f"this silo's data are not those that run {plan.run} began with: bring them back, "
+                "or begin another run"
+            )
+        folder = self.folder / "runs" / hashlib.sha256(plan.run.encode()).hexdigest()[:24]
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        nonce = self._nonce(folder) if known is None else known["nonce"]
+        # Of the plan, and of a number that only this silo drew: no other run has these draws.
+        key = self._key.child(f"run:{plan.digest}:{nonce}")
+        work = self.held.work(plan, index, key)
+        self.policy.check(work.asked(self.policy))
+        run = _Run(plan, work, folder)
+        self._runs[plan.run] = run
+        return run
+
+    def _nonce(self, folder: pathlib.Path) -> str:
+        """Drawn once, and kept before anything is computed with it."""
+        path = folder / "nonce"
+        if not path.exists():
+            write_atomically(path, secrets.token_hex(32), mode=0o600)
+        return path.read_text()
+
+    def _accepted(self, header: dict[str, Any]) -> _Run:
+        """The run that a request is about."""
+        name = header.get("run")
+        known = self.log.find("accepted", run=name)
+        if known is None:
+            raise RefusedError(f"this silo has accepted no run {name!r}")
+        if known["plan"] != header.get("plan"):
+            raise RefusedError(f"run {name} began with another plan: a changed plan is another run")
+        if name in self._runs:
+            return self._runs[name]
+        folder = self.folder / "runs" / hashlib.sha256(str(name).encode()).hexdigest()[:24]
+        return self._opened(Plan.from_json(json.loads((folder / "plan.json").read_text())), known)
+
+    def _round(self, header: dict[str, Any], arrays: Any, digest: str) -> bytes:
+        run, number = self._accepted(header), header.get("round")
+        name, work = run.plan.run, run.work
+        if type(number) is not int or not 0 <= number < work.rounds:
+            raise RefusedError(f"run {name} has rounds 0 to {work.rounds - 1}, but no {number!r}")
+        if self.log.find("finished", run=name):
+            raise RefusedError(f"run {name} is finished")
+        asked = self.log.find("asked", run=name, round=number)
+        if asked is not None and asked["request"] != digest:
+            raise RefusedError(
+                f"round {number} of run {name} was asked for with other parameters before: the "
+                "same noise on two sums would cancel"
+            )
+        message, kept = run.folder / f"{number:06d}.message", run.folder / f"{number:06d}.state"
+        if asked is not None and message.exists():
+            reply = message.read_bytes()
+            if self.log.find("answered", run=name, round=number) is None:
+                self._answered(name, number, reply)  # it died before it could say so
+            self.log.append("repeated", run=name, round=number)
+            return reply
+        here = self._computed_with()
+        if asked is not None and asked["computed_with"] != here:
+            raise RefusedError(
+                f"round {number} of run {name} was begun with other software: it could not be "
+                "repeated to the last bit"
+            )
+        later = [r for r in self._rounds(name, "asked") if r > number]
+        if later:
+            raise RefusedError(
+                f"round {number} of run {name} is past: round {max(later)} was asked for"
+            )
+        params = tree_of(arrays, "params", work.like)
+        if not is_finite(params):
+            raise RefusedError(f"the parameters of round {number} are not finite")
+        answered = self._rounds(name, "answered", sent=True)
+        state = self._state(run, answered)
+        if asked is None:
+            self.log.append("asked", run=name, round=number, request=digest, computed_with=here)
+        released, state = work.message(number, params, state, len(answered))
+        told = {"run": name, "round": number, "silo": self.name, "plan": run.plan.digest}
+        if released is None:
+            reply = pack({"kind": "absent", **told})
+        else:
+            reply = pack({"kind": "message", **told}, released=released)
+            _write(kept, pack({}, state=state))
+        _write(message, reply)
+        self._answered(name, number, reply)
+        return reply
+
+    def _answered(self, name: str, number: int, reply: bytes) -> None:
+        sent = unpack(reply)[0]["kind"] == "message"
+        told = hashlib.sha256(reply).hexdigest()
+        self.log.append("answered", run=name, round=number, sent=sent, message=told)
+
+    def _state(self, run: _Run, answered: list[int]) -> Any:
+        """What the silo kept after the last round in which it took part."""
+        if not answered:
+            return run.work.start()
+        _, arrays = unpack((run.folder / f"{max(answered):06d}.state").read_bytes())
+        return tree_of(arrays, "state", run.work.state_like)
+
+    def _rounds(self, name: str, kind: str, **like: Any) -> list[int]:
+        return [
+            row["round"]
+            for row in self.log.rows
+            if row["kind"] == kind
+            and row["run"] == name
+            and all(row.get(k) == v for k, v in like.items())
+        ]
+
+    def _done(self, header: dict[str, Any]) -> bytes:
+        run = self._accepted(header)
+        if not self.log.find("finished", run=run.plan.run):
+            self.ledger.commit(run.plan.run)
+            rounds = len(self._rounds(run.plan.run, "answered"))
+            self.log.append("finished", run=run.plan.run, rounds=rounds)
+        return pack({"kind": "done", "silo": self.name})
+
+    @staticmethod
+    def _computed_with() -> str:
+        return json.dumps(environment(), sort_keys=True)
+
+
+def _write(path: pathlib.Path, data: bytes) -> None:
+    """Writes a file that is whole or not there, and is on the disk."""
+    temporary = path.with_suffix(f"{path.suffix}.partial")
+    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,58 @@
+"""``dpfl silo``: the folder that is made, what is read back, and what is refused."""
+
+import json
+
+import pytest
+import yaml
+
+from dpfl_jax.cli.main import main
+from dpfl_jax.flower.silo import read_key, read_silo_config
+from tests.flower.studies import ISRL, study, write_tables
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_tables(tmp_path)
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study()))
+    (tmp_path / "isrl.yaml").write_text(yaml.safe_dump(study(ISRL)))
+    return tmp_path
+
+
+def init(config="study.yaml", folder="bern"):
+    words = ["--name", "bern", "--config", config, "--data", "bern.csv"]
+    return main(["silo", "init", folder, *words])
+
+
+@pytest.mark.parametrize("config", ["study.yaml", "isrl.yaml"])
+def test_a_folder_is_made_and_checked(place, config, capsys):
+    assert init(config) == 0
+    assert not read_key(place / "bern").public
+    policy = read_silo_config(place / "bern").policy
+    assert policy.unit == ("record" if config == "isrl.yaml" else "subject")
+    assert main(["silo", "check", "bern", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["name"] == "bern"
+    assert 0 < found["told"]["num_records"] <= 60
+    assert found["runs"] == {}
+    secret = (place / "bern/private/root_key").read_text()
+    assert init(config) == 2  # a key has no second life
+    assert (place / "bern/private/root_key").read_text() == secret
+
+
+def test_bad_input_is_one_sentence(place, capsys):
+    def said(*words):
+        assert main(["silo", *words]) == 2
+        return capsys.readouterr().err
+
+    assert "no folder of a silo" in said("check", "nowhere")
+    assert "--insecure for a test on one machine" in said("serve", "study.yaml", "--run-dir", "r")
+    tls = ["--certificate", "a", "--key", "b", "--root-certificates", "c"]
+    assert "there is no file a" in said("serve", "study.yaml", "--run-dir", "r", *tls)
+    init()
+    path = place / "bern/silo.yaml"
+    text = path.read_text()
+    path.write_text(text.replace("epsilon: 8.0", "epsilon: -1"))
+    assert "policy.epsilon" in said("check", "bern")
+    path.write_text(text.replace("{path: ../bern.csv}", "{path: ../bern.csv, classes: 3}"))
+    assert "data.classes is 3 here and 2 there" in said("check", "bern")

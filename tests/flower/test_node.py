@@ -1,0 +1,104 @@
+"""What a silo's process puts on the wire, byte for byte, and what it never asks for."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import Message
+from flwr.common.serde import message_to_proto
+from flwr.proto.fleet_pb2 import PullMessagesResponse, PushMessagesResponse
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedResponse,
+    PullObjectResponse,
+    PushObjectResponse,
+)
+from flwr.proto.node_pb2 import Node
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.task_identity import TaskIdentity
+from rich.console import Console
+
+from dpfl_jax.flower.apps import body_of, client_app, content_of
+from dpfl_jax.flower.node import _answer
+from dpfl_jax.flower.wire import pack
+
+
+@pytest.fixture(autouse=True)
+def _inside_a_run(monkeypatch):
+    for name in ("_run_id", "_node_id", "_task_id"):
+        monkeypatch.setattr(TaskIdentity, name, 3, raising=False)
+
+
+class Link:
+    """A SuperLink that holds one message, and keeps all that is sent to it."""
+
+    def __init__(self, body):
+        message = Message(content_of(body), dst_node_id=7, message_type="query")
+        message.metadata.__dict__["_message_id"] = message.object_id
+        message.metadata.__dict__["_run_id"] = 3
+        self.message, self.tree = message_to_proto(message), get_object_tree(message)
+        self.message.content.Clear()
+        self.objects = {k: o.deflate() for k, o in get_all_nested_objects(message).items()}
+        self.pushed, self.heads = {}, []
+
+    def PullMessages(self, request):
+        return PullMessagesResponse(messages_list=[self.message], message_object_trees=[self.tree])
+
+    def PullObject(self, request):
+        content = self.objects[request.object_id]
+        return PullObjectResponse(object_found=True, object_available=True, object_content=content)
+
+    def ConfirmMessageReceived(self, request):
+        return ConfirmMessageReceivedResponse()
+
+    def PushMessages(self, request):
+        self.heads.append(request)
+        left, ids = list(request.message_object_trees), []
+        while left:
+            tree = left.pop()
+            ids.append(tree.object_id)
+            left += tree.children
+        return PushMessagesResponse(objects_to_push=ids, session_id="s")
+
+    def PushObject(self, request):
+        self.pushed[request.object_id] = request.object_content
+        return PushObjectResponse(stored=True)
+
+
+class Answers:
+    """In the place of a silo."""
+
+    name, console = "bern", Console(quiet=True)
+
+    def __init__(self, reply):
+        self.reply = reply
+
+    def answer(self, request):
+        if isinstance(self.reply, Exception):
+            raise self.reply
+        assert request == b"a request"
+        return self.reply
+
+
+def test_what_is_sent_is_the_reply_and_nothing_else():
+    reply = pack({"kind": "message"}, released=np.arange(5000, dtype=np.float32))
+    link = Link(b"a request")
+    assert _answer(link, Node(node_id=7), client_app(Answers(reply)))
+    sent = b"".join(link.pushed.values())
+    assert reply in sent
+    around = len(sent) - len(reply) + sum(head.ByteSize() for head in link.heads)
+    assert around < 2000  # names and numbers of messages
+    # It asked for no app: ``Link`` has nothing else.
+
+
+def test_what_goes_wrong_in_a_silo_stays_there():
+    link = Link(b"a request")
+    _answer(link, Node(node_id=7), client_app(Answers(ValueError("patient 17 has no age"))))
+    sent = b"".join(link.pushed.values())
+    assert b"it failed" in sent
+    assert b"patient" not in sent
+
+
+def test_a_message_of_something_else_is_refused():
+    with pytest.raises(Exception, match="nothing of this protocol"):
+        body_of(Message(content_of("text"), dst_node_id=7, message_type="query"))

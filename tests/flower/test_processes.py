@@ -1,0 +1,176 @@
+"""Three silos and a server as processes over TLS: killed on the way, and equal to the bit."""
+
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load
+
+from dpfl_jax.flower.silo import Silo, make_key
+from tests.flower.studies import ISRL, POLICY, bits, simulated, simulated_messages, study
+from tests.runs import final_state
+
+DPFL = [sys.executable, "-m", "dpfl_jax", "silo"]
+NAMES = ("cleveland", "hungarian", "switzerland")
+HEART = pathlib.Path(os.environ.get("DPFL_DATA_DIR", "/nowhere")) / "heart_disease"
+COLUMNS = tuple(f"x{i}" for i in range(13))
+DATA = {
+    "user_column": "person", "silo_column": "hospital", "target_column": "sick", "classes": 2,
+    "input_columns": list(COLUMNS), "scale": {"x0": [0, 1]},
+}  # fmt: skip
+STUDIES = {
+    "hi_grad_avg": study(
+        data=DATA, model={"kind": "logistic", "options": {}},
+        federation={"rounds": 8, "max_silos_per_subject": 2},
+    ),
+    "rpdp": study(
+        data=DATA, model={"kind": "logistic", "options": {}}, mechanism={"kind": "rpdp"},
+        privacy={"epsilon": 10.0, "budgets": {"levels": [0.5, 2.0, 6.0]}},
+        federation={"rounds": 8, "participation_prob": 0.7},
+    ),
+    "isrl/accelerated": study(
+        ISRL, data=DATA, isrl={"algorithm": "accelerated", "rounds": 8, "step_size": None},
+        execution={"rounds_per_block": 1},
+    ),
+}  # fmt: skip
+
+
+def heart(folder):
+    """Three hospitals' own files, and all in one."""
+    from dpfl_jax.data import load_examples
+    from dpfl_jax.data.sections import SourceConfig
+
+    store = load_examples(SourceConfig(source="heart_disease", path=str(HEART))).store
+    rows = store.read(np.arange(store.num_examples))
+    head = ",".join(["hospital", "person", *COLUMNS, "sick"])
+    lines = {name: [head] for name in (*NAMES, "all")}
+    for i, (x, label, silo) in enumerate(zip(rows["x"], rows["label"], rows["silo"])):
+        if int(silo) < len(NAMES):
+            name = NAMES[int(silo)]
+            line = ",".join([name, f"p{i}", *(repr(float(v)) for v in x.ravel()), str(int(label))])
+            lines[name].append(line)
+            lines["all"].append(line)
+    for name, found in lines.items():
+        (folder / f"{name}.csv").write_text("\n".join(found) + "\n")
+
+
+def certificates(folder):
+    """A certificate for this machine, signed by one that the silos trust."""
+    for command in (
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -keyout ca.key -out ca.pem -subj /CN=test",
+        "req -newkey rsa:2048 -nodes -keyout server.key -out server.csr -subj /CN=localhost",
+        "x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 "
+        "-out server.pem -extfile names",
+    ):
+        (folder / "names").write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+
+
+class Processes:
+    """Started with their output in files, and gone at the end."""
+
+    def __init__(self, folder):
+        self.folder, self.running = folder, {}
+
+    def start(self, name, *args):
+        log = (self.folder / f"{name}.out").open("ab")
+        self.running[name] = subprocess.Popen(
+            [*DPFL, *args], cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
+        )
+
+    def kill(self, name):
+        self.running[name].send_signal(signal.SIGKILL)
+        self.running[name].wait()
+
+    def told(self):
+        return "\n".join(f"{p.name}: {p.read_text()[-2000:]}" for p in self.folder.glob("*.out"))
+
+    def close(self):
+        for process in self.running.values():
+            process.kill()
+            process.wait()
+
+
+def rounds_done(folder):
+    path = folder / "server" / "metrics.jsonl"
+    rows = path.read_text().splitlines() if path.exists() else []
+    return max((json.loads(row)["step"] for row in rows), default=0)
+
+
+def until(condition, processes, seconds=240):
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            pytest.fail("it takes too long\n" + processes.told())
+        time.sleep(0.2)
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize("kind", STUDIES)
+def test_processes_over_tls_are_killed_and_equal_the_simulation(tmp_path, kind):
+    pytest.importorskip("flwr")
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl makes the certificates, and is not here")
+    if not HEART.is_dir():
+        pytest.skip("DPFL_DATA_DIR holds no heart_disease")
+    heart(tmp_path)
+    certificates(tmp_path)
+    raw = STUDIES[kind]
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(raw))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    unit = "record" if "isrl" in raw else "subject"
+    policy = {**POLICY, "mechanisms": [kind], "epsilon": 30.0, "unit": unit}
+    for name in NAMES:
+        folder = tmp_path / f"silo-{name}"
+        folder.mkdir()
+        make_key(folder)
+        own = {"name": name, "config": "../study.yaml", "data": {"path": f"../{name}.csv"},
+               "server": f"127.0.0.1:{port}", "root_certificates": "../ca.pem",
+               "policy": policy}  # fmt: skip
+        (folder / "silo.yaml").write_text(yaml.safe_dump(own))
+    tls = ["--certificate", "server.pem", "--key", "server.key", "--root-certificates", "ca.pem"]
+    serve = ["serve", "study.yaml", "--run-dir", "server", "--port", str(port), *tls]
+    processes = Processes(tmp_path)
+    try:
+        processes.start("server", *serve)
+        for name in NAMES:
+            processes.start(name, "run", f"silo-{name}", "--finish")
+        until(lambda: rounds_done(tmp_path) >= 2, processes)
+        processes.kill("hungarian")
+        processes.start("hungarian", "run", "silo-hungarian", "--finish")
+        until(lambda: rounds_done(tmp_path) >= 4, processes)
+        processes.kill("server")
+        processes.start("server", *serve)
+        until(lambda: processes.running["server"].poll() is not None, processes)
+        assert processes.running["server"].returncode == 0, processes.told()
+        until(lambda: all(p.poll() is not None for p in processes.running.values()), processes)
+    finally:
+        processes.close()
+    silos = {name: Silo(tmp_path / f"silo-{name}") for name in NAMES}
+    for silo in silos.values():
+        accepted = [row for row in silo.log.rows if row["kind"] == "accepted"]
+        assert len(accepted) == 1  # one run, whoever was killed
+        asked = [row["round"] for row in silo.log.rows if row["kind"] == "asked"]
+        assert asked == list(range(8))  # each once
+        silo._accepted({"run": accepted[0]["run"], "plan": accepted[0]["plan"]})
+        for path in silo.folder.glob("runs/*/*.message"):
+            sent = set(load(path.read_bytes()))
+            assert not sent or all(name.startswith("released") for name in sent)
+    plan = next(iter(silos[NAMES[0]]._runs.values())).plan
+    if "isrl" in raw:
+        expected = simulated_messages(tmp_path, silos, NAMES)
+    else:
+        expected = simulated(tmp_path, silos, plan.noise, NAMES)
+    assert bits(final_state(tmp_path / "server")["params"]) == bits(expected)

@@ -1,0 +1,157 @@
+"""What a server finds out before the first round, and how it goes on without a silo or itself."""
+
+import pytest
+
+from dpfl_jax.config import validate_config
+from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.flower import run_study
+from dpfl_jax.flower.plan import study_of
+from dpfl_jax.flower.server import prepare
+from dpfl_jax.flower.silo import Silo
+from dpfl_jax.flower.wire import unpack
+from tests.flower.studies import (
+    FEDERATED,
+    ISRL,
+    NAMES,
+    POLICY,
+    QUIET,
+    Here,
+    bits,
+    config_of,
+    make_silos,
+    opened,
+    simulated,
+    study,
+)  # fmt: skip
+from tests.runs import death_after_a_checkpoint, final_state
+
+
+def test_a_server_with_another_study_is_refused(tmp_path):
+    silos = opened(make_silos(tmp_path, study()))
+    other = validate_config(study(federation={"rounds": 5}))
+    with pytest.raises(BadInputError, match=r"aarau refuses: .*federation.rounds is 4 here and 5"):
+        prepare(other, Here(silos), QUIET)
+
+
+def test_a_table_that_is_not_like_the_others_is_found_before_the_first_round(tmp_path):
+    folders = make_silos(tmp_path, study())
+    table = tmp_path / "bern.csv"
+    rows = [line.split(",") for line in table.read_text().splitlines()]
+    more = [[*row[:3], "height" if not i else "180", *row[3:]] for i, row in enumerate(rows)]
+    table.write_text("\n".join(",".join(row) for row in more))
+    with pytest.raises(BadInputError, match="the tables of aarau and bern are not alike"):
+        prepare(config_of(tmp_path), Here(opened(folders)), QUIET)
+
+
+def test_a_silo_that_is_missing_or_refuses_stops_the_run_before_it_begins(tmp_path):
+    folders = make_silos(tmp_path, study(), {**POLICY, "most_rounds": 3})
+    silos = opened(folders)
+    with pytest.raises(BadInputError, match="aarau refuses: the plan has 4 rounds, but policy"):
+        run_study(config_of(tmp_path), tmp_path / "server", Here(silos), QUIET)
+    with pytest.raises(BadInputError, match="3 silos are expected, but there are"):
+        prepare(config_of(tmp_path), Here({**silos, "chur": None}), QUIET)
+    assert not any(row["kind"] == "asked" for silo in silos.values() for row in silo.log.rows)
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (study(seed=1), "seed is set"),
+        (study(federation={"partition": "uniform"}), "set natural"),
+        (study(federation={"silos_per_round": 2}), "federation.participation_prob"),
+        (study(federation={"max_silos_per_subject": None}), "in how many silos"),
+        (study(privacy={"delta": None}), "privacy.delta is not set"),
+        (study(privacy={"recipe": "paper_a"}), "silos run the sound one"),
+        (study(mechanism={"kind": "fed_avg", "batch_size": 4}), "without any guarantee"),
+        (study(ISRL, data={"scale": {}}), "data.scale is not set"),
+        (study(ISRL, isrl={"available": 2}), "isrl.available is set"),
+        (study(ISRL, privacy={"epsilon": None}), "privacy.epsilon is null"),
+    ],
+)
+def test_a_study_that_silos_elsewhere_cannot_run_says_why(raw, said):
+    with pytest.raises(BadInputError, match=said):
+        study_of(validate_config(raw))
+
+
+def test_the_study_leaves_out_what_is_a_party_s_own(tmp_path):
+    mine = study_of(validate_config(study(data={"path": "a.csv"}, name="one")))
+    theirs = study_of(validate_config(study(data={"path": "b.csv"}, name="two")))
+    assert mine == theirs
+    assert mine["data"]["scale"] == {k: list(map(float, v))
+                                     for k, v in FEDERATED["data"]["scale"].items()}  # fmt: skip
+
+
+class Unreliable(Here):
+    """Silos that do not answer in some rounds: name -> those rounds."""
+
+    def __init__(self, silos, lost):
+        super().__init__(silos)
+        self.lost = lost
+
+    def ask(self, requests, most_s=None):
+        kept = {}
+        for name, request in requests.items():
+            if unpack(request)[0].get("round") not in self.lost.get(name, ()):
+                kept[name] = request
+        return super().ask(kept)
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_killed_server_and_silos_go_on_and_equal_the_simulation(tmp_path, monkeypatch):
+    keep = {"name": "sgd", "learning_rate": 0.5, "options": {"momentum": 0.9}}
+    raw = study(federation={"local_state": "keep", "local_optimizer": keep})
+    folders = make_silos(tmp_path, raw)
+    silos = opened(folders)
+    with death_after_a_checkpoint(monkeypatch):
+        run_study(config_of(tmp_path), tmp_path / "server", Here(silos), QUIET)
+    # Round 1 is answered, but the server dies before it can use that: it is asked for again.
+    lost = Unreliable(silos, dict.fromkeys(NAMES, (2,)))
+    with pytest.raises(StoppedError, match="no silo answered round 2"):
+        run_study(config_of(tmp_path), tmp_path / "server", lost, QUIET)
+    for silo in silos.values():
+        silo.close()
+    silos = {name: Silo(folder) for name, folder in folders.items()}
+    transport = Here(silos)
+    report = run_study(config_of(tmp_path), tmp_path / "server", transport, QUIET)
+    assert report["status"] == "finished"
+    for silo in silos.values():
+        asked = [row["round"] for row in silo.log.rows if row["kind"] == "asked"]
+        assert asked == [0, 1, 2, 3]
+        assert len([row for row in silo.log.rows if row["kind"] == "accepted"]) == 1
+    plan = next(iter(silos["bern"]._runs.values())).plan
+    there = final_state(tmp_path / "server")["params"]
+    assert bits(there) == bits(simulated(tmp_path, silos, plan.noise))
+    # What crossed: the header, and the arrays of a release, for each silo and round.
+    sent = [reply for _, _, reply in transport.seen if unpack(reply)[0]["kind"] == "message"]
+    assert sent
+    for reply in sent:
+        header, arrays = unpack(reply)
+        assert set(header) == {"kind", "run", "round", "silo", "plan"}
+        numbers = sum(array.size for array in arrays.values())
+        assert numbers == report["model"]["parameters"] + 3  # weight, silos, dropped
+        assert len(reply) < 4 * numbers + 2000
+
+
+@pytest.mark.slow
+def test_a_silo_that_is_gone_is_left_out(tmp_path):
+    silos = opened(make_silos(tmp_path, study()))
+    lost = Unreliable(silos, {"chur": (1, 2)})
+    report = run_study(config_of(tmp_path), tmp_path / "server", lost, QUIET)
+    assert report["status"] == "finished"
+    answered = [row["round"] for row in silos["chur"].log.rows if row["kind"] == "answered"]
+    assert answered == [0, 3]
+    assert silos["chur"].log.find("finished")["rounds"] == 2
+
+
+@pytest.mark.slow
+def test_a_server_goes_on_although_a_silo_is_gone_for_good(tmp_path, monkeypatch):
+    silos = opened(make_silos(tmp_path, study()))
+    with death_after_a_checkpoint(monkeypatch):
+        run_study(config_of(tmp_path), tmp_path / "server", Here(silos), QUIET)
+    left = Here({**silos, "bern": None})
+    report = run_study(config_of(tmp_path), tmp_path / "server", left, QUIET)
+    assert report["status"] == "finished"
+    assert len(report["silos"]) == 3
+    with pytest.raises(BadInputError, match="finished and is not overwritten"):
+        run_study(config_of(tmp_path), tmp_path / "server", left, QUIET)

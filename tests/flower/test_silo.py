@@ -1,0 +1,283 @@
+"""What a silo refuses, repeats and writes down, without compiling anything."""
+
+import dataclasses
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from dpfl_jax.accounting import events
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.federation import Federation
+from dpfl_jax.flower import Plan
+from dpfl_jax.flower import silo as silo_module
+from dpfl_jax.flower.federated import Subjects, facts_of, guarantee_of, noised
+from dpfl_jax.flower.plan import study_of
+from dpfl_jax.flower.policy import Asked
+from dpfl_jax.flower.silo import Silo, make_key, read_key
+from dpfl_jax.flower.wire import pack, tree_of, unpack
+from dpfl_jax.run.prepared import Charge
+from tests.flower.studies import POLICY, config_of, kind_of, make_silos, study, why
+
+PARAMS = {"w": np.arange(3, dtype=np.float32)}
+
+
+class Work:
+    """A message that is the parameters plus numbers of the silo's key; nothing is compiled."""
+
+    like = PARAMS
+    computed = 0
+
+    def __init__(self, config, plan, index, key):
+        self.config, self.plan, self.key = config, plan, key
+        self.rounds = config.federation.rounds
+        self.federation: Federation = noised(config, facts_of(plan.silos), plan.noise)[0]
+        self.sigma = plan.noise[index]
+        self.state_like = {"taken": np.int32(0)}
+
+    def start(self):
+        return self.state_like
+
+    def check(self):
+        pass
+
+    def asked(self, policy):
+        epsilon = 1.0 if self.sigma >= 1 else 100.0
+        return Asked("hi_grad_avg", self.rounds, self.sigma, epsilon, "subject")
+
+    def charge(self, policy):
+        return Charge(events.gaussian(2.0, 1), policy.delta, "subject", "add-or-remove one")
+
+    def guarantee(self):
+        return guarantee_of(self.config, self.federation, (), self.rounds)
+
+    def message(self, number, params, state, answered):
+        assert int(state["taken"]) == answered
+        Work.computed += 1
+        noise = self.key.child("round", number).numpy("noise").normal(size=3)
+        state = {"taken": np.int32(answered + 1)}
+        return {"w": (params["w"] + noise).astype(np.float32)}, state
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """A folder of one silo, whose plans compile nothing."""
+    folder = make_silos(tmp_path, study(), POLICY)["bern"]
+    monkeypatch.setattr(
+        Subjects, "work", lambda held, plan, index, key: Work(held.config, plan, index, key)
+    )
+    Work.computed = 0
+    return folder
+
+
+def plan_of(silo, run="run-1", noise=2.0, **changes):
+    rows = [{"name": "aarau", "num_records": 20, "num_subjects": 10},
+            {"name": "bern", **silo.held.facts},
+            {"name": "chur", "num_records": 30, "num_subjects": 20}]  # fmt: skip
+    plan = Plan(run, study_of(config_of(silo.folder.parent)), rows, [noise] * 3)
+    return dataclasses.replace(plan, **changes)
+
+
+def agree(silo, plan):
+    return silo.answer(pack({"kind": "plan", "plan": plan.to_json()}))
+
+
+def ask(silo, plan, number=0, params=PARAMS, **changes):
+    told = {"kind": "round", "run": plan.run, "plan": plan.digest, "round": number, **changes}
+    return silo.answer(pack(told, params=params))
+
+
+def again(silo):
+    """The silo after a kill -9: nothing but its folder is left."""
+    silo.close()
+    return Silo(silo.folder)
+
+
+def test_a_round_is_answered_once_and_repeated_to_the_bit(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    assert kind_of(agree(silo, plan)) == "accepted"
+    first = ask(silo, plan)
+    assert kind_of(first) == "message"
+    assert ask(silo, plan) == first
+    silo = again(silo)
+    assert ask(silo, plan) == first
+    assert kind_of(agree(silo, plan)) == "accepted"  # a server that was restarted
+    assert Work.computed == 1
+    other = {"w": PARAMS["w"] + 1}
+    assert "would cancel" in why(ask(silo, plan, params=other))
+    assert kind_of(ask(silo, plan, 1, other)) == "message"  # another round has noise of its own
+    silo.log.rows[:] = [row for row in silo.log.rows if row.get("round") != 0]
+    assert "round 0 of run run-1 is past" in why(ask(silo, plan))
+    assert Work.computed == 2
+
+
+def test_a_silo_that_died_between_asking_and_answering_computes_the_same(made, monkeypatch):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    with monkeypatch.context() as patch:
+        patch.setattr(silo_module, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            ask(silo, plan)
+    silo = again(silo)
+    other = {"w": PARAMS["w"] + 1}
+    assert "would cancel" in why(ask(silo, plan, params=other))
+    found = unpack(ask(silo, plan))[1]["released['w']"]
+    noise = silo._runs[plan.run].work.key.child("round", 0).numpy("noise").normal(size=3)
+    np.testing.assert_array_equal(found, (PARAMS["w"] + noise).astype(np.float32))
+    # ... and it died once more, after the message was on the disk and before the log said so.
+    rows = silo.log.path.read_bytes().split(b"\n")
+    kept = [row for row in rows if b'"answered"' not in row]
+    assert len(kept) == len(rows) - 1
+    silo.log.path.write_bytes(b"\n".join(kept))
+    silo = again(silo)
+    assert kind_of(ask(silo, plan)) == "message"
+    assert kind_of(ask(silo, plan, 1)) == "message"  # its state is that after round 0
+
+
+def test_other_software_repeats_what_is_stored_and_computes_no_half_done_round(made, monkeypatch):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    first = ask(silo, plan)
+    told = {"kind": "round", "run": plan.run, "plan": plan.digest, "round": 1}
+    request = pack(told, params=PARAMS)
+    digest = hashlib.sha256(request).hexdigest()
+    silo.log.append("asked", run=plan.run, round=1, request=digest, computed_with="another")
+    silo = again(silo)
+    monkeypatch.setattr(silo_module, "environment", lambda: {"jax": "a third"})
+    assert ask(silo, plan) == first
+    assert "other software" in why(silo.answer(request))
+
+
+def test_a_server_that_changes_the_plan_is_refused(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    ask(silo, plan)
+    less = plan_of(silo, noise=1.5)  # still within the policy
+    assert "another plan" in why(agree(silo, less))
+    assert "another plan" in why(ask(silo, less, 1))
+    assert kind_of(ask(silo, plan, 1)) == "message"
+    assert "rounds 0 to 3" in why(ask(silo, plan, 4))
+
+
+def test_foreign_and_damaged_requests_are_refused(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    assert "accepted no run" in why(ask(silo, plan))
+    agree(silo, plan)
+    assert "accepted no run 'run-2'" in why(ask(silo, plan, run="run-2"))
+    assert "no message of this protocol" in why(silo.answer(b"rubbish"))
+    assert "does not know the request" in why(silo.answer(pack({"kind": "key"})))
+    wrong = {"w": np.zeros(4, np.float32)}
+    assert "the models are not the same" in why(ask(silo, plan, params=wrong))
+    assert "not finite" in why(ask(silo, plan, params={"w": np.full(3, np.nan, np.float32)}))
+    assert Work.computed == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"most_rounds": 3}, "policy.most_rounds is 3"),
+        ({"least_noise_multiplier": 3.0}, "policy.least_noise_multiplier is 3"),
+        ({"mechanisms": ["rpdp"]}, "policy.mechanisms allows rpdp"),
+        ({"epsilon": 0.5}, "policy.epsilon is 0.5"),
+        ({"total_epsilon": 0.1}, "beyond the budget of 0.1"),
+    ],
+)
+def test_a_plan_beyond_the_policy_is_refused_in_one_sentence(made, change, said):
+    path = made / "silo.yaml"
+    raw = silo_module.yaml.safe_load(path.read_text())
+    path.write_text(json.dumps({**raw, "policy": {**POLICY, **change}}))
+    silo = Silo(made)
+    plan = plan_of(silo)
+    found = why(agree(silo, plan))
+    told = silo.log.rows[-1]["why"]
+    assert said in told
+    assert "\n" not in told
+    assert found == told or "total_epsilon" in change  # a ledger is the silo's own
+    assert "accepted no run" in why(ask(silo, plan))
+
+
+def test_what_is_wrong_with_a_record_is_told_to_the_operator_alone(made, monkeypatch):
+    def fails(held, plan, index, key):
+        raise BadInputError("record 'bern-7' has no budget")
+
+    monkeypatch.setattr(Subjects, "work", fails)
+    silo = Silo(made)
+    reply = agree(silo, plan_of(silo))
+    assert b"bern-7" not in reply
+    assert "bern-7" in silo.log.rows[-1]["why"]
+
+
+def test_a_plan_that_is_not_of_this_silo_is_refused(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    rows = [dict(row) for row in plan.silos]
+    rows[1]["num_records"] += 1  # a larger silo would seem to need less noise
+    assert "but it holds" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
+    rows[1]["name"] = "basel"
+    assert "not for bern" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
+    longer = {**plan.study, "federation": {**plan.study["federation"], "rounds": 5}}
+    assert "federation.rounds is 4 here and 5 there" in why(
+        agree(silo, dataclasses.replace(plan, study=longer))
+    )
+
+
+def test_nothing_is_spent_without_the_log(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    first = ask(silo, plan)
+    silo.log.path.unlink()
+    silo = again(silo)
+    assert "in the ledger but not in the log" in why(agree(silo, plan))
+    assert "accepted no run" in why(ask(silo, plan))
+    # Another run of the same study draws anew.
+    other = plan_of(silo, "run-2")
+    assert kind_of(agree(silo, other)) == "accepted"
+    assert unpack(ask(silo, other))[1]["released['w']"].tolist() != (
+        unpack(first)[1]["released['w']"].tolist()
+    )
+
+
+def test_a_log_that_was_changed_is_noticed(made):
+    silo = Silo(made)
+    agree(silo, plan_of(silo))
+    silo.log.path.write_bytes(silo.log.path.read_bytes().replace(b"run-1", b"run-0"))
+    silo.close()
+    with pytest.raises(BadInputError, match="changed or removed"):
+        Silo(made)
+
+
+def test_data_that_changed_end_the_run(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    table = made.parent / "bern.csv"
+    table.write_text(table.read_text().replace("bern-3", "bern-300"))
+    silo = again(silo)
+    assert any(x in why(ask(silo, plan)) for x in ("not those that run", "but it holds"))
+
+
+def test_a_key_is_secret_and_no_other_takes_its_place(tmp_path):
+    make_key(tmp_path)
+    key = read_key(tmp_path)
+    assert (tmp_path / "private/root_key").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        make_key(tmp_path)
+    (tmp_path / "private/root_key").chmod(0o644)
+    with pytest.raises(BadInputError, match="chmod 600"):
+        read_key(tmp_path)
+    assert not key.public
+
+
+def test_what_is_packed_is_found_again():
+    tree = {"a": np.float32(2), "b": [np.zeros((0, 2), np.int32), np.ones(2, np.float32)]}
+    header, arrays = unpack(pack({"round": 3}, params=tree))
+    assert header == {"round": 3}
+    assert tree_of(arrays, "params", tree)["b"][1].tolist() == [1, 1]
+    assert pack({"round": 3}, params=tree) == pack({"round": 3}, params=tree)
