@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reproductions._plots import panel
+from reproductions._plots import band, panel
 from reproductions.registry import Claim, Outcome, Settings, Source, less
 from reproductions.subject._training import Run, Trained, base_config, confined, train
 
@@ -149,8 +149,8 @@ def draw(found: list[Trained], file: Any, title: str) -> None:
             shown = "∞" if real == float("inf") else f"{real:.3g}"
             label = f"{trained.run.label} (ε {shown})"
             style = "--" if "sound" in trained.run.label else "-"
-            axes.plot(
-                [c[0] for c in curve], [c[2] for c in curve], style, color=f"C{i}", label=label
-            )
+            by_seed = [[c[k][2] for c in trained.curves] for k in range(len(curve))]
+            at = [c[0] for c in curve]
+            colour = {"color": f"C{i}"} if i < 10 else {"color": "black"}
+            band(axes, at, by_seed, linestyle=style, label=label, marker="", **colour)
         axes.set(xlabel="round", ylabel="held-out accuracy", ylim=(0, 1), title=title)
-        axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))

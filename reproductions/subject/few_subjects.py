@@ -53,4 +53,3 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
             axes.bar_label(bars, fmt="%.2f", fontsize=8)
         axes.set_xticks(range(len(COMPARED)), [r.label for r in COMPARED])
         axes.set(ylabel="held-out accuracy", ylim=(0, 1))
-        axes.legend(fontsize=8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reproductions._plots import columns, panel
+from reproductions._plots import band, columns, panel, ticks
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.subject._training import COMPARED, Trained, base_config, train
 
@@ -60,6 +60,6 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
     with panel(file, size=(5.5, 3.6)) as axes:
         for item in COMPARED:
             mine = [r for r in rows if r["run"] == item.label]
-            axes.plot(*columns(mine, "alpha", "accuracy"), "o-", label=item.label)
-        axes.set(xlabel="skew a", ylabel="held-out accuracy", xscale="log", ylim=(0, 1))
-        axes.legend(fontsize=8)
+            band(axes, *columns(mine, "alpha", "accuracies"), label=item.label)
+        ticks(axes, sorted({r["alpha"] for r in rows}), base=2)
+        axes.set(xlabel="skew a", ylabel="held-out accuracy", ylim=(0, 1))

@@ -27,6 +27,7 @@ from dpfl_jax.planning.sweep import Sweep, at_budget
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import starting_params
+from reproductions._seeds import of
 from reproductions.registry import Claim, Settings, less
 
 NOTE = (
@@ -138,7 +139,7 @@ def mean_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows of the first seed, with means over seeds as losses, and the losses."""
     axes = [k for k in rows[0] if k in ("kind", "group_size", "cohort_size", "budget", "epsilon")]
     found = by_seed(rows, *axes)
-    first = [row for row in rows if row["seed"] == 0]
+    first = [row for row in rows if row["seed"] == of(0)]
     losses = [found[tuple(row[k] for k in axes)] for row in first]
     return [
         {**row, "loss": float(of.mean()), "losses": of.tolist()} for row, of in zip(first, losses)
@@ -174,7 +175,7 @@ def cells(
         file,
         {
             **axes,
-            "seed": list(range(settings.seeds or (1 if settings.quick else 3))),
+            "seed": [of(k) for k in range(settings.seeds or (1 if settings.quick else 3))],
             "learning_rate": list(RATES[-1:] if settings.quick else RATES),
         },
         overrides,

@@ -212,4 +212,3 @@ def _draw_regret(regret: dict[str, dict[int, float]], file: Any) -> None:
             x = [b * (1 + 0.03 * shift.random()) for b in found]
             ax.semilogx(x, [100 * v for v in found.values()], "o-", base=2, label=name)
         ax.set(xlabel="compute budget B", ylabel="loss above the best cell, %")
-        ax.legend(fontsize=8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reproductions._plots import panel
+from reproductions._plots import band, panel, ticks
 from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
 
@@ -56,7 +56,7 @@ def run(settings: Settings) -> Outcome:
         for (kind, b, e), found in losses.items()
     ]
     file = settings.out / "userlevel-figure-6.png"
-    _draw(loss, budgets, epsilons, initial, file)
+    _draw(losses, budgets, epsilons, initial, file)
     notes = [
         small.NOTE,
         small.SEED_NOTE,
@@ -66,13 +66,15 @@ def run(settings: Settings) -> Outcome:
     return Outcome(claims, [file], rows, notes)
 
 
-def _draw(loss: Any, budgets: list[int], epsilons: list[float], initial: float, file: Any) -> None:
+def _draw(
+    losses: Any, budgets: list[int], epsilons: list[float], initial: float, file: Any
+) -> None:
     with panel(file) as ax:
         for k, budget in enumerate(budgets):
             for kind, style in (("els", "--"), ("uls", "-")):
-                y = [loss[kind, budget, e] for e in epsilons]
+                y = [losses[kind, budget, e] for e in epsilons]
                 label = f"{kind.upper()}, B = {budget}"
-                ax.semilogx(epsilons, y, f"o{style}", color=f"C{k}", label=label)
+                band(ax, epsilons, y, linestyle=style, color=f"C{k}", label=label)
+        ticks(ax, epsilons)
         ax.axhline(initial, color="black", linestyle=":", label="pre-trained")
         ax.set(xlabel="epsilon", ylabel="held-out loss")
-        ax.legend(fontsize=8)

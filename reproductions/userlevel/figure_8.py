@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.planning import Planner, Sensitivities, Users
-from reproductions._plots import panel
+from reproductions._plots import band, panel, ticks
 from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
 
@@ -49,7 +49,6 @@ def run(settings: Settings) -> Outcome:
                 )
                 rows += [{**row, "users": factor} for row in found]
     losses = small.by_seed(rows, "kind", "users", "budget")
-    loss = {key: float(found.mean()) for key, found in losses.items()}
     low, high = budgets
     by_users = {k: losses[k, 1, high] - losses[k, factors[-1], high] for k in ("els", "uls")}
     by_compute = {
@@ -73,7 +72,7 @@ def run(settings: Settings) -> Outcome:
         ),
     ]
     file = settings.out / "userlevel-figure-8.png"
-    _draw(loss, factors, budgets, file)
+    _draw(losses, factors, budgets, file)
     notes = [
         small.NOTE,
         small.SEED_NOTE,
@@ -83,12 +82,12 @@ def run(settings: Settings) -> Outcome:
     return Outcome(claims, [file], rows, notes)
 
 
-def _draw(loss: Any, factors: list[int], budgets: list[int], file: Any) -> None:
+def _draw(losses: Any, factors: list[int], budgets: list[int], file: Any) -> None:
     with panel(file) as ax:
         for k, factor in enumerate(factors):
             for kind, style in (("els", "--"), ("uls", "-")):
-                y = [loss[kind, factor, b] for b in budgets]
+                y = [losses[kind, factor, b] for b in budgets]
                 label = f"{kind.upper()}, {factor}x users"
-                ax.semilogx(budgets, y, f"o{style}", color=f"C{k}", label=label)
+                band(ax, budgets, y, linestyle=style, color=f"C{k}", label=label)
+        ticks(ax, budgets, base=2)
         ax.set(xlabel="compute budget B", ylabel="held-out loss")
-        ax.legend(fontsize=8)
