@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -114,6 +115,7 @@ def run_all(
     waiting = [job for job in jobs if job not in done]
     _announce(jobs, done, expected, at_once, say)
     running: dict[int, tuple[Job, subprocess.Popen[str], float, str]] = {}
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as by Ctrl-C
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -152,6 +154,7 @@ def run_all(
             "goes on"
         ) from None
     finally:
+        signal.signal(signal.SIGTERM, before)
         log.close()
     return write()
 
