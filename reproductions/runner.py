@@ -103,7 +103,7 @@ def run_all(
     log = (out / "reproduce.log").open("a", buffering=1)
 
     def say(text: str) -> None:
-        console.print(text, highlight=False)
+        console.print(text, highlight=False, soft_wrap=True)
         stamp = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         log.write(f"{stamp} {text}\n")
 
