@@ -138,6 +138,11 @@ HEADLINES: dict[str, list[Headline]] = {
             "A: Figure 1",
             {"subject/curves": "^text A", "subject/shakespeare": "^text A: HiGradAvgDP is below"},
         ),
+        Headline(
+            "A: HiGradAvgDP is the worst of all on Shakespeare",
+            "A: Figure 1",
+            {"subject/shakespeare": "worst of all"},
+        ),
         Headline("skew hurts LocalGroupDP most", "A, B: Figure 3", {"subject/skew": "."}),
         Headline("few subjects hurt both", "B: Figure 4", {"subject/few-subjects": "."}),
         Headline(
