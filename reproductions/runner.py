@@ -79,7 +79,7 @@ def run_all(
     at_once: int = 1,
     command: Callable[[Job], list[str]] = lambda job: job.command,
 ) -> dict[str, Any]:
-    """Runs what is not finished yet, and returns the manifest.
+    """Runs what is not finished yet, and returns the manifest (of earlier calls there, too).
 
     Args:
       jobs: what to run.
@@ -108,7 +108,9 @@ def run_all(
         log.write(f"{stamp} {text}\n")
 
     def write() -> dict[str, Any]:
-        made = manifest([done[job] for job in jobs if job in done])
+        mine = {_place(entry) for entry in done.values()}
+        others = [entry for entry in known.values() if _place(entry) not in mine]
+        made = manifest([*others, *(done[job] for job in jobs if job in done)])
         write_atomically(file, json.dumps(made, indent=1) + "\n")
         return made
 
@@ -289,6 +291,10 @@ def _result(job: Job, code: int, out: pathlib.Path) -> dict[str, Any]:
 
 def _stem(job: Job) -> str:
     return job.figure.replace("/", "-") + (f"-{job.replication}" if job.replication else "")
+
+
+def _place(entry: Mapping[str, Any]) -> tuple[str, str, int]:
+    return entry["figure"], entry["form"], entry["replication"]
 
 
 def _id(job: Job) -> tuple[str, str]:

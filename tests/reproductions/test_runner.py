@@ -51,8 +51,9 @@ def test_finished_experiments_are_not_run_again(tmp_path, monkeypatch):
     assert runner.key_of(JOBS[0]) != runner.key_of(Job(JOBS[0].figure, False))
     assert runner.key_of(JOBS[0]) != runner.key_of(Job(JOBS[0].figure, True, replication=1))
     monkeypatch.setattr(runner, "code_of", lambda module: module)
-    run_all(JOBS[:1], tmp_path, QUIET, command=finds(True))
+    last = run_all(JOBS[:1], tmp_path, QUIET, command=finds(True))
     assert ran(tmp_path).count(JOBS[0].figure) == 2
+    assert sorted(e["figure"] for e in last["experiments"]) == sorted(j.figure for j in JOBS)
 
 
 def test_code_that_an_experiment_imports_decides_its_key():
