@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, NullLocator
@@ -31,7 +32,8 @@ def panel(
       **options: of ``Figure.subplots``.
     """
     figure = Figure(figsize=size, layout="constrained")
-    yield figure.subplots(*grid, **options)
+    with matplotlib.rc_context({"lines.markersize": 4}):
+        yield figure.subplots(*grid, **options)
     for axes in figure.axes:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(visible=True, which="major", color="0.92", linewidth=0.7)
@@ -80,7 +82,7 @@ def band(axes: Any, x: ArrayLike, by_seed: Sequence[ArrayLike], **style: Any) ->
     """
     values = [np.asarray(v, float) for v in by_seed]
     mean = np.array([v.mean() for v in values])
-    (line,) = axes.plot(x, mean, **{"marker": "o", "markersize": 4} | style)
+    (line,) = axes.plot(x, mean, **{"marker": "o"} | style)
     if all(len(v) > 1 for v in values):
         half = [stats.t.ppf(0.975, len(v) - 1) * v.std(ddof=1) / np.sqrt(len(v)) for v in values]
         low, high = mean - half, mean + half

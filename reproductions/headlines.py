@@ -23,7 +23,7 @@ class Headline:
 
 
 NO_DATA = "not run: {} not at hand"
-TESTS = "no run: the default tests hold it against other implementations (`tests/accounting/`)"
+TESTS = "not run: the default tests hold it against other implementations (`tests/accounting/`)"
 
 HEADLINES: dict[str, list[Headline]] = {
     "Charles et al. 2024: ELS or ULS": [

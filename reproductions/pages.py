@@ -35,6 +35,7 @@ PAGES = (
 )
 PICTURES = {"userlevel-budgets.png": "docs/pictures/group_size.png"}
 _BLOCK = re.compile(r"(<!-- generated: (.+?) -->\n)(.*?)(<!-- end -->)", re.S)
+MISSING = "`dpfl reproduce {}` is not in the archived manifest: it was not run for it."
 _LONG = ("curve", "curves", "histogram_z", "tuned", "files")
 
 
@@ -125,11 +126,13 @@ def without_blocks(text: str) -> str:
 def _content(name: str, found: Found) -> str:
     kind, _, rest = name.partition(" ")
     if kind == "claims":
-        return _claims(found, rest)
+        return _claims(found, rest) if rest in found.entries else MISSING.format(rest)
     plain = {"tally": _tally, "headlines": _headlines, "details": _details, "runs": _runs}
     if kind in plain:
         return plain[kind](found)
     figure, make = TABLES[name]
+    if figure not in found.entries:
+        return MISSING.format(figure)
     entry = found.entries[figure]
     return f"{make(entry['rows'])}\n\n{_provenance(entry)}"
 
@@ -221,7 +224,8 @@ def _claims(found: Found, figure: str) -> str:
 def _details(found: Found) -> str:
     out = []
     for figure, entry in sorted(found.entries.items()):
-        title = f"### {figure}\n\n{entry['title']}. {entry['source']}."
+        module = registry.load(figure)
+        title = f"### {figure}\n\n{module.TITLE[0].upper()}{module.TITLE[1:]}. {module.SOURCE}."
         notes = "\n".join(f"- {note}" for note in entry["notes"])
         body = _claims(found, figure) if entry["claims"] else _provenance(entry)
         out.append("\n\n".join(filter(None, [title, body, notes])))
