@@ -38,8 +38,22 @@ def panel(
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(visible=True, which="major", color="0.92", linewidth=0.7)
         axes.set_axisbelow(True)
+        _ticks(axes)
     _legends(figure)
     figure.savefig(file, dpi=150)
+
+
+def _ticks(axes: Any) -> None:
+    """No two labels on one another: on a logarithmic x axis only what was run, if it is little."""
+    if axes.get_xscale() == "log" and not isinstance(axes.xaxis.get_minor_locator(), NullLocator):
+        lines = [np.asarray(line.get_xdata(), float) for line in axes.get_lines()]
+        run = sorted({float(x) for line in lines if len(line) > 2 for x in line})
+        if 0 < len(run) <= 8:
+            ticks(axes, run)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    low, high = axes.get_ylim()
+    if axes.get_yscale() == "log" and high > 20 * low:
+        axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _legends(figure: Figure) -> None:
@@ -85,8 +99,9 @@ def band(axes: Any, x: ArrayLike, by_seed: Sequence[ArrayLike], **style: Any) ->
     (line,) = axes.plot(x, mean, **{"marker": "o"} | style)
     if all(len(v) > 1 for v in values):
         half = [stats.t.ppf(0.975, len(v) - 1) * v.std(ddof=1) / np.sqrt(len(v)) for v in values]
-        low, high = mean - half, mean + half
-        axes.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+        if len(mean) == 1:
+            axes.errorbar(x, mean, half, color=line.get_color(), capsize=3)
+        axes.fill_between(x, mean - half, mean + half, color=line.get_color(), alpha=0.15, lw=0)
 
 
 def reported(axes: Any, x: Sequence[float], y: Sequence[float], label: str = "the paper") -> None:
