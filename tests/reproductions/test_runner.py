@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from rich.console import Console
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
-from reproductions import registry, runner
+from reproductions import _seeds, registry, runner
 from reproductions.runner import Job, run_all
 
 QUIET = Console(quiet=True)
@@ -124,6 +125,22 @@ run_all([Job("isrl/closed-forms", True), Job("isrl/rates", True)], pathlib.Path(
 def test_wrong_options_are_one_sentence(args, message, tmp_path, capsys):
     assert main(["reproduce", *args, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_another_replication_has_other_seeds_throughout(monkeypatch):
+    monkeypatch.setattr(_seeds, "_replication", 0)
+    assert _seeds.of(7) == 7
+    _seeds.replicate(2)
+    assert _seeds.of(7) == 7 + 2 * _seeds.STRIDE
+    found = {}
+    for file in sorted((runner.ROOT / "reproductions").rglob("*.py")):
+        # Those on personal budgets number seeds where their trainings begin.
+        if file.parent.name != "rpdp":
+            starts = re.findall(
+                r"(?:default_rng|random\.key|from_seed)\((?!of\()", file.read_text()
+            )
+            found |= {file.name: starts} if starts else {}
+    assert not found
 
 
 def test_a_manifest_of_another_version_is_refused(tmp_path):
