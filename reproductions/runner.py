@@ -317,8 +317,11 @@ def _announce(
     for job in jobs:
         took = "finished" if job in done else f"expected {_told(expected.get(_id(job)))}"
         say(f"{job.figure} ({job.form}): {took}")
-    total = sum(expected.get(_id(job), 0.0) for job in jobs if job not in done) / at_once
-    say(f"{len(done)} of {len(jobs)} are finished; the others take about {_told(total)}")
+    left = [job for job in jobs if job not in done]
+    total = _told(sum(expected.get(_id(job), 0.0) for job in left) / at_once)
+    unknown = sum(_id(job) not in expected for job in left)
+    more = f", and {unknown} an unknown time" if unknown else ""
+    say(f"{len(done)} of {len(jobs)} are finished; the others take about {total}{more}")
 
 
 def _told(seconds: float | None) -> str:
