@@ -22,7 +22,14 @@ from dpfl_jax.config import RunConfig, validate_config
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import limit_store
 from dpfl_jax.mesh import make_mesh
-from dpfl_jax.planning import Sensitivities, estimate_sensitivities, median_group_size
+from dpfl_jax.planning import (
+    Option,
+    Planner,
+    Sensitivities,
+    Users,
+    estimate_sensitivities,
+    median_group_size,
+)
 from dpfl_jax.planning.sweep import Sweep, at_budget
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.evaluate import Evaluator
@@ -103,6 +110,26 @@ def sensitivities(quick: bool) -> Sensitivities:
     """Median gradient norms at the pre-trained model, of 128 users (Appendix F)."""
     data, model, params, _ = start(quick)
     return estimate_sensitivities(model.loss, params, data.train, GROUPS, users=128, batch=16)
+
+
+def planner(quick: bool, epsilon: float) -> Planner:
+    """Of the users there are; delta as in the paper."""
+    data, _, _, made = start(quick)
+    sizes = np.diff(data.train.user_offsets)
+    return Planner(
+        Users(len(sizes), sizes=sizes),
+        sensitivities(quick),
+        epsilon=epsilon,
+        delta=float(sizes.sum()) ** -1.1,
+        steps=made.train.steps,
+    )
+
+
+def least_noise(planner: Planner, budget: int) -> Option:
+    """The planner's ULS at a budget."""
+    users = planner.users.num_users
+    cells = [planner.uls(g, budget // g) for g in GROUPS if budget // g <= users]
+    return min(cells, key=lambda option: option.noise)
 
 
 @functools.cache

@@ -21,9 +21,14 @@ def run(settings: Settings) -> Outcome:
     median = small.median(settings.quick)
     axes: dict[str, Any] = {"budget": budgets, "epsilon": epsilons}
     rows = small.cells(settings, "els", median, axes)
-    for group in (1, 4):  # the smaller budgets have no use for groups: the cohort comes first
-        here = [b for b in budgets if (b >= 512) == (group == 4)]
-        rows += small.cells(settings, "uls", group, {**axes, "budget": here}) if here else []
+    groups: dict[tuple[int, float], int] = {}
+    for epsilon in epsilons:
+        planner = small.planner(settings.quick, epsilon)
+        for budget in budgets:
+            group = small.least_noise(planner, budget).group_size
+            groups[budget, epsilon] = group
+            cell: dict[str, Any] = {"budget": [budget], "epsilon": [epsilon]}
+            rows += small.cells(settings, "uls", group, cell)
     initial = small.initial_loss(settings.quick)
     losses = small.by_seed(rows, "kind", "budget", "epsilon")
     rows = small.mean_of(rows)
@@ -60,8 +65,8 @@ def run(settings: Settings) -> Outcome:
     notes = [
         small.NOTE,
         small.SEED_NOTE,
-        f"ELS group size {median} (the median); of ULS 1 below a budget of 512 and 4 from it on: "
-        "fixed here, not by the heuristics",
+        f"ELS group size {median} (the median); of ULS the planner's: "
+        + ", ".join(f"{g} (B = {b}, epsilon {e:g})" for (b, e), g in groups.items()),
     ]
     return Outcome(claims, [file], rows, notes)
 

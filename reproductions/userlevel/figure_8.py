@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.planning import Planner, Sensitivities, Users
+from dpfl_jax.planning import Planner, Users
 from reproductions._plots import band, panel, ticks
 from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
@@ -32,16 +32,16 @@ def run(settings: Settings) -> Outcome:
         users = Users(factor * len(sizes), limited={median: factor * left})
         planner = Planner(
             users,
-            Sensitivities.assumed(0.0, small.GROUPS),
+            small.sensitivities(settings.quick),
             epsilon=EPSILON,
             delta=delta,
             steps=config.train.steps,
         )
         for budget in budgets:
-            group = 4 if budget >= 512 else 1
+            uls = small.least_noise(planner, budget)
             for kind, size, option in (
                 ("els", median, planner.els(median, budget)),
-                ("uls", group, planner.uls(group, budget // group)),
+                ("uls", uls.group_size, uls),
             ):
                 sigma = f"mechanism.noise_multiplier={option.noise_multiplier:.6g}"
                 found = small.cells(
