@@ -140,6 +140,7 @@ def _content(name: str, found: Found) -> str:
 def _provenance(entry: Mapping[str, Any]) -> str:
     size = "full size" if entry["form"] == "full" else "reduced size"
     option = "" if entry["form"] == "full" else " --quick"
+    option += f" --seeds {entry['seeds']}" if entry["seeds"] else ""
     return (
         f"`dpfl reproduce {entry['figure']}{option}`: {size}, {_time(entry['cpu_seconds'])} of a "
         f"processor, commit {entry['commit'][:9]}."
@@ -242,6 +243,9 @@ def _runs(found: Found) -> str:
     machine = f"{first['hardware']['cores']} cores of {first['hardware']['processor']}"
     total = _time(sum(e["cpu_seconds"] for e in found.entries.values()))
     said = f"{total} of a processor in all, on {machine}, shared with other work; {versions}."
+    missing = [f"`{name}`" for name in registry.figures() if name not in found.entries]
+    if missing:
+        said += f"\n\nNot yet run for these pages: {', '.join(missing)}."
     return _table(["figure", "size", "wall", "processor", "commit"], rows) + f"\n\n{said}"
 
 
