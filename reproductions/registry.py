@@ -7,7 +7,7 @@ import importlib
 import math
 import pathlib
 import pkgutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -151,6 +151,11 @@ def judged(claims: Sequence[Claim]) -> list[Claim]:
         if not decided:
             made[k] = dataclasses.replace(made[k], holds=None)
     return made
+
+
+def broken(claim: Mapping[str, Any]) -> bool:
+    """Whether a claim as in ``Outcome.to_json`` fails that must hold: of arithmetic, or ours."""
+    return claim["source"] in ("arithmetic", "ours") and claim["holds"] is False
 
 
 def tally(claims: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:

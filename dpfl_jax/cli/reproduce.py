@@ -25,10 +25,15 @@ holds, does not hold, or is undecided at so many seeds.
 
 Reproductions are not part of the installed package: run this in a checkout of the repository.
 
+`all` and PAPER/all run each figure in a process of its own, at reduced size unless --full is given,
+and say beforehand how long it should take. They write manifest.json (commit, versions, hardware,
+times, every number and verdict) beside the figures; the same command goes on after an interruption.
+
 examples:
   dpfl reproduce list
   dpfl reproduce subject/audit --quick
-  dpfl reproduce subject/all --quick --out figures --json
+  dpfl reproduce all --jobs 2                        # quick; again: only what has changed
+  dpfl reproduce isrl/all --full --out figures --json
   dpfl reproduce rpdp/mnist --seeds 2 --minutes 60   # finished trainings are kept: go on later
   dpfl reproduce rpdp/mnist --minutes 0              # tables of what is finished
 
@@ -39,8 +44,10 @@ not hold; 2 bad input; 1 anything else.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
-    parser.add_argument("figure", metavar="FIGURE", help="PAPER/FIGURE, PAPER/all, or list")
-    parser.add_argument("--quick", action="store_true", help="reduced size, for a laptop")
+    parser.add_argument("figure", metavar="FIGURE", help="PAPER/FIGURE, PAPER/all, all, or list")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="reduced size, for a laptop")
+    size.add_argument("--full", action="store_true", help="the paper's size, of all figures, too")
     parser.add_argument(
         "--out", metavar="DIR", default="figures", help="folder for the figures (default: figures)"
     )
@@ -56,6 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="M",
         help="start no training after so many minutes, where finished trainings are kept",
     )
+    parser.add_argument(
+        "--replication", type=int, default=0, metavar="R", help="above 0: other seeds throughout"
+    )
+    parser.add_argument("--jobs", type=int, metavar="N", help="figures at once (all; default 1)")
     add_json_flag(parser)
 
 
@@ -66,8 +77,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     known = registry.figures()
     if args.figure == "list":
         return _list(console, {name: registry.load(name) for name in known})
+    many = args.figure.rpartition("/")[2] == "all"
     names = [args.figure]
-    if args.figure.endswith("/all"):
+    if many:
         paper = args.figure.removesuffix("all")
         names = [name for name in known if name.startswith(paper)]
         if not names:
@@ -78,27 +90,52 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise BadInputError(f"the folder {out} cannot be made: {error.strerror}") from None
+    _check(args, modules, many)
+    found = _all(args, modules, out, console) if many else _one(args, names[0], out, console)
+    _tally(console, found["tally"])
+    return found
+
+
+def _one(args: argparse.Namespace, name: str, out: pathlib.Path, console: Console) -> Any:
+    registry = from_checkout("reproductions.registry")
+    from_checkout("reproductions._seeds").replicate(args.replication)
     data = os.environ.get("DPFL_DATA_DIR")
-    _check(args, modules)
-    settings = registry.Settings(
-        args.quick, out, console, pathlib.Path(data) if data else None, args.seeds, args.minutes
+    module = registry.load(name)
+    console.rule(f"{name}: {module.TITLE}")
+    console.print(f"[dim]{module.SOURCE}[/dim]")
+    start = time.perf_counter()
+    folder = pathlib.Path(data) if data else None
+    outcome = module.run(
+        registry.Settings(args.quick, out, console, folder, args.seeds, args.minutes)
     )
-    results = []
+    result = outcome.to_json(name) | {"seconds": round(time.perf_counter() - start, 1)}
+    _print(console, result)
+    claims = result["claims"]
+    failed = any(map(registry.broken, claims))
+    return {**result, "tally": registry.tally(claims), "holds": not failed}
+
+
+def _all(
+    args: argparse.Namespace, modules: dict[str, Any], out: pathlib.Path, console: Console
+) -> dict[str, Any]:
+    runner = from_checkout("reproductions.runner")
+    jobs = []
     for name, module in modules.items():
-        console.rule(f"{name}: {module.TITLE}")
-        console.print(f"[dim]{module.SOURCE}[/dim]")
-        start = time.perf_counter()
-        outcome = module.run(settings)
-        result = outcome.to_json(name) | {"seconds": round(time.perf_counter() - start, 1)}
-        _print(console, result)
-        results.append(result)
-    claims = [claim for result in results for claim in result["claims"]]
-    found = results[0] if len(names) == 1 else {"figures": results}
-    failed = [c for c in claims if c["source"] in ("arithmetic", "ours") and c["holds"] is False]
-    return {**found, "tally": _tally(console, registry, claims), "holds": not failed}
+        heeded = getattr(module, "OPTIONS", ())
+        own = {o: getattr(args, o) for o in ("seeds", "minutes") if o in heeded}
+        jobs.append(runner.Job(name, not args.full, **own, replication=args.replication))
+    made: dict[str, Any] = runner.run_all(jobs, out, console, 1 if args.jobs is None else args.jobs)
+    for name in made["failed"]:
+        console.print(f"[red]{name} failed[/red]: see {out / 'logs'}")
+    console.print(f"{out / 'manifest.json'}")
+    return {**made, "holds": made["holds"] and not made["failed"]}
 
 
-def _check(args: argparse.Namespace, modules: dict[str, Any]) -> None:
+def _check(args: argparse.Namespace, modules: dict[str, Any], many: bool) -> None:
+    if args.replication < 0:
+        raise BadInputError(f"--replication is {args.replication}, but it must be at least 0")
+    if args.jobs is not None and not many:
+        raise BadInputError("--jobs is of `all` and PAPER/all: omit it")
     if args.seeds is not None and args.seeds < 1:
         raise BadInputError(f"--seeds is {args.seeds}, but it must be at least 1")
     if args.minutes is not None and not args.minutes >= 0:
@@ -137,15 +174,13 @@ def _print(console: Console, result: dict[str, Any]) -> None:
     console.print(f"{files} ({result['seconds']} s)")
 
 
-def _tally(console: Console, registry: Any, claims: list[dict[str, Any]]) -> dict[str, Any]:
+def _tally(console: Console, found: dict[str, dict[str, int]]) -> None:
     from rich.table import Table
 
-    found: dict[str, Any] = registry.tally(claims)
-    table = Table("source", *registry.VERDICTS.values())
+    table = Table("source", *next(iter(found.values()), {}))
     for source, counts in found.items():
         table.add_row(source, *map(str, counts.values()))
     console.print(table)
-    return found
 
 
 def _text(value: Any) -> str:

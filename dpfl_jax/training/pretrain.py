@@ -5,14 +5,16 @@ The result is kept by content (model, corpus, settings), so that many private ru
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
 import os
 import pathlib
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -100,53 +102,73 @@ def pretrain(
     digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
     path = (cache_dir or default_cache_dir()) / "pretrained" / digest
     params = place(params, parameter_shardings(params, mesh))
-    if processes.broadcast(path.exists()):
-        try:
-            return Pretrained(load_params(path, params), path, cached=True)
-        except (ValueError, OSError, KeyError):
-            if processes.many():
-                raise BadInputError(
-                    f"the pre-trained checkpoint {path} cannot be read by every process: put "
-                    "pretrain.cache_dir on storage that all share, or remove it if it is damaged"
-                ) from None
-            shutil.rmtree(path, ignore_errors=True)  # a damaged cache entry is made again
-    first, stop = int(public.user_offsets[0]), int(public.user_offsets[-1])
-    if stop <= first:
-        raise BadInputError("the public corpus is empty: remove the pretrain section, or add data")
+    with _alone(path):
+        if processes.broadcast(path.exists()):
+            try:
+                return Pretrained(load_params(path, params), path, cached=True)
+            except (ValueError, OSError, KeyError):
+                if processes.many():
+                    raise BadInputError(
+                        f"the pre-trained checkpoint {path} cannot be read by every process: put "
+                        "pretrain.cache_dir on storage that all share, or remove it if damaged"
+                    ) from None
+                shutil.rmtree(path, ignore_errors=True)  # a damaged cache entry is made again
+        first, stop = int(public.user_offsets[0]), int(public.user_offsets[-1])
+        if stop <= first:
+            raise BadInputError(
+                "the public corpus is empty: remove the pretrain section, or add data"
+            )
 
-    parts = unit_parts(mesh)
-    rows = -(-batch_size // parts) * parts
-    sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
-    mine = local_columns(sharding, rows, axis=0)
+        parts = unit_parts(mesh)
+        rows = -(-batch_size // parts) * parts
+        sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
+        mine = local_columns(sharding, rows, axis=0)
 
-    def mean_loss(params: PyTree, batch: PyTree) -> jax.Array:
-        return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
+        def mean_loss(params: PyTree, batch: PyTree) -> jax.Array:
+            return jax.vmap(loss_fn, in_axes=(None, 0))(params, batch).mean()
 
-    @jax.jit
-    def step(params: PyTree, opt_state: PyTree, batch: PyTree) -> tuple[PyTree, PyTree, jax.Array]:
-        loss, gradient = jax.value_and_grad(mean_loss)(params, batch)
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        @jax.jit
+        def step(
+            params: PyTree, opt_state: PyTree, batch: PyTree
+        ) -> tuple[PyTree, PyTree, jax.Array]:
+            loss, gradient = jax.value_and_grad(mean_loss)(params, batch)
+            updates, opt_state = optimizer.update(gradient, opt_state, params)
+            return optax.apply_updates(params, updates), opt_state, loss
 
-    opt_state = jax.jit(
-        optimizer.init, out_shardings=shardings_of(params, optimizer, mesh).opt_state
-    )(params)
-    key = RootKey.from_seed(seed)
-    started, tokens = time.perf_counter(), 0
-    with StepProgress(console or Console(quiet=True), "pre-training (public)", steps) as bar:
-        for i in range(steps):
-            positions = _shuffled(key, first, stop, rows, i)
-            batch = public.read(positions[mine])
-            tokens += int(batch["mask"].sum()) if "mask" in batch else 0
-            batch = ship_columns(batch, mine, rows, 0, sharding)
-            params, opt_state, loss = step(params, opt_state, batch)
-            rate = tokens * rows / len(mine) / (time.perf_counter() - started)
-            bar.update(i + 1, f"loss {float(loss):.3f}  {rate:,.0f} tok/s")
+        opt_state = jax.jit(
+            optimizer.init, out_shardings=shardings_of(params, optimizer, mesh).opt_state
+        )(params)
+        key = RootKey.from_seed(seed)
+        started, tokens = time.perf_counter(), 0
+        with StepProgress(console or Console(quiet=True), "pre-training (public)", steps) as bar:
+            for i in range(steps):
+                positions = _shuffled(key, first, stop, rows, i)
+                batch = public.read(positions[mine])
+                tokens += int(batch["mask"].sum()) if "mask" in batch else 0
+                batch = ship_columns(batch, mine, rows, 0, sharding)
+                params, opt_state, loss = step(params, opt_state, batch)
+                rate = tokens * rows / len(mine) / (time.perf_counter() - started)
+                bar.update(i + 1, f"loss {float(loss):.3f}  {rate:,.0f} tok/s")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_params(path, params)
+        if processes.is_primary():
+            (path / "identity.json").write_text(json.dumps(identity, indent=2, sort_keys=True))
+        return Pretrained(params, path, cached=False)
+
+
+@contextlib.contextmanager
+def _alone(path: pathlib.Path) -> Iterator[None]:
+    """One training of a base at a time: another program waits, and then finds it.
+
+    The processes of one run train it together, and so do not wait for each other.
+    """
+    if processes.many():
+        yield
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_params(path, params)
-    if processes.is_primary():
-        (path / "identity.json").write_text(json.dumps(identity, indent=2, sort_keys=True))
-    return Pretrained(params, path, cached=False)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def begin_from(pretrained: Pretrained, directory: RunDirectory, needed: bool) -> None:

@@ -21,7 +21,8 @@ from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.optimizers import build_optimizer
 from dpfl_jax.training.start import starting_params
 from reproductions._plots import panel
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions._seeds import of
+from reproductions.registry import Claim, Outcome, Settings, less
 
 TITLE = "ULS and BandMF on the bundled language model, at equal epsilon and compute"
 SOURCE = "Choquette-Choo et al. 2023 (arXiv 2306.08153), with users for examples"
@@ -30,14 +31,14 @@ OPTIONS = ("seeds",)
 CONFIG = pathlib.Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 COHORT, DELTA = 16, 1e-4
 RATES = {"sgd": (0.03, 0.1, 0.3, 0.9), "adam": (0.001, 0.003, 0.01, 0.03)}
-# A gain in noise that is smaller than this is within what seeds and rates do to a loss.
-TELLING = 1.5
+# Of a smaller gain in noise it is only asked that it does no harm, against the gain of training.
+TELLING, NEAR = 1.5, 0.05
 
 
 def run(settings: Settings) -> Outcome:
     """Tunes the learning rate of each by one run, and trains at the best one with other keys."""
     steps, epsilons = (16, (8.0,)) if settings.quick else (64, (1.0, 8.0))
-    seeds = settings.seeds or (2 if settings.quick else 5)
+    seeds = settings.seeds or (3 if settings.quick else 5)
     config: Any = load_config(str(CONFIG), [])
     quiet, mesh = Console(quiet=True), make_mesh()
     data, model = read_data(config, quiet)
@@ -66,7 +67,7 @@ def run(settings: Settings) -> Outcome:
                         plan,
                         build_optimizer(name, rate, steps),
                         pace=Pace(log_every=1000),
-                        key=RootKey.from_seed(seed),
+                        key=RootKey.from_seed(of(seed)),
                     )
                     return evaluate(found.params, held_out).loss
 
@@ -100,7 +101,7 @@ def run(settings: Settings) -> Outcome:
         "losses, for both alike",
         "keys are public seeds, so these runs protect nobody",
     ]
-    return Outcome(_claims(rows), [file], rows, notes)
+    return Outcome(_claims(rows, before), [file], rows, notes)
 
 
 def _options(users: int, epsilon: float, steps: int) -> dict[str, Option]:
@@ -123,23 +124,22 @@ def _mechanism(option: Option) -> Mechanism:
     return ULS(**fields) if option.kind == "uls" else BandMF(bands=option.bands, **fields)
 
 
-def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
+def _claims(rows: list[dict[str, Any]], before: float) -> list[Claim]:
     claims = []
     for uls, banded in zip(rows[::2], rows[1::2], strict=True):
         gain = uls["noise"] / banded["noise"]
-        gaps = np.subtract(uls["losses"], banded["losses"])
         telling = gain >= TELLING
-        what = "ahead" if telling else "not behind by more than seeds differ"
-        room = 0.0 if telling else np.ptp(uls["losses"]) + np.ptp(banded["losses"])
+        room = 0.0 if telling else NEAR * max(before - uls["mean"], 0.0)
+        what = "ahead" if telling else f"not behind by more than {NEAR:.0%} of ULS's gain"
         claims.append(
-            Claim(
-                f"epsilon {uls['epsilon']:g}, {uls['optimizer']}: BandMF with {banded['bands']} "
-                f"bands is {what}",
-                f"losses {banded['mean']:.4f} and {uls['mean']:.4f} (ULS)",
-                f"its prefix sums have {gain:.2f} times less noise",
-                bool(gaps.mean() > -room and (not telling or gaps.min() > 0)),
-                f"BandMF's loss is lower by {gaps.min():.4f} to {gaps.max():.4f}, seed by seed",
+            less(
+                f"epsilon {uls['epsilon']:g}, {uls['optimizer']}: BandMF is {what}",
+                banded["losses"],
+                uls["losses"],
+                f"losses {banded['mean']:.4f} with {banded['bands']} bands and {uls['mean']:.4f} "
+                f"(ULS); its prefix sums have {gain:.2f} times less noise",
                 source="paper",
+                room=room,
             )
         )
     return claims
@@ -150,8 +150,6 @@ def _draw(rows: list[dict[str, Any]], before: float, file: Any) -> None:
         labels = []
         for k, row in enumerate(rows):
             x, colour = k // 2 + 0.25 * (k % 2), f"C{k % 2}"
-            low, high = min(row["losses"]), max(row["losses"])
-            ax.plot([x, x], [low, high], color=colour, linewidth=6, alpha=0.3)
             ax.plot([x] * len(row["losses"]), row["losses"], "o", color=colour, markersize=3)
             name = row["algorithm"] if k < 2 else None
             ax.plot(x, row["mean"], "_", color=colour, markersize=18, label=name)
@@ -161,5 +159,5 @@ def _draw(rows: list[dict[str, Any]], before: float, file: Any) -> None:
                 )
         ax.axhline(before, color="black", linestyle=":", label="before training")
         ax.set_xticks(np.arange(len(labels)) + 0.125, labels, fontsize=8)
+        ax.margins(x=0.2)
         ax.set(ylabel="held-out loss")
-        ax.legend(fontsize=8)

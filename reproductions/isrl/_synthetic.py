@@ -13,6 +13,7 @@ import numpy as np
 from dpfl_jax.federation.isrl import MessageSpec, SiloData, iterate, make_oracle, minibatch_sgd
 from dpfl_jax.federation.isrl.message import Sampling
 from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
+from reproductions._seeds import of
 
 
 def quadratic(w: jax.Array, example: Any) -> jax.Array:
@@ -29,7 +30,7 @@ def rows_of(seed: jax.Array, rounds: int, silos: int, counts: jax.Array | None =
       silos: N.
       counts: int [R], M_r; default all.
     """
-    who, what = jax.random.split(jax.random.key(seed))
+    who, what = jax.random.split(jax.random.key(of(seed)))
     order = jax.random.uniform(who, (rounds, silos)).argsort(1).argsort(1)
     limit = jnp.full(rounds, silos) if counts is None else counts
     present = order < limit[:, None]
@@ -45,7 +46,7 @@ def drawn(seed: jax.Array, means: jax.Array, n: int, spread: float) -> SiloData:
     """Fresh records: uniform on {-spread, spread}^d about the mean of their silo."""
     silos, dim = means.shape
     signs = jax.random.rademacher(
-        jax.random.fold_in(jax.random.key(seed), 77), (silos, n, dim), jnp.float32
+        jax.random.fold_in(jax.random.key(of(seed)), 77), (silos, n, dim), jnp.float32
     )
     x = means[:, None, :] + spread * signs
     with jax.ensure_compile_time_eval():  # sizes are public: known outside of every trace
@@ -106,7 +107,7 @@ def repeated(one: Callable[..., jax.Array]) -> Callable[..., np.ndarray]:
 
 def opposed_means(silos: int, dim: int, upsilon: float) -> jax.Array:
     """Silo means that sum to 0 and have mean square upsilon^2."""
-    rng = np.random.default_rng(5)
+    rng = np.random.default_rng(of(5))
     half = rng.normal(size=(silos // 2, dim))
     half *= upsilon / np.linalg.norm(half, axis=1, keepdims=True)
     return jnp.asarray(np.concatenate([half, -half]), jnp.float32)

@@ -24,6 +24,7 @@ from dpfl_jax.federation.isrl import (
 )
 from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
 from dpfl_jax.noise import GaussianNoise
+from reproductions._seeds import of
 from reproductions.isrl._local_sgd import make_local_oracle
 
 Loss = Callable[[jax.Array, Any], jax.Array]
@@ -80,7 +81,7 @@ def _lane(
     stddev = jnp.full(silos, own * jnp.where(jnp.isfinite(clip), clip, 0.0))
 
     def one(step: jax.Array, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
-        who, what = jax.random.split(jax.random.key(seed))
+        who, what = jax.random.split(jax.random.key(of(seed)))
         order = jax.random.uniform(who, (rounds, silos)).argsort(1).argsort(1)
         rows = {
             "present": order < cohort,

@@ -11,6 +11,7 @@ import numpy as np
 from dpfl_jax.federation.isrl import accelerated, iterate, multi_stage, stages, step_weights
 from dpfl_jax.federation.isrl.minibatch_sgd import ball
 from reproductions._plots import columns, panel
+from reproductions._seeds import of
 from reproductions.isrl.rates import slope
 from reproductions.registry import Claim, Outcome, Settings, within
 
@@ -39,7 +40,7 @@ def plain_rounds(kappa: float, noise: float, seeds: jax.Array) -> int:
                 w = w - (h * w + noise * jax.random.normal(key, (DIM,)))
                 return w, 0.5 * h @ w**2
 
-            keys = jax.random.split(jax.random.key(seed), int(8 * kappa))
+            keys = jax.random.split(jax.random.key(of(seed)), int(8 * kappa))
             return jax.lax.scan(step, _start(h), keys)[1]
 
         return jax.vmap(one)(seeds).mean(0)
@@ -56,7 +57,7 @@ def _ended(h: Any, noise: Any, start: Any, alphas: Any, prox: Any, seeds: Any) -
         return h * w + noise * jax.random.normal(jax.random.wrap_key_data(row), (DIM,))
 
     def one(seed: jax.Array) -> jax.Array:
-        keys = jax.random.key_data(jax.random.split(jax.random.key(seed), len(alphas)))
+        keys = jax.random.key_data(jax.random.split(jax.random.key(of(seed)), len(alphas)))
         w = iterate(accelerated(alphas, prox, 0.0, ball(None)), oracle, keys, start)
         return 0.5 * h @ w**2
 
@@ -97,7 +98,7 @@ def staged_risks(kappa: float, noise: float, rounds: int, seeds: jax.Array) -> d
         return h * w + noise * jax.random.normal(jax.random.wrap_key_data(row), (DIM,))
 
     def one(seed: jax.Array) -> jax.Array:
-        keys = jax.random.key_data(jax.random.split(jax.random.key(seed), rounds))
+        keys = jax.random.key_data(jax.random.split(jax.random.key(of(seed)), rounds))
         methods = (accelerated(alphas, prox, 0.0, ball(None)), multi_stage(plan, mu, ball(None)))
         ends = (iterate(method, oracle, keys, start) for method in methods)
         return jnp.stack([0.5 * h @ w**2 for w in ends])
@@ -177,4 +178,3 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
         for name in ("plain", "accelerated"):
             ax.loglog(*columns(rows, "kappa", name), "o-", label=name)
         ax.set(xlabel="condition number", ylabel="rounds")
-        ax.legend()

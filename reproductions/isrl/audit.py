@@ -22,6 +22,7 @@ from dpfl_jax.federation.isrl import Budget, MessageSpec
 from dpfl_jax.federation.isrl.arms import SiloNoise, silo_guarantee, silo_noise
 from dpfl_jax.federation.isrl.message import make_message
 from reproductions._plots import panel
+from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.subject.empirical_audit import CONFIDENCE, attack
 
@@ -59,7 +60,7 @@ class Silo:
 
 def transcripts(silo: Silo, sign: float, trials: int, seed: int) -> np.ndarray:
     """Messages over their noise [trials, R], of the silo whose first record has this sign."""
-    keys = jax.random.split(jax.random.key(seed), trials)
+    keys = jax.random.split(jax.random.key(of(seed)), trials)
     noise = silo.noise
     found = _sent(silo.spec, keys, sign, noise.noise_multiplier, float(noise.batch))
     return np.asarray(found, np.float64)
@@ -214,4 +215,3 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
             ax.axvline(epsilon, color=f"C{at}", linewidth=0.8, linestyle="--")
         ax.set(xlabel="epsilon that the attack proves")
         ax.set_yticks(np.arange(len(names)) + 0.2, names)
-        ax.legend()

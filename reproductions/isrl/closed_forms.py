@@ -84,4 +84,3 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
             ax.plot(x, [r[key] for r in rows], marker="o", label=name)
         ax.plot(x, x, color="black", linewidth=0.8, label="as stated")
         ax.set(xscale="log", yscale="log", xlabel="stated epsilon", ylabel="epsilon spent")
-        ax.legend(fontsize=8)

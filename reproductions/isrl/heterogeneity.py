@@ -142,4 +142,3 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
                 label=f"M = {cohort} of {SILOS}",
             )
         ax.set(xlabel="heterogeneity", ylabel="excess risk", yscale="log")
-        ax.legend()

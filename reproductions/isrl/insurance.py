@@ -14,7 +14,8 @@ from dpfl_jax.data.sets.arrays import read_medical_cost
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.runs.silos import padded
-from reproductions._plots import columns, panel
+from reproductions._plots import band, columns, panel, ticks
+from reproductions._seeds import of
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._local_sgd import local_sgd_noise
 from reproductions.isrl._train import Task, best_over_steps, summary
@@ -137,7 +138,7 @@ def _arms(
     with Progress(console=settings.console) as progress:
         bar = progress.add_task(f"medical cost, N = {silos}", total=trials * len(work))
         for trial in range(trials):
-            train, test = draw(x, y, silos, np.random.default_rng(trial))
+            train, test = draw(x, y, silos, np.random.default_rng(of(trial)))
             task = Task(
                 squared, relative_rmse, train, test, (x.shape[1] + 1,), ROUNDS, batch, cohort
             )
@@ -226,14 +227,14 @@ def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
             for arm, algorithm in sorted({(r["arm"], r["algorithm"]) for r in rows}):
                 cell = (silos, arm, algorithm)
                 part = [r for r in rows if (r["silos"], r["arm"], r["algorithm"]) == cell]
-                ax.errorbar(
-                    *columns(part, "epsilon", "relative_rmse"),
-                    yerr=[1.645 * r["standard_error"] for r in part],
+                band(
+                    ax,
+                    *columns(part, "epsilon", "by_trial"),
                     marker="o" if algorithm == MB else "s",
                     linestyle="-" if arm == "sound" else "--",
                     label=f"{algorithm}, {arm}",
                 )
             ax.axhline(1.0, color="grey", linewidth=0.8)
-            ax.set(xscale="log", xlabel="epsilon", ylabel="relative RMSE")
+            ticks(ax, sorted({r["epsilon"] for r in rows}))
+            ax.set(xlabel="epsilon", ylabel="RMSE over that of predicting the mean")
             ax.set_title(f"N={silos}, M={cohort}")
-            ax.legend(fontsize=7)

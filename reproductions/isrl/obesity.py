@@ -14,7 +14,8 @@ from dpfl_jax.data.sets.arrays import OBESITY_COLUMNS, read_obesity
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.runs.tasks import softmax
-from reproductions._plots import columns, panel
+from reproductions._plots import band, columns, panel, ticks
+from reproductions._seeds import of
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._local_sgd import local_sgd_noise
 from reproductions.isrl._train import Task, best_over_steps, summary
@@ -156,7 +157,7 @@ def work(epsilons: tuple[float, ...]) -> list[Work]:
 
 
 def _trial(x: np.ndarray, y: np.ndarray, noise: list[Work], trial: int, repeats: int) -> Any:
-    train, test, largest = draw(x, y, np.random.default_rng(trial))
+    train, test, largest = draw(x, y, np.random.default_rng(of(trial)))
     shape = (CLASSES, x.shape[1])
     task = Task(softmax, error_rate, train, test, shape, ROUNDS, BATCH, COHORT)
     published = PUBLISHED_CLIP if x.shape[1] == len(OBESITY_COLUMNS) else 2 * largest
@@ -212,12 +213,12 @@ def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
     with panel(file) as ax:
         for arm in STEPS:
             part = [r for r in rows if r["arm"] == arm and math.isfinite(r["epsilon"])]
-            ax.errorbar(
-                *columns(part, "epsilon", "test_error"),
-                yerr=[1.645 * r["standard_error"] for r in part],
+            band(
+                ax,
+                *columns(part, "epsilon", "by_trial"),
                 marker="s" if arm.startswith("local") else "o",
                 linestyle="-" if "sound" in arm else "--",
                 label=arm.replace("_", " "),
             )
-        ax.set(xscale="log", xlabel="epsilon", ylabel="test error")
-        ax.legend(fontsize=8)
+        ticks(ax, sorted({r["epsilon"] for r in rows if math.isfinite(r["epsilon"])}))
+        ax.set(xlabel="epsilon", ylabel="test error")

@@ -20,6 +20,7 @@ from dpfl_jax.federation.isrl import (
 from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
 from reproductions._plots import columns, panel
+from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, within
 
 TITLE = "rates in n, epsilon, N and d on hard instances"
@@ -60,7 +61,7 @@ def private_risk(kind: str, setting: dict[str, float], trials: int, seed: int) -
         Budget(setting["epsilon"], 1e-6), n, n, ROUNDS, sampling="full"
     ).noise_multiplier
     clip = 1.0 if kind == "convex" else 2.0 * RADIUS
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(of(seed))
     x = rng.choice([-1.0, 1.0], (silos, n, dim)) / math.sqrt(dim)
     direction = rng.normal(size=dim)
     direction /= np.linalg.norm(direction)
@@ -82,7 +83,7 @@ def private_risk(kind: str, setting: dict[str, float], trials: int, seed: int) -
         return {
             "present": jnp.ones((ROUNDS, silos), bool),
             "turn": jnp.zeros((ROUNDS, silos), jnp.int32),
-            "keys": jax.random.bits(jax.random.key(s), (ROUNDS, silos, 2, 8), jnp.uint32),
+            "keys": jax.random.bits(jax.random.key(of(s)), (ROUNDS, silos, 2, 8), jnp.uint32),
         }
 
     @jax.jit
@@ -168,4 +169,3 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
                 part = [r for r in rows if r["loss"] == kind and r["varied"] == name]
                 ax.loglog(*columns(part, "value", "risk"), "o-", label=kind)
             ax.set(xlabel=name, ylabel="private excess risk")
-        axes[0].legend(fontsize=8)

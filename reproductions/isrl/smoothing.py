@@ -16,6 +16,7 @@ from dpfl_jax.federation.isrl.runs.messages import solve
 from dpfl_jax.federation.isrl.smoothing import plain, smoothed
 from dpfl_jax.randomness import RootKey
 from reproductions._plots import columns, panel
+from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, less
 
 TITLE = "hinge and absolute loss by Nesterov smoothing"
@@ -26,7 +27,7 @@ EPSILONS = (1.0, 3.0, 9.0)
 
 def gaps(kind: str, beta: float, draws: int) -> tuple[float, float, float]:
     """Largest f - envelope over L^2 / (2 beta), least, and largest gradient norm over L."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(of(0))
     x = jnp.asarray(rng.normal(size=(draws, 5)), jnp.float32)
     w = jnp.asarray(rng.normal(size=(draws, 5)) * 2, jnp.float32)
     y = jnp.asarray(np.sign(rng.normal(size=draws)), jnp.float32)
@@ -49,14 +50,14 @@ def hinge(settings: Settings, trials: int) -> list[dict[str, Any]]:
         for trial in range(trials if epsilon is not None else 1):
             config = IsrlConfig.model_validate(
                 {
-                    "data": {"source": "breast_cancer", "silos": 4, "split_seed": trial},
+                    "data": {"source": "breast_cancer", "silos": 4, "split_seed": of(trial)},
                     "model": {"loss": "hinge", "radius": 3.0, "smoothing": beta},
                     "isrl": {"algorithm": "accelerated", "sampling": "full", "rounds": 100},
                     "privacy": {"epsilon": epsilon},
                 }
             )
             made = prepare(config, settings.console)
-            key = RootKey.from_seed(trial)
+            key = RootKey.from_seed(of(trial))
             w = solve(config, made.task, made.records.train, made.parameters, key)
             found = make_evaluation(made.task, made.records.test)(w)
             losses.append(found["loss"])
@@ -117,4 +118,3 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
         ax.plot(*columns(part, "epsilon", "hinge_loss"), "o-", label="private")
         ax.axhline(rows[-1]["hinge_loss"], color="grey", label="no privacy")
         ax.set(xscale="log", xlabel="epsilon", ylabel="held-out hinge loss")
-        ax.legend()

@@ -198,4 +198,3 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
             part = [r for r in rows if (r["notion"], r["varied"]) == ("central", name)]
             ax.loglog(*columns(part, "value", "floor"), "k--", label="no privacy")
             ax.set(xlabel="silos" if name == "silos" else "records of a silo", ylabel="excess risk")
-        axes[0].legend(fontsize=8)

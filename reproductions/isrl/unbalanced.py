@@ -14,6 +14,7 @@ import numpy as np
 from dpfl_jax.federation.isrl import Budget, SiloData
 from dpfl_jax.federation.isrl.arms import federation_noise
 from reproductions._plots import columns, panel
+from reproductions._seeds import of
 from reproductions.isrl._synthetic import (
     averaged_descent,
     drawn,
@@ -67,7 +68,7 @@ def participation(trials: int) -> tuple[float, float]:
     oracle = oracle_of(data, "full", SIZE, CLIP, np.full(SILOS, 20.0))
 
     def one(s: jax.Array) -> jax.Array:
-        few = jax.random.bernoulli(jax.random.fold_in(jax.random.key(s), 9), LAW[4])
+        few = jax.random.bernoulli(jax.random.fold_in(jax.random.key(of(s)), 9), LAW[4])
         counts = jnp.where(few, 4, 16)[None]
         both = []
         for limit in (counts, None):
@@ -130,5 +131,6 @@ def run(settings: Settings) -> Outcome:
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
     with panel(file, size=(5, 3.5)) as ax:
-        ax.bar(*columns(rows, "silos", "risk"))
+        ax.plot(*columns(rows, "silos", "risk"), "o")
+        ax.margins(x=0.2)
         ax.set(ylabel="excess risk", yscale="log")

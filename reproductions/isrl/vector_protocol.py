@@ -15,6 +15,7 @@ from dpfl_jax.federation.isrl.minibatch_sgd import ball
 from dpfl_jax.federation.isrl.schedule import Schedule
 from dpfl_jax.federation.isrl.theory import variance_sco
 from reproductions._plots import columns, panel
+from reproductions._seeds import of
 from reproductions.isrl._shuffle_protocol import (
     VectorProtocol,
     calibrate_protocol,
@@ -44,13 +45,13 @@ def moments(trials: int) -> tuple[float, float, float]:
     """Largest bias over its standard error, and the variance over its formula and least value."""
     protocol = VectorProtocol(levels=8, noise_bits=12, bit_probability=0.5, bound=CLIP)
     reports = 60
-    raw = np.random.default_rng(0).normal(size=(reports, DIM))
+    raw = np.random.default_rng(of(0)).normal(size=(reports, DIM))
     raw *= CLIP / np.maximum(np.linalg.norm(raw, axis=1, keepdims=True), CLIP)
     x = jnp.asarray(raw, jnp.float32)
     real = jnp.ones(reports, bool)
 
     def one(seed: jax.Array) -> jax.Array:
-        return protocol.sum(x, real, reports, jax.random.key(seed)) - x.sum(0)
+        return protocol.sum(x, real, reports, jax.random.key(of(seed))) - x.sum(0)
 
     found = repeated(one)(trials, 2)
     error = found.std(0) / math.sqrt(trials)
@@ -203,4 +204,3 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
         for name in ("isrl", "shuffle"):
             ax.loglog(*columns(rows, "epsilon", name), "o-", label=name)
         ax.set(xlabel="epsilon", ylabel="excess risk")
-        ax.legend()

@@ -23,6 +23,7 @@ import optax
 from rich.progress import Progress
 
 import dpfl_jax
+from reproductions._seeds import of
 from reproductions.registry import Settings
 from reproductions.rpdp import _training
 from reproductions.rpdp._tables import row
@@ -140,7 +141,7 @@ def train(
     params = {id(c.bench): c.bench.model.init(jax.random.key(0)) for c in cells}
     with Progress(console=settings.console) as progress:
         bar = progress.add_task(figure, total=seeds * len(cells))
-        for seed in range(seeds):
+        for seed in map(of, range(seeds)):
             for k, cell in enumerate(cells):
                 progress.update(bar, description=f"{cell.name}, seed {seed}")
                 made = cell.make(seed)

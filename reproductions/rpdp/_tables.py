@@ -24,6 +24,7 @@ def row(label: str, law: str, curves: list[np.ndarray], **more: Any) -> dict[str
         "seeds": len(last),
         "by_seed": [round(float(a), 4) for a in last],
         "curve": [round(float(a), 4) for a in np.mean(curves, axis=0)],
+        "curves": [[round(float(a), 3) for a in curve] for curve in curves],
         **more,
     }
 

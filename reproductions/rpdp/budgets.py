@@ -16,7 +16,8 @@ from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Policy
 from dpfl_jax.federation.subjects import load_subjects
 from dpfl_jax.models import MLP, LogisticRegression
-from reproductions._plots import panel
+from reproductions._plots import band, panel
+from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, between
 from reproductions.rpdp._cells import Cell, always, train
 from reproductions.rpdp._tables import above, orders
@@ -67,7 +68,7 @@ def run(settings: Settings) -> Outcome:
 def patients() -> tuple[FederatedData, dict[str, np.ndarray]]:
     """The bundled patients over four silos in turn, two thirds of them to train on."""
     found = load_subjects(
-        FederatedDataConfig(source="breast_cancer", validation_fraction=0.34, split_seed=1)
+        FederatedDataConfig(source="breast_cancer", validation_fraction=0.34, split_seed=of(1))
     )
     train = found.train.read(np.arange(found.train.num_examples))
     test = found.held_out.read(np.arange(found.held_out.num_examples))
@@ -103,7 +104,7 @@ def _by_class() -> list[Cell]:
 
     found = load_digits()
     x, label = (found.images / 16.0).astype(np.float32), found.target.astype(np.int32)
-    order = np.random.default_rng(0).permutation(len(x))
+    order = np.random.default_rng(of(0)).permutation(len(x))
     cut = int(0.66 * len(x))
     train, test = order[:cut], order[cut:]
     records = ArrayRecords({"x": x[train], "label": label[train]})
@@ -165,14 +166,18 @@ def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
         at = {(r["budgets"], r["run"]): r for r in rows}
         for k, policy in enumerate(POLICIES):
             found = [at[name, policy] for name in LAWS]
-            left.bar(np.arange(len(LAWS)) + k * width, [r["accuracy"] for r in found], width,
-                     yerr=[r["std"] for r in found], label=policy)  # fmt: skip
+            x = np.arange(len(LAWS)) + k * width
+            band(left, x, [r["by_seed"] for r in found], linestyle="", label=policy)
         left.axhline(at["all", "non-private"]["accuracy"], color="black", lw=0.8, ls=":")
         left.set_xticks(np.arange(len(LAWS)) + 0.4, list(LAWS), fontsize=7)
         left.set(ylabel="test accuracy", ylim=(0.3, 1.0), title="patients (dotted: non-private)")
-        left.legend(fontsize=7)
         for r in rows:
             if r["budgets"].startswith("digits"):
-                right.plot(range(1, len(r["curve"]) + 1), r["curve"], label=r["budgets"])
+                band(
+                    right,
+                    range(1, len(r["curve"]) + 1),
+                    list(zip(*r["curves"])),
+                    label=r["budgets"],
+                    marker="",
+                )
         right.set(xlabel="round of 10 steps", ylabel="test accuracy", title="budgets by class")
-        right.legend(fontsize=7)

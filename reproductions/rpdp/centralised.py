@@ -15,6 +15,7 @@ from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.models import LogisticRegression
 from reproductions._plots import panel
+from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.rpdp._renyi_filter import (
     epsilon_of_norms,
@@ -95,7 +96,7 @@ def _compare(
         lambda p: (jax.vmap(model.predict, (None, 0))(p, held["x"]) == held["label"]).mean()
     )
     mine, other, over, left = [], [], 0, []
-    for seed in range(seeds):
+    for seed in map(of, range(seeds)):
         made = bench.personal(setting, LAW, "certified", seed)
         assert made.personal is not None
         over += made.personal.summary(ROUNDS)["over_budget"]
@@ -135,5 +136,3 @@ def _draw(rows: list[dict[str, Any]], active: dict[str, np.ndarray], file: pathl
         right.set(
             xlabel="step", ylabel="share of records with budget left (filter)", ylim=(0, 1.05)
         )
-        left.legend(fontsize=7)
-        right.legend(fontsize=7)

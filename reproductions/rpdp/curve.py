@@ -10,6 +10,7 @@ import numpy as np
 from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import RateSolver, TwoStage, certified_rates, fitted_rates, solver
 from reproductions._plots import panel
+from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings
 
 TITLE = "epsilon of a sampling rate, the fitted curve, and its overruns"
@@ -165,7 +166,7 @@ def _order() -> list[Claim]:
 def _million(rows: list[dict[str, Any]]) -> Claim:
     """1e6 records with 1e4 distinct budgets, nothing known before, silos sampled too."""
     setting = TwoStage(10.5, 50, 15, 0.5, 1e-4)
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(of(0))
     distinct = np.exp(rng.uniform(np.log(0.1), np.log(10.0), 10_000))
     budgets = rng.choice(distinct, 1_000_000)
     fresh = RateSolver(setting)
@@ -195,7 +196,6 @@ def _draw(profiles: dict[str, Any], budgets: np.ndarray, file: Any) -> None:
         left.plot(certified.rates, certified.epsilons, label="tight, certified")
         left.set(xlabel="sampling rate q", ylabel="epsilon", xscale="log", yscale="log",
                  title="MNIST as run: epsilon(q)")  # fmt: skip
-        left.legend(fontsize=8)
         for i, (name, profile) in enumerate(profiles.items()):
             found = profile["fitted"]
             right.plot(budgets, found.renyi_epsilons / budgets, f"C{i}", label=f"{name}, Renyi")
@@ -203,4 +203,3 @@ def _draw(profiles: dict[str, Any], budgets: np.ndarray, file: Any) -> None:
         right.axhline(1.0, color="black", lw=0.8)
         right.set(xscale="log", xlabel="budget", ylabel="spent at the fitted rate / budget",
                   title="the fit overruns above 1")  # fmt: skip
-        right.legend(fontsize=7)

@@ -17,7 +17,7 @@ from dpfl_jax.federation.mechanisms import RPDP
 from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Policy
 from dpfl_jax.models import LogisticRegression
-from reproductions._plots import panel
+from reproductions._plots import band, panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.rpdp._cells import Cell, always, train
 from reproductions.rpdp._tables import orders
@@ -193,9 +193,9 @@ def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
         for line, tau in zip(axes, taus, strict=True):
             for ax, law in zip(line, LAWS, strict=True):
                 for r in rows:
-                    if r["tau"] == tau and r["budgets"] == law and r["run"] in LABELS:
-                        ax.plot(range(1, ROUNDS + 1), r["curve"], LABELS[r["run"]], label=r["run"])
-                    if r["tau"] == tau and r["run"] == "non-private":
-                        ax.plot(range(1, ROUNDS + 1), r["curve"], "k:", label="non-private")
+                    shown = r["budgets"] == law and r["run"] in LABELS
+                    if r["tau"] == tau and (shown or r["run"] == "non-private"):
+                        style = {"color": LABELS.get(r["run"], "black"), "marker": ""}
+                        x = range(1, ROUNDS + 1)
+                        band(ax, x, list(zip(*r["curves"])), label=r["run"], **style)
                 ax.set(title=f"{law}, tau = {tau}", xlabel="round", ylabel="test accuracy")
-        axes[0][0].legend(fontsize=7)

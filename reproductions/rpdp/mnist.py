@@ -21,7 +21,8 @@ from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Policy
 from dpfl_jax.models import SmallCNN
-from reproductions._plots import panel
+from reproductions._plots import band, panel
+from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, Source
 from reproductions.rpdp._cells import Cell, always, train
 from reproductions.rpdp._tables import above, orders
@@ -93,7 +94,7 @@ def run(settings: Settings) -> Outcome:
     setting = TwoStage(sigma, tau, rounds, PARTICIPATION, DELTA)
     benches = {}
     for split in SPLITS:
-        data, test = silos(settings.data_dir / "mnist", split, 0)
+        data, test = silos(settings.data_dir / "mnist", split, of(0))
         benches[split] = Bench(
             SmallCNN(), data, test, ("adam", 0.01), tau, rounds, PARTICIPATION,
             [float(silo.num_records) for silo in data.silos],
@@ -168,6 +169,6 @@ def _draw(rows: list[dict[str, Any]], rounds: int, file: pathlib.Path) -> None:
             for ax, law in zip(line, names, strict=True):
                 for r in rows:
                     if r["split"] == split and r["budgets"] in (law, "all"):
-                        ax.plot(range(1, rounds + 1), r["curve"], label=r["run"])
+                        x = range(1, rounds + 1)
+                        band(ax, x, list(zip(*r["curves"])), label=r["run"], marker="")
                 ax.set(title=f"{split}, {law}", xlabel="round", ylabel="test accuracy", ylim=(0, 1))
-        axes[0][0].legend(fontsize=7)

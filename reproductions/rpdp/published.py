@@ -33,6 +33,7 @@ from dpfl_jax.federation.personal import budgets as laws
 from dpfl_jax.federation.personal.policies import Assignment
 from dpfl_jax.models import LogisticRegression, SmallCNN
 from reproductions._plots import panel
+from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.rpdp import heart, mnist
 from reproductions.rpdp._cells import Cell, always, train
@@ -191,7 +192,7 @@ def benches(folder: pathlib.Path, quick: bool) -> dict[str, Bench]:
         )
     if (folder / "mnist").is_dir() and not quick:
         for split in mnist.SPLITS:
-            data, test = mnist.silos(folder / "mnist", split, 0)
+            data, test = mnist.silos(folder / "mnist", split, of(0))
             found[split] = _bench(split, SmallCNN(), data, test)
     return found
 
@@ -301,4 +302,3 @@ def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
             ]
             ax.set(title=where, xlabel="test accuracy", yticks=at, yticklabels=names)
             ax.invert_yaxis()
-        axes[0][0].legend(fontsize=7)

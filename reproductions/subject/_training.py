@@ -23,6 +23,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.driver import Pace
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import make_optimizer
+from reproductions._seeds import of
 from reproductions.registry import Settings
 
 
@@ -118,7 +119,7 @@ def base_config(settings: Settings, rounds: int, local_steps: int, subjects: int
     """
     mnist = None if settings.data_dir is None else settings.data_dir / "mnist"
     raw: dict[str, Any] = {
-        "seed": 0,
+        "seed": of(0),
         "federation": {
             "rounds": rounds,
             "local_steps": local_steps,
@@ -183,12 +184,12 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
     for seed in range(seeds):
         result = run_rounds(
             loss_fn=model.loss,
-            params=model.init(jax.random.key(seed)),
+            params=model.init(jax.random.key(of(seed))),
             data=data,
             federation=federation,
             local_optimizer=make_optimizer(config.federation.local_optimizer, 10**6),
             delta=config.privacy.delta or 1e-5,
-            key=RootKey.from_seed(seed),
+            key=RootKey.from_seed(of(seed)),
             evaluate=evaluator.of(subjects.held_out),
             pace=Pace(checkpoint_every=5, eval_every=max(1, federation.rounds // evals)),
             execution=config.execution,

@@ -147,12 +147,12 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
     with panel(file, size=(8, 3.6)) as axes:
         for i, key in enumerate(("claimed", "one_silo_100_rounds", "16_silos_25_rounds")):
             offsets = [k + 0.27 * (i - 1) for k in range(len(some))]
-            bars = axes.bar(
-                offsets, [r[key] for r in some], width=0.25, label=key.replace("_", " ")
-            )
-            axes.bar_label(bars, fmt="%.3g", fontsize=8)
+            values = [r[key] for r in some]
+            axes.plot(offsets, values, "o", label=key.replace("_", " "))
+            for x, value in zip(offsets, values, strict=True):
+                axes.annotate(f"{value:.3g}", (x, value), (4, 4), textcoords="offset points")
         axes.set_yscale("log")
         axes.set_xticks(range(len(some)), [r["mechanism"] for r in some], fontsize=8)
+        axes.margins(y=0.15)
         axes.set_ylabel("epsilon of a subject at delta 1e-5")
-        axes.legend(fontsize=8)
         axes.set_title("What the papers' calibrations really cost (FEMNIST-like)")

@@ -20,6 +20,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.closed_forms import subject
 from reproductions._plots import columns, panel
+from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings
 
 TITLE = "an attack that tells which calibrations are broken"
@@ -43,7 +44,7 @@ def attack(
     score: Callable[[np.random.Generator, bool], np.ndarray], trials: int, delta: float = DELTA
 ) -> float:
     """The best lower bound: the threshold is chosen on one half, the bound taken on the other."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(of(0))
     inside, outside = score(rng, True), score(rng, False)
     half = trials // 2
     candidates = np.quantile(outside[:half], [0.5, 0.9, 0.99, 0.999, 0.9999, 1.0])
@@ -185,4 +186,3 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
         axes.bar_label(bars, fmt="%.2f")
         axes.axvline(EPSILON, color="C3", ls="--", label="claimed")
         axes.set_xlabel("epsilon shown by the attack (99 % confidence)")
-        axes.legend(fontsize=8)

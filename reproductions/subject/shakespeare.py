@@ -12,6 +12,7 @@ from reproductions.subject.curves import draw
 
 TITLE = "next character of Shakespeare's roles, scaled"
 SOURCE = "Marathe et al., text A Figure 1, text B Figure 2 (Shakespeare)"
+OPTIONS = ("seeds",)
 
 ITEM, GROUP = "LocalItemDP", "LocalGroupDP, papers"
 TEXT_A, TEXT_B, USER = "HiGradAvgDP, text A", "HiGradAvgDP, text B", "UserLDP, papers"
@@ -31,7 +32,8 @@ def run(settings: Settings) -> Outcome:
     folder = None if settings.data_dir is None else settings.data_dir / "shakespeare_plays"
     if folder is None or not folder.is_dir():
         return Outcome([], [], notes=["skipped: DPFL_DATA_DIR holds no shakespeare_plays"])
-    rounds, steps, seeds = (36, 12, 1) if settings.quick else (200, 12, 3)
+    rounds, steps, seeds = (36, 12, 2) if settings.quick else (200, 12, 3)
+    seeds = settings.seeds or seeds
     window, hidden = (16, 32) if settings.quick else (40, 128)
     raw: dict[str, Any] = {
         "data": {
@@ -74,6 +76,7 @@ def run(settings: Settings) -> Outcome:
         ordered("both: UserLDP is far worse than LocalItemDP", ITEM, USER),
         ordered("text B: HiGradAvgDP is above LocalGroupDP", TEXT_B, GROUP),
         ordered("text A: HiGradAvgDP is below LocalGroupDP", GROUP, TEXT_A),
+        ordered("text A: HiGradAvgDP is the worst of all, below UserLDP", USER, TEXT_A),
         Claim(
             "text A: with many records per subject HiGradAvgDP needs much more noise than records",
             round(ratio, 1),

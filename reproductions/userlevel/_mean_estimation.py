@@ -20,6 +20,7 @@ from dpfl_jax.accounting import events
 from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import poisson_indices
+from reproductions._seeds import of
 
 DIM, USERS, PER_USER, STEPS, DELTA = 32, 256, 16, 256, 1e-6
 SIGMA_1 = 1.0
@@ -73,7 +74,7 @@ def problems(trials: int, seed: int, sigma_2: float) -> tuple[np.ndarray, np.nda
 
     The same trials for every arm; only the spread within users changes with ``sigma_2``.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(of(seed))
     mu = rng.normal(size=(trials, DIM)).astype(np.float32)
     users = mu[:, None] + SIGMA_1 * rng.normal(size=(trials, USERS, DIM)).astype(np.float32)
     spread = rng.normal(size=(trials, USERS, PER_USER, DIM)).astype(np.float32)
@@ -86,9 +87,9 @@ def draws(arm: Arm, size: int, trials: int, seed: int) -> np.ndarray:
     True Poisson sampling: over users (each brings ``group`` of its examples, chosen afresh without
     replacement), or over the examples left by a choice of ``group_size`` a user made once.
     """
-    key = RootKey.from_seed(seed)
+    key = RootKey.from_seed(of(seed))
     group = arm.group_size if arm.kind == "uls" else 1
-    rng = np.random.default_rng(seed + 1)
+    rng = np.random.default_rng(of(seed) + 1)
     kept = rng.permuted(np.tile(np.arange(PER_USER), (trials, USERS, 1)), axis=2)
     drawn: list[np.ndarray] = []
     for step in range(STEPS):
@@ -196,7 +197,7 @@ def evaluate(
     def errors(count: int, seed: int, lr: np.ndarray, clip: np.ndarray) -> np.ndarray:
         mu, examples = problems(count, seed, setting.sigma_2)
         drawn = draws(arm, size, count, seed)
-        key = jax.random.key(seed)
+        key = jax.random.key(of(seed))
         out = final_errors(mu, examples, drawn, key, lr, clip, sigma, size)
         return np.asarray(out, np.float64)
 

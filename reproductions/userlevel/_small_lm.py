@@ -22,11 +22,19 @@ from dpfl_jax.config import RunConfig, validate_config
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import limit_store
 from dpfl_jax.mesh import make_mesh
-from dpfl_jax.planning import Sensitivities, estimate_sensitivities, median_group_size
+from dpfl_jax.planning import (
+    Option,
+    Planner,
+    Sensitivities,
+    Users,
+    estimate_sensitivities,
+    median_group_size,
+)
 from dpfl_jax.planning.sweep import Sweep, at_budget
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import starting_params
+from reproductions._seeds import of
 from reproductions.registry import Claim, Settings, less
 
 NOTE = (
@@ -104,6 +112,26 @@ def sensitivities(quick: bool) -> Sensitivities:
     return estimate_sensitivities(model.loss, params, data.train, GROUPS, users=128, batch=16)
 
 
+def planner(quick: bool, epsilon: float) -> Planner:
+    """Of the users there are; delta as in the paper."""
+    data, _, _, made = start(quick)
+    sizes = np.diff(data.train.user_offsets)
+    return Planner(
+        Users(len(sizes), sizes=sizes),
+        sensitivities(quick),
+        epsilon=epsilon,
+        delta=float(sizes.sum()) ** -1.1,
+        steps=made.train.steps,
+    )
+
+
+def least_noise(planner: Planner, budget: int) -> Option:
+    """The planner's ULS at a budget."""
+    users = planner.users.num_users
+    cells = [planner.uls(g, budget // g) for g in GROUPS if budget // g <= users]
+    return min(cells, key=lambda option: option.noise)
+
+
 @functools.cache
 def median(quick: bool) -> int:
     """The ELS group size of the heuristic."""
@@ -138,7 +166,7 @@ def mean_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows of the first seed, with means over seeds as losses, and the losses."""
     axes = [k for k in rows[0] if k in ("kind", "group_size", "cohort_size", "budget", "epsilon")]
     found = by_seed(rows, *axes)
-    first = [row for row in rows if row["seed"] == 0]
+    first = [row for row in rows if row["seed"] == of(0)]
     losses = [found[tuple(row[k] for k in axes)] for row in first]
     return [
         {**row, "loss": float(of.mean()), "losses": of.tolist()} for row, of in zip(first, losses)
@@ -174,7 +202,7 @@ def cells(
         file,
         {
             **axes,
-            "seed": list(range(settings.seeds or (1 if settings.quick else 3))),
+            "seed": [of(k) for k in range(settings.seeds or (1 if settings.quick else 3))],
             "learning_rate": list(RATES[-1:] if settings.quick else RATES),
         },
         overrides,

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import yaml
 from rich.console import Console
-from scipy import stats
 
 from dpfl_jax.config import load_config
 from dpfl_jax.mesh import make_mesh
@@ -21,8 +20,9 @@ from dpfl_jax.planning import Option, Planner, Users, estimate_sensitivities, me
 from dpfl_jax.planning.proxy import Trial, run_trials
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.start import starting_params
-from reproductions._plots import panel
-from reproductions.registry import Claim, Outcome, Settings
+from reproductions._plots import band, panel, ticks
+from reproductions._seeds import of
+from reproductions.registry import Claim, Outcome, Settings, less
 
 TITLE = "the best group size by compute budget, on speakers and on writers"
 SOURCE = "Charles et al. 2024, section 6 and Appendix F (users first, then examples of each)"
@@ -43,7 +43,7 @@ def run(settings: Settings) -> Outcome:
     drawn = {}
     notes = [
         f"epsilon {EPSILON:g}, delta {DELTA:g}, {seeds} seed(s) of sampling and noise, public: the "
-        "runs protect nobody; one learning rate; intervals of 90 % over seeds (Student's t)"
+        "runs protect nobody; one learning rate"
     ]
     if seeds < 2:
         notes.append("with one seed there are no intervals: nothing is shown to differ")
@@ -143,7 +143,7 @@ def _losses(
                 keys.append((option.kind, option.group_size, budget))
                 trials.append(
                     Trial(option.kind, option.group_size, option.size, planner.steps,
-                          option.noise_multiplier / option.size, seed=seed)
+                          option.noise_multiplier / option.size, seed=of(seed))
                 )  # fmt: skip
     done = settings.out / f"userlevel-budgets-{name}.jsonl"
 
@@ -165,19 +165,6 @@ def _cells(planner: Planner, budget: int) -> list[Option]:
 # ---- verdicts -----------------------------------------------------------------------------------
 
 
-def _interval(values: np.ndarray) -> tuple[float, float, float]:
-    """Mean, and its 90 % interval over seeds; without an end where there is one seed."""
-    mean, n = float(values.mean()), len(values)
-    if n < 2:
-        return mean, -math.inf, math.inf
-    half = float(stats.t.ppf(0.95, n - 1) * values.std(ddof=1) / math.sqrt(n))
-    return mean, mean - half, mean + half
-
-
-def _told(values: np.ndarray) -> str:
-    return "{:+.3f} ({:+.3f} to {:+.3f})".format(*_interval(values))
-
-
 def _uls(losses: Losses, budget: int) -> dict[int, np.ndarray]:
     return {g: v for (kind, g, b), v in losses.items() if kind == "uls" and b == budget}
 
@@ -186,65 +173,63 @@ def _claims(name: str, losses: Losses, picks: Mapping[int, Option]) -> list[Clai
     small, large = BUDGETS[0], BUDGETS[-1]
     both = sorted(set(_uls(losses, small)) & set(_uls(losses, large)))
     few, many = both[0], both[-1]
-    by = {b: losses["uls", many, b] - losses["uls", few, b] for b in (small, large)}
-    change = by[large] - by[small]
+    apart = {b: losses["uls", many, b] - losses["uls", few, b] for b in (small, large)}
     best = {b: min(_uls(losses, b), key=lambda g: _uls(losses, b)[g].mean()) for b in BUDGETS}
 
-    def regret(choose: Mapping[int, int]) -> float:
-        """Largest over budgets, of mean losses; a size that cannot be run is no choice."""
-        return max(
-            float(_uls(losses, b)[g].mean() / _uls(losses, b)[best[b]].mean() - 1)
-            if g in _uls(losses, b)
-            else math.inf
-            for b, g in choose.items()
-        )
+    def regret(choose: Mapping[int, int]) -> np.ndarray:
+        """Of each seed, largest over budgets; a size that cannot be run is no choice."""
+        found = []
+        for b, g in choose.items():
+            of = _uls(losses, b)
+            found.append(of[g] / of[best[b]] - 1 if g in of else np.full(len(of[best[b]]), np.inf))
+        return np.max(found, axis=0)
 
     kept = best[small] if best[small] in both else few  # too few users for it at the largest
-    better = losses["uls", best[large], large] - losses["uls", kept, large]
     planned = regret({b: picks[b].group_size for b in BUDGETS})
     fixed = {g: regret(dict.fromkeys(BUDGETS, g)) for g in GROUPS}
-    text = ", ".join(f"always G = {g}: {r:.1%}" for g, r in fixed.items())
+    fixed = {g: of for g, of in fixed.items() if np.isfinite(of).all()}
+    text = ", ".join(f"always G = {g}: {of.mean():.1%}" for g, of in fixed.items())
     els = {b: next(v for (k, _, c), v in losses.items() if (k, c) == ("els", b)) for b in BUDGETS}
     uls = {b: losses["uls", picks[b].group_size, b] for b in BUDGETS}
-    gain = (uls[small] - uls[large]) - (els[small] - els[large])
+    sizes = ", ".join(f"B = {b}: G = {g}" for b, g in best.items())
     return [
-        Claim(
+        less(
             f"{name}: examples of a user are worth more, against users, as compute grows",
-            _told(change),
-            "below 0",
-            _interval(change)[2] < 0,
-            f"change from B = {small} to {large} of: loss at G = {many} less that at G = {few}",
+            apart[large],
+            apart[small],
+            f"loss at G = {many} less that at G = {few}: at B = {large}, minus at {small}",
             source="paper",
         ),
-        Claim(
-            f"{name}: the best group size is larger at a larger budget",
-            ", ".join(f"B = {b}: G = {g}" for b, g in best.items()),
-            f"more than at B = {small}",
-            best[large] > best[small] and _interval(better)[2] < 0,
-            f"and there its loss is {_told(better)} from that of the smallest budget's choice",
+        less(
+            f"{name}: at the largest budget a larger group than the smallest's best is better",
+            losses["uls", max(best[large], kept), large],
+            losses["uls", kept, large],
+            f"best by mean loss: {sizes}",
             source="paper",
         ),
-        Claim(
-            f"{name}: choosing G by budget (least noise) loses less than any G for all budgets",
-            f"{planned:.1%}; {text}",
-            "first is least",
-            planned < min(fixed.values()),
-            "largest excess over the best cell of a budget, means over seeds",
-            source="ours",
+        *(
+            less(
+                f"{name}: choosing G by budget (least noise) loses less than G = {g} for all",
+                planned,
+                of,
+                f"largest excess over a budget's best cell: {planned.mean():.1%}; {text}",
+                source="ours",
+            )
+            for g, of in fixed.items()
         ),
-        Claim(
+        less(
             f"{name}: the choice of least noise is near the best at every budget",
-            f"{planned:.1%} above at most",
-            f"within {ROOM:.0%}",
-            planned <= ROOM,
+            planned,
+            np.zeros(len(planned)),
+            f"largest excess over a budget's best cell, relative; near: {ROOM:.0%}",
             source="ours",
+            room=ROOM,
         ),
-        Claim(
+        less(
             f"{name}: ULS gains more from compute than ELS (median group size)",
-            _told(gain),
-            "above 0",
-            _interval(gain)[1] > 0,
-            f"fall of the loss from B = {small} to {large}, ULS of least noise less ELS",
+            els[small] - els[large],
+            uls[small] - uls[large],
+            f"fall of the loss from B = {small} to {large}: ELS minus ULS of least noise",
             source="paper",
         ),
     ]
@@ -253,10 +238,9 @@ def _claims(name: str, losses: Losses, picks: Mapping[int, Option]) -> list[Clai
 def _rows(name: str, losses: Losses, picks: Mapping[int, Option]) -> list[dict[str, Any]]:
     rows = []
     for (kind, group, budget), values in losses.items():
-        mean, low, high = _interval(values)
         planned = kind == "uls" and picks[budget].group_size == group
         row = {"set": name, "budget": budget, "kind": kind, "group_size": group, "planned": planned}
-        rows.append({**row, "loss": mean, "low": low, "high": high, "seeds": values.tolist()})
+        rows.append({**row, "loss": float(values.mean()), "losses": values.tolist()})
     return rows
 
 
@@ -268,17 +252,12 @@ def _draw(drawn: Mapping[str, tuple[Losses, Mapping[int, Option]]], file: pathli
                 _line(ax, losses, kind, group)
             chosen = [losses["uls", picks[b].group_size, b].mean() for b in BUDGETS]
             ax.plot(BUDGETS, chosen, "o", ms=13, mfc="none", mec="black", label="least noise")
-            ax.set_xscale("log", base=2)
-            ax.set_xticks(BUDGETS, [str(b) for b in BUDGETS])
+            ticks(ax, BUDGETS, base=2)
             ax.set(xlabel="compute budget B", ylabel="held-out loss", title=title)
-            ax.legend(fontsize=8)
 
 
 def _line(ax: Any, losses: Losses, kind: str, group: int) -> None:
     x: Sequence[int] = [b for b in BUDGETS if (kind, group, b) in losses]
-    found = [_interval(losses[kind, group, b]) for b in x]
-    y = [mean for mean, _, _ in found]
-    bars = [[m - low for m, low, _ in found], [high - m for m, _, high in found]]
-    style = {"uls": "o-", "els": "s--"}[kind]
-    finite = bars if np.isfinite(bars).all() else None
-    ax.errorbar(x, y, finite, fmt=style, capsize=3, label=f"{kind.upper()}, G = {group}")
+    style = {"uls": "-", "els": "--"}[kind]
+    y = [losses[kind, group, b] for b in x]
+    band(ax, x, y, linestyle=style, label=f"{kind.upper()}, G = {group}")

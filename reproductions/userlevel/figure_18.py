@@ -14,7 +14,8 @@ from dpfl_jax.run.driver import Pace
 from dpfl_jax.training import fit
 from dpfl_jax.training.optimizers import build_optimizer
 from dpfl_jax.training.personalize import personalize
-from reproductions._plots import panel
+from reproductions._plots import band, panel
+from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, between, less
 from reproductions.userlevel import _small_lm as small
 
@@ -56,7 +57,7 @@ def run(settings: Settings) -> Outcome:
                     params,
                     plan,
                     optimizer,
-                    key=RootKey.from_seed(seed),
+                    key=RootKey.from_seed(of(seed)),
                     pace=Pace(log_every=1000),
                 )
                 found.setdefault(name, []).append(personalize(model.loss, tuned.params, held_out))
@@ -109,7 +110,7 @@ class _View:
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
     with panel(file, size=(5, 4)) as ax:
         for k, row in enumerate(rows):
-            ax.plot([0, 1], [row["before"], row["after"]], "o-", color=f"C{k}", label=row["model"])
+            ends = [[f[end] for f in row["by_seed"]] for end in ("before", "after")]
+            band(ax, [0, 1], ends, color=f"C{k}", label=row["model"])
         ax.set_xticks([0, 1], ["as it is", "personalised"])
         ax.set(ylabel="loss of held-out users")
-        ax.legend()

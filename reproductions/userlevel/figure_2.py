@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dpfl_jax.planning import Planner, Sensitivities, Users
-from reproductions._plots import panel
+from reproductions._plots import panel, ticks
 from reproductions.registry import Claim, Outcome, Settings
 
 TITLE = "noise of ELS and ULS at equal compute"
@@ -104,17 +104,17 @@ def _draw(flat: dict[int, float], rows: list[dict[str, Any]], file: Any) -> None
     with panel(file, 1, 2, size=(11, 4)) as axes:
         axes[0].plot(list(flat), list(flat.values()), "o-")
         axes[0].set(
-            xscale="log",
             xlabel="ELS group size",
             ylabel="noise multiplier",
             ylim=(0, 10),
             title="B = 64, epsilon 1",
         )
+        ticks(axes[0], GROUPS, base=2)
         for k, epsilon in enumerate(sorted({r["epsilon"] for r in rows})):
             part = [r for r in rows if r["epsilon"] == epsilon]
             x = [r["budget"] for r in part]
             for key, style in (("els", "-"), ("uls_same", "--"), ("uls_orthogonal", ":")):
                 y = [r[key] for r in part]
                 axes[1].loglog(x, y, style, color=f"C{k}", label=f"{key}, epsilon {epsilon:g}")
+        ticks(axes[1], BUDGETS[1.0], base=2)
         axes[1].set(xlabel="compute budget B", ylabel="noise / L_ELS", title="M = 16")
-        axes[1].legend(fontsize=7)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from reproductions._plots import panel
+from reproductions._plots import panel, ticks
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.userlevel._mean_estimation import (
     PER_USER,
@@ -159,6 +159,6 @@ def _draw(found: Results, panels: dict[str, list[Any]], file: Any) -> None:
                 ax.errorbar(
                     x, y, yerr=2 * np.asarray(e), fmt=f"o{style}", label=arm.name, capsize=2
                 )
-            ax.set(xscale="log", yscale="log", xlabel=labels[name])
+            ticks(ax, values)
+            ax.set(yscale="log", xlabel=labels[name])
         axes[0].set_ylabel("squared error of the last iterate")
-        axes[0].legend(fontsize=7)

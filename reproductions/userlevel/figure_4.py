@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from reproductions._plots import columns, panel
+from reproductions._plots import band, columns, panel, ticks
 from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
 
@@ -53,8 +53,8 @@ def _draw(rows: list[dict[str, Any]], points: Any, median: int, file: Any) -> No
     with panel(file) as ax:
         for budget, epsilon in points:
             part = [r for r in rows if (r["budget"], r["epsilon"]) == (budget, epsilon)]
-            x, y = columns(part, "group_size", "loss")
-            ax.semilogx(x, y, "o-", base=2, label=f"B = {budget}, epsilon {epsilon:g}")
+            label = f"B = {budget}, epsilon {epsilon:g}"
+            band(ax, *columns(part, "group_size", "losses"), label=label)
         ax.axvline(median, color="grey", linestyle=":", label="median (power of two)")
+        ticks(ax, sorted({r["group_size"] for r in rows}), base=2)
         ax.set(xlabel="ELS group size", ylabel="held-out loss")
-        ax.legend(fontsize=8)

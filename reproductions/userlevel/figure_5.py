@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.planning import Planner, Users, estimate_and_double
+from dpfl_jax.planning import Planner, estimate_and_double
 from dpfl_jax.planning.sweep import draw
 from reproductions._plots import panel
 from reproductions.registry import Claim, Outcome, Settings, Source, less
@@ -29,7 +29,7 @@ def run(settings: Settings) -> Outcome:
     groups, cohorts = (GROUPS[::2], COHORTS[::2]) if settings.quick else (GROUPS, COHORTS)
     axes: dict[str, Any] = {"cohort_size": list(cohorts), "epsilon": [EPSILON]}
     rows = [row for g in groups for row in small.cells(settings, "uls", g, axes)]
-    planner = _planner(settings.quick)
+    planner = small.planner(settings.quick, EPSILON)
     step = cohorts[1] // cohorts[0]
     losses = small.by_seed(rows, "group_size", "cohort_size")
     rows = small.mean_of(rows)
@@ -61,18 +61,6 @@ def run(settings: Settings) -> Outcome:
 
 def _seeds(losses: dict[tuple[int, int], np.ndarray]) -> int:
     return len(next(iter(losses.values())))
-
-
-def _planner(quick: bool) -> Planner:
-    data, _, _, config = small.start(quick)
-    sizes = np.diff(data.train.user_offsets)
-    return Planner(
-        Users(len(sizes), sizes=sizes),
-        small.sensitivities(quick),
-        epsilon=EPSILON,
-        delta=float(sizes.sum()) ** -1.1,
-        steps=config.train.steps,
-    )
 
 
 def _cells(heat: Heat, budget: int) -> Heat:
@@ -212,4 +200,3 @@ def _draw_regret(regret: dict[str, dict[int, float]], file: Any) -> None:
             x = [b * (1 + 0.03 * shift.random()) for b in found]
             ax.semilogx(x, [100 * v for v in found.values()], "o-", base=2, label=name)
         ax.set(xlabel="compute budget B", ylabel="loss above the best cell, %")
-        ax.legend(fontsize=8)

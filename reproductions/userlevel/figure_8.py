@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.planning import Planner, Sensitivities, Users
-from reproductions._plots import panel
+from dpfl_jax.planning import Planner, Users
+from reproductions._plots import band, panel, ticks
 from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
 
@@ -32,16 +32,16 @@ def run(settings: Settings) -> Outcome:
         users = Users(factor * len(sizes), limited={median: factor * left})
         planner = Planner(
             users,
-            Sensitivities.assumed(0.0, small.GROUPS),
+            small.sensitivities(settings.quick),
             epsilon=EPSILON,
             delta=delta,
             steps=config.train.steps,
         )
         for budget in budgets:
-            group = 4 if budget >= 512 else 1
+            uls = small.least_noise(planner, budget)
             for kind, size, option in (
                 ("els", median, planner.els(median, budget)),
-                ("uls", group, planner.uls(group, budget // group)),
+                ("uls", uls.group_size, uls),
             ):
                 sigma = f"mechanism.noise_multiplier={option.noise_multiplier:.6g}"
                 found = small.cells(
@@ -49,7 +49,6 @@ def run(settings: Settings) -> Outcome:
                 )
                 rows += [{**row, "users": factor} for row in found]
     losses = small.by_seed(rows, "kind", "users", "budget")
-    loss = {key: float(found.mean()) for key, found in losses.items()}
     low, high = budgets
     by_users = {k: losses[k, 1, high] - losses[k, factors[-1], high] for k in ("els", "uls")}
     by_compute = {
@@ -73,7 +72,7 @@ def run(settings: Settings) -> Outcome:
         ),
     ]
     file = settings.out / "userlevel-figure-8.png"
-    _draw(loss, factors, budgets, file)
+    _draw(losses, factors, budgets, file)
     notes = [
         small.NOTE,
         small.SEED_NOTE,
@@ -83,12 +82,12 @@ def run(settings: Settings) -> Outcome:
     return Outcome(claims, [file], rows, notes)
 
 
-def _draw(loss: Any, factors: list[int], budgets: list[int], file: Any) -> None:
+def _draw(losses: Any, factors: list[int], budgets: list[int], file: Any) -> None:
     with panel(file) as ax:
         for k, factor in enumerate(factors):
             for kind, style in (("els", "--"), ("uls", "-")):
-                y = [loss[kind, factor, b] for b in budgets]
+                y = [losses[kind, factor, b] for b in budgets]
                 label = f"{kind.upper()}, {factor}x users"
-                ax.semilogx(budgets, y, f"o{style}", color=f"C{k}", label=label)
+                band(ax, budgets, y, linestyle=style, color=f"C{k}", label=label)
+        ticks(ax, budgets, base=2)
         ax.set(xlabel="compute budget B", ylabel="held-out loss")
-        ax.legend(fontsize=8)

@@ -84,4 +84,3 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
             ax.semilogx(*columns(part, "prob", "ratio"), "o", label=f"K = {size}")
         ax.axhline(1.0, color="black", linewidth=0.8)
         ax.set(xlabel="sampling probability", ylabel="sigma_ELS / (K sigma_ULS)")
-        ax.legend()

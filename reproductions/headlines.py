@@ -1,0 +1,281 @@
+"""What each paper claims above all, and which reproduction asks whether it is so."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Headline:
+    """One claim of a paper.
+
+    Attributes:
+      claim: in words.
+      where: section, table or figure of the paper.
+      figures: reproduction -> expression that its claims match.
+      instead: where else it is checked, or why it is not run.
+    """
+
+    claim: str
+    where: str
+    figures: dict[str, str] = dataclasses.field(default_factory=dict)
+    instead: str = ""
+
+
+NO_DATA = "not run: {} not at hand"
+TESTS = "not run: the default tests hold it against other implementations (`tests/accounting/`)"
+
+HEADLINES: dict[str, list[Headline]] = {
+    "Charles et al. 2024: ELS or ULS": [
+        Headline("a mixture of Gaussians accounts for ELS, tightly", "section 3", instead=TESTS),
+        Headline(
+            "it is far below black-box group privacy, which diverges",
+            "Figure 1",
+            {"userlevel/figure-1": "."},
+        ),
+        Headline(
+            "ELS's noise hardly depends on its group size",
+            "Figure 2(a)",
+            {"userlevel/figure-2": r"2\(a\)"},
+        ),
+        Headline(
+            "ELS has less noise for equal gradients, ULS for orthogonal ones",
+            "Figures 2(b), 9",
+            {"userlevel/figure-2": "gradients|cross"},
+        ),
+        Headline(
+            "ELS needs at most K times ULS's noise",
+            "Conjecture 1, Lemma 1",
+            {"userlevel/lemma-1": "."},
+        ),
+        Headline(
+            "in mean estimation ULS with G = 1 is level with ELS, and larger groups help when "
+            "users vary, epsilon is small or compute large",
+            "Figure 3",
+            {"userlevel/figure-3": "."},
+        ),
+        Headline(
+            "the median user size is a good group size for ELS",
+            "Figures 4, 11, 12",
+            {"userlevel/figure-4": "median"},
+        ),
+        Headline(
+            "ULS: more users first, then more examples of each",
+            "Figures 5, 13",
+            {
+                "userlevel/figure-5": "best group|better than large",
+                "userlevel/budgets": "examples of a user|at the largest",
+            },
+        ),
+        Headline(
+            "Estimate-and-Double is near the oracle, and beats random and large groups",
+            "Figures 14, 15",
+            {"userlevel/figure-5": "^budget .*Estimate|^Estimate"},
+        ),
+        Headline(
+            "ULS is at least as good as ELS, and gains more from compute",
+            "Figures 6, 16",
+            {
+                "userlevel/figure-6": "at least as good|gains more",
+                "userlevel/budgets": "gains more",
+            },
+        ),
+        Headline(
+            "the same on CC-News", "Figures 7, 17", instead=NO_DATA.format("CC-News' text by site")
+        ),
+        Headline(
+            "more users help ELS more, more compute helps ULS more",
+            "Figure 8",
+            {"userlevel/figure-8": "."},
+        ),
+        Headline("sizes of users", "Figure 10", instead=NO_DATA.format("the two data sets")),
+        Headline(
+            "both beat the pre-trained model at every epsilon",
+            "section 6",
+            {"userlevel/figure-4": "pre-trained", "userlevel/figure-6": "pre-trained"},
+        ),
+        Headline(
+            "personalisation gains both about the same", "Figure 18", {"userlevel/figure-18": "."}
+        ),
+        Headline(
+            "ULS scales linearly in devices",
+            "section 5",
+            instead="not run: it takes several accelerators ([what fits where](pods.md))",
+        ),
+    ],
+    "Marathe et al.: subjects over silos": [
+        Headline(
+            "subjects in a batch, and their largest groups",
+            "A: Figures 2, 3; B: Figures 1 to 4",
+            {"subject/batch-statistics": "."},
+        ),
+        Headline(
+            "A: HiGradAvgDP needs about ten times the noise, and more on Shakespeare",
+            "A: section 3",
+            {"subject/audit": "order of magnitude", "subject/shakespeare": "much more noise"},
+        ),
+        Headline(
+            "every recipe gives a subject epsilon 4",
+            "A: section 3; B: section 3",
+            {
+                "subject/audit": "^papers:",
+                "subject/curves": "^papers:",
+                "subject/empirical-audit": "^papers:",
+            },
+        ),
+        Headline(
+            "LocalItemDP is below FedAvg, LocalGroupDP below it, and UserLDP near chance",
+            "A: Figure 1; B: Figures 1, 2",
+            {"subject/curves": "^both: (Local|User)", "subject/shakespeare": "^both:"},
+        ),
+        Headline(
+            "B: HiGradAvgDP is near LocalItemDP and above LocalGroupDP",
+            "B: Figures 1, 2",
+            {"subject/curves": "^text B", "subject/shakespeare": "^text B"},
+        ),
+        Headline(
+            "A: HiGradAvgDP is below LocalGroupDP",
+            "A: Figure 1",
+            {"subject/curves": "^text A", "subject/shakespeare": "^text A: HiGradAvgDP is below"},
+        ),
+        Headline(
+            "A: HiGradAvgDP is the worst of all on Shakespeare",
+            "A: Figure 1",
+            {"subject/shakespeare": "worst of all"},
+        ),
+        Headline("skew hurts LocalGroupDP most", "A, B: Figure 3", {"subject/skew": "."}),
+        Headline("few subjects hurt both", "B: Figure 4", {"subject/few-subjects": "."}),
+        Headline(
+            "more noise is worse than fewer rounds",
+            "A: section 3.5",
+            {"subject/curves": "rounds is"},
+        ),
+        Headline(
+            "accuracy on FEMNIST at the papers' size",
+            "A: Figure 1; B: Figure 1",
+            instead=NO_DATA.format("FEMNIST by its 3,500 writers is"),
+        ),
+    ],
+    "Liu et al. 2024: an epsilon for every record": [
+        Headline("bounds of one and of two stages", "section 5", instead=TESTS),
+        Headline(
+            "epsilon over the rate is close to an exponential",
+            "Figures 5, 6",
+            {"rpdp/curve": "R\\^2"},
+        ),
+        Headline(
+            "the fitted curve keeps every budget", "section 6.3", {"rpdp/curve": "fitted curve"}
+        ),
+        Headline(
+            "the server learns less than clients; sampling silos lowers epsilon",
+            "section 5",
+            {"rpdp/curve": "Type|sampling silos|figure 5 is below"},
+        ),
+        Headline(
+            "personal rates beat Dropout and Minimum",
+            "Figure 8",
+            {
+                "rpdp/heart": "^(?!.*certif).*curve fit.*ahead",
+                "rpdp/mnist": "^(?!.*certif).*curve fit.*ahead",
+                "rpdp/budgets": "curve_fit is ahead",
+            },
+        ),
+        Headline(
+            "the accuracies of Figure 8", "Figure 8", {"rpdp/published": "^figure 8|expected batch"}
+        ),
+        Headline(
+            "the same on CIFAR-10 and SNLI",
+            "Figure 8",
+            instead=NO_DATA.format("CIFAR-10 and SNLI are") + ", and they take an accelerator",
+        ),
+        Headline(
+            "non-IID silos cost every method accuracy", "Figure 8", {"rpdp/mnist": "non-IID silos"}
+        ),
+        Headline("bisection and the fitted curve tie", "Table 3", {"rpdp/budgets": "table 3"}),
+        Headline(
+            "personal rates beat a Renyi filter",
+            "Table 2, Figure 7",
+            {"rpdp/centralised": "ahead of the filter|used up"},
+        ),
+        Headline(
+            "budgets by class beat one budget for all", "appendix A", {"rpdp/budgets": "appendix A"}
+        ),
+        Headline(
+            "no gain for rare strict patients",
+            "Figure 9",
+            instead="not run: its accuracy of 1.0 contradicts Figure 8; no setting is given",
+        ),
+    ],
+    "Lowy and Razaviyayn 2023: nobody trusted": [
+        Headline(
+            "the theorems' noise keeps the stated epsilon",
+            "Theorems D.1, E.1",
+            {"isrl/closed-forms": "^Theorem"},
+        ),
+        Headline(
+            "the experiments' noise keeps it",
+            "appendix I",
+            {"isrl/closed-forms": "^the experiments"},
+        ),
+        Headline(
+            "no silo's transcript tells more than its epsilon",
+            "Definition 5",
+            {"isrl/audit": "stays below"},
+        ),
+        Headline(
+            "MNIST: MB-SGD beats local SGD, private or not",
+            "Figures 4, 7",
+            {"isrl/mnist": "^(?!sound|MB-SGD, eps)"},
+        ),
+        Headline(
+            "medical cost: MB-SGD beats local SGD, and the mean",
+            "Figures 5, 8, 9",
+            {"isrl/insurance": "as published$|predicting the mean"},
+        ),
+        Headline(
+            "obesity levels: by 10 to 30 points", "Figure 6", {"isrl/obesity": "10 to 30 points"}
+        ),
+        Headline("rates of the excess risk", "section 5", {"isrl/rates": "."}),
+        Headline("what trust is worth", "Figure 3", {"isrl/trust-ladder": "."}),
+        Headline(
+            "privacy for free when n epsilon² is far above d",
+            "section 3",
+            {"isrl/privacy-for-free": "privacy|ratio falls"},
+        ),
+        Headline(
+            "user-level protection by epsilon/n",
+            "appendix D.3.5",
+            {"isrl/privacy-for-free": r"epsilon/n"},
+        ),
+        Headline("acceleration saves rounds", "Theorem 4.1", {"isrl/acceleration": "."}),
+        Headline(
+            "heterogeneity does no harm when all silos answer",
+            "Theorem 3.1, Lemma E.3",
+            {"isrl/heterogeneity": "."},
+        ),
+        Headline("of unequal budgets the average counts", "Theorem H.1", {"isrl/unbalanced": "."}),
+        Headline("losses that are not smooth", "Lemma D.7", {"isrl/smoothing": "."}),
+        Headline(
+            "the shuffle model's vector protocol",
+            "Algorithms 4 to 6",
+            {"isrl/vector-protocol": "."},
+        ),
+        Headline(
+            "no algorithm has lower risk",
+            "lower bounds",
+            instead="not run: a statement about all algorithms, which no run can show",
+        ),
+    ],
+    "Choquette-Choo et al. 2023: noise that later steps take back": [
+        Headline(
+            "BandMF is ahead of independent noise, with users for examples",
+            "section 5",
+            {"correlated/language-model": "."},
+        ),
+        Headline(
+            "at the paper's size (Stack Overflow, CIFAR-10)",
+            "section 5",
+            instead=NO_DATA.format("both are"),
+        ),
+    ],
+}

@@ -1,0 +1,72 @@
+"""The numbers of the docs are those of the archived manifest."""
+
+import re
+
+import pytest
+
+from reproductions import pages, registry
+from reproductions.headlines import HEADLINES
+from reproductions.runner import ROOT
+
+# Only what a reader looks up; no result.
+NUMBERS = re.compile(r"(?<![\w.#])\d*\.\d+")
+
+
+@pytest.fixture(scope="module")
+def made():
+    return pages.archived()
+
+
+@pytest.mark.parametrize("name", pages.PAGES)
+def test_pages_are_as_the_manifest_has_them(name, made):
+    page = (ROOT / name).read_text()
+    assert pages.filled(page, made) == page, "run `python -m reproductions.pages`"
+
+
+def test_a_number_changed_by_hand_is_seen(made):
+    page = (ROOT / "docs/results/claims.md").read_text()
+    counts = page.index("| paper |")
+    wrong = page[:counts] + page[counts:].replace("| paper | ", "| paper | 9", 1)
+    assert pages.filled(wrong, made) == page != wrong
+
+
+@pytest.mark.parametrize("name", [p for p in pages.PAGES if p.startswith("docs/results/")])
+def test_people_write_no_measured_number(name):
+    prose = pages.without_blocks((ROOT / name).read_text())
+    assert not NUMBERS.findall(re.sub(r"`[^`]*`", "", prose))
+
+
+def test_every_headline_is_run_or_says_why_not(made):
+    found = pages.Found(made)
+    for lines in HEADLINES.values():
+        for line in lines:
+            assert bool(line.figures) != bool(line.instead), line.claim
+            for figure, pattern in line.figures.items():
+                assert figure in registry.figures()
+                if figure in found.entries:
+                    assert found.claims(figure, pattern), (line.claim, figure)
+
+
+def test_the_archive_says_what_was_run_with_what(made):
+    figures = {e["figure"] for e in made["experiments"] if not e["replication"]}
+    page = (ROOT / "docs/results/claims.md").read_text()
+    missing = set(registry.figures()) - figures
+    assert figures <= set(registry.figures())
+    said = re.search("Not yet run for these pages: (.*)", page)
+    assert set(re.findall("`(.+?)`", said[1] if said else "")) == missing
+    for entry in made["experiments"]:
+        assert set(entry) >= {"commit", "versions", "hardware", "form", "seeds", "wall_seconds"}
+        assert entry["cpu_seconds"] > 0
+    claims = [c for e in made["experiments"] for c in e["claims"]]
+    assert made["tally"] == registry.tally(claims)
+    assert made["holds"] == (not any(map(registry.broken, claims)))
+
+
+def test_a_second_run_with_other_seeds_contradicts_nothing(made):
+    """What one decides the other decides alike, or leaves open."""
+    found = pages.Found(made)
+    assert found.again
+    for figure, again in found.again.items():
+        for claim in found.claims(figure):
+            pair = {claim["verdict"], again.get(claim["claim"], claim["verdict"])}
+            assert pair != {"holds", "does not hold"}, (figure, claim["claim"])
