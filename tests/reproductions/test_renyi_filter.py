@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fed_zoo import loss_fn, make_params
 
 from dpfl_jax.accounting.accountant import epsilon
 from dpfl_jax.accounting.events import gaussian
@@ -15,6 +14,7 @@ from reproductions.rpdp._renyi_filter import (
     filtered_descent,
     norms_of_epsilon,
 )
+from tests.federation.fed_zoo import loss_fn, make_params
 
 pytestmark = pytest.mark.privacy
 
