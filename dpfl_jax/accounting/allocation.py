@@ -18,12 +18,16 @@ vector operations as there are differences. Means of 2, 4, 8, ... are made of ea
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
 from scipy import special
 
 from dpfl_jax.accounting.discretize import Atoms, StepLoss
+
+_COARSE = 0.4
+_MOST_CELLS = 6000  # of a table: a mean of two takes its square
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,18 +139,32 @@ def _mean(one: _Ratio, other: _Ratio, times: int) -> _Ratio:
 
 
 def allocated(sigma: float, taken: int, steps: int, spacing: float, log_tail: float) -> StepLoss:
-    """The first ``taken`` of ``steps`` steps, in one of which, uniformly, a unit takes part.
+    """The loss of all steps together, of cells of about this size; of larger ones if need be.
 
     Args:
-      sigma: noise multiplier of a step, at least 0.05.
-      taken: r, at least 1.
-      steps: t, at least r.
-      spacing: length of a cell, in standard deviations of log S; a quarter of it is taken, for what
-        many means round.
+      sigma: noise multiplier of a step, at least 0.1.
+      taken: r, at least 1: the first of
+      steps: t, in one of which, uniformly, a unit takes part.
+      spacing: length of a cell, in standard deviations of log S.
       log_tail: log of the probability that may become an infinite loss.
 
     Returns:
       Losses of both directions.
+    """
+    coarse, cells = _allocated(sigma, taken, steps, _COARSE, log_tail)
+    least = _COARSE * cells / _MOST_CELLS
+    if spacing >= _COARSE or least >= _COARSE:
+        return coarse
+    return _allocated(sigma, taken, steps, max(spacing, least), log_tail)[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _allocated(
+    sigma: float, taken: int, steps: int, spacing: float, log_tail: float
+) -> tuple[StepLoss, int]:
+    """As ``allocated``, and how many cells the largest table has.
+
+    A quarter of the spacing is taken, for what many means round.
     """
     shift, spacing = 1.0 / sigma, 0.25 * spacing
     lost = math.exp(log_tail) / (2.0 * taken.bit_length() + 2.0)
@@ -155,8 +173,11 @@ def allocated(sigma: float, taken: int, steps: int, spacing: float, log_tail: fl
         """On a grid as fine as the deviation of log S asks for, about, and a power of two finer."""
         deviation = math.sqrt(math.log1p(math.expm1(shift**2) / (one.terms + other.terms)))
         finer = max(0, round(math.log2(one.grid / (spacing * deviation))))
-        return _mean(one, other, 2**finer).trimmed(lost)
+        found = _mean(one, other, 2**finer).trimmed(lost)
+        cells.append(len(found.probs))
+        return found
 
+    cells: list[int] = []
     power, found, bits = _single(shift, spacing * min(shift, 1.0), lost), None, taken
     while True:
         if bits & 1:
@@ -169,6 +190,7 @@ def allocated(sigma: float, taken: int, steps: int, spacing: float, log_tail: fl
             break
         power = mean(power, power)
     assert found is not None
+    cells.append(len(found.probs))
     # Sums of as many products as there are values, and their logs, rounded upwards.
     probs, slack = found.probs * (1.0 + 1e-11), 1e-12
     logs, rest, part = found.logs, (steps - taken) / steps, taken / steps
@@ -178,7 +200,8 @@ def allocated(sigma: float, taken: int, steps: int, spacing: float, log_tail: fl
     remove = Atoms(logs + slack, probs * np.exp(logs), part * found.infinity)
     add = Atoms(slack - logs, probs, 0.0)
     if rest > 0.0:
-        return StepLoss(
-            remove.with_atom(-nobody, found.zero * rest), add.with_atom(nobody, found.zero)
-        )
-    return StepLoss(remove, dataclasses.replace(add, infinity=found.zero))
+        remove = remove.with_atom(-nobody, found.zero * rest)
+        add = add.with_atom(nobody, found.zero)
+    else:
+        add = dataclasses.replace(add, infinity=found.zero)
+    return StepLoss(remove, add), max(cells)

@@ -499,7 +499,7 @@ def _allocated(event: AllocatedDpEvent, relation: NeighboringRelation) -> Leaf |
             "ask for that, or sample by Poisson"
         )
     # Whoever knows which step it is sees one Gaussian: no worse, and as bad where noise is little.
-    if steps == 1 or inner > 400.0:
+    if steps == 1 or inner > 100.0:
         return inner
     return AllocatedLeaf(1.0 / math.sqrt(inner), steps, taken)
 

@@ -167,7 +167,10 @@ MECHANISMS: dict[str, Mechanism] = {
         ("once_in", "steps"),
         lambda s, v: events.allocated(s, v["once_in"], v["steps"]),
         "one of every once_in steps, drawn uniformly for each user and each such stretch",
-        assumptions=(_PUBLIC, "each example belongs to one user"),
+        assumptions=(
+            "once_in, steps, clip norm and divisor are public constants",
+            "each example belongs to one user",
+        ),
     ),
     "poisson": Mechanism(
         "plain DP-SGD, record-level guarantee",

@@ -31,14 +31,20 @@ from dpfl_jax.mechanisms.uls import ULS
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import RandomAllocation, UserSampler
 
+LEAST_RATE = 1e-12
+ASSUMPTION = (
+    "all steps of a stretch are taken by one run under one key, which draws a user's step once"
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Allocation(ULS):
     """Every user in one of every t steps.
 
     Attributes:
-      cohort_size: M, expected number of users per step (the divisor).
-      sampling_prob: 1 / t for a whole t; default that nearest to cohort_size / (number of users).
+      cohort_size: M, the divisor, and about the expected number of users per step: that is (number
+        of users) / t.
+      sampling_prob: 1 / t for a whole t; default t = (number of users) / M, rounded.
     """
 
     kind: ClassVar[str] = "allocation"
@@ -48,7 +54,12 @@ class Allocation(ULS):
         """Validates the fields."""
         super().__post_init__()
         prob = self.sampling_prob
-        if prob is not None and abs(prob * round(1.0 / prob) - 1.0) > 1e-6:
+        if prob is not None and prob < LEAST_RATE:
+            raise BadInputError(
+                f"sampling_prob is {prob:g}, but each user takes part in one of every 1 / "
+                f"sampling_prob steps: set it to {LEAST_RATE:g} or more"
+            )
+        if prob is not None and abs(prob * round(1.0 / prob) - 1.0) > 1e-3:
             raise BadInputError(
                 f"sampling_prob is {prob:g}, but each user takes part in one of "
                 f"every t steps: set it to 1/t, e.g. {1 / round(1 / prob):g}"
@@ -56,7 +67,7 @@ class Allocation(ULS):
 
     def once_in(self, population: Population) -> int:
         """T: steps of which each user takes part in one."""
-        return max(1, round(1.0 / super().sampling_probability(population)))
+        return max(1, round(1.0 / max(super().sampling_probability(population), LEAST_RATE)))
 
     def sampling_probability(self, population: Population) -> float:
         """1 / t, of a step of which nothing else is known."""
@@ -77,6 +88,13 @@ class Allocation(ULS):
     def event(self, population: Population, steps: int) -> Any:
         """A Gaussian of which nobody knows the step, for every stretch."""
         return accounting.events.allocated(self.sigma, self.once_in(population), steps)
+
+    def guarantee(
+        self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
+    ) -> accounting.Guarantee:
+        """As of every mechanism; and a stretch must not be drawn twice."""
+        made = super().guarantee(population, steps, delta, caveats)
+        return dataclasses.replace(made, assumptions=(*made.assumptions, ASSUMPTION))
 
     def told_sampling(self, population: Population) -> str:
         """Users to steps, then as ULS."""

@@ -144,7 +144,8 @@ class Plan:
           key: of this run alone. To go on with a loop, keep it (secret) beside the parameters and
             the noise's state, which ``BandMF`` needs: without it gradients are NaN. Every batch
             must be used, an empty one too.
-          start: steps already taken.
+          start: steps already taken: of a mechanism that ``remembers``, under this key and by this
+            plan, or a user may be drawn more often than is accounted.
           loss_keys: whether the loss takes a key of its own for each example (``rng`` or ``key``).
 
         Raises:

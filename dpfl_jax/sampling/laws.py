@@ -192,12 +192,15 @@ class CyclicPoisson(Poisson):
 
 
 @functools.lru_cache(maxsize=2)
-def _stretch(key: RootKey, stretch: int, population: int, once_in: int) -> list[np.ndarray]:
+def _stretch(
+    key: RootKey, stretch: int, population: int, once_in: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Units by their step, and these steps."""
     # proof: allocation-1
     drawn = key.numpy("allocation", stretch).integers(once_in, size=population)
     order = np.argsort(drawn, kind="stable")
     order.flags.writeable = False
-    return np.split(order, np.cumsum(np.bincount(drawn, minlength=once_in))[:-1])
+    return order, drawn[order]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,8 +218,10 @@ class RandomAllocation:
     def __post_init__(self) -> None:
         """Validates the sizes."""
         check_population(self.population)
-        if self.once_in < 1:
-            raise BadInputError(f"once_in is {self.once_in}, but it must be at least 1 step")
+        if not (isinstance(self.once_in, int) and 1 <= self.once_in < 2**62):
+            raise BadInputError(
+                f"once_in is {self.once_in}, but it must be a whole number of steps, at least 1"
+            )
 
     @property
     def rate(self) -> float:
@@ -239,8 +244,9 @@ class RandomAllocation:
     def indices(self, key: RootKey, step: int) -> np.ndarray:
         """Returns the indices of ``step``."""
         stretch, turn = divmod(step, self.once_in)
+        units, steps = _stretch(key, stretch, self.population, self.once_in)
         # proof: allocation-2
-        return _stretch(key, stretch, self.population, self.once_in)[turn]
+        return units[slice(*np.searchsorted(steps, [turn, turn + 1]))]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,6 +61,9 @@ def test_steps_follow_from_the_cohort_or_are_declared():
     assert declared.divisor == 21
     with pytest.raises(BadInputError, match=r"one of every t steps: set it to 1/t, e\.g\. 0\.333"):
         Allocation(group_size=1, cohort_size=21, sampling_prob=0.3)
+    assert Allocation(group_size=1, cohort_size=1, sampling_prob=0.3333).once_in(population) == 3
+    with pytest.raises(BadInputError, match="set it to 1e-12 or more"):
+        Allocation(group_size=1, cohort_size=21, sampling_prob=1e-320)
     with pytest.raises(BadInputError, match="cohort_size to at most 100"):
         Allocation(group_size=1, cohort_size=101).once_in(population)
 
@@ -140,6 +143,7 @@ def test_a_run_from_yaml_is_verified_and_compiled(tmp_path, capsys):
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 7.9 < report["privacy"]["epsilon"] <= 8.0
     assert "in exactly one of every 5 steps" in report["privacy"]["sampling"]
+    assert report["privacy"]["assumptions"][-1].startswith("all steps of a stretch are taken by")
     assert main(["verify", str(place)]) == 0
     assert main(["compile", str(file), "--topology", "cpu:2"]) == 0
 

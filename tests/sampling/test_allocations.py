@@ -54,5 +54,7 @@ def test_what_is_expected_and_bounded():
     assert law.expected_size == 40
     assert stats.binom.sf(law.size_bound(1e-9), 1000, 0.04) <= 1e-9
     assert "in one of every 25 steps" in law.describe("users")
-    with pytest.raises(BadInputError, match="once_in is 0"):
-        RandomAllocation(10, 0)
+    for wrong in (0, 2.5, float("nan")):
+        with pytest.raises(BadInputError, match=f"once_in is {wrong}"):
+            RandomAllocation(10, wrong)
+    assert len(RandomAllocation(100, 10**9).indices(KEY, 0)) == 0  # as fast as with few steps
