@@ -75,7 +75,7 @@ def test_what_the_noise_without_trust_spends(tmp_path):
 
 @pytest.mark.slow
 def test_the_experiments_without_trust(tmp_path, data_dir):
-    """Nine in ten within 95 % of both (Student's t, few trials); the others' errors are .005 to .014."""
+    """Nine in ten within 95 % of both (Student's t); the others' errors are .005 to .014."""
     inside = []
 
     def compare(name, row, known, other, room):
