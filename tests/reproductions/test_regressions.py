@@ -75,25 +75,27 @@ def test_what_the_noise_without_trust_spends(tmp_path):
 
 @pytest.mark.slow
 def test_the_experiments_without_trust(tmp_path, data_dir):
-    """Each number within two standard errors of both, nine in ten; the others' are .005 to .014."""
+    """Nine in ten within 95 % of both (Student's t); the others' errors are .005 to .014."""
     inside = []
 
-    def compare(found, error, known, other, room):
-        inside.append(abs(found - known) <= 2 * math.hypot(error, other) + room)
+    def compare(name, row, known, other, room):
+        wide = stats.t.ppf(0.975, len(row["by_trial"]) - 1)
+        error = math.hypot(row["standard_error"], other)
+        inside.append(abs(row[name] - known) <= wide * error + room)
 
     for r in rows_of("isrl/mnist", tmp_path, data_dir):
         known = MNIST.get((r["arm"], r["algorithm"]), {}).get(r["epsilon"])
-        if known is not None:
-            compare(r["test_error"], r["standard_error"], known, 0.005, 0.0)
+        if known is not None and r["cohort"] == 25:
+            compare("test_error", r, known, 0.005, 0.0)
     for r in rows_of("isrl/insurance", tmp_path, data_dir):
         known = INSURANCE.get((r["silos"], r["arm"], r["algorithm"]))
         if known is not None:
             known = dict(zip(INSURANCE_EPSILONS, known))[r["epsilon"]]
-            compare(r["relative_rmse"], r["standard_error"], known, 0.012, 0.02)
+            compare("relative_rmse", r, known, 0.012, 0.02)
     for r in rows_of("isrl/obesity", tmp_path, data_dir):
         if r["arm"] in OBESITY and math.isfinite(r["epsilon"]):
             known = dict(zip(OBESITY_EPSILONS, OBESITY[r["arm"]]))[r["epsilon"]]
-            compare(r["test_error"], r["standard_error"], known, 0.014, 0.02)
+            compare("test_error", r, known, 0.014, 0.02)
     assert len(inside) > 25
     assert np.mean(inside) >= 0.9
 

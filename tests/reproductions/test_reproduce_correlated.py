@@ -22,5 +22,7 @@ def test_the_language_model_in_small(tmp_path, capsys):
             row["noise_multiplier"], row["sampling_prob"], strategy(row["bands"], 16), 16
         )
         assert 7.9 < epsilon(event, 1e-4) <= 8.0
-    assert all(claim["holds"] for claim in found["claims"])
+    (claim,) = found["claims"]
+    assert claim["holds"] is None  # one seed decides nothing
+    assert float(claim["measured"].split(",")[0]) < 0
     assert (tmp_path / "correlated-language-model.png").stat().st_size > 1000
