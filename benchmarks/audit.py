@@ -36,7 +36,7 @@ from dpfl_jax.federation.mechanisms import (
     UserLDP,
 )
 from dpfl_jax.federation.rounds import RoundBuilder
-from dpfl_jax.mechanisms import ELS, ULS, BandMF, Mechanism, Population
+from dpfl_jax.mechanisms import ELS, ULS, Allocation, BandMF, Mechanism, Population, Truncated
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.noise import Noise
@@ -122,6 +122,10 @@ SOUND: dict[str, Callable[[float, int, int], Trials]] = {
     "bandmf": lambda e, s, n: central(
         BandMF, e, 8, 0.1, s, trials=n, fields={"bands": 3, "strategy": (0.75, 0.5, 0.4375)}
     ),
+    "truncated": lambda e, s, n: central(
+        Truncated, e, 5, 0.2, s, trials=n, fields={"cohort_cap": 260}
+    ),
+    "allocation": lambda e, s, n: central(Allocation, e, 8, 0.25, s, trials=n),
     "els": lambda e, s, n: central(ELS, e, 5, 0.1, s, trials=n, group_size=3),
     "hi_grad_avg": lambda e, s, n: silos(HiGradAvgDP, e, s, reach=2, rounds=2, trials=n),
     "local_group": lambda e, s, n: silos(LocalGroupDP, e, s, reach=2, rounds=2, trials=n),

@@ -2,9 +2,9 @@
 
     import dpfl_jax as dpfl
 
-A *mechanism* (``ELS``, ``ULS``, ``BandMF``) joins sampling, clipped gradients, noise and
-accounting; its *plan* for a data set, a number of steps and a target is what can be run and
-accounted; ``fit`` runs it; ``bounded_grad`` is useful alone; ``accounting`` needs no JAX.
+A *mechanism* (``ELS``, ``ULS``, ``BandMF``, ``Allocation``) joins sampling, clipped gradients,
+noise and accounting; its *plan* for a data set, a number of steps and a target is what can be run
+and accounted; ``fit`` runs it; ``bounded_grad`` is useful alone; ``accounting`` needs no JAX.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 
 # Loaded on first use, so that `dpfl --help` and `dpfl account` do not start JAX.
 _HOMES = {
+    "Allocation": "dpfl_jax.mechanisms",
     "ArrayStore": "dpfl_jax.data",
     "AuditConfig": "dpfl_jax.config",
     "BadInputError": "dpfl_jax.errors",
@@ -32,6 +33,7 @@ _HOMES = {
     "Pace": "dpfl_jax.run.driver",
     "Plan": "dpfl_jax.mechanisms.plan",
     "RootKey": "dpfl_jax.randomness",
+    "Truncated": "dpfl_jax.mechanisms",
     "ULS": "dpfl_jax.mechanisms",
     "bounded_grad": "dpfl_jax.clipping",
     "clipped_fun": "dpfl_jax.clipping",
@@ -50,6 +52,7 @@ _HOMES = {
 __all__ = [
     "ELS",
     "ULS",
+    "Allocation",
     "ArrayStore",
     "AuditConfig",
     "BadInputError",
@@ -65,6 +68,7 @@ __all__ = [
     "Pace",
     "Plan",
     "RootKey",
+    "Truncated",
     "accounting",
     "bounded_grad",
     "clipped_fun",
@@ -98,7 +102,7 @@ if TYPE_CHECKING:
         load_dataset,
     )
     from dpfl_jax.errors import BadInputError
-    from dpfl_jax.mechanisms import ELS, ULS, BandMF, NonPrivate
+    from dpfl_jax.mechanisms import ELS, ULS, Allocation, BandMF, NonPrivate, Truncated
     from dpfl_jax.mechanisms.plan import Plan
     from dpfl_jax.models import LanguageModel, transformer_config
     from dpfl_jax.randomness import RootKey

@@ -44,6 +44,21 @@ class FixedSizeGaussianDpEvent(dp_accounting.DpEvent):
 
 
 @attr.s(frozen=True, slots=True, auto_attribs=True)
+class AllocatedDpEvent(dp_accounting.DpEvent):
+    """Gaussian sums in one of which, drawn uniformly, a unit takes part; add-or-remove.
+
+    Attributes:
+      event: of a step in which the unit takes part: a Gaussian.
+      steps: t, among which the unit's is drawn.
+      taken: r, the first of them that have been taken.
+    """
+
+    event: dp_accounting.DpEvent
+    steps: int
+    taken: int
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
 class ApproximateDpEvent(dp_accounting.DpEvent):
     """Any step of which only (epsilon, delta)-DP is known; composes optimally (Kairouz et al.)."""
 

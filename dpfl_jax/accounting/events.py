@@ -15,7 +15,11 @@ import numpy as np
 from dp_accounting import DpEvent, dp_event
 
 from dpfl_jax.accounting.discretize import binomial_weights
-from dpfl_jax.accounting.event_types import FixedSizeGaussianDpEvent, TwoStageSampledDpEvent
+from dpfl_jax.accounting.event_types import (
+    AllocatedDpEvent,
+    FixedSizeGaussianDpEvent,
+    TwoStageSampledDpEvent,
+)
 from dpfl_jax.errors import BadInputError
 
 LEAST_NOISE = 1e-6
@@ -82,6 +86,27 @@ def uls(noise_multiplier: float, sampling_prob: float, steps: int) -> DpEvent:
 
 poisson = uls
 """DP-SGD with one unit per record: the same event as :func:`uls`, the unit being the record."""
+
+
+def allocated(noise_multiplier: float, once_in: int, steps: int) -> DpEvent:
+    """Random allocation: each unit takes part in one of every ``once_in`` steps, drawn uniformly.
+
+    Unit: any; add-or-remove. Feldman and Shenfeld 2026 (arXiv 2602.17284). Draws of different
+    stretches of ``once_in`` steps are independent; the last stretch may be cut short.
+
+    Args:
+      noise_multiplier: sigma.
+      once_in: t, at least 1.
+      steps: T, taken.
+    """
+    sigma, once_in = check_noise(noise_multiplier), check_count(once_in, "allocation", 1)
+    # proof: allocation-event-1
+    whole, rest = divmod(check_count(steps, "number of steps"), once_in)
+    gaussian = dp_accounting.GaussianDpEvent(sigma)
+    stretch = repeated(AllocatedDpEvent(gaussian, once_in, once_in), whole)
+    if not rest:
+        return stretch
+    return composed(stretch, AllocatedDpEvent(gaussian, once_in, rest))
 
 
 def banded(

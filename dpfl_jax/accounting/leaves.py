@@ -17,6 +17,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation, dp_event
 from scipy import special, stats
 
+from dpfl_jax.accounting.allocation import allocated
 from dpfl_jax.accounting.discretize import (
     Atoms,
     Mixture,
@@ -26,6 +27,7 @@ from dpfl_jax.accounting.discretize import (
     mixture_step,
 )
 from dpfl_jax.accounting.event_types import (
+    AllocatedDpEvent,
     ApproximateDpEvent,
     FixedSizeGaussianDpEvent,
     TwoStageSampledDpEvent,
@@ -245,6 +247,19 @@ def _as_leaf(found: Leaf | float | str) -> Leaf:
     return MixtureLeaf((math.sqrt(found),), (1.0,)) if isinstance(found, float) else found
 
 
+@dataclasses.dataclass(frozen=True)
+class AllocatedLeaf(_Smooth):
+    """A unit takes part in one of ``steps`` Gaussian sums; ``taken`` of these have been taken."""
+
+    sigma: float
+    steps: int
+    taken: int
+
+    def law(self, spacing: float, log_tail: float) -> StepLoss:
+        """Of all these steps together."""
+        return allocated(self.sigma, self.taken, self.steps, spacing, log_tail)
+
+
 class FixedSizeLeaf(_Smooth, EventLeaf):
     """Fixed-size batches without replacement, replace-one.
 
@@ -392,6 +407,8 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
         return _mixture(event)
     if isinstance(event, TwoStageSampledDpEvent):
         return _two_stage(event, relation)
+    if isinstance(event, AllocatedDpEvent):
+        return _allocated(event, relation)
     if isinstance(event, FixedSizeGaussianDpEvent):
         if not replace:
             raise BadInputError(
@@ -466,6 +483,25 @@ def _mixture(event: dp_accounting.dp_event.MixtureOfGaussiansDpEvent) -> Leaf | 
     if len(sensitivities) == 1:
         return float((sensitivities[0] / sigma) ** 2)
     return MixtureLeaf(tuple(sensitivities / sigma), tuple(weights))
+
+
+def _allocated(event: AllocatedDpEvent, relation: NeighboringRelation) -> Leaf | float | str:
+    steps = check_count(event.steps, "number of steps of an allocation", 1)
+    taken = check_count(event.taken, "number of steps taken of an allocation")
+    if taken > steps:
+        raise BadInputError(f"an allocation over {steps} steps cannot have taken {taken} of them")
+    inner = _leaf(event.event, relation) if taken else "nothing"
+    if isinstance(inner, str):
+        return inner
+    if not isinstance(inner, float) or relation == _REPLACE:
+        raise BadInputError(
+            "random allocation is accounted for Gaussian sums under add-or-remove adjacency only: "
+            "ask for that, or sample by Poisson"
+        )
+    # Whoever knows which step it is sees one Gaussian: no worse, and as bad where noise is little.
+    if steps == 1 or inner > 400.0:
+        return inner
+    return AllocatedLeaf(1.0 / math.sqrt(inner), steps, taken)
 
 
 def _two_stage(event: TwoStageSampledDpEvent, relation: NeighboringRelation) -> Leaf | str:

@@ -16,7 +16,14 @@ from dp_accounting import NeighboringRelation, rdp
 from scipy import special
 
 from dpfl_jax.accounting.event_types import FixedSizeGaussianDpEvent
-from dpfl_jax.accounting.leaves import EventLeaf, Leaf, MixtureLeaf, TwoStageLeaf, flatten
+from dpfl_jax.accounting.leaves import (
+    AllocatedLeaf,
+    EventLeaf,
+    Leaf,
+    MixtureLeaf,
+    TwoStageLeaf,
+    flatten,
+)
 from dpfl_jax.errors import BadInputError
 
 ORDERS = np.unique(
@@ -67,6 +74,8 @@ def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
     if isinstance(leaf, TwoStageLeaf):
         inner = leaf.local_steps * _leaf_divergences(leaf.inner, orders)
         return amplified_by_participation(inner, leaf.probability, array)
+    if isinstance(leaf, AllocatedLeaf):  # no worse than to who knows the step
+        return array / (2.0 * leaf.sigma**2)
     assert isinstance(leaf, EventLeaf)
     event = leaf.event
     if isinstance(event, FixedSizeGaussianDpEvent):
@@ -183,6 +192,9 @@ def zcdp(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> float:
             leaf = leaf.inner
         if isinstance(leaf, MixtureLeaf):
             total += count * local * max(leaf.shifts) ** 2 / 2.0
+            continue
+        if isinstance(leaf, AllocatedLeaf):
+            total += count / (2.0 * leaf.sigma**2)
             continue
         assert isinstance(leaf, EventLeaf)
         inner = getattr(leaf.event, "event", leaf.event)

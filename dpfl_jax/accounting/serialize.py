@@ -26,6 +26,7 @@ _CLASSES: dict[str, type] = {
         dp_event.MixtureOfGaussiansDpEvent,
         dp_event.TruncatedSubsampledGaussianDpEvent,
         event_types.TwoStageSampledDpEvent,
+        event_types.AllocatedDpEvent,
         event_types.FixedSizeGaussianDpEvent,
         event_types.ApproximateDpEvent,
     )

@@ -16,6 +16,7 @@ Values = dict[str, Any]
 PARAMETERS: dict[str, tuple[type, str]] = {
     "steps": (int, "steps (or rounds) of the whole run"),
     "sampling_prob": (float, "probability of each example, record or user in each step"),
+    "once_in": (int, "steps of which each user takes part in exactly one"),
     "group_size": (int, "most examples of a user (ELS, whole run) or records of a subject"),
     "dataset_size": (int, "units in the data set (public)"),
     "batch_size": (int, "units in every batch"),
@@ -157,6 +158,15 @@ MECHANISMS: dict[str, Mechanism] = {
         ("sampling_prob", "steps"),
         lambda s, v: events.uls(s, v["sampling_prob"], v["steps"]),
         _POISSON.format("user"),
+        assumptions=(_PUBLIC, "each example belongs to one user"),
+    ),
+    "allocation": Mechanism(
+        "each user in one of every t steps, user-level guarantee",
+        "user",
+        "central",
+        ("once_in", "steps"),
+        lambda s, v: events.allocated(s, v["once_in"], v["steps"]),
+        "one of every once_in steps, drawn uniformly for each user and each such stretch",
         assumptions=(_PUBLIC, "each example belongs to one user"),
     ),
     "poisson": Mechanism(

@@ -17,11 +17,11 @@ HELP = "choose algorithm and group sizes for a compute budget"
 DESCRIPTION = """\
 Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
 size, ULS at each split into M users of G examples, and BandMF at the same splits: users in groups
-that take turns, with noise that later steps take back (needs jax-privacy). What is compared is the
-noise on the averaged gradient, sigma times the typical gradient norm over the size; for BandMF that
-of independent noise which leaves as much in sums of gradients, which training follows. Prints a
-table, the heuristics beside the best, and the reason; writes a heat map and a configuration that
-`dpfl train` runs. --target-noise, --ask and the best split of a fit weigh ELS and ULS.
+that take turns, with noise that later steps take back. What is compared is the noise on the
+averaged gradient, sigma times the typical gradient norm over the size; for BandMF that of
+independent noise which leaves as much in sums of gradients, which training follows. Prints a table,
+the heuristics beside the best, and the reason; writes a heat map and a configuration that `dpfl
+train` runs. --target-noise, --ask and the best split of a fit weigh ELS and ULS.
 
 With a `population` section in the configuration no data are read, and gradient norms are assumed to
 fall as G^-DECAY (0: all examples of a user alike; 0.5: orthogonal). Otherwise norms are the medians
@@ -141,8 +141,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints, writes."""
-    from importlib.util import find_spec
-
     from rich.console import Console
 
     from dpfl_jax.config import RunConfig, load_config
@@ -185,7 +183,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.ask is not None:
         return _predict.answer(args, outlooks or {"noise": Outlook(planner, gradients)}, console)
     with console.status("calibrating noise"):
-        plan = planner.plan(budget, correlated=find_spec("jax_privacy") is not None)
+        plan = planner.plan(budget, correlated=True)
     result: dict[str, Any] = {
         "status": "planned",
         "sensitivities": planner.sensitivities.source,

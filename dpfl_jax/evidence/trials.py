@@ -18,7 +18,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation, dp_event
 
 from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE
-from dpfl_jax.accounting.event_types import TwoStageSampledDpEvent
+from dpfl_jax.accounting.event_types import AllocatedDpEvent, TwoStageSampledDpEvent
 from dpfl_jax.errors import BadInputError
 
 # Directions in which a mechanism adds less than this part of the usual variance have no noise.
@@ -87,8 +87,38 @@ class Trials:
         return float(np.quantile(log_likelihood_ratio(out, self.event), 1 - rate))
 
 
-def laws(event: dp_accounting.DpEvent) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """How far a unit moves each step's sum, over its noise: shifts and their probabilities.
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """How far a unit moves some steps' sums, over their noise.
+
+    Attributes:
+      shifts: of one step, float [k].
+      weights: their probabilities.
+      count: how many steps there are; more than one: the unit takes part in one of them at most.
+      among: those of which it takes part in exactly one, uniformly, these being the first.
+    """
+
+    shifts: np.ndarray
+    weights: np.ndarray
+    count: int = 1
+    among: int = 1
+
+    def log_ratio(self, seen: np.ndarray) -> np.ndarray:
+        """Of "in" against "out", float [n], of what was released, [n, count]; NaN: nothing."""
+        with np.errstate(divide="ignore"):
+            parts = np.log(self.weights) - self.shifts**2 / 2
+        each = np.logaddexp.reduce(parts + np.nan_to_num(seen)[..., None] * self.shifts, axis=2)
+        each = np.where(np.isnan(seen), 0.0, each)
+        if self.among == 1:
+            return np.asarray(each[:, 0])
+        unseen = np.zeros((len(seen), self.among - self.count))
+        return np.asarray(
+            np.logaddexp.reduce(np.hstack([each, unseen]), axis=1) - np.log(self.among)
+        )
+
+
+def laws(event: dp_accounting.DpEvent) -> Iterator[Steps]:
+    """How far a unit moves the sums of all steps, over their noise, in order.
 
     Raises:
       BadInputError: a step that is no mixture of Gaussians.
@@ -103,15 +133,24 @@ def laws(event: dp_accounting.DpEvent) -> Iterator[tuple[np.ndarray, np.ndarray]
         for _ in range(event.local_steps):
             yield from laws(event.event)
     elif isinstance(event, dp_accounting.GaussianDpEvent):
-        yield np.array([1.0 / event.noise_multiplier]), np.ones(1)
+        yield Steps(np.array([1.0 / event.noise_multiplier]), np.ones(1))
+    elif isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent):  # seldom cut
+        q = event.sampling_probability
+        yield Steps(np.array([0.0, 1.0 / event.noise_multiplier]), np.array([1 - q, q]))
+    elif isinstance(event, AllocatedDpEvent) and isinstance(
+        event.event, dp_accounting.GaussianDpEvent
+    ):
+        shift = np.array([1.0 / event.event.noise_multiplier])
+        yield Steps(shift, np.ones(1), event.taken, event.steps)
     elif isinstance(event, dp_accounting.PoissonSampledDpEvent) and isinstance(
         event.event, dp_accounting.GaussianDpEvent
     ):
         q = event.sampling_probability
-        yield np.array([0.0, 1.0 / event.event.noise_multiplier]), np.array([1 - q, q])
+        shifts = np.array([0.0, 1.0 / event.event.noise_multiplier])
+        yield Steps(shifts, np.array([1 - q, q]))
     elif isinstance(event, dp_event.MixtureOfGaussiansDpEvent):
         shifts = np.asarray(event.sensitivities) / event.standard_deviation
-        yield shifts, np.asarray(event.sampling_probs)
+        yield Steps(shifts, np.asarray(event.sampling_probs))
     elif not isinstance(event, dp_accounting.NoOpDpEvent):
         raise BadInputError(f"no audit knows the likelihoods of {type(event).__name__}")
 
@@ -146,14 +185,14 @@ def log_likelihood_ratio(
     """
     total = np.zeros(len(seen))
     steps = list(laws(event))
-    if len(steps) != seen.shape[1]:  # noise of one event over many steps: no order to go by
+    if sum(law.count for law in steps) != seen.shape[1]:
+        # Noise of one event over many steps: no order to go by.
         return np.nansum(seen, axis=1)
-    for y, (shifts, weights) in zip(seen.T, steps, strict=True):
-        with np.errstate(divide="ignore"):
-            parts = np.log(weights) - shifts**2 / 2
-        missing, y = np.isnan(y), np.nan_to_num(y)
-        plus = np.logaddexp.reduce(parts + np.outer(y, shifts), axis=1)
+    first = 0
+    for law in steps:
+        y = seen[:, first : first + law.count]
+        first += law.count
+        total += law.log_ratio(y)
         if relation == REPLACE:
-            plus -= np.logaddexp.reduce(parts - np.outer(y, shifts), axis=1)
-        total += np.where(missing, 0.0, plus)
+            total -= law.log_ratio(-y)
     return total

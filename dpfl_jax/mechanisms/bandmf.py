@@ -53,7 +53,7 @@ class BandMF(ULS):
         (number of users).
       bands: b, of the noise's matrix, and number of groups. 1 is ULS.
       strategy: first column of that matrix, one number for each band; default the best for the
-        number of steps, by the package jax-privacy.
+        number of steps.
     """
 
     bands: int = 4

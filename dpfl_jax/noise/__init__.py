@@ -1,6 +1,6 @@
 """Noise that is added to clipped sums."""
 
-from dpfl_jax.noise.banded import banded, prefix_error, strategy, unbanded
+from dpfl_jax.noise.banded import banded, prefix_error, strategy
 from dpfl_jax.noise.gaussian import GaussianNoise
 from dpfl_jax.noise.transform import MOST_NOISE, Noise, NoiseState, transformation
 
@@ -13,5 +13,4 @@ __all__ = [
     "prefix_error",
     "strategy",
     "transformation",
-    "unbanded",
 ]

@@ -1,8 +1,8 @@
 """Noise that is correlated between steps: C^-1 Z for a banded lower-triangular Toeplitz matrix C.
 
 Source: Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization" (arXiv 2306.08153),
-Algorithm 9; strategies of McKenna 2024 (arXiv 2405.15913), by the library jax-privacy. With c the
-first column of C (b numbers) and g_t the bounded sum of step t:
+Algorithm 9; strategies of McKenna 2024 (arXiv 2405.15913). With c the first column of C (b numbers)
+and g_t the bounded sum of step t:
 
     y_t = c_0 g_t + c_1 g_{t-1} + ... + c_{b-1} g_{t-b+1} + z_t       # the only noise: independent
     x_t = (y_t - c_1 x_{t-1} - ... - c_{b-1} x_{t-b+1}) / c_0         # = g_t + (C^-1 Z)_t
@@ -26,21 +26,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from scipy import signal
+from scipy import optimize, signal
 
-from dpfl_jax.accounting import cache
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise.transform import Noise, NoiseState, divided, transformation
 
 PyTree = Any
-_TURNS = 30  # of the optimiser: the error no longer changes after ten, also at 10,000 steps
 
 
 @functools.lru_cache(maxsize=256)
 def strategy(bands: int, steps: int) -> tuple[float, ...]:
     """The first column of the C whose noise has the least mean square in prefix sums.
 
-    Optimised by jax-privacy for sensitivity 1 (a column's norm), and kept on disk.
+    At sensitivity 1 (a column's norm). McKenna 2024 finds it by gradients, in O(steps bands) each.
 
     Args:
       bands: b, numbers of the column that are not 0.
@@ -50,7 +48,7 @@ def strategy(bands: int, steps: int) -> tuple[float, ...]:
       b float32 numbers, of norm 1 up to rounding.
 
     Raises:
-      BadInputError: more bands than steps, or jax-privacy is not installed.
+      BadInputError: more bands than steps.
     """
     if not 1 <= bands <= steps:
         raise BadInputError(
@@ -58,23 +56,27 @@ def strategy(bands: int, steps: int) -> tuple[float, ...]:
         )
     if bands == 1:
         return (1.0,)
-    try:
-        from jax_privacy.matrix_factorization import toeplitz
-    except ImportError as error:
-        raise BadInputError(
-            "correlated noise needs the package jax-privacy: pip install 'dpfl_jax[correlated]', "
-            "or give mechanism.strategy"
-        ) from error
-    key = cache.key_of("banded toeplitz", bands, steps, _TURNS)
-    found = (cache.read(key) or {}).get("strategy")
-    # Sound whatever is on disk: what is accounted is the norm of what runs.
-    if isinstance(found, list) and len(found) == bands:
-        return tuple(map(float, found))
-    with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        made = toeplitz.optimize_banded_toeplitz(steps, bands, max_optimizer_steps=_TURNS)
-    found = np.asarray(made, np.float32).tolist()
-    cache.write(key, {"strategy": found})
-    return tuple(found)
+    remaining = np.arange(steps, 0.0, -1.0)
+
+    def loss(later: np.ndarray) -> tuple[float, np.ndarray]:
+        """Logarithm of error times norm of (1, later), and its gradient."""
+        column = np.r_[1.0, later]
+        first = signal.lfilter([1.0], column, np.ones(steps))  # as in prefix_error
+        change = signal.lfilter([1.0], column, first)  # -d first / d column_j, delayed by j
+        error, norm = remaining @ first**2, column @ column
+        if not np.isfinite(error * (change @ change)):  # so long a step that C^-1 explodes
+            return 1e3, np.zeros(bands - 1)
+        weighted = remaining * first
+        slope = np.array([(weighted[j:] * change[:-j]).sum() for j in range(1, bands)])
+        return np.log(error * norm), 2 * later / norm - 2 * slope / error
+
+    k = np.arange(1, bands)  # from the best with as many bands as steps (Fichtenberger et al. 2023)
+    start = np.cumprod((2 * k - 1) / (2 * k))
+    tight = {"ftol": 1e-14, "gtol": 1e-9, "maxiter": 500}
+    with np.errstate(over="ignore", invalid="ignore"):
+        best = optimize.minimize(loss, start, jac=True, method="L-BFGS-B", options=tight).x
+    column = np.r_[1.0, best]
+    return tuple(np.asarray(column / np.linalg.norm(column), np.float32).tolist())
 
 
 def prefix_error(column: tuple[float, ...], steps: int) -> float:
@@ -89,16 +91,6 @@ def prefix_error(column: tuple[float, ...], steps: int) -> float:
     # The sums are A C^-1 Z; that matrix is Toeplitz, and this is its first column.
     first = signal.lfilter([1.0], column, np.ones(steps))
     return math.sqrt(np.cumsum(first**2).mean() / ((steps + 1) / 2))
-
-
-def unbanded(bands: int) -> tuple[float, ...]:
-    """The first numbers of the strategy that is best with as many bands as steps, at norm 1.
-
-    Fichtenberger et al. 2023, known in closed form; noisier than ``strategy`` by a tenth.
-    """
-    k = np.arange(1, bands)
-    column = np.cumprod(np.r_[1.0, (2 * k - 1) / (2 * k)])
-    return tuple(map(float, column / np.linalg.norm(column)))
 
 
 def banded(

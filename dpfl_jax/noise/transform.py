@@ -130,7 +130,7 @@ def transformation(noise: Noise, divisor: float) -> optax.GradientTransformation
         **others: Any,
     ) -> tuple[PyTree, NoiseState]:
         del others
-        gradient = divided(noise.add(noise_key, total), divisor, params)
+        gradient = divided(noise.add(noise_key[:8], total), divisor, params)
         return gradient, state._replace(step=state.step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -23,7 +23,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise import prefix_error, strategy, unbanded
+from dpfl_jax.noise import prefix_error, strategy
 from dpfl_jax.planning.estimates import Sensitivities
 
 # More are seldom worth their memory: 8 (b - 1) bytes for each trained parameter.
@@ -262,7 +262,7 @@ class Planner:
         """BandMF with G examples of M users, at the best number of bands; None if that is one.
 
         Raises:
-          BadInputError: as ``uls``, or no strategies can be made (jax-privacy is not installed).
+          BadInputError: as ``uls``.
         """
         epsilon = self.epsilon if epsilon is None else epsilon
         bands = self._bands(cohort, epsilon)
@@ -277,11 +277,11 @@ class Planner:
         return self._banded(group, cohort, bands, self._bandmf[known])
 
     def _bands(self, cohort: int, epsilon: float) -> int:
-        """The power of two of least noise, about: by rough noises and unoptimised strategies."""
+        """The power of two of least noise, about: by rough noises."""
         rough: dict[int, float] = {}
         most = min(self.steps, self.users.num_users // cohort, MOST_BANDS)
         while (bands := 2 ** len(rough)) <= most:
-            column, prob = unbanded(bands), bands * cohort / self.users.num_users
+            column, prob = strategy(bands, self.steps), bands * cohort / self.users.num_users
             try:
                 sigma = noise_near(
                     lambda s, c=column, p=prob: events.banded(s, p, c, self.steps),  # type: ignore[misc]

@@ -15,7 +15,9 @@ from dpfl_jax.sampling.laws import (
     FixedSize,
     Law,
     Poisson,
+    RandomAllocation,
     Shuffle,
+    TruncatedPoisson,
     poisson_indices,
 )
 from dpfl_jax.sampling.personalized import PersonalizedPoisson
@@ -29,9 +31,11 @@ __all__ = [
     "Law",
     "PersonalizedPoisson",
     "Poisson",
+    "RandomAllocation",
     "Sampler",
     "Share",
     "Shuffle",
+    "TruncatedPoisson",
     "UserSampler",
     "check_probability",
     "choose_within_users",

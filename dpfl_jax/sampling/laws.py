@@ -110,6 +110,37 @@ class Poisson:
         return poisson_indices(key.numpy("sampling", step), self.population, self.prob)
 
 
+@dataclasses.dataclass(frozen=True)
+class TruncatedPoisson(Poisson):
+    """Poisson, of whose draws no more than ``cap`` units are kept, at random (add-or-remove)."""
+
+    cap: int = 0
+    name: ClassVar[str] = "truncated-poisson"
+
+    def __post_init__(self) -> None:
+        """Validates probability and cap."""
+        super().__post_init__()
+        if self.cap < 1:
+            raise BadInputError(f"the cap of a draw is {self.cap}, but it must be at least 1")
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """The cap, or less."""
+        return min(self.cap, super().size_bound(tail))
+
+    def describe(self, units: str) -> str:
+        """One line for the report."""
+        return f"{super().describe(units)}, cut at random to {self.cap}"
+
+    def indices(self, key: RootKey, step: int) -> np.ndarray:
+        """Returns the indices of ``step``."""
+        drawn = super().indices(key, step)
+        if len(drawn) <= self.cap:
+            return drawn
+        # proof: truncated-1
+        kept = key.numpy("truncation", step).choice(len(drawn), self.cap, replace=False)
+        return drawn[np.sort(kept)]
+
+
 @functools.lru_cache(maxsize=8)
 def _groups(key: RootKey, population: int, groups: int) -> np.ndarray:
     # proof: cyclic-1
@@ -158,6 +189,58 @@ class CyclicPoisson(Poisson):
         members = np.flatnonzero(self.group_of(key) == step % self.groups)
         rng = key.numpy("sampling", step)
         return members[poisson_indices(rng, len(members), self.prob)]
+
+
+@functools.lru_cache(maxsize=2)
+def _stretch(key: RootKey, stretch: int, population: int, once_in: int) -> list[np.ndarray]:
+    # proof: allocation-1
+    drawn = key.numpy("allocation", stretch).integers(once_in, size=population)
+    order = np.argsort(drawn, kind="stable")
+    order.flags.writeable = False
+    return np.split(order, np.cumsum(np.bincount(drawn, minlength=once_in))[:-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomAllocation:
+    """Each unit in exactly one of every ``once_in`` steps (add-or-remove adjacency).
+
+    Which step it is is a uniform draw of the unit's own, afresh for each stretch of ``once_in``
+    steps; who else is there has no part in it.
+    """
+
+    population: int
+    once_in: int
+    name: ClassVar[str] = "random-allocation"
+
+    def __post_init__(self) -> None:
+        """Validates the sizes."""
+        check_population(self.population)
+        if self.once_in < 1:
+            raise BadInputError(f"once_in is {self.once_in}, but it must be at least 1 step")
+
+    @property
+    def rate(self) -> float:
+        """Probability of a unit at a step, of which nothing else is known."""
+        return 1.0 / self.once_in
+
+    @property
+    def expected_size(self) -> float:
+        """Expected number of indices in a draw."""
+        return self.population / self.once_in
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """A size that a draw exceeds with probability at most ``tail``."""
+        return binomial_bound(self.population, self.rate, tail)
+
+    def describe(self, units: str) -> str:
+        """One line for the report."""
+        return f"each of {self.population} {units} in one of every {self.once_in} steps, uniformly"
+
+    def indices(self, key: RootKey, step: int) -> np.ndarray:
+        """Returns the indices of ``step``."""
+        stretch, turn = divmod(step, self.once_in)
+        # proof: allocation-2
+        return _stretch(key, stretch, self.population, self.once_in)[turn]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dpfl_jax.cli.main import main
 ELS = ["account", "els", "--delta", "1e-6", "--steps", "1000", "--group-size", "32"]
 ELS += ["--sampling-prob", "0.001953125"]
 VALUES = {
+    "once_in": "20",
     "steps": "10",
     "sampling_prob": "0.05",
     "group_size": "3",

@@ -33,7 +33,7 @@ from dpfl_jax.federation.silo_statement import (
     isrl_statement,
     personal_statement,
 )
-from dpfl_jax.mechanisms import ELS, ULS, BandMF, NonPrivate, Population
+from dpfl_jax.mechanisms import ELS, ULS, Allocation, BandMF, NonPrivate, Population, Truncated
 from dpfl_jax.mechanisms.central_statement import central_statement
 from tests.run.silo_configs import SILOS
 
@@ -82,6 +82,12 @@ SOUND = {
     "bandmf": lambda: central(
         BandMF(group_size=3, cohort_size=20, bands=2, strategy=(0.8, 0.6), noise_multiplier=1.0),
         steps=31,
+    ),
+    "allocation": lambda: central(
+        Allocation(group_size=3, cohort_size=20, noise_multiplier=1.0), steps=31
+    ),
+    "truncated": lambda: central(
+        Truncated(group_size=3, cohort_size=20, cohort_cap=36, noise_multiplier=1.0)
     ),
     "none": lambda: central(NonPrivate(batch_size=8)),
     "hi_grad_avg": lambda: federated(

@@ -21,7 +21,8 @@ def drawn(event, rng, n, shift=1.0, relation=accounting.ADD_OR_REMOVE):
     """Trials of the mechanism that the event tells of, its unit moving the sum ``shift`` times."""
     inside = rng.random(n) < 0.5
     columns = []
-    for shifts, weights in laws(event):
+    for law in laws(event):
+        shifts, weights = law.shifts, law.weights
         moved = shift * rng.choice(shifts, n, p=weights)
         sign = np.where(inside, 1.0, -1.0 if relation == REPLACE else 0.0)
         columns.append(rng.normal(size=n) + sign * moved)

@@ -142,6 +142,22 @@ def _norm(event):
     return np.sqrt(event.count) / event.event.event.noise_multiplier
 
 
+@pytest.mark.parametrize(("steps", "bands"), [(2, 2), (25, 4), (1000, 16), (10_000, 32)])
+def test_no_neighbour_of_a_strategy_is_better(steps, bands):
+    """At sensitivity 1, to second order: in every direction of a band, and its norm is 1."""
+    column = np.array(strategy(bands, steps))
+    assert np.linalg.norm(column) == pytest.approx(1, abs=1e-6)
+
+    def error(change):
+        moved = column + change
+        return prefix_error(tuple(moved), steps) * np.linalg.norm(moved)
+
+    for band in range(1, bands):
+        change = np.eye(bands)[band] * 1e-3
+        worst = min(error(change), error(-change))
+        assert worst > error(0 * change)
+
+
 def test_fewer_steps_than_bands_are_one_sentence():
     with pytest.raises(BadInputError, match=r"bands is 5, .* at most the 4 steps"):
         strategy(5, 4)

@@ -10,6 +10,7 @@ from scipy import optimize
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.accountant import FINEST
+from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import BandMF, Population
@@ -43,32 +44,45 @@ def test_noise_golden():
 @pytest.mark.slow
 @pytest.mark.privacy
 def test_the_winners_of_ten_budgets_are_those_of_an_exhaustive_search():
-    """Every cell again, by a plain root search on the fine accountant alone."""
+    """Every cell and number of bands again, by a plain root search on the fine accountant."""
     p = planner(epsilon=2.0)
     found, kinds = {}, set()
 
-    def exact(option):
-        def excess(log_sigma):
-            sigma, prob = math.exp(log_sigma), option.sampling_prob
-            size = option.group_size if option.kind == "els" else 1
-            event = events.els(sigma, prob, size, p.steps)
-            return math.log(accounting.epsilon(event, p.delta, resolution=FINEST) / p.epsilon)
+    def exact(option, bands):
+        column = strategy(bands, p.steps)
+        size, prob = option.group_size, option.sampling_prob * bands / option.bands
 
-        key = (option.kind, option.group_size if option.kind == "els" else 1, option.sampling_prob)
+        def event(sigma):
+            if option.kind == "els":
+                return events.els(sigma, prob, size, p.steps)
+            return events.banded(sigma, prob, column, p.steps)
+
+        def excess(log_sigma):
+            made = event(math.exp(log_sigma))
+            return math.log(accounting.epsilon(made, p.delta, resolution=FINEST) / p.epsilon)
+
+        key = (option.kind == "els" and size, bands, prob)
         if key not in found:
-            near = math.log(option.noise_multiplier)
+            near = math.log(noise_near(event, p.epsilon, p.delta))  # no more than where to look
             found[key] = math.exp(optimize.brentq(excess, near - 0.3, near + 0.3, xtol=1e-6))
         return found[key]
 
+    def noises(option):
+        """Of all numbers of bands."""
+        most = min(32, int(1 / option.sampling_prob * option.bands))
+        powers = [2**k for k in range(1 if option.kind == "els" else most.bit_length())]
+        scale = option.sensitivity / option.size
+        return [scale * exact(option, b) * prefix_error(strategy(b, 1000), 1000) for b in powers]
+
     for budget in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
-        plan = p.plan(budget)
-        noises = [o.sensitivity * exact(o) / o.size for o in plan.options]
-        best = plan.options[int(np.argmin(noises))]
-        assert (plan.best.kind, plan.best.group_size) == (best.kind, best.group_size)
+        plan = p.plan(budget, correlated=True)
+        least = min(min(noises(o)) for o in plan.options)
+        assert plan.best.noise <= least * (1 + 5e-4), (budget, plan.best)
         kinds.add((plan.best.kind, plan.best.group_size))
         for option in plan.options:
             # Never less than is needed, and hardly more.
-            assert 1 - 5e-6 <= option.noise_multiplier / exact(option) <= 1 + 3e-4
+            needed = exact(option, option.bands)
+            assert 1 - 5e-6 <= option.noise_multiplier / needed <= 1 + 3e-4
     assert len(kinds) > 1
 
 
@@ -84,7 +98,6 @@ def test_best_has_the_least_noise_and_the_reason_says_so():
 @pytest.mark.privacy
 def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
     """Against matrices and the plain accountant; the number of bands against all of them."""
-    pytest.importorskip("jax_privacy")
     p = Planner(
         Users(1024, limited={1: 1024}), Sensitivities.assumed(0.0, [1, 4]), epsilon=2.0,
         delta=1e-6, steps=64,

@@ -11,7 +11,6 @@ from dpfl_jax.noise import strategy
 
 @pytest.mark.slow
 def test_the_language_model_in_small(tmp_path, capsys):
-    pytest.importorskip("jax_privacy")
     command = ["reproduce", "correlated/language-model", "--quick", "--seeds", "1", "--json"]
     assert main([*command, "--out", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])

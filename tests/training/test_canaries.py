@@ -15,7 +15,7 @@ from benchmarks import audit as bench
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import kept
-from dpfl_jax.mechanisms import ELS, ULS, BandMF, NonPrivate
+from dpfl_jax.mechanisms import ELS, ULS, Allocation, BandMF, NonPrivate
 from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.canaries import WithCanaries, check_fit
@@ -25,6 +25,7 @@ USERS, EACH, WIDTH, STEPS = 60, 3, 5, 4
 KINDS = {
     "uls": ULS(group_size=2, cohort_size=30),
     "els": ELS(group_size=2, batch_size=40),
+    "allocation": Allocation(group_size=2, cohort_size=30),
 }
 BANDED = BandMF(group_size=2, cohort_size=15, bands=2, strategy=(0.8, 0.6))
 

@@ -1,0 +1,88 @@
+"""Random allocation: each user takes part in exactly one of every t steps, drawn uniformly.
+
+Source: Feldman and Shenfeld, "Efficient privacy loss accounting for subsampling and random
+allocation" (2026, arXiv 2602.17284); "balls in bins" in Chua et al. 2024. With users for units:
+
+    for each stretch of t steps:
+      step(u) = uniform in 0 .. t-1, for each user u               # afresh for each stretch
+    at each step:
+      U   = the users whose step it is
+      D_u = at most group_size examples of u, afresh, for u in U
+      g   = (sum over U of clip(mean over D_u of grad, C) + N(0, (C sigma)^2)) / M
+
+Nobody is drawn twice or never in a stretch, as happens with Poisson sampling of the same rate: so
+less noise does, most of all in runs of one or few stretches. Cohorts vary as Poisson's do.
+
+Departures: k of T steps are one of T / k in each of k stretches, which is what the paper's bound
+for k of T is of; draws of different stretches are independent. A run may end within a stretch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+
+from dpfl_jax import accounting
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms.base import Population
+from dpfl_jax.mechanisms.uls import ULS
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import RandomAllocation, UserSampler
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Allocation(ULS):
+    """Every user in one of every t steps.
+
+    Attributes:
+      cohort_size: M, expected number of users per step (the divisor).
+      sampling_prob: 1 / t for a whole t; default that nearest to cohort_size / (number of users).
+    """
+
+    kind: ClassVar[str] = "allocation"
+    accountant: ClassVar[str] = "PLD, random allocation of Gaussians (rounded upwards)"
+
+    def __post_init__(self) -> None:
+        """Validates the fields."""
+        super().__post_init__()
+        prob = self.sampling_prob
+        if prob is not None and abs(prob * round(1.0 / prob) - 1.0) > 1e-6:
+            raise BadInputError(
+                f"sampling_prob is {prob:g}, but each user takes part in one of "
+                f"every t steps: set it to 1/t, e.g. {1 / round(1 / prob):g}"
+            )
+
+    def once_in(self, population: Population) -> int:
+        """T: steps of which each user takes part in one."""
+        return max(1, round(1.0 / super().sampling_probability(population)))
+
+    def sampling_probability(self, population: Population) -> float:
+        """1 / t, of a step of which nothing else is known."""
+        return 1.0 / self.once_in(population)
+
+    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
+        """Allocates users to the steps of each stretch, and samples examples within each user."""
+        once_in = self.once_in(self.population(user_offsets))
+        # proof: allocation-sampling-1
+        law = RandomAllocation(len(user_offsets) - 1, once_in)
+        return UserSampler(law, np.asarray(user_offsets), self.group_size, key)
+
+    @property
+    def remembers(self) -> bool:
+        """A user's step is one of a stretch under one draw alone."""
+        return True
+
+    def event(self, population: Population, steps: int) -> Any:
+        """A Gaussian of which nobody knows the step, for every stretch."""
+        return accounting.events.allocated(self.sigma, self.once_in(population), steps)
+
+    def told_sampling(self, population: Population) -> str:
+        """Users to steps, then as ULS."""
+        size, once_in = self.group_size, self.once_in(population)
+        examples = "one example" if size == 1 else f"up to {size} examples"
+        return (
+            f"each of {population.num_users} users in exactly one of every {once_in} steps, drawn "
+            f"uniformly and independently, {examples} of a user who takes part"
+        )

@@ -1,0 +1,156 @@
+"""Allocation: what runs is what is accounted, a release stands, and faults are seen."""
+
+import json
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from fitting import fit_given as fit
+from runs import death_after_a_checkpoint
+
+from benchmarks import audit as bench
+from dpfl_jax.accounting import epsilon
+from dpfl_jax.cli.main import main
+from dpfl_jax.data import ArrayStore
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.evidence import audit
+from dpfl_jax.mechanisms import ULS, Allocation, Population
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.sampling import CyclicPoisson, RandomAllocation
+
+pytestmark = pytest.mark.privacy
+
+
+def store(last=None):
+    """60 users; the last may be removed (0), or have other data."""
+    rng = np.random.default_rng(0)
+    rows = {f"u{u:03d}": {"x": np.float32(rng.normal(size=(2, 4)))} for u in range(60)}
+    made = ArrayStore.from_users(rows.items())
+    if last is None:
+        return made
+    name = made.user_ids(np.array([59]))[0]
+    rows |= {name: {"x": np.full((2, 4), last, np.float32)}}
+    if not last:
+        del rows[name]
+    return ArrayStore.from_users(rows.items())
+
+
+def loss_fn(params, example):
+    return jnp.sum(params["w"] * example["x"]) + 0.5 * jnp.sum(params["w"] ** 2)
+
+
+def run(directory=None, loss=loss_fn, **given):
+    given = {"steps": 8, "epsilon": 4.0, "delta": 1e-3, "microbatch_size": 8} | given
+    key = {"key": RootKey.from_seed(0)} if directory is None else {}
+    return fit(
+        loss_fn=loss, params={"w": jnp.zeros(4)}, data=store(), optimizer=optax.adam(0.1),
+        mechanism=Allocation(group_size=2, cohort_size=20), run_dir=directory, **key, **given,
+    )  # fmt: skip
+
+
+def test_steps_follow_from_the_cohort_or_are_declared():
+    population = Population(100, 200, 100)
+    assert Allocation(group_size=1, cohort_size=21).once_in(population) == 5
+    assert Allocation(group_size=1, cohort_size=21).sampling_probability(population) == 0.2
+    declared = Allocation(group_size=1, cohort_size=21, sampling_prob=0.125)
+    assert declared.once_in(population) == 8
+    assert declared.divisor == 21
+    with pytest.raises(BadInputError, match=r"one of every t steps: set it to 1/t, e\.g\. 0\.333"):
+        Allocation(group_size=1, cohort_size=21, sampling_prob=0.3)
+    with pytest.raises(BadInputError, match="cohort_size to at most 100"):
+        Allocation(group_size=1, cohort_size=101).once_in(population)
+
+
+def test_calibration_meets_the_target_from_below_and_needs_less_noise_than_poisson():
+    population = Population(100, 200, 100)
+    sigma = {}
+    for cls in (Allocation, ULS):
+        made = cls(group_size=1, cohort_size=10).calibrate(population, 10, 4.0, 1e-5)
+        assert 3.99 < epsilon(made.event(population, 10), 1e-5) <= 4.0
+        sigma[cls] = made.noise_multiplier
+    assert sigma[Allocation] < 0.95 * sigma[ULS]
+
+
+@pytest.mark.slow
+def test_a_user_moves_one_step_of_a_stretch_and_by_the_clip_norm_at_most():
+    """The last user is removed, and has other data: steps of the others are what they were."""
+    mechanism = Allocation(
+        group_size=2, cohort_size=20, sampling_prob=1 / 3, clip_norm=0.5, noise_multiplier=0.0
+    )
+
+    def released(data):
+        plan = mechanism.plan(data, steps=6, delta=1e-5)
+        grad, params = plan.clipped_grad(loss_fn), {"w": jnp.zeros(4)}
+        batches = plan.batches(RootKey.from_seed(0))
+        return np.stack([np.asarray(grad(params, batch).sum["w"]) for batch in batches])
+
+    without, one, other = (released(store(last=x)) for x in (0.0, 3.0, -7.0))
+    for moved in (one - without, other - without):
+        norms = np.linalg.norm(moved, axis=1).reshape(2, 3)
+        assert ((norms > 0).sum(axis=1) == 1).all()
+        np.testing.assert_allclose(norms.max(axis=1), 0.5, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_that_died_goes_on_bit_for_bit_and_elsewhere_not_at_all(tmp_path, monkeypatch):
+    """As another computation it would draw stretches anew: a user could be drawn twice in one."""
+
+    def start(name, **given):
+        key = RootKey.from_seed(0) if name != "secret" else secret
+        directory = RunDirectory(tmp_path / name, {}, "f", key)
+        try:
+            return run(directory, checkpoint_every=3, **given)
+        finally:
+            directory.close()
+
+    whole = start("whole")
+    with death_after_a_checkpoint(monkeypatch):
+        start("killed")
+    np.testing.assert_array_equal(start("killed").params["w"], whole.params["w"])
+    secret = RootKey.generate()
+    start("secret")
+    shutil.rmtree(tmp_path / "secret" / "checkpoints" / "8")
+
+    def other(params, example):
+        return jnp.sum(params["w"] * example["x"]) + 0.25 * (2 * jnp.sum(params["w"] ** 2))
+
+    with pytest.raises(BadInputError, match="began with"):
+        start("secret", loss=other)
+
+
+@pytest.mark.slow
+def test_a_run_from_yaml_is_verified_and_compiled(tmp_path, capsys):
+    config = {
+        "data": {
+            "source": "python_source", "seq_len": 16, "max_users": 30, "max_examples_per_user": 2,
+            "validation_fraction": 0.0, "test_fraction": 0.0,
+        },
+        "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
+        "mechanism": {"kind": "allocation", "group_size": 2, "cohort_size": 6},
+        "privacy": {"epsilon": 8.0, "delta": 1e-4},
+        "train": {"steps": 7, "checkpoint_every": 3},
+    }  # fmt: skip
+    file, place = tmp_path / "own.yaml", tmp_path / "run"
+    file.write_text(yaml.safe_dump(config))
+    assert main(["train", str(file), "--json", "--run-dir", str(place)]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 7.9 < report["privacy"]["epsilon"] <= 8.0
+    assert "in exactly one of every 5 steps" in report["privacy"]["sampling"]
+    assert main(["verify", str(place)]) == 0
+    assert main(["compile", str(file), "--topology", "cpu:2"]) == 0
+
+
+@pytest.mark.slow
+def test_a_user_in_every_step_is_seen(monkeypatch):
+    everybody = CyclicPoisson(1, 1.0).indices  # of one group, with probability 1
+
+    def indices(self, key, step):
+        return np.arange(self.population) if step % 2 else everybody(key, step)[:0]
+
+    monkeypatch.setattr(RandomAllocation, "indices", indices)
+    found = audit(bench.SOUND["allocation"](4.0, 7, 4000), 0.999)
+    assert found.proved > found.claimed, str(found)

@@ -1,0 +1,58 @@
+"""Truncated: no cohort is larger than its cap, who is kept is a coin, and both are accounted."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpfl_jax.accounting import epsilon, events
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms import ULS, Population, Truncated
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import Poisson, TruncatedPoisson
+
+pytestmark = pytest.mark.privacy
+KEY = RootKey.from_seed(3)
+
+
+def test_draws_are_poisson_s_cut_at_random():
+    """False-alarm rate 1e-6."""
+    law, free = TruncatedPoisson(60, 0.5, 30), Poisson(60, 0.5)
+    counts, cut = np.zeros(60), 0
+    for step in range(2000):
+        drawn, all_of_them = law.indices(KEY, step), free.indices(KEY, step)
+        assert len(drawn) == min(30, len(all_of_them))
+        assert set(drawn) <= set(all_of_them)
+        assert (np.diff(drawn) > 0).all()
+        counts[drawn] += 1
+        cut += len(all_of_them) > 30
+    assert 600 < cut < 1200
+    size = stats.binom(60, 0.5)
+    expected = sum(min(k, 30) * size.pmf(k) for k in range(61)) / 60 * 2000
+    # Sizes are not independent of who is drawn: variances are a little below the binomial's.
+    z2 = ((counts - expected) ** 2).sum() / (expected * (1 - expected / 2000))
+    assert z2 < stats.chi2.isf(1e-6, 60)
+    assert law.size_bound() == 30
+    assert TruncatedPoisson(60, 0.5, 100).size_bound() == free.size_bound()
+
+
+def test_the_event_is_that_of_one_user_more_and_a_high_cap_costs_nothing():
+    population = Population(1000, 2000, 1000)
+    made = {
+        cap: Truncated(group_size=2, cohort_size=64, cohort_cap=cap, noise_multiplier=1.0)
+        for cap in (64, 96, 128)
+    }
+    assert made[96].event(population, 5) == events.truncated_poisson(1.0, 0.064, 1001, 96, 5)
+    found = {cap: epsilon(m.event(population, 100), 1e-6) for cap, m in made.items()}
+    plain = ULS(group_size=2, cohort_size=64, noise_multiplier=1.0).event(population, 100)
+    assert found[64] > 1.5 * found[96] > 1.5 * found[128]
+    assert found[128] == pytest.approx(epsilon(plain, 1e-6), rel=1e-4)
+    assert found[128] >= epsilon(plain, 1e-6)
+
+
+def test_a_cap_for_a_budget_and_one_that_is_too_small():
+    made = Truncated.at_budget(256.0, 4)
+    assert (made.cohort_size, made.cohort_cap, made.divisor) == (64, 96, 64)
+    with pytest.raises(BadInputError, match="cohort_cap is 10, less than the expected 20 users"):
+        Truncated(group_size=1, cohort_size=20, cohort_cap=10)
+    with pytest.raises(BadInputError, match="cap of a draw is 0"):
+        TruncatedPoisson(10, 0.5, 0)

@@ -1,0 +1,58 @@
+"""Random allocation: once in every stretch, as accounted. False-alarm rate at most 1e-6 each."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import RandomAllocation
+
+pytestmark = pytest.mark.privacy
+ALARM = 1e-6
+KEY = RootKey.from_seed(5)
+
+
+def turns(law, stretches, key=KEY):
+    """The step of each unit in each stretch, int [stretches, units]; exactly one, or it fails."""
+    found = np.full((stretches, law.population), -1)
+    for step in range(stretches * law.once_in):
+        drawn = law.indices(key, step)
+        assert (np.diff(drawn) > 0).all()
+        stretch, turn = divmod(step, law.once_in)
+        assert (found[stretch, drawn] == -1).all()
+        found[stretch, drawn] = turn
+    assert found.min() >= 0
+    return found
+
+
+def test_every_unit_is_drawn_exactly_once_in_every_stretch_and_uniformly():
+    found = turns(RandomAllocation(300, 8), 200)
+    assert stats.chisquare(np.bincount(found.ravel(), minlength=8)).pvalue > ALARM
+    # Of a unit in two stretches in a row, and of two units in one: independent.
+    for a, b in ((found[:-1], found[1:]), (found[:, :-1], found[:, 1:])):
+        table = np.bincount((8 * a + b).ravel(), minlength=64).reshape(8, 8)
+        assert stats.chi2_contingency(table).pvalue > ALARM
+
+
+def test_a_step_is_drawn_without_those_before_it():
+    law = RandomAllocation(100, 7)
+    later = law.indices(KEY, 1000)
+    np.testing.assert_array_equal(RandomAllocation(100, 7).indices(KEY, 1000), later)
+    assert not np.array_equal(law.indices(KEY.child("other"), 1000), later)
+
+
+def test_who_is_last_moves_nobody():
+    """With one key, too: the others' steps do not depend on how many follow them."""
+    for users in (5, 64, 333):
+        more = turns(RandomAllocation(users + 1, 4), 3)
+        np.testing.assert_array_equal(turns(RandomAllocation(users, 4), 3), more[:, :-1])
+
+
+def test_what_is_expected_and_bounded():
+    law = RandomAllocation(1000, 25)
+    assert law.expected_size == 40
+    assert stats.binom.sf(law.size_bound(1e-9), 1000, 0.04) <= 1e-9
+    assert "in one of every 25 steps" in law.describe("users")
+    with pytest.raises(BadInputError, match="once_in is 0"):
+        RandomAllocation(10, 0)
