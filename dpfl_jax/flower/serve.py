@@ -117,8 +117,10 @@ def serve(
     with log.open("ab") as file, _running(command, environment, file):
         _start(environment, app, log, console)
         console.print(f"serving {config} at {host}:{port}; log: {log}", markup=False)
+        seen = _rounds(directory)
         while not outcome.exists():
             time.sleep(0.2)
+            seen = _tell(directory, seen, console)
     ended = json.loads(outcome.read_text())
     if ended["status"] == "failed":
         raise StoppedError(ended["why"])
@@ -126,6 +128,28 @@ def serve(
     if report is None:
         raise StoppedError("the server was stopped; the same command goes on")
     return report
+
+
+def _rounds(directory: pathlib.Path) -> list[dict[str, Any]]:
+    """The rows of metrics that are whole."""
+    path, found = directory / "metrics.jsonl", []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
+
+
+def _tell(
+    directory: pathlib.Path, told: list[dict[str, Any]], console: Console
+) -> list[dict[str, Any]]:
+    """Says what is new since ``told``."""
+    rows = _rounds(directory)
+    for row in rows[len(told) :]:
+        who = f"{row['silos']} silos" if "silos" in row else f"{row['messages']} messages"
+        spent = row["epsilon_spent"]
+        epsilon = "" if spent is None else f", epsilon <= {spent:.4g}"
+        console.print(f"round {row['step']}: {who}{epsilon}", highlight=False)
+    return rows
 
 
 def _start(

@@ -355,6 +355,8 @@ class Silo:
             _write(kept, pack({}, state=state))
         _write(message, reply)
         self._answered(name, number, reply)
+        what = "not in this round" if released is None else "sent"
+        self.console.print(f"round {number + 1} of {work.rounds}: {what}", highlight=False)
         return reply
 
     def _answered(self, name: str, number: int, reply: bytes) -> None:
