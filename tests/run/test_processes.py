@@ -333,11 +333,13 @@ def test_two_processes_train_the_same_adapters(workspace, whole_of_adapters):
 @pytest.mark.slow
 def test_two_processes_share_each_user(workspace, whole):
     """Four devices, of two processes, form one user's gradient together."""
-    found = []
-    # Under a secret key, runs of another layout draw anew: both have this one.
+    found, before = [], whole
+    # Under a secret key, runs that start elsewhere (split parameters are drawn with other rounding)
+    # draw anew: both begin as the first did.
     for count, devices in ((1, 4), (2, 2)):
         run_dir = workspace / f"shared-{count}"
-        with_key_of(run_dir, whole)
+        with_key_of(run_dir, before)
+        before = run_dir
         split = ("execution.mesh.fsdp=4", "execution.split_users=true")
         job = start(workspace, run_dir, count, devices, *split)
         output, _ = job.communicate(timeout=PATIENCE)
