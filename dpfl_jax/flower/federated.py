@@ -121,9 +121,9 @@ class _Own(RoundBuilder):
         return np.array([self.index] * here, np.int64)
 
 
-def round_key(run_key: RootKey, round_index: int) -> RootKey:
-    """A silo's key in a round; ``run_key`` is its own in this run."""
-    return run_key.child("round", round_index)
+def round_key(key: RootKey, round_index: int) -> RootKey:
+    """A silo's key in a round, of one that is its own."""
+    return key.child("round", round_index)
 
 
 class Subjects:
@@ -252,18 +252,19 @@ class SubjectWork:
         return guarantee_of(self.config, self.public, self.groups, self.rounds)
 
     def message(
-        self, round_index: int, params: PyTree, state: PyTree, answered: int
+        self, round_index: int, key: RootKey, params: PyTree, state: PyTree, answered: int
     ) -> tuple[PyTree | None, PyTree]:
         """What leaves the silo in a round (None if its coin says no), and its new state.
 
         Args:
           round_index: which round.
+          key: of its draws, used for nothing else.
           params: of the server.
           state: what the silo kept after the last round in which it took part.
           answered: rounds in which it took part before.
         """
         del answered
-        builder = self._steps.builder
+        builder = dataclasses.replace(self._steps.builder, key=key)
         mine = builder.cohort(round_index)
         if not len(mine):
             return None, state

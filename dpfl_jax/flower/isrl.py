@@ -135,8 +135,8 @@ class MessageWork:
         return self.noise.rounds
 
     @functools.cached_property
-    def _program(self) -> tuple[Round, SiloData, np.ndarray, np.ndarray]:
-        """The round, the padded data with this silo alone in them, its keys and its order."""
+    def _program(self) -> tuple[Round, SiloData, np.ndarray]:
+        """The round, the padded data with this silo alone in them, and its order."""
         silos, capacity = len(self.sizes), int(self.sizes.max())
         mine = jax.device_get(self.held.train.examples)
 
@@ -149,20 +149,23 @@ class MessageWork:
             jax.tree.map(lambda x: jnp.asarray(padded(x)), mine), jnp.asarray(self.sizes, jnp.int32)
         )
         own = int(self.sizes[self.index])
-        keys, order = silo_draws(self.key, self.rounds, own, capacity)
+        _, order = silo_draws(self.key, self.rounds, own, capacity)
         rank = np.zeros((silos, capacity), np.int32)
         rank[self.index] = order
         method = make_method(self.config, self.parameters)
-        return Round(self.config, self.task, self.parameters, method), data, keys, rank
+        return Round(self.config, self.task, self.parameters, method), data, rank
 
-    def message(self, round_index: int, params: Any, state: Any, answered: int) -> tuple[Any, Any]:
+    def message(
+        self, round_index: int, key: RootKey, params: Any, state: Any, answered: int
+    ) -> tuple[Any, Any]:
         """What leaves the silo in a round; None once its records or its noise are used up."""
         if answered >= self._most:
             return None, state
-        program, data, keys, rank = self._program
+        del round_index
+        program, data, rank = self._program
         silos = len(self.sizes)
         every = np.zeros((silos, 2, 8), np.uint32)
-        every[self.index] = keys[round_index]
+        every[self.index] = round_words(key)
         turn = np.zeros(silos, np.int32)
         turn[self.index] = answered
         row = {
@@ -172,6 +175,11 @@ class MessageWork:
         }
         sent = program.messages(jnp.asarray(params), row, data, jnp.asarray(rank))
         return jax.device_get(sent[self.index]), state
+
+
+def round_words(key: RootKey) -> np.ndarray:
+    """uint32 [2, 8]: keys of a round's sample and noise, as in ``Schedule.keys``."""
+    return key.numpy("isrl-keys").integers(0, 2**32, (2, 8), dtype=np.uint32)
 
 
 class MessageServer:

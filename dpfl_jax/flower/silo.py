@@ -9,7 +9,8 @@ Requests, each answered by one reply (``wire``):
 
 A round is answered once: whoever asks for it again with the same bytes gets the same bytes, and
 with other parameters a refusal, because the same noise on two sums would cancel. What was asked is
-on the disk before it is computed, and what is sent before it is sent.
+on the disk before it is computed, and what is sent before it is sent. A round's draws come from a
+number that is drawn when it is asked for, so that a folder restored from a copy draws anew.
 """
 
 from __future__ import annotations
@@ -161,13 +162,14 @@ class Silo:
         self.folder = pathlib.Path(folder).absolute()
         self.console = console or Console(quiet=True)
         self.config = read_silo_config(self.folder)
-        self._lock = (self.folder / "silo.lock").open("w")
+        self._key = read_key(self.folder)
+        # Of the key itself: who deletes what is locked has no silo any more.
+        self._lock = (self.folder / KEY).open("r+")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise BadInputError(f"another process works for the silo in {self.folder}") from None
         self.name, self.policy = self.config.name, self.config.policy
-        self._key = read_key(self.folder)
         study = study_config(self.folder, self.config)
         self.study = study_of(study)
         self.held = _HELD[type(study)](study)
@@ -315,6 +317,7 @@ class Silo:
             raise RefusedError(f"run {name} has rounds 0 to {work.rounds - 1}, but no {number!r}")
         if self.log.find("finished", run=name):
             raise RefusedError(f"run {name} is finished")
+        self._catch_up(run)
         asked = self.log.find("asked", run=name, round=number)
         if asked is not None and asked["request"] != digest:
             raise RefusedError(
@@ -322,10 +325,15 @@ class Silo:
                 "same noise on two sums would cancel"
             )
         message, kept = run.folder / f"{number:06d}.message", run.folder / f"{number:06d}.state"
-        if asked is not None and message.exists():
-            reply = message.read_bytes()
-            if self.log.find("answered", run=name, round=number) is None:
-                self._answered(name, number, reply)  # it died before it could say so
+        answered = self.log.find("answered", run=name, round=number)
+        reply = message.read_bytes() if message.exists() else None
+        told = None if reply is None else hashlib.sha256(reply).hexdigest()
+        if told != (None if answered is None else answered["message"]):
+            raise RefusedError(
+                f"what was sent in round {number} of run {name} is not what the log says, so that "
+                "nobody knows what a second answer would give away: begin another run"
+            )
+        if reply is not None:
             self.log.append("repeated", run=name, round=number)
             return reply
         here = self._computed_with()
@@ -342,22 +350,32 @@ class Silo:
         params = tree_of(arrays, "params", work.like)
         if not is_finite(params):
             raise RefusedError(f"the parameters of round {number} are not finite")
-        answered = self._rounds(name, "answered", sent=True)
-        state = self._state(run, answered)
+        taken = self._rounds(name, "answered", sent=True)
+        state = self._state(run, taken)
         if asked is None:
-            self.log.append("asked", run=name, round=number, request=digest, computed_with=here)
-        released, state = work.message(number, params, state, len(answered))
-        told = {"run": name, "round": number, "silo": self.name, "plan": run.plan.digest}
+            drawn = {"nonce": secrets.token_hex(32), "computed_with": here}
+            asked = self.log.append("asked", run=name, round=number, request=digest, **drawn)
+        key = drawn_key(work.key, asked["nonce"])
+        released, state = work.message(number, key, params, state, len(taken))
+        header = {"run": name, "round": number, "silo": self.name, "plan": run.plan.digest}
         if released is None:
-            reply = pack({"kind": "absent", **told})
+            reply = pack({"kind": "absent", **header})
         else:
-            reply = pack({"kind": "message", **told}, released=released)
+            reply = pack({"kind": "message", **header}, released=released)
             _write(kept, pack({}, state=state))
         _write(message, reply)
         self._answered(name, number, reply)
         what = "not in this round" if released is None else "sent"
         self.console.print(f"round {number + 1} of {work.rounds}: {what}", highlight=False)
         return reply
+
+    def _catch_up(self, run: _Run) -> None:
+        """Logs what was sent, perhaps, before the silo died or its disk was full."""
+        name = run.plan.run
+        for number in sorted({*self._rounds(name, "asked")} - {*self._rounds(name, "answered")}):
+            path = run.folder / f"{number:06d}.message"
+            if path.exists():
+                self._answered(name, number, path.read_bytes())
 
     def _answered(self, name: str, number: int, reply: bytes) -> None:
         sent = unpack(reply)[0]["kind"] == "message"
@@ -368,7 +386,10 @@ class Silo:
         """What the silo kept after the last round in which it took part."""
         if not answered:
             return run.work.start()
-        _, arrays = unpack((run.folder / f"{max(answered):06d}.state").read_bytes())
+        path = run.folder / f"{max(answered):06d}.state"
+        if not path.exists():
+            raise BadInputError(f"{path} is missing: bring it back, or begin another run")
+        _, arrays = unpack(path.read_bytes())
         return tree_of(arrays, "state", run.work.state_like)
 
     def _rounds(self, name: str, kind: str, **like: Any) -> list[int]:
@@ -383,6 +404,7 @@ class Silo:
     def _done(self, header: dict[str, Any]) -> bytes:
         run = self._accepted(header)
         if not self.log.find("finished", run=run.plan.run):
+            self._catch_up(run)
             self.ledger.commit(run.plan.run)
             rounds = len(self._rounds(run.plan.run, "answered"))
             self.log.append("finished", run=run.plan.run, rounds=rounds)
@@ -401,3 +423,13 @@ def _write(path: pathlib.Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def drawn_key(run_key: RootKey, nonce: str) -> RootKey:
+    """What a round's coin, sample and noise come from: ``nonce`` is in the log, drawn for it."""
+    return run_key.child(f"drawn:{nonce}")

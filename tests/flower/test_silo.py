@@ -18,7 +18,7 @@ from dpfl_jax.flower.policy import Asked
 from dpfl_jax.flower.silo import Silo, make_key, read_key
 from dpfl_jax.flower.wire import pack, tree_of, unpack
 from dpfl_jax.run.prepared import Charge
-from tests.flower.studies import POLICY, config_of, kind_of, make_silos, study, why
+from tests.flower.studies import POLICY, config_of, drawn, kind_of, make_silos, study, why
 
 PARAMS = {"w": np.arange(3, dtype=np.float32)}
 
@@ -52,10 +52,10 @@ class Work:
     def guarantee(self):
         return guarantee_of(self.config, self.federation, (), self.rounds)
 
-    def message(self, number, params, state, answered):
+    def message(self, number, key, params, state, answered):
         assert int(state["taken"]) == answered
         Work.computed += 1
-        noise = self.key.child("round", number).numpy("noise").normal(size=3)
+        noise = key.child("round", number).numpy("noise").normal(size=3)
         state = {"taken": np.int32(answered + 1)}
         return {"w": (params["w"] + noise).astype(np.float32)}, state
 
@@ -107,9 +107,8 @@ def test_a_round_is_answered_once_and_repeated_to_the_bit(made):
     assert Work.computed == 1
     other = {"w": PARAMS["w"] + 1}
     assert "would cancel" in why(ask(silo, plan, params=other))
-    assert kind_of(ask(silo, plan, 1, other)) == "message"  # another round has noise of its own
-    silo.log.rows[:] = [row for row in silo.log.rows if row.get("round") != 0]
-    assert "round 0 of run run-1 is past" in why(ask(silo, plan))
+    assert kind_of(ask(silo, plan, 2, other)) == "message"  # another round has noise of its own
+    assert "round 1 of run run-1 is past" in why(ask(silo, plan, 1))
     assert Work.computed == 2
 
 
@@ -125,7 +124,7 @@ def test_a_silo_that_died_between_asking_and_answering_computes_the_same(made, m
     other = {"w": PARAMS["w"] + 1}
     assert "would cancel" in why(ask(silo, plan, params=other))
     found = unpack(ask(silo, plan))[1]["released['w']"]
-    noise = silo._runs[plan.run].work.key.child("round", 0).numpy("noise").normal(size=3)
+    noise = drawn(silo)[0].child("round", 0).numpy("noise").normal(size=3)
     np.testing.assert_array_equal(found, (PARAMS["w"] + noise).astype(np.float32))
     # ... and it died once more, after the message was on the disk and before the log said so.
     rows = silo.log.path.read_bytes().split(b"\n")
@@ -137,6 +136,69 @@ def test_a_silo_that_died_between_asking_and_answering_computes_the_same(made, m
     assert kind_of(ask(silo, plan, 1)) == "message"  # its state is that after round 0
 
 
+def messages(silo):
+    return sorted(silo.folder.glob("runs/*/*.message"))
+
+
+def test_an_answer_that_is_gone_is_not_computed_again(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    ask(silo, plan)
+    (path,) = messages(silo)
+    kept = path.read_bytes()
+    for damaged in (None, kept[:-1] + bytes([kept[-1] ^ 1])):
+        path.unlink(missing_ok=True)
+        if damaged is not None:
+            path.write_bytes(damaged)
+        silo = again(silo)
+        assert "not what the log says" in why(ask(silo, plan))
+    path.write_bytes(kept)
+    path.with_name("000001.message").write_bytes(kept)  # of a log that was cut
+    assert "not what the log says" in why(ask(silo, plan, 1))
+    assert ask(silo, plan) == kept
+    assert Work.computed == 1
+
+
+def test_a_round_that_was_sent_counts_although_the_log_could_not_say_so(made, monkeypatch):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    with monkeypatch.context() as patch:
+        patch.setattr(Silo, "_answered", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            ask(silo, plan)
+    silo = again(silo)
+    # Work asserts that the second turn is given out, with the state after the first.
+    assert kind_of(ask(silo, plan, 1)) == "message"
+    assert silo._rounds(plan.run, "answered", sent=True) == [0, 1]
+
+
+def test_a_folder_from_a_copy_draws_anew(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    log = silo.log.path.read_bytes()
+    sums = []
+    for shift in (0, 1):  # the same noise on both would show the shift
+        sums.append(unpack(ask(silo, plan, params={"w": PARAMS["w"] + shift}))[1]["released['w']"])
+        silo.log.path.write_bytes(log)
+        for path in messages(silo):
+            path.unlink()
+        silo = again(silo)
+    assert abs(sums[1] - sums[0] - 1).max() > 1e-3  # false alarms: about 1e-10
+
+
+def test_two_processes_do_not_answer_for_one_silo(made):
+    silo = Silo(made)
+    for path in made.glob("*lock*"):  # "a stale lock"
+        path.unlink()
+    with pytest.raises(BadInputError, match="another process"):
+        Silo(made)
+    silo.close()
+    Silo(made).close()
+
+
 def test_other_software_repeats_what_is_stored_and_computes_no_half_done_round(made, monkeypatch):
     silo = Silo(made)
     plan = plan_of(silo)
@@ -145,7 +207,9 @@ def test_other_software_repeats_what_is_stored_and_computes_no_half_done_round(m
     told = {"kind": "round", "run": plan.run, "plan": plan.digest, "round": 1}
     request = pack(told, params=PARAMS)
     digest = hashlib.sha256(request).hexdigest()
-    silo.log.append("asked", run=plan.run, round=1, request=digest, computed_with="another")
+    silo.log.append(
+        "asked", run=plan.run, round=1, request=digest, computed_with="another", nonce="1"
+    )
     silo = again(silo)
     monkeypatch.setattr(silo_module, "environment", lambda: {"jax": "a third"})
     assert ask(silo, plan) == first
