@@ -230,22 +230,33 @@ class SubjectWork:
 
     def asked(self, policy: Policy) -> Asked:
         """What the plan asks, as this silo computes it."""
-        mechanism = self.public.mechanism
-        record = policy.unit == "record" and mechanism.unit == "record"
-        price = federated_epsilon if record else subject_epsilon
+        epsilon, _, subject = self._priced(policy)
         return Asked(
-            mechanism.kind,
+            self.public.mechanism.kind,
             self.rounds,
             self.public.silos[self.index].mechanism.sigma,
-            price(self.public, policy.delta),
-            "record" if record else "subject",
+            epsilon,
+            "subject" if subject else "record",
         )
 
     def charge(self, policy: Policy) -> Charge:
-        """What a ledger is charged for the whole run."""
-        guarantee = self.guarantee()
-        event = whole_event(self.public, policy.delta)
-        return Charge(event, policy.delta, guarantee.unit, guarantee.adjacency)
+        """What a ledger is charged for the whole run: what ``asked`` computes."""
+        _, federation, subject = self._priced(policy)
+        event = whole_event(federation, policy.delta, subject)
+        return Charge(event, policy.delta, policy.unit, f"add-or-remove one {policy.unit}")
+
+    def _priced(self, policy: Policy) -> tuple[float, Federation, bool]:
+        """Epsilon of the policy's unit, the federation of which it is, and whether of a subject.
+
+        What the plan says of other silos is the server's word: a person costs no less than if all
+        silos that hold records of hers did what this one does.
+        """
+        subject = not policy.unit == self.public.mechanism.unit == "record"
+        price = subject_epsilon if subject else federated_epsilon
+        silos = (self.public.silos[self.index],) * len(self.public.silos)
+        seen = (self.public, dataclasses.replace(self.public, silos=silos))
+        epsilons = [price(federation, policy.delta) for federation in seen]
+        return max(epsilons), seen[int(np.argmax(epsilons))], subject
 
     def guarantee(self) -> Guarantee:
         """Of the whole run."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ from dpfl_jax.federation.isrl.schedule import silo_draws
 from dpfl_jax.federation.silo_statement import isrl_statement
 from dpfl_jax.flower.federated import Ask
 from dpfl_jax.flower.plan import Plan
-from dpfl_jax.flower.policy import Asked, Policy
+from dpfl_jax.flower.policy import Asked, Policy, RefusedError
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Steps, Taken
@@ -76,7 +75,9 @@ class Records:
         self.config, loss = config, config.model.loss
         own = dataclasses.replace(config.data, silos=1)
         found = load_silos(own, softmax=loss == "softmax", signed=loss == "hinge")
-        self.train, self.owners = found.train, found.owners
+        self.train = found.train
+        # Whether a record is a person, as far as the table says.
+        self.one_each = config.data.user_column is not None and not found.owners
         self.fingerprint, self.description = found.fingerprint, found.description
         kind: Any = "classes" if found.classes else "regression"
         self.task = tasks.Task(kind, (found.features,), found.classes)
@@ -111,16 +112,19 @@ class MessageWork:
 
     def asked(self, policy: Policy) -> Asked:
         """What the plan asks, as this silo computes it."""
-        multiplier, rounds = self.noise.noise_multiplier, self.rounds
-        if policy.unit == "subject" and self.held.owners:
-            # A person of several records is no unit of this guarantee.
-            return Asked(_mechanism(self.config), rounds, multiplier, math.inf, "subject")
+        if policy.unit == "subject" and not self.held.one_each:
+            raise RefusedError(
+                f"{_mechanism(self.config)} protects a record, and nothing shows that each person "
+                "has one here: name data.user_column, with one record per person, or set "
+                "policy.unit to record"
+            )
+        multiplier = self.noise.noise_multiplier
         epsilon = accounting.epsilon(self.noise.event, policy.delta, relation=REPLACE)
-        return Asked(_mechanism(self.config), rounds, multiplier, epsilon, "record")
+        return Asked(_mechanism(self.config), self.rounds, multiplier, epsilon, policy.unit)
 
     def charge(self, policy: Policy) -> Charge:
         """What a ledger is charged for the whole run."""
-        return Charge(self.noise.event, policy.delta, "record", "replace one record")
+        return Charge(self.noise.event, policy.delta, policy.unit, f"replace one {policy.unit}")
 
     def guarantee(self) -> Guarantee:
         """Of the whole run, for this silo's records."""

@@ -43,6 +43,7 @@ from dpfl_jax.run.directory import write_atomically
 from dpfl_jax.run.report import environment
 
 CONFIG, KEY, LEDGER, LOG = "silo.yaml", "private/root_key", "ledger.jsonl", "log.jsonl"
+_MOST_TOLD = 500  # characters of a request that are written down
 _HELD: dict[Any, Any] = {FederatedConfig: federated.Subjects, IsrlConfig: isrl.Records}
 
 
@@ -148,6 +149,7 @@ class _Run:
     plan: Plan
     work: Any
     folder: pathlib.Path
+    nonce: str
 
 
 class Silo:
@@ -176,6 +178,18 @@ class Silo:
         self.log = Log(self.folder / LOG, self._key)
         self.ledger = accounting.Ledger(self.folder / LEDGER)
         self._runs: dict[str, _Run] = {}
+        charged = self._charged()
+        for row in self.log.rows:
+            if row["kind"] == "accepted" and row["run"] not in charged:
+                raise BadInputError(
+                    f"run {row['run']} is in {self.folder / LOG} but not in {LEDGER}, so that "
+                    "nobody knows any more what was spent: bring the ledger back, or begin a new "
+                    "silo with `dpfl silo init`"
+                )
+
+    def _charged(self) -> set[str]:
+        """Runs of the ledger, in all its accounts."""
+        return {run for account in self.ledger.accounts() for run in self.ledger.runs(account)}
 
     def close(self) -> None:
         """Lets another process work."""
@@ -202,12 +216,15 @@ class Silo:
             if kind == "done":
                 return self._done(header)
             raise RefusedError(f"this silo does not know the request {kind!r}")
-        except BadInputError as error:
-            told = {k: header.get(k) for k in ("kind", "run", "round") if header.get(k) is not None}
-            self.log.append("refused", asked=told, why=str(error))
-            self.console.print(f"refused: {error}", markup=False, highlight=False)
-            mine = not isinstance(error, RefusedError | MessageError)
-            why = "its operator knows why (its log says so)" if mine else str(error)
+        except (BadInputError, RecursionError) as error:
+            kept = {key: header.get(key) for key in ("kind", "run", "round")}
+            told = {k: str(v)[:_MOST_TOLD] for k, v in kept.items() if isinstance(v, str | int)}
+            # A server's words move no cursor on the operator's screen, and fill no disk.
+            why = "".join(c if c.isprintable() else "?" for c in str(error))[:_MOST_TOLD]
+            self.log.append("refused", asked=told, why=why)
+            self.console.print(f"refused: {why}", markup=False, highlight=False)
+            if not isinstance(error, RefusedError | MessageError):
+                why = "its operator knows why (its log says so)"
             return pack({"kind": "refused", "silo": self.name, "why": why})
 
     def _hello(self, header: dict[str, Any]) -> bytes:
@@ -220,42 +237,49 @@ class Silo:
 
     def _plan(self, header: dict[str, Any]) -> bytes:
         plan = Plan.from_json(header.get("plan"))
-        known = self.log.find("accepted", run=plan.run)
+        accepted = self.log.find("accepted", run=plan.run)
+        known = accepted or self.log.find("accepting", run=plan.run)
         if known is not None and known["plan"] != plan.digest:
             raise RefusedError(
                 f"run {plan.run} began with another plan: a changed plan is another run"
             )
         run = self._opened(plan, known)
-        guarantee = run.work.guarantee()
-        if known is None:
-            self._accept(run, guarantee)
+        if accepted is None:
+            self._accept(run, known)
         return pack({"kind": "accepted", "silo": self.name, "plan": plan.digest})
 
-    def _accept(self, run: _Run, guarantee: Any) -> None:
+    def _accept(self, run: _Run, begun: dict[str, Any] | None) -> None:
         """Everything that is irrevocable, in an order in which a crash can only over-report."""
         plan, work = run.plan, run.work
+        guarantee = work.guarantee()
         work.check()
-        charge = work.charge(self.policy)
+        charge, most = work.charge(self.policy), self.policy.total_epsilon
         account = accounting.Account(self.name, charge.unit, charge.adjacency)
-        if plan.run in self.ledger.runs(account):
+        others = [other for other in self.ledger.accounts() if other != account]
+        if others and most is not None:
+            raise BadInputError(
+                f"the ledger counts other runs by another measure ({others[0].adjacency}), which "
+                f"does not add up with this run's ({account.adjacency}): keep to one policy.unit "
+                "and to plans of one measure, or remove policy.total_epsilon"
+            )
+        if begun is None and plan.run in self._charged():
             raise RefusedError(
                 f"run {plan.run} is in the ledger but not in the log, so that nobody knows what "
                 "was sent in it: begin another run"
             )
-        most = self.policy.total_epsilon
+        told = {"run": plan.run, "plan": plan.digest, "nonce": run.nonce, "data": self._data()}
+        if begun is None:
+            self.log.append("accepting", **told)  # if it dies now, the same plan goes on
         found = self.ledger.reserve(account, plan.run, charge.event, charge.delta, most)
         write_atomically(run.folder / "plan.json", json.dumps(plan.to_json()), mode=0o600)
         self.log.append(
             "accepted",
-            run=plan.run,
-            plan=plan.digest,
-            nonce=self._nonce(run.folder),
-            data=self._key.keyed_digest("data", self.held.fingerprint),
+            **told,
             guarantee=guarantee.to_json(),
             ledger={"before": found.before, "after": found.after, "delta": found.delta},
         )
-        told = f"accepted run {plan.run}: {guarantee.summary()}; the whole of it is in {LOG}"
-        self.console.print(told, markup=False, highlight=False)
+        said = f"accepted run {plan.run}: {guarantee.summary()}; the whole of it is in {LOG}"
+        self.console.print(said, markup=False, highlight=False)
 
     def _opened(self, plan: Plan, known: dict[str, Any] | None) -> _Run:
         """The run of a plan, after everything about it was checked."""
@@ -266,16 +290,16 @@ class Silo:
             raise RefusedError(f"the plan's study is not this silo's: {different}")
         if self.name not in plan.names:
             raise RefusedError(f"the plan is for the silos {plan.names}, not for {self.name}")
+        if any(set(row) != {"name", *self.held.facts} for row in plan.silos):
+            raise RefusedError(f"the plan's silos are not told by {sorted(self.held.facts)} alone")
         index = plan.names.index(self.name)
         if plan.silos[index] != {"name": self.name, **self.held.facts}:
             raise RefusedError(
                 f"the plan says that this silo is {plan.silos[index]}, but it holds "
                 f"{self.held.facts}"
             )
-        if known is not None and known["data"] != self._key.keyed_digest(
-            "data", self.held.fingerprint
-        ):
-            raise RefusedError(
+        if known is not None and known["data"] != self._data():
+            raise BadInputError(
                 f"this silo's data are not those that run {plan.run} began with: bring them back, "
                 "or begin another run"
             )
@@ -286,9 +310,12 @@ class Silo:
         key = self._key.child(f"run:{plan.digest}:{nonce}")
         work = self.held.work(plan, index, key)
         self.policy.check(work.asked(self.policy))
-        run = _Run(plan, work, folder)
+        run = _Run(plan, work, folder, nonce)
         self._runs[plan.run] = run
         return run
+
+    def _data(self) -> str:
+        return self._key.keyed_digest("data", self.held.fingerprint)
 
     def _nonce(self, folder: pathlib.Path) -> str:
         """Drawn once, and kept before anything is computed with it."""

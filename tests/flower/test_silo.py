@@ -3,22 +3,25 @@
 import dataclasses
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting import epsilon, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.flower import Plan
 from dpfl_jax.flower import silo as silo_module
 from dpfl_jax.flower.federated import Subjects, facts_of, guarantee_of, noised
+from dpfl_jax.flower.log import Log
 from dpfl_jax.flower.plan import study_of
 from dpfl_jax.flower.policy import Asked
 from dpfl_jax.flower.silo import Silo, make_key, read_key
 from dpfl_jax.flower.wire import pack, tree_of, unpack
 from dpfl_jax.run.prepared import Charge
-from tests.flower.studies import POLICY, config_of, drawn, kind_of, make_silos, study, why
+from tests.flower.studies import ISRL, POLICY, config_of, drawn, kind_of, make_silos, study, why
 
 PARAMS = {"w": np.arange(3, dtype=np.float32)}
 
@@ -308,6 +311,163 @@ def test_nothing_is_spent_without_the_log(made):
     )
 
 
+def test_a_ledger_that_lags_behind_the_log_is_noticed(made):
+    silo = Silo(made)
+    agree(silo, plan_of(silo))
+    before = silo.ledger.path.read_bytes()
+    agree(silo, plan_of(silo, "run-2"))
+    silo.ledger.path.write_bytes(before)
+    silo.close()
+    with pytest.raises(BadInputError, match=r"run run-2 is in .* but not in ledger.jsonl"):
+        Silo(made)
+
+
+def test_a_silo_that_died_while_it_accepted_goes_on_with_the_same_plan_alone(made, monkeypatch):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    write = Log.append
+
+    def dies(log, kind, **row):
+        if kind == "accepted":
+            raise KeyboardInterrupt
+        return write(log, kind, **row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Log, "append", dies)
+        with pytest.raises(KeyboardInterrupt):
+            agree(silo, plan)
+    silo = again(silo)
+    assert "another plan" in why(agree(silo, plan_of(silo, noise=1.5)))
+    assert kind_of(agree(silo, plan)) == "accepted"
+    assert kind_of(ask(silo, plan)) == "message"
+
+
+def test_runs_of_another_measure_are_not_left_out_of_the_total(made, monkeypatch):
+    silo = Silo(made)
+    silo.policy = silo.policy.model_copy(update={"total_epsilon": 50.0})
+    assert kind_of(agree(silo, plan_of(silo))) == "accepted"
+    assert kind_of(agree(silo, plan_of(silo, "run-2"))) == "accepted"
+    charge = Charge(events.gaussian(2.0, 1), 1e-3, "record", "replace one record")
+    monkeypatch.setattr(Work, "charge", lambda *_: charge)
+    assert kind_of(agree(silo, plan_of(silo, "run-3"))) == "refused"
+    assert "by another measure" in silo.log.rows[-1]["why"]
+
+
+def test_a_full_disk_leaves_a_log_that_can_be_read(made, monkeypatch):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+
+    def full(descriptor):
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size - 9)  # a part of the line
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dpfl_jax.flower.log.os.fsync", full)
+        with pytest.raises(OSError, match="disk full"):
+            ask(silo, plan)
+    assert Work.computed == 0
+    assert kind_of(ask(silo, plan)) == "message"
+    assert again(silo).log.rows[-1]["kind"] == "answered"
+
+
+def test_what_a_stranger_sends_fills_no_log_and_moves_no_cursor(made):
+    silo = Silo(made)
+    silo.answer(pack({"kind": "hello", "study": {"\x1b[2J" + "a" * 10**5: 1}}))
+    silo.answer(pack({"kind": "k" * 10**5, "run": ["r" * 10**5], "round": {"a": 1}}))
+    bomb = '{"kind":"x","run":' + "[" * 10**5 + "]" * 10**5 + "}"
+    assert kind_of(silo.answer(save({}, {"dpfl": bomb}))) == "refused"
+    assert silo.log.path.stat().st_size < 5000
+    assert all(row["why"].isprintable() for row in silo.log.rows)
+    assert all(set(row["asked"]) <= {"kind"} for row in silo.log.rows)
+    assert len(again(silo).log.rows) == 3
+
+
+def local_item(folder, **federation):
+    """A silo whose records are its mechanism's unit."""
+    mechanism = {
+        "kind": "local_item", "sampling_prob": 0.4, "max_items_per_subject": 5, "clip_norm": 1.0
+    }  # fmt: skip
+    policy = {**POLICY, "mechanisms": ["local_item"]}
+    raw = study(mechanism=mechanism, federation=federation)
+    return Silo(make_silos(folder, raw, policy)["bern"])
+
+
+@pytest.mark.parametrize("unit", ["subject", "record"])
+def test_the_ledger_is_charged_what_the_policy_is_held_against(tmp_path, unit):
+    silo = local_item(tmp_path)
+    policy = silo.policy.model_copy(update={"unit": unit})
+    work = silo.held.work(plan_of(silo), 1, silo._key.child("run"))
+    asked, charge = work.asked(policy), work.charge(policy)
+    assert asked.unit == charge.unit == unit
+    assert charge.adjacency == f"add-or-remove one {unit}"
+    assert epsilon(charge.event, policy.delta) >= asked.epsilon * (1 - 1e-9)
+
+
+def test_what_is_said_of_others_makes_no_silo_cheaper(tmp_path):
+    silo = local_item(tmp_path, max_silos_per_subject=3)
+
+    def cost(others):
+        plan = plan_of(silo, noise=2.0)
+        plan = dataclasses.replace(plan, noise=[others, 2.0, others])
+        work = silo.held.work(plan, 1, silo._key.child("run"))
+        charge = work.charge(silo.policy)
+        return work.asked(silo.policy).epsilon, epsilon(charge.event, silo.policy.delta)
+
+    honest, lie = cost(2.0), cost(1e6)
+    assert min(lie) >= honest[0] * (1 - 1e-9)
+    assert min(cost(1.0)) > honest[0]  # and the plan's own price, where that is larger
+
+
+@pytest.mark.parametrize("size", [0, -5, 2.5, "x", True, None])
+def test_sizes_that_are_none_are_refused(made, size):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    rows = [{**plan.silos[0], "num_records": size}, *plan.silos[1:]]
+    assert "is no plan" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
+
+
+def test_odd_plans_are_refused(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    rows = [{**plan.silos[0], "num_children": 3}, *plan.silos[1:]]
+    assert "are not told by" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
+    assert "is no plan" in why(agree(silo, dataclasses.replace(plan, run="\x1b[2J")))
+    assert "is no plan" in why(agree(silo, dataclasses.replace(plan, run="a/b")))
+    agree(silo, dataclasses.replace(plan, noise=[1e7, 2.0, 2.0]))
+    assert "noise_multiplier is 10000000.0" in silo.log.rows[-1]["why"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "column", "rows", "kind"),
+    [
+        ("subject", None, "several", "refused"),
+        ("subject", "person", "several", "refused"),
+        ("subject", "person", "one", "accepted"),
+        ("record", None, "several", "accepted"),
+    ],
+)
+def test_records_are_people_only_where_the_table_says_so(tmp_path, unit, column, rows, kind):
+    policy = {**POLICY, "unit": unit, "mechanisms": ["isrl/minibatch_sgd"]}
+    folder = make_silos(tmp_path, study(ISRL, data={"user_column": column}), policy)["bern"]
+    table = tmp_path / "bern.csv"
+    lines = table.read_text().splitlines()
+    if rows == "one":
+        first = {line.split(",")[1]: line for line in reversed(lines)}
+        table.write_text("\n".join([lines[0], *sorted(set(first.values()) - {lines[0]})]))
+    silo = Silo(folder)
+    others = {"num_records": 20}
+    named = [{"name": "aarau", **others}, {"name": "bern", **silo.held.facts},
+             {"name": "chur", **others}]  # fmt: skip
+    plan = Plan("run-1", study_of(config_of(tmp_path)), named, [8.0] * 3)
+    reply = agree(silo, plan)
+    assert kind_of(reply) == kind, why(reply)
+    if kind == "refused":
+        assert "set policy.unit to record" in why(reply)
+    else:
+        assert silo.ledger.accounts()[0].unit == unit
+
+
 def test_a_log_that_was_changed_is_noticed(made):
     silo = Silo(made)
     agree(silo, plan_of(silo))
@@ -324,7 +484,10 @@ def test_data_that_changed_end_the_run(made):
     table = made.parent / "bern.csv"
     table.write_text(table.read_text().replace("bern-3", "bern-300"))
     silo = again(silo)
-    assert any(x in why(ask(silo, plan)) for x in ("not those that run", "but it holds"))
+    reply = ask(silo, plan)
+    assert kind_of(reply) == "refused"
+    told = silo.log.rows[-1]["why"]
+    assert ("not those that run" in told) != ("but it holds" in why(reply))
 
 
 def test_a_key_is_secret_and_no_other_takes_its_place(tmp_path):
