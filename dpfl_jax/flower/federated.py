@@ -24,7 +24,7 @@ from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon, w
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Released
 from dpfl_jax.federation.federated import Federated, FederatedSteps, add_released
-from dpfl_jax.federation.federated_run import federation_of, noised, read_subjects
+from dpfl_jax.federation.federated_run import federation_of, identity, noised, read_subjects
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.mechanisms import SiloFacts
@@ -159,11 +159,6 @@ class Subjects:
         where = np.full(len(self.subjects), index)
         return FederatedData.from_assignment(self.store, self.subjects, where, count, self.keep)
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the records and their subjects; sensitive."""
-        return self.as_silo(0, 1).fingerprint
-
     def work(self, plan: Plan, index: int, key: RootKey) -> SubjectWork:
         """What a plan asks of this silo; ``key`` is used for nothing else."""
         return SubjectWork(self, plan, index, key)
@@ -178,6 +173,7 @@ class SubjectWork:
         data = held.as_silo(index, len(facts))
         self.federation, self.groups = noised(config, facts, plan.noise)
         self.public = self.federation
+        personal = None
         if config.mechanism.kind == "rpdp":
             delta = config.privacy.delta
             assert delta is not None
@@ -186,6 +182,7 @@ class SubjectWork:
                 config, bare, data, held.store, held.keys, delta, plan.noise[0]
             )
             personal.check(config.federation.rounds)
+        self._personal, self._data = personal, data
         model = build_by_name(config.model.kind, held.task, config.model.options)
         local, server = _optimizers(config)
         assert config.privacy.delta is not None
@@ -209,6 +206,11 @@ class SubjectWork:
     def _steps(self) -> FederatedSteps:
         own = functools.partial(_Own, index=self.index)
         return FederatedSteps(self.algorithm, self.key, 0, builder=own)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all that is drawn from: records, subjects, and rates of their own; sensitive."""
+        return identity(self._data, self._personal)
 
     @property
     def state_like(self) -> PyTree:

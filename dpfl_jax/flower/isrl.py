@@ -103,6 +103,11 @@ class MessageWork:
         self.rounds = self.parameters.rounds
         self.like = np.zeros(self.task.shape, np.float32)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the records; sensitive."""
+        return self.held.fingerprint
+
     def start(self) -> Any:
         """Nothing is kept between rounds."""
         return ()

@@ -267,7 +267,7 @@ class Silo:
                 f"run {plan.run} is in the ledger but not in the log, so that nobody knows what "
                 "was sent in it: begin another run"
             )
-        told = {"run": plan.run, "plan": plan.digest, "nonce": run.nonce, "data": self._data()}
+        told = {"run": plan.run, "plan": plan.digest, "nonce": run.nonce, "data": self._data(work)}
         if begun is None:
             self.log.append("accepting", **told)  # if it dies now, the same plan goes on
         found = self.ledger.reserve(account, plan.run, charge.event, charge.delta, most)
@@ -298,24 +298,24 @@ class Silo:
                 f"the plan says that this silo is {plan.silos[index]}, but it holds "
                 f"{self.held.facts}"
             )
-        if known is not None and known["data"] != self._data():
-            raise BadInputError(
-                f"this silo's data are not those that run {plan.run} began with: bring them back, "
-                "or begin another run"
-            )
         folder = self.folder / "runs" / hashlib.sha256(plan.run.encode()).hexdigest()[:24]
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         nonce = self._nonce(folder) if known is None else known["nonce"]
         # Of the plan, and of a number that only this silo drew: no other run has these draws.
         key = self._key.child(f"run:{plan.digest}:{nonce}")
         work = self.held.work(plan, index, key)
+        if known is not None and known["data"] != self._data(work):
+            raise BadInputError(
+                f"this silo's data are not those that run {plan.run} began with: bring them back, "
+                "or begin another run"
+            )
         self.policy.check(work.asked(self.policy))
         run = _Run(plan, work, folder, nonce)
         self._runs[plan.run] = run
         return run
 
-    def _data(self) -> str:
-        return self._key.keyed_digest("data", self.held.fingerprint)
+    def _data(self, work: Any) -> str:
+        return self._key.keyed_digest("data", work.fingerprint)
 
     def _nonce(self, folder: pathlib.Path) -> str:
         """Drawn once, and kept before anything is computed with it."""

@@ -32,8 +32,10 @@ class Work:
     like = PARAMS
     computed = 0
 
-    def __init__(self, config, plan, index, key):
+    def __init__(self, held, plan, index, key):
+        config = held.config
         self.config, self.plan, self.key = config, plan, key
+        self.fingerprint = held.as_silo(0, 1).fingerprint
         self.rounds = config.federation.rounds
         self.federation: Federation = noised(config, facts_of(plan.silos), plan.noise)[0]
         self.sigma = plan.noise[index]
@@ -68,7 +70,7 @@ def made(tmp_path, monkeypatch):
     """A folder of one silo, whose plans compile nothing."""
     folder = make_silos(tmp_path, study(), POLICY)["bern"]
     monkeypatch.setattr(
-        Subjects, "work", lambda held, plan, index, key: Work(held.config, plan, index, key)
+        Subjects, "work", lambda held, plan, index, key: Work(held, plan, index, key)
     )
     Work.computed = 0
     return folder
@@ -488,6 +490,25 @@ def test_data_that_changed_end_the_run(made):
     assert kind_of(reply) == "refused"
     told = silo.log.rows[-1]["why"]
     assert ("not those that run" in told) != ("but it holds" in why(reply))
+
+
+def test_budgets_that_changed_end_the_run(tmp_path):
+    mechanism = {"kind": "rpdp", "clip_norm": 1.0, "expected_batch": 8.0}
+    budgets = {"kind": "column", "column": "eps", "path": str(tmp_path / "budgets.csv")}
+    privacy = {"epsilon": 10.0, "delta": 1e-3, "budgets": budgets}
+    policy = {**POLICY, "unit": "record", "mechanisms": ["rpdp"]}
+    folder = make_silos(tmp_path, study(mechanism=mechanism, privacy=privacy), policy)["bern"]
+    people = {row.split(",")[1] for row in (tmp_path / "bern.csv").read_text().splitlines()[1:]}
+
+    def fingerprint(least):
+        rows = [f"{name},{least if name == 'bern-3' else 2.0}" for name in sorted(people)]
+        (tmp_path / "budgets.csv").write_text("\n".join(["record,eps", *rows]))
+        silo = Silo(folder)
+        work = silo.held.work(plan_of(silo), 1, silo._key.child("run"))
+        silo.close()
+        return work.fingerprint
+
+    assert fingerprint(0.2) == fingerprint(0.2) != fingerprint(0.1)
 
 
 def test_a_key_is_secret_and_no_other_takes_its_place(tmp_path):
