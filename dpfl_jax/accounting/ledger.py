@@ -194,13 +194,19 @@ class Ledger:
         """Names of the account's runs, in order of their first reservation."""
         return list(self._account(account))
 
+    def accounts(self) -> list[Account]:
+        """All accounts of the file, in order of their first reservation."""
+        return list(dict.fromkeys(Account(**record["account"]) for record in self._records()))
+
     def _account(self, account: Account) -> dict[str, dict[str, Any]]:
+        return _entries(self._records(), account)
+
+    def _records(self) -> list[dict[str, Any]]:
         if not self.path.exists():
-            return {}
+            return []
         with open(self.path, "rb") as handle:
             fcntl.flock(handle, fcntl.LOCK_SH)
-            records, _ = _parse(handle, self.path)
-        return _entries(records, account)
+            return _parse(handle, self.path)[0]
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[Any]:

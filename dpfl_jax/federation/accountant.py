@@ -152,21 +152,26 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
     return [[events.horizontal([worst] * together)], [everything]]
 
 
-def whole_event(federation: Federation, delta: float) -> Any:
+def whole_event(federation: Federation, delta: float, subject: bool = False) -> Any:
     """One event that costs any unit no less than the whole run does, for a ledger.
 
     Where no single silo costs most in every respect it is of one that combines the worst of all.
+
+    Args:
+      federation: with its noise.
+      delta: at which the ledger is read.
+      subject: account for subjects even if the mechanism protects records.
     """
     mechanism = federation.mechanism
     if not mechanism.private or mechanism.unsound():
         return dp_accounting.NonPrivateDpEvent()
-    cases = worst_cases(federation, federation.rounds)
+    cases = worst_cases(federation, federation.rounds, subject)
     alone = [case[0] for case in cases if len(case) == 1]
     if alone:
         return min(alone, key=lambda event: accounting.epsilon(event, delta))
     members = federation.participants.tolist()
     worst = _envelope([_Profile.of(federation.silos[i]) for i in members])
-    return worst.event(federation.rounds, False)
+    return worst.event(federation.rounds, subject)
 
 
 def federated_epsilon(

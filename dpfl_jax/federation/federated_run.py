@@ -134,7 +134,7 @@ class FederatedRun(Prepared):
     def facts(self) -> dict[str, Any]:
         """Data (with budgets and rates, where records have them), noise, delta."""
         noise = [p.mechanism.noise_multiplier for p in self.federation.silos]
-        return {"data": _identity(self), "noise": noise, "delta": self.delta}
+        return {"data": identity(self.data, self.personal), "noise": noise, "delta": self.delta}
 
     def going_on(self, directory: RunDirectory) -> FederatedRun:
         """With the noise and delta that the run began with; personal rates follow them."""
@@ -383,17 +383,17 @@ def run_experiment(
     return run_prepared(config, run_dir, console, ready)
 
 
-def _identity(prepared: FederatedRun) -> str:
+def identity(data: FederatedData, personal: Personal | None) -> str:
     """Identifies what is drawn from: the data and, where records have them, budgets and rates.
 
     A run that went on with other rates would spend what its report does not say, and add the same
     noise to the rounds that it takes again.
     """
-    if prepared.personal is None:
-        return prepared.data.fingerprint
-    digest = hashlib.sha256(prepared.data.fingerprint.encode())
-    assignment = prepared.personal.assignment
-    for values in (prepared.personal.budgets, assignment.rates, assignment.stay):
+    if personal is None:
+        return data.fingerprint
+    digest = hashlib.sha256(data.fingerprint.encode())
+    assignment = personal.assignment
+    for values in (personal.budgets, assignment.rates, assignment.stay):
         digest.update(np.ascontiguousarray(values).tobytes())
     return digest.hexdigest()
 

@@ -24,7 +24,7 @@ from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon, w
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Released
 from dpfl_jax.federation.federated import Federated, FederatedSteps, add_released
-from dpfl_jax.federation.federated_run import federation_of, noised, read_subjects
+from dpfl_jax.federation.federated_run import federation_of, identity, noised, read_subjects
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.mechanisms import SiloFacts
@@ -121,9 +121,9 @@ class _Own(RoundBuilder):
         return np.array([self.index] * here, np.int64)
 
 
-def round_key(run_key: RootKey, round_index: int) -> RootKey:
-    """A silo's key in a round; ``run_key`` is its own in this run."""
-    return run_key.child("round", round_index)
+def round_key(key: RootKey, round_index: int) -> RootKey:
+    """A silo's key in a round, of one that is its own."""
+    return key.child("round", round_index)
 
 
 class Subjects:
@@ -159,11 +159,6 @@ class Subjects:
         where = np.full(len(self.subjects), index)
         return FederatedData.from_assignment(self.store, self.subjects, where, count, self.keep)
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the records and their subjects; sensitive."""
-        return self.as_silo(0, 1).fingerprint
-
     def work(self, plan: Plan, index: int, key: RootKey) -> SubjectWork:
         """What a plan asks of this silo; ``key`` is used for nothing else."""
         return SubjectWork(self, plan, index, key)
@@ -178,6 +173,7 @@ class SubjectWork:
         data = held.as_silo(index, len(facts))
         self.federation, self.groups = noised(config, facts, plan.noise)
         self.public = self.federation
+        personal = None
         if config.mechanism.kind == "rpdp":
             delta = config.privacy.delta
             assert delta is not None
@@ -186,6 +182,7 @@ class SubjectWork:
                 config, bare, data, held.store, held.keys, delta, plan.noise[0]
             )
             personal.check(config.federation.rounds)
+        self._personal, self._data = personal, data
         model = build_by_name(config.model.kind, held.task, config.model.options)
         local, server = _optimizers(config)
         assert config.privacy.delta is not None
@@ -211,6 +208,11 @@ class SubjectWork:
         return FederatedSteps(self.algorithm, self.key, 0, builder=own)
 
     @property
+    def fingerprint(self) -> str:
+        """Of all that is drawn from: records, subjects, and rates of their own; sensitive."""
+        return identity(self._data, self._personal)
+
+    @property
     def state_like(self) -> PyTree:
         """What the silo keeps between rounds: its optimiser's state, or nothing."""
         if not self.algorithm.keep:
@@ -230,40 +232,52 @@ class SubjectWork:
 
     def asked(self, policy: Policy) -> Asked:
         """What the plan asks, as this silo computes it."""
-        mechanism = self.public.mechanism
-        record = policy.unit == "record" and mechanism.unit == "record"
-        price = federated_epsilon if record else subject_epsilon
+        epsilon, _, subject = self._priced(policy)
         return Asked(
-            mechanism.kind,
+            self.public.mechanism.kind,
             self.rounds,
             self.public.silos[self.index].mechanism.sigma,
-            price(self.public, policy.delta),
-            "record" if record else "subject",
+            epsilon,
+            "subject" if subject else "record",
         )
 
     def charge(self, policy: Policy) -> Charge:
-        """What a ledger is charged for the whole run."""
-        guarantee = self.guarantee()
-        event = whole_event(self.public, policy.delta)
-        return Charge(event, policy.delta, guarantee.unit, guarantee.adjacency)
+        """What a ledger is charged for the whole run: what ``asked`` computes."""
+        _, federation, subject = self._priced(policy)
+        event = whole_event(federation, policy.delta, subject)
+        return Charge(event, policy.delta, policy.unit, f"add-or-remove one {policy.unit}")
+
+    def _priced(self, policy: Policy) -> tuple[float, Federation, bool]:
+        """Epsilon of the policy's unit, the federation of which it is, and whether of a subject.
+
+        What the plan says of other silos is the server's word: a person costs no less than if all
+        silos that hold records of hers did what this one does.
+        """
+        subject = not policy.unit == self.public.mechanism.unit == "record"
+        price = subject_epsilon if subject else federated_epsilon
+        silos = (self.public.silos[self.index],) * len(self.public.silos)
+        seen = (self.public, dataclasses.replace(self.public, silos=silos))
+        epsilons = [price(federation, policy.delta) for federation in seen]
+        return max(epsilons), seen[int(np.argmax(epsilons))], subject
 
     def guarantee(self) -> Guarantee:
         """Of the whole run."""
         return guarantee_of(self.config, self.public, self.groups, self.rounds)
 
     def message(
-        self, round_index: int, params: PyTree, state: PyTree, answered: int
+        self, round_index: int, key: RootKey, params: PyTree, state: PyTree, answered: int
     ) -> tuple[PyTree | None, PyTree]:
         """What leaves the silo in a round (None if its coin says no), and its new state.
 
         Args:
           round_index: which round.
+          key: of its draws, used for nothing else.
           params: of the server.
           state: what the silo kept after the last round in which it took part.
           answered: rounds in which it took part before.
         """
         del answered
-        builder = self._steps.builder
+        builder = dataclasses.replace(self._steps.builder, key=key)
         mine = builder.cohort(round_index)
         if not len(mine):
             return None, state

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ from dpfl_jax.federation.isrl.schedule import silo_draws
 from dpfl_jax.federation.silo_statement import isrl_statement
 from dpfl_jax.flower.federated import Ask
 from dpfl_jax.flower.plan import Plan
-from dpfl_jax.flower.policy import Asked, Policy
+from dpfl_jax.flower.policy import Asked, Policy, RefusedError
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Steps, Taken
@@ -76,7 +75,9 @@ class Records:
         self.config, loss = config, config.model.loss
         own = dataclasses.replace(config.data, silos=1)
         found = load_silos(own, softmax=loss == "softmax", signed=loss == "hinge")
-        self.train, self.owners = found.train, found.owners
+        self.train = found.train
+        # Whether a record is a person, as far as the table says.
+        self.one_each = config.data.user_column is not None and not found.owners
         self.fingerprint, self.description = found.fingerprint, found.description
         kind: Any = "classes" if found.classes else "regression"
         self.task = tasks.Task(kind, (found.features,), found.classes)
@@ -102,6 +103,11 @@ class MessageWork:
         self.rounds = self.parameters.rounds
         self.like = np.zeros(self.task.shape, np.float32)
 
+    @property
+    def fingerprint(self) -> str:
+        """Of the records; sensitive."""
+        return self.held.fingerprint
+
     def start(self) -> Any:
         """Nothing is kept between rounds."""
         return ()
@@ -111,16 +117,19 @@ class MessageWork:
 
     def asked(self, policy: Policy) -> Asked:
         """What the plan asks, as this silo computes it."""
-        multiplier, rounds = self.noise.noise_multiplier, self.rounds
-        if policy.unit == "subject" and self.held.owners:
-            # A person of several records is no unit of this guarantee.
-            return Asked(_mechanism(self.config), rounds, multiplier, math.inf, "subject")
+        if policy.unit == "subject" and not self.held.one_each:
+            raise RefusedError(
+                f"{_mechanism(self.config)} protects a record, and nothing shows that each person "
+                "has one here: name data.user_column, with one record per person, or set "
+                "policy.unit to record"
+            )
+        multiplier = self.noise.noise_multiplier
         epsilon = accounting.epsilon(self.noise.event, policy.delta, relation=REPLACE)
-        return Asked(_mechanism(self.config), rounds, multiplier, epsilon, "record")
+        return Asked(_mechanism(self.config), self.rounds, multiplier, epsilon, policy.unit)
 
     def charge(self, policy: Policy) -> Charge:
         """What a ledger is charged for the whole run."""
-        return Charge(self.noise.event, policy.delta, "record", "replace one record")
+        return Charge(self.noise.event, policy.delta, policy.unit, f"replace one {policy.unit}")
 
     def guarantee(self) -> Guarantee:
         """Of the whole run, for this silo's records."""
@@ -135,8 +144,8 @@ class MessageWork:
         return self.noise.rounds
 
     @functools.cached_property
-    def _program(self) -> tuple[Round, SiloData, np.ndarray, np.ndarray]:
-        """The round, the padded data with this silo alone in them, its keys and its order."""
+    def _program(self) -> tuple[Round, SiloData, np.ndarray]:
+        """The round, the padded data with this silo alone in them, and its order."""
         silos, capacity = len(self.sizes), int(self.sizes.max())
         mine = jax.device_get(self.held.train.examples)
 
@@ -149,20 +158,23 @@ class MessageWork:
             jax.tree.map(lambda x: jnp.asarray(padded(x)), mine), jnp.asarray(self.sizes, jnp.int32)
         )
         own = int(self.sizes[self.index])
-        keys, order = silo_draws(self.key, self.rounds, own, capacity)
+        _, order = silo_draws(self.key, self.rounds, own, capacity)
         rank = np.zeros((silos, capacity), np.int32)
         rank[self.index] = order
         method = make_method(self.config, self.parameters)
-        return Round(self.config, self.task, self.parameters, method), data, keys, rank
+        return Round(self.config, self.task, self.parameters, method), data, rank
 
-    def message(self, round_index: int, params: Any, state: Any, answered: int) -> tuple[Any, Any]:
+    def message(
+        self, round_index: int, key: RootKey, params: Any, state: Any, answered: int
+    ) -> tuple[Any, Any]:
         """What leaves the silo in a round; None once its records or its noise are used up."""
         if answered >= self._most:
             return None, state
-        program, data, keys, rank = self._program
+        del round_index
+        program, data, rank = self._program
         silos = len(self.sizes)
         every = np.zeros((silos, 2, 8), np.uint32)
-        every[self.index] = keys[round_index]
+        every[self.index] = round_words(key)
         turn = np.zeros(silos, np.int32)
         turn[self.index] = answered
         row = {
@@ -172,6 +184,11 @@ class MessageWork:
         }
         sent = program.messages(jnp.asarray(params), row, data, jnp.asarray(rank))
         return jax.device_get(sent[self.index]), state
+
+
+def round_words(key: RootKey) -> np.ndarray:
+    """uint32 [2, 8]: keys of a round's sample and noise, as in ``Schedule.keys``."""
+    return key.numpy("isrl-keys").integers(0, 2**32, (2, 8), dtype=np.uint32)
 
 
 class MessageServer:

@@ -56,10 +56,15 @@ class Log:
         sealed = json.loads(json.dumps({**row, "previous": self._previous}))
         line = json.dumps({**sealed, "seal": self._seal(sealed)}, sort_keys=True).encode()
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(line + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        before = os.fstat(descriptor).st_size
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(line + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except BaseException:  # a part of a line would make the next one unreadable
+            os.truncate(self.path, before)
+            raise
         self._previous = hashlib.sha256(line).hexdigest()
         self.rows.append(row)
         return row

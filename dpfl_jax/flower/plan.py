@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from dpfl_jax.config import FederatedConfig, IsrlConfig, config_to_dict
+from dpfl_jax.config.base import NAME
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower.wire import MessageError
+from dpfl_jax.mechanisms.base import check_noise_multiplier
+
+_MOST_NAME = 300
 
 # What each party has for itself: where its data lie, what it keeps, its ledger.
 _OWN_DATA = (
@@ -126,17 +131,25 @@ class Plan:
 
         Raises:
           MessageError: it is none.
+          BadInputError: noise that is no noise multiplier.
         """
         try:
             plan = cls(**plain)
             names = [row["name"] for row in plan.silos]
             whole = isinstance(plan.run, str) and isinstance(plan.study, dict)
+            whole &= len(plan.run) <= _MOST_NAME and plan.run.isprintable()
+            whole &= re.match(NAME, plan.run) is not None
+            whole &= all(isinstance(name, str) for name in names)
+            sizes = [v for row in plan.silos for key, v in row.items() if key != "name"]
+            whole &= all(type(size) is int and size > 0 for size in sizes)
             whole &= len(plan.noise) == len(names) == len(set(names))
             whole &= all(isinstance(sigma, float) for sigma in plan.noise)
-        except (TypeError, KeyError):
+        except (TypeError, KeyError, AttributeError):
             whole = False
         if not whole:
             raise MessageError("what the server sent is no plan")
+        for sigma in plan.noise:
+            check_noise_multiplier(sigma)
         return plan
 
     @property

@@ -39,7 +39,8 @@ class Policy(Section):
     """Limits; each is checked against what the silo itself computes from the plan.
 
     Attributes:
-      epsilon: largest of one run, for one of the silo's people.
+      epsilon: largest of one run, for one of the silo's people. Personal budgets (rPDP) hold per
+        run, too: a person's add up over runs, and total_epsilon counts each run's epsilon alone.
       delta: at which epsilon is computed.
       unit: who these people are: subject (with all records here and in other silos), or record.
       total_epsilon: largest of all runs together, by the silo's ledger; null: no limit.

@@ -9,7 +9,8 @@ Requests, each answered by one reply (``wire``):
 
 A round is answered once: whoever asks for it again with the same bytes gets the same bytes, and
 with other parameters a refusal, because the same noise on two sums would cancel. What was asked is
-on the disk before it is computed, and what is sent before it is sent.
+on the disk before it is computed, and what is sent before it is sent. A round's draws come from a
+number that is drawn when it is asked for, so that a folder restored from a copy draws anew.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from dpfl_jax.run.directory import write_atomically
 from dpfl_jax.run.report import environment
 
 CONFIG, KEY, LEDGER, LOG = "silo.yaml", "private/root_key", "ledger.jsonl", "log.jsonl"
+_MOST_TOLD = 500  # characters of a request that are written down
 _HELD: dict[Any, Any] = {FederatedConfig: federated.Subjects, IsrlConfig: isrl.Records}
 
 
@@ -147,6 +149,7 @@ class _Run:
     plan: Plan
     work: Any
     folder: pathlib.Path
+    nonce: str
 
 
 class Silo:
@@ -161,19 +164,32 @@ class Silo:
         self.folder = pathlib.Path(folder).absolute()
         self.console = console or Console(quiet=True)
         self.config = read_silo_config(self.folder)
-        self._lock = (self.folder / "silo.lock").open("w")
+        self._key = read_key(self.folder)
+        # Of the key itself: who deletes what is locked has no silo any more.
+        self._lock = (self.folder / KEY).open("r+")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise BadInputError(f"another process works for the silo in {self.folder}") from None
         self.name, self.policy = self.config.name, self.config.policy
-        self._key = read_key(self.folder)
         study = study_config(self.folder, self.config)
         self.study = study_of(study)
         self.held = _HELD[type(study)](study)
         self.log = Log(self.folder / LOG, self._key)
         self.ledger = accounting.Ledger(self.folder / LEDGER)
         self._runs: dict[str, _Run] = {}
+        charged = self._charged()
+        for row in self.log.rows:
+            if row["kind"] == "accepted" and row["run"] not in charged:
+                raise BadInputError(
+                    f"run {row['run']} is in {self.folder / LOG} but not in {LEDGER}, so that "
+                    "nobody knows any more what was spent: bring the ledger back, or begin a new "
+                    "silo with `dpfl silo init`"
+                )
+
+    def _charged(self) -> set[str]:
+        """Runs of the ledger, in all its accounts."""
+        return {run for account in self.ledger.accounts() for run in self.ledger.runs(account)}
 
     def close(self) -> None:
         """Lets another process work."""
@@ -200,12 +216,15 @@ class Silo:
             if kind == "done":
                 return self._done(header)
             raise RefusedError(f"this silo does not know the request {kind!r}")
-        except BadInputError as error:
-            told = {k: header.get(k) for k in ("kind", "run", "round") if header.get(k) is not None}
-            self.log.append("refused", asked=told, why=str(error))
-            self.console.print(f"refused: {error}", markup=False, highlight=False)
-            mine = not isinstance(error, RefusedError | MessageError)
-            why = "its operator knows why (its log says so)" if mine else str(error)
+        except (BadInputError, RecursionError) as error:
+            kept = {key: header.get(key) for key in ("kind", "run", "round")}
+            told = {k: str(v)[:_MOST_TOLD] for k, v in kept.items() if isinstance(v, str | int)}
+            # A server's words move no cursor on the operator's screen, and fill no disk.
+            why = "".join(c if c.isprintable() else "?" for c in str(error))[:_MOST_TOLD]
+            self.log.append("refused", asked=told, why=why)
+            self.console.print(f"refused: {why}", markup=False, highlight=False)
+            if not isinstance(error, RefusedError | MessageError):
+                why = "its operator knows why (its log says so)"
             return pack({"kind": "refused", "silo": self.name, "why": why})
 
     def _hello(self, header: dict[str, Any]) -> bytes:
@@ -218,42 +237,49 @@ class Silo:
 
     def _plan(self, header: dict[str, Any]) -> bytes:
         plan = Plan.from_json(header.get("plan"))
-        known = self.log.find("accepted", run=plan.run)
+        accepted = self.log.find("accepted", run=plan.run)
+        known = accepted or self.log.find("accepting", run=plan.run)
         if known is not None and known["plan"] != plan.digest:
             raise RefusedError(
                 f"run {plan.run} began with another plan: a changed plan is another run"
             )
         run = self._opened(plan, known)
-        guarantee = run.work.guarantee()
-        if known is None:
-            self._accept(run, guarantee)
+        if accepted is None:
+            self._accept(run, known)
         return pack({"kind": "accepted", "silo": self.name, "plan": plan.digest})
 
-    def _accept(self, run: _Run, guarantee: Any) -> None:
+    def _accept(self, run: _Run, begun: dict[str, Any] | None) -> None:
         """Everything that is irrevocable, in an order in which a crash can only over-report."""
         plan, work = run.plan, run.work
+        guarantee = work.guarantee()
         work.check()
-        charge = work.charge(self.policy)
+        charge, most = work.charge(self.policy), self.policy.total_epsilon
         account = accounting.Account(self.name, charge.unit, charge.adjacency)
-        if plan.run in self.ledger.runs(account):
+        others = [other for other in self.ledger.accounts() if other != account]
+        if others and most is not None:
+            raise BadInputError(
+                f"the ledger counts other runs by another measure ({others[0].adjacency}), which "
+                f"does not add up with this run's ({account.adjacency}): keep to one policy.unit "
+                "and to plans of one measure, or remove policy.total_epsilon"
+            )
+        if begun is None and plan.run in self._charged():
             raise RefusedError(
                 f"run {plan.run} is in the ledger but not in the log, so that nobody knows what "
                 "was sent in it: begin another run"
             )
-        most = self.policy.total_epsilon
+        told = {"run": plan.run, "plan": plan.digest, "nonce": run.nonce, "data": self._data(work)}
+        if begun is None:
+            self.log.append("accepting", **told)  # if it dies now, the same plan goes on
         found = self.ledger.reserve(account, plan.run, charge.event, charge.delta, most)
         write_atomically(run.folder / "plan.json", json.dumps(plan.to_json()), mode=0o600)
         self.log.append(
             "accepted",
-            run=plan.run,
-            plan=plan.digest,
-            nonce=self._nonce(run.folder),
-            data=self._key.keyed_digest("data", self.held.fingerprint),
+            **told,
             guarantee=guarantee.to_json(),
             ledger={"before": found.before, "after": found.after, "delta": found.delta},
         )
-        told = f"accepted run {plan.run}: {guarantee.summary()}; the whole of it is in {LOG}"
-        self.console.print(told, markup=False, highlight=False)
+        said = f"accepted run {plan.run}: {guarantee.summary()}; the whole of it is in {LOG}"
+        self.console.print(said, markup=False, highlight=False)
 
     def _opened(self, plan: Plan, known: dict[str, Any] | None) -> _Run:
         """The run of a plan, after everything about it was checked."""
@@ -264,18 +290,13 @@ class Silo:
             raise RefusedError(f"the plan's study is not this silo's: {different}")
         if self.name not in plan.names:
             raise RefusedError(f"the plan is for the silos {plan.names}, not for {self.name}")
+        if any(set(row) != {"name", *self.held.facts} for row in plan.silos):
+            raise RefusedError(f"the plan's silos are not told by {sorted(self.held.facts)} alone")
         index = plan.names.index(self.name)
         if plan.silos[index] != {"name": self.name, **self.held.facts}:
             raise RefusedError(
                 f"the plan says that this silo is {plan.silos[index]}, but it holds "
                 f"{self.held.facts}"
-            )
-        if known is not None and known["data"] != self._key.keyed_digest(
-            "data", self.held.fingerprint
-        ):
-            raise RefusedError(
-                f"this silo's data are not those that run {plan.run} began with: bring them back, "
-                "or begin another run"
             )
         folder = self.folder / "runs" / hashlib.sha256(plan.run.encode()).hexdigest()[:24]
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -283,10 +304,18 @@ class Silo:
         # Of the plan, and of a number that only this silo drew: no other run has these draws.
         key = self._key.child(f"run:{plan.digest}:{nonce}")
         work = self.held.work(plan, index, key)
+        if known is not None and known["data"] != self._data(work):
+            raise BadInputError(
+                f"this silo's data are not those that run {plan.run} began with: bring them back, "
+                "or begin another run"
+            )
         self.policy.check(work.asked(self.policy))
-        run = _Run(plan, work, folder)
+        run = _Run(plan, work, folder, nonce)
         self._runs[plan.run] = run
         return run
+
+    def _data(self, work: Any) -> str:
+        return self._key.keyed_digest("data", work.fingerprint)
 
     def _nonce(self, folder: pathlib.Path) -> str:
         """Drawn once, and kept before anything is computed with it."""
@@ -315,6 +344,7 @@ class Silo:
             raise RefusedError(f"run {name} has rounds 0 to {work.rounds - 1}, but no {number!r}")
         if self.log.find("finished", run=name):
             raise RefusedError(f"run {name} is finished")
+        self._catch_up(run)
         asked = self.log.find("asked", run=name, round=number)
         if asked is not None and asked["request"] != digest:
             raise RefusedError(
@@ -322,10 +352,15 @@ class Silo:
                 "same noise on two sums would cancel"
             )
         message, kept = run.folder / f"{number:06d}.message", run.folder / f"{number:06d}.state"
-        if asked is not None and message.exists():
-            reply = message.read_bytes()
-            if self.log.find("answered", run=name, round=number) is None:
-                self._answered(name, number, reply)  # it died before it could say so
+        answered = self.log.find("answered", run=name, round=number)
+        reply = message.read_bytes() if message.exists() else None
+        told = None if reply is None else hashlib.sha256(reply).hexdigest()
+        if told != (None if answered is None else answered["message"]):
+            raise RefusedError(
+                f"what was sent in round {number} of run {name} is not what the log says, so that "
+                "nobody knows what a second answer would give away: begin another run"
+            )
+        if reply is not None:
             self.log.append("repeated", run=name, round=number)
             return reply
         here = self._computed_with()
@@ -342,22 +377,32 @@ class Silo:
         params = tree_of(arrays, "params", work.like)
         if not is_finite(params):
             raise RefusedError(f"the parameters of round {number} are not finite")
-        answered = self._rounds(name, "answered", sent=True)
-        state = self._state(run, answered)
+        taken = self._rounds(name, "answered", sent=True)
+        state = self._state(run, taken)
         if asked is None:
-            self.log.append("asked", run=name, round=number, request=digest, computed_with=here)
-        released, state = work.message(number, params, state, len(answered))
-        told = {"run": name, "round": number, "silo": self.name, "plan": run.plan.digest}
+            drawn = {"nonce": secrets.token_hex(32), "computed_with": here}
+            asked = self.log.append("asked", run=name, round=number, request=digest, **drawn)
+        key = drawn_key(work.key, asked["nonce"])
+        released, state = work.message(number, key, params, state, len(taken))
+        header = {"run": name, "round": number, "silo": self.name, "plan": run.plan.digest}
         if released is None:
-            reply = pack({"kind": "absent", **told})
+            reply = pack({"kind": "absent", **header})
         else:
-            reply = pack({"kind": "message", **told}, released=released)
+            reply = pack({"kind": "message", **header}, released=released)
             _write(kept, pack({}, state=state))
         _write(message, reply)
         self._answered(name, number, reply)
         what = "not in this round" if released is None else "sent"
         self.console.print(f"round {number + 1} of {work.rounds}: {what}", highlight=False)
         return reply
+
+    def _catch_up(self, run: _Run) -> None:
+        """Logs what was sent, perhaps, before the silo died or its disk was full."""
+        name = run.plan.run
+        for number in sorted({*self._rounds(name, "asked")} - {*self._rounds(name, "answered")}):
+            path = run.folder / f"{number:06d}.message"
+            if path.exists():
+                self._answered(name, number, path.read_bytes())
 
     def _answered(self, name: str, number: int, reply: bytes) -> None:
         sent = unpack(reply)[0]["kind"] == "message"
@@ -368,7 +413,10 @@ class Silo:
         """What the silo kept after the last round in which it took part."""
         if not answered:
             return run.work.start()
-        _, arrays = unpack((run.folder / f"{max(answered):06d}.state").read_bytes())
+        path = run.folder / f"{max(answered):06d}.state"
+        if not path.exists():
+            raise BadInputError(f"{path} is missing: bring it back, or begin another run")
+        _, arrays = unpack(path.read_bytes())
         return tree_of(arrays, "state", run.work.state_like)
 
     def _rounds(self, name: str, kind: str, **like: Any) -> list[int]:
@@ -383,6 +431,7 @@ class Silo:
     def _done(self, header: dict[str, Any]) -> bytes:
         run = self._accepted(header)
         if not self.log.find("finished", run=run.plan.run):
+            self._catch_up(run)
             self.ledger.commit(run.plan.run)
             rounds = len(self._rounds(run.plan.run, "answered"))
             self.log.append("finished", run=run.plan.run, rounds=rounds)
@@ -401,3 +450,13 @@ def _write(path: pathlib.Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def drawn_key(run_key: RootKey, nonce: str) -> RootKey:
+    """What a round's coin, sample and noise come from: ``nonce`` is in the log, drawn for it."""
+    return run_key.child(f"drawn:{nonce}")

@@ -50,7 +50,7 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         arrays = load(data)
         told = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
         header = json.loads(told["__metadata__"][_HEADER])
-    except (SafetensorError, ValueError, KeyError, TypeError):
+    except (SafetensorError, ValueError, KeyError, TypeError, RecursionError):
         header = None
     if not isinstance(header, dict):
         raise MessageError("these bytes are no message of this protocol")

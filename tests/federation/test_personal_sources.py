@@ -11,7 +11,7 @@ from rich.console import Console
 from dpfl_jax.config.federated import BudgetConfig, FederatedConfig, FederatedDataConfig
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.federated_run import _identity, prepare
+from dpfl_jax.federation.federated_run import identity, prepare
 from dpfl_jax.federation.partition import assign_by_labels
 from dpfl_jax.federation.personal.budgets import budgets_of_column
 from dpfl_jax.federation.personal.personalise import column_budgets, record_budgets
@@ -228,8 +228,8 @@ def test_an_edited_budget_is_named_when_a_run_goes_on(tmp_path):
 def test_a_run_does_not_go_on_with_other_budgets():
     prepared = prepare(config(), Console(quiet=True))
     same = prepare(config(), Console(quiet=True))
-    assert _identity(prepared) == _identity(same)
+    assert identity(prepared.data, prepared.personal) == identity(same.data, same.personal)
     withdrawn = prepared.personal.budgets.copy()
     withdrawn[0] = 0.0
     personal = dataclasses.replace(prepared.personal, budgets=withdrawn)
-    assert _identity(dataclasses.replace(prepared, personal=personal)) != _identity(prepared)
+    assert identity(prepared.data, personal) != identity(prepared.data, prepared.personal)

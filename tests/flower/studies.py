@@ -2,9 +2,11 @@
 simulation of the same with the silos' own keys."""
 
 import csv
+import dataclasses
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import yaml
 from rich.console import Console
@@ -18,7 +20,8 @@ from dpfl_jax.federation.isrl.runs.messages import Messages, MessageSteps
 from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.flower.federated import _alone, _one_device, _optimizers, round_key
-from dpfl_jax.flower.silo import Silo, make_key
+from dpfl_jax.flower.isrl import round_words
+from dpfl_jax.flower.silo import Silo, drawn_key, make_key
 from dpfl_jax.flower.wire import unpack
 
 QUIET = Console(quiet=True)
@@ -133,6 +136,13 @@ def config_of(folder):
     return load_config(folder / "study.yaml")
 
 
+def drawn(silo):
+    """The key of each round that the silo's only run was asked for."""
+    run = next(iter(silo._runs.values()))
+    asked = [row for row in silo.log.rows if row["kind"] == "asked"]
+    return {row["round"]: drawn_key(run.work.key, row["nonce"]) for row in asked}
+
+
 def simulated(folder, silos, noise, names=NAMES):
     """The simulation's final parameters, drawn from the silos' keys.
 
@@ -149,11 +159,11 @@ def simulated(folder, silos, noise, names=NAMES):
         ready = federated_run.dataclasses.replace(
             ready, federation=ready.federation.with_noise(noise)
         )
-    keys = [next(iter(silos[name]._runs.values())).work.key for name in names]
+    keys = [drawn(silos[name]) for name in names]
 
     class Builder(RoundBuilder):
         def silo_key(self, silo, round_index):
-            return round_key(keys[silo], round_index)
+            return round_key(keys[silo][round_index], round_index)
 
     local, server = _optimizers(config)
     run = Federated(
@@ -163,7 +173,7 @@ def simulated(folder, silos, noise, names=NAMES):
         mesh=_one_device(), server=server,
         keep_local_state=config.federation.local_state == "keep", execution=_alone(config),
     )  # fmt: skip
-    steps, state = FederatedSteps(run, keys[0], 0, builder=Builder), run.init()
+    steps, state = FederatedSteps(run, keys[0][0], 0, builder=Builder), run.init()
     for _, inputs in steps.inputs():
         state, _ = steps.step(state, inputs)
     return jax.device_get(state.params)
@@ -183,6 +193,8 @@ def simulated_messages(folder, silos, names=NAMES):
         keys[0], parameters.rounds, np.asarray(data.sizes), one_pass_batch=one_pass,
         most_rounds=config.isrl.most_rounds, silo_key=lambda i: keys[i],
     )  # fmt: skip
+    rounds = [[round_words(key) for key in drawn(silos[name]).values()] for name in names]
+    schedule = dataclasses.replace(schedule, keys=jnp.asarray(np.stack(rounds, axis=1)))
     mesh = _one_device()
     steps = MessageSteps(Messages(config, ready.task, data, parameters, mesh), keys[0], 0)
     steps.schedule, state = schedule, steps.run.init()

@@ -3,22 +3,25 @@
 import dataclasses
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
+from safetensors.numpy import save
 
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting import epsilon, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.flower import Plan
 from dpfl_jax.flower import silo as silo_module
 from dpfl_jax.flower.federated import Subjects, facts_of, guarantee_of, noised
+from dpfl_jax.flower.log import Log
 from dpfl_jax.flower.plan import study_of
 from dpfl_jax.flower.policy import Asked
 from dpfl_jax.flower.silo import Silo, make_key, read_key
 from dpfl_jax.flower.wire import pack, tree_of, unpack
 from dpfl_jax.run.prepared import Charge
-from tests.flower.studies import POLICY, config_of, kind_of, make_silos, study, why
+from tests.flower.studies import ISRL, POLICY, config_of, drawn, kind_of, make_silos, study, why
 
 PARAMS = {"w": np.arange(3, dtype=np.float32)}
 
@@ -29,8 +32,10 @@ class Work:
     like = PARAMS
     computed = 0
 
-    def __init__(self, config, plan, index, key):
+    def __init__(self, held, plan, index, key):
+        config = held.config
         self.config, self.plan, self.key = config, plan, key
+        self.fingerprint = held.as_silo(0, 1).fingerprint
         self.rounds = config.federation.rounds
         self.federation: Federation = noised(config, facts_of(plan.silos), plan.noise)[0]
         self.sigma = plan.noise[index]
@@ -52,10 +57,10 @@ class Work:
     def guarantee(self):
         return guarantee_of(self.config, self.federation, (), self.rounds)
 
-    def message(self, number, params, state, answered):
+    def message(self, number, key, params, state, answered):
         assert int(state["taken"]) == answered
         Work.computed += 1
-        noise = self.key.child("round", number).numpy("noise").normal(size=3)
+        noise = key.child("round", number).numpy("noise").normal(size=3)
         state = {"taken": np.int32(answered + 1)}
         return {"w": (params["w"] + noise).astype(np.float32)}, state
 
@@ -65,7 +70,7 @@ def made(tmp_path, monkeypatch):
     """A folder of one silo, whose plans compile nothing."""
     folder = make_silos(tmp_path, study(), POLICY)["bern"]
     monkeypatch.setattr(
-        Subjects, "work", lambda held, plan, index, key: Work(held.config, plan, index, key)
+        Subjects, "work", lambda held, plan, index, key: Work(held, plan, index, key)
     )
     Work.computed = 0
     return folder
@@ -107,9 +112,8 @@ def test_a_round_is_answered_once_and_repeated_to_the_bit(made):
     assert Work.computed == 1
     other = {"w": PARAMS["w"] + 1}
     assert "would cancel" in why(ask(silo, plan, params=other))
-    assert kind_of(ask(silo, plan, 1, other)) == "message"  # another round has noise of its own
-    silo.log.rows[:] = [row for row in silo.log.rows if row.get("round") != 0]
-    assert "round 0 of run run-1 is past" in why(ask(silo, plan))
+    assert kind_of(ask(silo, plan, 2, other)) == "message"  # another round has noise of its own
+    assert "round 1 of run run-1 is past" in why(ask(silo, plan, 1))
     assert Work.computed == 2
 
 
@@ -125,7 +129,7 @@ def test_a_silo_that_died_between_asking_and_answering_computes_the_same(made, m
     other = {"w": PARAMS["w"] + 1}
     assert "would cancel" in why(ask(silo, plan, params=other))
     found = unpack(ask(silo, plan))[1]["released['w']"]
-    noise = silo._runs[plan.run].work.key.child("round", 0).numpy("noise").normal(size=3)
+    noise = drawn(silo)[0].child("round", 0).numpy("noise").normal(size=3)
     np.testing.assert_array_equal(found, (PARAMS["w"] + noise).astype(np.float32))
     # ... and it died once more, after the message was on the disk and before the log said so.
     rows = silo.log.path.read_bytes().split(b"\n")
@@ -137,6 +141,69 @@ def test_a_silo_that_died_between_asking_and_answering_computes_the_same(made, m
     assert kind_of(ask(silo, plan, 1)) == "message"  # its state is that after round 0
 
 
+def messages(silo):
+    return sorted(silo.folder.glob("runs/*/*.message"))
+
+
+def test_an_answer_that_is_gone_is_not_computed_again(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    ask(silo, plan)
+    (path,) = messages(silo)
+    kept = path.read_bytes()
+    for damaged in (None, kept[:-1] + bytes([kept[-1] ^ 1])):
+        path.unlink(missing_ok=True)
+        if damaged is not None:
+            path.write_bytes(damaged)
+        silo = again(silo)
+        assert "not what the log says" in why(ask(silo, plan))
+    path.write_bytes(kept)
+    path.with_name("000001.message").write_bytes(kept)  # of a log that was cut
+    assert "not what the log says" in why(ask(silo, plan, 1))
+    assert ask(silo, plan) == kept
+    assert Work.computed == 1
+
+
+def test_a_round_that_was_sent_counts_although_the_log_could_not_say_so(made, monkeypatch):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    with monkeypatch.context() as patch:
+        patch.setattr(Silo, "_answered", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        with pytest.raises(OSError, match="disk full"):
+            ask(silo, plan)
+    silo = again(silo)
+    # Work asserts that the second turn is given out, with the state after the first.
+    assert kind_of(ask(silo, plan, 1)) == "message"
+    assert silo._rounds(plan.run, "answered", sent=True) == [0, 1]
+
+
+def test_a_folder_from_a_copy_draws_anew(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    log = silo.log.path.read_bytes()
+    sums = []
+    for shift in (0, 1):  # the same noise on both would show the shift
+        sums.append(unpack(ask(silo, plan, params={"w": PARAMS["w"] + shift}))[1]["released['w']"])
+        silo.log.path.write_bytes(log)
+        for path in messages(silo):
+            path.unlink()
+        silo = again(silo)
+    assert abs(sums[1] - sums[0] - 1).max() > 1e-3  # false alarms: about 1e-10
+
+
+def test_two_processes_do_not_answer_for_one_silo(made):
+    silo = Silo(made)
+    for path in made.glob("*lock*"):  # "a stale lock"
+        path.unlink()
+    with pytest.raises(BadInputError, match="another process"):
+        Silo(made)
+    silo.close()
+    Silo(made).close()
+
+
 def test_other_software_repeats_what_is_stored_and_computes_no_half_done_round(made, monkeypatch):
     silo = Silo(made)
     plan = plan_of(silo)
@@ -145,7 +212,9 @@ def test_other_software_repeats_what_is_stored_and_computes_no_half_done_round(m
     told = {"kind": "round", "run": plan.run, "plan": plan.digest, "round": 1}
     request = pack(told, params=PARAMS)
     digest = hashlib.sha256(request).hexdigest()
-    silo.log.append("asked", run=plan.run, round=1, request=digest, computed_with="another")
+    silo.log.append(
+        "asked", run=plan.run, round=1, request=digest, computed_with="another", nonce="1"
+    )
     silo = again(silo)
     monkeypatch.setattr(silo_module, "environment", lambda: {"jax": "a third"})
     assert ask(silo, plan) == first
@@ -244,6 +313,163 @@ def test_nothing_is_spent_without_the_log(made):
     )
 
 
+def test_a_ledger_that_lags_behind_the_log_is_noticed(made):
+    silo = Silo(made)
+    agree(silo, plan_of(silo))
+    before = silo.ledger.path.read_bytes()
+    agree(silo, plan_of(silo, "run-2"))
+    silo.ledger.path.write_bytes(before)
+    silo.close()
+    with pytest.raises(BadInputError, match=r"run run-2 is in .* but not in ledger.jsonl"):
+        Silo(made)
+
+
+def test_a_silo_that_died_while_it_accepted_goes_on_with_the_same_plan_alone(made, monkeypatch):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    write = Log.append
+
+    def dies(log, kind, **row):
+        if kind == "accepted":
+            raise KeyboardInterrupt
+        return write(log, kind, **row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Log, "append", dies)
+        with pytest.raises(KeyboardInterrupt):
+            agree(silo, plan)
+    silo = again(silo)
+    assert "another plan" in why(agree(silo, plan_of(silo, noise=1.5)))
+    assert kind_of(agree(silo, plan)) == "accepted"
+    assert kind_of(ask(silo, plan)) == "message"
+
+
+def test_runs_of_another_measure_are_not_left_out_of_the_total(made, monkeypatch):
+    silo = Silo(made)
+    silo.policy = silo.policy.model_copy(update={"total_epsilon": 50.0})
+    assert kind_of(agree(silo, plan_of(silo))) == "accepted"
+    assert kind_of(agree(silo, plan_of(silo, "run-2"))) == "accepted"
+    charge = Charge(events.gaussian(2.0, 1), 1e-3, "record", "replace one record")
+    monkeypatch.setattr(Work, "charge", lambda *_: charge)
+    assert kind_of(agree(silo, plan_of(silo, "run-3"))) == "refused"
+    assert "by another measure" in silo.log.rows[-1]["why"]
+
+
+def test_a_full_disk_leaves_a_log_that_can_be_read(made, monkeypatch):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+
+    def full(descriptor):
+        os.ftruncate(descriptor, os.fstat(descriptor).st_size - 9)  # a part of the line
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dpfl_jax.flower.log.os.fsync", full)
+        with pytest.raises(OSError, match="disk full"):
+            ask(silo, plan)
+    assert Work.computed == 0
+    assert kind_of(ask(silo, plan)) == "message"
+    assert again(silo).log.rows[-1]["kind"] == "answered"
+
+
+def test_what_a_stranger_sends_fills_no_log_and_moves_no_cursor(made):
+    silo = Silo(made)
+    silo.answer(pack({"kind": "hello", "study": {"\x1b[2J" + "a" * 10**5: 1}}))
+    silo.answer(pack({"kind": "k" * 10**5, "run": ["r" * 10**5], "round": {"a": 1}}))
+    bomb = '{"kind":"x","run":' + "[" * 10**5 + "]" * 10**5 + "}"
+    assert kind_of(silo.answer(save({}, {"dpfl": bomb}))) == "refused"
+    assert silo.log.path.stat().st_size < 5000
+    assert all(row["why"].isprintable() for row in silo.log.rows)
+    assert all(set(row["asked"]) <= {"kind"} for row in silo.log.rows)
+    assert len(again(silo).log.rows) == 3
+
+
+def local_item(folder, **federation):
+    """A silo whose records are its mechanism's unit."""
+    mechanism = {
+        "kind": "local_item", "sampling_prob": 0.4, "max_items_per_subject": 5, "clip_norm": 1.0
+    }  # fmt: skip
+    policy = {**POLICY, "mechanisms": ["local_item"]}
+    raw = study(mechanism=mechanism, federation=federation)
+    return Silo(make_silos(folder, raw, policy)["bern"])
+
+
+@pytest.mark.parametrize("unit", ["subject", "record"])
+def test_the_ledger_is_charged_what_the_policy_is_held_against(tmp_path, unit):
+    silo = local_item(tmp_path)
+    policy = silo.policy.model_copy(update={"unit": unit})
+    work = silo.held.work(plan_of(silo), 1, silo._key.child("run"))
+    asked, charge = work.asked(policy), work.charge(policy)
+    assert asked.unit == charge.unit == unit
+    assert charge.adjacency == f"add-or-remove one {unit}"
+    assert epsilon(charge.event, policy.delta) >= asked.epsilon * (1 - 1e-9)
+
+
+def test_what_is_said_of_others_makes_no_silo_cheaper(tmp_path):
+    silo = local_item(tmp_path, max_silos_per_subject=3)
+
+    def cost(others):
+        plan = plan_of(silo, noise=2.0)
+        plan = dataclasses.replace(plan, noise=[others, 2.0, others])
+        work = silo.held.work(plan, 1, silo._key.child("run"))
+        charge = work.charge(silo.policy)
+        return work.asked(silo.policy).epsilon, epsilon(charge.event, silo.policy.delta)
+
+    honest, lie = cost(2.0), cost(1e6)
+    assert min(lie) >= honest[0] * (1 - 1e-9)
+    assert min(cost(1.0)) > honest[0]  # and the plan's own price, where that is larger
+
+
+@pytest.mark.parametrize("size", [0, -5, 2.5, "x", True, None])
+def test_sizes_that_are_none_are_refused(made, size):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    rows = [{**plan.silos[0], "num_records": size}, *plan.silos[1:]]
+    assert "is no plan" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
+
+
+def test_odd_plans_are_refused(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    rows = [{**plan.silos[0], "num_children": 3}, *plan.silos[1:]]
+    assert "are not told by" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
+    assert "is no plan" in why(agree(silo, dataclasses.replace(plan, run="\x1b[2J")))
+    assert "is no plan" in why(agree(silo, dataclasses.replace(plan, run="a/b")))
+    agree(silo, dataclasses.replace(plan, noise=[1e7, 2.0, 2.0]))
+    assert "noise_multiplier is 10000000.0" in silo.log.rows[-1]["why"]
+
+
+@pytest.mark.parametrize(
+    ("unit", "column", "rows", "kind"),
+    [
+        ("subject", None, "several", "refused"),
+        ("subject", "person", "several", "refused"),
+        ("subject", "person", "one", "accepted"),
+        ("record", None, "several", "accepted"),
+    ],
+)
+def test_records_are_people_only_where_the_table_says_so(tmp_path, unit, column, rows, kind):
+    policy = {**POLICY, "unit": unit, "mechanisms": ["isrl/minibatch_sgd"]}
+    folder = make_silos(tmp_path, study(ISRL, data={"user_column": column}), policy)["bern"]
+    table = tmp_path / "bern.csv"
+    lines = table.read_text().splitlines()
+    if rows == "one":
+        first = {line.split(",")[1]: line for line in reversed(lines)}
+        table.write_text("\n".join([lines[0], *sorted(set(first.values()) - {lines[0]})]))
+    silo = Silo(folder)
+    others = {"num_records": 20}
+    named = [{"name": "aarau", **others}, {"name": "bern", **silo.held.facts},
+             {"name": "chur", **others}]  # fmt: skip
+    plan = Plan("run-1", study_of(config_of(tmp_path)), named, [8.0] * 3)
+    reply = agree(silo, plan)
+    assert kind_of(reply) == kind, why(reply)
+    if kind == "refused":
+        assert "set policy.unit to record" in why(reply)
+    else:
+        assert silo.ledger.accounts()[0].unit == unit
+
+
 def test_a_log_that_was_changed_is_noticed(made):
     silo = Silo(made)
     agree(silo, plan_of(silo))
@@ -260,7 +486,29 @@ def test_data_that_changed_end_the_run(made):
     table = made.parent / "bern.csv"
     table.write_text(table.read_text().replace("bern-3", "bern-300"))
     silo = again(silo)
-    assert any(x in why(ask(silo, plan)) for x in ("not those that run", "but it holds"))
+    reply = ask(silo, plan)
+    assert kind_of(reply) == "refused"
+    told = silo.log.rows[-1]["why"]
+    assert ("not those that run" in told) != ("but it holds" in why(reply))
+
+
+def test_budgets_that_changed_end_the_run(tmp_path):
+    mechanism = {"kind": "rpdp", "clip_norm": 1.0, "expected_batch": 8.0}
+    budgets = {"kind": "column", "column": "eps", "path": str(tmp_path / "budgets.csv")}
+    privacy = {"epsilon": 10.0, "delta": 1e-3, "budgets": budgets}
+    policy = {**POLICY, "unit": "record", "mechanisms": ["rpdp"]}
+    folder = make_silos(tmp_path, study(mechanism=mechanism, privacy=privacy), policy)["bern"]
+    people = {row.split(",")[1] for row in (tmp_path / "bern.csv").read_text().splitlines()[1:]}
+
+    def fingerprint(least):
+        rows = [f"{name},{least if name == 'bern-3' else 2.0}" for name in sorted(people)]
+        (tmp_path / "budgets.csv").write_text("\n".join(["record,eps", *rows]))
+        silo = Silo(folder)
+        work = silo.held.work(plan_of(silo), 1, silo._key.child("run"))
+        silo.close()
+        return work.fingerprint
+
+    assert fingerprint(0.2) == fingerprint(0.2) != fingerprint(0.1)
 
 
 def test_a_key_is_secret_and_no_other_takes_its_place(tmp_path):
