@@ -138,8 +138,7 @@ def test_random_compositions(**case):
     check(**case)
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.slow  # CI runs fewer of them: the test above
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(**CASES)
 def test_many_random_compositions(**case):

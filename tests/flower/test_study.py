@@ -47,9 +47,13 @@ KINDS = {
 }  # fmt: skip
 
 
+def in_ci(kinds, *chosen):
+    """All kinds; those that protect most are run by CI, too."""
+    return [pytest.param(k, marks=[pytest.mark.privacy] * (k in chosen)) for k in kinds]
+
+
 @pytest.mark.slow
-@pytest.mark.privacy
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", in_ci(KINDS, "subject_uls", "rpdp"))
 def test_a_study_equals_the_simulation_to_the_last_bit(tmp_path, kind):
     raw = study(**KINDS[kind])
     folders = make_silos(tmp_path, raw, {**POLICY, "mechanisms": [kind], "epsilon": 30.0})
@@ -79,8 +83,7 @@ MESSAGES = {
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
-@pytest.mark.parametrize("kind", MESSAGES)
+@pytest.mark.parametrize("kind", in_ci(MESSAGES, "one_pass"))
 def test_messages_equal_the_simulation_to_the_last_bit(tmp_path, kind):
     raw = study(ISRL, **MESSAGES[kind])
     policy = {**POLICY, "unit": "record", "mechanisms": [f"isrl/{raw['isrl']['algorithm']}"]}

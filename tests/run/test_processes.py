@@ -355,7 +355,6 @@ def test_kill_9_of_one_process_costs_nothing(workspace, whole, victim):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_kill_9_costs_nothing_for_adapters_either(workspace, whole_of_adapters):
     kill_and_resume(workspace, whole_of_adapters, workspace / "lora-killed", 1, "lora")
 
