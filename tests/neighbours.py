@@ -3,6 +3,8 @@
 import jax
 import numpy as np
 
+from dpfl_jax.data import ArrayStore
+
 
 def removed(units, mask, where):
     """``units`` and ``mask`` without one unit: left out, and other data in its place.
@@ -29,3 +31,22 @@ def removed(units, mask, where):
     mask = np.array(mask)
     mask[where] = False
     return jax.tree.map(other, units), mask
+
+
+def people(users, last=None):
+    """A store of users with two rows of four numbers, "x"; and its neighbours.
+
+    Args:
+      users: how many.
+      last: None, or what the rows of the store's last user are full of; 0: that one is removed.
+    """
+    rng = np.random.default_rng(0)
+    rows = {f"u{u:03d}": {"x": np.float32(rng.normal(size=(2, 4)))} for u in range(users)}
+    made = ArrayStore.from_users(rows.items())
+    if last is None:
+        return made
+    name = made.user_ids(np.array([users - 1]))[0]
+    rows |= {name: {"x": np.full((2, 4), last, np.float32)}}
+    if not last:
+        del rows[name]
+    return ArrayStore.from_users(rows.items())

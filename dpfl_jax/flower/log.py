@@ -72,9 +72,12 @@ class Log:
     def _seal(self, row: dict[str, Any]) -> str:
         return self._key.keyed_digest("log", json.dumps(row, sort_keys=True))
 
+    def all(self, kind: str, **like: Any) -> list[dict[str, Any]]:
+        """The rows of this kind with these values."""
+        wanted = {"kind": kind, **like}
+        return [row for row in self.rows if all(row.get(k) == v for k, v in wanted.items())]
+
     def find(self, kind: str, **like: Any) -> dict[str, Any] | None:
-        """The last row of this kind with these values."""
-        for row in reversed(self.rows):
-            if row["kind"] == kind and all(row.get(k) == v for k, v in like.items()):
-                return row
-        return None
+        """The last of these rows."""
+        found = self.all(kind, **like)
+        return found[-1] if found else None

@@ -298,9 +298,9 @@ class Silo:
                 f"the plan says that this silo is {plan.silos[index]}, but it holds "
                 f"{self.held.facts}"
             )
-        folder = self.folder / "runs" / hashlib.sha256(plan.run.encode()).hexdigest()[:24]
+        folder = self._place(plan.run)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        nonce = self._nonce(folder) if known is None else known["nonce"]
+        nonce = secrets.token_hex(32) if known is None else known["nonce"]
         # Of the plan, and of a number that only this silo drew: no other run has these draws.
         key = self._key.child(f"run:{plan.digest}:{nonce}")
         work = self.held.work(plan, index, key)
@@ -317,12 +317,9 @@ class Silo:
     def _data(self, work: Any) -> str:
         return self._key.keyed_digest("data", work.fingerprint)
 
-    def _nonce(self, folder: pathlib.Path) -> str:
-        """Drawn once, and kept before anything is computed with it."""
-        path = folder / "nonce"
-        if not path.exists():
-            write_atomically(path, secrets.token_hex(32), mode=0o600)
-        return path.read_text()
+    def _place(self, run: str) -> pathlib.Path:
+        """Folder of a run."""
+        return self.folder / "runs" / hashlib.sha256(run.encode()).hexdigest()[:24]
 
     def _accepted(self, header: dict[str, Any]) -> _Run:
         """The run that a request is about."""
@@ -334,8 +331,8 @@ class Silo:
             raise RefusedError(f"run {name} began with another plan: a changed plan is another run")
         if name in self._runs:
             return self._runs[name]
-        folder = self.folder / "runs" / hashlib.sha256(str(name).encode()).hexdigest()[:24]
-        return self._opened(Plan.from_json(json.loads((folder / "plan.json").read_text())), known)
+        plan = json.loads((self._place(str(name)) / "plan.json").read_text())
+        return self._opened(Plan.from_json(plan), known)
 
     def _round(self, header: dict[str, Any], arrays: Any, digest: str) -> bytes:
         run, number = self._accepted(header), header.get("round")
@@ -389,8 +386,8 @@ class Silo:
             reply = pack({"kind": "absent", **header})
         else:
             reply = pack({"kind": "message", **header}, released=released)
-            _write(kept, pack({}, state=state))
-        _write(message, reply)
+            write_atomically(kept, pack({}, state=state), mode=0o600)
+        write_atomically(message, reply, mode=0o600)
         self._answered(name, number, reply)
         what = "not in this round" if released is None else "sent"
         self.console.print(f"round {number + 1} of {work.rounds}: {what}", highlight=False)
@@ -420,13 +417,7 @@ class Silo:
         return tree_of(arrays, "state", run.work.state_like)
 
     def _rounds(self, name: str, kind: str, **like: Any) -> list[int]:
-        return [
-            row["round"]
-            for row in self.log.rows
-            if row["kind"] == kind
-            and row["run"] == name
-            and all(row.get(k) == v for k, v in like.items())
-        ]
+        return [row["round"] for row in self.log.all(kind, run=name, **like)]
 
     def _done(self, header: dict[str, Any]) -> bytes:
         run = self._accepted(header)
@@ -440,21 +431,6 @@ class Silo:
     @staticmethod
     def _computed_with() -> str:
         return json.dumps(environment(), sort_keys=True)
-
-
-def _write(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file that is whole or not there, and is on the disk."""
-    temporary = path.with_suffix(f"{path.suffix}.partial")
-    with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def drawn_key(run_key: RootKey, nonce: str) -> RootKey:

@@ -98,9 +98,8 @@ class Allocation(ULS):
 
     def told_sampling(self, population: Population) -> str:
         """Users to steps, then as ULS."""
-        size, once_in = self.group_size, self.once_in(population)
-        examples = "one example" if size == 1 else f"up to {size} examples"
         return (
-            f"each of {population.num_users} users in exactly one of every {once_in} steps, drawn "
-            f"uniformly and independently, {examples} of a user who takes part"
+            f"each of {population.num_users} users in exactly one of every "
+            f"{self.once_in(population)} steps, drawn uniformly and independently, "
+            f"{self._examples} of a user who takes part"
         )

@@ -136,9 +136,12 @@ class ULS(Mechanism):
 
     def told_sampling(self, population: Population) -> str:
         """Poisson over users."""
-        size, prob = self.group_size, self.sampling_probability(population)
-        examples = "one example" if size == 1 else f"up to {size} examples"
+        prob = self.sampling_probability(population)
         return (
-            f"Poisson over {population.num_users} users, probability {prob:.6g} each, {examples} "
-            "of a sampled user per step"
+            f"Poisson over {population.num_users} users, probability {prob:.6g} each, "
+            f"{self._examples} of a sampled user per step"
         )
+
+    @property
+    def _examples(self) -> str:
+        return "one example" if self.group_size == 1 else f"up to {self.group_size} examples"

@@ -339,12 +339,20 @@ def seal_of(content: Mapping[str, Any], key: RootKey) -> str:
     return key.keyed_digest("config.yaml", text)
 
 
-def write_atomically(path: pathlib.Path, text: str, mode: int = 0o644) -> None:
-    """Writes a file so that a crash leaves the old content or the new, never a part."""
+def write_atomically(path: pathlib.Path, content: str | bytes, mode: int = 0o644) -> None:
+    """Writes a file so that a crash leaves the old content or the new, never a part.
+
+    Once it returns, the new one is on the disk, and under its name.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(text)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -74,8 +74,28 @@ def poisson_indices(rng: np.random.Generator, population: int, prob: float) -> n
     return np.sort(chosen.astype(np.int64, copy=False))
 
 
+class AtRate:
+    """A law whose draws are no larger, in distribution, than those of coins of one probability."""
+
+    population: int
+
+    @property
+    def rate(self) -> float:
+        """Probability of a unit at a step, of which nothing else is known."""
+        raise NotImplementedError
+
+    @property
+    def expected_size(self) -> float:
+        """Expected number of indices in a draw."""
+        return self.population * self.rate
+
+    def size_bound(self, tail: float = 1e-15) -> int:
+        """A size that a draw exceeds with probability at most ``tail``."""
+        return binomial_bound(self.population, self.rate, tail)
+
+
 @dataclasses.dataclass(frozen=True)
-class Poisson:
+class Poisson(AtRate):
     """Each unit independently with the same probability (add-or-remove adjacency)."""
 
     population: int
@@ -91,15 +111,6 @@ class Poisson:
         """Validates the probability."""
         check_population(self.population)
         check_probability(self.prob, f"for {self.population} units")
-
-    @property
-    def expected_size(self) -> float:
-        """Expected number of indices in a draw."""
-        return self.population * self.rate
-
-    def size_bound(self, tail: float = 1e-15) -> int:
-        """A size that a draw exceeds with probability at most ``tail``."""
-        return binomial_bound(self.population, self.rate, tail)
 
     def describe(self, units: str) -> str:
         """One line for the report."""
@@ -204,7 +215,7 @@ def _stretch(
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomAllocation:
+class RandomAllocation(AtRate):
     """Each unit in exactly one of every ``once_in`` steps (add-or-remove adjacency).
 
     Which step it is is a uniform draw of the unit's own, afresh for each stretch of ``once_in``
@@ -227,15 +238,6 @@ class RandomAllocation:
     def rate(self) -> float:
         """Probability of a unit at a step, of which nothing else is known."""
         return 1.0 / self.once_in
-
-    @property
-    def expected_size(self) -> float:
-        """Expected number of indices in a draw."""
-        return self.population / self.once_in
-
-    def size_bound(self, tail: float = 1e-15) -> int:
-        """A size that a draw exceeds with probability at most ``tail``."""
-        return binomial_bound(self.population, self.rate, tail)
 
     def describe(self, units: str) -> str:
         """One line for the report."""

@@ -10,7 +10,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling.base import Draw, bucket_bounds
 from dpfl_jax.sampling.contribution import check_group_size, choose_within_users
-from dpfl_jax.sampling.laws import Law
+from dpfl_jax.sampling.laws import AtRate, Law
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,7 +92,7 @@ class UserSampler:
 
     def bucket_bounds(self, sizes: tuple[int, ...], tail: float = 1e-15) -> tuple[int, ...]:
         """As ``size_bound``, for the users whose examples first fit into each of ``sizes``."""
-        prob = getattr(self.law, "rate", None)  # of laws that draw each user alone
+        prob = self.law.rate if isinstance(self.law, AtRate) else None
         return bucket_bounds(self.user_offsets, sizes, self.size_bound(tail), prob, tail)
 
     def draw(self, step: int) -> Draw:

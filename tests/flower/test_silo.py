@@ -122,7 +122,11 @@ def test_a_silo_that_died_between_asking_and_answering_computes_the_same(made, m
     plan = plan_of(silo)
     agree(silo, plan)
     with monkeypatch.context() as patch:
-        patch.setattr(silo_module, "_write", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            silo_module,
+            "write_atomically",
+            lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt),
+        )
         with pytest.raises(KeyboardInterrupt):
             ask(silo, plan)
     silo = again(silo)

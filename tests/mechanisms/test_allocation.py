@@ -9,12 +9,12 @@ import optax
 import pytest
 import yaml
 from fitting import fit_given as fit
+from neighbours import people
 from runs import death_after_a_checkpoint
 
 from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon
 from dpfl_jax.cli.main import main
-from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import ULS, Allocation, Population
@@ -25,20 +25,6 @@ from dpfl_jax.sampling import CyclicPoisson, RandomAllocation
 pytestmark = pytest.mark.privacy
 
 
-def store(last=None):
-    """60 users; the last may be removed (0), or have other data."""
-    rng = np.random.default_rng(0)
-    rows = {f"u{u:03d}": {"x": np.float32(rng.normal(size=(2, 4)))} for u in range(60)}
-    made = ArrayStore.from_users(rows.items())
-    if last is None:
-        return made
-    name = made.user_ids(np.array([59]))[0]
-    rows |= {name: {"x": np.full((2, 4), last, np.float32)}}
-    if not last:
-        del rows[name]
-    return ArrayStore.from_users(rows.items())
-
-
 def loss_fn(params, example):
     return jnp.sum(params["w"] * example["x"]) + 0.5 * jnp.sum(params["w"] ** 2)
 
@@ -47,7 +33,7 @@ def run(directory=None, loss=loss_fn, **given):
     given = {"steps": 8, "epsilon": 4.0, "delta": 1e-3, "microbatch_size": 8} | given
     key = {"key": RootKey.from_seed(0)} if directory is None else {}
     return fit(
-        loss_fn=loss, params={"w": jnp.zeros(4)}, data=store(), optimizer=optax.adam(0.1),
+        loss_fn=loss, params={"w": jnp.zeros(4)}, data=people(60), optimizer=optax.adam(0.1),
         mechanism=Allocation(group_size=2, cohort_size=20), run_dir=directory, **key, **given,
     )  # fmt: skip
 
@@ -91,7 +77,7 @@ def test_a_user_moves_one_step_of_a_stretch_and_by_the_clip_norm_at_most():
         batches = plan.batches(RootKey.from_seed(0))
         return np.stack([np.asarray(grad(params, batch).sum["w"]) for batch in batches])
 
-    without, one, other = (released(store(last=x)) for x in (0.0, 3.0, -7.0))
+    without, one, other = (released(people(60, x)) for x in (0.0, 3.0, -7.0))
     for moved in (one - without, other - without):
         norms = np.linalg.norm(moved, axis=1).reshape(2, 3)
         assert ((norms > 0).sum(axis=1) == 1).all()

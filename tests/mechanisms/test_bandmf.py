@@ -13,12 +13,12 @@ import pytest
 import yaml
 from dp_accounting.pld import privacy_loss_distribution as pld
 from fitting import fit_given as fit
+from neighbours import people
 from runs import death_after_a_checkpoint, final_state
 
 from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon, events
 from dpfl_jax.cli.main import main
-from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import ULS, BandMF, Population
@@ -32,20 +32,6 @@ COLUMN = (0.75, 0.5, 0.4375)
 NORM = math.sqrt(0.75**2 + 0.5**2 + 0.4375**2)
 
 
-def store(last=None):
-    """80 users; the last of the store may be removed (0), or have other data."""
-    rng = np.random.default_rng(0)
-    rows = {f"u{u:03d}": {"x": np.float32(rng.normal(size=(2, 4)))} for u in range(80)}
-    made = ArrayStore.from_users(rows.items())
-    if last is None:
-        return made
-    name = made.user_ids(np.array([79]))[0]
-    rows |= {name: {"x": np.full((2, 4), last, np.float32)}}
-    if not last:
-        del rows[name]
-    return ArrayStore.from_users(rows.items())
-
-
 def loss_fn(params, example):
     return jnp.sum(params["w"] * example["x"]) + 0.5 * jnp.sum(params["w"] ** 2)
 
@@ -54,7 +40,7 @@ def run(mechanism, **given):
     given = {"params": {"w": jnp.zeros(4)}, "steps": 8, "epsilon": 4.0, "delta": 1e-3} | given
     key = {} if "run_dir" in given else {"key": RootKey.from_seed(0)}
     return fit(
-        loss_fn=loss_fn, data=store(), mechanism=mechanism, optimizer=optax.adam(0.1),
+        loss_fn=loss_fn, data=people(80), mechanism=mechanism, optimizer=optax.adam(0.1),
         microbatch_size=8, **key, **given,
     )  # fmt: skip
 
@@ -152,7 +138,7 @@ def rows_of(data, steps):
 def test_a_user_moves_rows_of_its_turns_alone_and_none_of_them_further_than_accounted():
     """The last user is removed, and has other data: groups of the others are what they were."""
     steps = 8
-    without, one, other = (rows_of(store(last=x), steps) for x in (0.0, 3.0, -7.0))
+    without, one, other = (rows_of(people(80, x), steps) for x in (0.0, 3.0, -7.0))
     for moved in (one - without, other - without):
         norms = np.linalg.norm(moved, axis=1) / 0.5
         turns = [t for t in range(steps) if norms[t] > 1e-4 and (t == 0 or norms[t - 1] < 1e-4)]
@@ -274,7 +260,7 @@ def test_a_run_goes_on_elsewhere_only_as_the_same_computation(tmp_path):
         directory = RunDirectory(tmp_path / "run", {}, "f", key)
         try:
             return fit(
-                loss_fn=loss, params={"w": jnp.zeros(4)}, data=store(), mechanism=mechanism,
+                loss_fn=loss, params={"w": jnp.zeros(4)}, data=people(80), mechanism=mechanism,
                 optimizer=optax.adam(0.1), steps=4, epsilon=4.0, delta=1e-3, microbatch_size=8,
                 run_dir=directory, checkpoint_every=2, **more,
             )  # fmt: skip
