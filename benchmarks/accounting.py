@@ -30,7 +30,7 @@ each answer on the finest grid. Seconds are CPU seconds of this process. The bas
 in all; --no-baseline leaves it out. --group-table adds how many times smaller the noise is than
 under black-box group privacy, for users of 2 to 128 examples. --planner times what a planner asks
 for instead: single calibrations of rare and large losses, all cells of a compute budget (Stack
-Overflow's size), federations of 42 unequal silos, and `dpfl plan` in a process of its own, imports
+Overflow's size), federations of unequal silos, and `dpfl plan` in a process of its own, imports
 and all. Put another checkout first in PYTHONPATH to time that one.
 
 examples:
@@ -160,12 +160,12 @@ def _row(case: Case, repeats: int, baseline: bool) -> dict[str, Any]:
     return row
 
 
-def _unequal(reach: int) -> Any:
+def _unequal(reach: int, count: int = 42) -> Any:
     from dpfl_jax.federation.federation import Federation, SiloPlan
     from dpfl_jax.federation.mechanisms import HiGradAvgDP, SiloFacts
 
     mechanism = HiGradAvgDP(batch_size=32, max_items_per_subject=2)
-    sizes = range(200, 200 + 42 * 97, 97)
+    sizes = range(200, 200 + count * 97, 97)
     silos = tuple(SiloPlan(mechanism, SiloFacts(n, n // 3), 5) for n in sizes)
     return Federation(silos, 20, reach, None)
 
@@ -202,6 +202,9 @@ def planner_rows(repeats: int) -> list[dict[str, Any]]:
         "cells of budget 4,096": lambda: _plan(4096),
         "42 unequal silos, a subject in one": lambda: calibrate_federation(_unequal(1), 4.0, 1e-5),
         "42 unequal silos, a subject in all": lambda: calibrate_federation(_unequal(42), 4.0, 1e-5),
+        "1,000 unequal silos, a subject in one": lambda: calibrate_federation(
+            _unequal(1, 1000), 4.0, 1e-5
+        ),
         "dpfl plan, budget 1,024, cold": lambda: command(1024),
         "dpfl plan, budget 4,096, cold": lambda: command(4096),
     }

@@ -36,7 +36,7 @@ from dpfl_jax.federation.mechanisms import (
     UserLDP,
 )
 from dpfl_jax.federation.rounds import RoundBuilder
-from dpfl_jax.mechanisms import ELS, ULS, Allocation, BandMF, Mechanism, Population, Truncated
+from dpfl_jax.mechanisms import BLT, ELS, ULS, Allocation, BandMF, Mechanism, Population, Truncated
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.noise import Noise
@@ -126,6 +126,7 @@ SOUND: dict[str, Callable[[float, int, int], Trials]] = {
         Truncated, e, 5, 0.2, s, trials=n, fields={"cohort_cap": 260}
     ),
     "allocation": lambda e, s, n: central(Allocation, e, 8, 0.25, s, trials=n),
+    "blt": lambda e, s, n: central(BLT, e, 8, 0.25, s, trials=n),
     "els": lambda e, s, n: central(ELS, e, 5, 0.1, s, trials=n, group_size=3),
     "hi_grad_avg": lambda e, s, n: silos(HiGradAvgDP, e, s, reach=2, rounds=2, trials=n),
     "local_group": lambda e, s, n: silos(LocalGroupDP, e, s, reach=2, rounds=2, trials=n),
@@ -212,8 +213,8 @@ def _halves_clipped(real: Any, loss: Any, rule: Any, options: Any) -> Any:
 def _half_noise() -> Any:
     real = Noise.add
 
-    def wrong(self: Any, key: Any, tree: Any) -> Any:
-        return real(dataclasses.replace(self, stddev=self.stddev / 2), key, tree)
+    def wrong(self: Any, key: Any, tree: Any, *rest: Any) -> Any:
+        return real(dataclasses.replace(self, stddev=self.stddev / 2), key, tree, *rest)
 
     return mock.patch.object(Noise, "add", wrong)
 

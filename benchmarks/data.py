@@ -149,10 +149,10 @@ def measure_open(path: pathlib.Path) -> dict[str, Any]:
     """Opens a store and touches every shard; returns time and memory (of this process)."""
     from array_record.python import array_record_module  # noqa: F401  (its own memory, not ours)
 
-    from dpfl_jax.data.shards import open_store
+    from dpfl_jax.data.shards import ShardStore
 
     before, started = current_rss(), time.perf_counter()
-    store = open_store(path)
+    store = ShardStore(path)
     opened = time.perf_counter() - started
     # The first record of every shard: opens every reader, with its index.
     store.read(np.cumsum([0, *(s.examples for s in store.manifest.shards)])[:-1])
@@ -222,7 +222,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Builds, opens, measures; prints a table."""
     from rich.console import Console
 
-    from dpfl_jax.data.shards import open_store
+    from dpfl_jax.data.shards import ShardStore
 
     console = Console(stderr=args.json)
     rows: list[dict[str, Any]] = []
@@ -231,7 +231,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         for format in [None] if args.store else args.formats:
             path, built = _store_path(args, work, format, console)
             opened = in_fresh_process(measure_open, path)
-            store = open_store(path)
+            store = ShardStore(path)
             for kind, sampler, sizes, compact in _samplers(store, args):
                 pipeline = _pipeline(store, sampler, sizes, compact, args)
                 rows.append(

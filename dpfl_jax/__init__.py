@@ -2,9 +2,10 @@
 
     import dpfl_jax as dpfl
 
-A *mechanism* (``ELS``, ``ULS``, ``BandMF``, ``Allocation``) joins sampling, clipped gradients,
-noise and accounting; its *plan* for a data set, a number of steps and a target is what can be run
-and accounted; ``fit`` runs it; ``bounded_grad`` is useful alone; ``accounting`` needs no JAX.
+A *mechanism* (``ELS``, ``ULS``, ``BandMF``, ``BLT``, ``Allocation``) joins sampling, clipped
+gradients, noise and accounting; its *plan* for a data set, a number of steps and a target is what
+can be run and accounted; ``fit`` runs it; ``bounded_grad`` is useful alone; ``accounting`` needs no
+JAX.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ _HOMES = {
     "ArrayStore": "dpfl_jax.data",
     "AuditConfig": "dpfl_jax.config",
     "BadInputError": "dpfl_jax.errors",
+    "BLT": "dpfl_jax.mechanisms",
     "BandMF": "dpfl_jax.mechanisms",
     "BoundedSum": "dpfl_jax.clipping",
     "DataConfig": "dpfl_jax.data",
@@ -30,6 +32,7 @@ _HOMES = {
     "Hooks": "dpfl_jax.run.driver",
     "LanguageModel": "dpfl_jax.models",
     "NonPrivate": "dpfl_jax.mechanisms",
+    "OwnerSets": "dpfl_jax.mechanisms",
     "Pace": "dpfl_jax.run.driver",
     "Plan": "dpfl_jax.mechanisms.plan",
     "RootKey": "dpfl_jax.randomness",
@@ -50,6 +53,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "BLT",
     "ELS",
     "ULS",
     "Allocation",
@@ -65,6 +69,7 @@ __all__ = [
     "Hooks",
     "LanguageModel",
     "NonPrivate",
+    "OwnerSets",
     "Pace",
     "Plan",
     "RootKey",
@@ -102,7 +107,16 @@ if TYPE_CHECKING:
         load_dataset,
     )
     from dpfl_jax.errors import BadInputError
-    from dpfl_jax.mechanisms import ELS, ULS, Allocation, BandMF, NonPrivate, Truncated
+    from dpfl_jax.mechanisms import (
+        BLT,
+        ELS,
+        ULS,
+        Allocation,
+        BandMF,
+        NonPrivate,
+        OwnerSets,
+        Truncated,
+    )
     from dpfl_jax.mechanisms.plan import Plan
     from dpfl_jax.models import LanguageModel, transformer_config
     from dpfl_jax.randomness import RootKey

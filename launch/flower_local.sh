@@ -27,8 +27,7 @@ port=${PORT:-8000}
 study=${2:-$dir/study.yaml}
 certificates=$dir/certificates
 serve=(dpfl silo serve "$study" --run-dir "$dir/run" --port "$port"
-  --certificate "$certificates/server.pem" --key "$certificates/server.key"
-  --root-certificates "$certificates/ca.pem")
+  --certificate "$certificates/server.pem" --key "$certificates/server.key")
 if [ -n "$dry" ]; then
   [ $# -gt 1 ] || set -- "$dir" "$study" aarau= bern= chur=
   for silo in "${@:3}"; do echo "dpfl silo run $dir/silo-${silo%%=*} --finish"; done

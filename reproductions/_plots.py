@@ -14,7 +14,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 from numpy.typing import ArrayLike
 from scipy import stats
 
@@ -52,8 +52,12 @@ def _ticks(axes: Any) -> None:
             ticks(axes, run)
         axes.xaxis.set_minor_formatter(NullFormatter())
     low, high = axes.get_ylim()
-    if axes.get_yscale() == "log" and high > 20 * low:
+    if axes.get_yscale() == "log" and low > 0:
         axes.yaxis.set_minor_formatter(NullFormatter())
+        if high < 300 * low:  # powers of ten alone would be one label, or none
+            few = high < 4 * low
+            axes.yaxis.set_major_locator(MaxNLocator(6) if few else LogLocator(subs=(1, 2, 5)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
 
 def _legends(figure: Figure) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 import pathlib
@@ -20,6 +21,7 @@ from dpfl_jax.errors import BadInputError
 
 Source = Literal["paper", "authors' code", "arithmetic", "ours"]
 VERDICTS = {True: "holds", False: "does not hold", None: "undecided"}
+MOST_SEEDS = 10_000  # that are ever said to be needed
 ERROR_RATE = 0.05  # of a figure: chance that a difference over seeds is called one and is none
 
 
@@ -102,13 +104,28 @@ def less(
         holds = mean < room if error == 0 else None
         return Claim(claim, said, expected, holds, note, source=source)
     p_value = 2 * float(stats.t.sf(abs(mean - room) / error, seeds - 1))
-    # So many seeds would decide one time in two, if mean and spread are these.
-    apart = max(abs(mean - room), 1e-12) / (error * math.sqrt(seeds))
-    needed = max(2, math.ceil((1.96 / apart) ** 2))
     found = f"{mean:.4g} [{mean - reach:.4g}, {mean + reach:.4g}], {seeds} seeds"
     if p_value > ERROR_RATE:
-        note = f"{note}; about {needed} seeds would decide".removeprefix("; ")
+        needed = _deciding(abs(mean - room) / (error * math.sqrt(seeds)), seeds)
+        note = f"{note}; {needed} seeds would decide".removeprefix("; ")
     return Claim(claim, found, expected, mean < room, note, source=source, p_value=p_value)
+
+
+def _deciding(apart: float, seeds: int) -> str:
+    """How many would, one time in two, of a difference of so many standard deviations."""
+    more, least = _numbers_of_seeds(seeds)
+    enough = more[apart >= least]
+    return f"about {enough[0]}" if enough.size else f"more than {MOST_SEEDS:,}"
+
+
+@functools.cache
+def _numbers_of_seeds(seeds: int) -> tuple[np.ndarray, np.ndarray]:
+    """Larger numbers of seeds, and the standard deviations that each tells apart."""
+    more = [seeds + 1]
+    while (next_one := more[-1] + max(1, more[-1] // 20)) < MOST_SEEDS:
+        more.append(next_one)
+    numbers = np.array(more)
+    return numbers, stats.t.isf(ERROR_RATE / 2, numbers - 1) / np.sqrt(numbers)
 
 
 def between(

@@ -124,7 +124,7 @@ def test_every_mechanism_has_a_page_of_a_page():
         for kind in kinds.names()
         if kinds[kind].__module__.startswith("dpfl_jax.") and kinds[kind].private
     }
-    assert {*ours, "isrl", "README"} == {page.removesuffix(".md") for page in PAGES}
+    assert {*ours, "isrl", "selection", "README"} == {page.removesuffix(".md") for page in PAGES}
     for page, text in PAGES.items():
         if page != "README.md":
             assert len(LINK.sub("", text).split()) < 600, page

@@ -9,6 +9,7 @@ from dpfl_jax.accounting import events
 from dpfl_jax.accounting.accountant import (
     ADD_OR_REMOVE,
     REPLACE,
+    accountant_of,
     check_delta,
     delta,
     delta_curve,
@@ -54,6 +55,7 @@ __all__ = [
     "Meaning",
     "NoiseLaw",
     "Reservation",
+    "accountant_of",
     "calibrate_group_size",
     "calibrate_noise_multiplier",
     "calibrate_sampling_prob",

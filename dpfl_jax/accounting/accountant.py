@@ -20,7 +20,7 @@ from dpfl_jax.accounting import renyi
 from dpfl_jax.accounting.composition import Composition, Part, TableTooLargeError
 from dpfl_jax.accounting.discretize import StepLoss
 from dpfl_jax.accounting.drawn import RESERVED
-from dpfl_jax.accounting.leaves import Flat, Leaf, MixtureLeaf, flatten
+from dpfl_jax.accounting.leaves import Flat, Leaf, MixtureLeaf, RenyiLeaf, flatten
 from dpfl_jax.errors import BadInputError
 
 Accountant = Literal["pld", "rdp", "zcdp"]
@@ -101,6 +101,14 @@ def epsilon(
     if not flat.leaves:
         return _gaussian_epsilon(flat.gaussian, delta)
     return _flat_epsilon(flat, delta, resolution)
+
+
+def accountant_of(
+    event: dp_accounting.DpEvent, relation: NeighboringRelation = ADD_OR_REMOVE
+) -> Accountant:
+    """The tightest accountant that knows an event: "rdp" if losses of some part are not known."""
+    known = not any(isinstance(leaf, RenyiLeaf) for leaf, _ in flatten(event, relation).leaves)
+    return "pld" if known else "rdp"
 
 
 def delta(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dp_accounting
@@ -19,6 +19,7 @@ from dpfl_jax.accounting import cache
 from dpfl_jax.accounting.accountant import (
     ADD_OR_REMOVE,
     FINE,
+    Accountant,
     TooLittleNoiseError,
     check_delta,
     check_epsilon,
@@ -42,6 +43,8 @@ def calibrate_noise_multiplier(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     relative_tolerance: float = 1e-5,
     use_cache: bool = True,
+    near: float | None = None,
+    accountant: Accountant = "pld",
 ) -> float:
     """Smallest noise multiplier whose event satisfies (epsilon, delta), rounded up.
 
@@ -52,6 +55,8 @@ def calibrate_noise_multiplier(
       relation: adjacency.
       relative_tolerance: most by which the answer exceeds the smallest, on the fine grid.
       use_cache: look the answer up on disk first (and certify it again), store it after.
+      near: a good guess, at which the fine search then starts.
+      accountant: by which the target is met; "rdp" for events of which no losses are known.
 
     Returns:
       The noise multiplier; ``epsilon(make_event(it), delta) <= epsilon``, as it will be stated.
@@ -65,6 +70,13 @@ def calibrate_noise_multiplier(
     flat = flatten(make_event(1.0), relation)
     if flat.private and not flat.leaves and flat.gaussian == 0.0:
         return 0.0
+    if accountant != "pld":
+
+        def loosely(sigma: float) -> float:
+            value = epsilon_of(make_event(sigma), delta, relation=relation, accountant=accountant)
+            return math.log(max(value, 1e-300) / epsilon) if value < math.inf else math.inf
+
+        return _root(loosely, 1.0, relative_tolerance, -1.0)[0]
     key = ""
     if use_cache:
         key = cache.key_of(
@@ -84,10 +96,14 @@ def calibrate_noise_multiplier(
         value = _epsilon_or_inf(make_event(sigma), delta, relation, grid)
         return math.log(max(value, 1e-300) / epsilon) if value < math.inf else math.inf
 
-    near, slope = _rough_root(make_event, epsilon, delta, relation)
-    near, slope = _root(functools.partial(excess, grid=COARSE), near, 1.5e-3, slope)
-    # A coarse epsilon is too large by a twelfth of its squared resolution.
-    near *= math.exp((COARSE**2 - FINE**2) / 12.0 / slope)
+    if near is None:
+        near, slope = _rough_root(make_event, epsilon, delta, relation)
+        near, slope = _root(functools.partial(excess, grid=COARSE), near, 1.5e-3, slope)
+        # A coarse epsilon is too large by a twelfth of its squared resolution.
+        near *= math.exp((COARSE**2 - FINE**2) / 12.0 / slope)
+    else:
+        here, beyond = (rough_epsilon(make_event(near * x), delta, relation) for x in (1.0, 1.02))
+        slope = math.log(beyond / here) / math.log(1.02) if 0.0 < beyond < here < math.inf else -1.0
     sigma, _ = _root(functools.partial(excess, grid=FINE), near, relative_tolerance, slope)
     if use_cache:
         cache.write(key, {"noise_multiplier": sigma})
@@ -100,20 +116,38 @@ def noise_near(
     delta: float,
     *,
     relation: NeighboringRelation = ADD_OR_REMOVE,
+    near: float | None = None,
 ) -> float:
     """About the smallest noise multiplier for a target: NOT CERTIFIED, see ``rough_epsilon``."""
-    return _rough_root(make_event, epsilon, delta, relation)[0]
+    return _rough_root(make_event, epsilon, delta, relation, near or 1.0)[0]
+
+
+def noise_ahead(known: Sequence[tuple[float, float]], at: float) -> float | None:
+    """A guess of the noise multiplier at a number, from (number, noise multiplier) of others.
+
+    Numbers and noise are positive, the last ones the nearest; None where too few are known.
+    """
+    last = known[-8:]
+    if len({x for x, _ in last}) < 4 or min(noise for _, noise in last) <= 0.0:
+        return None
+    x, y = np.log(np.array(last)).T
+    guess = float(np.polyfit(x - math.log(at), y, 2)[-1])
+    return math.exp(min(max(guess, y[-1] - 1.0), y[-1] + 1.0))
 
 
 def _rough_root(
-    make_event: MakeEvent, epsilon: float, delta: float, relation: NeighboringRelation
+    make_event: MakeEvent,
+    epsilon: float,
+    delta: float,
+    relation: NeighboringRelation,
+    near: float = 1.0,
 ) -> tuple[float, float]:
     def excess(sigma: float) -> float:
         value = rough_epsilon(make_event(sigma), delta, relation)
         return math.log(max(value, 1e-3 * epsilon) / epsilon) if value < math.inf else math.inf
 
     try:
-        return _root(excess, 1.0, 1e-3, -1.0)
+        return _root(excess, near, 1e-3, -1.0)
     except BadInputError:  # the certified search says what is wrong
         return 1.0, -1.0
 

@@ -64,3 +64,16 @@ class ApproximateDpEvent(dp_accounting.DpEvent):
 
     epsilon: float
     delta: float
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class OneOfDpEvent(dp_accounting.DpEvent):
+    """One of several, drawn without a look at the data, or another for each kind of unit.
+
+    Attributes:
+      events: what each does to a unit; a tuple, so that events are hashable.
+    """
+
+    events: tuple[dp_accounting.DpEvent, ...] = attr.ib(
+        converter=tuple, validator=attr.validators.min_len(1)
+    )

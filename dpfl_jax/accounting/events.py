@@ -139,6 +139,44 @@ def banded(
     return composed(whole, last) if turns else last
 
 
+def toeplitz(
+    noise_multiplier: float, column: Sequence[float] | np.ndarray, separation: int, steps: int
+) -> DpEvent:
+    """Users in turns, at least ``separation`` steps apart, with noise C^-1 Z; no sampling.
+
+    Unit: user; add-or-remove; when whose turn is may be known. C is lower triangular and Toeplitz,
+    of numbers >= 0 that do not grow: then nobody moves C G further than who takes part as early and
+    as often as allowed (Kalinin and Lampert 2024, arXiv 2405.13763, Theorem 2). One Gaussian.
+
+    Args:
+      noise_multiplier: standard deviation of each entry of Z over the clip norm.
+      column: first column of C, as far as it is not 0.
+      separation: s, steps from one turn of a user to the next, at least.
+      steps: t, taken.
+    """
+    sigma, steps = check_noise(noise_multiplier), check_count(steps, "number of steps")
+    separation = check_count(separation, "separation", 1)
+    given = np.asarray(column, float)
+    if given.ndim != 1 or not len(given) or not (np.isfinite(given).all() and given[0] > 0):
+        raise BadInputError("the column of the strategy must be finite numbers, the first above 0")
+    if given.min() < 0 or (np.diff(given) > 0).any():
+        raise BadInputError(
+            "the column of the strategy must be numbers of 0 or more, none above the one before: "
+            "else taking part early and often is not what moves it most"
+        )
+    if not steps:
+        return dp_accounting.NoOpDpEvent()
+    turns = -(-steps // separation)
+    padded = np.zeros(turns * separation)
+    padded[: min(steps, len(given))] = given[:steps]
+    # proof: toeplitz-event-1
+    moved = np.cumsum(padded.reshape(turns, separation), axis=0).ravel()[:steps]
+    # Each number is a sum of `turns` at most, and fsum rounds once; two units in the last place for
+    # every rounding, upwards.
+    norm = math.sqrt(math.fsum(moved**2)) * (1 + (2 * turns + 8) * 2.0**-52)
+    return dp_accounting.GaussianDpEvent(check_noise(sigma / norm))
+
+
 def els(noise_multiplier: float, sampling_prob: float, group_size: int, steps: int) -> DpEvent:
     """Example-level sampling seen by a user of at most ``group_size`` examples.
 

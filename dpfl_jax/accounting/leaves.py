@@ -30,9 +30,10 @@ from dpfl_jax.accounting.event_types import (
     AllocatedDpEvent,
     ApproximateDpEvent,
     FixedSizeGaussianDpEvent,
+    OneOfDpEvent,
     TwoStageSampledDpEvent,
 )
-from dpfl_jax.accounting.events import check_count, check_noise, check_prob
+from dpfl_jax.accounting.events import check_count, check_noise, check_prob, fixed_size
 from dpfl_jax.errors import BadInputError
 
 _REPLACE = NeighboringRelation.REPLACE_ONE
@@ -193,6 +194,45 @@ class LaplaceLeaf(EventLeaf):
         return False
 
 
+class RenyiLeaf(_Smooth):
+    """A step of which only Renyi divergences are known."""
+
+    name: str
+
+    def law(self, spacing: float, log_tail: float) -> StepLoss:
+        """There is none."""
+        raise BadInputError(
+            f"of {self.name} only Renyi divergences are known, no loss: ask with accountant='rdp'"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ConcentratedLeaf(RenyiLeaf):
+    """Divergences of xi + rho times the order: zCDP, as of a discrete Gaussian."""
+
+    rho: float
+    xi: float
+    name = "ZCDpEvent"
+
+
+@dataclasses.dataclass(frozen=True)
+class BestLeaf(RenyiLeaf):
+    """The best of a random number of runs, of which the others are kept secret."""
+
+    inner: Flat
+    mean: float
+    shape: float
+    name = "RepeatAndSelectDpEvent"
+
+
+@dataclasses.dataclass(frozen=True)
+class OneOfLeaf(RenyiLeaf):
+    """One of several, whichever: the largest divergence of all, order by order."""
+
+    parts: tuple[Flat, ...]
+    name = "OneOfDpEvent"
+
+
 class ReplaceGaussianLeaf(_Smooth, EventLeaf):
     """A Poisson-sampled Gaussian under replace-one: the unit's vector turns round."""
 
@@ -344,6 +384,8 @@ def flatten(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Flat
                 stack.append((current.event, count * current.count))
         elif isinstance(current, dp_accounting.NoOpDpEvent):
             continue
+        elif getattr(current, "sampling_probability", None) == 1 and hasattr(current, "event"):
+            stack.append((current.event, count))  # everybody is in the batch
         elif isinstance(current, dp_accounting.NonPrivateDpEvent):
             private = False
         else:
@@ -360,6 +402,8 @@ def flatten(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Flat
 def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf | float | str:
     """A leaf, or 1/sigma^2 of a plain Gaussian, or "nothing" / "no privacy"."""
     replace = relation == _REPLACE
+    if isinstance(_merged(getattr(event, "event", event)), dp_accounting.NoOpDpEvent):
+        return "nothing"  # of whatever is drawn
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
         prob = check_prob(event.sampling_probability)
         if prob == 0 and isinstance(event.event, _SAMPLED):
@@ -376,6 +420,47 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
         if isinstance(event.event, dp_accounting.LaplaceDpEvent) and not replace:
             sigma = check_noise(event.event.noise_multiplier)
             return LaplaceLeaf(event, relation) if sigma > 0 else "no privacy"
+        if isinstance(event.event, dp_accounting.PoissonSampledDpEvent):  # two coins, one after one
+            both = prob * check_prob(event.event.sampling_probability)
+            return _leaf(dp_accounting.PoissonSampledDpEvent(both, event.event.event), relation)
+        merged = None if replace else _merged(event.event)
+        if isinstance(merged, dp_accounting.GaussianDpEvent):
+            return _leaf(dp_accounting.PoissonSampledDpEvent(prob, merged), relation)
+    if isinstance(event, dp_event.SampledWithoutReplacementDpEvent) and replace:
+        merged = _merged(event.event)
+        sizes = event.source_dataset_size, event.sample_size
+        if isinstance(merged, dp_accounting.GaussianDpEvent):
+            single = fixed_size(merged.noise_multiplier, *sizes, steps=1)
+            return _leaf(getattr(single, "event", single), relation)
+    special = relation == NeighboringRelation.REPLACE_SPECIAL
+    if isinstance(event, dp_event.SingleEpochTreeAggregationDpEvent) and special:
+        return _tree(event)
+    if isinstance(event, dp_event.ZCDpEvent):
+        if not (event.rho >= 0 and event.xi >= 0):
+            raise BadInputError(
+                f"a zCDP event needs rho and xi of 0 or more; it has {event.rho} and {event.xi}"
+            )
+        if event.rho == event.xi == 0:
+            return "nothing"
+        finite = math.isfinite(event.rho + event.xi)
+        return ConcentratedLeaf(event.rho, event.xi) if finite else "no privacy"
+    if isinstance(event, dp_event.RepeatAndSelectDpEvent):
+        if not (event.mean >= 1 and event.shape >= 0):
+            raise BadInputError(
+                "the best of several runs needs a mean number of them of 1 or more and a shape of "
+                f"0 or more; it has {event.mean} and {event.shape}"
+            )
+        inner = flatten(event.event, relation)
+        if not inner.private:
+            return "no privacy"
+        some = inner.leaves or inner.gaussian > 0
+        return BestLeaf(inner, float(event.mean), float(event.shape)) if some else "nothing"
+    if isinstance(event, OneOfDpEvent):
+        each = tuple(dict.fromkeys(flatten(part, relation) for part in event.events))
+        if not all(part.private for part in each):
+            return "no privacy"
+        moved = tuple(part for part in each if part.leaves or part.gaussian > 0)
+        return OneOfLeaf(moved) if moved else "nothing"
     if isinstance(event, dp_accounting.GaussianDpEvent):
         sigma = check_noise(event.noise_multiplier)
         # proof: isrl-event-3
@@ -435,10 +520,69 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
         private = math.isfinite(event.epsilon) and event.delta < 1.0
         return AtomicLeaf(event, relation) if private else "no privacy"
     raise BadInputError(
-        f"no accountant knows the event {type(event).__name__} under {relation.name} adjacency:"
-        " compose Gaussian, Poisson-sampled Gaussian, mixture-of-Gaussians, two-stage or "
-        "fixed-size events"
+        f"no accountant knows the event {type(event).__name__} under {relation.name} adjacency: "
+        + _INSTEAD.get(
+            type(event),
+            "compose Gaussian, Poisson-sampled Gaussian, "
+            "mixture-of-Gaussians, two-stage or fixed-size events",
+        )
     )
+
+
+# What to bring in the place of an event that is known under another adjacency, or not at all.
+_INSTEAD = {
+    dp_accounting.PoissonSampledDpEvent: "Poisson sampling is accounted of Gaussian sums (under "
+    "add-or-remove of several on one batch, too) and of Laplace sums (add-or-remove); bring those, "
+    "or a MixtureOfGaussiansDpEvent of how far a unit moves a sum",
+    dp_event.SampledWithReplacementDpEvent: "a unit may be drawn several times; draw without "
+    "replacement (events.fixed_size), or by Poisson (events.poisson)",
+    dp_event.SampledWithoutReplacementDpEvent: "batches of fixed size are accounted of Gaussian "
+    "sums under replace-one adjacency; ask for that guarantee, or sample by Poisson "
+    "(events.poisson)",
+    dp_event.SingleEpochTreeAggregationDpEvent: "a tree is accounted under zero-out adjacency "
+    "(REPLACE_SPECIAL), where steps stay in place; ask for that, or take "
+    "events.matrix_factorization",
+    dp_event.UnsupportedDpEvent: "its mechanism was never told; bring the mechanism's own event",
+    dp_accounting.LaplaceDpEvent: "Laplace sums are accounted under add-or-remove adjacency; for a "
+    "replacement bring one of half the noise multiplier there",
+    dp_event.DiscreteLaplaceDpEvent: "discrete Laplace sums are accounted under add-or-remove "
+    "adjacency; for a replacement bring one of twice the sensitivity there",
+    dp_event.RandomizedResponseDpEvent: "randomised response is of a unit that is always there: "
+    "ask with REPLACE_ONE or REPLACE_SPECIAL",
+}
+
+
+def _merged(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent | None:
+    """One Gaussian (or nothing, or no privacy) that is as bad as Gaussian sums on one batch.
+
+    Whatever a step of them depends on before, a unit that is in the batch moves them by
+    independent unit lengths over sigma at most, whose squares add up; sampling keeps the bound
+    (Zhu, Dong and Wang 2022, Theorems 10 and 11). None for anything else.
+    """
+    if isinstance(event, dp_accounting.GaussianDpEvent):
+        return event
+    if not isinstance(event, (dp_accounting.ComposedDpEvent, dp_accounting.SelfComposedDpEvent)):
+        return event if isinstance(event, dp_accounting.NoOpDpEvent) else None
+    flat = flatten(event, NeighboringRelation.ADD_OR_REMOVE_ONE)
+    if flat.leaves:
+        return None
+    if not flat.private:
+        return dp_accounting.GaussianDpEvent(0.0)
+    if flat.gaussian == 0:
+        return dp_accounting.NoOpDpEvent()
+    return dp_accounting.GaussianDpEvent(1.0 / math.sqrt(flat.gaussian))
+
+
+def _tree(event: dp_event.SingleEpochTreeAggregationDpEvent) -> float | str:
+    """1/sigma^2 of the nodes above one step: as many as its number has binary digits, at most."""
+    counts = (
+        event.step_counts if isinstance(event.step_counts, (list, tuple)) else [event.step_counts]
+    )
+    longest = max((check_count(n, "number of steps of a tree") for n in counts), default=0)
+    sigma = check_noise(event.noise_multiplier)
+    if longest == 0:
+        return "nothing"
+    return longest.bit_length() / sigma**2 if sigma > 0 else "no privacy"
 
 
 def _discrete_laplace(

@@ -29,7 +29,9 @@ from dpfl_jax.accounting import serialize
 from dpfl_jax.accounting.accountant import (
     ADD_OR_REMOVE,
     REPLACE,
+    Accountant,
     TooLittleNoiseError,
+    accountant_of,
     check_delta,
     check_epsilon,
 )
@@ -239,10 +241,26 @@ def _spent(stored: list[Any], account: Account, delta: float) -> float:
     if not parts:
         return 0.0
     relation = REPLACE if account.adjacency.startswith("replace") else ADD_OR_REMOVE
+    losses = [part for part in parts if accountant_of(part, relation) == "pld"]
+    others = [part for part in parts if part not in losses]
+
+    def cost(some: list[dp_accounting.DpEvent], delta: float, accountant: Accountant) -> float:
+        try:
+            event = dp_accounting.ComposedDpEvent(some)
+            return epsilon_of(event, delta, relation=relation, accountant=accountant)
+        except (TooLittleNoiseError, TableTooLargeError):
+            return math.inf
+
+    if not others:
+        return cost(parts, delta, "pld")
+    if not losses:
+        return cost(parts, delta, "rdp")
+    # Of some only Renyi divergences are known: all by these, or each kind with half of delta.
+    apart = cost(losses, delta / 2, "pld") + cost(others, delta / 2, "rdp")
     try:
-        return epsilon_of(dp_accounting.ComposedDpEvent(parts), delta, relation=relation)
-    except (TooLittleNoiseError, TableTooLargeError):
-        return math.inf
+        return min(apart, cost(parts, delta, "rdp"))
+    except BadInputError:  # events of which no Renyi divergences are known
+        return apart
 
 
 def _entries(records: list[dict[str, Any]], account: Account) -> dict[str, dict[str, Any]]:

@@ -18,9 +18,14 @@ from scipy import special
 from dpfl_jax.accounting.event_types import FixedSizeGaussianDpEvent
 from dpfl_jax.accounting.leaves import (
     AllocatedLeaf,
+    BestLeaf,
+    ConcentratedLeaf,
     EventLeaf,
+    Flat,
     Leaf,
     MixtureLeaf,
+    OneOfLeaf,
+    RenyiLeaf,
     TwoStageLeaf,
     flatten,
 )
@@ -60,6 +65,10 @@ def renyi_divergences(
     flat = flatten(event, relation)
     if not flat.private:
         return np.full(len(orders), np.inf)
+    return _flat_divergences(flat, orders)
+
+
+def _flat_divergences(flat: Flat, orders: np.ndarray) -> np.ndarray:
     total = flat.gaussian * orders / 2.0
     for leaf, count in flat.leaves:
         total = total + count * _leaf_divergences(leaf, tuple(orders))
@@ -76,6 +85,13 @@ def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
         return amplified_by_participation(inner, leaf.probability, array)
     if isinstance(leaf, AllocatedLeaf):  # no worse than to who knows the step
         return array / (2.0 * leaf.sigma**2)
+    if isinstance(leaf, ConcentratedLeaf):
+        return leaf.xi + leaf.rho * array
+    if isinstance(leaf, OneOfLeaf):
+        # proof: selection-event-2
+        return np.max([_flat_divergences(part, array) for part in leaf.parts], axis=0)
+    if isinstance(leaf, BestLeaf):
+        return _best_of_several(leaf, array)
     assert isinstance(leaf, EventLeaf)
     event = leaf.event
     if isinstance(event, FixedSizeGaussianDpEvent):
@@ -103,6 +119,17 @@ def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
             "adjacency: use the PLD accountant"
         )
     return np.asarray(accountant.compose(event)._rdp)
+
+
+def _best_of_several(leaf: BestLeaf, orders: np.ndarray) -> np.ndarray:
+    """Papernot and Steinke 2022 (arXiv 2110.03620), Theorems 2 and 6, as dp-accounting has them."""
+    inner, out = _flat_divergences(leaf.inner, orders), np.full(len(orders), np.inf)
+    known = np.isfinite(inner)
+    if known.any():
+        out[known] = rdp.rdp_privacy_accountant._compute_rdp_repeat_and_select(
+            orders[known], inner[known], leaf.mean, leaf.shape
+        )
+    return out
 
 
 def mixture_divergences(shifts: np.ndarray, weights: np.ndarray, orders: np.ndarray) -> np.ndarray:
@@ -137,10 +164,18 @@ def mixture_divergences(shifts: np.ndarray, weights: np.ndarray, orders: np.ndar
     log_phi = -0.5 * x**2 - 0.5 * math.log(2 * math.pi) + math.log(step)
     for i in usable:
         a = orders[i]
-        removed = special.logsumexp(log_phi + a * loss)
-        added = special.logsumexp(log_phi + (1.0 - a) * loss)
+        # What lies beyond is below e^-800 of the rest.
+        reached = slice(math.ceil((40.0 + top * a) / step) + 1 - first)
+        removed = _log_sum(log_phi[reached] + a * loss[reached])
+        added = _log_sum(log_phi[reached] + (1.0 - a) * loss[reached])
         out[i] = max(removed, added, 0.0) / (a - 1.0) * (1 + 1e-12) + 1e-15
     return out
+
+
+def _log_sum(logs: np.ndarray) -> float:
+    """As scipy's logsumexp, whose checks take longer than these sums."""
+    top = float(logs.max())
+    return top + math.log(float(np.exp(logs - top).sum()))
 
 
 def amplified_by_participation(
@@ -196,6 +231,11 @@ def zcdp(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> float:
         if isinstance(leaf, AllocatedLeaf):
             total += count / (2.0 * leaf.sigma**2)
             continue
+        if isinstance(leaf, ConcentratedLeaf) and leaf.xi == 0:
+            total += count * local * leaf.rho
+            continue
+        if isinstance(leaf, RenyiLeaf):
+            raise BadInputError(f"zCDP is not available for {leaf.name}: ask with accountant='rdp'")
         assert isinstance(leaf, EventLeaf)
         inner = getattr(leaf.event, "event", leaf.event)
         sigma = getattr(inner, "noise_multiplier", None)

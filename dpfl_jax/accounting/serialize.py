@@ -25,9 +25,13 @@ _CLASSES: dict[str, type] = {
         dp_event.PoissonSampledDpEvent,
         dp_event.MixtureOfGaussiansDpEvent,
         dp_event.TruncatedSubsampledGaussianDpEvent,
+        dp_event.SampledWithoutReplacementDpEvent,
+        dp_event.SingleEpochTreeAggregationDpEvent,
+        dp_event.RepeatAndSelectDpEvent,
         event_types.TwoStageSampledDpEvent,
         event_types.AllocatedDpEvent,
         event_types.FixedSizeGaussianDpEvent,
+        event_types.OneOfDpEvent,
         event_types.ApproximateDpEvent,
     )
 }

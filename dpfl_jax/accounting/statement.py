@@ -24,7 +24,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dpfl_jax import __version__
 from dpfl_jax.accounting import serialize
-from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, TooLittleNoiseError, epsilon
+from dpfl_jax.accounting.accountant import (
+    ADD_OR_REMOVE,
+    REPLACE,
+    TooLittleNoiseError,
+    accountant_of,
+    epsilon,
+)
 from dpfl_jax.accounting.attacks import Meaning, meaning_of_bound, meaning_of_cases
 from dpfl_jax.accounting.composition import TableTooLargeError
 from dpfl_jax.accounting.drawn import IDEALISED_FLOAT
@@ -216,7 +222,8 @@ def cost(cases: Cases, delta: float, relation: NeighboringRelation) -> float:
 
     def one(event: dp_accounting.DpEvent) -> float:
         try:
-            return epsilon(event, delta, relation=relation)
+            known = accountant_of(event, relation)
+            return epsilon(event, delta, relation=relation, accountant=known)
         except (TooLittleNoiseError, TableTooLargeError):
             return math.inf
 

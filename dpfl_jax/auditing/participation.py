@@ -158,6 +158,11 @@ def _central(config: RunConfig, own: bool, console: Console) -> Attacked:
     if not config.mechanism.private:
         raise BadInputError("mechanism.kind=none is not private: there is nothing to audit")
     ready, mesh = prepare(config, console), make_mesh(**config.execution.mesh.axes)
+    if ready.population.shared:
+        raise BadInputError(
+            "people who take part or do not are attacked, but records of the data have several "
+            "owners: attack the mechanism instead (dpfl audit --simulate)"
+        )
     held, trains = _parts(ready.data.train, own)
     params, _ = starting_params(config, ready.data, ready.model, mesh, console)
     trainable = trained_by_name(config.model, ready.model)

@@ -17,6 +17,7 @@ PARAMETERS: dict[str, tuple[type, str]] = {
     "steps": (int, "steps (or rounds) of the whole run"),
     "sampling_prob": (float, "probability of each example, record or user in each step"),
     "once_in": (int, "steps of which each user takes part in exactly one"),
+    "buffers": (int, "buffers of the noise, the best for these steps (default 2)"),
     "group_size": (int, "most examples of a user (ELS, whole run) or records of a subject"),
     "dataset_size": (int, "units in the data set (public)"),
     "batch_size": (int, "units in every batch"),
@@ -132,6 +133,17 @@ def _isrl_others(noise: float, v: Values, delta: float) -> dict[str, tuple[float
     }
 
 
+def _blt(noise: float, v: Values) -> DpEvent:
+    from dpfl_jax.noise import buffered_column, buffered_strategy  # which starts JAX
+
+    separation, steps = v["once_in"], v["steps"]
+    for name in ("once_in", "steps"):
+        events.check_count(v[name], name, 1)
+    number = v.get("buffers")
+    buffers = buffered_strategy(2 if number is None else number, steps, separation)
+    return events.toeplitz(noise, buffered_column(buffers, steps), separation, steps)
+
+
 def _horizontal(event: DpEvent, v: Values) -> DpEvent:
     return events.horizontal([event] * (v.get("silos") or 1))
 
@@ -169,6 +181,19 @@ MECHANISMS: dict[str, Mechanism] = {
         "one of every once_in steps, drawn uniformly for each user and each such stretch",
         assumptions=(
             "once_in, steps, clip norm and divisor are public constants",
+            "each example belongs to one user",
+        ),
+    ),
+    "blt": Mechanism(
+        "users in turns without sampling, buffered Toeplitz noise, user-level guarantee",
+        "user",
+        "central",
+        ("once_in", "steps"),
+        _blt,
+        "each user at every once_in-th step (not counted on: whose turn it is may be known)",
+        optional=("buffers",),
+        assumptions=(
+            "once_in, steps, buffers, clip norm and divisor are public constants",
             "each example belongs to one user",
         ),
     ),

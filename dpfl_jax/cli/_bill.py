@@ -89,7 +89,7 @@ def add_bills(result: dict[str, Any], price: Any, row: int) -> None:
 
     chips, each = price
     for option in (result["best"], *result["options"]):
-        kind = "els" if option["kind"] == "els" else "uls"  # whose gradients BandMF's are
+        kind = "els" if option["kind"] == "els" else "uls"  # whose gradients are all the others'
         units = expected_rows(option["size"], row) * row
         flops = each[kind] * units * option["gradients"] * result["steps"]
         option["bill"] = chips[kind].bill(flops, result["steps"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from typing import Any
 
 from dpfl_jax.cli._slices import (
@@ -102,7 +103,7 @@ def measure(
       baseline: compile the step without privacy too.
       count_only: compile nothing.
     """
-    from dpfl_jax.mechanisms import NonPrivate
+    from dpfl_jax.mechanisms import NonPrivate, Population
     from dpfl_jax.mesh import unit_parts
     from dpfl_jax.training.start import (
         build_transformer,
@@ -114,8 +115,10 @@ def measure(
     model = build_transformer(config, vocab)
     mechanism, execution = config.mechanism, config.execution
     if mechanism.private and mechanism.noise_multiplier is None:
-        mechanism = mechanism.for_steps(config.train.steps)
-        mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)  # any value: same step
+        # Any number of people and any noise: the same step.
+        some = Population(*[math.ceil(mechanism.divisor)] * 3)
+        mechanism = mechanism.for_steps(some, config.train.steps)
+        mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     platform = "cpu" if kind_of(topology) == "cpu" else "tpu"
     trainable, low = trained_by_name(config.model, model), config.model.frozen_dtype

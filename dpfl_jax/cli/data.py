@@ -19,6 +19,7 @@ beside its final place and renamed when complete; run an interrupted build again
 examples:
   dpfl data build --input posts.jsonl --user-column author --text-column body --out STORE
   dpfl data build --input 'parts/*.parquet' --user-column 'domain(url)' --out STORE
+  dpfl data build --input mails.jsonl --user-column authors --out STORE   # a list: several owners
   dpfl data build --input speeches.jsonl.gz --user-column '{play}/{speaker}' --out STORE
   dpfl data build --input visits.csv --delimiter ';' --user-column name --out STORE
   dpfl data build --source python_source --out STORE --store-format flat
@@ -41,7 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     build.add_argument("--input", nargs="+", metavar="PATH", help="files, patterns or folders")
     build.add_argument("--format", help="jsonl, parquet, csv, folder or huggingface (else by name)")
-    build.add_argument("--user-column", default="user", help="column, or key expression")
+    build.add_argument(
+        "--user-column",
+        default="user",
+        help="column of a user or of a list of owners, or key expression",
+    )
     build.add_argument("--text-column", help="column of the text (default: text)")
     build.add_argument("--delimiter", help="between the cells of CSV files (default: a comma)")
     build.add_argument("--encoding", help="of CSV files (default: UTF-8, or UTF-16 if marked so)")
@@ -96,6 +101,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
 
     from dpfl_jax.data.build import build_store
     from dpfl_jax.data.build_plan import BuildPlan, default_num_shards
+    from dpfl_jax.data.owners import SharedStore
 
     console = Console(stderr=args.json)
     started = time.monotonic()
@@ -152,10 +158,13 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
                 progress=progress,
                 bad=source.bad,
             )
+    people = SharedStore(store) if store.manifest.shared else store
+    shared = {"most_owners": people.most_owners} if isinstance(people, SharedStore) else {}
     result: dict[str, Any] = {
         "store": os.fspath(store.path),
-        "users": store.num_users,
+        "users": people.num_users,
         "examples": store.num_examples,
+        **shared,
         "shards": len(store.manifest.shards),
         "bytes": sum(s.bytes for s in store.manifest.shards),
         "fingerprint": store.fingerprint,
@@ -163,7 +172,9 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
         "seconds": round(time.monotonic() - started, 2),
     }
     console.print(
-        f"{result['store']}: {result['users']} users, {result['examples']} examples in "
+        f"{result['store']}: {result['users']} users, {result['examples']} examples"
+        + (f" of up to {result['most_owners']} owners each" if shared else "")
+        + " in "
         f"{result['shards']} shards, {float(result['bytes']) / 1e6:.1f} MB, {result['seconds']} s"
     )
     if result["dropped_rows"]:
@@ -211,12 +222,13 @@ def _inspect(args: argparse.Namespace) -> dict[str, Any]:
     from rich.console import Console
 
     from dpfl_jax.data import inspect as inspection
+    from dpfl_jax.data.owners import by_set
     from dpfl_jax.data.shards import open_store
 
     console = Console(stderr=args.json)
     store = open_store(args.store)
     if args.verify:
-        store.verify()
+        by_set(store).verify()
         if not args.json:
             # The fingerprint is a function of all records without noise: not under --private.
             identity = "" if args.private else f" ({store.fingerprint[:16]})"

@@ -7,7 +7,7 @@ import json
 import pathlib
 from typing import Any
 
-from dpfl_jax.cli import _bill, _predict
+from dpfl_jax.cli import _bill, _plan_federation, _predict
 from dpfl_jax.cli._figures import save
 from dpfl_jax.cli._predict import QUESTIONS
 from dpfl_jax.cli.main import add_json_flag
@@ -16,10 +16,11 @@ from dpfl_jax.errors import BadInputError
 HELP = "choose algorithm and group sizes for a compute budget"
 DESCRIPTION = """\
 Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
-size, ULS at each split into M users of G examples, and BandMF at the same splits: users in groups
-that take turns, with noise that later steps take back. What is compared is the noise on the
-averaged gradient, sigma times the typical gradient norm over the size; for BandMF that of
-independent noise which leaves as much in sums of gradients, which training follows. Prints a table,
+size, ULS at each split into M users of G examples, and at the same splits BandMF and BLT: users who
+take turns (sampled in their turn, or not), with noise that later steps take back. What is compared
+is the noise on the averaged gradient, sigma times the typical gradient norm over the size; for
+these two that of independent noise which leaves as much in sums of gradients, which training
+follows. Prints a table,
 the heuristics beside the best, and the reason; writes a heat map and a configuration that `dpfl
 train` runs. --target-noise, --ask and the best split of a fit weigh ELS and ULS.
 
@@ -41,7 +42,13 @@ compute over batch and steps, and answers to --ask:
 {questions}
 Without a fit, all but feasible, variants and size are answered by noise alone.
 
+Of a federation of people (subjects), with its gradients and its data: LocalGroupDP, HiGradAvgDP,
+subject_uls and UserLDP at caps up to the configuration's and at a quarter to four times its steps,
+by the noise of the whole run over the largest that its signal can be. --epsilon, --out and --png
+work as above; the others are for central runs.
+
 examples:
+  dpfl plan configs/subject/quickstart.yaml --out planned.yaml
   dpfl plan PUBLIC_CONFIG --fit FIT.json --runs 24 --jobs 2
   dpfl plan CONFIG --with FIT.json --epsilon 4 --target-loss 3.2
   dpfl plan CONFIG --with FIT.json --ask epsilon --png epsilon.png
@@ -149,7 +156,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     console = Console(stderr=args.json)
     config = load_config(args.config, args.overrides)
     if not isinstance(config, RunConfig):
-        raise BadInputError("planning is for central runs: this configuration is of a federation")
+        return _plan_federation.run(args, config, console)
     budget = args.compute_budget or int(config.mechanism.compute_budget)
     epsilon = args.epsilon if args.epsilon is not None else config.privacy.epsilon
     if epsilon is None:

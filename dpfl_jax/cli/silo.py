@@ -26,7 +26,7 @@ examples:
   dpfl silo check silos/bern
   dpfl silo run silos/bern
   dpfl silo serve study.yaml --run-dir runs/study --host 0.0.0.0 --port 8000 \\
-    --certificate server.pem --key server.key --root-certificates ca.pem
+    --certificate server.pem --key server.key
 """
 
 _SILO = """\
@@ -43,7 +43,7 @@ policy:
   epsilon: {epsilon}            # largest of one run, for one person
   delta: {delta}
   unit: {unit}              # subject: a person with all records; record: one of them
-  total_epsilon: null       # largest of all runs together; null: no limit
+  total_epsilon: {epsilon}      # largest of all runs together; null: as many runs as a server likes
   least_noise_multiplier: 0.3
   most_rounds: {rounds}
   mechanisms: [{mechanism}]
@@ -72,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--certificate", metavar="FILE")
     serve.add_argument("--key", metavar="FILE")
-    serve.add_argument("--root-certificates", metavar="FILE")
     serve.add_argument(
         "--wait", type=float, default=600.0, help="seconds until a silo is left out (default: 600)"
     )
@@ -205,19 +204,18 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
     _flower()
     from dpfl_jax.flower.serve import serve
 
-    given = (args.certificate, args.key, args.root_certificates)
+    given = (args.certificate, args.key)
     if args.insecure == all(given) or (any(given) and not all(given)):
         raise BadInputError(
-            "give --certificate, --key and --root-certificates (docs/guides/hospitals.md makes "
-            "them), or --insecure for a test on one machine"
+            "give --certificate and --key (docs/guides/hospitals.md makes them), or --insecure for "
+            "a test on one machine"
         )
     tls = None
     if not args.insecure:
         missing = [path for path in given if not pathlib.Path(path).is_file()]
         if missing:
             raise BadInputError(f"there is no file {missing[0]}")
-        certificate, key, roots = (str(pathlib.Path(path).absolute()) for path in given)
-        tls = (certificate, key, roots)
+        tls = (str(pathlib.Path(given[0]).absolute()), str(pathlib.Path(given[1]).absolute()))
     console = Console(stderr=args.json)
     report = serve(
         args.config,

@@ -11,6 +11,10 @@ import yaml
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError
 
+NO_GUARANTEE = (
+    "the choice among these runs has no guarantee: no epsilon of a run covers it, and none covers "
+    "who is held out (--private chooses with one epsilon for all)"
+)
 HELP = "run a grid of configurations and tabulate the best"
 DESCRIPTION = """\
 Run one training per cell of a grid: compute budget, epsilon, group and cohort size, clip norm,
@@ -27,14 +31,21 @@ say. The same can be written in the configuration:
 
   sweep: {grid: {epsilon: [1, 8], learning_rate: [0.001, 0.01]}, tune: [learning_rate], repeats: 3}
 
-Choosing by held-out loss over many private runs is not itself covered by any one run's guarantee:
-sweep on public data, or account for all runs: with privacy.ledger every cell is charged to the one
-account, and the first that would exceed privacy.budget is refused (what is finished stays).
+Choosing by held-out loss over many private runs has no guarantee, whatever each run has: sweep on
+public data, account for all runs (with privacy.ledger every cell is charged to the one account, and
+the first that would exceed privacy.budget is refused; what is finished stays), or use --private.
+
+With `--private` privacy.epsilon is that of the whole sweep, for those who are trained on and those
+who are held out: a random number of runs (Papernot and Steinke 2022), each of a random cell, scored
+by a noisy held-out loss. Only the best is kept, in DIR/best; the number of runs stays secret, so do
+not tell how long the sweep took. The ledger is charged once.
 
 examples:
   dpfl sweep configs/quickstart.yaml --grid epsilon=1,4,16 --grid kind=els,uls --out sweeps/eps
   dpfl sweep configs/quickstart.yaml --grid group_size=1,2,4 --grid cohort_size=64,128,256 \\
     --grid learning_rate=0.002,0.005 --tune learning_rate --repeats 3 --out sweeps/heat
+  dpfl sweep configs/quickstart.yaml --grid learning_rate=0.002,0.005,0.01 --private \\
+    --expected-runs 10 --out sweeps/chosen
   dpfl sweep CONFIG --out sweeps/big --rank $SLURM_ARRAY_TASK_ID --of 64
 """
 
@@ -60,6 +71,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--collect", action="store_true", help="run nothing, only tabulate")
     parser.add_argument("--dry-run", action="store_true", help="list the cells, run nothing")
     parser.add_argument("--keep-runs", action="store_true", help="keep the cells' checkpoints")
+    parser.add_argument(
+        "--private",
+        action="store_true",
+        help="release the best run alone, with one epsilon for all",
+    )
+    parser.add_argument(
+        "--expected-runs",
+        type=float,
+        metavar="N",
+        help="with --private: mean of the random number of runs (default: 10)",
+    )
+    parser.add_argument(
+        "--loss-bound",
+        type=float,
+        metavar="B",
+        help="with --private: most that a person's mean loss counts for, a public number (default: "
+        "the logarithm of the number of tokens or classes)",
+    )
     add_json_flag(parser)
 
 
@@ -72,6 +101,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     console = Console(stderr=args.json)
     sweep = _sweep(args)
+    if args.private:
+        return _run_private(args, sweep, console)
+    for name in ("expected_runs", "loss_bound"):
+        if getattr(args, name) is not None:
+            raise BadInputError(f"--{name.replace('_', '-')} is for a private sweep: add --private")
     cells = sweep.cells()
     if args.dry_run:
         for cell in cells:
@@ -104,8 +138,46 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "results": len(found),
         "infeasible": sum(row["status"] == "infeasible" for row in found),
         "best": best,
+        "guarantee": NO_GUARANTEE,
         "caveats": caveats,
         "files": [str(file) for file in files],
+    }
+
+
+def _run_private(args: argparse.Namespace, sweep: Any, console: Any) -> dict[str, Any]:
+    from dpfl_jax.planning.private_sweep import BEST, PrivateSweep
+
+    for asked, name, why in (
+        (bool(sweep.tuned), "--tune", "one run is chosen among all cells"),
+        (sweep.repeats > 1, "--repeats", "a cell is drawn as often as it is: see --expected-runs"),
+        (args.of > 1, "--of", "the number of runs must stay secret, and one process runs them all"),
+        (args.collect, "--collect", "nothing of the other runs is kept"),
+        (args.keep_runs, "--keep-runs", "nothing of the other runs is kept"),
+    ):
+        if asked:
+            raise BadInputError(f"leave out {name} with --private: {why}")
+    expected = 10.0 if args.expected_runs is None else args.expected_runs
+    private = PrivateSweep(sweep, expected, args.loss_bound)
+    if args.dry_run:
+        guarantee, cells = private.priced()
+        console.print(str(guarantee), highlight=False)
+        return {"status": "dry run", "cells": cells, "privacy": guarantee.to_json()}
+    report = private.run(console)
+    chosen = report["selection"]
+    values = ", ".join(f"{axis} {value}" for axis, value in chosen["cell"].items())
+    console.print(
+        f"best: {values}: noisy held-out loss {chosen['noisy_score']:.4f} (stddev of the noise "
+        f"{chosen['noise_of_scores']:.2g}), in {sweep.directory / BEST}",
+        highlight=False,
+    )
+    console.print(report["guarantee"], highlight=False)
+    return {
+        "status": "finished",
+        "cells": len(sweep.cells()),
+        "best": chosen,
+        "privacy": report["privacy"],
+        "guarantee": report["guarantee"],
+        "run": report["run_dir"],
     }
 
 
@@ -157,6 +229,7 @@ def _print(
         tuned += [str(row["seed"])] * public
         table.add_row(*(str(row[a]) for a in fixed), *tuned, f"{row['loss']:.4f}", interval)
     console.print(table)
+    console.print(NO_GUARANTEE, highlight=False)
     for caveat in caveats:
         console.print(f"caveat: {caveat}", highlight=False)
     for row in sweep.table():

@@ -24,7 +24,8 @@ a run directory:
   config.yaml     the resolved configuration
   metrics.jsonl   one line per step; what is computed from private data is marked
   checkpoints/    everything needed to go on, except the key
-  private/        the root key of sampling and noise: never publish it (nor checkpoints/ of bandmf)
+  private/        the root key of sampling and noise: never publish it (nor checkpoints/ of bandmf,
+                  blt)
   report.json, report.md, curves.png
   attacks.png     what an attacker may find out
   guarantee.json  what is promised, for `dpfl verify`

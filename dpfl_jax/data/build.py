@@ -38,13 +38,17 @@ from dpfl_jax.data.build_plan import (
 from dpfl_jax.data.chunking import encode_user
 from dpfl_jax.data.records import FORMATS, write_records
 from dpfl_jax.data.rows import BadRows
-from dpfl_jax.data.shards import FileEntry, Manifest, ShardStore, open_store
+from dpfl_jax.data.shards import FileEntry, Manifest, ShardStore
 from dpfl_jax.data.spill import spill_rows, spilled_users
-from dpfl_jax.data.store import Store, combine_digests, user_digest
+from dpfl_jax.data.store import SEPARATOR, Store, combine_digests, user_digest
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError
 
 _DROPPED = "dropped"
+NO_FIRST_OF_SHARED = (
+    "some records have several owners, so that nobody has first ones: leave out "
+    "max_examples_per_user; mechanism.group_size says how many of each owner's are used"
+)
 
 
 def build_store(
@@ -129,6 +133,8 @@ def encode_partition(
 
     def blocks() -> Iterator[np.ndarray]:
         for user, data in users:
+            if limit is not None and SEPARATOR in user:
+                raise BadInputError(NO_FIRST_OF_SHARED)
             if tokenizer is not None:
                 texts = [d.decode() for d in data]
                 records = encode_user(texts, tokenizer, schema, limit)
@@ -196,9 +202,16 @@ def encode_partitions(
 
 
 def finish(
-    staging: pathlib.Path, out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]
+    staging: pathlib.Path,
+    out: pathlib.Path,
+    plan: BuildPlan,
+    sources: dict[str, Any],
+    of_sets: bool = False,
 ) -> ShardStore:
-    """Phase 3: writes index and manifest, removes what only the build needed, renames."""
+    """Phase 3: writes index and manifest, removes what only the build needed, renames.
+
+    ``of_sets``: users are sets of owners, even if each has one: others decided what is kept.
+    """
     noted = staging / _DROPPED
     entries, names, counts, digests = [], [], [], []
     for shard in range(plan.num_shards):
@@ -228,6 +241,7 @@ def finish(
             combine_digests(plan.schema, map(bytes.fromhex, digests)),
             tuple(entries),
             tuple(index),
+            of_sets or any(SEPARATOR in name for name in names),
             {
                 "sources": sources,
                 "max_examples_per_user": plan.max_examples_per_user,
@@ -242,7 +256,7 @@ def finish(
         staging.rename(out)
     except OSError as error:
         raise disk_error(staging, error) from error
-    return open_store(out)
+    return ShardStore(out)
 
 
 def write_store(
@@ -270,4 +284,5 @@ def write_store(
                 upcoming = next(users, None)
 
         encode_partition(members(), staging, plan, shard)
-    return finish(staging, pathlib.Path(out), plan, sources)
+    of_sets = getattr(store, "of_sets", False)
+    return finish(staging, pathlib.Path(out), plan, sources, of_sets)

@@ -9,8 +9,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from dpfl_jax.data.owners import told_apart
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.store import ArrayStore, user_order_key
+from dpfl_jax.data.store import ArrayStore, Store, user_order_key
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError
 
@@ -76,11 +77,12 @@ def store_from_documents(
     tokenizer: Tokenizer,
     seq_len: int,
     max_examples: int | None = None,
-) -> ArrayStore:
+) -> Store:
     """Groups documents by user in memory, tokenises and cuts them.
 
     Args:
-      documents: (user, text) in the order that a user's documents keep.
+      documents: (user, text) in the order that a user's documents keep; a user may be the id of a
+        set of owners (``keys.owners_to_id``).
       tokenizer: makes the ids.
       seq_len: tokens in an example.
       max_examples: keep each user's first examples.
@@ -101,4 +103,4 @@ def store_from_documents(
             packed[user] = records
     if not packed:
         raise BadInputError("the data hold zero usable examples: every text is empty")
-    return ArrayStore.from_records(packed, schema)
+    return told_apart(ArrayStore.from_records(packed, schema, sets=True))

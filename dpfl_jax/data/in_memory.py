@@ -1,7 +1,7 @@
 """Examples that are already in memory, as stores: texts, arrays, data frames, data sets.
 
 Each takes who owns a row, as ``data.user_column`` of a configuration does, and gives the store that
-the same people's files would give.
+the same people's files would give: a ``SharedStore`` if a row has several owners.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.data.chunking import store_from_documents
-from dpfl_jax.data.keys import UserKey, value_to_id
+from dpfl_jax.data.keys import UserKey, owners_to_id
+from dpfl_jax.data.owners import store_of
 from dpfl_jax.data.rows import LocatedRow, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
-from dpfl_jax.data.store import ArrayStore
+from dpfl_jax.data.store import Store
 from dpfl_jax.data.table import input_names, read_table
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError, expect, repeated
@@ -24,11 +25,12 @@ from dpfl_jax.errors import BadInputError, expect, repeated
 
 def from_texts(
     documents: Iterable[tuple[Any, str]], tokenizer: Any = "bytes", *, seq_len: int = 128
-) -> ArrayStore:
+) -> Store:
     """Returns the store of (user, text) pairs.
 
     Args:
-      documents: in any order of users; a user is text, an integer or a UUID.
+      documents: in any order of users; a user is text, an integer or a UUID, or a list of these:
+        the owners of the text.
       tokenizer: see ``load_tokenizer``.
       seq_len: tokens in an example.
 
@@ -43,19 +45,19 @@ def from_texts(
                     f"document {number} is {pair!r:.60}, but each must be a pair (user, text)"
                 )
             where = f"document {number}"
-            yield value_to_id(pair[0], where), text_of({"text": pair[1]}, "text", where)
+            yield owners_to_id(pair[0], where), text_of({"text": pair[1]}, "text", where)
 
     return store_from_documents(pairs(), load_tokenizer(tokenizer), seq_len)
 
 
 def from_arrays(
     arrays: Mapping[str, Any], users: Sequence[Any] | np.ndarray, tokenizer: Any = None
-) -> ArrayStore:
+) -> Store:
     """Returns the store of arrays with a leading axis of rows.
 
     Args:
       arrays: such as ``{"x": ..., "label": ...}``; or ``tokens`` and ``mask`` of a tokeniser.
-      users: [n], whose each row is: text, integers or UUIDs.
+      users: [n], whose each row is: text, integers or UUIDs, or lists of these.
       tokenizer: that made ``tokens``; see ``load_tokenizer``.
 
     Raises:
@@ -71,16 +73,16 @@ def from_arrays(
         schema = Schema.tokens(length, loaded.vocab_size, loaded.fingerprint)
     rows: dict[str, list[int]] = {}
     for number, user in enumerate(users):
-        rows.setdefault(value_to_id(user, f"row {number}"), []).append(number)
+        rows.setdefault(owners_to_id(user, f"row {number}"), []).append(number)
     for name, array in columns.items():
         if len(array) != len(users):
             raise BadInputError(f"there are {len(users)} users for {len(array)} rows of {name!r}")
-    return ArrayStore.from_users(
+    return store_of(
         ((user, {n: a[mine] for n, a in columns.items()}) for user, mine in rows.items()), schema
     )
 
 
-def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> ArrayStore:
+def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> Store:
     """Returns the store of a ``pandas.DataFrame``; columns as of ``from_rows``."""
     if not hasattr(frame, "columns"):
         expect(frame, (), "frame", "a pandas.DataFrame (from_rows takes dictionaries)")
@@ -93,7 +95,7 @@ def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> ArrayStore:
     return from_rows((dict(zip(names, row, strict=True)) for row in values), user=user, **columns)
 
 
-def from_huggingface(dataset: Any, *, user: str | None, **columns: Any) -> ArrayStore:
+def from_huggingface(dataset: Any, *, user: str | None, **columns: Any) -> Store:
     """Returns the store of a ``datasets.Dataset`` (one split); columns as of ``from_rows``."""
     if isinstance(dataset, Mapping):
         raise BadInputError(
@@ -117,7 +119,7 @@ def _with_inputs(
     return {**columns, "inputs": input_names(given, names, used, "the table")}
 
 
-def from_grain(source: Any, *, user: str | None, **columns: Any) -> ArrayStore:
+def from_grain(source: Any, *, user: str | None, **columns: Any) -> Store:
     """Returns the store of a source with random access; columns as of ``from_rows``.
 
     Args:
@@ -141,13 +143,13 @@ def from_rows(
     scale: Mapping[str, tuple[float, float]] | None = None,
     tokenizer: Any = "bytes",
     seq_len: int = 128,
-) -> ArrayStore:
+) -> Store:
     """Returns the store of rows that are dictionaries.
 
     Args:
       rows: one dictionary each.
-      user: column of the owner, or a key expression (``docs/guides/data.md``); None: every row is
-        a person of its own (tables only).
+      user: column of the owner, or of a list of owners, or a key expression
+        (``docs/guides/data.md``); None: every row is a person of its own (tables only).
       text: column of the text, to be tokenised; or
       target: column that is predicted, of a table of numbers, from
       inputs: these columns. A DataFrame or ``Dataset`` also takes shell patterns, and by default
@@ -180,4 +182,4 @@ def from_rows(
         scale=dict(scale or {}),
     )
     users, _ = read_table(config, (), located)
-    return ArrayStore.from_users(users.items())
+    return store_of(users.items())

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_jax.data.owners import SharedStore, by_set
 from dpfl_jax.data.private_quantiles import private_quantiles
 from dpfl_jax.data.shards import ShardStore
 from dpfl_jax.data.store import Store
@@ -14,6 +15,10 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 
 QUANTILES = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+
+
+def _owned(store: Any) -> np.ndarray:
+    return store.owned if isinstance(store, SharedStore) else store.examples_per_user
 
 
 def size_histogram(counts: np.ndarray) -> list[dict[str, int]]:
@@ -25,14 +30,16 @@ def size_histogram(counts: np.ndarray) -> list[dict[str, int]]:
     ]
 
 
-def summary(store: ShardStore) -> dict[str, Any]:
+def summary(store: ShardStore | SharedStore) -> dict[str, Any]:
     """Returns exact counts. They are information about the users: see ``private_summary``."""
-    counts = store.examples_per_user
-    manifest = store.manifest
+    counts, disk = _owned(store), by_set(store)
+    manifest = disk.manifest
+    shared = {"most_owners": store.most_owners} if isinstance(store, SharedStore) else {}
     return {
-        "store": os.fspath(store.path),
+        "store": os.fspath(disk.path),
         "users": store.num_users,
         "examples": store.num_examples,
+        **shared,
         "examples_per_user": {
             "mean": float(counts.mean()),
             # The smallest count that at least this share of the users do not exceed.
@@ -66,6 +73,10 @@ def private_summary(
     if epsilon is None:
         raise BadInputError("--private needs --epsilon: the privacy loss you accept, e.g. 1")
     key = RootKey.generate() if seed is None else RootKey.from_seed(seed)
+    if isinstance(store, SharedStore):
+        raise BadInputError(
+            "--private is for records of one owner each: who leaves takes records of others along"
+        )
     values = private_quantiles(store.examples_per_user, quantiles, epsilon, largest, key)
     return {
         "private": True,
@@ -85,7 +96,7 @@ def plot_sizes(store: Store, path: str | os.PathLike[str]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    counts = store.examples_per_user
+    counts = _owned(store)
     edges = [2.0**k for k in range(int(np.log2(counts.max())) + 2)]
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -119,8 +130,9 @@ def show(result: dict[str, Any], console: Any) -> None:
         console.print(table)
         return
     console.print(
-        f"{result['store']}: {result['users']} users, {result['examples']} examples, "
-        f"{result['shards']} {result['format']} shards, {result['bytes'] / 1e6:.1f} MB"
+        f"{result['store']}: {result['users']} users, {result['examples']} examples"
+        + (f" of up to {result['most_owners']} owners each, " if "most_owners" in result else ", ")
+        + f"{result['shards']} {result['format']} shards, {result['bytes'] / 1e6:.1f} MB"
     )
     for field in result["schema"]["fields"]:
         console.print(f"  {field['name']}: {field['dtype']} {tuple(field['shape'])}")

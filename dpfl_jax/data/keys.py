@@ -6,6 +6,8 @@ Four forms, none of which evaluates code given as text:
 - ``{play}/{speaker}``: several columns in a template;
 - ``domain(url)``: a function of a column, one of ``FUNCTIONS``;
 - ``package.module:function``: your own function of the whole row (a dict).
+
+All but a template may give a list: a record with several owners (``owners``).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from dpfl_jax.data.store import check_user_id
+from dpfl_jax.data.store import SEPARATOR, check_user_id, no_sets
 from dpfl_jax.errors import BadInputError
 
 
@@ -53,6 +55,11 @@ def value_to_id(value: Any, where: str) -> str:
             value = value.decode()
         except UnicodeDecodeError as error:
             raise BadInputError(f"{where}: the user id is not UTF-8") from error
+    if isinstance(value, (list, tuple)):
+        raise BadInputError(
+            f"{where}: there is a list where one name is needed: only the user of a row may be a "
+            "list of owners, by a column or a function"
+        )
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if isinstance(value, float) and math.isfinite(value) and value == int(value):
@@ -65,7 +72,29 @@ def value_to_id(value: Any, where: str) -> str:
             f"{where}: the user id {value!r} is a number with decimals, as of a column with gaps: "
             "the same person may be written without: store ids as integers or text"
         )
+    if isinstance(value, str) and SEPARATOR in value:
+        raise no_sets(where)
     return check_user_id(value, where)
+
+
+def owners_to_id(value: Any, where: str, each: Callable[[str], str] = str) -> str:
+    """Turns one user, or a list of the owners of a record, into an id (``value_to_id``).
+
+    Args:
+      value: a user; or several, of which the order says nothing and none counts twice.
+      where: the row.
+      each: what a function of ``FUNCTIONS`` makes of an owner's id.
+    """
+    if isinstance(value, np.ndarray) and value.ndim:
+        value = value.tolist()
+    if not isinstance(value, (list, tuple, set, frozenset)):
+        return each(value_to_id(value, where))
+    if not value:
+        raise BadInputError(
+            f"{where}: the list of owners is empty: every record needs one; drop such rows or name "
+            "an owner"
+        )
+    return SEPARATOR.join(sorted({each(value_to_id(owner, where)) for owner in value}))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,21 +151,26 @@ class UserKey:
             ) from error
 
     def __call__(self, row: Mapping[str, Any], where: str) -> str:
-        """Returns the user id of a row.
+        """Returns the id of a row's user, or of the set of its owners.
 
         Raises:
           BadInputError: naming ``where``, if a column is missing or a part is null.
         """
         if self._is_function:
-            return value_to_id(self._function(row), where)
+            return owners_to_id(self._function(row), where)
         if self._template:
             parts = {p: value_to_id(_look_up(row, p, where), where) for p in self._template}
             return re.sub(r"\{([^{}]+)\}", lambda m: parts[m[1]], self.expression)
         if self._call:
             name, path = self._call
-            text = value_to_id(_look_up(row, path, where), where)
-            return check_user_id(FUNCTIONS[name](text), f"{where}, {self.expression} of {text!r}")
-        return value_to_id(_look_up(row, self.expression, where), where)
+
+            def each(text: str) -> str:
+                return check_user_id(
+                    FUNCTIONS[name](text), f"{where}, {self.expression} of {text!r}"
+                )
+
+            return owners_to_id(_look_up(row, path, where), where, each)
+        return owners_to_id(_look_up(row, self.expression, where), where)
 
 
 def _look_up(row: Mapping[str, Any], path: str, where: str) -> Any:

@@ -14,6 +14,7 @@ from dpfl_jax.data import python_source
 from dpfl_jax.data.chunking import store_from_documents
 from dpfl_jax.data.documents import FORMATS, expand_paths, read_documents
 from dpfl_jax.data.keys import value_to_id
+from dpfl_jax.data.owners import SharedStore, by_set, store_of
 from dpfl_jax.data.registry import data_source
 from dpfl_jax.data.rows import BadRows
 from dpfl_jax.data.sections import DataConfig, SourceConfig
@@ -100,13 +101,20 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
         users, task = read_table(config, keep, bad=bad)
         unit = "a row" if config.user_column is None else config.user_column
         checked = _checked(users.items(), task, config.source)
-        found = Examples(ArrayStore.from_users(checked), task, unit)
+        found = Examples(store_of(checked), task, unit)
     elif is_file or config.source == "python_source":
         found = _texts(config, bad)
     elif config.source == "store":
         found = _stored(config)
     else:
         found = _named(config)
+    if isinstance(found.store, SharedStore):
+        for name in ("records_per_user", "max_users", "max_examples_per_user"):
+            if getattr(config, name) is not None:
+                raise BadInputError(
+                    f"some records have several owners: leave out data.{name}; "
+                    "mechanism.group_size says how many of each owner's are used"
+                )
     if config.records_per_user is not None:
         store = ArrayStore.from_users(_synthetic(found.store, config))
         unit = f"users are synthetic: {config.records_per_user} records each, drawn at random"
@@ -136,6 +144,7 @@ def load_dataset(config: DataConfig) -> Dataset:
     public = _load_public(config, found.tokenizer)
     description = (
         f"{config.source}: {store.num_users} users, {store.num_examples} examples"
+        + _told_shared(store, parts)
         + found.left_out
         + "".join(f"; {n} {p.num_users} users" for n, p in parts.items() if p.num_users)
         + (f"; public {public.num_examples} examples" if public is not None else "")
@@ -151,6 +160,15 @@ def load_dataset(config: DataConfig) -> Dataset:
         found.tokenizer,
         known,
     )
+
+
+def _told_shared(store: Store, parts: Mapping[str, Store]) -> str:
+    """How many owners a record has, and how many records lie on no side of a split."""
+    if not isinstance(store, SharedStore):
+        return ""
+    between = store.num_examples - sum(part.num_examples for part in parts.values())
+    told = f" of up to {store.most_owners} owners each"
+    return told + (f", {between} left out: owners on several sides" if between else "")
 
 
 def hold_out(
@@ -174,6 +192,11 @@ def hold_out(
     """
     if split == "by_user":
         parts = split_by_user(store, fractions, config.split_seed)
+    elif isinstance(store, SharedStore):
+        raise BadInputError(
+            "data.split=within_user holds out examples of one user, but some records have several "
+            "owners: set data.split=by_user"
+        )
     else:
         parts = {"train": store}
         for number, name in enumerate(reversed(fractions)):
@@ -191,6 +214,7 @@ def hold_out(
 
 def _texts(config: SourceConfig, bad: BadRows) -> Examples:
     tokenizer, limit = load_tokenizer(config.tokenizer), config.max_examples_per_user
+    store: Store
     if config.source == "python_source":
         store = python_source.private_store(tokenizer, config.seq_len, config.max_users, limit)
         return _tokens(store, tokenizer, "a source file of an installed package")
@@ -242,7 +266,9 @@ def _stored(config: SourceConfig) -> Examples:
         tokenizer = load_tokenizer(config.tokenizer)
         check_tokenizer(store, tokenizer, config.tokenizer)
         found = _tokens(store, tokenizer, "a user of the store")
-        return dataclasses.replace(found, dropped=store.manifest.build.get("dropped_rows", 0))
+        return dataclasses.replace(
+            found, dropped=by_set(store).manifest.build.get("dropped_rows", 0)
+        )
     fields = {f.name: f for f in store.schema.fields}
     target = config.target_column or "label"
     inputs = config.input_columns or tuple(n for n, f in fields.items() if f.shape) or ("x",)
@@ -275,7 +301,7 @@ def _stored(config: SourceConfig) -> Examples:
 
     scaled = fields[inputs[0]].dtype == "uint8"
     task = Task("regression" if classes is None else "classes", shape, classes or 0, scaled=scaled)
-    return Examples(ArrayStore.from_users(_checked(users(), task, path)), task, "a user of it")
+    return Examples(store_of(_checked(users(), task, path)), task, "a user of it")
 
 
 def _checked(
@@ -301,6 +327,7 @@ def _checked(
 
 
 def _by_user(store: Store) -> Iterator[tuple[str, dict[str, np.ndarray]]]:
+    store = by_set(store)
     names = store.user_ids(range(store.num_users))
     for name, start, stop in zip(names, store.user_offsets, store.user_offsets[1:]):
         yield name, store.read(np.arange(start, stop))

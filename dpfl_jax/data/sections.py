@@ -28,8 +28,8 @@ class SourceConfig:
         your own.
       path: file, files or glob pattern; the folder of a store or of a named set; or
         ``hf:org/name``, a data set in the local Hugging Face cache.
-      user_column: column of the user's id, or a key expression; null: every row is a person of its
-        own.
+      user_column: column of the user's id, or of a list of owners, or a key expression; null:
+        every row is a person of its own.
       text_column: column of the text, if files hold text.
       target_column: files hold a table: this column is to be predicted from others. Of a store of
         arrays: the field (default ``label``).

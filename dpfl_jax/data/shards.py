@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_jax.data.owners import SharedStore
 from dpfl_jax.data.records import FORMATS, RecordReader, open_records
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import StoreBase, content_fingerprint
@@ -34,6 +35,7 @@ from dpfl_jax.errors import BadInputError
 MANIFEST = "manifest.json"
 KIND = "dpfl_jax user-partitioned store"
 VERSION = 1
+SHARED_VERSION = 2  # as 1, but of sets of owners: older programs would take each for a user
 
 
 def sha256_file(path: pathlib.Path) -> str:
@@ -78,6 +80,7 @@ class Manifest:
       fingerprint: digest of users and examples, the same for every way of storing them.
       shards: in store order.
       index: ``offsets.npy``, ``ids.npy``, ``ids_ends.npy``.
+      shared: whether users are sets of owners (``data/owners.py``).
       build: free-form facts about the build (sources, settings); no part of the content.
     """
 
@@ -88,13 +91,14 @@ class Manifest:
     fingerprint: str
     shards: tuple[FileEntry, ...]
     index: tuple[FileEntry, ...]
+    shared: bool = False
     build: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes ``manifest.json``, durably and in one step."""
         body = {
             "kind": KIND,
-            "version": VERSION,
+            "version": SHARED_VERSION if self.shared else VERSION,
             "schema": self.schema.to_json(),
             "tokenizer": self.schema.tokenizer,
             "shard_format": self.shard_format,
@@ -133,10 +137,10 @@ class Manifest:
             checksum = body.pop("checksum")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInputError(f"{path} is not a readable store manifest ({error})") from error
-        if version != VERSION:
+        if version not in (VERSION, SHARED_VERSION):
             raise BadInputError(
-                f"{path} has version {version}, but this program reads version {VERSION}: build "
-                "the store again"
+                f"{path} has version {version}, but this program reads versions {VERSION} and "
+                f"{SHARED_VERSION}: build the store again"
             )
         if checksum != _checksum(body):
             raise BadInputError(f"{path} was changed after it was written: build the store again")
@@ -148,6 +152,7 @@ class Manifest:
             body["fingerprint"],
             tuple(FileEntry(**s) for s in body["shards"]),
             tuple(FileEntry(**s) for s in body["index"]),
+            version == SHARED_VERSION,
             body["build"],
         )
 
@@ -169,7 +174,7 @@ class ShardStore(StoreBase):
         """Opens a folder; see ``open_store``."""
         self.path = pathlib.Path(path)
         self.manifest = Manifest.read(self.path)
-        self.schema = self.manifest.schema
+        self.schema, self.of_sets = self.manifest.schema, self.manifest.shared
         if self.manifest.shard_format not in FORMATS:
             raise BadInputError(
                 f"{self.path / MANIFEST}: unknown shard format {self.manifest.shard_format!r}"
@@ -275,8 +280,8 @@ class ShardStore(StoreBase):
             )
 
 
-def open_store(path: str | os.PathLike[str]) -> ShardStore:
-    """Opens a store's folder.
+def open_store(path: str | os.PathLike[str]) -> ShardStore | SharedStore:
+    """Opens a store's folder; one whose records have several owners knows them.
 
     Sizes of all files and checksums of the index are checked here; ``ShardStore.verify`` re-reads
     the shards.
@@ -284,4 +289,5 @@ def open_store(path: str | os.PathLike[str]) -> ShardStore:
     Raises:
       BadInputError: naming the file that is missing, damaged or of another build.
     """
-    return ShardStore(path)
+    store = ShardStore(path)
+    return SharedStore(store) if store.manifest.shared else store

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from dpfl_jax.data.owners import SharedStore
 from dpfl_jax.data.store import Store, UserView
 from dpfl_jax.errors import BadInputError
 
@@ -37,7 +38,8 @@ def split_by_user(
       rest: name of the part that gets the remaining users.
 
     Returns:
-      ``rest`` and the named parts, as views. A part may be empty by chance.
+      ``rest`` and the named parts, as views. A part may be empty by chance. A record whose owners
+      are not all on one side is in none.
 
     Raises:
       BadInputError: if a fraction is outside [0, 1) or they leave nothing for ``rest``.
@@ -50,13 +52,20 @@ def split_by_user(
             f"the fractions {dict(fractions)} leave no users for {rest!r}: lower them"
         )
     uniforms = user_uniforms(store, seed)
-    parts: dict[str, Store] = {}
-    low = 0.0
-    for name, fraction in fractions.items():
-        high = low + fraction
-        parts[name] = UserView(store, np.flatnonzero((uniforms >= low) & (uniforms < high)))
-        low = high
-    return {rest: UserView(store, np.flatnonzero(uniforms >= low)), **parts}
+    side = np.searchsorted(np.cumsum(list(fractions.values())), uniforms, side="right")
+    names = {rest: len(fractions), **{name: i for i, name in enumerate(fractions)}}
+    if isinstance(store, SharedStore):
+        all_in = np.array([_one_side(side[list(members)]) for members in store.owners])
+        return {
+            name: SharedStore(UserView(store.sets, np.flatnonzero(all_in == i)))
+            for name, i in names.items()
+        }
+    return {name: UserView(store, np.flatnonzero(side == i)) for name, i in names.items()}
+
+
+def _one_side(sides: np.ndarray) -> int:
+    """The side of all, or -1."""
+    return int(sides[0]) if (sides == sides[0]).all() else -1
 
 
 def split_within_users(
@@ -98,6 +107,11 @@ def limit_store(
     """
     if max_users is None and max_examples_per_user is None:
         return store
+    if isinstance(store, SharedStore):
+        raise BadInputError(
+            "some records have several owners: leave out max_users and max_examples_per_user; "
+            "mechanism.group_size says how many of each owner's are used"
+        )
     for name, value in (
         ("max_users", max_users),
         ("max_examples_per_user", max_examples_per_user),

@@ -70,6 +70,10 @@ class Store(Protocol):
         """Returns the stored records at ``positions`` (see ``Schema.record_dtype``)."""
 
 
+# Between the names of a set of owners that takes a user's place (``data/owners.py``).
+SEPARATOR = "\x1f"
+
+
 def user_order_key(user_id: str) -> tuple[bytes, str]:
     """The order of users in every store: by a hash of the id, then the id.
 
@@ -153,10 +157,15 @@ def fingerprint_of(records: Any, count: int) -> str:
 
 
 class StoreBase:
-    """What stores share; subclasses give ``schema``, ``user_offsets``, ``records``, ids."""
+    """What stores share; subclasses give ``schema``, ``user_offsets``, ``records``, ids.
+
+    Attributes:
+      of_sets: whether its users are sets of owners (``data/owners.py``), not people.
+    """
 
     schema: Schema
     user_offsets: np.ndarray
+    of_sets: bool = False
 
     @property
     def num_users(self) -> int:
@@ -208,6 +217,13 @@ class StoreBase:
         return f"{type(self).__name__}(users={self.num_users}, examples={self.num_examples})"
 
 
+def write_to(store: Store, path: str | os.PathLike[str]) -> None:
+    """Writes a store to a new folder, memory-mapped when opened; see ``build.write_store``."""
+    from dpfl_jax.data.build import write_store
+
+    write_store(store, path, format="flat")
+
+
 class ArrayStore(StoreBase):
     """A store whose records are one array, in memory or memory-mapped.
 
@@ -236,16 +252,21 @@ class ArrayStore(StoreBase):
         self._records = records
         if len(ids) != self.num_users or self.num_examples != len(records):
             raise ValueError("user ids, offsets and records disagree in length")
+        self.of_sets = any(SEPARATOR in name for name in ids)
 
     @classmethod
     def from_users(
-        cls, users: Iterable[tuple[str, Mapping[str, Any]]], schema: Schema | None = None
+        cls,
+        users: Iterable[tuple[str, Mapping[str, Any]]],
+        schema: Schema | None = None,
+        sets: bool = False,
     ) -> ArrayStore:
         """Builds a store from (user id, dict of arrays with leading axis = examples).
 
         Args:
           users: each user once; users without examples are left out.
           schema: layout; inferred from the first user as plain arrays if None.
+          sets: whether a name may be that of a set of owners (``owners.store_of`` is the door).
 
         Raises:
           BadInputError: if there is no example, a user id comes twice or is not a non-empty string,
@@ -262,13 +283,17 @@ class ArrayStore(StoreBase):
                 packed[name] = records
         if schema is None:
             raise BadInputError("there are no users to build a store from")
-        return cls.from_records(packed, schema)
+        return cls.from_records(packed, schema, sets)
 
     @classmethod
-    def from_records(cls, packed: Mapping[str, np.ndarray], schema: Schema) -> ArrayStore:
+    def from_records(
+        cls, packed: Mapping[str, np.ndarray], schema: Schema, sets: bool = False
+    ) -> ArrayStore:
         """Builds a store from each user's records (``Schema.pack``); sorts the users."""
         for name in packed:
             check_user_id(name)
+            if SEPARATOR in name and not sets:
+                raise no_sets(repr(name))
         ids = sorted((u for u in packed if len(packed[u])), key=user_order_key)
         if not ids:
             raise BadInputError("there are no usable examples to build a store from")
@@ -294,9 +319,7 @@ class ArrayStore(StoreBase):
         Raises:
           BadInputError: if ``path`` exists or cannot be written.
         """
-        from dpfl_jax.data.build import write_store
-
-        write_store(self, path, format="flat")
+        write_to(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Store:
@@ -344,6 +367,7 @@ class UserView(StoreBase):
         keep = keep if counts is None else np.minimum(counts, keep)
         some = keep > 0
         self.parent, self._every = parent, every
+        self.of_sets = getattr(parent, "of_sets", False)
         self.schema = parent.schema
         self._users = users[some]
         self._first = (begin + skip)[some]
@@ -365,9 +389,18 @@ class UserView(StoreBase):
 MISSING = frozenset({"nan", "NaN", "None", "null", "NULL", "<NA>", "NaT"})
 
 
+def no_sets(where: str) -> BadInputError:
+    """The error of a name that would be taken for a set of owners."""
+    return BadInputError(
+        f"{where}: a user id holds U+001F, which separates the owners of a record: give owners as "
+        "a list, or leave the character out"
+    )
+
+
 def expect_store(data: Any, name: str) -> None:
     """Raises BadInputError if ``data`` is no store."""
-    if not hasattr(data, "user_offsets") or not hasattr(data, "read"):
+    # What the class has is not asked for here: it may be refused later, in better words.
+    if not all(hasattr(type(data), n) or hasattr(data, n) for n in ("user_offsets", "read")):
         raise BadInputError(
             f"{name} is {type(data).__name__}, but it must be a store of users' examples: "
             "load_dataset(...).train, from_pandas, from_texts or from_arrays make one"

@@ -18,15 +18,15 @@ import dp_accounting
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.accountant import rough_epsilon
-from dpfl_jax.accounting.calibrate import noise_near
+from dpfl_jax.accounting.calibrate import noise_ahead, noise_near
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federation import Federation, SiloPlan
 
 Mode = Literal["per_silo", "common"]
 
-# With more kinds of silos than this, compositions are of classes: probabilities rounded up and
-# noise rounded down to a geometric grid, which can only overstate the cost. Silos that are priced
-# one by one are always priced as they are.
+# With more kinds of silos than this, compositions are of classes, cells of a geometric grid: the
+# largest probability and the least noise of a class, which can only overstate the cost. Silos that
+# are priced one by one are always priced as they are.
 _MOST_KINDS = 64
 _GRID = 1.01
 
@@ -74,13 +74,18 @@ def _coarse(profiles: list[_Profile]) -> list[_Profile]:
     if len({p.key for p in profiles}) <= _MOST_KINDS:
         return profiles
 
-    def up(x: float) -> float:
-        return min(1.0, _GRID ** math.ceil(math.log(x) / math.log(_GRID) - 1e-12))
+    def cell(x: float) -> int:
+        return math.floor(math.log(x) / math.log(_GRID)) if x > 0 else -(10**9)
 
-    def down(x: float) -> float:
-        return 0.0 if x == 0 else _GRID ** math.floor(math.log(x) / math.log(_GRID) + 1e-12)
-
-    return [dataclasses.replace(p, prob=up(p.prob), sigma=down(p.sigma)) for p in profiles]
+    classes: dict[Any, list[_Profile]] = {}
+    for p in profiles:
+        classes.setdefault((cell(p.prob), p.cap, cell(p.sigma), p.steps), []).append(p)
+    worst = {name: _envelope(members) for name, members in classes.items()}
+    return [
+        dataclasses.replace(p, prob=w.prob, sigma=w.sigma)
+        for p in profiles
+        for w in (worst[(cell(p.prob), p.cap, cell(p.sigma), p.steps)],)
+    ]
 
 
 def _is_chain(profiles: Sequence[_Profile]) -> bool:
@@ -137,7 +142,8 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
     reach = 1 if one_silo else federation.max_silos_per_subject
     # proof: silos-1
     if reach == 1:  # each unit in one silo: parallel composition
-        kinds = {p.key: p for p in profiles}
+        # Of silos that differ in probability alone the largest costs most.
+        kinds = {p.key[1:]: p for p in sorted(profiles, key=lambda p: p.prob)}
         return [[p.event(rounds, subject) for p in kinds.values()]]
     profiles = _coarse(profiles)
     # proof: silos-2
@@ -269,13 +275,16 @@ def calibrate_federation(
         alone = with_noise(1.0)
         if together == 1 and federated_epsilon(alone, delta, if_constant=True) <= epsilon:
             return alone
-    made = with_noise(_calibrated(with_noise, epsilon, delta))
+    near = 1.0 if mode == "per_silo" else None
+    made = with_noise(_calibrated(with_noise, epsilon, delta, near))
     # What is stated is what was asked for, whatever the searches above did.
     assert federated_epsilon(made, delta, if_constant=True) <= epsilon
     return made
 
 
-def _calibrated(make: Callable[[float], Federation], epsilon: float, delta: float) -> float:
+def _calibrated(
+    make: Callable[[float], Federation], epsilon: float, delta: float, near: float | None
+) -> float:
     """About the smallest number whose federation meets the target, by any one of its worst cases.
 
     Of the events of a case the costliest is calibrated alone; then all are priced, and the next is
@@ -294,7 +303,7 @@ def _calibrated(make: Callable[[float], Federation], epsilon: float, delta: floa
             def event(sigma: float, worst: int = worst) -> Any:
                 return case(sigma, number)[worst]
 
-            found = accounting.calibrate_noise_multiplier(event, epsilon, delta)
+            found = accounting.calibrate_noise_multiplier(event, epsilon, delta, near=near)
             # Never back: rounding can make a cost rise by a hair with the noise.
             x = max(found, x * (1.0 + 1e-6))
             costs = [accounting.epsilon(event, delta) for event in case(x, number)]
@@ -306,18 +315,30 @@ def _calibrated(make: Callable[[float], Federation], epsilon: float, delta: floa
 
 def _each_alone(federation: Federation, copies: int, epsilon: float, delta: float) -> list[float]:
     """Noise of each silo if ``copies`` of it were all that holds a subject: certified for one."""
-    calibrate = accounting.calibrate_noise_multiplier if copies == 1 else noise_near
     members = set(federation.participants.tolist())
     start = federation.with_noise([1.0] * len(federation.silos))
     profiles = _coarse([_Profile.of(start.silos[i]) for i in sorted(members)])
     by_silo = dict(zip(sorted(members), profiles))
     known: dict[Any, float] = {}
-    for profile in {profile.key: profile for profile in profiles}.values():
+    kinds = {profile.key: profile for profile in profiles}
+    # What is between two grid points anyway needs no finer an answer.
+    tolerance = 1e-5 if len(kinds) <= _MOST_KINDS else 1e-4
+    solved: dict[Any, list[tuple[float, float]]] = {}
+    for profile in sorted(kinds.values(), key=lambda p: (p.cap, p.steps, p.prob)):
 
         def event(sigma: float, profile: _Profile = profile) -> Any:
-            own = dataclasses.replace(profile, sigma=sigma)
-            return events.horizontal([own.event(federation.rounds, False)] * copies)
+            one = dataclasses.replace(profile, sigma=sigma).event(federation.rounds, False)
+            return one if copies == 1 else dp_accounting.SelfComposedDpEvent(one, copies)
 
-        known[profile.key] = calibrate(event, epsilon, delta)
+        before = solved.setdefault((profile.cap, profile.steps), [])
+        near = noise_ahead(before, profile.prob)
+        if copies > 1:
+            found = noise_near(event, epsilon, delta, near=near)
+        else:
+            found = accounting.calibrate_noise_multiplier(
+                event, epsilon, delta, relative_tolerance=tolerance, near=near
+            )
+        known[profile.key] = found
+        before.append((profile.prob, found))
     largest = max(known.values())
     return [known[by_silo[i].key] if i in members else largest for i in range(len(start.silos))]

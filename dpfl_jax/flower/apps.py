@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -131,12 +132,14 @@ class GridTransport:
                 asked[identity] = node
 
     def _pulled(self, asked: dict[str, int]) -> list[tuple[int, bytes]]:
-        """Replies that have come, with their node."""
+        """Replies that have come, with their node; what is no message of the protocol is none."""
         found = []
         for message in self._grid.pull_messages(list(asked)) if asked else ():
             node = asked.pop(message.metadata.reply_to_message_id, None)
             if node is not None and message.has_content():
-                found.append((node, body_of(message)))
+                with contextlib.suppress(BadInputError):  # whoever else reaches the port
+                    unpack(body := body_of(message))
+                    found.append((node, body))
         return found
 
 

@@ -40,7 +40,7 @@ from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.federation.silo_statement import federated_statement, personal_statement
 from dpfl_jax.flower.plan import Plan
-from dpfl_jax.flower.policy import Asked, Policy
+from dpfl_jax.flower.policy import Asked, Policy, RefusedError
 from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.models import build_by_name
 from dpfl_jax.randomness import RootKey
@@ -53,6 +53,10 @@ from dpfl_jax.task import Task
 from dpfl_jax.training.central_run import make_optimizer
 
 PyTree = Any
+_AS_THIS_ONE = (
+    "it is stated for this silo's people, as if all silos did what this one does: what the plan "
+    "says of others, which nobody here can check, makes it no smaller"
+)
 # (round, parameters) -> what each silo that takes part has sent, by its place.
 Ask = Callable[[int, PyTree], Mapping[int, PyTree]]
 
@@ -232,7 +236,13 @@ class SubjectWork:
 
     def asked(self, policy: Policy) -> Asked:
         """What the plan asks, as this silo computes it."""
-        epsilon, _, subject = self._priced(policy)
+        data = self.config.data
+        if policy.unit == "subject" and data.target_column is not None and data.user_column is None:
+            raise RefusedError(
+                "data.user_column is null, so that nobody knows which rows are one person's: name "
+                "it in silo.yaml, or set policy.unit to record"
+            )
+        epsilon, _, subject = self._priced(policy.delta, policy.unit)
         return Asked(
             self.public.mechanism.kind,
             self.rounds,
@@ -243,26 +253,33 @@ class SubjectWork:
 
     def charge(self, policy: Policy) -> Charge:
         """What a ledger is charged for the whole run: what ``asked`` computes."""
-        _, federation, subject = self._priced(policy)
+        _, federation, subject = self._priced(policy.delta, policy.unit)
         event = whole_event(federation, policy.delta, subject)
         return Charge(event, policy.delta, policy.unit, f"add-or-remove one {policy.unit}")
 
-    def _priced(self, policy: Policy) -> tuple[float, Federation, bool]:
-        """Epsilon of the policy's unit, the federation of which it is, and whether of a subject.
+    def _priced(self, delta: float, unit: str) -> tuple[float, Federation, bool]:
+        """Epsilon of a unit, the federation of which it is, and whether it is of a subject.
 
         What the plan says of other silos is the server's word: a person costs no less than if all
-        silos that hold records of hers did what this one does.
+        silos that hold records of hers did what this one does; where no other holds any, just that.
         """
-        subject = not policy.unit == self.public.mechanism.unit == "record"
+        subject = not unit == self.public.mechanism.unit == "record"
         price = subject_epsilon if subject else federated_epsilon
         silos = (self.public.silos[self.index],) * len(self.public.silos)
-        seen = (self.public, dataclasses.replace(self.public, silos=silos))
-        epsilons = [price(federation, policy.delta) for federation in seen]
+        seen: tuple[Federation, ...] = (dataclasses.replace(self.public, silos=silos),)
+        if subject and self.public.max_silos_per_subject > 1:
+            seen = (self.public, *seen)
+        epsilons = [price(federation, delta) for federation in seen]
         return max(epsilons), seen[int(np.argmax(epsilons))], subject
 
     def guarantee(self) -> Guarantee:
-        """Of the whole run."""
-        return guarantee_of(self.config, self.public, self.groups, self.rounds)
+        """Of the whole run, for this silo's people: what ``_priced`` computes."""
+        delta = self.config.privacy.delta
+        assert delta is not None
+        _, seen, _ = self._priced(delta, "subject")
+        caveats = self.config.data.caveats()
+        caveats += () if seen is self.public else (_AS_THIS_ONE,)
+        return guarantee_of(self.config, seen, self.groups, self.rounds, caveats)
 
     def message(
         self, round_index: int, key: RootKey, params: PyTree, state: PyTree, answered: int

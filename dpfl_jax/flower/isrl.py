@@ -76,8 +76,6 @@ class Records:
         own = dataclasses.replace(config.data, silos=1)
         found = load_silos(own, softmax=loss == "softmax", signed=loss == "hinge")
         self.train = found.train
-        # Whether a record is a person, as far as the table says.
-        self.one_each = config.data.user_column is not None and not found.owners
         self.fingerprint, self.description = found.fingerprint, found.description
         kind: Any = "classes" if found.classes else "regression"
         self.task = tasks.Task(kind, (found.features,), found.classes)
@@ -117,11 +115,10 @@ class MessageWork:
 
     def asked(self, policy: Policy) -> Asked:
         """What the plan asks, as this silo computes it."""
-        if policy.unit == "subject" and not self.held.one_each:
+        if policy.unit == "subject":
             raise RefusedError(
-                f"{_mechanism(self.config)} protects a record, and nothing shows that each person "
-                "has one here: name data.user_column, with one record per person, or set "
-                "policy.unit to record"
+                f"{_mechanism(self.config)} protects a record, and nothing bounds how many a "
+                "person has in all silos: set policy.unit to record"
             )
         multiplier = self.noise.noise_multiplier
         epsilon = accounting.epsilon(self.noise.event, policy.delta, relation=REPLACE)
@@ -133,7 +130,8 @@ class MessageWork:
 
     def guarantee(self) -> Guarantee:
         """Of the whole run, for this silo's records."""
-        return silo_guarantee(self.noise)
+        made = silo_guarantee(self.noise)
+        return dataclasses.replace(made, caveats=(*made.caveats, *self.config.data.caveats()))
 
     @property
     def _most(self) -> int:

@@ -66,6 +66,11 @@ def _check(config: FederatedConfig | IsrlConfig) -> None:
         wrong = f"mechanism.kind is {config.mechanism.kind}, as configured without any guarantee"
     elif config.data.split != "by_user":
         wrong = "data.split is within_user: silos hold out subjects, set by_user"
+    elif config.mechanism.kind == "rpdp" and privacy.unreachable != "exclude":
+        wrong = (
+            "privacy.unreachable is error, but a silo that refuses would tell the server of its "
+            "people's least budget: set exclude"
+        )
     elif section.max_silos_per_subject is None:
         wrong = (
             "federation.max_silos_per_subject is not set: state in how many silos a person may "
@@ -92,6 +97,11 @@ def _check_isrl(config: IsrlConfig) -> None:
         wrong = "privacy.epsilon is null: silos run with privacy"
     if wrong:
         raise BadInputError(wrong)
+
+
+def silos_in(config: FederatedConfig | IsrlConfig) -> int:
+    """How many silos a study has."""
+    return config.data.silos if isinstance(config, IsrlConfig) else config.federation.silos
 
 
 def first_difference(mine: Any, theirs: Any, key: str = "") -> str | None:
@@ -141,7 +151,7 @@ class Plan:
             whole &= re.match(NAME, plan.run) is not None
             whole &= all(isinstance(name, str) for name in names)
             sizes = [v for row in plan.silos for key, v in row.items() if key != "name"]
-            whole &= all(type(size) is int and size > 0 for size in sizes)
+            whole &= all(type(size) is int and 0 < size < 2**31 for size in sizes)
             whole &= len(plan.noise) == len(names) == len(set(names))
             whole &= all(isinstance(sigma, float) for sigma in plan.noise)
         except (TypeError, KeyError, AttributeError):

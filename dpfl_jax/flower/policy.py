@@ -43,17 +43,18 @@ class Policy(Section):
         run, too: a person's add up over runs, and total_epsilon counts each run's epsilon alone.
       delta: at which epsilon is computed.
       unit: who these people are: subject (with all records here and in other silos), or record.
-      total_epsilon: largest of all runs together, by the silo's ledger; null: no limit.
+      total_epsilon: largest of all runs together, by the silo's ledger; null: no limit, so that a
+        server may begin one run after the other.
       least_noise_multiplier: of a step.
       most_rounds: of a run.
       mechanisms: kinds that are allowed: mechanism.kind of federated runs, ``isrl/`` and
         isrl.algorithm of others.
     """
 
-    epsilon: float = Field(gt=0)
+    epsilon: float = Field(gt=0, lt=math.inf)
     delta: float = Field(gt=0, lt=1)
     unit: Literal["subject", "record"] = "subject"
-    total_epsilon: float | None = Field(None, gt=0)
+    total_epsilon: float | None = Field(gt=0)
     least_noise_multiplier: float = Field(gt=0)
     most_rounds: int = Field(gt=0)
     mechanisms: tuple[str, ...] = Field(min_length=1)

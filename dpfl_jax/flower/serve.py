@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.flower.front import front
 from dpfl_jax.flower.plan import study_of
 from dpfl_jax.run.directory import finished_report
 
@@ -64,7 +66,7 @@ def serve(
     *,
     host: str = "127.0.0.1",
     port: int = 8000,
-    tls: tuple[str, str, str] | None = None,
+    tls: tuple[str, str] | None = None,
     wait: float = 600.0,
 ) -> dict[str, Any]:
     """Runs (or resumes) a study as its server; returns its report.
@@ -75,8 +77,8 @@ def serve(
       console: for people.
       host: address to listen at.
       port: likewise.
-      tls: files of the server's certificate, its key and the certificate that signed it; None:
-        without TLS, for tests on one machine.
+      tls: files of the server's certificate and its key; None: without TLS, for tests on one
+        machine.
       wait: seconds until a silo that is gone is left out of a round.
 
     Raises:
@@ -94,10 +96,13 @@ def serve(
     told = {"config": json.dumps(str(pathlib.Path(config).absolute())), "wait": float(wait)}
     (app / "pyproject.toml").write_text(_APP.format(run_dir=json.dumps(str(directory)), **told))
     (app / "study.py").write_text(_STUDY)
-    address = f'address = "{host}:{port}"\n'
-    trust = "insecure = true\n" if tls is None else f"root-certificates = {json.dumps(tls[2])}\n"
-    default = '[superlink]\ndefault = "study"\n\n[superlink.study]\n'
-    (home / "config.toml").write_text(default + address + trust)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        link = free.getsockname()[1]
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "study"\n\n[superlink.study]\n'
+        f'address = "127.0.0.1:{link}"\ninsecure = true\n'
+    )
     environment = {
         **os.environ,
         "FLWR_HOME": str(home),
@@ -105,16 +110,16 @@ def serve(
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
     }
-    command = ["flower-superlink", "--host", host, "--port", str(port)]
+    # Of this machine alone, where no certificate of the server's name would do.
+    command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(link), "--insecure"]
     command += ["--disable-runtime-dependency-installation"]
-    if tls is None:
-        command += ["--insecure"]
-    else:
-        names = ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certfile")
-        command += [part for pair in zip(names, tls) for part in pair]
     log = home / "superlink.log"
     _wait_for_another(directory)
-    with log.open("ab") as file, _running(command, environment, file):
+    with (
+        log.open("ab") as file,
+        _running(command, environment, file),
+        front(host, port, link, tls),
+    ):
         _start(environment, app, log, console)
         console.print(f"serving {config} at {host}:{port}; log: {log}", markup=False)
         seen = _rounds(directory)

@@ -17,7 +17,7 @@ from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import FederatedConfig, IsrlConfig
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower import federated, isrl
-from dpfl_jax.flower.plan import Plan, study_of
+from dpfl_jax.flower.plan import Plan, silos_in, study_of
 from dpfl_jax.flower.wire import is_finite, pack, tree_of, unpack
 from dpfl_jax.run.directory import RunDirectory, write_atomically
 from dpfl_jax.run.driver import RunResult, drive
@@ -114,7 +114,7 @@ class RemoteRun(Prepared):
             self.transport.ask(dict.fromkeys(every, done), _DONE_S)
 
         def report() -> tuple[dict[str, Any], Statement]:
-            caveats = (*_CAVEATS, *result.caveats)
+            caveats = (*_CAVEATS, *self.config.data.caveats(), *result.caveats)
             guarantee = self.server.guarantee(result.accounted, caveats)
             made = build_report(
                 self.config.name,
@@ -192,7 +192,7 @@ def prepare(
     if type(config) not in _SERVERS:
         raise BadInputError("the configuration has no section `federation` or `isrl`")
     study = study_of(config)
-    count = config.data.silos if isinstance(config, IsrlConfig) else config.federation.silos
+    count = silos_in(config)
     with console.status(f"waiting for {count} silos"):
         most_s = math.inf if known is None else _RETURN_S
         replies = transport.hello(pack({"kind": "hello", "study": study}), count, most_s)

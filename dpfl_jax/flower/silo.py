@@ -35,11 +35,12 @@ from dpfl_jax.config.load import config_to_dict
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower import federated, isrl
 from dpfl_jax.flower.log import Log
-from dpfl_jax.flower.plan import Plan, first_difference, study_of
+from dpfl_jax.flower.plan import Plan, first_difference, silos_in, study_of
 from dpfl_jax.flower.policy import Policy, RefusedError
 from dpfl_jax.flower.wire import MessageError, is_finite, pack, tree_of, unpack
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import write_atomically
+from dpfl_jax.run.prepared import Charge
 from dpfl_jax.run.report import environment
 
 CONFIG, KEY, LEDGER, LOG = "silo.yaml", "private/root_key", "ledger.jsonl", "log.jsonl"
@@ -207,6 +208,8 @@ class Silo:
         try:
             header, arrays = unpack(request)
             kind = header.get("kind")
+            if read_silo_config(self.folder) != self.config:
+                raise RefusedError(f"{CONFIG} has changed since this silo began: start it again")
             if kind == "hello":
                 return self._hello(header)
             if kind == "plan":
@@ -246,6 +249,7 @@ class Silo:
         run = self._opened(plan, known)
         if accepted is None:
             self._accept(run, known)
+        self._runs[plan.run] = run
         return pack({"kind": "accepted", "silo": self.name, "plan": plan.digest})
 
     def _accept(self, run: _Run, begun: dict[str, Any] | None) -> None:
@@ -253,8 +257,7 @@ class Silo:
         plan, work = run.plan, run.work
         guarantee = work.guarantee()
         work.check()
-        charge, most = work.charge(self.policy), self.policy.total_epsilon
-        account = accounting.Account(self.name, charge.unit, charge.adjacency)
+        (charge, account), most = self._charge(work), self.policy.total_epsilon
         others = [other for other in self.ledger.accounts() if other != account]
         if others and most is not None:
             raise BadInputError(
@@ -281,6 +284,11 @@ class Silo:
         said = f"accepted run {plan.run}: {guarantee.summary()}; the whole of it is in {LOG}"
         self.console.print(said, markup=False, highlight=False)
 
+    def _charge(self, work: Any) -> tuple[Charge, accounting.Account]:
+        """What the ledger is charged, and whose account."""
+        charge = work.charge(self.policy)
+        return charge, accounting.Account(self.name, charge.unit, charge.adjacency)
+
     def _opened(self, plan: Plan, known: dict[str, Any] | None) -> _Run:
         """The run of a plan, after everything about it was checked."""
         if plan.run in self._runs and self._runs[plan.run].plan.digest == plan.digest:
@@ -290,6 +298,8 @@ class Silo:
             raise RefusedError(f"the plan's study is not this silo's: {different}")
         if self.name not in plan.names:
             raise RefusedError(f"the plan is for the silos {plan.names}, not for {self.name}")
+        if len(plan.names) != (count := silos_in(self.held.config)):
+            raise RefusedError(f"the plan has {len(plan.names)} silos, but the study {count}")
         if any(set(row) != {"name", *self.held.facts} for row in plan.silos):
             raise RefusedError(f"the plan's silos are not told by {sorted(self.held.facts)} alone")
         index = plan.names.index(self.name)
@@ -298,8 +308,6 @@ class Silo:
                 f"the plan says that this silo is {plan.silos[index]}, but it holds "
                 f"{self.held.facts}"
             )
-        folder = self._place(plan.run)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         nonce = secrets.token_hex(32) if known is None else known["nonce"]
         # Of the plan, and of a number that only this silo drew: no other run has these draws.
         key = self._key.child(f"run:{plan.digest}:{nonce}")
@@ -310,9 +318,17 @@ class Silo:
                 "or begin another run"
             )
         self.policy.check(work.asked(self.policy))
-        run = _Run(plan, work, folder, nonce)
-        self._runs[plan.run] = run
-        return run
+        most = self.policy.total_epsilon
+        if known is not None and most is not None:  # signed off anew since the run began
+            charge, account = self._charge(work)
+            if (spent := self.ledger.spent(account, charge.delta)) > most:
+                raise BadInputError(
+                    f"{self.folder / LEDGER} counts epsilon {spent:.6g}, but policy.total_epsilon "
+                    f"is {most:g}: raise it, or begin no more runs"
+                )
+        folder = self._place(plan.run)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _Run(plan, work, folder, nonce)
 
     def _data(self, work: Any) -> str:
         return self._key.keyed_digest("data", work.fingerprint)
@@ -331,8 +347,12 @@ class Silo:
             raise RefusedError(f"run {name} began with another plan: a changed plan is another run")
         if name in self._runs:
             return self._runs[name]
-        plan = json.loads((self._place(str(name)) / "plan.json").read_text())
-        return self._opened(Plan.from_json(plan), known)
+        path = self._place(str(name)) / "plan.json"
+        plan = Plan.from_json(json.loads(path.read_text()))
+        if plan.digest != known["plan"]:
+            raise BadInputError(f"{path} is not the plan of run {name}: bring it back")
+        self._runs[plan.run] = self._opened(plan, known)
+        return self._runs[plan.run]
 
     def _round(self, header: dict[str, Any], arrays: Any, digest: str) -> bytes:
         run, number = self._accepted(header), header.get("round")

@@ -32,9 +32,6 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import RandomAllocation, UserSampler
 
 LEAST_RATE = 1e-12
-ASSUMPTION = (
-    "all steps of a stretch are taken by one run under one key, which draws a user's step once"
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +46,9 @@ class Allocation(ULS):
 
     kind: ClassVar[str] = "allocation"
     accountant: ClassVar[str] = "PLD, random allocation of Gaussians (rounded upwards)"
+    assumed: ClassVar[tuple[str, ...]] = (
+        "all steps of a stretch are taken by one run under one key, which draws a user's step once",
+    )
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -92,9 +92,9 @@ class Allocation(ULS):
     def guarantee(
         self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
     ) -> accounting.Guarantee:
-        """As of every mechanism; and a stretch must not be drawn twice."""
+        """As of every mechanism; and what is drawn once must not be drawn again."""
         made = super().guarantee(population, steps, delta, caveats)
-        return dataclasses.replace(made, assumptions=(*made.assumptions, ASSUMPTION))
+        return dataclasses.replace(made, assumptions=(*made.assumptions, *self.assumed))
 
     def told_sampling(self, population: Population) -> str:
         """Users to steps, then as ULS."""

@@ -94,7 +94,7 @@ class BandMF(ULS):
             "which chooses one for its number of steps"
         )
 
-    def for_steps(self, steps: int) -> BandMF:
+    def for_steps(self, population: Population, steps: int) -> BandMF:
         """With the strategy that is best for these steps, unless it has one."""
         if self.strategy is not None or self.bands == 1:
             return self

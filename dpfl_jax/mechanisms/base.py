@@ -19,6 +19,8 @@ import optax
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Normalized, Rule, Standard, bounded_grad
 from dpfl_jax.config.kinds import CENTRAL, Named
+from dpfl_jax.data.owners import BoundedStore, by_set, whole_of
+from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise import MOST_NOISE, Noise, transformation
 from dpfl_jax.randomness import RootKey
@@ -40,11 +42,17 @@ class Population:
       num_users: users in the training set.
       num_examples: examples in the training set, before any limit.
       num_units: units that may be drawn (ELS: examples of the limited set; ULS: users).
+      shared: whether examples have several owners.
     """
 
     num_users: int
     num_examples: int
     num_units: int
+    shared: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON; that owners are one each is not said."""
+        return {n: v for n, v in dataclasses.asdict(self).items() if n != "shared" or v}
 
     def default_delta(self) -> float:
         """num_examples ** -1.1 (Charles et al. 2024, section 5)."""
@@ -99,6 +107,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
     unit: ClassVar[str] = "user"
     accountant: ClassVar[str] = "PLD of the mechanism's event (rounded upwards)"
     private: ClassVar[bool] = True
+    several_owners: ClassVar[bool] = False  # whether it protects all of an example
 
     def __post_init__(self) -> None:
         """Validates what all mechanisms share."""
@@ -121,6 +130,37 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
     @abc.abstractmethod
     def population(self, user_offsets: np.ndarray) -> Population:
         """Counts what this mechanism samples from. user_offsets: int64 [num_users + 1]."""
+
+    def bounded(self, data: Readable) -> Readable:
+        """What may be used of the data; all, unless examples have several owners.
+
+        Raises:
+          BadInputError: they have, and this mechanism would take a set of owners for a user.
+        """
+        if self.private and whole_of(data) is not None:
+            raise BadInputError(
+                "some records of the data have several owners, which mechanism.kind="
+                f"{self.kind} would take for one user: {SHARED_KINDS}, or name one owner of each"
+            )
+        return by_set(data)
+
+    def count(self, data: Readable) -> Population:
+        """The public numbers of data that ``bounded`` gave."""
+        found = self.population(np.asarray(data.user_offsets))
+        if not isinstance(data, BoundedStore):
+            return found
+        whole = data.shared
+        return dataclasses.replace(
+            found, num_users=whole.num_users, num_examples=whole.num_examples, shared=True
+        )
+
+    def _check_owners(self, population: Population) -> None:
+        """Raises BadInputError if examples have several owners and this would not protect all."""
+        if population.shared and self.private and not self.several_owners:
+            raise BadInputError(
+                "the population has examples with several owners, of whom mechanism.kind="
+                f"{self.kind} protects none: {SHARED_KINDS}"
+            )
 
     def declared_population(
         self, num_users: int, num_examples: int, limited: Mapping[int, int]
@@ -307,7 +347,8 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         Raises:
           BadInputError: epsilon <= 0, delta outside (0, 1), steps < 1, or out of reach.
         """
-        chosen = self.for_steps(steps)
+        self._check_owners(population)
+        chosen = self.for_steps(population, steps)
 
         def event(sigma: float) -> Any:
             return dataclasses.replace(chosen, noise_multiplier=sigma).event(population, steps)
@@ -315,9 +356,9 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         sigma = accounting.calibrate_noise_multiplier(event, epsilon, delta)
         return dataclasses.replace(chosen, noise_multiplier=sigma)
 
-    def for_steps(self: Self, steps: int) -> Self:
-        """A copy with all that follows from the number of steps: of correlated noise, its bands."""
-        del steps
+    def for_steps(self: Self, population: Population, steps: int) -> Self:
+        """A copy with all that follows from these: of correlated noise, what it takes back."""
+        del population, steps
         return self
 
     def calibrated(
@@ -341,7 +382,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
                     "both epsilon and the mechanism's noise_multiplier are set: keep one, the "
                     "other follows from it"
                 )
-            return self.for_steps(steps), delta
+            return self.for_steps(population, steps), delta
         if epsilon is None:
             raise BadInputError("neither epsilon nor the mechanism's noise_multiplier is set")
         return self.calibrate(population, steps, float(epsilon), delta), delta
@@ -354,6 +395,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
     ) -> accounting.Guarantee:
         """What ``steps`` steps guarantee each user at ``delta``; caveats are added to its own."""
+        self._check_owners(population)
         own = accounting.delta_caveats(delta, population.num_users, "users")
         epsilon = accounting.epsilon(self.event(population, steps), delta)
         return accounting.Guarantee(
@@ -374,6 +416,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         )
 
 
+SHARED_KINDS = "use mechanism.kind=els or owner_sets, which bound what each owner has part in"
 COMMON_ASSUMPTIONS = (
     "every example belongs to exactly one user, and removing a user removes all their examples",
     "the numbers of users, of examples and of examples left by the group size, the group size, the "
@@ -381,6 +424,30 @@ COMMON_ASSUMPTIONS = (
     "looking at one user's data",
     "the root key is secret",
 )
+
+
+# Of records with several owners, instead of the first of these (Ganesh et al. 2025, section 2).
+SHARED_ADJACENCY = "empty all records that one user owns or co-owns (fixed graph)"
+SHARED_ASSUMPTIONS = (
+    "a record belongs to every one of its owners; who owns which, how many records there are, and "
+    "how texts are cut into them is public: what is in a record is protected, not that it exists",
+    "an emptied record moves no sum, and which records are kept follows from who owns them alone",
+)
+SHARED_CAVEAT = (
+    "who owns a record is public here: who 'took part', in words about attackers, is whose records "
+    "had their contents"
+)
+
+
+def for_owners(guarantee: accounting.Guarantee) -> accounting.Guarantee:
+    """A guarantee that was stated for records of one owner, of records with several."""
+    assert guarantee.assumptions[0] == COMMON_ASSUMPTIONS[0]
+    return dataclasses.replace(
+        guarantee,
+        adjacency=SHARED_ADJACENCY,
+        assumptions=(*SHARED_ASSUMPTIONS, *guarantee.assumptions[1:]),
+        caveats=(SHARED_CAVEAT, *guarantee.caveats),
+    )
 
 
 def mean_of_examples(loss_fn: LossFn, axis: str | None = None) -> LossFn:

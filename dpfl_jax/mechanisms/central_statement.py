@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from dpfl_jax.accounting import Guarantee
@@ -25,7 +24,7 @@ def central_statement(
     basis = {
         "system": "central",
         "mechanism": CENTRAL.dump(mechanism),
-        "population": dataclasses.asdict(population),
+        "population": population.to_json(),
         "steps": steps,
         "delta": guarantee.delta,
     }
@@ -41,8 +40,9 @@ def restate(basis: dict[str, Any]) -> Statement:
     mechanism = CENTRAL.parse_known(basis["mechanism"])
     numbers = basis["population"]
     examples = whole(numbers, "num_examples", 1)
-    for name in ("num_users", "num_units"):
-        whole(numbers, name, 1, examples)
+    whole(numbers, "num_units", 1, examples)
+    # Records with several owners may be fewer than these.
+    whole(numbers, "num_users", 1, None if numbers.get("shared") else examples)
     population, steps = Population(**numbers), whole(basis, "steps")
     guarantee = mechanism.guarantee(population, steps, basis["delta"])
     return central_statement(mechanism, population, steps, guarantee)

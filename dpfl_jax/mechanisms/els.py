@@ -22,8 +22,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dpfl_jax import accounting
+from dpfl_jax.data.owners import whole_of
+from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.base import Mechanism, Population, require_positive
+from dpfl_jax.mechanisms.base import Mechanism, Population, for_owners, require_positive
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import (
     ExampleSampler,
@@ -50,6 +52,7 @@ class ELS(Mechanism):
     sampling_prob: float | None = None
 
     kind: ClassVar[str] = "els"
+    several_owners: ClassVar[bool] = True
     accountant: ClassVar[str] = (
         "PLD, mixture of Gaussians with Binomial sensitivity (exact up to rounding upwards)"
     )
@@ -75,6 +78,12 @@ class ELS(Mechanism):
             num_examples=int(user_offsets[-1] - user_offsets[0]),
             num_units=limited_size(user_offsets, self.group_size),
         )
+
+    def bounded(self, data: Readable) -> Readable:
+        """Nobody owns more than ``group_size`` examples of it, alone or with others."""
+        whole = whole_of(data)
+        # proof: els-owners-1
+        return data if whole is None else whole.bounded(self.group_size)
 
     def declared_population(
         self, num_users: int, num_examples: int, limited: Mapping[int, int]
@@ -118,10 +127,18 @@ class ELS(Mechanism):
         prob = self.sampling_probability(population)
         return accounting.events.els(self.sigma, prob, self.group_size, steps)
 
+    def guarantee(
+        self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
+    ) -> accounting.Guarantee:
+        """Of users, and of all owners of a record where there are several."""
+        told = super().guarantee(population, steps, delta, caveats)
+        return for_owners(told) if population.shared else told
+
     def told_sampling(self, population: Population) -> str:
         """Limited once, then Poisson over examples."""
+        how = "greedily, by who owns what" if population.shared else "uniformly without replacement"
         return (
             f"at most {self.group_size} examples of a user kept for the whole run "
-            f"(uniformly without replacement), then Poisson over the {population.num_units} kept, "
+            f"({how}), then Poisson over the {population.num_units} kept, "
             f"probability {self.sampling_probability(population):.6g} each"
         )

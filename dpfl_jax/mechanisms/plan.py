@@ -24,6 +24,7 @@ from dpfl_jax.clipping import Trainable, self_check, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, with_any_key
+from dpfl_jax.data.owners import BoundedStore, Bounding
 from dpfl_jax.data.pipeline import Pipeline, StepBatch
 from dpfl_jax.data.store import Readable, check_offsets, expect_store, fingerprint_of
 from dpfl_jax.errors import BadInputError, expect
@@ -119,8 +120,9 @@ class Plan:
             expect(execution, Execution, "execution", "a dpfl_jax.Execution(...)")
         if mesh is not None:
             expect(mesh, Mesh, "mesh", "a jax.sharding.Mesh, by dpfl_jax.mesh.make_mesh")
+        data = mechanism.bounded(data)
         check_offsets(data.user_offsets)
-        population = mechanism.population(data.user_offsets)
+        population = mechanism.count(data)
         mechanism, delta = mechanism.calibrated(population, steps, epsilon, delta)
         execution = Execution() if execution is None else execution
         mesh = make_mesh(**execution.mesh.axes) if mesh is None else mesh
@@ -142,7 +144,7 @@ class Plan:
 
         Args:
           key: of this run alone. To go on with a loop, keep it (secret) beside the parameters and
-            the noise's state, which ``BandMF`` needs: without it gradients are NaN. Every batch
+            the noise's state, which ``BandMF`` and ``BLT`` need, or gradients are NaN. Every batch
             must be used, an empty one too.
           start: steps already taken: of a mechanism that ``remembers``, under this key and by this
             plan, or a user may be drawn more often than is accounted.
@@ -314,7 +316,12 @@ class Plan:
     @functools.cached_property
     def population(self) -> Population:
         """The public numbers of the data set."""
-        return self.mechanism.population(self.data.user_offsets)
+        return self.mechanism.count(self.data)
+
+    @property
+    def bounding(self) -> Bounding | None:
+        """What was left out of data whose examples have several owners; None of other data."""
+        return self.data.bounding if isinstance(self.data, BoundedStore) else None
 
     @functools.cached_property
     def example(self) -> PyTree:
@@ -327,7 +334,7 @@ class Plan:
         """The plan as a report tells it: plain JSON."""
         told = {
             "mechanism": self.mechanism.to_json(),
-            "population": dataclasses.asdict(self.population),
+            "population": self.population.to_json(),
             "delta": self.delta,
             "steps": self.steps,
         }

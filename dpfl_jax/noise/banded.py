@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +28,8 @@ import optax
 from scipy import optimize, signal
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise.transform import Noise, NoiseState, divided, transformation
-
-PyTree = Any
+from dpfl_jax.noise.correlated import correlated
+from dpfl_jax.noise.transform import Noise, transformation
 
 
 @functools.lru_cache(maxsize=256)
@@ -105,10 +103,8 @@ def banded(
       divisor: expected number of units, a constant.
 
     Returns:
-      As ``transformation``. The state's memory is {"sums", "released"}, trees like the parameters
-      of float32 [bands - 1, ...], in which step t stands at t modulo (bands - 1). ``noise_key`` is
-      uint32 [9]: the last is the step. If the state's is another, a step was left out or the state
-      lost, and what would be released could show sums without noise: it is NaN.
+      As ``correlated``, with arrays [bands - 1, ...], in which step t stands at t modulo
+      (bands - 1).
 
     Raises:
       BadInputError: ``rows`` of the noise is not the number of bands.
@@ -124,13 +120,6 @@ def banded(
     later = jnp.asarray(column[1:], jnp.float32)
     first = np.float32(column[0])
 
-    def init(params: PyTree) -> NoiseState:
-        def empty() -> PyTree:
-            return jax.tree.map(lambda p: np.zeros((window, *p.shape), np.float32), params)
-
-        memory = {"sums": empty(), "released": empty()}
-        return NoiseState(jnp.zeros((), jnp.int32), memory)
-
     def past(kept: jax.Array, step: jax.Array) -> jax.Array:
         """c_1 kept_{t-1} + ... + c_{b-1} kept_{t-b+1}: one after the other, alike everywhere."""
 
@@ -140,34 +129,13 @@ def banded(
 
         return jax.lax.fori_loop(0, window, more, jnp.zeros_like(kept[0]))
 
-    def update(
-        total: PyTree,
-        state: NoiseState,
-        params: PyTree | None = None,
-        *,
-        noise_key: jax.Array,
-        **others: Any,
-    ) -> tuple[PyTree, NoiseState]:
-        del others
-        step, sums, released = state.step, state.memory["sums"], state.memory["released"]
-        alike = noise_key[8] == step.astype(jnp.uint32)
-        # Windows begin at zero, so that rows before the first step add nothing.
-        encoded = jax.tree.map(lambda g, kept: first * g + past(kept, step), total, sums)
-        # proof: bandmf-noise-1
-        noised = noise.add(noise_key[:8], encoded)
-        plain = jax.tree.map(
-            lambda y, kept: jnp.where(alike, (y - past(kept, step)) / first, jnp.nan),
-            noised,
-            released,
-        )
+    def encode(g: jax.Array, kept: jax.Array, step: jax.Array) -> tuple[jax.Array, None]:
+        return first * g + past(kept, step), None
 
-        def keep(kept: jax.Array, new: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_index_in_dim(kept, new, step % window, 0)
+    def decode(y: jax.Array, kept: jax.Array, step: jax.Array) -> jax.Array:
+        return (y - past(kept, step)) / first
 
-        memory = {
-            "sums": jax.tree.map(keep, sums, total),
-            "released": jax.tree.map(keep, released, plain),
-        }
-        return divided(plain, divisor, params), NoiseState(step + 1, memory)
+    def keep(kept: jax.Array, new: jax.Array, step: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(kept, new, step % window, 0)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return correlated(noise, divisor, (window, window), encode, decode, keep)

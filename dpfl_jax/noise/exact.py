@@ -27,7 +27,14 @@ _CLAMP = 2.0**61
 _SMALL = 1 << 17
 
 
-def add_exact(key: jax.Array, tree: PyTree, stddev: Any, sensitivity: Any, rows: int = 1) -> PyTree:
+def add_exact(
+    key: jax.Array,
+    tree: PyTree,
+    stddev: Any,
+    sensitivity: Any,
+    rows: int = 1,
+    rest: PyTree | None = None,
+) -> PyTree:
     """``tree`` plus Gaussian noise, both on one integer grid, as float32.
 
     The grid has 157.5 * 2^32 steps in the noise's standard deviation, which is ``stddev`` and a
@@ -40,19 +47,23 @@ def add_exact(key: jax.Array, tree: PyTree, stddev: Any, sensitivity: Any, rows:
       tree: pytree of float32 arrays.
       stddev: of the noise, above 0; a number or a scalar array.
       sensitivity: by which norm two neighbours' sums may differ; likewise.
-      rows: sums, noised one after the other, that ``sensitivity`` is about: each is cut off.
+      rows: sums, noised one after the other, that ``sensitivity`` is about: each is cut off. Noise
+        is at most a million over its root times the sensitivity.
+      rest: to be added to the tree, likewise; where there is one, every sum counts as four rows, as
+        it is cut off twice.
 
     Raises:
       BadInputError: more coordinates than are accounted for.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    coordinates = rows * sum(math.prod(leaf.shape) for leaf in leaves)
+    coordinates = sum(math.prod(leaf.shape) for leaf in leaves)
     if coordinates > MOST_COORDINATES:
         raise BadInputError(
             f"a sum of {coordinates:,} coordinates is noised, but exact noise is accounted for up "
             f"to {MOST_COORDINATES:,}: train fewer parameters, or set mechanism.noise=float"
         )
-    scale = grid(stddev, sensitivity, coordinates)
+    scale = grid(stddev, sensitivity, rows * coordinates)
+    left = [None] * len(leaves) if rest is None else jax.tree.leaves(rest)
     if longest := max((n for leaf in leaves for n in leaf.shape if n > 1 << 32), default=0):
         raise BadInputError(
             f"an array of the sum has an axis of {longest:,}, but places of exact noise are "
@@ -65,16 +76,18 @@ def add_exact(key: jax.Array, tree: PyTree, stddev: Any, sensitivity: Any, rows:
         shapes.setdefault(leaf.shape if leaf.size >= _SMALL else (), []).append(number)
     for shape, numbers in shapes.items():
         parts = [leaves[n] for n in numbers]
-        if shape:
-            together, names = jnp.stack(parts), numbers
-        else:
-            together, names = jnp.concatenate([x.ravel() for x in parts])[None], [2**32 - 1]
-        noised: Any = _noised(key, together, jnp.asarray(names, jnp.uint32), scale)
+        names = jnp.asarray(numbers if shape else [2**32 - 1], jnp.uint32)
+        small = None if rest is None else _together([left[n] for n in numbers], shape)
+        noised: Any = _noised(key, _together(parts, shape), names, scale, small)
         if not shape:
             noised = jnp.split(noised[0], np.cumsum([x.size for x in parts])[:-1])
         for n, x, part in zip(numbers, noised, parts, strict=True):
             leaves[n] = x.reshape(part.shape)
     return jax.tree.unflatten(treedef, leaves)
+
+
+def _together(parts: list[Any], shape: tuple[int, ...]) -> jax.Array:
+    return jnp.stack(parts) if shape else jnp.concatenate([x.ravel() for x in parts])[None]
 
 
 def grid(stddev: Any, sensitivity: Any, coordinates: int) -> jax.Array:
@@ -85,11 +98,16 @@ def grid(stddev: Any, sensitivity: Any, coordinates: int) -> jax.Array:
     return STDDEV / stddev * jnp.maximum(1.0 - (_ROUNDING + cut_off), 2.0**-10)
 
 
-def _noised(key: jax.Array, x: jax.Array, numbers: jax.Array, scale: jax.Array) -> jax.Array:
+def _noised(
+    key: jax.Array, x: jax.Array, numbers: jax.Array, scale: jax.Array, rest: jax.Array | None
+) -> jax.Array:
     def once(_: jax.Array, before: jax.Array) -> jax.Array:
         del before
         words = chacha.block(key, _places(x.shape, numbers))
         high, low = integers(x, scale)
+        if rest is not None:
+            some_high, some_low = integers(_within(x, rest, _CLAMP / scale), scale)
+            high, low = _plus(high + some_high, low, some_low)
         more_high, more_low = draw(words)
         high, low = _plus(high + more_high, low, more_low)
         # From here on everything is a function of the noised integers.
@@ -100,6 +118,32 @@ def _noised(key: jax.Array, x: jax.Array, numbers: jax.Array, scale: jax.Array) 
     # each of its uses (moments of an optimiser, parts of an array).
     times = 1 + (key == 0).all().astype(jnp.int32)
     return jax.lax.fori_loop(0, times, once, x + 0 * key[0].astype(jnp.float32))
+
+
+def _within(x: jax.Array, rest: jax.Array, most: jax.Array) -> jax.Array:
+    """What of ``rest`` (at most half a unit in the last place of x) the clamped x + rest has.
+
+    At the edge itself the part that points inwards: else two sums that differ by nearly nothing
+    would be half a unit apart.
+    """
+    inwards = jnp.where(x > 0, jnp.minimum(rest, 0.0), jnp.maximum(rest, 0.0))
+    return jnp.where(jnp.abs(x) < most, rest, jnp.where(jnp.abs(x) == most, inwards, 0.0))
+
+
+def whole_number(key: np.ndarray) -> int:
+    """One number of the noise: an integer, of standard deviation ``table.STDDEV``.
+
+    Args:
+      key: uint32 [8], of this number alone.
+    """
+    high, low = _one(jnp.asarray(key))
+    found = (int(high) << 32) | int(low)
+    return found - (1 << 64) if found >> 63 else found
+
+
+@jax.jit
+def _one(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return draw(chacha.block(key, [jnp.zeros((), jnp.uint32)] * 4))
 
 
 def draw(words: list[jax.Array]) -> tuple[jax.Array, jax.Array]:

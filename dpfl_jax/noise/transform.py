@@ -61,12 +61,13 @@ class Noise:
     law: NoiseLaw = "exact"
     rows: int = 1
 
-    def add(self, key: jax.Array, tree: PyTree) -> PyTree:
+    def add(self, key: jax.Array, tree: PyTree, rest: PyTree | None = None) -> PyTree:
         """``tree`` plus noise: the same numbers for every layout.
 
         Args:
           key: uint32 [8] (``RootKey.words``), of this sum alone.
           tree: pytree of float32 arrays.
+          rest: what is left of the sum where float32 has no room for it; likewise.
         """
         # In lower precision noise would be rounded away with the sum.
         chex.assert_type(jax.tree.leaves(tree), jnp.float32)
@@ -74,16 +75,17 @@ class Noise:
         chex.assert_type(key, jnp.uint32)  # another key would be another law of noise
         known = isinstance(self.stddev, float | int | np.floating)
         if known and GaussianNoise(self.stddev).stddev == 0:
-            return tree
+            return tree if rest is None else jax.tree.map(jnp.add, tree, rest)
         over = (
             self.law == "exact"
             and known
             and isinstance(self.sensitivity, float | int | np.floating)
         )
-        if over and not self.stddev <= MOST_NOISE * self.sensitivity * (1 + 1e-6):
+        most = MOST_NOISE / self.rows**0.5
+        if over and not self.stddev <= most * self.sensitivity * (1 + 1e-6):
             raise BadInputError(
                 f"the noise is {self.stddev / max(self.sensitivity, 1e-300):.3g} times the "
-                f"sensitivity, but at most {MOST_NOISE:g} times is hidden by exact noise in very "
+                f"sensitivity, but at most {most:g} times is hidden by exact noise in very "
                 "large models: ask for a larger epsilon"
             )
         if over and self.stddev < _LEAST_NOISE * self.sensitivity:
@@ -93,10 +95,11 @@ class Noise:
                 "deviations; set noise=float"
             )
         if self.law == "exact":
-            noised = add_exact(key, tree, self.stddev, self.sensitivity, self.rows)
+            noised = add_exact(key, tree, self.stddev, self.sensitivity, self.rows, rest)
         else:
             threefry = jax.random.wrap_key_data(key[:2], impl="threefry2x32")
             drawn = GaussianNoise(1.0).sample(threefry, tree)
+            tree = tree if rest is None else jax.tree.map(jnp.add, tree, rest)
             noised = jax.tree.map(lambda x, z: x + self.stddev * z, tree, drawn)
         if known:
             return noised

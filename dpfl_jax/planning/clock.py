@@ -34,7 +34,9 @@ def time_steps(
       Seconds of ``steps`` steps after the program is compiled, and the rows of units they had.
     """
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
-    mechanism = dataclasses.replace(mechanism.for_steps(steps + _WARM), noise_multiplier=1.0)
+    population = mechanism.population(data.train.user_offsets)
+    mechanism = mechanism.for_steps(population, steps + _WARM)
+    mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)
     mesh = make_mesh(**config.execution.mesh.axes)
     plan = Plan(mechanism, data.train, steps + _WARM, 1e-5, config.execution, mesh)
     optimizer = make_optimizer(config.optimizer, steps + _WARM)

@@ -6,8 +6,9 @@ L_ULS(G) sigma_ULS(M) / M (Charles et al. 2024, equations (5) and (6)).
 
 BandMF spends it as ULS does, on noise that later steps take back. An optimiser adds up gradients,
 so what is compared is the noise in their prefix sums, root mean square over the steps: of
-independent noise that is sqrt((T + 1) / 2) times a step's, whatever the algorithm. The noise of an
-option is that of a step of independent noise with the same prefix sums.
+independent noise that is sqrt((T + 1) / 2) times a step's, whatever the algorithm. BLT takes back
+more, of more noise: its users' turns are not sampled. The noise of an option is that of a step of
+independent noise with the same prefix sums.
 """
 
 from __future__ import annotations
@@ -23,9 +24,17 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise import prefix_error, strategy
+from dpfl_jax.noise import (
+    Buffers,
+    buffered_column,
+    buffered_error,
+    buffered_strategy,
+    prefix_error,
+    strategy,
+)
 from dpfl_jax.planning.estimates import Sensitivities
 
+BUFFERS = 2  # of BLT, its default
 # More are seldom worth their memory: 8 (b - 1) bytes for each trained parameter.
 MOST_BANDS = 32
 
@@ -77,7 +86,7 @@ class Option:
     """One way to spend the budget.
 
     Attributes:
-      kind: "els", "uls" or "bandmf".
+      kind: "els", "uls", "bandmf" or "blt".
       group_size: G.
       size: expected examples (ELS) or users (ULS) a step.
       sampling_prob: of each example or user.
@@ -89,7 +98,7 @@ class Option:
         independent noise with the same error in prefix sums).
     """
 
-    kind: Literal["els", "uls", "bandmf"]
+    kind: Literal["els", "uls", "bandmf", "blt"]
     group_size: int
     size: int
     sampling_prob: float
@@ -298,6 +307,31 @@ class Planner:
         error = prefix_error(strategy(bands, self.steps), self.steps)
         return Option("bandmf", group, cohort, prob, sigma, norm, bands, error)
 
+    def blt(self, group: int, cohort: int, epsilon: float | None = None) -> Option | None:
+        """BLT with G examples of M users; None if everybody takes part in every step.
+
+        Raises:
+          BadInputError: as ``uls``.
+        """
+        separation = round(self.users.num_users / cohort)
+        if separation < 2:
+            return None
+        epsilon = self.epsilon if epsilon is None else epsilon
+        alone = accounting.calibrate_noise_multiplier(
+            lambda s: events.gaussian(s, 1), epsilon, self.delta
+        )
+        norm = self.sensitivities.at(group)
+        error = buffered_error(self._buffers(separation), self.steps)
+        sigma = alone / self._buffered(1.0, separation).noise_multiplier
+        return Option("blt", group, cohort, 1 / separation, sigma, norm, error=error)
+
+    def _buffers(self, separation: int) -> Buffers:
+        return buffered_strategy(BUFFERS, self.steps, separation)
+
+    def _buffered(self, sigma: float, separation: int) -> Any:
+        column = buffered_column(self._buffers(separation), self.steps)
+        return events.toeplitz(sigma, column, separation, self.steps)
+
     def els(self, group: int, batch: int, epsilon: float | None = None) -> Option:
         """ELS with B examples, at most G of a user in the whole run."""
         epsilon = self.epsilon if epsilon is None else epsilon
@@ -345,7 +379,7 @@ class Planner:
         Args:
           budget: B, gradient evaluations a step.
           els_groups: ELS group sizes; default all that can be priced.
-          correlated: whether BandMF is priced, too, at every (G, M).
+          correlated: whether BandMF and BLT are priced, too, at every (G, M).
         """
         if budget < 1:
             raise BadInputError(
@@ -356,8 +390,9 @@ class Planner:
             cohort = budget // group
             if cohort >= 1 and cohort <= self.users.num_users:
                 options.append(self.uls(group, cohort))
-                if correlated and (banded := self.bandmf(group, cohort)) is not None:
-                    options.append(banded)
+                if correlated:
+                    made = (self.bandmf(group, cohort), self.blt(group, cohort))
+                    options += [option for option in made if option is not None]
         for group in self.users.groups() if els_groups is None else els_groups:
             if budget <= self.users.left(group):
                 options.append(self.els(group, budget))
@@ -477,6 +512,8 @@ class Planner:
         sigma, prob = option.noise_multiplier, option.sampling_prob
         if option.kind == "els":
             event = events.els(sigma, prob, option.group_size, self.steps)
+        elif option.kind == "blt":
+            event = self._buffered(sigma, round(1 / prob))
         else:
             event = events.banded(sigma, prob, strategy(option.bands, self.steps), self.steps)
         try:
@@ -520,7 +557,7 @@ def _reason(best: Option, options: list[Option]) -> str:
         if best.kind == "els"
         else f"{best.size} users of up to {best.group_size} examples"
     )
-    where = "in sums of gradients" if any(o.bands > 1 for o in options) else "on the gradient"
+    where = "in sums of gradients" if any(o.error != 1 for o in options) else "on the gradient"
     text = f"{_NAMES[best.kind]} with {what} a step has the least noise {where} ({best.noise:.4g})"
     for kind, name in _NAMES.items():
         others = [o for o in options if o.kind == kind != best.kind]
@@ -534,7 +571,13 @@ def _reason(best: Option, options: list[Option]) -> str:
             f"{best.noise_multiplier:.3g}, but later steps take back all but {best.error:.0%} of "
             "what independent noise would leave in sums of gradients"
         )
+    if best.kind == "blt":
+        text += (
+            f". Its users take part in every {1 / best.sampling_prob:.0f}th step, and nothing is "
+            f"gained by sampling: a noise multiplier of {best.noise_multiplier:.3g}, of which all "
+            f"but {best.error:.0%} is taken back in sums of gradients"
+        )
     return text
 
 
-_NAMES = {"els": "ELS", "uls": "ULS", "bandmf": "BandMF"}
+_NAMES = {"els": "ELS", "uls": "ULS", "bandmf": "BandMF", "blt": "BLT"}

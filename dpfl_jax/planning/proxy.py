@@ -52,7 +52,7 @@ class Trial:
       size: expected examples (ELS) or users (ULS) a step.
       steps: T.
       ratio: noise-to-batch ratio: standard deviation of the noise on the averaged gradient, over
-        the clip norm.
+        the most that a unit moves the sum (the clip norm; 1 if clipping is normalized).
       rate: learning rate, over the configuration's.
       seed: public, of sampling and noise.
     """
@@ -110,8 +110,9 @@ class Proxy:
         @jax.jit
         def update(state: Any, total: Any, divisor: Any, ratio: Any, rate: Any, key: Any) -> Any:
             params, memory = state
-            clip = self.config.mechanism.clip_norm
-            noise = transformation(Noise(ratio * clip * divisor, clip, law="float"), divisor)
+            # Of normalized clipping 1, whatever the clip norm.
+            most = self.config.mechanism.rule.sensitivity
+            noise = transformation(Noise(ratio * most * divisor, most, law="float"), divisor)
             gradient, _ = noise.update(total, noise.init(params), params, noise_key=key)
             updates, memory = optimizer.update(gradient, memory, params)
             updates = jax.tree.map(lambda u: (rate * u).astype(u.dtype), updates)

@@ -86,6 +86,7 @@ def run_prepared(
     run_dir: str | os.PathLike[str],
     console: Console,
     prepare: Callable[[], Prepared],
+    key: RootKey | None = None,
 ) -> dict[str, Any]:
     """Runs (or resumes) a configuration and returns its report.
 
@@ -94,6 +95,7 @@ def run_prepared(
       run_dir: where the run lives.
       console: for people.
       prepare: reads the data and calibrates.
+      key: root key of a new run whose configuration has no seed; None: a secret one.
 
     Raises:
       BadInputError: anything wrong with config, data or run directory; nothing is overwritten.
@@ -111,7 +113,7 @@ def run_prepared(
     processes.primary_first(lambda: RunDirectory.check(run_dir, fingerprint))
     openers = [sink_of(name) for name in config.metrics.sinks]
     prepared = processes.together(prepare)
-    key = None if config.seed is None else RootKey.from_seed(config.seed)
+    key = key if config.seed is None else RootKey.from_seed(config.seed)
     directory = open_directory(run_dir, kept, key, prepared.facts(), fingerprint)
     sinks: tuple[Sink, ...] = ()
     try:

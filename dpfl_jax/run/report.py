@@ -35,6 +35,7 @@ _BULLETS = (
     "model",
     "data",
     "mechanism",
+    "selection",
     "participation",
     "pretrain",
     "throughput",

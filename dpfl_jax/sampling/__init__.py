@@ -18,6 +18,7 @@ from dpfl_jax.sampling.laws import (
     RandomAllocation,
     Shuffle,
     TruncatedPoisson,
+    Turns,
     poisson_indices,
 )
 from dpfl_jax.sampling.personalized import PersonalizedPoisson
@@ -36,6 +37,7 @@ __all__ = [
     "Share",
     "Shuffle",
     "TruncatedPoisson",
+    "Turns",
     "UserSampler",
     "check_probability",
     "choose_within_users",

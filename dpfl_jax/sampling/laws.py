@@ -252,6 +252,33 @@ class RandomAllocation(AtRate):
 
 
 @dataclasses.dataclass(frozen=True)
+class Turns(RandomAllocation):
+    """Each unit at every ``once_in``-th step, from one of the first ``once_in`` on.
+
+    Which of these it is is a uniform draw of the unit's own, once for the run. So two steps of a
+    unit are ``once_in`` apart or more, and it has no more of them than fit (add-or-remove).
+    """
+
+    name: ClassVar[str] = "turns"
+
+    def describe(self, units: str) -> str:
+        """One line for the report."""
+        return f"each of {self.population} {units} at every {self.once_in}-th step, in turns"
+
+    def turn_of(self, key: RootKey) -> np.ndarray:
+        """int64 [population], the first step of each unit under the key of a run."""
+        units, steps = _stretch(key, 0, self.population, self.once_in)
+        turns = np.empty_like(steps)
+        turns[units] = steps
+        return turns
+
+    def indices(self, key: RootKey, step: int) -> np.ndarray:
+        """Returns the indices of ``step``."""
+        # proof: turns-1
+        return super().indices(key, step % self.once_in)
+
+
+@dataclasses.dataclass(frozen=True)
 class FixedSize:
     """A uniform subset of exactly ``size`` units, afresh at each step (replace-one adjacency)."""
 

@@ -25,6 +25,7 @@ import optax
 
 from dpfl_jax.clipping import join
 from dpfl_jax.config.schema import AuditConfig
+from dpfl_jax.data.owners import whole_of
 from dpfl_jax.data.pipeline import is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
@@ -353,6 +354,11 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
         raise BadInputError(
             f"canaries are drawn beside people, which mechanism.kind={mechanism.kind} cannot: it "
             "has no sampling_prob; remove the section audit, or use els or uls"
+        )
+    if whole_of(data) is not None:
+        raise BadInputError(
+            "canaries are users with records of their own, but records of the data have several "
+            "owners: remove the section audit; dpfl audit --simulate attacks the mechanism"
         )
     if mechanism.noise_multiplier == 0:
         raise BadInputError(

@@ -16,6 +16,7 @@ from dpfl_jax.clipping import Trainable, join, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.example_keys import key_argument, with_any_key
+from dpfl_jax.data.owners import by_set, people
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable, expect_store
 from dpfl_jax.errors import BadInputError, expect
@@ -307,9 +308,11 @@ def fit(
         loss = of_arrays(loss, rebuild)
     evaluate = None
     if validation is not None:
-        evaluate = Evaluator(loss, plan.mesh).of(validation)
+        evaluate = Evaluator(loss, plan.mesh).of(by_set(validation))
     algorithm = Central(loss, arrays, plan, optimizer, trainable)
     console = console or default_console()
+    if plan.bounding is not None and console is not None:
+        console.print(str(plan.bounding), highlight=False)
     caveats: tuple[str, ...] = ()
     if plan.mechanism.private:
         held_out = () if validation is None else (VALIDATION_CAVEAT,)
@@ -344,6 +347,9 @@ def fit(
                 data={"users": people.num_users, "examples": people.num_examples},
             )
             stated = plan.statement(result.guarantee, result.accounted)
+            if plan.bounding is not None:
+                outside = report["outside_guarantee"]
+                outside["contribution_bounding"] = plan.bounding.to_json()
             if result.audit is not None:
                 report["audit"] = result.audit.write(own.path, stated)
             write_report(own.path, report, stated, result.metrics)
@@ -358,8 +364,7 @@ def fit(
 
 def _refuse_shared(data: Any, validation: Any) -> None:
     """Nobody may be trained on and choose a checkpoint, too: no noise is added to a choice."""
-    trained = set(data.user_ids(range(data.num_users)))
-    both = [u for u in validation.user_ids(range(validation.num_users)) if u in trained]
+    both = people(data) & people(validation)
     if both:
         raise BadInputError(
             f"{len(both)} users of validation are trained on, too, and keep_best and patience "

@@ -17,8 +17,10 @@ from dpfl_jax.config import RunConfig
 from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
+from dpfl_jax.data.owners import BoundedStore, Bounding, by_set, whole_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population
+from dpfl_jax.mechanisms.base import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
@@ -106,6 +108,12 @@ class CentralRun(Prepared):
         now = CENTRAL.dump(self.mechanism)
         return {name: value for name, value in now.items() if value != given[name]}
 
+    @property
+    def bounding(self) -> Bounding | None:
+        """What was left out of data whose examples have several owners; None of other data."""
+        train = self.data.train
+        return train.bounding if isinstance(train, BoundedStore) else None
+
     @functools.cached_property
     def base(self) -> dict[str, Any] | None:
         """What identifies the checkpoint, all of which is read for it; None if there is none."""
@@ -132,6 +140,8 @@ class CentralRun(Prepared):
             f"{facts.get('checkpoint', facts.get('size', ''))}".rstrip()
             + f": {facts['parameters']:,} parameters, {facts['trained']:,} of them trained",
         ]
+        if self.bounding is not None:
+            lines.append(str(self.bounding))
         if self.mechanism.private:
             lines.append(
                 f"{self.mechanism.kind.upper()} with noise multiplier "
@@ -142,7 +152,10 @@ class CentralRun(Prepared):
 
     def charge(self) -> Charge:
         """All steps, to the users."""
-        return Charge(self.mechanism.event(self.population, self.config.train.steps), self.delta)
+        event = self.mechanism.event(self.population, self.config.train.steps)
+        if self.population.shared:
+            return Charge(event, self.delta, adjacency=SHARED_ADJACENCY)
+        return Charge(event, self.delta)
 
     def train(
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
@@ -215,10 +228,11 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     mechanism = config.mechanism
     optimizer = make_optimizer(config.optimizer, config.train.steps)
     data, model = read_data(config, console, load)
-    population = mechanism.population(data.train.user_offsets)
+    data = dataclasses.replace(data, train=mechanism.bounded(data.train))
+    population = mechanism.count(data.train)
     with console.status("calibrating noise"):
         mechanism, delta = _calibrated(config, mechanism, population)
-    held_out: Store | None = getattr(data, config.eval.split)
+    held_out: Store | None = by_set(getattr(data, config.eval.split))
     if held_out is not None:
         held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
     if held_out is None:
@@ -233,6 +247,11 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
                     f"data.{config.eval.split}_fraction, or leave it out"
                 )
     elif config.eval.personalize:
+        if whole_of(held_out) is not None:
+            raise BadInputError(
+                "eval.personalize tunes a copy for each held-out user, but records of the data "
+                "have several owners: leave it out"
+            )
         check_users(held_out)
     if config.audit is not None:
         check_fit(mechanism, data.train, config.audit)
@@ -319,7 +338,7 @@ def run_caveats(config: RunConfig, mechanism: Mechanism, known: bool = False) ->
     if config.privacy.delta is None:
         caveats.append(
             "delta is (number of training examples) ** -1.1 as in Charles et al. 2024; the unit is "
-            "a user, and there are fewer users than examples: set privacy.delta for a stricter one"
+            "a user, and there are not as many users as examples: set privacy.delta for another"
         )
     return tuple(caveats)
 
@@ -367,6 +386,8 @@ def _report(
         if pretrained is None
         else {"path": str(pretrained.path), "cached": pretrained.cached},
     )
+    if prepared.bounding is not None:
+        report["outside_guarantee"]["contribution_bounding"] = prepared.bounding.to_json()
     if data.task.kind == "tokens":
         report["eval"] = {name: with_perplexity(value) for name, value in report["eval"].items()}
     return report
@@ -419,7 +440,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
     return {
         "status": "dry-run",
         "name": config.name,
-        "population": {**dataclasses.asdict(population), "source": source},
+        "population": {**population.to_json(), "source": source},
         "parameters": model.num_params,
         "trained_parameters": check_trainable(config.model, model),
         "steps": steps,

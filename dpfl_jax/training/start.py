@@ -20,6 +20,7 @@ from rich.console import Console
 from dpfl_jax.config import RunConfig, config_to_dict
 from dpfl_jax.config.schema import ModelConfig, OptimizerConfig
 from dpfl_jax.data import DataConfig, Dataset
+from dpfl_jax.data.owners import by_set
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import parameter_shardings, splits_parameters
 from dpfl_jax.models import LanguageModel, build_by_name, transformer_config
@@ -43,7 +44,7 @@ def build_model(config: RunConfig, data: Dataset) -> Any:
     """
     section, task = config.model, data.task
     if section.module is not None:
-        first = data.train.read(np.asarray(data.train.user_offsets)[:1])
+        first = data.train.read(np.asarray(by_set(data.train).user_offsets)[:1])
         return OwnModel(
             section.module,
             task,

@@ -214,4 +214,4 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
             ax.barh(np.arange(len(names)) + 0.4 * at, part, 0.38, label=f"target {epsilon:g}")
             ax.axvline(epsilon, color=f"C{at}", linewidth=0.8, linestyle="--")
         ax.set(xlabel="epsilon that the attack proves")
-        ax.set_yticks(np.arange(len(names)) + 0.2, names)
+        ax.set_yticks(np.arange(len(names)) + 0.2, [name.replace("_", " ") for name in names])

@@ -232,7 +232,7 @@ def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
                     *columns(part, "epsilon", "by_trial"),
                     marker="o" if algorithm == MB else "s",
                     linestyle="-" if arm == "sound" else "--",
-                    label=f"{algorithm}, {arm}",
+                    label=f"{algorithm}, {arm}".replace("_", " "),
                 )
             ax.axhline(1.0, color="grey", linewidth=0.8)
             ticks(ax, sorted({r["epsilon"] for r in rows}))

@@ -337,10 +337,14 @@ def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
                     *columns(part, "epsilon", "by_trial"),
                     marker="o" if algorithm == "minibatch" else "s",
                     linestyle={"sound": "-", "as_published": "--"}.get(arm, ":"),
-                    label=f"{algorithm}, {arm}",
+                    label=f"{algorithm}, {arm}".replace("_", " "),
                 )
             for r in rows:
                 if r["cohort"] == cohort and math.isinf(r["epsilon"]):
-                    ax.axhline(r["test_error"], color="grey", alpha=0.5, linewidth=0.8)
+                    style = "-" if r["algorithm"] == "minibatch" else "--"
+                    name = f"{r['algorithm']}, not private"
+                    ax.axhline(
+                        r["test_error"], color="grey", linestyle=style, linewidth=0.8, label=name
+                    )
             ticks(ax, sorted({r["epsilon"] for r in rows if math.isfinite(r["epsilon"])}))
             ax.set(xlabel="epsilon", ylabel="test error", title=f"M = {cohort} of 25")

@@ -168,4 +168,5 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
             for kind in ("convex", "strongly convex"):
                 part = [r for r in rows if r["loss"] == kind and r["varied"] == name]
                 ax.loglog(*columns(part, "value", "risk"), "o-", label=kind)
-            ax.set(xlabel=name, ylabel="private excess risk")
+            words = {"n": "records of a silo", "dim": "parameters"}
+            ax.set(xlabel=words.get(name, name), ylabel="private excess risk")

@@ -201,6 +201,6 @@ def run(settings: Settings) -> Outcome:
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
     with panel(file, size=(5, 4)) as ax:
-        for name in ("isrl", "shuffle"):
-            ax.loglog(*columns(rows, "epsilon", name), "o-", label=name)
+        for name, label in (("isrl", "ISRL-DP"), ("shuffle", "shuffle model")):
+            ax.loglog(*columns(rows, "epsilon", name), "o-", label=label)
         ax.set(xlabel="epsilon", ylabel="excess risk")

@@ -38,7 +38,7 @@ LAW = laws.ThreeLevels((2.0, 4.7, 11.8), (0.7, 0.2, 0.1))
 
 def run(settings: Settings) -> Outcome:
     """Trains both on embedded patients, and on the pooled hospitals where their files are."""
-    seeds = settings.seeds or (5 if settings.quick else 20)
+    seeds = settings.seeds or 20
     sets = {"patients": patients()}
     if settings.data_dir is not None and (settings.data_dir / "heart_disease").is_dir():
         sets["hospitals, pooled"] = hospitals(settings.data_dir / "heart_disease", "published")

@@ -120,7 +120,7 @@ def run(settings: Settings) -> Outcome:
             "folder `heart_disease`, and name the folder above it in DPFL_DATA_DIR"
         )
     folder = settings.data_dir / "heart_disease"
-    seeds = settings.seeds or (5 if settings.quick else 20)
+    seeds = settings.seeds or 20
     taus = (50,) if settings.quick else (50, 10)
     cells = [cell for tau in taus for cell in _cells(folder, tau)]
     rows, finished = train("rpdp-heart", cells, seeds, settings)

@@ -183,6 +183,6 @@ def run(settings: Settings) -> Outcome:
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
     with panel(file, size=(8, 3)) as axes:
         bars = axes.barh(*columns(rows, "mechanism", "attack"))
-        axes.bar_label(bars, fmt="%.2f")
+        axes.bar_label(bars, fmt="%.2f", padding=3)
         axes.axvline(EPSILON, color="C3", ls="--", label="claimed")
         axes.set_xlabel("epsilon shown by the attack (99 % confidence)")

@@ -65,6 +65,8 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
             mine = [r for r in rows if r["subjects"] == count]
             offsets = [k + 0.4 * (i - 0.5) for k in range(len(mine))]
             bars = axes.bar(offsets, [r["accuracy"] for r in mine], 0.38, label=f"{count} subjects")
-            axes.bar_label(bars, fmt="%.2f", fontsize=8)
+            axes.bar_label(bars, fmt="%.2f", fontsize=8, label_type="center", color="white")
+            for x, r in zip(offsets, mine, strict=True):  # of each seed
+                axes.plot([x] * len(r["accuracies"]), r["accuracies"], "_", color="black")
         axes.set_xticks(range(len(COMPARED)), [r.label for r in COMPARED])
         axes.set(ylabel="held-out accuracy", ylim=(0, 1))

@@ -8,10 +8,8 @@ user is a source file. Directions are compared, not numbers.
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
-import pathlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +17,6 @@ import yaml
 from rich.console import Console
 
 from dpfl_jax.config import RunConfig, validate_config
-from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import limit_store
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.planning import (
@@ -30,7 +27,7 @@ from dpfl_jax.planning import (
     estimate_sensitivities,
     median_group_size,
 )
-from dpfl_jax.planning.sweep import Sweep, at_budget
+from dpfl_jax.planning.proxy import Trial, run_trials
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import starting_params
@@ -41,9 +38,13 @@ NOTE = (
     "a one-layer byte model on the embedded corpus (a user is a source file) instead of 350 M "
     "parameters on Stack Overflow and CC-News: directions, not numbers"
 )
-SEED_NOTE = "sampling and noise of all cells come from public seeds, and so protect nobody"
+SEED_NOTE = (
+    "every cell trains with the noise that its sampling calls for, at reduced size all at one "
+    "learning rate; sampling and noise come from public seeds, and so protect nobody"
+)
 OPTIONS = ("seeds",)
-RATES = (0.004, 0.012)
+RATE = 0.012
+RATES = (1 / 3, 1.0)  # over it, tried at full size
 GROUPS = (1, 2, 4, 8, 16)
 
 
@@ -74,10 +75,9 @@ def base(quick: bool) -> dict[str, Any]:
             "group_size": 4,
             "cohort_size": 64,
             "clip_norm": 0.3,
-            "clipping": "normalized",
         },
         "privacy": {"epsilon": 4.0},
-        "optimizer": {"name": "adam", "learning_rate": 5e-3},
+        "optimizer": {"name": "adam", "learning_rate": RATE},
         "train": {
             "steps": 25 if quick else 60,
             "checkpoint_every": 1000,
@@ -105,6 +105,11 @@ def start(quick: bool) -> tuple[Any, Any, Any, RunConfig]:
     return data, model, params, made
 
 
+def seeds(settings: Settings) -> int:
+    """Per training."""
+    return settings.seeds or 5
+
+
 @functools.cache
 def sensitivities(quick: bool) -> Sensitivities:
     """Median gradient norms at the pre-trained model, of 128 users (Appendix F)."""
@@ -112,6 +117,7 @@ def sensitivities(quick: bool) -> Sensitivities:
     return estimate_sensitivities(model.loss, params, data.train, GROUPS, users=128, batch=16)
 
 
+@functools.cache
 def planner(quick: bool, epsilon: float) -> Planner:
     """Of the users there are; delta as in the paper."""
     data, _, _, made = start(quick)
@@ -147,66 +153,56 @@ def initial_loss(quick: bool) -> float:
     return Evaluator(model.loss, make_mesh())(params, held_out).loss
 
 
-def by_seed(rows: Sequence[Mapping[str, Any]], *keys: str) -> dict[Any, np.ndarray]:
-    """Held-out losses [seeds] of the rows that agree in ``keys``, by their values."""
-    found: dict[Any, dict[int, float]] = {}
-    for row in rows:
-        key = tuple(row[k] for k in keys) if len(keys) > 1 else row[keys[0]]
-        found.setdefault(key, {})[row["seed"]] = row["loss"]
-    return {key: np.array([of[seed] for seed in sorted(of)]) for key, of in found.items()}
-
-
 def better_than_before(where: str, losses: np.ndarray, initial: float) -> Claim:
     """That held-out losses [seeds] lie below the pre-trained checkpoint's."""
     before = np.full(len(losses), initial)
     return less(f"{where}: better than the pre-trained checkpoint", losses, before, source="paper")
 
 
-def mean_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The rows of the first seed, with means over seeds as losses, and the losses."""
-    axes = [k for k in rows[0] if k in ("kind", "group_size", "cohort_size", "budget", "epsilon")]
-    found = by_seed(rows, *axes)
-    first = [row for row in rows if row["seed"] == of(0)]
-    losses = [found[tuple(row[k] for k in axes)] for row in first]
-    return [
-        {**row, "loss": float(of.mean()), "losses": of.tolist()} for row, of in zip(first, losses)
-    ]
+def losses(settings: Settings, options: Sequence[Option]) -> list[np.ndarray]:
+    """Held-out losses [seeds] of each option, trained with its noise.
 
-
-def cells(
-    settings: Settings,
-    kind: str,
-    group: int,
-    axes: Mapping[str, Sequence[Any]],
-    extra: Sequence[str] = (),
-) -> list[dict[str, Any]]:
-    """Best held-out losses (over learning rates) of one mechanism and group size, of each seed.
-
-    The clip norm is the typical gradient norm at that group size, as the paper's plans assume.
-    Finished cells are kept beside the figures, for the next figure and after an interruption.
+    The clip norm is the typical gradient norm at that group size, as the paper's plans assume. At
+    full size each option has the better of two learning rates, by a run of another seed. Finished
+    runs are kept beside the figures, for the next figure and after an interruption.
     """
-    norms = sensitivities(settings.quick)
-    clip_norm = norms.example if kind == "els" else norms.at(group)
-    chosen = config(settings.quick).mechanism
-    mechanism = CENTRAL.dump(at_budget(chosen, kind, chosen.compute_budget, group))
-    mechanism["clip_norm"] = float(f"{clip_norm:.4g}")
-    overrides = (f"mechanism={json.dumps(mechanism)}", *extra)
-    content = base(settings.quick)
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:8]
-    folder = (settings.out / "userlevel-cells").absolute()
-    folder.mkdir(parents=True, exist_ok=True)
-    file: pathlib.Path = folder / f"base-{digest}.yaml"
-    file.write_text(yaml.safe_dump(content, sort_keys=False))
-    sweep = Sweep(
-        folder,
-        file,
-        {
-            **axes,
-            "seed": [of(k) for k in range(settings.seeds or (1 if settings.quick else 3))],
-            "learning_rate": list(RATES[-1:] if settings.quick else RATES),
-        },
-        overrides,
-        tuned=("learning_rate",),
-    )
-    sweep.run(settings.console)
-    return [{"kind": kind, "group_size": group, **row} for row in sweep.best()]
+    best = [1.0 for _ in options]
+    if not settings.quick:
+        tried = {r: _train(settings, options, [r] * len(options), [of(100)]) for r in RATES}
+        best = [min(RATES, key=lambda r: tried[r][k][0]) for k in range(len(options))]
+    return _train(settings, options, best, [of(k) for k in range(seeds(settings))])
+
+
+def _train(
+    settings: Settings, options: Sequence[Option], rates: Sequence[float], at: Sequence[int]
+) -> list[np.ndarray]:
+    file = settings.out / f"userlevel-cells-{'quick' if settings.quick else 'full'}.yaml"
+    file.write_text(yaml.safe_dump(base(settings.quick), sort_keys=False))
+    steps = config(settings.quick).train.steps
+
+    def told(count: int, row: dict[str, Any]) -> None:
+        cell = f"{row['kind']}, G = {row['group_size']}, {row['size']} a step, seed {row['seed']}"
+        settings.console.print(f"{cell}: loss {row['loss']}", highlight=False)
+
+    found: dict[Trial, float] = {}
+    trials = [
+        [
+            Trial(o.kind, o.group_size, o.size, steps, o.noise_multiplier / o.size, rate, seed)
+            for seed in at
+        ]
+        for o, rate in zip(options, rates, strict=True)
+    ]
+    for clip in sorted({option.sensitivity for option in options}):
+        part = [t for o, of_o in zip(options, trials) if o.sensitivity == clip for t in of_o]
+        override = f"mechanism.clip_norm={clip:.4g}"
+        rows = run_trials(file, [override], part, file.with_suffix(".jsonl"), done=told)
+        for trial, row in zip(part, rows, strict=True):
+            found[trial] = math.inf if row["loss"] is None else row["loss"]
+    return [np.array([found[trial] for trial in of_o]) for of_o in trials]
+
+
+def row(option: Option, losses: np.ndarray, **more: Any) -> dict[str, Any]:
+    """Of the numbers behind a figure."""
+    names = ("kind", "group_size", "size", "noise_multiplier")
+    about = {name: getattr(option, name) for name in names}
+    return {**about, **more, "loss": float(losses.mean()), "losses": losses.tolist()}

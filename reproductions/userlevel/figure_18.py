@@ -31,16 +31,17 @@ def run(settings: Settings) -> Outcome:
     data, model, params, config = small.start(settings.quick)
     norms, median = small.sensitivities(settings.quick), small.median(settings.quick)
     common: dict[str, Any] = {"clipping": "normalized", "noise_multiplier": None}
+    uls = small.least_noise(small.planner(settings.quick, EPSILON), BUDGET)
+    group = uls.group_size
     mechanisms = {
         "ELS": ELS(group_size=median, batch_size=BUDGET, clip_norm=norms.example, **common),
-        "ULS": ULS(group_size=2, cohort_size=BUDGET // 2, clip_norm=norms.at(2), **common),
+        "ULS": ULS(group_size=group, cohort_size=uls.size, clip_norm=norms.at(group), **common),
     }
     sizes = np.diff(data.train.user_offsets)
     users = 100 if settings.quick else 400
     offsets = data.validation.user_offsets[: users + 1]
     held_out = _View(offsets, data.validation.read)
     found: dict[str, list[Any]] = {"pre-trained": [personalize(model.loss, params, held_out)]}
-    seeds = settings.seeds or (1 if settings.quick else 3)
     for name, mechanism in mechanisms.items():
         plan = mechanism.plan(
             data.train,
@@ -49,9 +50,9 @@ def run(settings: Settings) -> Outcome:
             delta=float(sizes.sum()) ** -1.1,
             execution=Execution(microbatch_size=64),
         )
-        for seed in range(seeds):
+        for seed in range(settings.seeds or 3):
             with settings.console.status(f"fine-tuning with {name}, seed {seed}"):
-                optimizer = build_optimizer("adam", small.RATES[-1], config.train.steps)
+                optimizer = build_optimizer("adam", small.RATE, config.train.steps)
                 tuned = fit(
                     model.loss,
                     params,

@@ -113,8 +113,12 @@ def _draw(flat: dict[int, float], rows: list[dict[str, Any]], file: Any) -> None
         for k, epsilon in enumerate(sorted({r["epsilon"] for r in rows})):
             part = [r for r in rows if r["epsilon"] == epsilon]
             x = [r["budget"] for r in part]
-            for key, style in (("els", "-"), ("uls_same", "--"), ("uls_orthogonal", ":")):
+            for key, name, style in (
+                ("els", "ELS", "-"),
+                ("uls_same", "ULS, equal gradients", "--"),
+                ("uls_orthogonal", "ULS, orthogonal", ":"),
+            ):
                 y = [r[key] for r in part]
-                axes[1].loglog(x, y, style, color=f"C{k}", label=f"{key}, epsilon {epsilon:g}")
+                axes[1].loglog(x, y, style, color=f"C{k}", label=f"{name}, epsilon {epsilon:g}")
         ticks(axes[1], BUDGETS[1.0], base=2)
         axes[1].set(xlabel="compute budget B", ylabel="noise / L_ELS", title="M = 16")

@@ -18,14 +18,14 @@ def run(settings: Settings) -> Outcome:
     """Sweeps group sizes at several budgets and epsilons."""
     median = small.median(settings.quick)
     groups = sorted({1, 8, 512, median})
-    axes: dict[str, Any] = {"budget": [128, 512], "epsilon": [2.0, 16.0]}
+    points = [(b, e) for b in (128, 512) for e in (2.0, 16.0)]
     if settings.quick:
-        groups, axes = sorted({8, median}), {"budget": [256], "epsilon": [4.0]}
-    rows = [row for g in groups for row in small.cells(settings, "els", g, axes)]
+        groups, points = sorted({8, median}), [(256, 4.0)]
+    cells = [(b, e, g) for b, e in points for g in groups]
+    options = [small.planner(settings.quick, e).els(g, b) for b, e, g in cells]
+    losses = dict(zip(cells, small.losses(settings, options), strict=True))
     initial = small.initial_loss(settings.quick)
     claims: list[Claim] = []
-    points = sorted({(r["budget"], r["epsilon"]) for r in rows})
-    losses = small.by_seed(rows, "budget", "epsilon", "group_size")
     for budget, epsilon in points:
         part = {g: losses[budget, epsilon, g] for g in groups}
         best = min(part, key=lambda g: part[g].mean())
@@ -43,7 +43,10 @@ def run(settings: Settings) -> Outcome:
         small.better_than_before(f"B = {b}, epsilon {e:g}, G = {g}", found, initial)
         for (b, e, g), found in losses.items()
     ]
-    rows = small.mean_of(rows)
+    rows = [
+        small.row(option, losses[cell], budget=cell[0], epsilon=cell[1])
+        for cell, option in zip(cells, options, strict=True)
+    ]
     file = settings.out / "userlevel-figure-4.png"
     _draw(rows, points, median, file)
     return Outcome(claims, [file], rows, [small.NOTE, small.SEED_NOTE])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
+import collections
 from typing import Any
 
 import numpy as np
 
 from dpfl_jax.planning import Planner, estimate_and_double
-from dpfl_jax.planning.sweep import draw
-from reproductions._plots import panel
+from reproductions._plots import panel, ticks
 from reproductions.registry import Claim, Outcome, Settings, Source, less
 from reproductions.userlevel import _small_lm as small
 
@@ -26,16 +25,19 @@ Heat = dict[tuple[int, int], float]
 
 def run(settings: Settings) -> Outcome:
     """Sweeps (G, M), then walks over the heat map as each strategy would."""
-    groups, cohorts = (GROUPS[::2], COHORTS[::2]) if settings.quick else (GROUPS, COHORTS)
-    axes: dict[str, Any] = {"cohort_size": list(cohorts), "epsilon": [EPSILON]}
-    rows = [row for g in groups for row in small.cells(settings, "uls", g, axes)]
+    groups, cohorts = (GROUPS[::2], (8, 32, 128)) if settings.quick else (GROUPS, COHORTS)
     planner = small.planner(settings.quick, EPSILON)
     step = cohorts[1] // cohorts[0]
-    losses = small.by_seed(rows, "group_size", "cohort_size")
-    rows = small.mean_of(rows)
-    budgets = sorted({g * m for g, m in losses if g * m <= max(cohorts) * max(groups) // step})
+    # Larger ones have nothing to be compared with: the best of a budget is on its diagonal.
+    cells = [(g, m) for g in groups for m in cohorts if g * m <= groups[-1] * cohorts[-1] // step]
+    options = [planner.uls(*cell) for cell in cells]
+    losses = dict(zip(cells, small.losses(settings, options), strict=True))
+    rows = [small.row(o, losses[c], cohort_size=o.size) for o, c in zip(options, cells)]
+    counts = collections.Counter(g * m for g, m in cells)
+    budgets = sorted(b for b, count in counts.items() if count > 1)  # one cell is no choice
     # Of each seed: what a strategy chooses may follow that seed's losses.
-    heats = [{cell: float(v[k]) for cell, v in losses.items()} for k in range(_seeds(losses))]
+    seeds = small.seeds(settings)
+    heats = [{cell: float(v[k]) for cell, v in losses.items()} for k in range(seeds)]
     regrets = {
         name: {b: np.array([_regret(h, b, name, planner, step) for h in heats]) for b in budgets}
         for name in STRATEGIES
@@ -46,7 +48,7 @@ def run(settings: Settings) -> Outcome:
         for name, found in regret.items()
     ]
     figure = settings.out / "userlevel-figure-5.png"
-    draw(rows, ["group_size", "cohort_size"], figure)
+    _draw(losses, figure)
     curves = settings.out / "userlevel-figure-14.png"
     _draw_regret(regret, curves)
     notes = [
@@ -57,10 +59,6 @@ def run(settings: Settings) -> Outcome:
     ]
     claims = _claims(losses, regrets, budgets, small.initial_loss(settings.quick))
     return Outcome(claims, [figure, curves], [*rows, *table], notes)
-
-
-def _seeds(losses: dict[tuple[int, int], np.ndarray]) -> int:
-    return len(next(iter(losses.values())))
 
 
 def _cells(heat: Heat, budget: int) -> Heat:
@@ -148,7 +146,7 @@ def _claims(
             less(
                 f"budget {b}: {words} is near the best cell",
                 regret[name][b],
-                np.zeros(_seeds(losses)),
+                np.zeros(len(cells[best])),
                 f"loss above the best cell's, relative; near: {NEAR:.0%} of the gain",
                 source=source,
                 room=NEAR * max(gain, 0.0),
@@ -193,10 +191,28 @@ def _claims(
     return claims
 
 
+def _draw(losses: dict[tuple[int, int], np.ndarray], file: Any) -> None:
+    groups, cohorts = (sorted({cell[k] for cell in losses}) for k in range(2))
+    image = np.full((len(groups), len(cohorts)), np.nan)
+    with panel(file, size=(5.5, 4)) as ax:
+        for (group, cohort), found in losses.items():
+            place = groups.index(group), cohorts.index(cohort)
+            image[place] = found.mean()
+            box = {"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1.5}
+            text = f"{image[place]:.3f}"
+            ax.text(*place[::-1], text, ha="center", va="center", size=8, bbox=box, zorder=3)
+        shown = ax.imshow(image, origin="lower", cmap="viridis_r", aspect="auto", zorder=2)
+        ax.set_xticks(range(len(cohorts)), [str(m) for m in cohorts])
+        ax.set_yticks(range(len(groups)), [str(g) for g in groups])
+        ax.set(xlabel="cohort size M", ylabel="group size G")
+        ax.figure.colorbar(shown, label="held-out loss")
+
+
 def _draw_regret(regret: dict[str, dict[int, float]], file: Any) -> None:
     with panel(file, size=(6.5, 4)) as ax:
-        shift = random.Random(0)
-        for name, found in regret.items():
-            x = [b * (1 + 0.03 * shift.random()) for b in found]
-            ax.semilogx(x, [100 * v for v in found.values()], "o-", base=2, label=name)
+        for k, (name, found) in enumerate(regret.items()):
+            # Rings within one another: several strategies choose the same cells.
+            style = {"marker": "o", "markersize": 13 - 1.6 * k, "markerfacecolor": "none"}
+            ax.plot(list(found), [100 * v for v in found.values()], label=name, **style)
+        ticks(ax, list(regret["planner"]), base=2)
         ax.set(xlabel="compute budget B", ylabel="loss above the best cell, %")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dpfl_jax.planning import Option
 from reproductions._plots import band, panel, ticks
 from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
@@ -19,21 +20,19 @@ def run(settings: Settings) -> Outcome:
         ([4.0], [64, 512]) if settings.quick else ([1.0, 4.0, 16.0], [64, 256, 1024])
     )
     median = small.median(settings.quick)
-    axes: dict[str, Any] = {"budget": budgets, "epsilon": epsilons}
-    rows = small.cells(settings, "els", median, axes)
-    groups: dict[tuple[int, float], int] = {}
-    for epsilon in epsilons:
-        planner = small.planner(settings.quick, epsilon)
-        for budget in budgets:
-            group = small.least_noise(planner, budget).group_size
-            groups[budget, epsilon] = group
-            cell: dict[str, Any] = {"budget": [budget], "epsilon": [epsilon]}
-            rows += small.cells(settings, "uls", group, cell)
-    initial = small.initial_loss(settings.quick)
-    losses = small.by_seed(rows, "kind", "budget", "epsilon")
-    rows = small.mean_of(rows)
-    loss = {key: float(found.mean()) for key, found in losses.items()}
     points = [(b, e) for b in budgets for e in epsilons]
+    options: dict[tuple[str, int, float], Option] = {}
+    for b, e in points:
+        planner = small.planner(settings.quick, e)
+        options["els", b, e] = planner.els(median, b)
+        options["uls", b, e] = small.least_noise(planner, b)
+    losses = dict(zip(options, small.losses(settings, list(options.values())), strict=True))
+    initial = small.initial_loss(settings.quick)
+    rows = [
+        small.row(option, losses[kind, b, e], budget=b, epsilon=e)
+        for (kind, b, e), option in options.items()
+    ]
+    loss = {key: float(found.mean()) for key, found in losses.items()}
     ahead = [loss["uls", b, e] <= loss["els", b, e] for b, e in points]
     low, high = budgets[0], budgets[-1]
     claims: list[Claim] = [
@@ -66,7 +65,9 @@ def run(settings: Settings) -> Outcome:
         small.NOTE,
         small.SEED_NOTE,
         f"ELS group size {median} (the median); of ULS the planner's: "
-        + ", ".join(f"{g} (B = {b}, epsilon {e:g})" for (b, e), g in groups.items()),
+        + ", ".join(
+            f"{options['uls', b, e].group_size} (B = {b}, epsilon {e:g})" for b, e in points
+        ),
     ]
     return Outcome(claims, [file], rows, notes)
 
@@ -74,12 +75,11 @@ def run(settings: Settings) -> Outcome:
 def _draw(
     losses: Any, budgets: list[int], epsilons: list[float], initial: float, file: Any
 ) -> None:
-    with panel(file) as ax:
-        for k, budget in enumerate(budgets):
+    with panel(file, 1, len(epsilons), size=(4.5 * len(epsilons), 4), squeeze=False) as grid:
+        for ax, epsilon in zip(grid[0], epsilons, strict=True):
             for kind, style in (("els", "--"), ("uls", "-")):
-                y = [losses[kind, budget, e] for e in epsilons]
-                label = f"{kind.upper()}, B = {budget}"
-                band(ax, epsilons, y, linestyle=style, color=f"C{k}", label=label)
-        ticks(ax, epsilons)
-        ax.axhline(initial, color="black", linestyle=":", label="pre-trained")
-        ax.set(xlabel="epsilon", ylabel="held-out loss")
+                y = [losses[kind, budget, epsilon] for budget in budgets]
+                band(ax, budgets, y, linestyle=style, label=kind.upper())
+            ticks(ax, budgets, base=2)
+            ax.axhline(initial, color="black", linestyle=":", label="pre-trained")
+            ax.set(xlabel="compute budget B", ylabel="held-out loss", title=f"epsilon {epsilon:g}")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.planning import Planner, Users
+from dpfl_jax.planning import Option, Planner, Users
 from reproductions._plots import band, panel, ticks
 from reproductions.registry import Claim, Outcome, Settings, less
 from reproductions.userlevel import _small_lm as small
@@ -27,7 +27,7 @@ def run(settings: Settings) -> Outcome:
     median = small.median(settings.quick)
     left = int(np.minimum(sizes, median).sum())
     delta = float(sizes.sum()) ** -1.1
-    rows: list[dict[str, Any]] = []
+    options: dict[tuple[str, int, int], Option] = {}
     for factor in factors:
         users = Users(factor * len(sizes), limited={median: factor * left})
         planner = Planner(
@@ -38,17 +38,13 @@ def run(settings: Settings) -> Outcome:
             steps=config.train.steps,
         )
         for budget in budgets:
-            uls = small.least_noise(planner, budget)
-            for kind, size, option in (
-                ("els", median, planner.els(median, budget)),
-                ("uls", uls.group_size, uls),
-            ):
-                sigma = f"mechanism.noise_multiplier={option.noise_multiplier:.6g}"
-                found = small.cells(
-                    settings, kind, size, {"budget": [budget]}, (sigma, "privacy.epsilon=null")
-                )
-                rows += [{**row, "users": factor} for row in found]
-    losses = small.by_seed(rows, "kind", "users", "budget")
+            options["els", factor, budget] = planner.els(median, budget)
+            options["uls", factor, budget] = small.least_noise(planner, budget)
+    losses = dict(zip(options, small.losses(settings, list(options.values())), strict=True))
+    rows = [
+        small.row(option, losses[kind, factor, budget], users=factor, budget=budget)
+        for (kind, factor, budget), option in options.items()
+    ]
     low, high = budgets
     by_users = {k: losses[k, 1, high] - losses[k, factors[-1], high] for k in ("els", "uls")}
     by_compute = {

@@ -47,7 +47,7 @@ def test_bad_input_is_one_sentence(place, capsys):
 
     assert "no folder of a silo" in said("check", "nowhere")
     assert "--insecure for a test on one machine" in said("serve", "study.yaml", "--run-dir", "r")
-    tls = ["--certificate", "a", "--key", "b", "--root-certificates", "c"]
+    tls = ["--certificate", "a", "--key", "b"]
     assert "there is no file a" in said("serve", "study.yaml", "--run-dir", "r", *tls)
     init()
     path = place / "bern/silo.yaml"

@@ -33,18 +33,36 @@ from dpfl_jax.federation.silo_statement import (
     isrl_statement,
     personal_statement,
 )
-from dpfl_jax.mechanisms import ELS, ULS, Allocation, BandMF, NonPrivate, Population, Truncated
+from dpfl_jax.mechanisms import (
+    BLT,
+    ELS,
+    ULS,
+    Allocation,
+    BandMF,
+    NonPrivate,
+    OwnerSets,
+    Population,
+    Truncated,
+)
 from dpfl_jax.mechanisms.central_statement import central_statement
+from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained
 from tests.run.silo_configs import SILOS
 
 pytestmark = pytest.mark.privacy
 EXTRA = ("a caveat of the run alone",)
 
 
-def central(mechanism, steps=30, delta=1e-5):
-    population = Population(num_users=400, num_examples=2000, num_units=1200)
+def central(mechanism, steps=30, delta=1e-5, shared=False):
+    population = Population(num_users=400, num_examples=2000, num_units=1200, shared=shared)
     guarantee = mechanism.guarantee(population, steps, delta, EXTRA)
     return central_statement(mechanism, population, steps, guarantee)
+
+
+def selection():
+    population = Population(num_users=400, num_examples=2000, num_units=400)
+    kinds = [ULS(group_size=3, cohort_size=c, noise_multiplier=2.0) for c in (20, 40)]
+    cells = tuple(Trained(mechanism, population, 30) for mechanism in kinds)
+    return Selection(cells, RunCount(10.0), 3.0, 50, 1e-5, score_noise=2.0)
 
 
 def federated(mechanisms, silos_per_subject=2, delta=1e-5, rounds=5):
@@ -86,8 +104,26 @@ SOUND = {
     "allocation": lambda: central(
         Allocation(group_size=3, cohort_size=20, noise_multiplier=1.0), steps=31
     ),
+    "blt": lambda: central(
+        BLT(
+            group_size=3,
+            cohort_size=20,
+            decays=(0.75, 0.25),
+            scales=(0.5, 0.125),
+            horizon=40,
+            noise_multiplier=5.0,
+        ),
+        steps=31,
+    ),
     "truncated": lambda: central(
         Truncated(group_size=3, cohort_size=20, cohort_cap=36, noise_multiplier=1.0)
+    ),
+    "selection": lambda: selection().statement(EXTRA),
+    "els, several owners": lambda: central(
+        ELS(group_size=4, batch_size=30, noise_multiplier=2.0), shared=True
+    ),
+    "owner_sets": lambda: central(
+        OwnerSets(group_size=3, cohort_size=20, sets_per_user=4, noise_multiplier=2.0), shared=True
     ),
     "none": lambda: central(NonPrivate(batch_size=8)),
     "hi_grad_avg": lambda: federated(

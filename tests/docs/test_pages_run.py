@@ -48,6 +48,10 @@ def workplace(tmp_path, monkeypatch):
     pathlib.Path("posts.jsonl").write_text(
         "\n".join(json.dumps({"author": u, "text": t, "body": t}) for u, t in posts)
     )
+    mails = [
+        {"authors": [f"u{i % 90}", f"u{i * 7 % 90}"], "body": t} for i, (_, t) in enumerate(posts)
+    ]
+    pathlib.Path("mails.jsonl").write_text("\n".join(map(json.dumps, mails)))
     visits = [f"p{i % 60},{20 + i % 50},{i % 7 / 7},{i % 3},{i % 2},{i % 9}" for i in range(180)]
     columns = "patient,age,lab_x,lab_y,hospital,days"
     pathlib.Path("visits.csv").write_text("\n".join([columns, *visits]))

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting import accountant, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import (
     calibrate_federation,
@@ -125,6 +125,34 @@ def test_many_kinds_of_silos_are_accounted_in_classes_never_below():
         events.horizontal([p.mechanism.event(p.facts, 6) for p in plans]), DELTA
     )
     assert exact <= federated_epsilon(federation, DELTA) <= 1.03 * exact
+
+
+def test_many_unequal_silos_each_meet_the_target_with_few_accountings(monkeypatch):
+    """Fewer than two accountings for each class of silos, and none for a silo."""
+    monkeypatch.setenv("DPFL_CACHE_DIR", "off")
+    mechanism = HiGradAvgDP(batch_size=32, max_items_per_subject=2)
+    sizes = range(1000, 1700, 10)
+    plans = tuple(SiloPlan(mechanism, SiloFacts(n, n // 3), 1) for n in sizes)
+    made_of = Federation(plans, 3, 1)
+    accountant._flat_epsilon.cache_clear()
+    made = calibrate_federation(made_of, 4.0, DELTA)
+    classes = len({plan.mechanism.sigma for plan in made.silos})
+    assert 50 < classes < 60
+    assert accountant._flat_epsilon.cache_info().misses < 2 * classes
+    alone = silo_epsilons(made, DELTA)
+    assert max(alone) == federated_epsilon(made, DELTA) <= 4.0  # none is left out
+    assert min(alone) > 0.95 * 4.0
+
+
+def test_a_bad_guess_changes_no_calibration():
+    def event(sigma):
+        return events.poisson(sigma, 0.05, 20)
+
+    plain = accounting.calibrate_noise_multiplier(event, 2.0, DELTA, use_cache=False)
+    for near in (1e-3, 0.5 * plain, 30.0 * plain, 1e9):
+        found = accounting.calibrate_noise_multiplier(event, 2.0, DELTA, use_cache=False, near=near)
+        assert accounting.epsilon(event(found), DELTA) <= 2.0
+        assert found == pytest.approx(plain, rel=2e-5)
 
 
 def test_cohorts_bound_how_many_silos_meet_in_a_round():

@@ -57,8 +57,8 @@ ISRL = {
     "execution": {"rounds_per_block": 2},
 }  # fmt: skip
 POLICY = {
-    "epsilon": 8.0, "delta": 1e-3, "least_noise_multiplier": 0.3, "most_rounds": 10,
-    "mechanisms": ["hi_grad_avg"],
+    "epsilon": 8.0, "delta": 1e-3, "total_epsilon": None, "least_noise_multiplier": 0.3,
+    "most_rounds": 10, "mechanisms": ["hi_grad_avg"],
 }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ STUDIES = {
     ),
     "rpdp": study(
         data=DATA, model={"kind": "logistic", "options": {}}, mechanism={"kind": "rpdp"},
-        privacy={"epsilon": 10.0, "budgets": {"levels": [0.5, 2.0, 6.0]}},
+        privacy={"epsilon": 10.0, "budgets": {"levels": [0.5, 2.0, 6.0]}, "unreachable": "exclude"},
         federation={"rounds": 8, "participation_prob": 0.7},
     ),
     "isrl/accelerated": study(
@@ -140,7 +140,7 @@ def test_processes_over_tls_are_killed_and_equal_the_simulation(tmp_path, kind):
                "server": f"127.0.0.1:{port}", "root_certificates": "../ca.pem",
                "policy": policy}  # fmt: skip
         (folder / "silo.yaml").write_text(yaml.safe_dump(own))
-    tls = ["--certificate", "server.pem", "--key", "server.key", "--root-certificates", "ca.pem"]
+    tls = ["--certificate", "server.pem", "--key", "server.key"]
     serve = ["serve", "study.yaml", "--run-dir", "server", "--port", str(port), *tls]
     processes = Processes(tmp_path)
     try:

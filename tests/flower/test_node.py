@@ -1,5 +1,8 @@
 """What a silo's process puts on the wire, byte for byte, and what it never asks for."""
 
+import contextlib
+import types
+
 import numpy as np
 import pytest
 
@@ -18,9 +21,12 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.task_identity import TaskIdentity
 from rich.console import Console
 
-from dpfl_jax.flower.apps import body_of, client_app, content_of
-from dpfl_jax.flower.node import _answer
+from dpfl_jax.flower import node
+from dpfl_jax.flower.apps import GridTransport, body_of, client_app, content_of
+from dpfl_jax.flower.node import _answer, run_node
+from dpfl_jax.flower.silo import SiloConfig
 from dpfl_jax.flower.wire import pack
+from tests.flower.studies import POLICY
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +38,8 @@ def _inside_a_run(monkeypatch):
 class Link:
     """A SuperLink that holds one message, and keeps all that is sent to it."""
 
-    def __init__(self, body):
-        message = Message(content_of(body), dst_node_id=7, message_type="query")
+    def __init__(self, body, message_type="query"):
+        message = Message(content_of(body), dst_node_id=7, message_type=message_type)
         message.metadata.__dict__["_message_id"] = message.object_id
         message.metadata.__dict__["_run_id"] = 3
         self.message, self.tree = message_to_proto(message), get_object_tree(message)
@@ -86,6 +92,8 @@ def test_what_is_sent_is_the_reply_and_nothing_else():
     assert _answer(link, Node(node_id=7), client_app(Answers(reply)))
     sent = b"".join(link.pushed.values())
     assert reply in sent
+    # Not even how long it took, which tells how many records were drawn.
+    assert [list(head.clientapp_runtime_list) for head in link.heads] == [[0.0]]
     around = len(sent) - len(reply) + sum(head.ByteSize() for head in link.heads)
     assert around < 2000  # names and numbers of messages
     # It asked for no app: ``Link`` has nothing else.
@@ -99,6 +107,46 @@ def test_what_goes_wrong_in_a_silo_stays_there():
     assert b"patient" not in sent
 
 
+def test_no_message_ends_a_silo(monkeypatch):
+    answers = Answers(b"a reply")
+    answers.config = SiloConfig(name="bern", config="", policy=POLICY)
+    answers.log = types.SimpleNamespace(rows=[])
+    cut = Link(b"a request")
+    cut.objects = {key: value[:9] for key, value in cut.objects.items()}
+    links = [Link(b"a request", "train"), Link(b"a request", "query.x"), cut, Link(b"a request")]
+    asked = []
+
+    @contextlib.contextmanager
+    def connected(*_):
+        asked.append(links[len(asked)])
+        yield asked[-1], Node(node_id=7)
+        assert asked[-1] is links[-1]
+
+    def ended(seconds):
+        if len(asked) == len(links):
+            answers.log.rows.append({"kind": "finished"})
+
+    monkeypatch.setattr(node, "_connected", connected)
+    monkeypatch.setattr(node.time, "sleep", ended)
+    link = links[-1]
+    link.PushMessages = lambda request, push=link.PushMessages: (ended(0), push(request))[1]
+    run_node(answers, insecure=True, finish=True)
+    assert len(asked) == len(links)
+    assert link.pushed
+
+
 def test_a_message_of_something_else_is_refused():
     with pytest.raises(Exception, match="nothing of this protocol"):
         body_of(Message(content_of("text"), dst_node_id=7, message_type="query"))
+
+
+def test_what_a_stranger_answers_stops_no_server():
+    def reply(content, to):
+        metadata = types.SimpleNamespace(reply_to_message_id=to)
+        return types.SimpleNamespace(content=content, metadata=metadata, has_content=lambda: True)
+
+    known = pack({"kind": "hello"})
+    replies = [reply({}, "a"), reply(content_of(b"rubbish"), "b"), reply(content_of(known), "c")]
+    grid = types.SimpleNamespace(pull_messages=lambda identities: replies)
+    transport = GridTransport(grid, 1.0, Console(quiet=True))
+    assert transport._pulled({"a": 1, "b": 2, "c": 3}) == [(3, known)]

@@ -183,6 +183,50 @@ def test_a_round_that_was_sent_counts_although_the_log_could_not_say_so(made, mo
     assert silo._rounds(plan.run, "answered", sent=True) == [0, 1]
 
 
+def test_another_plan_in_the_place_of_the_accepted_one_is_noticed(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    (path,) = silo.folder.glob("runs/*/plan.json")
+    path.write_text(json.dumps(plan_of(silo, noise=1.0).to_json()))  # within the policy, too
+    silo = again(silo)
+    assert kind_of(ask(silo, plan)) == "refused"
+    assert "is not the plan of run run-1" in silo.log.rows[-1]["why"]
+
+
+def rewritten(silo, **policy):
+    """The silo's file, with another policy."""
+    path = silo.folder / "silo.yaml"
+    raw = silo_module.yaml.safe_load(path.read_text())
+    path.write_text(json.dumps({**raw, "policy": {**raw["policy"], **policy}}))
+
+
+def test_a_policy_that_changes_ends_what_it_forbids(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    assert kind_of(ask(silo, plan)) == "message"
+    rewritten(silo, most_rounds=2)
+    assert "has changed" in why(ask(silo, plan, 1))
+    silo = again(silo)
+    assert "policy.most_rounds is 2" in why(ask(silo, plan, 1))
+    rewritten(silo, most_rounds=10, total_epsilon=0.1)
+    silo = again(silo)
+    assert kind_of(ask(silo, plan, 1)) == "refused"
+    assert "policy.total_epsilon is 0.1" in silo.log.rows[-1]["why"]
+    rewritten(silo, total_epsilon=50.0)
+    assert kind_of(ask(again(silo), plan, 1)) == "message"
+
+
+def test_a_policy_says_what_all_runs_may_cost(made):
+    path = made / "silo.yaml"
+    raw = silo_module.yaml.safe_load(path.read_text())
+    del raw["policy"]["total_epsilon"]
+    path.write_text(json.dumps(raw))
+    with pytest.raises(BadInputError, match=r"policy\.total_epsilon: Field required"):
+        Silo(made)
+
+
 def test_a_folder_from_a_copy_draws_anew(made):
     silo = Silo(made)
     plan = plan_of(silo)
@@ -389,13 +433,13 @@ def test_what_a_stranger_sends_fills_no_log_and_moves_no_cursor(made):
     assert len(again(silo).log.rows) == 3
 
 
-def local_item(folder, **federation):
+def local_item(folder, data=None, **federation):
     """A silo whose records are its mechanism's unit."""
     mechanism = {
         "kind": "local_item", "sampling_prob": 0.4, "max_items_per_subject": 5, "clip_norm": 1.0
     }  # fmt: skip
     policy = {**POLICY, "mechanisms": ["local_item"]}
-    raw = study(mechanism=mechanism, federation=federation)
+    raw = study(mechanism=mechanism, federation=federation, data=data or {})
     return Silo(make_silos(folder, raw, policy)["bern"])
 
 
@@ -408,6 +452,14 @@ def test_the_ledger_is_charged_what_the_policy_is_held_against(tmp_path, unit):
     assert asked.unit == charge.unit == unit
     assert charge.adjacency == f"add-or-remove one {unit}"
     assert epsilon(charge.event, policy.delta) >= asked.epsilon * (1 - 1e-9)
+
+
+def test_rows_of_nobody_are_no_people(tmp_path):
+    silo = local_item(tmp_path, data={"user_column": None, "input_columns": ["age", "dose"]})
+    assert "policy.unit to record" in why(agree(silo, plan_of(silo)))
+    work = silo.held.work(plan_of(silo), 1, silo._key.child("run"))
+    assert work.asked(silo.policy.model_copy(update={"unit": "record"})).unit == "record"
+    assert any("somebody with several rows" in text for text in work.guarantee().caveats)
 
 
 def test_what_is_said_of_others_makes_no_silo_cheaper(tmp_path):
@@ -425,7 +477,35 @@ def test_what_is_said_of_others_makes_no_silo_cheaper(tmp_path):
     assert min(cost(1.0)) > honest[0]  # and the plan's own price, where that is larger
 
 
-@pytest.mark.parametrize("size", [0, -5, 2.5, "x", True, None])
+def test_people_of_one_silo_alone_pay_for_that_silo_alone(tmp_path):
+    mechanism = {"kind": "subject_uls", "batch_size": 4}
+    policy = {**POLICY, "mechanisms": ["subject_uls"], "total_epsilon": 8.0}
+    raw = study(mechanism=mechanism, federation={"max_silos_per_subject": 1})
+    silo = Silo(make_silos(tmp_path, raw, policy)["bern"])
+    plan = plan_of(silo)
+    rows = [{**row, "num_subjects": 900} if row["name"] != "bern" else row for row in plan.silos]
+    plan = dataclasses.replace(plan, silos=rows, noise=[0.5, 2.0, 0.5])
+    work = silo.held.work(plan, 1, silo._key.child("run"))
+    own = epsilon(work.public.silos[1].mechanism.event(facts_of(rows)[1], 8), 1e-3)
+    asked, charge = work.asked(silo.policy), work.charge(silo.policy)
+    assert asked.epsilon == pytest.approx(own, rel=1e-6)
+    assert epsilon(charge.event, 1e-3) == pytest.approx(own, rel=1e-6)
+    assert work.guarantee().epsilon == pytest.approx(own, rel=1e-6)
+
+
+def test_what_is_said_of_others_lowers_no_stated_guarantee(tmp_path):
+    silo = Silo(make_silos(tmp_path, study(federation={"max_silos_per_subject": 3}))["bern"])
+    stated = []
+    for others in (2.0, 1e6):
+        plan = dataclasses.replace(plan_of(silo), noise=[others, 2.0, others])
+        work = silo.held.work(plan, 1, silo._key.child("run"))
+        stated.append(work.guarantee())
+        assert stated[-1].epsilon >= work.asked(silo.policy).epsilon * (1 - 1e-9)
+    assert stated[1].epsilon == stated[0].epsilon
+    assert any("as if all silos did" in text for text in stated[1].caveats)
+
+
+@pytest.mark.parametrize("size", [0, -5, 2.5, "x", True, None, 2**31])
 def test_sizes_that_are_none_are_refused(made, size):
     silo = Silo(made)
     plan = plan_of(silo)
@@ -438,30 +518,19 @@ def test_odd_plans_are_refused(made):
     plan = plan_of(silo)
     rows = [{**plan.silos[0], "num_children": 3}, *plan.silos[1:]]
     assert "are not told by" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
+    fewer = dataclasses.replace(plan, silos=plan.silos[:2], noise=[2.0] * 2)
+    assert "the plan has 2 silos, but the study 3" in why(agree(silo, fewer))
     assert "is no plan" in why(agree(silo, dataclasses.replace(plan, run="\x1b[2J")))
     assert "is no plan" in why(agree(silo, dataclasses.replace(plan, run="a/b")))
     agree(silo, dataclasses.replace(plan, noise=[1e7, 2.0, 2.0]))
     assert "noise_multiplier is 10000000.0" in silo.log.rows[-1]["why"]
 
 
-@pytest.mark.parametrize(
-    ("unit", "column", "rows", "kind"),
-    [
-        ("subject", None, "several", "refused"),
-        ("subject", "person", "several", "refused"),
-        ("subject", "person", "one", "accepted"),
-        ("record", None, "several", "accepted"),
-    ],
-)
-def test_records_are_people_only_where_the_table_says_so(tmp_path, unit, column, rows, kind):
+@pytest.mark.parametrize(("unit", "kind"), [("subject", "refused"), ("record", "accepted")])
+def test_messages_protect_records_and_no_people(tmp_path, unit, kind):
     policy = {**POLICY, "unit": unit, "mechanisms": ["isrl/minibatch_sgd"]}
-    folder = make_silos(tmp_path, study(ISRL, data={"user_column": column}), policy)["bern"]
-    table = tmp_path / "bern.csv"
-    lines = table.read_text().splitlines()
-    if rows == "one":
-        first = {line.split(",")[1]: line for line in reversed(lines)}
-        table.write_text("\n".join([lines[0], *sorted(set(first.values()) - {lines[0]})]))
-    silo = Silo(folder)
+    raw = study(ISRL, data={"user_column": "person"})
+    silo = Silo(make_silos(tmp_path, raw, policy)["bern"])
     others = {"num_records": 20}
     named = [{"name": "aarau", **others}, {"name": "bern", **silo.held.facts},
              {"name": "chur", **others}]  # fmt: skip
@@ -499,7 +568,7 @@ def test_data_that_changed_end_the_run(made):
 def test_budgets_that_changed_end_the_run(tmp_path):
     mechanism = {"kind": "rpdp", "clip_norm": 1.0, "expected_batch": 8.0}
     budgets = {"kind": "column", "column": "eps", "path": str(tmp_path / "budgets.csv")}
-    privacy = {"epsilon": 10.0, "delta": 1e-3, "budgets": budgets}
+    privacy = {"epsilon": 10.0, "delta": 1e-3, "budgets": budgets, "unreachable": "exclude"}
     policy = {**POLICY, "unit": "record", "mechanisms": ["rpdp"]}
     folder = make_silos(tmp_path, study(mechanism=mechanism, privacy=privacy), policy)["bern"]
     people = {row.split(",")[1] for row in (tmp_path / "bern.csv").read_text().splitlines()[1:]}

@@ -21,10 +21,13 @@ from tests.runs import final_state
 
 RPDP = {
     "mechanism": {"kind": "rpdp", "clip_norm": 1.0},
-    "privacy": {"epsilon": 10.0, "delta": 1e-3, "budgets": {"levels": [0.5, 2.0, 6.0]}},
+    "privacy": {
+        "epsilon": 10.0, "delta": 1e-3, "unreachable": "exclude",
+        "budgets": {"levels": [0.5, 2.0, 6.0]},
+    },
     "data": {"user_column": None, "input_columns": ["age", "dose"]},
     "federation": {"participation_prob": 0.7, "local_steps": 3, "rounds": 5},
-}
+}  # fmt: skip
 KINDS = {
     "hi_grad_avg": {},
     "local_group": {
@@ -56,7 +59,9 @@ def in_ci(kinds, *chosen):
 @pytest.mark.parametrize("kind", in_ci(KINDS, "subject_uls", "rpdp"))
 def test_a_study_equals_the_simulation_to_the_last_bit(tmp_path, kind):
     raw = study(**KINDS[kind])
-    folders = make_silos(tmp_path, raw, {**POLICY, "mechanisms": [kind], "epsilon": 30.0})
+    unit = "record" if kind == "rpdp" else "subject"
+    policy = {**POLICY, "mechanisms": [kind], "epsilon": 30.0, "unit": unit}
+    folders = make_silos(tmp_path, raw, policy)
     silos = opened(folders)
     report = run_study(config_of(tmp_path), tmp_path / "server", Here(silos), QUIET)
     assert report["status"] == "finished"

@@ -127,6 +127,18 @@ def test_budgets_differ_between_silos():
     assert [f.epsilon <= b.epsilon for f, b in zip(found, budgets)] == [True] * 3
 
 
+def test_noise_of_many_unequal_silos_is_that_of_each_alone(monkeypatch):
+    monkeypatch.setenv("DPFL_CACHE_DIR", "off")
+    sizes = [3000 - 100 * (7 * i % 13) for i in range(13)] + [3000, 2000]
+    budgets = [Budget(2.0 + (i % 2), 1 / n**2) for i, n in enumerate(sizes)]
+    found = federation_noise(budgets, sizes, [0.1 * n for n in sizes], 5)
+    for i, one in enumerate(found):
+        assert (one.budget, one.silo_size) == (budgets[i], sizes[i])
+        assert one.epsilon <= budgets[i].epsilon
+        alone = silo_noise(budgets[i], sizes[i], 0.1 * sizes[i], 5).noise_multiplier
+        assert one.noise_multiplier == pytest.approx(alone, rel=2e-5)
+
+
 def test_relations_to_other_notions():
     noise = silo_noise(Budget(0.01, 1e-6), 100, 100, 5, sampling="full")
     rows = {row["notion"]: row for row in relations(noise, 25)}

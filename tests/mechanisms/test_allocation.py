@@ -112,6 +112,7 @@ def test_a_run_that_died_goes_on_bit_for_bit_and_elsewhere_not_at_all(tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_run_from_yaml_is_verified_and_compiled(tmp_path, capsys):
     config = {
         "data": {

@@ -90,6 +90,7 @@ def test_a_run_that_died_goes_on_with_its_noise_bit_for_bit(tmp_path, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.release
 def test_a_run_from_yaml_is_verified_read_priced_and_compiled(tmp_path, capsys):
     config = {
         "data": {

@@ -240,6 +240,57 @@ def test_more_coordinates_than_are_accounted_are_refused():
         jax.eval_shape(lambda x: Noise(1.0, 1.0).add(key(), x), tree)
 
 
+def test_a_sum_of_two_parts_is_clamped_without_a_jump():
+    """Just below the clamp: two sums a hair apart, of which one's larger part is the clamp."""
+    scale = exact.grid(1.0, 1.0, 1024)
+    most = np.float32(exact._CLAMP / np.float32(scale))
+    below = np.nextafter(most, np.float32(0))
+    half = 0.999 * float(most - below) / 2
+
+    def steps(x, rest):
+        rest = exact._within(jnp.float32(x), jnp.float32(rest), jnp.float32(most))
+        parts = [exact.integers(jnp.float32(part), scale) for part in (x, rest)]
+        signed = [(int(high) << 32 | int(low)) for high, low in parts]
+        return sum(n - (1 << 64) if n >> 63 else n for n in signed)
+
+    for sign in (1, -1):
+        apart = steps(sign * most, -sign * half) - steps(sign * below, sign * half)
+        assert abs(apart) <= 0.01 * half * float(scale)
+        assert steps(sign * most, sign * half) == steps(sign * most, 0.0)  # no further
+        assert steps(4 * sign * most, -sign * half) == steps(sign * most, 0.0)
+
+
+def test_what_is_left_of_a_sum_is_added_in_integers():
+    """Halves of numbers give, bit for bit, what the numbers give; small ones count to the grid."""
+    rng = np.random.default_rng(2)
+    whole = np.float32(rng.integers(-(2**18), 2**18, size=300))
+    nothing = {"w": jnp.zeros(300)}
+    for law in ("exact", "float"):
+        noise = Noise(2.0**-3, 2.0**-6, law, rows=4)
+        wanted = noise.add(KEY.words("noise", 1), {"w": jnp.asarray(whole)}, nothing)["w"]
+        for part in (0.25, 0.0):
+            first, rest = ({"w": jnp.asarray(x * whole)} for x in (1 - part, part))
+            found = noise.add(KEY.words("noise", 1), first, rest)["w"]
+            np.testing.assert_array_equal(found, wanted)
+    # Without a rest it is the same, but for the grid: that is no finer or coarser for it.
+    plain = Noise(2.0**-3, 2.0**-6, rows=4).add(KEY.words("noise", 1), {"w": jnp.asarray(whole)})
+    exactly = Noise(2.0**-3, 2.0**-6, rows=4).add(
+        KEY.words("noise", 1), {"w": jnp.asarray(whole)}, nothing
+    )
+    np.testing.assert_array_equal(plain["w"], exactly["w"])
+    # 2^20 and 2^-30 in one number: float32 has no room for the second, the sum of integers has.
+    high, low = exact.integers(jnp.float32(2.0**20), jnp.float32(2.0**32))
+    more_high, more_low = exact.integers(jnp.float32(2.0**-30), jnp.float32(2.0**32))
+    assert (int(high) * 2**32 + int(low)) + (int(more_high) * 2**32 + int(more_low)) == 2**52 + 4
+
+
+def test_noise_of_more_rows_is_at_most_so_large():
+    """The grid hides sums that are cut off in every row: with a million rows, 1,000 times C."""
+    with pytest.raises(BadInputError, match="at most 1000 times is hidden"):
+        Noise(1001.0, 1.0, rows=10**6).add(KEY.words("noise", 0), {"w": jnp.zeros(3)})
+    Noise(999.0, 1.0, rows=10**6).add(KEY.words("noise", 0), {"w": jnp.zeros(3)})
+
+
 def test_a_quantiles_count_is_noised_likewise():
     """AdaptiveClip's: one number, whose neighbours differ by a half; chi-square of 4,000 draws."""
     adaptive, norms = AdaptiveClip(initial=1.0, count_noise=5.0), jnp.linspace(0, 2, 40)

@@ -157,6 +157,7 @@ def test_a_seed_is_named_wherever_the_results_are(config, monkeypatch, capsys):
         assert main(command) == 0
         shown = " ".join(capsys.readouterr().out.split())
         assert PUBLIC_KEY_CAVEAT in shown
+        assert "the choice among these runs has no guarantee" in shown
         assert "seed" in shown.split(PUBLIC_KEY_CAVEAT)[0]
         assert main([*command, "--json"]) == 0
         result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -250,6 +251,7 @@ def test_a_sweep_end_to_end(config, capsys, monkeypatch):
     assert main(arguments) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["status"], result["ran"], result["infeasible"]) == ("finished", 3, 2)
+    assert "the choice among these runs has no guarantee" in result["guarantee"]
     assert len(result["best"]) == 4
     rows = pyarrow.parquet.read_table(out / "table.parquet").to_pylist()
     assert len(rows) == 6

@@ -334,49 +334,38 @@ def loss_by_noise(monkeypatch):
     store = types.SimpleNamespace(user_offsets=np.concatenate([[0], np.cumsum(users.sizes)]))
     data = types.SimpleNamespace(train=store)
     monkeypatch.setattr(small, "start", lambda quick: (data, None, None, config))
+    monkeypatch.setattr(small, "planner", lambda quick, epsilon: made(epsilon))
     monkeypatch.setattr(small, "sensitivities", lambda quick: norms)
     monkeypatch.setattr(small, "median", lambda quick: 8)
     monkeypatch.setattr(small, "initial_loss", lambda quick: 5.0)
-    return made
 
 
-def cells(planner, told=lambda option: option.noise):
-    """What stands in for ``small.cells``: a loss for each cell and seed."""
+def trained(told=lambda option: option.noise):
+    """What stands in for ``small.losses``: of each option and seed."""
 
-    def run(settings, kind, group, axes, extra=()):
-        rows = []
-        for values in itertools.product(*axes.values()):
-            cell = dict(zip(axes, values))
-            size = cell.get("cohort_size") or cell["budget"] // (1 if kind == "els" else group)
-            plan = planner(cell.get("epsilon", 4.0))
-            option = getattr(plan, kind)(group, size)
-            for name in extra:
-                if name.startswith("mechanism.noise_multiplier="):
-                    option = dataclasses.replace(
-                        option, noise_multiplier=float(name.partition("=")[2])
-                    )
-            for seed in range(3):
-                loss = 3 + 40 * told(option) + jitter(seed) + jitter(seed, group, size, kind)
-                rows.append({"kind": kind, "group_size": group, **cell, "seed": seed, "loss": loss})
-        return rows
+    def loss(option, seed):
+        own = jitter(seed, option.group_size, option.size, option.kind)
+        return 3 + 40 * told(option) + jitter(seed) + own
 
-    return run
+    return lambda settings, options: [
+        np.array([loss(o, k) for k in range(small.seeds(settings))]) for o in options
+    ]
 
 
 def test_noise_that_grows_with_the_group_favours_small_groups(loss_by_noise, tmp_path, monkeypatch):
     """ELS by black-box group privacy: G times the noise."""
     monkeypatch.setattr(small, "median", lambda quick: 16)
     name = "B = 256, epsilon 4: the median group size (16) is near-best"
-    monkeypatch.setattr(small, "cells", cells(loss_by_noise))
+    monkeypatch.setattr(small, "losses", trained())
     assert verdicts(figure_4, tmp_path)[name]
-    monkeypatch.setattr(small, "cells", cells(loss_by_noise, lambda o: o.noise * o.group_size))
+    monkeypatch.setattr(small, "losses", trained(lambda o: o.noise * o.group_size))
     assert not verdicts(figure_4, tmp_path)[name]
 
 
 def test_estimate_and_double_as_it_is_printed(loss_by_noise, tmp_path, monkeypatch):
     """Without 1/M it doubles the group for ever."""
     name = "Estimate-and-Double (with sigma(2M) / (2 sigma(M))) is better on average than max group"
-    monkeypatch.setattr(small, "cells", cells(loss_by_noise))
+    monkeypatch.setattr(small, "losses", trained())
     assert verdicts(figure_5, tmp_path)[name]
     made = figure_5._doubling
     monkeypatch.setattr(figure_5, "_doubling", lambda *a, literal: made(*a, literal=True))
@@ -385,19 +374,19 @@ def test_estimate_and_double_as_it_is_printed(loss_by_noise, tmp_path, monkeypat
 
 def test_uls_noise_for_g_times_the_sensitivity(loss_by_noise, tmp_path, monkeypatch):
     name = "ULS is at least as good as ELS: B = 512, epsilon 4"
-    monkeypatch.setattr(small, "cells", cells(loss_by_noise))
+    monkeypatch.setattr(small, "losses", trained())
     assert verdicts(figure_6, tmp_path)[name]
 
     def more(option):
         return option.noise * (option.group_size if option.kind == "uls" else 1)
 
-    monkeypatch.setattr(small, "cells", cells(loss_by_noise, more))
+    monkeypatch.setattr(small, "losses", trained(more))
     assert not verdicts(figure_6, tmp_path)[name]
 
 
 def test_users_that_the_accounting_forgets(loss_by_noise, tmp_path, monkeypatch):
     name = "ELS gains more from more users than ULS"
-    monkeypatch.setattr(small, "cells", cells(loss_by_noise))
+    monkeypatch.setattr(small, "losses", trained())
     assert verdicts(figure_8, tmp_path)[name]
     made = figure_8.Users
 

@@ -124,6 +124,12 @@ def test_an_order_is_a_paired_test_over_seeds():
     assert verdict_of(less("x", apart, base, source="paper", room=0.2)) == [True]
     assert verdict_of(less("x", base, rng.normal(size=8), source="paper")) == [None]
     assert "seeds would decide" in less("x", base, rng.normal(size=8), source="paper").note
+    # At most 5 % of no difference; never fewer seeds than did not decide.
+    nearly = less("x", [0.0, 1.0, 2.0, 1.0, 0.3], [0.2, 2.2, 2.1, 2.8, 1.2], source="paper")
+    assert nearly.p_value > 0.05
+    assert nearly.note == "about 6 seeds would decide"
+    level = less("x", [0.0, 1.0, 0.0, 1.0], [1.0, 0.0, 1.0, 1e-9], source="paper")
+    assert level.note == "more than 10,000 seeds would decide"
     one = less("x", [1.0], [2.0], source="paper")
     assert (one.holds, one.measured) == (None, "-1, 1 seed")
     assert less("x", [1.0, 1.0], [2.0, 2.0], source="paper").holds is True

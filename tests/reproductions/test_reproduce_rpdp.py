@@ -11,9 +11,9 @@ from reproductions.rpdp import mnist
 from reproductions.rpdp._tables import beside, row
 
 
-def outcome(name, tmp_path, data_dir=None):
+def outcome(name, tmp_path, data_dir=None, seeds=None):
     console = Console(quiet=True)
-    return registry.load(name).run(Settings(True, tmp_path, console, data_dir))
+    return registry.load(name).run(Settings(True, tmp_path, console, data_dir, seeds))
 
 
 @pytest.mark.parametrize("name", ["rpdp/heart", "rpdp/mnist"])
@@ -47,7 +47,7 @@ def test_the_curve_overruns_and_certified_rates_do_not(tmp_path):
 @pytest.mark.slow
 def test_distributions_of_budgets_on_embedded_data(tmp_path):
     pytest.importorskip("sklearn")
-    found = outcome("rpdp/budgets", tmp_path)
+    found = outcome("rpdp/budgets", tmp_path, seeds=3)
     by_claim = {claim.claim: claim for claim in found.claims}
     assert by_claim["nobody exceeds a budget, in any run"].holds
     ahead = [c for n, c in by_claim.items() if "is ahead of" in n]
@@ -59,16 +59,18 @@ def test_distributions_of_budgets_on_embedded_data(tmp_path):
 @pytest.mark.slow
 def test_one_silo_against_the_filter(tmp_path):
     pytest.importorskip("sklearn")
-    found = outcome("rpdp/centralised", tmp_path)
+    found = outcome("rpdp/centralised", tmp_path, seeds=5)
     assert next(c for c in found.claims if "nobody exceeds" in c.claim).holds
     assert {r["run"] for r in found.rows} == {"certified", "filter"}
 
 
 @pytest.mark.slow
 def test_hospitals(tmp_path, data_dir):
-    found = outcome("rpdp/heart", tmp_path, data_dir)
+    found = outcome("rpdp/heart", tmp_path, data_dir, seeds=5)
     assert not [c for c in found.claims if c.holds is False]
-    assert sum(c.holds is True for c in found.claims) >= 20
+    ahead = [c for c in found.claims if "is ahead of" in c.claim]
+    assert len(ahead) == 12  # three distributions, two methods, two baselines
+    assert all(float(c.measured.split()[0]) < 0 for c in ahead)  # five seeds decide little
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def steps_of(run_dir):
 CI = [pytest.param(name, marks=pytest.mark.privacy) for name in ("central", *SILOS)]
 
 
-@pytest.mark.parametrize("name", [*CI, "bandmf"])
+@pytest.mark.parametrize("name", [*CI, "bandmf", "blt"])
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path, name):
     """Parameters, optimisers of server and silos, and what every record spent, bit for bit."""
     config = {"name": name, "seed": 1, **(SILOS[name] if name in SILOS else central(tmp_path))}
@@ -83,6 +83,8 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, name):
     if name == "bandmf":  # what its noise has to take back is in checkpoints
         more = {"kind": "bandmf", "bands": 4, "cohort_size": 4}
         config["mechanism"] = config["mechanism"] | more
+    if name == "blt":  # likewise
+        config["mechanism"] = config["mechanism"] | {"kind": "blt"}
     for section in ("federation", "isrl"):
         if section in config:
             config[section] = config[section] | {"rounds": STEPS}

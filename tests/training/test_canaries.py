@@ -15,8 +15,8 @@ from benchmarks import audit as bench
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import kept
-from dpfl_jax.mechanisms import ELS, ULS, Allocation, BandMF, NonPrivate
-from dpfl_jax.noise import Noise
+from dpfl_jax.mechanisms import BLT, ELS, ULS, Allocation, BandMF, NonPrivate
+from dpfl_jax.noise import Noise, multiplied
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.canaries import WithCanaries, check_fit
 from dpfl_jax.training.central import Central
@@ -145,6 +145,29 @@ def test_canaries_show_the_noise_that_was_claimed_and_nothing_else(kind):
         (broken,) = fitted(made, 4000).audit.audits(stated, 0.999)
     assert broken.exceeds
     assert broken.proved > broken.claimed
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_canaries_with_turns_show_all_turns_together():
+    """One number for each: of variance 1, and moved by as much as the rows of its own turns."""
+    made = BLT(group_size=2, cohort_size=20).plan(people(), steps=6, epsilon=4.0, delta=1e-4)
+    found = fitted(made, 4000).audit
+    assert found.seen.shape == (4000, 1)
+    outside, inside = (
+        x[~np.isnan(x)] for x in (found.seen[~found.inside], found.seen[found.inside])
+    )
+    assert abs(outside.mean()) < 5 / np.sqrt(outside.size)
+    assert outside.var() == pytest.approx(1.0, abs=5 * np.sqrt(2 / outside.size))
+    turns = (np.arange(6) % 3 == np.arange(3)[:, None]).astype(float)
+    moved = np.linalg.norm(multiplied(made.mechanism.chosen, turns), axis=1)
+    moved /= made.mechanism.noise_multiplier
+    assert moved.max() == pytest.approx(1 / made.event().noise_multiplier, rel=1e-9)
+    spread = np.sqrt((1 + moved.var()) / inside.size)
+    assert abs(inside.mean() - moved.mean()) < 5 * spread
+    (proved,) = found.audits(made.statement(made.guarantee()), 0.999)
+    assert not proved.exceeds
+    assert 0.4 * proved.claimed < proved.proved
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, Guarantee, events
+from dpfl_jax.accounting.calibrate import noise_ahead
 from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import MessageSpec, Sampling
@@ -114,6 +115,7 @@ def silo_noise(
     *,
     arm: Arm = "sound",
     sampling: Sampling | None = None,
+    near: float | None = None,
 ) -> SiloNoise:
     """The noise of a silo for its budget.
 
@@ -124,6 +126,7 @@ def silo_noise(
       rounds: R, the most rounds in which the silo answers.
       arm: see the module.
       sampling: default Poisson; with replacement ``as_published``.
+      near: a guess of a calibrated multiplier.
 
     Raises:
       BadInputError: K above n, a combination of arm and sampling that has no formula, or a budget
@@ -148,6 +151,7 @@ def silo_noise(
             budget.epsilon,
             budget.delta,
             relation=REPLACE,
+            near=near,
         )
     elif arm == "paper_closed_form" and sampling == "disjoint":
         noise = closed.one_pass_noise(batch, budget.epsilon, budget.delta) * batch
@@ -249,16 +253,17 @@ def federation_noise(
     sampling: Sampling | None = None,
 ) -> list[SiloNoise]:
     """``silo_noise`` of every silo; equal silos are calibrated once."""
-    known: dict[tuple[Any, ...], SiloNoise] = {}
-    found = []
-    for budget, size, batch in zip(budgets, sizes, batches, strict=True):
-        facts = (budget, int(size), float(batch))
-        if facts not in known:
-            known[facts] = silo_noise(
-                budget, int(size), float(batch), rounds, arm=arm, sampling=sampling
-            )
-        found.append(known[facts])
-    return found
+    asked = list(zip(budgets, map(int, sizes), map(float, batches), strict=True))
+    known: dict[tuple[Budget, int, float], SiloNoise] = {}
+    solved: dict[float, list[tuple[float, float]]] = {}
+    for facts in sorted(set(asked), key=lambda f: (f[1:], dataclasses.astuple(f[0]))):
+        budget, size, batch = facts
+        before = solved.setdefault(budget.epsilon, [])
+        near = noise_ahead(before, size)
+        found = silo_noise(budget, size, batch, rounds, arm=arm, sampling=sampling, near=near)
+        known[facts] = found
+        before.append((size, found.noise_multiplier))
+    return [known[facts] for facts in asked]
 
 
 def at_one_delta(noise: Sequence[SiloNoise]) -> list[SiloNoise]:

@@ -1,0 +1,159 @@
+"""Which mechanism, cap and number of steps, before anything is trained: by noise over signal.
+
+The gradients that a silo computes stay as configured: steps times records a step. Noise depends on
+rounds and local steps by their product alone (``guidance``): what else they do is that few rounds
+send less, and that silos drift apart in many local steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from dpfl_jax.config import FederatedConfig
+from dpfl_jax.config.kinds import SILOS
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.federated_run import FederatedRun, noised
+from dpfl_jax.federation.guidance import balance_of
+from dpfl_jax.federation.mechanisms import (
+    HiGradAvgDP,
+    LocalGroupDP,
+    SiloFacts,
+    SiloMechanism,
+    SubjectULS,
+    UserLDP,
+)
+
+_PACES = (0.25, 0.5, 2.0, 4.0)  # steps, times what is configured
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One way to spend the gradients.
+
+    Attributes:
+      kind: of the mechanism.
+      cap: most records of a person in a silo; of ``subject_uls``, in a step.
+      rounds: R.
+      local_steps: in a round.
+      batch: expected records of a local step in a silo, as far as it has them.
+      noise_multiplier: largest of any silo.
+      kept: share of the records that the cap leaves.
+      ratio: noise over the largest that the signal can be, in the whole run.
+      config: that runs it.
+    """
+
+    kind: str
+    cap: int
+    rounds: int
+    local_steps: int
+    batch: float
+    noise_multiplier: float
+    kept: float
+    ratio: float
+    config: FederatedConfig = dataclasses.field(repr=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """All but the configuration."""
+        names = [f.name for f in dataclasses.fields(self) if f.name != "config"]
+        return {name: getattr(self, name) for name in names}
+
+
+def choices(prepared: FederatedRun) -> Iterator[Choice]:
+    """Every mechanism for people at every cap that some noise makes private, at its own steps.
+
+    Args:
+      prepared: of the configuration, on its data. Caps are at most its own.
+
+    Raises:
+      BadInputError: the configuration has no target, or records with budgets of their own.
+    """
+    config, cap = prepared.config, prepared.config.mechanism.max_items_per_subject
+    if config.privacy.epsilon is None:
+        raise BadInputError("the target is not set: give --epsilon, or privacy.epsilon")
+    if config.mechanism.kind == "rpdp":
+        raise BadInputError(
+            "mechanism.kind is rpdp, whose records have budgets of their own: mechanisms for "
+            "people are compared, so name one of them"
+        )
+    yield from _found(prepared, UserLDP, cap, 1.0)  # hides all records of a step, whatever the cap
+    for kind in (LocalGroupDP, HiGradAvgDP, SubjectULS):
+        for most in sorted({c for c in (1, cap // 4, cap // 2, cap) if c > 0}):
+            yield from _found(prepared, kind, most, 1.0)
+
+
+def other_steps(prepared: FederatedRun, choice: Choice) -> Iterator[Choice]:
+    """The same with a quarter to four times the rounds, and as many times smaller batches."""
+    for pace in _PACES:
+        yield from _found(prepared, type(choice.config.mechanism), choice.cap, pace)
+
+
+def by_reach(prepared: FederatedRun, choice: Choice) -> dict[int, float]:
+    """Noise over signal of a choice if people were in at most so many silos: 1, 2, 4, ..."""
+    facts = _facts(prepared, 0 if choice.kind == SubjectULS.kind else choice.cap)
+    most = prepared.federation.max_silos_per_subject
+    found = {}
+    for reach in sorted({*(2**k for k in range(most.bit_length())), most}):
+        section = choice.config.federation.model_copy(update={"max_silos_per_subject": reach})
+        federation, _ = noised(choice.config.model_copy(update={"federation": section}), facts)
+        found[reach] = balance_of(federation, prepared.model.num_params).ratio
+    return found
+
+
+def overrides(choice: Choice) -> dict[str, Any]:
+    """What the configuration sets anew: {section: values}."""
+    return {
+        "mechanism": SILOS.dump(choice.config.mechanism),
+        "federation": {"rounds": choice.rounds},
+    }
+
+
+def _facts(prepared: FederatedRun, cap: int) -> list[SiloFacts]:
+    """Sizes of the silos under a smaller cap; 0: under that of the configuration."""
+    if not cap:
+        return [SiloFacts.of(silo) for silo in prepared.data.silos]
+    counts = [silo.subject_offsets[1:] - silo.subject_offsets[:-1] for silo in prepared.data.silos]
+    return [SiloFacts(int(each.clip(max=cap).sum()), len(each)) for each in counts]
+
+
+def _found(prepared: FederatedRun, kind: Any, cap: int, pace: float) -> Iterator[Choice]:
+    """One choice, or none."""
+    config, old = prepared.config, prepared.config.mechanism
+    uls = kind is SubjectULS
+    own = _facts(prepared, 0)
+    facts = own if uls else _facts(prepared, cap)
+    step = sum(old.expected_records(plan.facts) for plan in prepared.federation.silos)
+    batch = step / len(own) / pace
+    rounds = round(config.federation.rounds * pace)
+    if rounds < 1 or batch < 1 or batch > max(known.num_records for known in facts):
+        return
+    values = {f.name: getattr(old, f.name) for f in dataclasses.fields(SiloMechanism)}
+    values |= {"noise_multiplier": None, "sampling": "poisson", "sampling_prob": None}
+    values |= {"batch_size": batch, "group_size" if uls else "max_items_per_subject": cap}
+    new = config.model_copy(
+        update={
+            "mechanism": kind(**values),
+            "federation": config.federation.model_copy(update={"rounds": rounds}),
+            "privacy": config.privacy.model_copy(
+                update={"delta": prepared.delta, "recipe": "sound"}
+            ),
+        }
+    )
+    try:
+        federation, _ = noised(new, facts)
+    except BadInputError:  # no noise meets the target
+        return
+    members = federation.participants.tolist()
+    kept, whole = (sum(known.num_records for known in each) for each in (facts, own))
+    yield Choice(
+        kind.kind,
+        cap,
+        rounds,
+        config.federation.local_steps,
+        batch,
+        max(federation.silos[i].mechanism.sigma for i in members),
+        kept / whole,
+        balance_of(federation, prepared.model.num_params).ratio,
+        new,
+    )

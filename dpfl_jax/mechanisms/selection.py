@@ -1,0 +1,435 @@
+"""The best of a random number of private runs, by a noisy score of held-out people.
+
+Source: Papernot and Steinke, "Hyperparameter tuning with Renyi differential privacy" (2022, arXiv
+2110.03620), Definition 1 and Theorem 2.
+
+    K ~ truncated negative binomial of a public mean             # secret
+    for i in 1 .. K:
+      c_i = a cell of the grid, uniformly
+      w_i = training as c_i says, with sampling and noise of its own
+      s_i = sum over held-out u of min(mean loss of u at w_i, B) - B / 2, plus N(0, (B sigma / 2)^2)
+    release c_i, w_i and s_i of the least s_i, and nothing else
+
+Who is trained on moves w_i alone, and who is held out s_i alone: each cell's training and the score
+are noised for the epsilon of the whole. Taking off B / 2 changes no order, and a person then moves
+the sum by half the bound. That K is random makes it cheap: the best of a fixed number tells more.
+
+Departures: the noise of the score is drawn in integers, and a person's loss is rounded to them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import dp_accounting
+import numpy as np
+from dp_accounting import dp_event
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting.event_types import OneOfDpEvent
+from dpfl_jax.accounting.leaves import AllocatedLeaf, flatten
+from dpfl_jax.accounting.renyi import renyi_divergences
+from dpfl_jax.accounting.statement import Statement, whole
+from dpfl_jax.config.kinds import CENTRAL
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms.base import COMMON_ASSUMPTIONS, Mechanism, Population, require_positive
+from dpfl_jax.noise.exact import whole_number
+from dpfl_jax.noise.table import STDDEV
+from dpfl_jax.randomness import RootKey
+
+SELECTION_ASSUMPTIONS = (
+    "the cells of the grid, the expected number of runs, the bound of a person's loss, and the "
+    "number of held-out people are public constants, fixed before looking at one person's data",
+    "nobody who is held out is trained on, and who is on which side depends on nobody else; the "
+    "loss of a held-out person is that of their own examples alone, up to rounding that is not "
+    "accounted for",
+    "how many runs there were stays secret, and so does all of those that were not chosen: nobody "
+    "looks at their files, their metrics or what they computed",
+)
+TIME_CAVEAT = (
+    "how long the sweep ran, and when its files were written, tells of the number of runs, which "
+    "must stay secret: whoever sees that is outside the guarantee"
+)
+OUTSIDE_CAVEAT = (
+    "what was tried on these people outside the sweep, to choose its grid or what its cells share, "
+    "is not in this epsilon"
+)
+_DIGITS = 100
+_MOST_RUNS = 10_000
+
+
+@dataclasses.dataclass(frozen=True)
+class RunCount:
+    """How many runs: a truncated negative binomial number, of 1 or more.
+
+    Attributes:
+      mean: expected number.
+      shape: eta; 0 is the logarithmic law, which costs least, and 1 the geometric one.
+    """
+
+    mean: float
+    shape: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        if not 1.001 <= self.mean <= _MOST_RUNS:  # nearer to 1 gamma would lose its digits
+            raise BadInputError(
+                f"the expected number of runs is {self.mean:g}: give 1.001 or more, at most "
+                f"{_MOST_RUNS:,} (--expected-runs 10)"
+            )
+        if not 0 <= self.shape < math.inf:
+            raise BadInputError(f"the shape of a number of runs is {self.shape}: give 0 or more")
+
+    @functools.cached_property
+    def gamma(self) -> float:
+        """Of Definition 1, rounded up: then neither the mean nor the cost is above the stated."""
+        low, high = 0.0, 1.0
+        while high - low > 1e-12 * high:
+            middle = 0.5 * (low + high)
+            if self._mean(middle) > self.mean:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def _mean(self, gamma: float) -> float:
+        if self.shape == 0:
+            return (1.0 / gamma - 1.0) / -math.log(gamma)
+        return self.shape * (1.0 / gamma - 1.0) / -math.expm1(self.shape * math.log(gamma))
+
+    def probabilities(self) -> Iterator[decimal.Decimal]:
+        """Of 1, 2, 3, ... runs, as exact as the decimal context of whoever asks."""
+        gamma, shape = decimal.Decimal(self.gamma), decimal.Decimal(self.shape)
+        first = -gamma.ln() if self.shape == 0 else (gamma**-shape - 1) / shape
+        found = (1 - gamma) / first
+        for runs in itertools.count(1):
+            yield found
+            found *= (1 - gamma) * (runs + shape) / (runs + 1)
+
+    def draw(self, key: RootKey) -> int:
+        """The number under the key of a sweep: 256 bits against the sums of ``probabilities``."""
+        with decimal.localcontext(prec=_DIGITS):
+            bits = decimal.Decimal(int.from_bytes(key.derive("selection:runs"), "big"))
+            left, least = bits / 2**256, decimal.Decimal(2) ** -300
+            # proof: selection-runs-1
+            for runs, probability in enumerate(self.probabilities(), 1):
+                left -= probability
+                if left < 0 or probability < least:  # 256 bits tell nothing beyond
+                    return runs
+        raise AssertionError
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a run of a cell does to those who are trained on.
+
+    Attributes:
+      mechanism: with its noise.
+      population: the public numbers of the data.
+      steps: of the run.
+    """
+
+    mechanism: Mechanism
+    population: Population
+    steps: int
+
+    def event(self, noise_multiplier: float | None = None) -> Any:
+        """Of the run; with another noise, if one is given."""
+        chosen = self.mechanism
+        if noise_multiplier is not None:
+            chosen = dataclasses.replace(chosen, noise_multiplier=noise_multiplier)
+        return chosen.event(self.population, self.steps)
+
+    def check(self) -> None:
+        """Raises BadInputError unless Renyi divergences of its event are known."""
+        try:
+            event = self.event(1.0)
+            leaves = flatten(event, accounting.ADD_OR_REMOVE).leaves
+            known = not any(isinstance(leaf, AllocatedLeaf) for leaf, _ in leaves)
+            known = known and bool(np.isfinite(renyi_divergences(event, np.array([2.0]))).all())
+        except BadInputError:
+            known = False
+        if not known:
+            raise BadInputError(
+                f"of mechanism.kind={self.mechanism.kind} no Renyi divergences are known that its "
+                "sampling helps, and the best of several runs is accounted by these: use "
+                "mechanism.kind=uls, els or bandmf"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """A private choice among runs: scores, event, guarantee.
+
+    Attributes:
+      cells: the different things that cells do to those who are trained on.
+      runs: how many there are.
+      bound: B, most that a person's mean loss counts for.
+      held_out: number of people who are scored.
+      delta: of the guarantee.
+      score_noise: sigma, of a score's sum over half the bound.
+    """
+
+    cells: tuple[Trained, ...]
+    runs: RunCount
+    bound: float
+    held_out: int
+    delta: float
+    score_noise: float
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        require_positive("the bound of a person's loss (--loss-bound)", self.bound)
+        if self.held_out < 1:
+            raise BadInputError("nobody is held out: raise data.validation_fraction")
+        if not self.score_noise > 1e-3:
+            raise BadInputError(
+                f"the noise of scores is {self.score_noise:g} of the bound, but it must be above "
+                "0.001: ask for a smaller privacy.epsilon"
+            )
+
+    @classmethod
+    def calibrated(
+        cls,
+        cells: Sequence[Trained],
+        runs: RunCount,
+        bound: float,
+        held_out: int,
+        *,
+        epsilon: float,
+        delta: float,
+    ) -> Selection:
+        """With the least noise for a target: every cell, and the score, for all of it.
+
+        Args:
+          cells: with any noise.
+          runs: how many there are.
+          bound: most that a person's mean loss counts for.
+          held_out: number of people who are scored.
+          epsilon: of the whole sweep.
+          delta: likewise.
+
+        Raises:
+          BadInputError: out of reach, or a mechanism without Renyi divergences.
+        """
+        made = cls((), runs, bound, held_out, delta, math.inf)
+
+        def least(event: Any, whole: Any) -> float:
+            """Noise with which a part alone keeps the target, and all that is chosen with it."""
+            noise = accounting.calibrate_noise_multiplier(
+                lambda sigma: made.best(event(sigma)),
+                epsilon,
+                delta,
+                relative_tolerance=1e-4,
+                accountant="rdp",
+            )
+            low = high = noise
+            while whole(high).epsilon > epsilon:
+                low, high = high, 1.1 * high
+            while high > 1.001 * low:
+                middle = 0.5 * (low + high)
+                low, high = (low, middle) if whole(middle).epsilon <= epsilon else (middle, high)
+            return high
+
+        for cell in cells:
+            cell.check()
+            whole = functools.partial(made._with_cell, cell)
+            made = whole(least(cell.event, whole))
+        score = least(dp_accounting.GaussianDpEvent, made._with_score)
+        return made._with_score(score)
+
+    def _with_cell(self, cell: Trained, sigma: float) -> Selection:
+        mechanism = dataclasses.replace(cell.mechanism, noise_multiplier=sigma)
+        more = dataclasses.replace(cell, mechanism=mechanism)
+        return dataclasses.replace(self, cells=(*self.cells, more))
+
+    def _with_score(self, sigma: float) -> Selection:
+        return dataclasses.replace(self, score_noise=sigma)
+
+    # ---- what runs -------------------------------------------------------------------------
+
+    def noised(self, mechanism: Mechanism, steps: int) -> Mechanism:
+        """A cell's mechanism with the noise that was chosen for it."""
+
+        def bare(one: Mechanism) -> Mechanism:
+            return dataclasses.replace(one, noise_multiplier=None)
+
+        return next(
+            cell.mechanism
+            for cell in self.cells
+            if cell.steps == steps and bare(cell.mechanism) == bare(mechanism)
+        )
+
+    def score(self, losses: np.ndarray, user_offsets: np.ndarray, key: RootKey) -> float:
+        """The noisy mean over held-out people of their bounded mean losses.
+
+        Args:
+          losses: float [n], of examples in the order of people.
+          user_offsets: int64 [people + 1], where each one's begin.
+          key: of the run.
+        """
+        # proof: selection-score-2
+        total = sum(self.shares(losses, user_offsets)) + whole_number(key.words("selection:score"))
+        return (0.5 + 0.5 * total / self._steps / self.held_out) * self.bound
+
+    @property
+    def score_stddev(self) -> float:
+        """Standard deviation of the noise in a score."""
+        return 0.5 * STDDEV / self._steps / self.held_out * self.bound
+
+    def shares(self, losses: np.ndarray, user_offsets: np.ndarray) -> list[int]:
+        """Each person's part of a sum, in steps of the noise: half the bound at most."""
+        offsets = np.asarray(user_offsets) - user_offsets[0]
+        found = []
+        for first, last in itertools.pairwise(offsets):
+            if first == last:  # who has no example moves nothing
+                found.append(0)
+                continue
+            mean = float(np.mean(losses[first:last], dtype=np.float64))
+            part = 1.0 if math.isnan(mean) else min(max(2.0 * mean / self.bound - 1.0, -1.0), 1.0)
+            # proof: selection-score-1
+            found.append(math.floor(part * self._steps))
+        return found
+
+    @property
+    def _steps(self) -> int:
+        """Half the bound, in steps of the noise: sigma times them is its stddev at most."""
+        return math.floor(STDDEV / self.score_noise)
+
+    # ---- what is accounted -----------------------------------------------------------------
+
+    @property
+    def event(self) -> Any:
+        """What the sweep does to somebody who is trained on, or held out, whoever that is."""
+        # proof: selection-event-1
+        trained = self.best(OneOfDpEvent(tuple(cell.event() for cell in self.cells)))
+        if self.score_noise == math.inf:  # not chosen yet
+            return trained
+        return OneOfDpEvent((trained, self.best(dp_accounting.GaussianDpEvent(self.score_noise))))
+
+    def best(self, event: Any) -> Any:
+        """Of so many runs that each do this to a person."""
+        return dp_event.RepeatAndSelectDpEvent(event, self.runs.mean, self.runs.shape)
+
+    @functools.cached_property
+    def epsilon(self) -> float:
+        """Of the whole sweep, at its delta."""
+        return accounting.epsilon(self.event, self.delta, accountant="rdp")
+
+    def guarantee(self, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
+        """What the whole sweep guarantees everybody, trained on or held out."""
+        own, own_caveats = self._of_cells
+        law = "logarithmic" if self.runs.shape == 0 else f"of shape {self.runs.shape:g}"
+        told = [f"{c.mechanism.told_sampling(c.population)}, {c.steps} steps" for c in self.cells]
+        exact = all(cell.mechanism.noise == "exact" for cell in self.cells)
+        steps = max(cell.steps for cell in self.cells)
+        noise = accounting.noise_assumptions(
+            "exact" if exact else "float",
+            self.epsilon,
+            self.delta,
+            math.ceil(1000 * self.runs.mean) * (steps + 1),  # more runs are not to be expected
+        )
+        return accounting.Guarantee(
+            unit="user",
+            adjacency="add-or-remove one user",
+            trust="central",
+            epsilon=self.epsilon,
+            delta=self.delta,
+            noise_multiplier=min(c.mechanism.sigma for c in self.cells),
+            accountant="Renyi divergences of a run, best of a random number of runs (Papernot and "
+            "Steinke 2022, Theorem 2)",
+            sampling=f"a random number of runs ({law}, mean {self.runs.mean:g}), each of a cell of "
+            f"the grid drawn uniformly; in a run: {', or '.join(dict.fromkeys(told))}",
+            assumptions=(*COMMON_ASSUMPTIONS, *own, *SELECTION_ASSUMPTIONS, *noise),
+            caveats=(
+                *own_caveats,
+                TIME_CAVEAT,
+                OUTSIDE_CAVEAT,
+                *caveats,
+            ),
+            released="every intermediate model of the best run, its cell and its noisy score",
+        )
+
+    @functools.cached_property
+    def _of_cells(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """What the cells' mechanisms assume beyond all others', and their caveats."""
+        assumed: list[str] = []
+        caveats: list[str] = []
+        for cell in self.cells:
+            made = cell.mechanism.guarantee(cell.population, cell.steps, self.delta)
+            if (made.unit, made.adjacency, made.trust) != (
+                "user",
+                "add-or-remove one user",
+                "central",
+            ):
+                raise BadInputError(
+                    f"mechanism.kind={cell.mechanism.kind} protects otherwise than a private sweep "
+                    f"does ({made.adjacency}): use mechanism.kind=uls, els or bandmf"
+                )
+            noise = accounting.noise_assumptions(
+                cell.mechanism.noise, made.epsilon, made.delta, cell.steps
+            )
+            assumed += [a for a in made.assumptions if a not in (*COMMON_ASSUMPTIONS, *noise)]
+            caveats += made.caveats
+        return tuple(dict.fromkeys(assumed)), tuple(dict.fromkeys(caveats))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON, with all that the event follows from."""
+        return {
+            "cells": [
+                {
+                    "mechanism": CENTRAL.dump(cell.mechanism),
+                    "population": cell.population.to_json(),
+                    "steps": cell.steps,
+                }
+                for cell in self.cells
+            ],
+            "expected_runs": self.runs.mean,
+            "shape": self.runs.shape,
+            "bound": self.bound,
+            "held_out": self.held_out,
+            "delta": self.delta,
+            "score_noise": self.score_noise,
+        }
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Selection:
+        """The inverse of ``to_json``.
+
+        Raises:
+          BadInputError: no mechanism has it.
+        """
+        cells = []
+        for cell in values["cells"]:
+            numbers = cell["population"]
+            examples = whole(numbers, "num_examples", 1)
+            whole(numbers, "num_units", 1, examples)
+            whole(numbers, "num_users", 1, examples)
+            if numbers.get("shared"):
+                raise BadInputError("records with several owners have no private sweep")
+            mechanism = CENTRAL.parse_known(cell["mechanism"])
+            cells.append(Trained(mechanism, Population(**numbers), whole(cell, "steps", 1)))
+        return cls(
+            tuple(cells),
+            RunCount(values["expected_runs"], values["shape"]),
+            values["bound"],
+            whole(values, "held_out", 1),
+            values["delta"],
+            values["score_noise"],
+        )
+
+    def statement(self, caveats: tuple[str, ...] = ()) -> Statement:
+        """What guarantee.json of the sweep says."""
+        basis = {"system": "selection", **self.to_json()}
+        return Statement.of(self.guarantee(caveats), basis, [[self.event]])
+
+
+def restate(basis: dict[str, Any]) -> Statement:
+    """What a sweep with this basis would state."""
+    return Selection.from_json(basis).statement()

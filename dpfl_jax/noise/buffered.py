@@ -1,0 +1,245 @@
+"""Noise that is correlated between all steps, by a few buffers: C^-1 Z for a buffered Toeplitz C.
+
+Source: Dvijotham et al. 2024, "Efficient and near-optimal noise generation for streaming
+differential privacy" (arXiv 2404.16706); McMahan, Xu and Xu 2024, "A hassle-free algorithm for
+private learning in practice" (arXiv 2408.08868), for users who take part several times. C is lower
+triangular and Toeplitz; with decays d and scales w of B buffers its first column is
+1, sum w_i, sum w_i d_i, sum w_i d_i^2, ...
+
+    y_t = g_t + w_1 a_1 + ... + w_B a_B + z_t,  then  a_i = d_i a_i + g_t     # independent noise
+    x_t = y_t - w_1 r_1 - ... - w_B r_B,        then  r_i = d_i r_i + x_t     # = g_t + (C^-1 Z)_t
+
+So 3 B numbers are kept for each parameter (the a are pairs), whatever the number of steps, and
+split like it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from scipy import optimize, signal, special
+
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.noise.correlated import correlated
+from dpfl_jax.noise.transform import Noise
+
+MOST_BUFFERS = 16
+
+Buffers = tuple[tuple[float, ...], tuple[float, ...]]
+"""Decays and scales, one of each for every buffer; numbers that float32 has."""
+
+
+def buffered_column(buffers: Buffers, steps: int) -> np.ndarray:
+    """The first column of C, float64 [steps], rounded upwards; no number is above the one before.
+
+    Args:
+      buffers: decays in [0, 1], and scales of 0 or more that add up to 1 at most.
+      steps: T, at least 1.
+    """
+    column = np.zeros(steps)
+    for decay, scale in zip(*buffers, strict=True):
+        column[1:] += scale * np.cumprod(np.r_[1.0, np.full(max(steps - 2, 0), decay)])[: steps - 1]
+    # Each is a sum of products of steps + 1 numbers at most. None of them is above 1.
+    upwards = 1 + (steps + len(buffers[0]) + 8) * 2.0**-52
+    return np.r_[1.0, np.minimum(column[1:] * upwards, 1.0)]
+
+
+def multiplied(buffers: Buffers, rows: np.ndarray) -> np.ndarray:
+    """C G, for ``rows`` G along the last axis."""
+    return rows + sum(w * _delayed(d, rows) for d, w in zip(*buffers, strict=True))
+
+
+def buffered_error(buffers: Buffers, steps: int) -> float:
+    """Root mean square of the noise in prefix sums, over that of independent noise.
+
+    Both for noise of standard deviation 1 in C G (independent: in G).
+    """
+    decays, scales = map(np.asarray, buffers)
+    first = _divided(decays, scales, np.ones(steps))
+    return math.sqrt(np.cumsum(first**2).mean() / ((steps + 1) / 2))
+
+
+@functools.lru_cache(maxsize=256)
+def buffered_strategy(buffers: int, steps: int, separation: int) -> Buffers:
+    """The buffers whose noise has the least mean square in prefix sums, at one sensitivity.
+
+    That of a user who takes part at every ``separation``-th step from the first on (McMahan et al.
+    2024, section 3). All is computed by filters, in O(steps buffers).
+
+    Args:
+      buffers: B, at least 1.
+      steps: T.
+      separation: s.
+
+    Raises:
+      BadInputError: too few or too many buffers.
+    """
+    if not 1 <= buffers <= MOST_BUFFERS:
+        raise BadInputError(
+            f"mechanism.buffers is {buffers}, but it must be at least 1 and at most {MOST_BUFFERS}"
+        )
+    if steps == 1:
+        return (0.5,) * buffers, (0.0,) * buffers
+    remaining = np.arange(steps, 0.0, -1.0)
+    turns = np.full(steps, 1e-100)  # not 0, on which filters end in subnormal numbers: slow
+    turns[::separation] = 1.0
+
+    def loss(given: np.ndarray) -> tuple[float, np.ndarray]:
+        """Logarithm of error times sensitivity, squared, and its gradient."""
+        decays, odds = special.expit(given[:buffers]), np.exp(given[buffers:])
+        scales = odds / (1 + odds.sum())
+        first = _divided(decays, scales, np.ones(steps))
+        change = _divided(decays, scales, first)  # -d first / d column_j, delayed by j
+        parts = [_delayed(decay, turns) for decay in decays]
+        moved = turns + sum(scale * part for scale, part in zip(scales, parts, strict=True))
+        # Sums, not products of vectors: threads for so little work only wait for each other.
+        error, reach = (remaining * first**2).sum(), (moved**2).sum()
+        slopes = np.zeros((2, buffers))
+        for i, (decay, part) in enumerate(zip(decays, parts, strict=True)):
+            late = _delayed(decay, change)
+            for row, up, down in (
+                (1, late, part),
+                (0, _delayed(decay, late), _delayed(decay, part)),
+            ):
+                gained, paid = (moved * down).sum() / reach, (remaining * first * up).sum() / error
+                slopes[row, i] = 2 * (gained - paid)
+        slopes[0] *= scales * decays * (1 - decays)
+        slopes[1] = scales * (slopes[1] - (scales * slopes[1]).sum())
+        return math.log(error * reach), slopes.ravel()
+
+    best = min(
+        (
+            optimize.minimize(
+                loss,
+                _start(buffers, steps, span),
+                jac=True,
+                method="L-BFGS-B",
+                options={"ftol": 1e-13, "gtol": 1e-8, "maxiter": 1000, "maxcor": 20},
+            )
+            # Users who come back soon want short memories.
+            for span in sorted({min(separation, steps), min(10 * separation, steps)})
+        ),
+        key=lambda found: float(found.fun),
+    )
+    decays, odds = special.expit(best.x[:buffers]), np.exp(best.x[buffers:])
+    scales = odds / (1 + odds.sum())
+    scales *= min(1.0, 0.999 / scales.sum())  # at most 1 when they are rounded
+    # Four digits: the error hardly feels them, and what a search ends with depends on the machine.
+    pairs = ((1 - _rounded(1 - d), _rounded(w)) for d, w in zip(decays, scales, strict=True))
+    numbers = np.array(sorted(pairs, reverse=True), np.float32).T
+    return tuple(numbers[0].tolist()), tuple(numbers[1].tolist())
+
+
+def _start(buffers: int, steps: int, span: int) -> np.ndarray:
+    """Buffers near the best column for one participation (Fichtenberger et al. 2023).
+
+    As what is searched over: logits of decays, and logarithms of scales over what they leave of 1.
+    """
+    decays = 1 - np.geomspace(0.6, 1 / max(span, 2), buffers)
+    if buffers == 1:
+        decays = np.array([1 - max(span, 2) ** -0.5])
+    j = np.arange(1, steps)
+    column = np.cumprod((2 * j - 1) / (2 * j))
+    weight = np.sqrt(column)[:, None]
+    scales, _ = optimize.nnls(decays ** (j[:, None] - 1) / weight, weight[:, 0])
+    scales = np.maximum(scales, 1e-3 / buffers)
+    scales *= min(1.0, 0.9 / scales.sum())
+    return np.r_[special.logit(decays), np.log(scales / (1 - scales.sum()))]
+
+
+def _rounded(number: float) -> float:
+    return float(f"{number:.4g}")
+
+
+def _delayed(decay: float, rows: np.ndarray) -> np.ndarray:
+    """What a buffer holds before each row."""
+    return np.asarray(signal.lfilter([0.0, 1.0], [1.0, -decay], rows))
+
+
+def _divided(decays: np.ndarray, scales: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """C^-1 times rows, one factor (1 - d_i x) / (1 - e_i x) of 1 / C after the other.
+
+    The poles e are eigenvalues of a symmetric matrix, and lie between the d: which is why no factor
+    grows, where polynomials of all of them would lose their digits.
+    """
+    order, root = np.argsort(decays), np.sqrt(scales)
+    poles = np.linalg.eigvalsh(np.diag(decays) - np.outer(root, root))
+    for decay, pole in zip(decays[order], poles, strict=True):
+        rows = signal.lfilter([1.0, -decay], [1.0, -pole], rows)
+    return rows
+
+
+def buffered(
+    noise: Noise, buffers: Buffers, divisor: float
+) -> optax.GradientTransformationExtraArgs:
+    """Adds C^-1 Z over the steps, where ``noise`` draws Z, and divides.
+
+    Buffers of sums have 48 bits, as two numbers, and so have rows: in 24, what a unit adds would be
+    rounded with the sum of all units of all steps before, and not be forgotten as decays say.
+
+    Args:
+      noise: of each row of C G; its ``rows`` are four times the steps of the run, all of which a
+        unit may move, and its standard deviation and the clip norm are the same at every step.
+      buffers: decays and scales.
+      divisor: expected number of units, a constant.
+
+    Returns:
+      As ``correlated``, with arrays [2 buffers, ...] of sums, and [buffers, ...] of what was
+      released.
+    """
+    decays, scales = (np.asarray(numbers, np.float32) for numbers in buffers)
+    number = len(scales)
+
+    def encode(g: jax.Array, kept: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        del step
+        row, rest = g, jnp.zeros_like(g)
+        for i, scale in enumerate(scales):  # few: one after the other, alike everywhere
+            product, more = _times(scale, kept[i], kept[number + i])
+            row, left = _plus(row, product)
+            rest = rest + (left + more)
+        return row, rest
+
+    def decode(y: jax.Array, kept: jax.Array, step: jax.Array) -> jax.Array:
+        del step
+        return y - sum(scale * row for scale, row in zip(scales, kept, strict=True))
+
+    def keep(kept: jax.Array, new: jax.Array, step: jax.Array) -> jax.Array:
+        del step
+        if len(kept) == number:
+            return jnp.stack([d * row + new for d, row in zip(decays, kept, strict=True)])
+        large, small = [], []
+        for i, decay in enumerate(decays):
+            product, more = _times(decay, kept[i], kept[number + i])
+            row, left = _plus(product, new)
+            row, left = _plus(row, left + more)
+            large.append(row)
+            small.append(left)
+        return jnp.stack([*large, *small])
+
+    return correlated(noise, divisor, (2 * number, number), encode, decode, keep)
+
+
+def _plus(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A sum as float32, and what is left of it: exactly (Knuth's)."""
+    total = a + b
+    back = total - a
+    return total, (a - (total - back)) + (b - back)
+
+
+def _times(number: Any, large: jax.Array, small: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``number`` times (large + small): the product of first halves, exact, and about the rest."""
+    top, half = _first_half(number), _first_half(large)
+    rest = top * (large - half) + (number - top) * half + (number - top) * (large - half)
+    return top * half, rest + number * small
+
+
+def _first_half(x: Any) -> jax.Array:
+    """The first 12 of 24 bits: a product of two such numbers is one of float32."""
+    bits = jax.lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.uint32)
+    return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFF000), jnp.float32)

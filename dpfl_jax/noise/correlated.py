@@ -1,0 +1,81 @@
+"""What all noise that is correlated between steps does: C^-1 Z for a lower-triangular matrix C.
+
+With G the bounded sums, row by row, what is noised is C G: so noise is drawn, and added, as if it
+were independent. What is released of a row is computed from noised rows alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from dpfl_jax.noise.transform import Noise, NoiseState, divided
+
+PyTree = Any
+
+
+def correlated(
+    noise: Noise,
+    divisor: float,
+    lengths: tuple[int, int],
+    encode: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]],
+    decode: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    keep: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+) -> optax.GradientTransformationExtraArgs:
+    """Adds C^-1 Z over the steps, where ``noise`` draws Z, and divides.
+
+    Args:
+      noise: of each row of C G.
+      divisor: expected number of units, a constant.
+      lengths: of what is kept for each parameter, of earlier sums and of what was released.
+      encode: (sum, kept float32 [length, ...], step) -> the row of C G, and what float32 has no
+        room for of it, or None.
+      decode: (noised row, kept, step) -> the row of G + C^-1 Z.
+      keep: (kept, new row, step) -> kept.
+
+    Returns:
+      As ``transformation``. The state's memory is {"sums", "released"}, trees like the parameters
+      of float32 [length, ...]. ``noise_key`` is uint32 [9]: the last is the step. If the state's is
+      another, a step was left out or the state lost, and what would be released could show sums
+      without noise: it is NaN.
+    """
+
+    def init(params: PyTree) -> NoiseState:
+        def empty(length: int) -> PyTree:
+            return jax.tree.map(lambda p: np.zeros((length, *p.shape), np.float32), params)
+
+        memory = {"sums": empty(lengths[0]), "released": empty(lengths[1])}
+        return NoiseState(jnp.zeros((), jnp.int32), memory)
+
+    def update(
+        total: PyTree,
+        state: NoiseState,
+        params: PyTree | None = None,
+        *,
+        noise_key: jax.Array,
+        **others: Any,
+    ) -> tuple[PyTree, NoiseState]:
+        del others
+        step, sums, released = state.step, state.memory["sums"], state.memory["released"]
+        alike = noise_key[8] == step.astype(jnp.uint32)
+        # What is kept begins at zero, so that rows before the first step add nothing.
+        both = jax.tree.map(lambda g, kept: encode(g, kept, step), total, sums)
+        encoded = jax.tree.map(lambda _, pair: pair[0], total, both)
+        rest = jax.tree.map(lambda _, pair: pair[1], total, both)
+        # proof: correlated-noise-1
+        noised = noise.add(noise_key[:8], encoded, rest if jax.tree.leaves(rest) else None)
+        plain = jax.tree.map(
+            lambda y, kept: jnp.where(alike, decode(y, kept, step), jnp.nan), noised, released
+        )
+        memory = {
+            "sums": jax.tree.map(lambda kept, g: keep(kept, g, step), sums, total),
+            "released": jax.tree.map(lambda kept, x: keep(kept, x, step), released, plain),
+        }
+        return divided(plain, divisor, params), NoiseState(step + 1, memory)
+
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -1,0 +1,400 @@
+"""A sweep with one guarantee for all of it: the best of a random number of runs.
+
+A sweep is a folder. ``private/`` holds its key, from which the number of runs, their cells, their
+keys and their scores' noise follow, and the runs while it goes on. ``best/`` is the run that is
+released; of the others nothing is kept. ``mechanisms/selection.py`` says what is stated, and why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting.statement import NAME, Statement
+from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
+from dpfl_jax.data import Store, load_dataset
+from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained
+from dpfl_jax.mesh import make_mesh
+from dpfl_jax.planning.sweep import ALIASES, SIZES, Cell, Sweep
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run import processes
+from dpfl_jax.run.directory import RunDirectory, finished_report, write_atomically
+from dpfl_jax.run.driver import RunResult
+from dpfl_jax.run.prepared import MakeReport, open_directory, run_prepared
+from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, render_markdown
+from dpfl_jax.run.terms import value_digest
+from dpfl_jax.training.central_run import (
+    EVALUATION_CAVEAT,
+    CentralRun,
+    prepare,
+    run_caveats,
+)
+from dpfl_jax.training.evaluate import Evaluator
+
+BEST = "best"
+# What a cell may choose: who is on which side, and what is promised, is one for all of them.
+_SECTIONS = ("mechanism", "optimizer", "train", "model", "pretrain", "execution", "init_seed")
+_LOSERS = (
+    "deleted, and how many there were is secret; whoever saw how long the sweep took knows more "
+    "than its guarantee covers"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored(CentralRun):
+    """A run that is evaluated by nothing but a noisy score, and states what the sweep does.
+
+    Attributes:
+      selection: that it is a part of.
+      people: held out; ``held_out`` is None, so that no loss of theirs is written down.
+      values: of its cell.
+    """
+
+    selection: Selection
+    people: Store
+    values: dict[str, Any]
+
+    def train(self, directory: RunDirectory, console: Console, charge: Any) -> tuple[Any, Any]:
+        """Trains, and scores the last model."""
+        result, make_report = super().train(directory, console, charge)
+
+        def report() -> tuple[dict[str, Any], Statement]:
+            return self._told(directory, result, make_report)
+
+        return result, report
+
+    def _told(
+        self, directory: RunDirectory, result: RunResult, make_report: MakeReport
+    ) -> tuple[dict[str, Any], Statement]:
+        made, _ = make_report()
+        stated = self.selection.statement((*_caveats(self.config), *result.caveats))
+        norms = [] if result.clipping is None else [result.clipping["summary"]]
+        made |= {
+            "summary": "; ".join([stated.privacy.summary(), *norms]),
+            "privacy": stated.privacy.to_json(),
+            "guarantee": stated.text,
+        }
+        if result.interrupted is None:
+            mesh = make_mesh(**self.config.execution.mesh.axes)
+            evaluator = Evaluator(self.model.loss, mesh, self.config.eval.batch_size)
+            losses, _ = evaluator.measure(result.params, self.people)
+            key = directory.root_key
+            made["selection"] = {
+                "cell": self.values,
+                "noisy_score": self.selection.score(losses, self.people.user_offsets, key),
+                "noise_of_scores": self.selection.score_stddev,
+                "loss_bound": self.selection.bound,
+                "held_out_users": self.selection.held_out,
+                "expected_runs": self.selection.runs.mean,
+                "other_runs": _LOSERS,
+            }
+        return made, stated
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivateSweep:
+    """Runs of a grid, of which the best is released.
+
+    Attributes:
+      sweep: the grid, its folder and its base configuration.
+      expected_runs: mean of the number of runs, which is drawn.
+      loss_bound: most that a held-out person's mean loss counts for; default, of tokens and
+        classes, the logarithm of their number: the loss of a guess.
+      key: of a new sweep; None: a secret one.
+    """
+
+    sweep: Sweep
+    expected_runs: float = 10.0
+    loss_bound: float | None = None
+    key: RootKey | None = None
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        RunCount(self.expected_runs)
+
+    def run(self, console: Console) -> dict[str, Any]:
+        """Runs, or goes on, and returns the report of what is released.
+
+        Raises:
+          BadInputError: a cell that cannot be, or what a private sweep has no room for. Nothing has
+            been run then.
+          LedgerError: the ledger refuses the sweep.
+          StoppedError: interrupted; the same call goes on.
+        """
+        runs = [self._prepared(cell) for cell in self._cells]
+        first = runs[0]
+        selection = self._calibrated(runs)
+        people = f"{first.data.train.fingerprint}:{first.people.fingerprint}"
+        grid = {axis: list(values) for axis, values in self.sweep.axes.items()}
+        asked = {"grid": grid, "expected_runs": self.expected_runs, "loss_bound": self.loss_bound}
+        base = self.sweep.base
+        directory = open_directory(
+            self.sweep.directory,
+            {**config_to_dict(base), "sweep": asked},
+            self.key,
+            {"data": people, "selection": selection.to_json()},
+            value_digest([config_fingerprint(base), json.dumps(asked)])[:16],
+        )
+        try:
+            # With the noise that it began with, whatever calibration would say today.
+            selection = Selection.from_json(directory.facts["selection"])
+            runs = [
+                dataclasses.replace(
+                    run,
+                    mechanism=selection.noised(run.mechanism, run.config.train.steps),
+                    delta=selection.delta,
+                    selection=selection,
+                )
+                for run in runs
+            ]
+            guarantee = selection.guarantee()
+            console.print(f"{len(runs)} cells, {self.expected_runs:g} runs expected; the whole:")
+            console.print(guarantee.summary(), highlight=False)
+            self._charge(selection, directory, console)
+            console.print(
+                "how many runs there are is secret, and so is how far they are: nothing is "
+                "printed until the best is found",
+                highlight=False,
+            )
+            with console.status("training and choosing"):
+                return self._release(directory, self._winner(directory, runs))
+        finally:
+            directory.close()
+
+    def priced(self) -> tuple[accounting.Guarantee, int]:
+        """What the sweep would guarantee, and the number of its cells; runs nothing."""
+        runs = [self._prepared(cell) for cell in self._cells]
+        caveats = _caveats(self.sweep.base)
+        return self._calibrated(runs).guarantee(caveats), len(runs)
+
+    # ---- before the first run --------------------------------------------------------------
+
+    @functools.cached_property
+    def _cells(self) -> list[Cell]:
+        return self.sweep.cells()
+
+    @functools.cached_property
+    def _load(self) -> Any:
+        return functools.lru_cache(maxsize=1)(load_dataset)
+
+    def _config(self, cell: Cell) -> RunConfig:
+        """Of a cell, whose runs charge no ledger: the sweep does."""
+        for axis in self.sweep.axes:
+            name = ALIASES.get(axis, axis)
+            if name not in SIZES and name.split(".")[0] not in _SECTIONS:
+                raise BadInputError(
+                    f"{axis} is an axis of a private sweep, but all its cells have the same people "
+                    f"and one target: take axes of {', '.join(_SECTIONS)} alone"
+                )
+        config = self.sweep.cell_config(cell)
+        _refuse(config)
+        alone = {"ledger": None, "account": None, "budget": None}
+        return config.model_copy(update={"privacy": config.privacy.model_copy(update=alone)})
+
+    def _prepared(self, cell: Cell) -> Scored:
+        config = self._config(cell)
+        try:
+            made = prepare(config, Console(quiet=True), self._load)
+        except BadInputError as error:
+            values = ", ".join(f"{axis} {value}" for axis, value in cell.values.items())
+            raise BadInputError(
+                f"the cell {values} cannot be run: {error}; nothing was run or charged, change the "
+                "grid"
+            ) from error
+        if made.held_out is None:
+            raise BadInputError(
+                "a private sweep compares held-out people, but nobody is held out: set "
+                "data.validation_fraction"
+            )
+        if config.data.split == "within_user" or (made.data.known and config.eval.split == "test"):
+            raise BadInputError(
+                "a private sweep is scored by people who are not trained on, but held-out examples "
+                "here are of the same people: set data.split=by_user and eval.split=validation"
+            )
+        if made.population.shared:
+            raise BadInputError(
+                "some records have several owners, and a private sweep has no guarantee for them: "
+                "name one owner of each (data.user_column)"
+            )
+        fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made)}
+        mechanism = dataclasses.replace(made.mechanism, noise_multiplier=None)
+        unset = Selection(
+            (Trained(mechanism, made.population, config.train.steps),),
+            RunCount(self.expected_runs),
+            self._bound(made),
+            made.held_out.num_users,
+            made.delta,
+            score_noise=1.0,
+        )
+        fields |= {"held_out": None, "mechanism": mechanism}
+        return Scored(**fields, selection=unset, people=made.held_out, values=dict(cell.values))
+
+    def _bound(self, made: CentralRun) -> float:
+        if self.loss_bound is not None:
+            return self.loss_bound
+        task = made.data.task
+        kinds = made.data.train.schema.vocab_size if task.kind == "tokens" else task.classes
+        if not kinds or kinds < 2:
+            raise BadInputError(
+                "the loss of this task has no natural bound: give the most that one person's mean "
+                "loss may count for, a public number (--loss-bound 4)"
+            )
+        return math.log(kinds)
+
+    def _calibrated(self, runs: list[Scored]) -> Selection:
+        """The selection with the noise of all its cells."""
+        first = runs[0].selection
+        trained = {repr(run.selection.cells): run.selection.cells[0] for run in runs}
+        return Selection.calibrated(
+            list(trained.values()),
+            first.runs,
+            first.bound,
+            first.held_out,
+            epsilon=runs[0].config.privacy.epsilon or math.inf,
+            delta=first.delta,
+        )
+
+    # ---- running ---------------------------------------------------------------------------
+
+    def _charge(self, selection: Selection, directory: RunDirectory, console: Console) -> None:
+        """The whole sweep, before its first run, once.
+
+        It is never committed: that would cost no less, and tell when the last run ended.
+        """
+        privacy = self.sweep.base.privacy
+        if privacy.ledger is None or privacy.account is None:
+            return
+        found = accounting.Ledger(privacy.ledger).reserve(
+            accounting.Account(privacy.account),
+            directory.run_id,
+            selection.event,
+            selection.delta,
+            privacy.budget,
+        )
+        console.print(
+            f"ledger {privacy.ledger}, account {privacy.account}: epsilon {found.before:.4g} spent "
+            f"before this sweep, {found.after:.4g} with all of it (delta {selection.delta:.3g})",
+            soft_wrap=True,
+            markup=False,
+            highlight=False,
+        )
+
+    def _winner(self, directory: RunDirectory, runs: list[Scored]) -> pathlib.Path:
+        """Runs all there are; returns the folder of the best."""
+        root, folder = directory.root_key, directory.path / "private" / "runs"
+        if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
+            jax.config.update("jax_compilation_cache_dir", str(folder.with_name("compiled")))
+        best: tuple[float, pathlib.Path] | None = None
+        for number in range(runs[0].selection.runs.draw(root)):
+            # proof: selection-cell-1
+            cell = int(root.numpy("selection:cell", number).integers(len(runs)))
+            key = root.child("selection:run", number)
+            path = folder / key.derive("name").hex()[:16]  # the number is nobody's business
+            report = finished_report(path)
+            if report is None:
+                prepared = functools.partial(runs.__getitem__, cell)
+                quiet = Console(quiet=True)
+                report = run_prepared(runs[cell].config, path, quiet, prepared, key)
+            if report["status"] != "finished":
+                raise StoppedError("the sweep was stopped; the same command goes on from there")
+            score = report["selection"]["noisy_score"]
+            worse = path
+            # proof: selection-best-1
+            if best is None or score < best[0]:
+                worse, best = (path if best is None else best[1]), (score, path)
+            if worse != best[1]:
+                shutil.rmtree(worse / "checkpoints", ignore_errors=True)
+        assert best is not None
+        return best[1]
+
+    def _release(self, directory: RunDirectory, winner: pathlib.Path) -> dict[str, Any]:
+        """Copies what the guarantee covers, writes reports, and deletes all runs."""
+        best, partial = directory.path / BEST, directory.path / "private" / BEST
+        report = json.loads((winner / "report.json").read_text())
+        for name in ("outside_guarantee", "throughput"):  # of private data, without noise
+            report[name] = {}
+        # How long all runs took would tell how many there were.
+        report |= {"finished_at": None, "run_dir": str(best)}
+        for old in (best, partial):
+            shutil.rmtree(old, ignore_errors=True)
+        partial.mkdir()
+        for name in ("checkpoints", "private"):
+            shutil.copytree(winner / name, partial / name, copy_function=shutil.copy)
+        shutil.copy(winner / "config.yaml", partial / "config.yaml")
+        _leave(partial, report, winner)
+        _without_times(partial)
+        partial.rename(best)
+        _leave(directory.path, report, winner)
+        for name in ("runs", "compiled"):
+            shutil.rmtree(directory.path / "private" / name, ignore_errors=True)
+        return report
+
+
+def _without_times(folder: pathlib.Path) -> None:
+    """Takes from a run when it was made: from its checkpoints, and from all files and folders."""
+    for file in folder.glob("checkpoints/*/_CHECKPOINT_METADATA"):
+        known = json.loads(file.read_text())
+        write_atomically(file, json.dumps({k: 0 if "time" in k else v for k, v in known.items()}))
+    for path in [folder, *folder.rglob("*")]:
+        os.utime(path, (0, 0))
+
+
+def _leave(folder: pathlib.Path, report: dict[str, Any], winner: pathlib.Path) -> None:
+    """Writes the reports; the one that says that it is finished last."""
+    write_atomically(folder / NAME, (winner / NAME).read_text())
+    if (winner / "attacks.png").exists():
+        shutil.copyfile(winner / "attacks.png", folder / "attacks.png")
+    write_atomically(folder / "report.md", render_markdown(report))
+    write_atomically(folder / "report.json", json.dumps(report, indent=2) + "\n")
+
+
+def _caveats(config: RunConfig) -> tuple[str, ...]:
+    """As of a run, but for what a private sweep computes not at all, or covers."""
+    covered = (PRIVATE_METRICS_CAVEAT, EVALUATION_CAVEAT, TUNING_CAVEAT)
+    return tuple(c for c in run_caveats(config, config.mechanism) if c not in covered)
+
+
+def _refuse(config: RunConfig) -> None:
+    """Raises BadInputError for what looks at held-out people, or at other runs, without noise."""
+    if processes.many():
+        raise BadInputError("a private sweep runs in one process: set processes.mode=one")
+    if not config.mechanism.private:
+        raise BadInputError(
+            f"mechanism.kind={config.mechanism.kind} has no privacy, and so would the sweep: use "
+            "mechanism.kind=uls, els or bandmf"
+        )
+    if config.mechanism.noise_multiplier is not None or config.privacy.epsilon is None:
+        raise BadInputError(
+            "a private sweep finds the noise of every cell for one target: set privacy.epsilon, "
+            "and leave out mechanism.noise_multiplier"
+        )
+    for wrong, what, change in (
+        (config.train.chooses, "train.keep_best and train.patience choose", "leave them out"),
+        (config.eval.baseline, "eval.baseline compares with a run", "set eval.baseline=false"),
+        (config.eval.personalize, "eval.personalize tunes", "set eval.personalize=false"),
+        (config.eval.prompt is not None, "eval.prompt shows a model", "leave it out"),
+        (config.eval.max_users is not None, "eval.max_users hides some", "set eval.max_users=null"),
+        (config.audit is not None, "audit looks at all that a run releases", "leave it out"),
+        (bool(config.metrics.sinks), "metrics.sinks sends rows of every run", "leave it out"),
+    ):
+        if wrong:
+            raise BadInputError(
+                f"{what}, of runs or people that a private sweep shows in its noisy score alone: "
+                f"{change}"
+            )
+    if config.seed is not None:
+        raise BadInputError(
+            "seed makes the number of runs, their noise and their scores' known to all: leave it "
+            "unset for a private sweep"
+        )
