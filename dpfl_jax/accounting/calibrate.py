@@ -73,8 +73,9 @@ def calibrate_noise_multiplier(
     if accountant != "pld":
 
         def loosely(sigma: float) -> float:
-            value = epsilon_of(make_event(sigma), delta, relation=relation, accountant=accountant)
-            return math.log(max(value, 1e-300) / epsilon) if value < math.inf else math.inf
+            event = make_event(sigma)
+            found = epsilon_of(event, delta, relation=relation, accountant=accountant)
+            return _over(found, epsilon)
 
         return _root(loosely, 1.0, relative_tolerance, -1.0)[0]
     key = ""
@@ -92,9 +93,7 @@ def calibrate_noise_multiplier(
             return known
 
     def excess(sigma: float, grid: float) -> float:
-        """Log of epsilon over the target; <= 0 is good enough."""
-        value = _epsilon_or_inf(make_event(sigma), delta, relation, grid)
-        return math.log(max(value, 1e-300) / epsilon) if value < math.inf else math.inf
+        return _over(_epsilon_or_inf(make_event(sigma), delta, relation, grid), epsilon)
 
     if near is None:
         near, slope = _rough_root(make_event, epsilon, delta, relation)
@@ -133,6 +132,11 @@ def noise_ahead(known: Sequence[tuple[float, float]], at: float) -> float | None
     x, y = np.log(np.array(last)).T
     guess = float(np.polyfit(x - math.log(at), y, 2)[-1])
     return math.exp(min(max(guess, y[-1] - 1.0), y[-1] + 1.0))
+
+
+def _over(epsilon: float, target: float) -> float:
+    """Log of epsilon over the target; <= 0 is good enough."""
+    return math.log(max(epsilon, 1e-300) / target) if epsilon < math.inf else math.inf
 
 
 def _rough_root(

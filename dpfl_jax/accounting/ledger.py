@@ -241,8 +241,9 @@ def _spent(stored: list[Any], account: Account, delta: float) -> float:
     if not parts:
         return 0.0
     relation = REPLACE if account.adjacency.startswith("replace") else ADD_OR_REMOVE
-    losses = [part for part in parts if accountant_of(part, relation) == "pld"]
-    others = [part for part in parts if part not in losses]
+    by: dict[Accountant, list[dp_accounting.DpEvent]] = {"pld": [], "rdp": []}
+    for part in parts:
+        by[accountant_of(part, relation)].append(part)
 
     def cost(some: list[dp_accounting.DpEvent], delta: float, accountant: Accountant) -> float:
         try:
@@ -251,12 +252,11 @@ def _spent(stored: list[Any], account: Account, delta: float) -> float:
         except (TooLittleNoiseError, TableTooLargeError):
             return math.inf
 
-    if not others:
-        return cost(parts, delta, "pld")
-    if not losses:
-        return cost(parts, delta, "rdp")
+    for accountant, some in by.items():
+        if len(some) == len(parts):
+            return cost(parts, delta, accountant)
     # Of some only Renyi divergences are known: all by these, or each kind with half of delta.
-    apart = cost(losses, delta / 2, "pld") + cost(others, delta / 2, "rdp")
+    apart = sum(cost(some, delta / 2, accountant) for accountant, some in by.items())
     try:
         return min(apart, cost(parts, delta, "rdp"))
     except BadInputError:  # events of which no Renyi divergences are known

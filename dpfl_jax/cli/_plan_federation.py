@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import pathlib
 from typing import Any
 
-from dpfl_jax.cli._figures import save
-from dpfl_jax.config import FederatedConfig, config_to_dict, load_config
+from dpfl_jax.cli._outputs import save_figure, write_config
+from dpfl_jax.config import FederatedConfig, load_config
 from dpfl_jax.errors import BadInputError
 
 _CENTRAL = (
@@ -76,7 +75,9 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
         _draw(found, args.png)
         console.print(f"drawn: {args.png}")
     if args.out is not None:
-        _write(args, config, best, reason)
+        # With the target as it was asked for: a delta that follows from the data is left to them.
+        chosen = best.config.model_copy(update={"privacy": config.privacy})
+        write_config(args.out, chosen, reason)
         console.print(f"written: {args.out}; run it with: dpfl train {args.out}")
     return result
 
@@ -138,20 +139,4 @@ def _draw(found: list[Any], file: pathlib.Path) -> None:
     ax.minorticks_off()
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     figure.tight_layout()
-    save(figure, file)
-
-
-def _write(args: argparse.Namespace, config: Any, best: Any, reason: str) -> None:
-    import yaml
-
-    from dpfl_jax.federation.choice import overrides
-
-    new = overrides(best)
-    chosen = [f"mechanism={json.dumps(new['mechanism'])}"]
-    chosen += [f"federation.{key}={value}" for key, value in new["federation"].items()]
-    chosen.append(f"privacy.epsilon={config.privacy.epsilon}")
-    written = config_to_dict(load_config(args.config, [*args.overrides, *chosen]))
-    try:
-        args.out.write_text(f"# {reason}.\n" + yaml.safe_dump(written, sort_keys=False))
-    except OSError as error:
-        raise BadInputError(f"cannot write {args.out}: {error.strerror}") from error
+    save_figure(figure, file)

@@ -8,7 +8,7 @@ import os
 import pathlib
 from typing import Any
 
-from dpfl_jax.cli._figures import save
+from dpfl_jax.cli._outputs import save_figure
 from dpfl_jax.errors import BadInputError
 
 QUESTIONS = {
@@ -237,7 +237,7 @@ def draw_law(law: Any, file: pathlib.Path) -> None:
     right.set(xlabel="measured loss", ylabel="fitted loss")
     right.set_title("PUBLIC data, noise not accounted for", fontsize=9)
     figure.tight_layout()
-    save(figure, file)
+    save_figure(figure, file)
 
 
 def draw_answer(found: dict[str, Any], file: pathlib.Path) -> None:
@@ -263,4 +263,4 @@ def draw_answer(found: dict[str, Any], file: pathlib.Path) -> None:
     ax.set_title(QUESTIONS[found["question"]], fontsize=10)
     ax.legend(fontsize=8)
     figure.tight_layout()
-    save(figure, file)
+    save_figure(figure, file)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dpfl_jax.cli._account_mechanisms import MECHANISMS, PARAMETERS, Mechanism, Values
-from dpfl_jax.cli._figures import save
+from dpfl_jax.cli._outputs import save_figure
 from dpfl_jax.errors import BadInputError
 
 HELP = "what a mechanism guarantees, or the noise a guarantee needs"
@@ -265,7 +265,7 @@ def _plot(
     axes.set_title(f"{args.mechanism}: each {mechanism.unit}, noise multiplier {noise:.5g}")
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    save(figure, args.plot)
+    save_figure(figure, args.plot)
     return args.plot
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from dpfl_jax.cli._figures import save
+from dpfl_jax.cli._outputs import save_figure
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError, StoppedError
 
@@ -185,6 +185,6 @@ def _told(
     if len(audits) > 1:
         console.print(f"{told['refuted']} of {len(audits)} audits refute their claim")
     if args.picture is not None:
-        save(plot_audits(audits[:4]), args.picture, dpi=130)
+        save_figure(plot_audits(audits[:4]), args.picture, dpi=130)
         console.print(f"picture: {args.picture}")
     return told | {"cost": cost}

@@ -8,7 +8,7 @@ import pathlib
 from typing import Any
 
 from dpfl_jax.cli import _bill, _plan_federation, _predict
-from dpfl_jax.cli._figures import save
+from dpfl_jax.cli._outputs import save_figure, write_config
 from dpfl_jax.cli._predict import QUESTIONS
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError
@@ -427,13 +427,11 @@ def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
     ax.set_title(title, fontsize=9)
     figure.colorbar(shown, label="log10 noise")
     figure.tight_layout()
-    save(figure, file)
+    save_figure(figure, file)
 
 
 def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:
-    import yaml
-
-    from dpfl_jax.config import config_to_dict, load_config
+    from dpfl_jax.config import load_config
     from dpfl_jax.config.kinds import CENTRAL
     from dpfl_jax.planning.sweep import at_budget
 
@@ -451,8 +449,4 @@ def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon:
     if "loss" in cell:
         band = f"{cell['low']:.3f} to {cell['high']:.3f}"
         reason = f"predicted loss {cell['loss']:.3f} ({band}), the least for its compute"
-    config = config_to_dict(load_config(args.config, overrides))
-    try:
-        args.out.write_text(f"# {reason}.\n" + yaml.safe_dump(config, sort_keys=False))
-    except OSError as error:
-        raise BadInputError(f"cannot write {args.out}: {error.strerror}") from error
+    write_config(args.out, load_config(args.config, overrides), reason)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from dpfl_jax.config import FederatedConfig
-from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated_run import FederatedRun, noised
 from dpfl_jax.federation.guidance import balance_of
@@ -91,7 +90,7 @@ def other_steps(prepared: FederatedRun, choice: Choice) -> Iterator[Choice]:
 
 def by_reach(prepared: FederatedRun, choice: Choice) -> dict[int, float]:
     """Noise over signal of a choice if people were in at most so many silos: 1, 2, 4, ..."""
-    facts = _facts(prepared, 0 if choice.kind == SubjectULS.kind else choice.cap)
+    facts = _facts(prepared, type(choice.config.mechanism), choice.cap)
     most = prepared.federation.max_silos_per_subject
     found = {}
     for reach in sorted({*(2**k for k in range(most.bit_length())), most}):
@@ -101,17 +100,9 @@ def by_reach(prepared: FederatedRun, choice: Choice) -> dict[int, float]:
     return found
 
 
-def overrides(choice: Choice) -> dict[str, Any]:
-    """What the configuration sets anew: {section: values}."""
-    return {
-        "mechanism": SILOS.dump(choice.config.mechanism),
-        "federation": {"rounds": choice.rounds},
-    }
-
-
-def _facts(prepared: FederatedRun, cap: int) -> list[SiloFacts]:
-    """Sizes of the silos under a smaller cap; 0: under that of the configuration."""
-    if not cap:
+def _facts(prepared: FederatedRun, kind: type[SiloMechanism], cap: int) -> list[SiloFacts]:
+    """Sizes of the silos under a smaller cap; ``subject_uls`` has its cap in a step alone."""
+    if kind is SubjectULS:
         return [SiloFacts.of(silo) for silo in prepared.data.silos]
     counts = [silo.subject_offsets[1:] - silo.subject_offsets[:-1] for silo in prepared.data.silos]
     return [SiloFacts(int(each.clip(max=cap).sum()), len(each)) for each in counts]
@@ -120,17 +111,16 @@ def _facts(prepared: FederatedRun, cap: int) -> list[SiloFacts]:
 def _found(prepared: FederatedRun, kind: Any, cap: int, pace: float) -> Iterator[Choice]:
     """One choice, or none."""
     config, old = prepared.config, prepared.config.mechanism
-    uls = kind is SubjectULS
-    own = _facts(prepared, 0)
-    facts = own if uls else _facts(prepared, cap)
+    facts = _facts(prepared, kind, cap)
     step = sum(old.expected_records(plan.facts) for plan in prepared.federation.silos)
-    batch = step / len(own) / pace
+    batch = step / len(facts) / pace
     rounds = round(config.federation.rounds * pace)
     if rounds < 1 or batch < 1 or batch > max(known.num_records for known in facts):
         return
     values = {f.name: getattr(old, f.name) for f in dataclasses.fields(SiloMechanism)}
     values |= {"noise_multiplier": None, "sampling": "poisson", "sampling_prob": None}
-    values |= {"batch_size": batch, "group_size" if uls else "max_items_per_subject": cap}
+    values |= {"batch_size": batch}
+    values["group_size" if kind is SubjectULS else "max_items_per_subject"] = cap
     new = config.model_copy(
         update={
             "mechanism": kind(**values),
@@ -145,7 +135,7 @@ def _found(prepared: FederatedRun, kind: Any, cap: int, pace: float) -> Iterator
     except BadInputError:  # no noise meets the target
         return
     members = federation.participants.tolist()
-    kept, whole = (sum(known.num_records for known in each) for each in (facts, own))
+    whole = sum(silo.num_records for silo in prepared.data.silos)
     yield Choice(
         kind.kind,
         cap,
@@ -153,7 +143,7 @@ def _found(prepared: FederatedRun, kind: Any, cap: int, pace: float) -> Iterator
         config.federation.local_steps,
         batch,
         max(federation.silos[i].mechanism.sigma for i in members),
-        kept / whole,
+        sum(known.num_records for known in facts) / whole,
         balance_of(federation, prepared.model.num_params).ratio,
         new,
     )

@@ -394,11 +394,14 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
     def guarantee(
         self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
     ) -> accounting.Guarantee:
-        """What ``steps`` steps guarantee each user at ``delta``; caveats are added to its own."""
+        """What ``steps`` steps guarantee each user at ``delta``; caveats are added to its own.
+
+        Where records have several owners, it is of all of them.
+        """
         self._check_owners(population)
         own = accounting.delta_caveats(delta, population.num_users, "users")
         epsilon = accounting.epsilon(self.event(population, steps), delta)
-        return accounting.Guarantee(
+        told = accounting.Guarantee(
             unit=self.unit,
             adjacency=f"add-or-remove one {self.unit}",
             trust="central",
@@ -414,6 +417,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
             ),
             caveats=(*own, *caveats),
         )
+        return _for_owners(told) if population.shared else told
 
 
 SHARED_KINDS = "use mechanism.kind=els or owner_sets, which bound what each owner has part in"
@@ -439,7 +443,7 @@ SHARED_CAVEAT = (
 )
 
 
-def for_owners(guarantee: accounting.Guarantee) -> accounting.Guarantee:
+def _for_owners(guarantee: accounting.Guarantee) -> accounting.Guarantee:
     """A guarantee that was stated for records of one owner, of records with several."""
     assert guarantee.assumptions[0] == COMMON_ASSUMPTIONS[0]
     return dataclasses.replace(

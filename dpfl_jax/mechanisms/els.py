@@ -25,7 +25,7 @@ from dpfl_jax import accounting
 from dpfl_jax.data.owners import whole_of
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.base import Mechanism, Population, for_owners, require_positive
+from dpfl_jax.mechanisms.base import Mechanism, Population, require_positive
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import (
     ExampleSampler,
@@ -126,13 +126,6 @@ class ELS(Mechanism):
         """Mixture of Gaussians with Binomial(group_size, p) sensitivity (Theorem 1)."""
         prob = self.sampling_probability(population)
         return accounting.events.els(self.sigma, prob, self.group_size, steps)
-
-    def guarantee(
-        self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
-    ) -> accounting.Guarantee:
-        """Of users, and of all owners of a record where there are several."""
-        told = super().guarantee(population, steps, delta, caveats)
-        return for_owners(told) if population.shared else told
 
     def told_sampling(self, population: Population) -> str:
         """Limited once, then Poisson over examples."""

@@ -23,7 +23,7 @@ from dpfl_jax import accounting
 from dpfl_jax.data.owners import whole_of
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.base import Population, for_owners
+from dpfl_jax.mechanisms.base import Population
 from dpfl_jax.mechanisms.els import ELS
 from dpfl_jax.mechanisms.uls import ULS
 from dpfl_jax.sampling import check_probability
@@ -96,8 +96,9 @@ class OwnerSets(ULS):
     def guarantee(
         self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
     ) -> accounting.Guarantee:
-        """Of all owners of a record."""
-        return for_owners(super().guarantee(population, steps, delta, caveats))
+        """Of all owners of a record, even where each has one."""
+        shared = dataclasses.replace(population, shared=True)
+        return super().guarantee(shared, steps, delta, caveats)
 
     def told_sampling(self, population: Population) -> str:
         """Limited once, then Poisson over sets."""

@@ -19,7 +19,6 @@ draw that of all steps before it.
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ import optax
 from scipy import optimize, signal
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise.correlated import correlated
+from dpfl_jax.noise.correlated import correlated, error_of_sums
 from dpfl_jax.noise.transform import Noise, transformation
 
 
@@ -78,17 +77,8 @@ def strategy(bands: int, steps: int) -> tuple[float, ...]:
 
 
 def prefix_error(column: tuple[float, ...], steps: int) -> float:
-    """Root mean square of the noise in prefix sums, over that of independent noise.
-
-    Both for noise of standard deviation 1 in C G (independent: in G).
-
-    Args:
-      column: c.
-      steps: T.
-    """
-    # The sums are A C^-1 Z; that matrix is Toeplitz, and this is its first column.
-    first = signal.lfilter([1.0], column, np.ones(steps))
-    return math.sqrt(np.cumsum(first**2).mean() / ((steps + 1) / 2))
+    """``error_of_sums`` of the C with first column ``column``, in ``steps`` steps."""
+    return error_of_sums(signal.lfilter([1.0], column, np.ones(steps)))
 
 
 def banded(

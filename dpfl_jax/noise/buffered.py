@@ -26,7 +26,7 @@ import optax
 from scipy import optimize, signal, special
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise.correlated import correlated
+from dpfl_jax.noise.correlated import correlated, error_of_sums
 from dpfl_jax.noise.transform import Noise
 
 MOST_BUFFERS = 16
@@ -56,13 +56,9 @@ def multiplied(buffers: Buffers, rows: np.ndarray) -> np.ndarray:
 
 
 def buffered_error(buffers: Buffers, steps: int) -> float:
-    """Root mean square of the noise in prefix sums, over that of independent noise.
-
-    Both for noise of standard deviation 1 in C G (independent: in G).
-    """
+    """``error_of_sums`` of these buffers, in ``steps`` steps."""
     decays, scales = map(np.asarray, buffers)
-    first = _divided(decays, scales, np.ones(steps))
-    return math.sqrt(np.cumsum(first**2).mean() / ((steps + 1) / 2))
+    return error_of_sums(_divided(decays, scales, np.ones(steps)))
 
 
 @functools.lru_cache(maxsize=256)

@@ -182,6 +182,13 @@ class PrivateSweep:
 
     @functools.cached_property
     def _cells(self) -> list[Cell]:
+        for axis in self.sweep.axes:
+            name = ALIASES.get(axis, axis)
+            if name not in SIZES and name.split(".")[0] not in _SECTIONS:
+                raise BadInputError(
+                    f"{axis} is an axis of a private sweep, but all its cells have the same people "
+                    f"and one target: take axes of {', '.join(_SECTIONS)} alone"
+                )
         return self.sweep.cells()
 
     @functools.cached_property
@@ -190,13 +197,6 @@ class PrivateSweep:
 
     def _config(self, cell: Cell) -> RunConfig:
         """Of a cell, whose runs charge no ledger: the sweep does."""
-        for axis in self.sweep.axes:
-            name = ALIASES.get(axis, axis)
-            if name not in SIZES and name.split(".")[0] not in _SECTIONS:
-                raise BadInputError(
-                    f"{axis} is an axis of a private sweep, but all its cells have the same people "
-                    f"and one target: take axes of {', '.join(_SECTIONS)} alone"
-                )
         config = self.sweep.cell_config(cell)
         _refuse(config)
         alone = {"ledger": None, "account": None, "budget": None}
@@ -295,7 +295,8 @@ class PrivateSweep:
         root, folder = directory.root_key, directory.path / "private" / "runs"
         if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
             jax.config.update("jax_compilation_cache_dir", str(folder.with_name("compiled")))
-        best: tuple[float, pathlib.Path] | None = None
+        best = math.inf
+        winner: pathlib.Path | None = None
         for number in range(runs[0].selection.runs.draw(root)):
             # proof: selection-cell-1
             cell = int(root.numpy("selection:cell", number).integers(len(runs)))
@@ -309,14 +310,14 @@ class PrivateSweep:
             if report["status"] != "finished":
                 raise StoppedError("the sweep was stopped; the same command goes on from there")
             score = report["selection"]["noisy_score"]
-            worse = path
             # proof: selection-best-1
-            if best is None or score < best[0]:
-                worse, best = (path if best is None else best[1]), (score, path)
-            if worse != best[1]:
-                shutil.rmtree(worse / "checkpoints", ignore_errors=True)
-        assert best is not None
-        return best[1]
+            beaten: pathlib.Path | None = path
+            if winner is None or score < best:
+                beaten, best, winner = winner, score, path
+            if beaten is not None:
+                shutil.rmtree(beaten / "checkpoints", ignore_errors=True)
+        assert winner is not None
+        return winner
 
     def _release(self, directory: RunDirectory, winner: pathlib.Path) -> dict[str, Any]:
         """Copies what the guarantee covers, writes reports, and deletes all runs."""
