@@ -35,3 +35,17 @@ def death_after_a_checkpoint(monkeypatch):
         patch.setattr(checkpoint.Checkpoints, "save", dies)
         with pytest.raises(DiedError):
             yield
+
+
+def went_on_bit_for_bit(tmp_path, monkeypatch, start):
+    """A run, and one that died and went on, end with the same numbers: (the run, its state).
+
+    ``start``: name of a run directory below ``tmp_path`` -> its result, which it resumes.
+    """
+    whole = start("whole")
+    with death_after_a_checkpoint(monkeypatch):
+        start("killed")
+    jax.tree.map(np.testing.assert_array_equal, start("killed").params, whole.params)
+    states = [final_state(tmp_path / name) for name in ("whole", "killed")]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    return whole, states[0]

@@ -1,20 +1,17 @@
 """Allocation: what runs is what is accounted, a release stands, and faults are seen."""
 
-import json
 import shutil
 
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import yaml
 from fitting import fit_given as fit
 from neighbours import people
-from runs import death_after_a_checkpoint
+from runs import went_on_bit_for_bit
 
 from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon
-from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import ULS, Allocation, Population
@@ -96,10 +93,7 @@ def test_a_run_that_died_goes_on_bit_for_bit_and_elsewhere_not_at_all(tmp_path, 
         finally:
             directory.close()
 
-    whole = start("whole")
-    with death_after_a_checkpoint(monkeypatch):
-        start("killed")
-    np.testing.assert_array_equal(start("killed").params["w"], whole.params["w"])
+    went_on_bit_for_bit(tmp_path, monkeypatch, start)
     secret = RootKey.generate()
     start("secret")
     shutil.rmtree(tmp_path / "secret" / "checkpoints" / "8")
@@ -109,30 +103,6 @@ def test_a_run_that_died_goes_on_bit_for_bit_and_elsewhere_not_at_all(tmp_path, 
 
     with pytest.raises(BadInputError, match="began with"):
         start("secret", loss=other)
-
-
-@pytest.mark.slow
-@pytest.mark.release
-def test_a_run_from_yaml_is_verified_and_compiled(tmp_path, capsys):
-    config = {
-        "data": {
-            "source": "python_source", "seq_len": 16, "max_users": 30, "max_examples_per_user": 2,
-            "validation_fraction": 0.0, "test_fraction": 0.0,
-        },
-        "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
-        "mechanism": {"kind": "allocation", "group_size": 2, "cohort_size": 6},
-        "privacy": {"epsilon": 8.0, "delta": 1e-4},
-        "train": {"steps": 7, "checkpoint_every": 3},
-    }  # fmt: skip
-    file, place = tmp_path / "own.yaml", tmp_path / "run"
-    file.write_text(yaml.safe_dump(config))
-    assert main(["train", str(file), "--json", "--run-dir", str(place)]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert 7.9 < report["privacy"]["epsilon"] <= 8.0
-    assert "in exactly one of every 5 steps" in report["privacy"]["sampling"]
-    assert report["privacy"]["assumptions"][-1].startswith("all steps of a stretch are taken by")
-    assert main(["verify", str(place)]) == 0
-    assert main(["compile", str(file), "--topology", "cpu:2"]) == 0
 
 
 @pytest.mark.slow

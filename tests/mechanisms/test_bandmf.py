@@ -1,7 +1,6 @@
 """BandMF: one band is ULS, what a user adds to rows is bounded, and what it costs is composed."""
 
 import dataclasses
-import json
 import math
 import shutil
 
@@ -10,22 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import yaml
 from dp_accounting.pld import privacy_loss_distribution as pld
 from fitting import fit_given as fit
 from neighbours import people
-from runs import death_after_a_checkpoint, final_state
+from runs import went_on_bit_for_bit
 
 from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon, events
-from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import ULS, BandMF, Population
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.sampling import Poisson, UserSampler
-from dpfl_jax.training.trained import load_trained
 
 pytestmark = pytest.mark.privacy
 COLUMN = (0.75, 0.5, 0.4375)
@@ -77,45 +73,10 @@ def test_a_run_that_died_goes_on_with_its_noise_bit_for_bit(tmp_path, monkeypatc
         finally:
             directory.close()
 
-    whole = start("whole")
-    with death_after_a_checkpoint(monkeypatch):
-        start("killed")
-    resumed = start("killed")
-    np.testing.assert_array_equal(resumed.params["w"], whole.params["w"])
-    states = [final_state(tmp_path / name) for name in ("whole", "killed")]
-    jax.tree.map(np.testing.assert_array_equal, *states)
-    kept = states[0]["noise"]
+    _, state = went_on_bit_for_bit(tmp_path, monkeypatch, start)
+    kept = state["noise"]
     assert kept["sums"]["w"].shape == kept["released"]["w"].shape == (2, 4)
     assert np.abs(kept["released"]["w"]).min() > 0
-
-
-@pytest.mark.slow
-@pytest.mark.release
-def test_a_run_from_yaml_is_verified_read_priced_and_compiled(tmp_path, capsys):
-    config = {
-        "data": {
-            "source": "python_source", "seq_len": 16, "max_users": 30, "max_examples_per_user": 2,
-            "validation_fraction": 0.0, "test_fraction": 0.0,
-        },
-        "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
-        "mechanism": {
-            "kind": "bandmf", "group_size": 2, "cohort_size": 6, "bands": 3,
-            "strategy": list(COLUMN),
-        },
-        "privacy": {"epsilon": 8.0, "delta": 1e-4},
-        "train": {"steps": 7, "checkpoint_every": 3},
-    }  # fmt: skip
-    file, place = tmp_path / "own.yaml", tmp_path / "run"
-    file.write_text(yaml.safe_dump(config))
-    assert main(["train", str(file), "--json", "--run-dir", str(place)]) == 0
-    report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert 7.9 < report["privacy"]["epsilon"] <= 8.0
-    assert "3 groups of users" in report["privacy"]["sampling"]
-    assert report["privacy"]["assumptions"][-1].startswith("checkpoints are as secret")
-    assert main(["verify", str(place)]) == 0
-    assert load_trained(place).step == 7  # its checkpoint holds what noise keeps, too
-    assert main(["train", str(file), "--dry-run"]) == 0
-    assert main(["compile", str(file), "--topology", "cpu:2"]) == 0
 
 
 def rows_of(data, steps):

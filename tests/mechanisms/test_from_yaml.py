@@ -1,0 +1,50 @@
+"""Mechanisms from a file: trained, verified, read again, priced and compiled."""
+
+import json
+
+import pytest
+import yaml
+
+from dpfl_jax.cli.main import main
+from dpfl_jax.training.trained import load_trained
+
+CONFIG = {
+    "data": {
+        "source": "python_source", "seq_len": 16, "max_users": 30, "max_examples_per_user": 2,
+        "validation_fraction": 0.0, "test_fraction": 0.0,
+    },
+    "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
+    "privacy": {"epsilon": 8.0, "delta": 1e-4},
+    "train": {"steps": 7, "checkpoint_every": 3},
+}  # fmt: skip
+# kind: (fields, what the sampling says, how the last assumption begins)
+KINDS = {
+    "allocation": ({}, "in exactly one of every 5 steps", "all steps of a stretch are taken by"),
+    "bandmf": (
+        {"bands": 3, "strategy": [0.75, 0.5, 0.4375]},
+        "3 groups of users",
+        "checkpoints are as secret",
+    ),
+    "blt": ({}, "at every 5-th step", "checkpoints are as secret"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.release] * (k != "blt")) for k in KINDS]
+)
+def test_a_run_from_yaml_is_verified_read_priced_and_compiled(kind, tmp_path, capsys):
+    fields, sampling, last = KINDS[kind]
+    mechanism = {"kind": kind, "group_size": 2, "cohort_size": 6, **fields}
+    file, place = tmp_path / "own.yaml", tmp_path / "run"
+    file.write_text(yaml.safe_dump(CONFIG | {"mechanism": mechanism}))
+    assert main(["train", str(file), "--json", "--run-dir", str(place)]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert 7.9 < report["privacy"]["epsilon"] <= 8.0
+    assert sampling in report["privacy"]["sampling"]
+    assert any(told.startswith(last) for told in report["privacy"]["assumptions"][-2:])
+    assert main(["verify", str(place)]) == 0
+    assert load_trained(place).step == 7  # its checkpoint holds what noise keeps, too
+    assert main(["train", str(file), "--dry-run"]) == 0
+    assert main(["compile", str(file), "--topology", "cpu:2"]) == 0
