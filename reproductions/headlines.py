@@ -270,7 +270,15 @@ HEADLINES: dict[str, list[Headline]] = {
         Headline(
             "BandMF is ahead of independent noise, with users for examples",
             "section 5",
-            {"correlated/language-model": "."},
+            {"correlated/language-model": "BandMF", "correlated/digits": "BandMF"},
+        ),
+        Headline(
+            "BLT and random allocation, beside it: as their noise in prefix sums foretells",
+            "ours",
+            {
+                "correlated/language-model": "BLT|allocation",
+                "correlated/digits": "BLT|allocation",
+            },
         ),
         Headline(
             "at the paper's size (Stack Overflow, CIFAR-10)",

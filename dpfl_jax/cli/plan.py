@@ -17,12 +17,13 @@ HELP = "choose algorithm and group sizes for a compute budget"
 DESCRIPTION = """\
 Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
 size, ULS at each split into M users of G examples, and at the same splits BandMF and BLT: users who
-take turns (sampled in their turn, or not), with noise that later steps take back. What is compared
-is the noise on the averaged gradient, sigma times the typical gradient norm over the size; for
-these two that of independent noise which leaves as much in sums of gradients, which training
-follows. Prints a table,
-the heuristics beside the best, and the reason; writes a heat map and a configuration that `dpfl
-train` runs. --target-noise, --ask and the best split of a fit weigh ELS and ULS.
+take turns (sampled in their turn, or not), with noise that later steps take back; and allocation,
+where every user is in exactly one of every t steps, at ULS's best split. What is compared is the
+noise on the averaged gradient, sigma times the typical gradient norm over the size; for BandMF and
+BLT that of independent noise which leaves as much in sums of gradients, which training follows.
+Prints a table, the heuristics beside the best, and the reason; writes a heat map and a
+configuration that `dpfl train` runs. --target-noise, --ask and the best split of a fit weigh ELS
+and ULS.
 
 With a `population` section in the configuration no data are read, and gradient norms are assumed to
 fall as G^-DECAY (0: all examples of a user alike; 0.5: orthogonal). Otherwise norms are the medians
@@ -190,7 +191,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.ask is not None:
         return _predict.answer(args, outlooks or {"noise": Outlook(planner, gradients)}, console)
     with console.status("calibrating noise"):
-        plan = planner.plan(budget, correlated=True)
+        plan = planner.plan(budget, every=True)
     result: dict[str, Any] = {
         "status": "planned",
         "sensitivities": planner.sensitivities.source,

@@ -86,7 +86,7 @@ class Option:
     """One way to spend the budget.
 
     Attributes:
-      kind: "els", "uls", "bandmf" or "blt".
+      kind: "els", "uls", "bandmf", "blt" or "allocation".
       group_size: G.
       size: expected examples (ELS) or users (ULS) a step.
       sampling_prob: of each example or user.
@@ -98,7 +98,7 @@ class Option:
         independent noise with the same error in prefix sums).
     """
 
-    kind: Literal["els", "uls", "bandmf", "blt"]
+    kind: Literal["els", "uls", "bandmf", "blt", "allocation"]
     group_size: int
     size: int
     sampling_prob: float
@@ -332,6 +332,24 @@ class Planner:
         column = buffered_column(self._buffers(separation), self.steps)
         return events.toeplitz(sigma, column, separation, self.steps)
 
+    def allocation(self, group: int, cohort: int, epsilon: float | None = None) -> Option | None:
+        """Random allocation of G examples of M users; None if everybody is in every step.
+
+        Raises:
+          BadInputError: as ``uls``.
+        """
+        once_in = round(self.users.num_users / cohort)
+        if once_in < 2:
+            return None
+        sigma = accounting.calibrate_noise_multiplier(
+            lambda s: events.allocated(s, once_in, self.steps),
+            self.epsilon if epsilon is None else epsilon,
+            self.delta,
+            near=self.uls_noise_multiplier(cohort, epsilon),
+        )
+        norm = self.sensitivities.at(group)
+        return Option("allocation", group, cohort, 1 / once_in, sigma, norm)
+
     def els(self, group: int, batch: int, epsilon: float | None = None) -> Option:
         """ELS with B examples, at most G of a user in the whole run."""
         epsilon = self.epsilon if epsilon is None else epsilon
@@ -372,14 +390,15 @@ class Planner:
     # ---- plans -----------------------------------------------------------------------------
 
     def plan(
-        self, budget: int, *, els_groups: Sequence[int] | None = None, correlated: bool = False
+        self, budget: int, *, els_groups: Sequence[int] | None = None, every: bool = False
     ) -> Plan:
         """Prices all (G, M) with G M = B, powers of two, and ELS at all group sizes.
 
         Args:
           budget: B, gradient evaluations a step.
           els_groups: ELS group sizes; default all that can be priced.
-          correlated: whether BandMF and BLT are priced, too, at every (G, M).
+          every: whether BandMF and BLT are priced, too, at every (G, M), and random allocation,
+            which takes seconds, where ULS has the least noise.
         """
         if budget < 1:
             raise BadInputError(
@@ -390,9 +409,13 @@ class Planner:
             cohort = budget // group
             if cohort >= 1 and cohort <= self.users.num_users:
                 options.append(self.uls(group, cohort))
-                if correlated:
+                if every:
                     made = (self.bandmf(group, cohort), self.blt(group, cohort))
                     options += [option for option in made if option is not None]
+        if every and options:
+            uls = min((o for o in options if o.kind == "uls"), key=lambda o: o.noise)
+            allocated = self.allocation(uls.group_size, uls.size)
+            options += [] if allocated is None else [allocated]
         for group in self.users.groups() if els_groups is None else els_groups:
             if budget <= self.users.left(group):
                 options.append(self.els(group, budget))
@@ -514,6 +537,8 @@ class Planner:
             event = events.els(sigma, prob, option.group_size, self.steps)
         elif option.kind == "blt":
             event = self._buffered(sigma, round(1 / prob))
+        elif option.kind == "allocation":
+            event = events.allocated(sigma, round(1 / prob), self.steps)
         else:
             event = events.banded(sigma, prob, strategy(option.bands, self.steps), self.steps)
         try:
@@ -571,6 +596,9 @@ def _reason(best: Option, options: list[Option]) -> str:
             f"{best.noise_multiplier:.3g}, but later steps take back all but {best.error:.0%} of "
             "what independent noise would leave in sums of gradients"
         )
+    if best.kind == "allocation":
+        steps = round(1 / best.sampling_prob)
+        text += f". Every user takes part in exactly one of every {steps} steps"
     if best.kind == "blt":
         text += (
             f". Its users take part in every {1 / best.sampling_prob:.0f}th step, and nothing is "
@@ -580,4 +608,4 @@ def _reason(best: Option, options: list[Option]) -> str:
     return text
 
 
-_NAMES = {"els": "ELS", "uls": "ULS", "bandmf": "BandMF", "blt": "BLT"}
+_NAMES = {"els": "ELS", "uls": "ULS", "bandmf": "BandMF", "blt": "BLT", "allocation": "allocation"}

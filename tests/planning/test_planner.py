@@ -13,7 +13,7 @@ from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import BLT, BandMF, Population
+from dpfl_jax.mechanisms import BLT, Allocation, BandMF, Population
 from dpfl_jax.noise import buffered_error, prefix_error, strategy
 from dpfl_jax.planning import (
     Planner,
@@ -75,8 +75,9 @@ def test_the_winners_of_ten_budgets_are_those_of_an_exhaustive_search():
         return [scale * exact(option, b) * prefix_error(strategy(b, 1000), 1000) for b in powers]
 
     for budget in (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096):
-        plan = p.plan(budget, correlated=True)
-        sampled = [o for o in plan.options if o.kind != "blt"]  # that one has a test of its own
+        plan = p.plan(budget, every=True)
+        own = ("blt", "allocation")  # which have tests of their own
+        sampled = [o for o in plan.options if o.kind not in own]
         least = min(min(noises(o)) for o in sampled)
         assert plan.best.noise <= least * (1 + 5e-4), (budget, plan.best)
         kinds.add((plan.best.kind, plan.best.group_size))
@@ -121,7 +122,10 @@ def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
     assert option.noise == pytest.approx(found[option.bands], rel=1e-5)
     assert option.noise <= 1.02 * min(found.values())
     assert found[1] == pytest.approx(p.uls(4, 16).noise, rel=1e-4)
-    plan = p.plan(64, correlated=True)
+    # In many passes; in one, allocation is ahead.
+    plan = Planner(p.users, p.sensitivities, epsilon=8.0, delta=1e-6, steps=512).plan(
+        64, every=True
+    )
     assert plan.best.kind == "bandmf"
     assert f"Its {plan.best.bands} groups of users take turns" in plan.reason
     assert p.bandmf(1, 1024) is None  # everybody in every step: groups have nothing to give
@@ -135,7 +139,7 @@ def test_noise_of_buffers_is_priced_without_sampling():
         Users(3000, limited={1: 3000}), Sensitivities.assumed(0.0, [1, 4]), epsilon=20.0,
         delta=1e-6, steps=60,
     )  # fmt: skip
-    plan = p.plan(500, correlated=True)
+    plan = p.plan(500, every=True)
     assert plan.best.kind == "blt"
     assert "take part in every 6th step" in plan.reason
     for option in (o for o in plan.options if o.kind == "blt"):
@@ -147,7 +151,30 @@ def test_noise_of_buffers_is_priced_without_sampling():
         assert 19.99 < p.epsilon_of(option) <= 20.0
     assert p.blt(1, 3000) is None  # everybody in every step: noise that is taken back costs more
     small = Planner(p.users, p.sensitivities, epsilon=1.0, delta=1e-6, steps=600)
-    assert small.plan(500, correlated=True).best.kind != "blt"  # sampling gains more
+    assert small.plan(500, every=True).best.kind != "blt"  # sampling gains more
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_allocation_is_priced_where_users_are_sampled_with_the_least_noise():
+    """Against the mechanism calibrated; ahead of ULS in a run of one pass."""
+    p = Planner(
+        Users(1024, limited={1: 1024}), Sensitivities.assumed(0.2, [1, 4]), epsilon=2.0,
+        delta=1e-6, steps=16,
+    )  # fmt: skip
+    plan = p.plan(64, every=True)
+    (option,) = (o for o in plan.options if o.kind == "allocation")
+    uls = min((o for o in plan.options if o.kind == "uls"), key=lambda o: o.noise)
+    assert (option.group_size, option.size) == (uls.group_size, uls.size)
+    made = Allocation(group_size=option.group_size, cohort_size=option.size)
+    made = made.calibrate(Population(1024, 4096, 1024), 16, 2.0, 1e-6)
+    assert option.noise_multiplier == pytest.approx(made.noise_multiplier, rel=2e-5)
+    assert option.noise == pytest.approx(option.sensitivity * made.noise_multiplier / option.size)
+    assert 1.99 < p.epsilon_of(option) <= 2.0
+    assert option.noise < 0.95 * uls.noise
+    if plan.best.kind == "allocation":
+        assert "exactly one of every" in plan.reason
+    assert p.allocation(1, 1024) is None  # everybody in every step
 
 
 def test_estimate_and_double_as_printed_never_grows_the_cohort():
