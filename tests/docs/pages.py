@@ -85,7 +85,9 @@ def blocks(page: pathlib.Path) -> list[Block]:
 def links(page: pathlib.Path) -> tuple[list[str], list[str]]:
     """Where the page's links lead, and those of steps of proofs, which name lines of code."""
     text = prose(page)
-    return re.findall(r"\]\(([^)\s]+)\)", text), re.findall(r"^\[\S+\]: (\S+)", text, re.M)
+    named = re.findall(r"^\[\S+\]: (\S+)", text, re.M)
+    inline = re.findall(r"\]\(([^)\s]+)\)", text) + [to for to in named if "://" in to]
+    return inline, [to for to in named if "://" not in to]
 
 
 def prose(page: pathlib.Path) -> str:
