@@ -200,9 +200,9 @@ def _csv(args: argparse.Namespace) -> Any:
 
 def _conversations(args: argparse.Namespace) -> Any:
     from dpfl_jax.data.chats import conversations_in
+    from dpfl_jax.data.sections import CONVERSATION
 
-    kinds = ("messages", "prompt", "completion", "chosen", "rejected")
-    columns = {name: getattr(args, f"{name}_column") for name in kinds}
+    columns = {name: getattr(args, f"{name}_column") for name in CONVERSATION}
     found = conversations_in(columns, args.tokenizer, args.chat_template)
     if found is not None and (args.source != "files" or args.engine == "beam" or args.text_column):
         raise BadInputError(

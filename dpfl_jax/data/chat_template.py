@@ -1,7 +1,7 @@
 """A tokeniser's chat template: messages to one text, and which of its characters are answers.
 
-Templates are Jinja, as ``transformers`` has them, in a sandbox. They know no date: the same messages
-give the same text on every day.
+Templates are Jinja, as ``transformers`` has them, in a sandbox. They know no date: the same
+messages give the same text on every day.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class ChatTemplate:
             text, spans = _unmarked(text)
             if len(spans) != len(assistant):
                 raise BadInputError(
-                    f"{where}: {self.name} marks {len(spans)} answers, but there are "
-                    f"{len(assistant)} messages of the assistant: put {{% generation %}} around each"
+                    f"{where}: {self.name} marks {len(spans)} answers, but the assistant has "
+                    f"{len(assistant)} messages: put {{% generation %}} around each"
                 )
             return text, spans
         spans = []
@@ -181,7 +181,9 @@ def load_chat_template(tokenizer: Any, file: str | None = None) -> ChatTemplate 
         content = token.get("content") if isinstance(token, dict) else token
         if key.endswith("_token") and isinstance(content, str):
             tokens[key] = content
-    return ChatTemplate(source, tokens, f"the chat template {name}" if os.path.exists(name) else name)
+    return ChatTemplate(
+        source, tokens, f"the chat template {name}" if os.path.exists(name) else name
+    )
 
 
 def _read(path: pathlib.Path) -> str:

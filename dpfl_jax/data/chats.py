@@ -53,6 +53,10 @@ class Conversations:
         named = (self.messages, self.prompt, self.completion, self.chosen, self.rejected)
         return [name for name in named if name is not None]
 
+    @property
+    def _both(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.chosen, self.rejected) if name is not None)
+
     def schema(self, seq_len: int, tokenizer: Tokenizer) -> Schema:
         """The layout of the examples."""
         if not hasattr(tokenizer, "encode_placed"):
@@ -76,8 +80,7 @@ class Conversations:
         elif self.completion is not None:
             sequences = [self._answer(row, self.completion, where)]
         else:
-            assert self.chosen is not None and self.rejected is not None
-            sequences = [self._answer(row, name, where) for name in (self.chosen, self.rejected)]
+            sequences = [self._answer(row, name, where) for name in self._both]
         return json.dumps(sequences)
 
     def _rendered(self, messages: Messages, where: str) -> tuple[str, Spans]:
@@ -91,8 +94,7 @@ class Conversations:
     def _answer(self, row: Mapping[str, Any], column: str, where: str) -> tuple[str, Spans, bool]:
         """Text, answers, and whether the end token follows, of one answer to the prompt."""
         if self.prompt is None:
-            assert self.chosen is not None and self.rejected is not None
-            both = [_messages(row, name, where) for name in (self.chosen, self.rejected)]
+            both = [_messages(row, name, where) for name in self._both]
             whole = _messages(row, column, where)
             before = 0
             while before < min(map(len, both)) - 1 and both[0][before] == both[1][before]:
@@ -141,11 +143,11 @@ def conversations_in(
     if not given and chat_template is None:
         return None
     if given not in kinds:
-        named = " and ".join(f"data.{name}_column" for name in sorted(given)) or "no column of them"
+        named = " and ".join(f"data.{name}_column" for name in sorted(given)) or "none of them"
         raise BadInputError(
-            f"conversations are named by data.messages_column, or by prompt_column and "
-            f"completion_column, or by prompt_column, chosen_column and rejected_column, but {named}"
-            " is set"
+            "conversations are named by data.messages_column, by prompt_column and "
+            "completion_column, or by prompt_column, chosen_column and rejected_column, but "
+            f"{named} is set"
         )
     template = load_chat_template(tokenizer, chat_template)
     return Conversations(**columns, template=template)
@@ -184,7 +186,7 @@ def _message(found: Any, where: str) -> dict[str, Any]:
 
 def _need_assistant(messages: Sequence[Mapping[str, Any]], column: str, where: str) -> None:
     if not any(message["role"] == "assistant" for message in messages):
-        raise BadInputError(f"{where}: no message in {column!r} is the assistant's, so none to learn")
+        raise BadInputError(f"{where}: no message in {column!r} is the assistant's")
 
 
 def encode_conversations(

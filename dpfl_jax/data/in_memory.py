@@ -158,11 +158,15 @@ def from_rows(
       user: column of the owner, or of a list of owners, or a key expression
         (``docs/guides/data.md``); None: every row is a person of its own (tables only).
       text: column of the text, to be tokenised; or
-      messages, prompt, completion, chosen, rejected, chat_template: as ``data.messages_column`` and
-        so on (``docs/guides/finetune.md``); or
+      messages: column of a conversation (``docs/guides/finetune.md``); or
+      prompt: column of a prompt, text or messages, that is followed by
+      completion: the answer; or by
+      chosen: the better of two, and
+      rejected: the other one; or
       target: column that is predicted, of a table of numbers, from
       inputs: these columns. A DataFrame or ``Dataset`` also takes shell patterns, and by default
         all others; rows alone do not say what columns there are.
+      chat_template: file of a template for messages; default the tokeniser's own.
       classes: number of classes of the target; None: it is a number.
       silo: column of the silo.
       scale: (middle, half width) by column, known without these data.

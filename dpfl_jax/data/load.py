@@ -18,7 +18,7 @@ from dpfl_jax.data.keys import value_to_id
 from dpfl_jax.data.owners import SharedStore, by_set, store_of
 from dpfl_jax.data.registry import data_source
 from dpfl_jax.data.rows import BadRows
-from dpfl_jax.data.sections import DataConfig, SourceConfig
+from dpfl_jax.data.sections import CONVERSATION, DataConfig, SourceConfig
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import ArrayStore, Store
@@ -224,8 +224,7 @@ def _texts(config: SourceConfig, bad: BadRows) -> Examples:
     if config.source == "python_source":
         store = python_source.private_store(tokenizer, config.seq_len, config.max_users, limit)
         return _tokens(store, tokenizer, "a source file of an installed package")
-    kinds = ("messages", "prompt", "completion", "chosen", "rejected")
-    columns = {name: getattr(config, f"{name}_column") for name in kinds}
+    columns = {name: getattr(config, f"{name}_column") for name in CONVERSATION}
     conversations = conversations_in(columns, config.tokenizer, config.chat_template)
     documents = read_documents(
         expand_paths(config.path),

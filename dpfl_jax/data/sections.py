@@ -12,6 +12,8 @@ from dpfl_jax.data.rows import CsvFormat
 from dpfl_jax.errors import BadInputError
 
 _Count = Annotated[int, Field(gt=0)]
+# Columns of conversations: NAME_column of a section, NAME of ``chats.Conversations``.
+CONVERSATION = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +103,8 @@ class SourceConfig:
     @property
     def conversations(self) -> tuple[str, ...]:
         """The settings of conversations that are made."""
-        names = ("messages_column", "prompt_column", "completion_column", "chosen_column")
-        names += ("rejected_column", "chat_template")
-        return tuple(name for name in names if getattr(self, name) is not None)
+        names = [f"{kind}_column" for kind in CONVERSATION]
+        return tuple(n for n in (*names, "chat_template") if getattr(self, n) is not None)
 
     def caveats(self) -> tuple[str, ...]:
         """What these settings mean for a guarantee, a sentence each."""
@@ -132,7 +133,7 @@ class SourceConfig:
             )
         if self.conversations:
             found.append(
-                "the chat template is taken as known without these data, and how many conversations "
+                "the chat template is taken as known without these data; how many conversations "
                 "were too long is counted without noise: the guarantee does not cover that number"
             )
         if self.scale:

@@ -58,9 +58,7 @@ def file_rows(
     conversations: Conversations | None = None,
 ) -> Iterator[Row]:
     """Yields the rows of one file; ``file`` is its place among the files of the build."""
-    documents = read_documents(
-        [path], format, user_column, text_column, csv, bad, conversations
-    )
+    documents = read_documents([path], format, user_column, text_column, csv, bad, conversations)
     for row, (user, text) in enumerate(documents):
         yield user, sequence_number(file, row), text.encode()
 

@@ -84,7 +84,7 @@ class PreferenceModel(LanguageModel):
         return jax.nn.softplus(-self.beta * (moved - still))
 
     def right(self, losses: jax.Array) -> jax.Array:
-        """Whether the margin is above the reference's, by the loss: 1, 0, or 1/2 where it is equal."""
+        """Whether margins are above the reference's, by losses: 1, 0, or 1/2 where equal."""
         return 0.5 + 0.5 * jnp.sign(jnp.log(jnp.float32(2.0)) - losses)
 
 

@@ -454,7 +454,10 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         else pretraining.steps * pretraining.batch_size * config.data.seq_len,
         # The reference of pairs is evaluated, too.
         "training_flops": (6.0 if config.model.dpo is None else 8.0)
-        * model.num_params * budget * seq_len * steps,
+        * model.num_params
+        * budget
+        * seq_len
+        * steps,
         "sampling_prob": mechanism.sampling_probability(population),
         "noise_multiplier": mechanism.noise_multiplier,
         "noise_on_mean": mechanism.noise_stddev / mechanism.divisor,

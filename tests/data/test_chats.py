@@ -38,7 +38,7 @@ ASKS = {"role": "user", "content": "Well?"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A byte-level BPE tokeniser with ChatML's tokens, and its template, as a checkpoint has them."""
+    """A byte-level BPE tokeniser with ChatML's tokens and template, as a checkpoint has them."""
     path = tmp_path_factory.mktemp("tokenizer")
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
     settings = {
         "chat_template": CHATML,
         "bos_token": "<s>",
-        "eos_token": {"content": "</s>"},
+        "eos_token": {"__type": "AddedToken", "content": "</s>"},
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -70,15 +70,8 @@ def answers(store, tokenizer, row=0, which=...):
     return tuple(texts)
 
 
-def rows(*, seq_len=160, tokenizer="bytes", **columns):
-    kept = {k: v for k, v in columns.items() if not k.startswith("data_")}
-    return dpfl.from_rows(
-        columns["data_rows"],
-        user="user",
-        tokenizer=tokenizer,
-        seq_len=seq_len,
-        **{k: v for k, v in kept.items()},
-    )
+def rows(*, data_rows, seq_len=160, **more):
+    return dpfl.from_rows(data_rows, user="user", seq_len=seq_len, **more)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -109,11 +102,12 @@ def test_files_of_every_kind_and_a_built_store_hold_the_same(folder, tmp_path):
         writer = csv.writer(file)
         writer.writerow(["user", "messages"])
         writer.writerows([row["user"], json.dumps(row["messages"])] for row in table)
+    names = {"user": "human", "assistant": "gpt", "system": "system"}
     human = [
-        {"user": r["user"], "messages": [{"from": m["role"], "value": m["content"]} for m in r["messages"]]}
-        for r in table
-    ]  # fmt: skip
-    human = json.loads(json.dumps(human).replace('"user",', '"human",').replace('"assistant"', '"gpt"'))
+        {**row, "messages": [{"from": names[m["role"]], "value": m["content"]} for m in messages]}
+        for row in table
+        if (messages := row["messages"])
+    ]
     (tmp_path / "sharegpt.jsonl").write_text("\n".join(map(json.dumps, human)))
     common = {"messages_column": "messages", "tokenizer": str(folder), "seq_len": 64}
     prints = set()
@@ -121,7 +115,9 @@ def test_files_of_every_kind_and_a_built_store_hold_the_same(folder, tmp_path):
         found = load_examples(DataConfig(source=kind, path=str(tmp_path / f"x.{kind}"), **common))
         assert (found.task.kind, found.store.num_users, found.dropped) == ("tokens", 2, 0)
         prints.add(found.store.fingerprint)
-    found = load_examples(DataConfig(source="jsonl", path=str(tmp_path / "sharegpt.jsonl"), **common))
+    found = load_examples(
+        DataConfig(source="jsonl", path=str(tmp_path / "sharegpt.jsonl"), **common)
+    )
     prints.add(found.store.fingerprint)
     command = ["data", "build", "--input", str(tmp_path / "x.jsonl"), "--messages-column"]
     command += ["messages", "--tokenizer", str(folder), "--seq-len", "64", "--workers", "1"]
@@ -272,7 +268,7 @@ def test_pairs_are_stored_bit_for_bit():
         np.testing.assert_array_equal(again[name], array)
         assert again[name].dtype == array.dtype
     assert dpfl.data.Schema.from_json(json.loads(json.dumps(schema.to_json()))) == schema
-    with pytest.raises(dpfl.BadInputError, match="outside 0..69999"):
+    with pytest.raises(dpfl.BadInputError, match="outside 0"):
         schema.pack({**batch, "tokens": batch["tokens"] + 69_999})
 
 
@@ -292,7 +288,10 @@ def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path, template):
     file = tmp_path / "t"
     file.write_text(template)
     held = rows(
-        data_rows=[{"user": "a", "m": CHAT}], messages="m", tokenizer=theirs, chat_template=str(file)
+        data_rows=[{"user": "a", "m": CHAT}],
+        messages="m",
+        tokenizer=theirs,
+        chat_template=str(file),
     ).read(np.array([0]))
     ids = found["input_ids"][int(marked) :]  # without the beginning token
     np.testing.assert_array_equal(held["tokens"][0][: len(ids)], ids)
