@@ -181,8 +181,8 @@ def from_rows(
     conversations = conversations_in(columns, tokenizer, chat_template)
     if [text is None, target is None, conversations is None].count(False) != 1:
         raise BadInputError(
-            "give either text= (a column to tokenise), target= (to predict), or the columns of "
-            "conversations, such as messages="
+            "give either text= (a column to tokenise), or columns of a conversation, such as "
+            "messages=, or target= (to predict)"
         )
     located: Iterator[LocatedRow] = ((f"row {i}", dict(row)) for i, row in enumerate(rows))
     if target is None:
