@@ -226,8 +226,8 @@ def test_other_mistakes_are_one_sentence(tmp_path):
     refused("is no template of Jinja: line 1", "{% for %}", messages="m")
     refused("does not take it: 'x' is undefined", "{{ x.y }}", messages="m")
     refused("answers cannot be told", "{{ messages | length }}", messages="m")
-    refused("marks 0 answers, but the assistant has 1", "{% if 0 %}{% generation %}{% endgeneration %}"
-            "{% endif %}", messages="m")  # fmt: skip
+    never = "{% if 0 %}{% generation %}{% endgeneration %}{% endif %}"
+    refused("marks 0 answers, but the assistant has 1", never, messages="m")
     refused("access to attribute '__class__'", "{{ ''.__class__.x }}", messages="m")
     refused("the answer in 'c' is empty", prompt="p", completion="c")
     refused("of 'm' and 'c' one is text", prompt="m", completion="c")
