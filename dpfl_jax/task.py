@@ -16,6 +16,7 @@ class Task:
     Attributes:
       kind: ``"tokens"``: each next one, of ``{"tokens", "mask"}``. ``"classes"``: ``label``, an int
         below ``classes``, from ``x``. ``"regression"``: ``label``, a number, from ``x``.
+        ``"preferences"``: which of two sequences, ``{"tokens", "mask"}`` [2, length], is the first.
       input_shape: of one ``x``, or of one example's tokens.
       classes: number of classes; 0 if there are none.
       vocab_size: token ids (in ``tokens``, or in ``x``) are below it; 0 if x holds numbers.
@@ -23,7 +24,7 @@ class Task:
       scaled: numbers are of order 1, by constants that were known without these data.
     """
 
-    kind: Literal["tokens", "classes", "regression"]
+    kind: Literal["tokens", "classes", "regression", "preferences"]
     input_shape: tuple[int, ...] = ()
     classes: int = 0
     vocab_size: int = 0

@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     config = load_config(args.config, args.overrides)
     if not isinstance(config, RunConfig):
         raise BadInputError("compile: federated configurations are not compiled for slices yet")
+    if config.model.dpo is not None:
+        raise BadInputError("compile: the loss of preference pairs (model.dpo) is not compiled yet")
     mesh = slice_mesh(args.topology, config.execution.mesh.axes)
     result = measure(
         config,

@@ -22,6 +22,7 @@ examples:
   dpfl data build --input mails.jsonl --user-column authors --out STORE   # a list: several owners
   dpfl data build --input speeches.jsonl.gz --user-column '{play}/{speaker}' --out STORE
   dpfl data build --input visits.csv --delimiter ';' --user-column name --out STORE
+  dpfl data build --input chats.jsonl --messages-column messages --tokenizer CHECKPOINT --out STORE
   dpfl data build --source python_source --out STORE --store-format flat
   dpfl data build --source tfds --input DIR --user-column user_id --text-column text --out STORE
   dpfl data build --source shakespeare --out STORE
@@ -48,6 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="column of a user or of a list of owners, or key expression",
     )
     build.add_argument("--text-column", help="column of the text (default: text)")
+    build.add_argument("--messages-column", help="column of a conversation, in its place")
+    build.add_argument("--prompt-column", help="column of a prompt, and beside it")
+    build.add_argument("--completion-column", help="that of the answer; or")
+    build.add_argument("--chosen-column", help="that of the better of two, and")
+    build.add_argument("--rejected-column", help="that of the other one")
+    build.add_argument("--chat-template", metavar="FILE", help="default: the tokenizer's own")
     build.add_argument("--delimiter", help="between the cells of CSV files (default: a comma)")
     build.add_argument("--encoding", help="of CSV files (default: UTF-8, or UTF-16 if marked so)")
     build.add_argument(
@@ -107,14 +114,15 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
     started = time.monotonic()
     if args.on_bad_row == "drop" and (args.source != "files" or args.engine == "beam"):
         raise BadInputError("--on-bad-row drop is for files, read by the local engine")
-    source = _source(args)
+    conversations = _conversations(args)
+    source = _source(args, conversations)
     settings: dict[str, Any] = {
         "shard_format": args.store_format,
         "num_shards": args.shards or default_num_shards(source.size),
         "max_examples_per_user": args.max_examples_per_user,
     }
     if source.schema is None:
-        plan = BuildPlan.for_text(args.tokenizer, args.seq_len, **settings)
+        plan = BuildPlan.for_text(args.tokenizer, args.seq_len, conversations, **settings)
     else:
         plan = BuildPlan(source.schema, tokenizer=None, **settings)
     columns = (
@@ -190,7 +198,21 @@ def _csv(args: argparse.Namespace) -> Any:
     return CsvFormat(args.delimiter, args.encoding)
 
 
-def _source(args: argparse.Namespace) -> Any:
+def _conversations(args: argparse.Namespace) -> Any:
+    from dpfl_jax.data.chats import conversations_in
+    from dpfl_jax.data.sections import CONVERSATION
+
+    columns = {name: getattr(args, f"{name}_column") for name in CONVERSATION}
+    found = conversations_in(columns, args.tokenizer, args.chat_template)
+    if found is not None and (args.source != "files" or args.engine == "beam" or args.text_column):
+        raise BadInputError(
+            f"--{found.columns[0]}-column is for files, read by the local engine, in the place of "
+            "--text-column"
+        )
+    return found
+
+
+def _source(args: argparse.Namespace, conversations: Any) -> Any:
     from dpfl_jax.data import sources
 
     if args.source == "files":
@@ -201,6 +223,7 @@ def _source(args: argparse.Namespace) -> Any:
             args.text_column or "text",
             _csv(args),
             args.on_bad_row == "drop",
+            conversations,
         )
     if args.source == "python_source":
         return sources.python_files_source()

@@ -58,13 +58,23 @@ class LoraConfig(Section):
     targets: tuple[str, ...] = Field(("*/attention/*",), min_length=1)
 
 
+class DpoConfig(Section):
+    """Direct preference optimisation of pairs (Rafailov et al. 2023).
+
+    Attributes:
+      beta: how dear it is to leave the model that training started from.
+    """
+
+    beta: Positive = 0.1
+
+
 class ModelConfig(Section):
     """The model, and which of its parameters are trained privately.
 
     Attributes:
       kind: transformer (tokens), lstm (windows of characters), mlp, cnn, small_cnn, logistic
         (classes), mlp, linear (numbers). Only the transformer takes size, checkpoint, overrides,
-        lora and last_layers.
+        lora, last_layers and dpo.
       module: a model of your own in the place of a kind: ``package.module:build``, a function
         (task, key, **options) that returns it (docs/guides/models.md).
       options: arguments of the other kinds' classes, or of the function.
@@ -78,6 +88,7 @@ class ModelConfig(Section):
         if there are adapters, else all. The others are never differentiated, noised or updated.
       last_layers: blocks that ``trainable: last_layers`` trains (with the last norm).
       frozen_dtype: of parameters of a checkpoint that are not trained.
+      dpo: the loss of data that are preference pairs (``data.chosen_column``).
     """
 
     kind: ModelKind = "transformer"
@@ -90,6 +101,7 @@ class ModelConfig(Section):
     trainable: Literal["all", "lora", "biases", "last_layers"] | tuple[str, ...] | None = None
     last_layers: int = Field(1, ge=1)
     frozen_dtype: Literal["float32", "bfloat16"] = "float32"
+    dpo: DpoConfig | None = None
 
     @property
     def is_transformer(self) -> bool:
@@ -105,7 +117,7 @@ class ModelConfig(Section):
     def _check_choice(self) -> ModelConfig:
         if self.module is not None and self.kind != "transformer":
             raise ValueError("both model.kind and model.module are set: keep one")
-        own = ("size", "checkpoint", "overrides", "lora", "last_layers")
+        own = ("size", "checkpoint", "overrides", "lora", "last_layers", "dpo")
         for name in ("options",) if self.is_transformer else own:
             default = ModelConfig.model_fields[name].get_default(call_default_factory=True)
             if getattr(self, name) != default:

@@ -35,7 +35,7 @@ from dpfl_jax.data.build_plan import (
     disk_error,
     write_text,
 )
-from dpfl_jax.data.chunking import encode_user
+from dpfl_jax.data.chunking import encode_user, none_usable
 from dpfl_jax.data.records import FORMATS, write_records
 from dpfl_jax.data.rows import BadRows
 from dpfl_jax.data.shards import FileEntry, Manifest, ShardStore
@@ -130,6 +130,7 @@ def encode_partition(
     names: list[str] = []
     counts: list[int] = []
     digests: list[bytes] = []
+    bad = BadRows()
 
     def blocks() -> Iterator[np.ndarray]:
         for user, data in users:
@@ -137,7 +138,7 @@ def encode_partition(
                 raise BadInputError(NO_FIRST_OF_SHARED)
             if tokenizer is not None:
                 texts = [d.decode() for d in data]
-                records = encode_user(texts, tokenizer, schema, limit)
+                records = encode_user(texts, tokenizer, schema, limit, bad)
             else:
                 records = np.frombuffer(b"".join(data), schema.record_dtype)[:limit]
             if len(records):
@@ -153,6 +154,7 @@ def encode_partition(
         "users": names,
         "counts": counts,
         "digests": [d.hex() for d in digests],
+        "dropped": bad.dropped,
     }
     try:
         write_text(side_path(staging, plan, shard), json.dumps(side))
@@ -213,6 +215,7 @@ def finish(
     ``of_sets``: users are sets of owners, even if each has one: others decided what is kept.
     """
     noted = staging / _DROPPED
+    dropped = int(noted.read_text()) if noted.exists() else 0
     entries, names, counts, digests = [], [], [], []
     for shard in range(plan.num_shards):
         side = json.loads(side_path(staging, plan, shard).read_text())
@@ -223,9 +226,10 @@ def finish(
         names += side["users"]
         counts += side["counts"]
         digests += side["digests"]
+        dropped += side["dropped"]
     if not names:
         shutil.rmtree(staging)
-        raise BadInputError("the data hold zero usable examples: every text is empty")
+        raise none_usable(plan.schema)
     try:
         encoded = [name.encode() for name in names]
         np.save(staging / "offsets.npy", np.cumsum([0, *counts], dtype=np.int64))
@@ -245,7 +249,7 @@ def finish(
             {
                 "sources": sources,
                 "max_examples_per_user": plan.max_examples_per_user,
-                "dropped_rows": int(noted.read_text()) if noted.exists() else 0,
+                "dropped_rows": dropped,
             },
         )
         manifest.write(staging)

@@ -7,6 +7,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+from dpfl_jax.data.chats import Conversations
 from dpfl_jax.data.records import FORMATS
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import user_order_key
@@ -49,10 +50,19 @@ class BuildPlan:
             raise BadInputError(f"the number of shards is {self.num_shards}: use 1 to 100000")
 
     @classmethod
-    def for_text(cls, tokenizer: str, seq_len: int, **settings: Any) -> BuildPlan:
-        """Returns the plan of a token store."""
+    def for_text(
+        cls,
+        tokenizer: str,
+        seq_len: int,
+        conversations: Conversations | None = None,
+        **settings: Any,
+    ) -> BuildPlan:
+        """Returns the plan of a store of texts, or of conversations."""
         loaded = load_tokenizer(tokenizer)
-        schema = Schema.tokens(seq_len, loaded.vocab_size, loaded.fingerprint)
+        if conversations is not None:
+            schema = conversations.schema(seq_len, loaded)
+        else:
+            schema = Schema.tokens(seq_len, loaded.vocab_size, loaded.fingerprint)
         return cls(schema, tokenizer=tokenizer, **settings)
 
     def partition(self, user_id: str) -> int:

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from dpfl_jax.data.chats import TOO_LONG, Conversations, encode_conversations
 from dpfl_jax.data.owners import told_apart
+from dpfl_jax.data.rows import BadRows
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import ArrayStore, Store, user_order_key
 from dpfl_jax.data.tokenizers import Tokenizer
@@ -58,18 +60,38 @@ def chunk_documents(
 
 
 def encode_user(
-    texts: Sequence[str], tokenizer: Tokenizer, schema: Schema, max_examples: int | None = None
+    texts: Sequence[str],
+    tokenizer: Tokenizer,
+    schema: Schema,
+    max_examples: int | None = None,
+    bad: BadRows | None = None,
 ) -> np.ndarray:
-    """Returns the records of one user's documents, in order, at most ``max_examples``."""
+    """Returns the records of one user's documents, in order, at most ``max_examples``.
+
+    ``bad`` counts the conversations that were left out: none of their answers begins in time.
+    """
     some = max_examples or max(len(texts), 1)
     found, count = [np.empty(0, schema.record_dtype)], 0
     for start in range(0, len(texts), some):  # what would be cut off need not be tokenised
-        ids = tokenizer.encode_batch(texts[start : start + some])
-        found.append(chunk_documents(ids, schema, tokenizer.eos_id)[0])
+        these = texts[start : start + some]
+        if schema.kind == "answers":
+            records, dropped = encode_conversations(these, tokenizer, schema)
+            if bad is not None:
+                bad.dropped += dropped
+        else:
+            ids = tokenizer.encode_batch(these)
+            records = chunk_documents(ids, schema, tokenizer.eos_id)[0]
+        found.append(records)
         count += len(found[-1])
         if max_examples is not None and count >= max_examples:
             break
     return np.concatenate(found)[:max_examples]
+
+
+def none_usable(schema: Schema) -> BadInputError:
+    """Returns the error of data of which nothing is left."""
+    why = TOO_LONG.format(schema.seq_len) if schema.kind == "answers" else "every text is empty"
+    return BadInputError(f"the data hold zero usable examples: {why}")
 
 
 def store_from_documents(
@@ -77,6 +99,8 @@ def store_from_documents(
     tokenizer: Tokenizer,
     seq_len: int,
     max_examples: int | None = None,
+    conversations: Conversations | None = None,
+    bad: BadRows | None = None,
 ) -> Store:
     """Groups documents by user in memory, tokenises and cuts them.
 
@@ -86,11 +110,16 @@ def store_from_documents(
       tokenizer: makes the ids.
       seq_len: tokens in an example.
       max_examples: keep each user's first examples.
+      conversations: what the documents are, if not texts.
+      bad: counts conversations that are too long.
 
     Raises:
       BadInputError: if there is no document, or none yields an example.
     """
-    schema = Schema.tokens(seq_len, tokenizer.vocab_size, tokenizer.fingerprint)
+    if conversations is not None:
+        schema = conversations.schema(seq_len, tokenizer)
+    else:
+        schema = Schema.tokens(seq_len, tokenizer.vocab_size, tokenizer.fingerprint)
     texts: dict[str, list[str]] = {}
     for user, text in documents:
         texts.setdefault(user, []).append(text)
@@ -98,9 +127,9 @@ def store_from_documents(
         raise BadInputError("the data hold no users: there is not one row")
     packed: dict[str, np.ndarray] = {}
     for user in sorted(texts, key=user_order_key):
-        records = encode_user(texts.pop(user), tokenizer, schema, max_examples)
+        records = encode_user(texts.pop(user), tokenizer, schema, max_examples, bad)
         if len(records):
             packed[user] = records
     if not packed:
-        raise BadInputError("the data hold zero usable examples: every text is empty")
+        raise none_usable(schema)
     return told_apart(ArrayStore.from_records(packed, schema, sets=True))

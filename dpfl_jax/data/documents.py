@@ -11,6 +11,7 @@ import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
+from dpfl_jax.data.chats import Conversations
 from dpfl_jax.data.keys import UserKey
 from dpfl_jax.data.rows import (
     PLAIN_CSV,
@@ -59,6 +60,7 @@ def read_documents(
     text_column: str = "text",
     csv: CsvFormat = PLAIN_CSV,
     bad: BadRows | None = None,
+    conversations: Conversations | None = None,
 ) -> Iterator[Document]:
     """Streams the documents of files one after another.
 
@@ -70,22 +72,30 @@ def read_documents(
       text_column: column of the text.
       csv: how CSV files are written.
       bad: told of rows without a user or a text; default: they are errors.
+      conversations: what is read in the place of a text, as its documents.
 
     Raises:
       BadInputError: naming the file and the line or row; or all texts of CSV files are numbers.
     """
     key, bad, some, words = UserKey(user_column), bad or BadRows(), False, False
-    columns = None if key.columns is None else list(dict.fromkeys([*key.columns, text_column]))
+    held = [text_column] if conversations is None else conversations.columns
+    columns = None if key.columns is None else list(dict.fromkeys([*key.columns, *held]))
     for path in paths:
         kind = format or guess_format(path)
         if kind not in FORMATS:
             raise BadInputError(f"unknown data format {kind!r}: use one of {', '.join(FORMATS)}")
         if kind == "folder":
+            if conversations is not None:
+                raise BadInputError(f"the folder {path} holds texts, which have no columns")
             yield from read_folder(path)
             continue
         for where, row in read_file_rows([path], kind, columns, csv, bad):
             try:
-                document = key(row, where), text_of(row, text_column, where)
+                user = key(row, where)
+                if conversations is not None:
+                    document = user, conversations.document(row, where)
+                else:
+                    document = user, text_of(row, text_column, where)
             except BadInputError as error:
                 bad(error)
                 continue

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_jax.data.chats import conversations_in
 from dpfl_jax.data.chunking import store_from_documents
 from dpfl_jax.data.keys import UserKey, owners_to_id
 from dpfl_jax.data.owners import store_of
@@ -136,6 +137,12 @@ def from_rows(
     *,
     user: str | None,
     text: str | None = None,
+    messages: str | None = None,
+    prompt: str | None = None,
+    completion: str | None = None,
+    chosen: str | None = None,
+    rejected: str | None = None,
+    chat_template: str | None = None,
     target: str | None = None,
     inputs: Sequence[str] | None = None,
     classes: int | None = None,
@@ -151,9 +158,15 @@ def from_rows(
       user: column of the owner, or of a list of owners, or a key expression
         (``docs/guides/data.md``); None: every row is a person of its own (tables only).
       text: column of the text, to be tokenised; or
+      messages: column of a conversation (``docs/guides/finetune.md``); or
+      prompt: column of a prompt, text or messages, that is followed by
+      completion: the answer; or by
+      chosen: the better of two, and
+      rejected: the other one; or
       target: column that is predicted, of a table of numbers, from
       inputs: these columns. A DataFrame or ``Dataset`` also takes shell patterns, and by default
         all others; rows alone do not say what columns there are.
+      chat_template: file of a template for messages; default the tokeniser's own.
       classes: number of classes of the target; None: it is a number.
       silo: column of the silo.
       scale: (middle, half width) by column, known without these data.
@@ -163,15 +176,28 @@ def from_rows(
     Raises:
       BadInputError: naming the row and the column.
     """
-    if (text is None) == (target is None):
-        raise BadInputError("give either text= (a column to tokenise) or target= (to predict)")
+    columns = {"messages": messages, "prompt": prompt, "completion": completion}
+    columns |= {"chosen": chosen, "rejected": rejected}
+    conversations = conversations_in(columns, tokenizer, chat_template)
+    if [text is None, target is None, conversations is None].count(False) != 1:
+        raise BadInputError(
+            "give either text= (a column to tokenise), or columns of a conversation, such as "
+            "messages=, or target= (to predict)"
+        )
     located: Iterator[LocatedRow] = ((f"row {i}", dict(row)) for i, row in enumerate(rows))
-    if text is not None:
+    if target is None:
         if user is None:
             raise BadInputError("texts need user=, the column that says whose each is")
         key = UserKey(user)
-        pairs = ((key(row, where), text_of(row, text, where)) for where, row in located)
-        return store_from_documents(pairs, load_tokenizer(tokenizer), seq_len)
+
+        def document(row: dict[str, Any], where: str) -> str:
+            if conversations is not None:
+                return conversations.document(row, where)
+            return text_of(row, str(text), where)
+
+        pairs = ((key(row, where), document(row, where)) for where, row in located)
+        loaded = load_tokenizer(tokenizer)
+        return store_from_documents(pairs, loaded, seq_len, conversations=conversations)
     config = SourceConfig(
         source="rows",
         user_column=user,

@@ -6,18 +6,19 @@ import dataclasses
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from dpfl_jax.data import python_source
+from dpfl_jax.data.chats import conversations_in
 from dpfl_jax.data.chunking import store_from_documents
 from dpfl_jax.data.documents import FORMATS, expand_paths, read_documents
 from dpfl_jax.data.keys import value_to_id
 from dpfl_jax.data.owners import SharedStore, by_set, store_of
 from dpfl_jax.data.registry import data_source
 from dpfl_jax.data.rows import BadRows
-from dpfl_jax.data.sections import DataConfig, SourceConfig
+from dpfl_jax.data.sections import CONVERSATION, DataConfig, SourceConfig
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import ArrayStore, Store
@@ -97,6 +98,11 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
             if getattr(config, name):
                 more = ", whose data.target_column is set" if is_file else " and stores of arrays"
                 raise BadInputError(f"data.{name} is for tables{more}")
+    if config.conversations and (not is_file or config.target_column is not None):
+        raise BadInputError(
+            f"data.{config.conversations[0]} is for files of conversations (of a store: dpfl data "
+            "build), not for tables and other sources"
+        )
     if is_file and config.target_column is not None:
         users, task = read_table(config, keep, bad=bad)
         unit = "a row" if config.user_column is None else config.user_column
@@ -218,6 +224,8 @@ def _texts(config: SourceConfig, bad: BadRows) -> Examples:
     if config.source == "python_source":
         store = python_source.private_store(tokenizer, config.seq_len, config.max_users, limit)
         return _tokens(store, tokenizer, "a source file of an installed package")
+    columns = {name: getattr(config, f"{name}_column") for name in CONVERSATION}
+    conversations = conversations_in(columns, config.tokenizer, config.chat_template)
     documents = read_documents(
         expand_paths(config.path),
         config.source,
@@ -225,14 +233,18 @@ def _texts(config: SourceConfig, bad: BadRows) -> Examples:
         config.text_column,
         config.csv,
         bad,
+        conversations,
     )
-    store = store_from_documents(documents, tokenizer, config.seq_len, max_examples=limit)
+    store = store_from_documents(
+        documents, tokenizer, config.seq_len, limit, conversations=conversations, bad=bad
+    )
     return _tokens(store, tokenizer, config.user_column or "a document")
 
 
 def _tokens(store: Store, tokenizer: Tokenizer, unit: str, test: Store | None = None) -> Examples:
     schema = store.schema
-    task = Task("tokens", (schema.seq_len,), 0, schema.vocab_size, tokenizer.bos_id)
+    kind: Literal["tokens", "preferences"] = "preferences" if schema.pairs else "tokens"
+    task = Task(kind, schema.fields[0].shape, 0, schema.vocab_size, tokenizer.bos_id)
     return Examples(store, task, unit, test, tokenizer)
 
 
@@ -262,7 +274,7 @@ def _stored(config: SourceConfig) -> Examples:
     """A built store: tokens as they are, arrays as ``x`` and ``label``."""
     path = os.fspath(expand_paths(config.path)[0])
     store, classes = open_store(path), config.classes
-    if store.schema.kind == "tokens":
+    if store.schema.kind in ("tokens", "answers"):
         tokenizer = load_tokenizer(config.tokenizer)
         check_tokenizer(store, tokenizer, config.tokenizer)
         found = _tokens(store, tokenizer, "a user of the store")
@@ -369,7 +381,7 @@ def _load_public(config: DataConfig, tokenizer: Tokenizer | None) -> Store | Non
 def check_tokenizer(store: Store, tokenizer: Tokenizer, name: str) -> None:
     """Raises BadInputError if a token store was made by another tokeniser."""
     made_by = store.schema.tokenizer
-    if store.schema.kind == "tokens" and made_by not in (None, tokenizer.fingerprint):
+    if made_by not in (None, tokenizer.fingerprint):
         raise BadInputError(
             f"the store's tokens were made by another tokeniser (fingerprint {made_by[:12]}) than "
             f"data.tokenizer={name} ({tokenizer.fingerprint[:12]}): give the one it was built with"

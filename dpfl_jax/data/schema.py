@@ -35,14 +35,16 @@ class Field:
 class Schema:
     """The layout of the examples of a store.
 
-    Two kinds. ``"arrays"``: what is read is what is stored. ``"tokens"``: stored are a length and
+    Three kinds. ``"arrays"``: what is read is what is stored. ``"tokens"``: stored are a length and
     the token ids in the smallest unsigned type that holds the vocabulary; read are ``tokens`` int32
-    [seq_len] (0 where there is no token) and ``mask`` bool [seq_len].
+    [seq_len] (0 where there is no token) and ``mask`` bool [seq_len]. ``"answers"``: the same is
+    read, but ``mask`` is True for tokens of answers alone, a bit each; both are [2, seq_len], the
+    chosen one first, where an example is a pair of which somebody preferred one.
 
     Attributes:
-      kind: ``"arrays"`` or ``"tokens"``.
+      kind: ``"arrays"``, ``"tokens"`` or ``"answers"``.
       fields: what ``Store.read`` returns.
-      vocab_size: ids are below it (``"tokens"`` only, else 0).
+      vocab_size: ids are below it (0 for ``"arrays"``).
       tokenizer: fingerprint of the tokeniser that made the ids, or None.
     """
 
@@ -53,8 +55,8 @@ class Schema:
 
     def __post_init__(self) -> None:
         """Checks the kind and that there is at least one field."""
-        if self.kind not in ("arrays", "tokens"):
-            raise BadInputError(f"a schema is 'arrays' or 'tokens', not {self.kind!r}")
+        if self.kind not in ("arrays", "tokens", "answers"):
+            raise BadInputError(f"a schema is 'arrays', 'tokens' or 'answers', not {self.kind!r}")
         if not self.fields:
             raise BadInputError("a schema needs at least one field")
 
@@ -68,6 +70,16 @@ class Schema:
         return cls("tokens", fields, int(vocab_size), tokenizer)
 
     @classmethod
+    def answers(
+        cls, seq_len: int, vocab_size: int, tokenizer: str | None = None, pairs: bool = False
+    ) -> Schema:
+        """Returns the schema of prompts with answers, or of pairs of them."""
+        lead = (2,) if pairs else ()
+        whole = cls.tokens(seq_len, vocab_size, tokenizer)
+        fields = tuple(dataclasses.replace(f, shape=(*lead, *f.shape)) for f in whole.fields)
+        return dataclasses.replace(whole, kind="answers", fields=fields)
+
+    @classmethod
     def arrays(cls, example: Mapping[str, Any], leading_axis: bool = False) -> Schema:
         """Infers the schema from one example (or, with ``leading_axis``, a batch of them)."""
         fields = []
@@ -79,21 +91,30 @@ class Schema:
 
     @property
     def seq_len(self) -> int:
-        """Tokens in an example (``"tokens"`` only).
+        """Tokens in an example, or in either sequence of a pair.
 
         Raises:
           BadInputError: if the examples are not token sequences.
         """
-        if self.kind != "tokens":
+        if self.kind == "arrays":
             raise BadInputError("this store holds plain arrays, not token sequences")
-        return self.fields[0].shape[0]
+        return self.fields[0].shape[-1]
+
+    @property
+    def pairs(self) -> bool:
+        """Whether an example is two sequences, of which the first was preferred."""
+        return self.kind == "answers" and len(self.fields[0].shape) == 2
 
     @functools.cached_property
     def record_dtype(self) -> np.dtype[Any]:
         """The structured type of a stored record (little-endian, unpadded)."""
+        width = "<u2" if self.vocab_size <= 2**16 else "<u4"
         if self.kind == "tokens":
-            width = "<u2" if self.vocab_size <= 2**16 else "<u4"
             return np.dtype([("length", "<u4"), ("tokens", width, (self.seq_len,))])
+        if self.kind == "answers":
+            *lead, length = self.fields[0].shape
+            bits = (*lead, -(-length // 8))
+            return np.dtype([("mask", "u1", bits), ("tokens", width, (*lead, length))])
         return np.dtype(
             [(f.name, np.dtype(f.dtype).newbyteorder("<"), f.shape) for f in self.fields]
         )
@@ -106,6 +127,9 @@ class Schema:
             lengths: np.ndarray = records["length"].astype(narrow)
             mask = np.arange(self.seq_len, dtype=narrow) < lengths[:, None]
             return {"tokens": records["tokens"].astype(np.int32), "mask": mask}
+        if self.kind == "answers":
+            bits = np.unpackbits(records["mask"], axis=-1, count=self.seq_len)
+            return {"tokens": records["tokens"].astype(np.int32), "mask": bits.astype(bool)}
         return {f.name: np.ascontiguousarray(records[f.name]) for f in self.fields}
 
     def unpack_on_device(self, raw: Any) -> dict[str, Any]:
@@ -161,10 +185,15 @@ class Schema:
             lengths = mask.sum(axis=1)
             if not np.array_equal(mask, np.arange(self.seq_len) < lengths[:, None]):
                 raise BadInputError("the mask of a token sequence must be True first, then False")
-            tokens = np.where(mask, arrays["tokens"], 0)
+            arrays["tokens"] = np.where(mask, arrays["tokens"], 0)
+            records["length"] = lengths
+        elif self.kind == "answers":
+            records["mask"] = np.packbits(arrays["mask"].astype(bool), axis=-1)
+        if self.kind != "arrays":
+            tokens = arrays["tokens"]
             if tokens.size and not 0 <= tokens.min() <= tokens.max() < max(self.vocab_size, 1):
                 raise BadInputError(f"a token id lies outside 0..{self.vocab_size - 1}")
-            records["length"], records["tokens"] = lengths, tokens
+            records["tokens"] = tokens
         else:
             for name, array in arrays.items():
                 records[name] = array

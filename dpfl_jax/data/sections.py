@@ -12,6 +12,8 @@ from dpfl_jax.data.rows import CsvFormat
 from dpfl_jax.errors import BadInputError
 
 _Count = Annotated[int, Field(gt=0)]
+# Columns of conversations: NAME_column of a section, NAME of ``chats.Conversations``.
+CONVERSATION = ("messages", "prompt", "completion", "chosen", "rejected")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +33,13 @@ class SourceConfig:
       user_column: column of the user's id, or of a list of owners, or a key expression; null:
         every row is a person of its own.
       text_column: column of the text, if files hold text.
+      messages_column: column of a conversation, if files hold these: a list of messages with role
+        and content, or JSON of one. What is learned are the assistant's.
+      prompt_column: column of a prompt, text or messages, that is followed by
+      completion_column: the one answer that is learned; or by
+      chosen_column, rejected_column: two, of which the first was preferred (``model.dpo``); both
+        are whole conversations if there is no prompt_column.
+      chat_template: file of a Jinja template for messages; default the tokeniser's own.
       target_column: files hold a table: this column is to be predicted from others. Of a store of
         arrays: the field (default ``label``).
       input_columns: what it is predicted from, names or shell patterns; default all other columns.
@@ -60,6 +69,12 @@ class SourceConfig:
     path: str | tuple[str, ...] | None = None
     user_column: str | None = "user"
     text_column: str = "text"
+    messages_column: str | None = None
+    prompt_column: str | None = None
+    completion_column: str | None = None
+    chosen_column: str | None = None
+    rejected_column: str | None = None
+    chat_template: str | None = None
     target_column: str | None = None
     input_columns: tuple[str, ...] | None = None
     classes: Annotated[int, Field(ge=2)] | None = None
@@ -85,6 +100,12 @@ class SourceConfig:
                     "a half width above 0"
                 )
 
+    @property
+    def conversations(self) -> tuple[str, ...]:
+        """The settings of conversations that are made."""
+        names = [f"{kind}_column" for kind in CONVERSATION]
+        return tuple(n for n in (*names, "chat_template") if getattr(self, n) is not None)
+
     def caveats(self) -> tuple[str, ...]:
         """What these settings mean for a guarantee, a sentence each."""
         table, found = self.target_column is not None, []
@@ -109,6 +130,11 @@ class SourceConfig:
             found.append(
                 "how many rows were left out (data.on_bad_row=drop) is counted without noise: the "
                 "guarantee does not cover that number"
+            )
+        if self.conversations:
+            found.append(
+                "the chat template is taken as known without these data; how many conversations "
+                "were too long is counted without noise: the guarantee does not cover that number"
             )
         if self.scale:
             found.append("data.scale is taken as known without these data")

@@ -15,6 +15,7 @@ import numpy as np
 
 from dpfl_jax.data import python_source
 from dpfl_jax.data.build_plan import Row
+from dpfl_jax.data.chats import Conversations
 from dpfl_jax.data.documents import expand_paths, read_documents
 from dpfl_jax.data.keys import UserKey
 from dpfl_jax.data.rows import PLAIN_CSV, BadRows, CsvFormat, text_of
@@ -54,9 +55,10 @@ def file_rows(
     text_column: str,
     csv: CsvFormat = PLAIN_CSV,
     bad: BadRows | None = None,
+    conversations: Conversations | None = None,
 ) -> Iterator[Row]:
     """Yields the rows of one file; ``file`` is its place among the files of the build."""
-    documents = read_documents([path], format, user_column, text_column, csv, bad)
+    documents = read_documents([path], format, user_column, text_column, csv, bad, conversations)
     for row, (user, text) in enumerate(documents):
         yield user, sequence_number(file, row), text.encode()
 
@@ -74,6 +76,7 @@ def file_source(
     text_column: str = "text",
     csv: CsvFormat = PLAIN_CSV,
     drop: bool = False,
+    conversations: Conversations | None = None,
 ) -> Source:
     """Returns the documents of JSONL, Parquet, CSV, Hugging Face files or folders of text."""
     UserKey(user_column)
@@ -82,7 +85,7 @@ def file_source(
 
     def rows() -> Iterator[Row]:
         for file, p in enumerate(paths):
-            yield from file_rows(file, p, format, user_column, text_column, csv, bad)
+            yield from file_rows(file, p, format, user_column, text_column, csv, bad, conversations)
 
     identity = {
         "files": files,
@@ -92,6 +95,8 @@ def file_source(
         "csv": dataclasses.asdict(csv),
         "on_bad_row": "drop" if drop else "error",
     }
+    if conversations is not None:
+        identity["conversations"] = dataclasses.asdict(conversations)
     # Compressed columns and gzip grow about threefold.
     packed = (".gz", ".parquet")
     size = sum(s * (3 if name.endswith(packed) else 1) for name, s, _ in files)

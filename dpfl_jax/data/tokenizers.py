@@ -62,6 +62,15 @@ class ByteTokenizer:
         """Returns the ids of UTF-8 bytes as a uint16 array, without decoding them."""
         return np.frombuffer(data, np.uint8).astype(np.uint16) + np.uint16(3)
 
+    def encode_placed(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns of each text the ids, and [n, 2]: from which character to which each is made."""
+        found = []
+        for text in texts:
+            sizes = [len(character.encode()) for character in text]
+            place = np.repeat(np.arange(len(text)), sizes)
+            found.append((self.encode_bytes(text.encode()), np.stack([place, place + 1], axis=1)))
+        return found
+
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text; bytes that are not UTF-8 become U+FFFD."""
         return bytes(int(i) - 3 for i in ids if 3 <= i < 259).decode(errors="replace")
@@ -109,6 +118,11 @@ class HuggingFaceTokenizer:
         """Returns the ids of each text; the library uses its own threads."""
         done = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.asarray(e.ids, dtype=np.uint32) for e in done]
+
+    def encode_placed(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns of each text the ids, and [n, 2]: from which character to which each is made."""
+        done = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [(np.asarray(e.ids, np.uint32), np.array(e.offsets).reshape(-1, 2)) for e in done]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ``ids``; special tokens are left out."""

@@ -6,6 +6,7 @@ from dpfl_jax.models.config import SIZES, TransformerConfig, transformer_config
 from dpfl_jax.models.dense import MLP, LinearRegression, LogisticRegression, RegressionMLP
 from dpfl_jax.models.functional import Classifier, FunctionalModel
 from dpfl_jax.models.lstm import StackedLSTM
+from dpfl_jax.models.preferences import PreferenceModel, not_reference, with_reference
 from dpfl_jax.models.transformer import LanguageModel
 from dpfl_jax.models.unigram import UnigramModel
 
@@ -18,11 +19,14 @@ __all__ = [
     "LeafCNN",
     "LinearRegression",
     "LogisticRegression",
+    "PreferenceModel",
     "RegressionMLP",
     "SmallCNN",
     "StackedLSTM",
     "TransformerConfig",
     "UnigramModel",
     "build_by_name",
+    "not_reference",
     "transformer_config",
+    "with_reference",
 ]

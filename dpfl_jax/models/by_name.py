@@ -28,6 +28,11 @@ def build_by_name(kind: str, task: Task, options: Mapping[str, Any]) -> Any:
     """
     shape, classes = task.input_shape, task.classes
     fitting: dict[str, Any] = {}
+    if task.kind == "preferences":
+        raise BadInputError(
+            "the data are preference pairs, which central runs of a transformer learn from: set "
+            "model.kind=transformer and model.dpo.beta=0.1, or read other columns"
+        )
     if task.kind == "tokens":
         fitting["transformer"] = lambda size="tiny", **more: LanguageModel(
             transformer_config(

@@ -370,7 +370,7 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
             "the data have a column 'canary', which is the name of what an audit adds: rename it"
         )
     if audit.texts and not is_token_store(data):
-        raise BadInputError("audit.texts is for language models: set audit.texts=0")
+        raise BadInputError("audit.texts is for language models of plain texts: set audit.texts=0")
 
 
 def around(

@@ -23,7 +23,7 @@ from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.mechanisms.base import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh
-from dpfl_jax.models import LanguageModel, UnigramModel, transformer_config
+from dpfl_jax.models import LanguageModel, PreferenceModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.run.beside import BASELINE_CAVEAT, show_beside, without_privacy
 from dpfl_jax.run.directory import RunDirectory
@@ -168,7 +168,8 @@ class CentralRun(Prepared):
         evaluate = None
         if self.held_out is not None:
             predict = self.model.predict if self.data.task.kind == "classes" else None
-            evaluator = Evaluator(self.model.loss, mesh, config.eval.batch_size, predict)
+            right = self.model.right if isinstance(self.model, PreferenceModel) else None
+            evaluator = Evaluator(self.model.loss, mesh, config.eval.batch_size, predict, right)
             evaluate = evaluator.of(self.held_out)
         algorithm = Central(self.model.loss, params, plan, self.optimizer, trainable)
         pace, run = Pace.of(config.train), algorithm
@@ -355,7 +356,7 @@ def _report(
 ) -> dict[str, Any]:
     config, data, population = prepared.config, prepared.data, prepared.population
     baselines = {}
-    if data.public is not None and prepared.held_out is not None:
+    if data.public is not None and prepared.held_out is not None and data.task.kind == "tokens":
         unigram = UnigramModel.fit(data.public, data.public.schema.vocab_size)
         losses = unigram.losses(prepared.held_out)
         evaluation = summarize(losses, prepared.held_out.user_offsets)
@@ -412,7 +413,8 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         mechanism, population, delta = prepared.mechanism, prepared.population, prepared.delta
         known = prepared.data.known
         model, source = prepared.model, prepared.data.description
-        seq_len = config.data.seq_len if prepared.data.task.kind == "tokens" else 1
+        text = prepared.data.tokenizer is not None
+        seq_len = math.prod(prepared.data.task.input_shape) if text else 1
     else:
         mechanism = config.mechanism
         make_optimizer(config.optimizer, config.train.steps)
@@ -425,6 +427,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         model = _declared_model(config)
         mechanism, delta = _calibrated(config, mechanism, population)
         source, seq_len, known = "declared in the config", config.data.seq_len, False
+        seq_len *= 1 if config.model.dpo is None else 2
     guarantee = mechanism.guarantee(
         population, config.train.steps, delta, run_caveats(config, mechanism, known)
     )
@@ -441,8 +444,13 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         "tokens": budget * seq_len * steps,
         "pretrain_tokens": 0
         if pretraining is None
-        else pretraining.steps * pretraining.batch_size * seq_len,
-        "training_flops": 6.0 * model.num_params * budget * seq_len * steps,
+        else pretraining.steps * pretraining.batch_size * config.data.seq_len,
+        # The reference of pairs is evaluated, too.
+        "training_flops": (6.0 if config.model.dpo is None else 8.0)
+        * model.num_params
+        * budget
+        * seq_len
+        * steps,
         "sampling_prob": mechanism.sampling_probability(population),
         "noise_multiplier": mechanism.noise_multiplier,
         "noise_on_mean": mechanism.noise_stddev / mechanism.divisor,

@@ -27,7 +27,9 @@ class Evaluation:
       loss_by_user: mean over users of the mean over each user's examples.
       examples: examples evaluated.
       users: users evaluated.
-      accuracy: share of examples whose label is predicted; None if the task has no labels.
+      accuracy: share of examples whose label is predicted, or of pairs whose chosen answer has
+        become likelier, beside the rejected one, than it was for the reference (1/2 if neither
+        has); None of other tasks.
     """
 
     loss: float
@@ -65,6 +67,7 @@ class Evaluator:
         mesh: Mesh,
         batch_size: int = 64,
         predict: Callable[..., jax.Array] | None = None,
+        right: Callable[[jax.Array], jax.Array] | None = None,
     ) -> None:
         """Prepares the evaluation.
 
@@ -73,6 +76,7 @@ class Evaluator:
           mesh: examples are split over its unit axes.
           batch_size: examples per device and batch.
           predict: ``(params, x) -> label``, compared with the ``label`` of an example that has one.
+          right: ``loss -> hit``, where the loss tells.
         """
         self._batch = batch_size * unit_parts(mesh)
         self._sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
@@ -81,7 +85,8 @@ class Evaluator:
             hit = jnp.float32(jnp.nan)
             if predict is not None and "label" in example:
                 hit = (predict(params, example["x"]) == example["label"]).astype(jnp.float32)
-            return loss_fn(params, example), hit
+            loss = loss_fn(params, example)
+            return loss, hit if right is None else right(loss)
 
         # Whole on every device: each process then has all losses.
         whole = None if self._sharding.is_fully_addressable else replicated(mesh)

@@ -71,6 +71,8 @@ class OwnModel:
             arrays, rebuild, is_module = functional(params)
             loss: Any = model
             if model is None or hasattr(model, "apply"):
+                if task.kind not in _LOSSES:
+                    raise BadInputError("preference pairs need a loss: return (loss, params)")
                 loss = named_loss(_LOSSES[task.kind], params, model)
             if loss is not model and task.kind == "classes":
                 forward = forward_of(params, model)

@@ -23,7 +23,14 @@ from dpfl_jax.data import DataConfig, Dataset
 from dpfl_jax.data.owners import by_set
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import parameter_shardings, splits_parameters
-from dpfl_jax.models import LanguageModel, build_by_name, transformer_config
+from dpfl_jax.models import (
+    LanguageModel,
+    PreferenceModel,
+    build_by_name,
+    not_reference,
+    transformer_config,
+    with_reference,
+)
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
 from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.lora import is_adapter
@@ -52,9 +59,18 @@ def build_model(config: RunConfig, data: Dataset) -> Any:
             jax.random.key(config.init_seed),
             jax.tree.map(lambda x: x[0], first),
         )
-    if section.kind != "transformer" or task.kind != "tokens":
+    pairs = task.kind == "preferences"
+    if section.dpo is not None and not pairs:
+        raise BadInputError(
+            "model.dpo learns from preference pairs: set data.prompt_column, data.chosen_column "
+            "and data.rejected_column, or leave it out"
+        )
+    if section.kind != "transformer" or task.kind not in ("tokens", "preferences"):
         return build_by_name(section.kind, task, section.options)
-    return build_transformer(config, task.vocab_size, task.bos_id)
+    if pairs and section.dpo is None:
+        raise BadInputError("the data are preference pairs: set model.dpo.beta=0.1")
+    model = build_transformer(config, task.vocab_size, task.bos_id)
+    return model if section.dpo is None else PreferenceModel(model.config, section.dpo.beta)
 
 
 def build_transformer(config: RunConfig, vocab_size: int, bos_id: int = 1) -> LanguageModel:
@@ -124,6 +140,13 @@ def trained_by_name(section: ModelConfig, model: Any) -> Callable[[str], bool] |
       section: ``trainable`` of it is the choice.
       model: of its kind.
     """
+    named = _named_trained(section, model)
+    if section.dpo is None:
+        return named
+    return lambda name: not_reference(name) and (named is None or named(name))
+
+
+def _named_trained(section: ModelConfig, model: Any) -> Callable[[str], bool] | None:
     choice = section.trainable or ("lora" if section.lora is not None else "all")
     if choice == "all":
         return None
@@ -181,7 +204,16 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> Any:
 def starting_params(
     config: RunConfig, data: Dataset, model: Any, mesh: Mesh, console: Console
 ) -> tuple[PyTree, Pretrained | None]:
-    """All parameters before the first private step, on ``mesh``."""
+    """All parameters before the first private step, on ``mesh``; with dpo, the reference's too."""
+    params, pretrained = _base_params(config, data, model, mesh, console)
+    if config.model.dpo is not None:
+        params = with_reference(params, trained_by_name(config.model, model))
+    return params, pretrained
+
+
+def _base_params(
+    config: RunConfig, data: Dataset, model: Any, mesh: Mesh, console: Console
+) -> tuple[PyTree, Pretrained | None]:
     key = jax.random.key(config.init_seed)
     if config.model.checkpoint is not None:
         with console.status("reading the checkpoint"):

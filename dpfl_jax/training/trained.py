@@ -20,7 +20,7 @@ from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import make_mesh, parameter_shardings
-from dpfl_jax.models import LanguageModel
+from dpfl_jax.models import LanguageModel, with_reference
 from dpfl_jax.models.checkpoint import fingerprint
 from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.lora import merge, without_adapters
@@ -91,6 +91,8 @@ def load_trained(
     model = build_transformer(config, tokenizer.vocab_size, tokenizer.bos_id)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     trainable = trained_by_name(config.model, model)
+    if config.model.dpo is not None:  # the checkpoint has a place for it
+        shapes = with_reference(shapes, trainable)
     like, frozen = split(shapes, trainable)
     chosen = flat_paths(_checkpoint(directory, config, report, step, like, mesh))
     if jax.tree.leaves(frozen):
