@@ -14,7 +14,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
+from matplotlib.ticker import (
+    AutoLocator,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullFormatter,
+    NullLocator,
+)
 from numpy.typing import ArrayLike
 from scipy import stats
 
@@ -44,7 +51,14 @@ def panel(
 
 
 def _ticks(axes: Any) -> None:
-    """No two labels on one another: on a logarithmic x axis only what was run, if it is little."""
+    """No two labels on one another: on a logarithmic x axis only what was run, if it is little.
+
+    Where only whole numbers were run (rounds, steps), no others.
+    """
+    if isinstance(axes.xaxis.get_major_locator(), AutoLocator):
+        at = [np.asarray(line.get_xdata(), float) for line in axes.get_lines()]
+        if all((x == np.round(x)).all() for x in at if len(x) > 2):
+            axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
     if axes.get_xscale() == "log" and not isinstance(axes.xaxis.get_minor_locator(), NullLocator):
         lines = [np.asarray(line.get_xdata(), float) for line in axes.get_lines()]
         run = sorted({float(x) for line in lines if len(line) > 2 for x in line})

@@ -150,11 +150,20 @@ class FederatedTrainConfig(EvaluatedTrain):
 
 
 class FederatedEvalConfig(Section):
-    """Held-out evaluation: records per device and batch, how many subjects and records of each."""
+    """Held-out evaluation.
+
+    Attributes:
+      batch_size: records per device and batch.
+      max_users: at most so many held-out subjects; None for all.
+      max_examples_per_user: only the first records of each; None for all.
+      baseline: at the end, also train without noise, and show its held-out losses beside the
+        private ones. The guarantee does not cover them.
+    """
 
     batch_size: int = Field(256, gt=0)
     max_users: int | None = Field(None, gt=0)
     max_examples_per_user: int | None = Field(None, gt=0)
+    baseline: bool = False
 
 
 class FederatedConfig(RunSection):

@@ -127,6 +127,17 @@ class IsrlTrainConfig(EvaluatedTrain):
     keep_checkpoints: int = Field(2, gt=0)
 
 
+class IsrlEvalConfig(Section):
+    """Held-out evaluation.
+
+    Attributes:
+      baseline: at the end, also train without privacy, with what theory gives then, and show its
+        held-out losses beside the private ones. The guarantee does not cover them.
+    """
+
+    baseline: bool = False
+
+
 class IsrlConfig(RunSection):
     """A whole ISRL-DP run; see ``RunSection``."""
 
@@ -137,6 +148,7 @@ class IsrlConfig(RunSection):
     privacy: IsrlPrivacyConfig = IsrlPrivacyConfig()
     train: IsrlTrainConfig = IsrlTrainConfig()
     execution: BlockExecution = BlockExecution()
+    eval: IsrlEvalConfig = IsrlEvalConfig()
 
     @model_validator(mode="after")
     def _check(self) -> IsrlConfig:

@@ -41,6 +41,7 @@ from dpfl_jax.federation.silo_statement import federated_statement, personal_sta
 from dpfl_jax.federation.subjects import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import build_by_name
+from dpfl_jax.run.beside import BASELINE_CAVEAT, show_beside, without_privacy
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
@@ -187,13 +188,20 @@ class FederatedRun(Prepared):
         config, model = self.config, self.model
         predict = model.predict if self.subjects.task.kind == "classes" else None
         evaluator = Evaluator(model.loss, data_parallel_mesh(), config.eval.batch_size, predict)
+        evaluate, pace = evaluator.of(self.held_out), Pace.of(config.train)
         result = self.rounds(
-            evaluate=evaluator.of(self.held_out),
-            pace=Pace.of(config.train),
-            run_dir=directory,
-            charge=charge,
-            console=console,
+            evaluate=evaluate, pace=pace, run_dir=directory, charge=charge, console=console
         )
+        baseline = None
+        if config.eval.baseline and self.federation.mechanism.private and result.last is not None:
+            key, plain = directory.root_key.child("baseline"), self.without_privacy()
+            pace = dataclasses.replace(pace, keep_best=False, patience=None)
+            baseline = without_privacy(
+                lambda: plain.rounds(
+                    evaluate=evaluate, pace=pace, key=key, console=console, show_spent=False
+                ),
+                console,
+            )
 
         def report() -> tuple[dict[str, Any], Statement]:
             guarantee = self.guarantee(result.accounted, result.caveats)
@@ -203,6 +211,7 @@ class FederatedRun(Prepared):
                 # The rest is computed from the budgets, and stays with the silos.
                 told = ("policy", "rounds", "over_budget")
                 made["outside_guarantee"]["personal"] = {name: summary[name] for name in told}
+            show_beside(made, baseline)
             return made, _statement(self, result.accounted, guarantee)
 
         return result, report
@@ -225,6 +234,11 @@ class FederatedRun(Prepared):
             execution=config.execution,
             **options,
         )
+
+    def without_privacy(self) -> FederatedRun:
+        """The same without noise. It clips, too: its learning rate is that of clipped gradients."""
+        quiet = self.federation.with_noise([0.0] * len(self.federation.silos))
+        return dataclasses.replace(self, federation=quiet)
 
     def guarantee(self, rounds: int, caveats: tuple[str, ...] = ()) -> Guarantee:
         """What holds after so many rounds."""
@@ -403,7 +417,9 @@ def _caveats(prepared: FederatedRun) -> tuple[str, ...]:
     evaluation = EVALUATION_CAVEAT[config.data.split]
     if not prepared.federation.mechanism.private:
         return ("this run is not private: it is a baseline", evaluation)
-    caveats = (PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT)
+    caveats = [PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT]
+    if config.eval.baseline:
+        caveats.append(BASELINE_CAVEAT)
     return (*caveats, *config.data.caveats(), *config.metrics.caveats())
 
 

@@ -46,6 +46,10 @@ def _check(config: FederatedConfig | IsrlConfig) -> None:
             "seed is set, but a silo's key is secret and its own: leave seed unset in the "
             "configuration of a federation"
         )
+    if config.eval.baseline:
+        raise BadInputError(
+            "eval.baseline trains without privacy, which no silo elsewhere does: set it to false"
+        )
     if isinstance(config, IsrlConfig):
         _check_isrl(config)
         return

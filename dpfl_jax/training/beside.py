@@ -17,27 +17,21 @@ from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.generate import generate
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.driver import Pace
-from dpfl_jax.training.central import Central, train
+from dpfl_jax.training.central import Central, FitResult, train
 
 PyTree = Any
 # Long enough to tell the manner, cool enough that small models stay on their way.
 _TIMES, _LENGTH, _TEMPERATURE, _TOP_K = 4, 28, 0.5, 40
-WITHOUT_PRIVACY = "the same without privacy, for comparison only"
-BASELINE_CAVEAT = (
-    "the run without privacy beside this one (eval.baseline) is for comparison only: its losses in "
-    "report.json, report.md and curves.png are NOT covered by this guarantee; set eval.baseline to "
-    "false where the data are private and the report is to be published"
-)
 
 
-def without_privacy(
+def plain(
     run: Central,
     key: RootKey,
     evaluate: Callable[[PyTree], dict[str, Any]],
     pace: Pace,
     console: Console,
-) -> list[dict[str, Any]] | None:
-    """Trains what ``run`` trains from where it starts, without clipping and noise; keeps no model.
+) -> FitResult:
+    """Trains what ``run`` trains from where it starts, without clipping and noise.
 
     Args:
       run: the private one: data, compute budget, steps and optimiser are taken from it.
@@ -45,9 +39,6 @@ def without_privacy(
       evaluate: as the private run's.
       pace: likewise.
       console: for people.
-
-    Returns:
-      Evaluations, each with its ``step``, the first and the last included; None if it did not end.
     """
     plan = run.plan
     execution = plan.execution.model_copy(update={"examples_at_once": None, "split_users": False})
@@ -55,21 +46,13 @@ def without_privacy(
     budget = min(plan.mechanism.compute_budget, float(offsets[-1] - offsets[0]))
     mechanism = NonPrivate(batch_size=budget)
     beside = Plan(mechanism, plan.data, plan.steps, plan.delta, execution, plan.mesh)
-    console.print("the same without privacy, for comparison", highlight=False)
-    try:
-        result = train(
-            Central(run.loss_fn, run.given, beside, run.optimizer, run.trainable),
-            key=key,
-            evaluate=evaluate,
-            pace=dataclasses.replace(pace, keep_best=False, patience=None),
-            console=console,
-        )
-    except BadInputError as error:  # the private run is finished, and must be reported
-        console.print(f"[bold yellow]warning:[/bold yellow] there is no comparison: {error}")
-        return None
-    if result.interrupted is not None:
-        return None
-    return [{"step": row["step"], **row["eval"]} for row in result.metrics if "eval" in row]
+    return train(
+        Central(run.loss_fn, run.given, beside, run.optimizer, run.trainable),
+        key=key,
+        evaluate=evaluate,
+        pace=dataclasses.replace(pace, keep_best=False, patience=None),
+        console=console,
+    )
 
 
 def check_prompt(prompt: str, model: Any, tokenizer: Tokenizer | None) -> None:

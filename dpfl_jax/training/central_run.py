@@ -25,17 +25,12 @@ from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, PreferenceModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
+from dpfl_jax.run.beside import BASELINE_CAVEAT, show_beside, without_privacy
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
-from dpfl_jax.training.beside import (
-    BASELINE_CAVEAT,
-    WITHOUT_PRIVACY,
-    check_prompt,
-    samples,
-    without_privacy,
-)
+from dpfl_jax.training.beside import check_prompt, plain, samples
 from dpfl_jax.training.canaries import WithCanaries, check_fit
 from dpfl_jax.training.central import Central, FitResult, train
 from dpfl_jax.training.evaluate import Evaluator, summarize
@@ -192,16 +187,14 @@ class CentralRun(Prepared):
         personal = _personalized(self, result, mesh)
         baseline = None
         if _beside(config, self.mechanism) and evaluate is not None and result.final is not None:
-            key = directory.root_key.child("baseline")
-            baseline = without_privacy(algorithm, key, evaluate, pace, console)
+            key, held = directory.root_key.child("baseline"), evaluate
+            baseline = without_privacy(lambda: plain(algorithm, key, held, pace, console), console)
 
         def report() -> tuple[dict[str, Any], Statement]:
             made = _report(self, pretrained, result, directory.facts)
             if personal is not None:
                 made["personalization"] = dataclasses.asdict(personal)
-            if baseline is not None:
-                made["outside_guarantee"]["without_privacy"] = baseline
-                made["baselines"][WITHOUT_PRIVACY] = with_perplexity(baseline[-1])
+            show_beside(made, baseline, with_perplexity)
             if config.eval.prompt is not None and result.final is not None:
                 named = {"before": params, "after": result.params}
                 made["samples"] = samples(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from dpfl_jax.cli.main import main
+from dpfl_jax.run.beside import BASELINE_CAVEAT, WITHOUT_PRIVACY
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "table"
 SILOS = ("basel", "geneva", "zurich")
@@ -55,9 +56,53 @@ def test_it_trains(name, table, tmp_path, capsys):
         name, "record"
     )
     caveats = " ".join(report["privacy"]["caveats"])
-    assert ("owns several" in caveats) == (name == "isrl")
+    assert ("owns several" in caveats) == (name in ("isrl", "rpdp"))
     assert ("every row counts as a person" in caveats) == (name == "rpdp")
     assert "silos there are, by data.silo_column, is taken as public" in caveats
+
+
+CLASSES = {
+    "uls": ("model.kind=logistic", "data.classes=2"),
+    "hi_grad_avg": ("model.kind=logistic", "data.classes=2"),
+    "rpdp": ("model.kind=logistic", "data.classes=2"),
+    "isrl": ("model.loss=logistic", "data.classes=2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize("target", ["days", "long"])
+@pytest.mark.parametrize("name", RUNS)
+def test_a_tab_separated_one_is_shown_beside_a_run_without_privacy(
+    name, target, table, tmp_path, capsys
+):
+    """A number and a class as target; the run itself is the same, bit for bit."""
+    rows = [line.split(",") for line in table.read_text().splitlines()]
+    path = tmp_path / "visits.tsv"
+    if target == "long":
+        rows = [[*rows[0][:-1], target], *([*r[:-1], str(int(float(r[-1]) > 0))] for r in rows[1:])]
+    path.write_text("".join("\t".join(row) + "\n" for row in rows))
+    given = [f"data.path={path}", "data.source=tsv", "seed=1", *RUNS[name]]
+    given += [] if target == "days" else ["data.target_column=long", *CLASSES[name]]
+    command, reports = ["train", str(CONFIGS / f"{name}.yaml"), *given], []
+    for baseline in ("false", "true"):
+        place = str(tmp_path / baseline)
+        more = [f"eval.baseline={baseline}", "--run-dir", place, "--json"]
+        assert main([*command, *more]) == 0
+        said = capsys.readouterr()
+        reports.append(json.loads(said.out.strip().splitlines()[-1]))
+        if name != "uls":
+            assert "noise on a round's averaged update is about" in " ".join(said.err.split())
+    alone, both = reports
+    assert both["eval"] == alone["eval"]
+    assert both["privacy"]["epsilon"] == alone["privacy"]["epsilon"]
+    assert "without_privacy" not in alone["outside_guarantee"]
+    assert BASELINE_CAVEAT in both["privacy"]["caveats"]
+    assert BASELINE_CAVEAT not in alone["privacy"]["caveats"]
+    rows = both["outside_guarantee"]["without_privacy"]
+    assert rows[0]["loss"] == both["eval"]["initial"]["loss"]
+    assert rows[-1]["loss"] == both["baselines"][WITHOUT_PRIVACY]["loss"]
+    assert rows[-1]["loss"] < 0.9 * rows[0]["loss"]
 
 
 @pytest.mark.parametrize(

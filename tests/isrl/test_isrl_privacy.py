@@ -401,6 +401,7 @@ def test_a_guarantee_for_silos_of_different_deltas_holds_for_each():
             isrl=types.SimpleNamespace(sampling="full", noise="exact"),
             data=IsrlDataConfig(),
             metrics=MetricsSection(),
+            eval=types.SimpleNamespace(baseline=False),
         ),
         records=types.SimpleNamespace(owners=False, public=False),
     )

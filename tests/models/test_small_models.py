@@ -174,6 +174,20 @@ def test_the_small_network_of_private_mnist_has_26010_parameters():
         SmallCNN(10, (8, 8))
 
 
+def test_the_network_of_leaf_is_the_one_of_convolutions():
+    class Plain(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = x[..., None]
+            for features in (3, 4):
+                x = nn.relu(nn.Conv(features, (5, 5), padding="SAME")(x))
+                x = nn.max_pool(x, (2, 2), strides=(2, 2))
+            x = nn.relu(nn.Dense(6)(x.reshape(-1)))
+            return nn.Dense(5)(x)
+
+    assert_same(MODELS["cnn"], Classifier(Plain(), (8, 8)), (8, 8))
+
+
 def test_the_small_network_is_the_one_of_convolutions_and_pooling():
     class Plain(nn.Module):
         @nn.compact
@@ -186,11 +200,15 @@ def test_the_small_network_is_the_one_of_convolutions_and_pooling():
             x = nn.relu(nn.Dense(32)(x.reshape(-1)))
             return nn.Dense(10)(x)
 
-    ours, plain = SmallCNN(), Classifier(Plain(), (28, 28))
+    assert_same(SmallCNN(), Classifier(Plain(), (28, 28)), (28, 28))
+
+
+def assert_same(ours, plain, shape):
+    """The same parameters, by the same names, and the same gradients."""
     params = ours.init(jax.random.key(1))
     same = jax.tree.map(np.array_equal, params, jax.jit(plain.init)(jax.random.key(1)))
     assert all(jax.tree.leaves(same))
-    image = {"x": jax.random.uniform(jax.random.key(2), (28, 28)), "label": jnp.int32(3)}
+    image = {"x": jax.random.uniform(jax.random.key(2), shape), "label": jnp.int32(3)}
     ours_grad, plain_grad = (jax.jit(jax.grad(m.loss))(params, image) for m in (ours, plain))
     for a, b in zip(jax.tree.leaves(ours_grad), jax.tree.leaves(plain_grad), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

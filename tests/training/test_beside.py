@@ -14,8 +14,9 @@ import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.beside import BASELINE_CAVEAT, WITHOUT_PRIVACY, without_privacy
 from dpfl_jax.run.driver import Pace
-from dpfl_jax.training.beside import BASELINE_CAVEAT, WITHOUT_PRIVACY, without_privacy
+from dpfl_jax.training.beside import plain
 from dpfl_jax.training.central import Central
 
 QUIET = Console(quiet=True)
@@ -79,13 +80,9 @@ def test_it_is_plain_descent_from_where_the_private_run_starts():
         seen.append(np.asarray(trained["w"]))
         return {"loss": 1.0, "loss_by_user": 1.0, "examples": 1, "users": 1}
 
-    rows = without_privacy(
-        Central(loss, params, plan, optax.sgd(0.5)),
-        RootKey.from_seed(0),
-        evaluate,
-        Pace(eval_every=1, keep_best=True, patience=1),  # which are the private run's alone
-        QUIET,
-    )
+    beside, key = Central(loss, params, plan, optax.sgd(0.5)), RootKey.from_seed(0)
+    pace = Pace(eval_every=1, keep_best=True, patience=1)  # two are the private run's
+    rows = without_privacy(lambda: plain(beside, key, evaluate, pace, QUIET), QUIET)
     assert [row["step"] for row in rows] == list(range(6))
     mean = np.concatenate([held["x"] for _, held in users]).mean(0)
     for step, found in enumerate(seen):
@@ -95,8 +92,7 @@ def test_it_is_plain_descent_from_where_the_private_run_starts():
         raise BadInputError("no memory left")
 
     said = Console(file=io.StringIO())  # the private run is reported all the same
-    beside = Central(loss, params, plan, optax.sgd(0.5))
-    assert without_privacy(beside, RootKey.from_seed(0), fails, Pace(), said) is None
+    assert without_privacy(lambda: plain(beside, key, fails, Pace(), said), said) is None
     assert "there is no comparison: no memory left" in said.file.getvalue()
 
 

@@ -29,6 +29,7 @@ from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose, effecti
 from dpfl_jax.federation.isrl.runs.silos import SiloRecords, load_silos
 from dpfl_jax.federation.isrl.runs.tasks import Task, make_task
 from dpfl_jax.federation.silo_statement import isrl_statement
+from dpfl_jax.run.beside import BASELINE_CAVEAT, show_beside, without_privacy
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import RunResult
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
@@ -111,17 +112,40 @@ class IsrlRun(Prepared):
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
     ) -> tuple[RunResult, MakeReport]:
         """Runs the rounds."""
-        result = run_rounds(
+        evaluate = make_evaluation(self.task, self.records.test)
+        result = self.rounds(evaluate, run_dir=directory, charge=charge, console=console)
+        baseline = None
+        if self.config.eval.baseline and self.parameters.noise and result.last is not None:
+            key = directory.root_key.child("baseline")
+            baseline = without_privacy(
+                lambda: self.without_privacy().rounds(evaluate, key=key, console=console), console
+            )
+
+        def report() -> tuple[dict[str, Any], Statement]:
+            made, stated = _report(self, result)
+            show_beside(made, baseline)
+            return made, stated
+
+        return result, report
+
+    def rounds(self, evaluate: Callable[[Any], dict[str, Any]], **options: Any) -> RunResult:
+        """Runs the rounds alone; ``options`` are those of ``run.driver.drive``."""
+        return run_rounds(
             self.config,
             self.task,
             self.records.train,
             self.parameters,
-            run_dir=directory,
-            evaluate=make_evaluation(self.task, self.records.test),
-            charge=charge,
-            console=console,
+            evaluate=evaluate,
+            **options,
         )
-        return result, lambda: _report(self, result)
+
+    def without_privacy(self) -> IsrlRun:
+        """The same algorithm with what theory gives it where nobody asks for privacy."""
+        open_to_all = self.config.privacy.model_copy(update={"epsilon": None, "delta": None})
+        last = self.config.train.model_copy(update={"keep_best": False, "patience": None})
+        config = self.config.model_copy(update={"privacy": open_to_all, "train": last})
+        parameters = choose(config, self.task, np.asarray(self.records.train.sizes))
+        return dataclasses.replace(self, config=config, parameters=parameters)
 
 
 def balance_of_messages(config: IsrlConfig, task: Task, parameters: Parameters) -> Balance:
@@ -228,6 +252,8 @@ def guarantee_of(
         return none, []
     law = prepared.config.isrl.noise
     taken = [dataclasses.replace(z, rounds=min(z.rounds, max(rounds, 1)), noise=law) for z in noise]
+    if config.eval.baseline:
+        outside.append(BASELINE_CAVEAT)
     more = (PRIVATE_METRICS_CAVEAT, *outside, TUNING_CAVEAT, *caveats)
     return worst_guarantee(taken, more), taken
 

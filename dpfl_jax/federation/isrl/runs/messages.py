@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE
@@ -41,7 +40,6 @@ from dpfl_jax.mesh import DATA_AXIS, data_parallel_mesh, place, replicated
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
-from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult, drive
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, begin, value_digest
@@ -316,11 +314,7 @@ def run_rounds(
     task: Task,
     data: SiloData,
     parameters: Parameters,
-    *,
-    run_dir: RunDirectory,
-    evaluate: Callable[[jax.Array], dict[str, Any]],
-    charge: Callable[[str], Any] | None = None,
-    console: Console | None = None,
+    **options: Any,
 ) -> RunResult:
     """Runs (or goes on with) a prepared configuration.
 
@@ -329,19 +323,13 @@ def run_rounds(
       task: its loss.
       data: training records.
       parameters: its numbers, noise included.
-      run_dir: where to log and checkpoint.
-      evaluate: ``w -> dict`` with at least ``loss``; before, during and after.
-      charge: see ``run.driver.drive``.
-      console: where the progress bar goes; None for none.
+      **options: of ``run.driver.drive`` (key, run_dir, evaluate, charge, console, ...).
     """
     mesh = data_parallel_mesh(None if processes.many() else jax.devices()[:1])
     return drive(
         Messages(config, task, data, parameters, mesh),
-        run_dir=run_dir,
-        evaluate=evaluate,
         pace=Pace.of(config.train, config.execution.rounds_per_block),
-        charge=charge,
-        console=console,
+        **options,
     )
 
 
