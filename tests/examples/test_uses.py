@@ -76,6 +76,14 @@ def test_hospitals_learn_the_line_and_say_what_a_patient_spent(capsys):
 
 @pytest.mark.slow
 @pytest.mark.ci
+def test_an_audit_proves_much_and_no_more_than_is_promised(capsys):
+    (found,) = example("audit_a_run").main(people=200, steps=8, canaries=800)
+    assert 1.0 < found.proved <= found.claimed <= 4.0
+    assert "the promise stands" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.ci
 def test_the_planner_prices_every_option(capsys):
     plan = example("plan_a_run").main()
     assert plan.best.noise == min(option.noise for option in plan.options)
