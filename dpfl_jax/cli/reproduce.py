@@ -13,6 +13,7 @@ from rich.console import Console
 from dpfl_jax.cli._checkout import from_checkout
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.run.interrupt import at_once
 
 DESCRIPTION = """\
 Reproduce a figure or a table of a paper: what it claims, what is measured, whether it holds, and
@@ -105,9 +106,9 @@ def _one(args: argparse.Namespace, name: str, out: pathlib.Path, console: Consol
     console.print(f"[dim]{module.SOURCE}[/dim]")
     start = time.perf_counter()
     folder = pathlib.Path(data) if data else None
-    outcome = module.run(
-        registry.Settings(args.quick, out, console, folder, args.seeds, args.minutes)
-    )
+    settings = registry.Settings(args.quick, out, console, folder, args.seeds, args.minutes)
+    with at_once():
+        outcome = module.run(settings)
     result = outcome.to_json(name) | {"seconds": round(time.perf_counter() - start, 1)}
     _print(console, result)
     claims = result["claims"]

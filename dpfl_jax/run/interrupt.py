@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any
+
+_AT_ONCE = contextvars.ContextVar("at_once", default=False)
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Inside, signals act as they would without runs.
+
+    For programs that go on after a run, and would take a part of it for the whole.
+    """
+    token = _AT_ONCE.set(True)
+    try:
+        yield
+    finally:
+        _AT_ONCE.reset(token)
 
 
 class StopRequest:
@@ -22,7 +40,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         """Installs the handlers (only possible in the main thread; elsewhere does nothing)."""
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread() and not _AT_ONCE.get():
             for number in self.SIGNALS:
                 self._previous[number] = signal.signal(number, self._handle)
         return self

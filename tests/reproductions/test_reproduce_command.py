@@ -2,12 +2,14 @@
 
 import json
 import math
+import signal
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from dpfl_jax.cli.main import main
+from dpfl_jax.run.interrupt import StopRequest
 from reproductions.registry import (
     Claim,
     Outcome,
@@ -167,3 +169,20 @@ def test_a_claim_of_ours_that_fails_is_exit_status_3(tmp_path, capsys, monkeypat
     for source, status in (("paper", 0), ("authors' code", 0), ("arithmetic", 3), ("ours", 3)):
         assert dpfl("reproduce", "isrl/closed-forms", "--out", tmp_path, "--json") == status
         assert last_json(capsys.readouterr().out)["tally"][source]["does not hold"] == 1
+
+
+def test_a_training_that_was_stopped_is_not_taken_for_the_whole(tmp_path, capsys, monkeypatch):
+    """Ctrl-C ends a reproduction, which would go on with what the training had come to."""
+
+    def run(settings):
+        with StopRequest():  # as the driver of a run has it
+            signal.raise_signal(signal.SIGINT)
+        return Outcome([], [])
+
+    module = load("isrl/closed-forms")
+    monkeypatch.setattr(module, "run", run)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert dpfl("reproduce", "isrl/closed-forms", "--out", tmp_path) not in (0, 3)
+    finally:
+        signal.signal(signal.SIGINT, before)
