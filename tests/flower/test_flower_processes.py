@@ -116,7 +116,9 @@ def until(condition, processes, seconds=240):
 
 @pytest.mark.slow
 @pytest.mark.privacy
-@pytest.mark.parametrize("kind", STUDIES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.release] * (k != "hi_grad_avg")) for k in STUDIES]
+)
 def test_processes_over_tls_are_killed_and_equal_the_simulation(tmp_path, kind):
     pytest.importorskip("flwr")
     if shutil.which("openssl") is None:

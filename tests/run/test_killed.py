@@ -72,10 +72,17 @@ def steps_of(run_dir):
     return [row["step"] for row in rows if "outside_guarantee" in row]
 
 
-CI = [pytest.param(name, marks=pytest.mark.privacy) for name in ("central", *SILOS)]
+IN_CI = ("central", "federated")
 
 
-@pytest.mark.parametrize("name", [*CI, "bandmf", "blt"])
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.release] * (name not in IN_CI))
+        for name in ("central", *SILOS, "bandmf", "blt")
+    ],
+)
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path, name):
     """Parameters, optimisers of server and silos, and what every record spent, bit for bit."""
     config = {"name": name, "seed": 1, **(SILOS[name] if name in SILOS else central(tmp_path))}

@@ -430,7 +430,9 @@ def silos(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.privacy
-@pytest.mark.parametrize("name", SILOS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.release] * (n != "federated")) for n in SILOS]
+)
 def test_silos_of_two_processes_train_what_those_of_one_do(silos, name):
     """Model, optimisers of silos, evaluation, guarantee; and each run is charged once."""
     found, here = [], jax.sharding.SingleDeviceSharding(jax.devices()[0])
