@@ -235,6 +235,11 @@ def whole_of(store: Any) -> SharedStore | None:
     return known if isinstance(known, SharedStore) else None
 
 
+def bounding_of(store: Any) -> Bounding | None:
+    """What was left out of data whose examples have several owners; None of other data."""
+    return store.bounding if isinstance(store, BoundedStore) else None
+
+
 def by_set(store: Any) -> Any:
     """A store whose users are sets of owners, of one that knows them apart; any other as it is."""
     return store.sets if isinstance(store, SharedStore) else store

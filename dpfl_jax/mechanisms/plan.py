@@ -24,7 +24,7 @@ from dpfl_jax.clipping import Trainable, self_check, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, with_any_key
-from dpfl_jax.data.owners import BoundedStore, Bounding
+from dpfl_jax.data.owners import Bounding, bounding_of
 from dpfl_jax.data.pipeline import Pipeline, StepBatch
 from dpfl_jax.data.store import Readable, check_offsets, expect_store, fingerprint_of
 from dpfl_jax.errors import BadInputError, expect
@@ -321,7 +321,7 @@ class Plan:
     @property
     def bounding(self) -> Bounding | None:
         """What was left out of data whose examples have several owners; None of other data."""
-        return self.data.bounding if isinstance(self.data, BoundedStore) else None
+        return bounding_of(self.data)
 
     @functools.cached_property
     def example(self) -> PyTree:

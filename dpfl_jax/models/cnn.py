@@ -61,7 +61,13 @@ class _Net(nn.Module):
         return nn.Dense(self.num_classes)(x)
 
 
-class LeafCNN(Classifier):
+class _Convolutional(Classifier):
+    def init(self, key: jax.Array) -> PyTree:
+        """Returns fresh parameters; compiled, as slices one by one take seconds."""
+        return jax.jit(super().init)(key)
+
+
+class LeafCNN(_Convolutional):
     """5x5 convolutions with ReLU and 2x2 max-pooling, one hidden dense layer, one logit per class.
 
     The defaults are LEAF's (6,603,710 parameters); ``channels=(8, 16), hidden=64`` is a quick one.
@@ -95,10 +101,6 @@ class LeafCNN(Classifier):
             )
         super().__init__(_Net(tuple(channels), hidden, num_classes), input_shape)
 
-    def init(self, key: jax.Array) -> PyTree:
-        """Returns fresh parameters; compiled, as slices one by one take seconds."""
-        return jax.jit(super().init)(key)
-
 
 def _overlapping_max(x: jax.Array) -> jax.Array:
     """``nn.max_pool`` of 2x2 with stride 1; its derivative needs no scatter."""
@@ -119,7 +121,7 @@ class _SmallNet(nn.Module):
         return nn.Dense(self.num_classes)(x)
 
 
-class SmallCNN(Classifier):
+class SmallCNN(_Convolutional):
     """The small network of private MNIST training: 26,010 parameters on images of 28 x 28.
 
     Two strided convolutions (16 of 8x8, 32 of 4x4), each with ReLU and overlapping max-pooling, one
@@ -144,7 +146,3 @@ class SmallCNN(Classifier):
                 "small_cnn: use cnn or mlp, or images of at least 16 x 16"
             )
         super().__init__(_SmallNet(num_classes), input_shape)
-
-    def init(self, key: jax.Array) -> PyTree:
-        """Returns fresh parameters; compiled, as 80 slices one by one take seconds."""
-        return jax.jit(super().init)(key)

@@ -313,7 +313,7 @@ class Planner:
         Raises:
           BadInputError: as ``uls``.
         """
-        separation = round(self.users.num_users / cohort)
+        separation = self._once_in(cohort)
         if separation < 2:
             return None
         epsilon = self.epsilon if epsilon is None else epsilon
@@ -324,6 +324,10 @@ class Planner:
         error = buffered_error(self._buffers(separation), self.steps)
         sigma = alone / self._buffered(1.0, separation).noise_multiplier
         return Option("blt", group, cohort, 1 / separation, sigma, norm, error=error)
+
+    def _once_in(self, cohort: int) -> int:
+        """Steps of which a user is in one, where M users are expected in each."""
+        return round(self.users.num_users / cohort)
 
     def _buffers(self, separation: int) -> Buffers:
         return buffered_strategy(BUFFERS, self.steps, separation)
@@ -338,7 +342,7 @@ class Planner:
         Raises:
           BadInputError: as ``uls``.
         """
-        once_in = round(self.users.num_users / cohort)
+        once_in = self._once_in(cohort)
         if once_in < 2:
             return None
         sigma = accounting.calibrate_noise_multiplier(

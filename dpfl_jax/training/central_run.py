@@ -17,7 +17,7 @@ from dpfl_jax.config import RunConfig
 from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
-from dpfl_jax.data.owners import BoundedStore, Bounding, by_set, whole_of
+from dpfl_jax.data.owners import Bounding, bounding_of, by_set, whole_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.mechanisms.base import SHARED_ADJACENCY
@@ -106,8 +106,7 @@ class CentralRun(Prepared):
     @property
     def bounding(self) -> Bounding | None:
         """What was left out of data whose examples have several owners; None of other data."""
-        train = self.data.train
-        return train.bounding if isinstance(train, BoundedStore) else None
+        return bounding_of(self.data.train)
 
     @functools.cached_property
     def base(self) -> dict[str, Any] | None:
