@@ -32,7 +32,7 @@ def run(settings: Settings) -> Outcome:
     folder = None if settings.data_dir is None else settings.data_dir / "shakespeare_plays"
     if folder is None or not folder.is_dir():
         return Outcome([], [], notes=["skipped: DPFL_DATA_DIR holds no shakespeare_plays"])
-    rounds, steps = (36, 12) if settings.quick else (200, 12)
+    rounds, steps = (24, 8) if settings.quick else (200, 12)
     seeds = settings.seeds or 3
     window, hidden = (16, 32) if settings.quick else (40, 128)
     raw: dict[str, Any] = {
