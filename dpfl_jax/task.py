@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 # Names of models (dpfl_jax.models.by_name), here so that a configuration is read without JAX.
 ModelKind = Literal["transformer", "lstm", "cnn", "small_cnn", "mlp", "logistic", "linear"]
@@ -30,3 +30,12 @@ class Task:
     vocab_size: int = 0
     bos_id: int = 1
     scaled: bool = True
+
+
+def takes_segments(loss_fn: Any) -> Any:
+    """Marks a loss that computes the *sum* of several examples' losses, packed in one row.
+
+    Such a row has ``segments``, int [length]: which example each token belongs to, 0 for none.
+    """
+    loss_fn.takes_segments = True
+    return loss_fn

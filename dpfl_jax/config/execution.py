@@ -42,6 +42,11 @@ class Execution(Section):
       strategy: how clipped gradients are computed.
       group_buckets: process users with few examples in buffers with a smaller group axis (1, 2, 4,
         ...), instead of padding them to the group size: less work, a longer compilation.
+      packing: lay short sequences of a unit one behind the other into rows of at most so many
+        shapes, each seeing itself alone, instead of filling each up to ``data.seq_len``; 0: no. Few
+        places are then without a token (8 shapes: one in four, 12: one in six), and compilation
+        takes as often as long. The shapes follow from the lengths of the sequences, about which
+        step times and memory then tell.
       examples_at_once: examples of a user (ULS) that a device processes at once; the gradients of
         the rest are accumulated before the user's norm is taken. Needed where a user's examples do
         not fit together. Default: all.
@@ -58,6 +63,7 @@ class Execution(Section):
     strategy: Strategy = "auto"
     attention: AttentionForm = "auto"
     group_buckets: bool = False
+    packing: int = Field(0, ge=0)
     examples_at_once: int | None = Field(None, gt=0)
     split_users: bool = False
     mesh: MeshConfig = MeshConfig()

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from dpfl_jax.data import packing
 from dpfl_jax.data.example_keys import example_keys
 from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
@@ -45,6 +46,8 @@ class Bucket:
       num_units: real units, over all hosts.
       keys: uint32 [rows, row, (group_size,) 3], what the examples' keys are made of
         (``example_keys``); None if the loss takes none.
+      counts: int32 [rows, row], examples of each unit, where they are packed: then the group axis
+        is of rows of tokens, and ``example_mask`` says which rows hold something.
     """
 
     arrays: Mapping[str, Any]
@@ -53,6 +56,7 @@ class Bucket:
     num_rows: int
     num_units: int
     keys: Any | None = None
+    counts: Any | None = None
 
     @property
     def group_size(self) -> int | None:
@@ -71,6 +75,7 @@ class StepBatch:
       num_examples: real examples.
       num_tokens: real tokens that this process read (0 if examples are not token sequences).
       columns: columns of each row that this process read.
+      num_places: places for tokens, real or not, that this process's part of the step computes.
     """
 
     step: int
@@ -79,6 +84,7 @@ class StepBatch:
     num_examples: int
     num_tokens: int
     columns: int
+    num_places: int = 0
 
 
 def bucket_group_sizes(group_size: int) -> tuple[int, ...]:
@@ -145,6 +151,8 @@ class Pipeline:
       threads: threads that read ahead.
       ahead: steps read ahead.
       loss_key: root key, from which each example gets a key of its own at each step; None: none.
+      shapes: pack the examples of each unit into rows of these shapes (``packing.choose_shapes``),
+        instead of group sizes; None: an example is a row.
     """
 
     store: Readable
@@ -158,44 +166,71 @@ class Pipeline:
     threads: int = 2
     ahead: int = 4
     loss_key: RootKey | None = None
+    shapes: tuple[packing.Shape, ...] | None = None
 
     def __post_init__(self) -> None:
         """Checks that rows can be split over the devices, and that records can be shipped."""
         if self.compact and not is_token_store(self.store):
             raise BadInputError("compact=True, but the store's examples are not token sequences")
-        if self.capacities is not None and len(self.capacities) != len(self.group_sizes or (1,)):
+        if self.capacities is not None and len(self.capacities) != self.num_buckets:
             raise BadInputError(
                 f"the capacities {self.capacities} must be one for each of the group sizes "
-                f"{self.group_sizes}"
+                f"{self.shapes or self.group_sizes}"
             )
         axes = (self.axis,) if isinstance(self.axis, str) else self.axis
         parts = 1 if self.mesh is None else math.prod(self.mesh.shape[axis] for axis in axes)
         if self.row < 1 or self.row % parts:
             raise BadInputError(f"a row of {self.row} units cannot be split over {parts} devices")
 
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of a step."""
+        return len(self.shapes or self.group_sizes or (1,))
+
     def build(self, step: int) -> StepBatch:
         """Reads and ships the units of one step, independently of all other steps."""
         draw = self.sampler.draw(step)
-        parts = split_into_buckets(draw, self.group_sizes)
-        if self.capacities is None:
-            parts = [part for part in parts if part.size] or parts[:1]
-            rows = [padded_rows(part.size, self.row) for part in parts]
+        shapes: list[packing.Shape | None] = [None] * self.num_buckets
+        if self.shapes is None:
+            parts = split_into_buckets(draw, self.group_sizes)
         else:
-            rows = [self._rows(p, capacity) for p, capacity in zip(parts, self.capacities)]
-        local, tokens = [], 0
-        for part, count in zip(parts, rows):
-            tree, real_tokens = self._read(part, count, step)
+            # Every process needs all lengths, to know which buffers the units of others are in.
+            lengths, shapes = packing.lengths_of(self.store, draw.positions), [*self.shapes]
+            parts = packing.split_by_shape(draw, lengths, self.shapes)
+        if self.capacities is None:
+            some = [i for i, part in enumerate(parts) if part.size] or [0]
+            parts, shapes = [parts[i] for i in some], [shapes[i] for i in some]
+            rows = [padded_rows(p.size, self.width(shape)) for p, shape in zip(parts, shapes)]
+        else:
+            given = zip(parts, shapes, self.capacities)
+            rows = [self._rows(p.size, self.width(shape), most) for p, shape, most in given]
+        local, tokens, places = [], 0, 0
+        for part, shape, count in zip(parts, shapes, rows):
+            tree, real_tokens = self._read(part, count, step, shape)
             local.append(tree)
             tokens += real_tokens
+            used = len(self._columns(shape)) * -(-part.size // self.width(shape))
+            places += used * self._places(part.positions, shape)
         buckets = tuple(
-            Bucket(**tree, num_rows=-(-part.size // self.row), num_units=part.size)
-            for tree, part in zip(self._ship(local), parts)
+            Bucket(**tree, num_rows=-(-part.size // self.width(shape)), num_units=part.size)
+            for tree, part, shape in zip(self._ship(local, shapes), parts, shapes)
         )
         examples = int(draw.example_mask.sum())
-        return StepBatch(step, buckets, draw.size, examples, tokens, len(self._columns()))
+        return StepBatch(step, buckets, draw.size, examples, tokens, len(self._columns()), places)
 
-    def _rows(self, part: Draw, capacity: int) -> int:
-        needed = -(-part.size // self.row)
+    def _places(self, positions: np.ndarray, shape: packing.Shape | None) -> int:
+        """Places for tokens in one unit."""
+        if shape is not None:
+            return shape.tokens
+        length = self.store.schema.seq_len if self.compact else 0  # type: ignore[attr-defined]
+        return length * (1 if positions.ndim == 1 else positions.shape[1])
+
+    def width(self, shape: packing.Shape | None) -> int:
+        """Units in a row of the buffer of a shape, over all devices."""
+        return self.row if shape is None or not shape.units else shape.units
+
+    def _rows(self, units: int, width: int, capacity: int) -> int:
+        needed = -(-units // width)
         while capacity < needed:
             capacity *= 2
         return capacity
@@ -211,22 +246,29 @@ class Pipeline:
           group_size: the sampler's; None if a unit is an example.
         """
         offsets = np.asarray(self.store.user_offsets)
-        sizes: tuple[int | None, ...] = (group_size,)
+        sizes: tuple[Any, ...] = self.shapes or (group_size,)
         if group_size is None:
             first = np.arange(offsets[0], min(offsets[0] + count, offsets[-1]))
         else:
-            sizes = self.group_sizes or sizes
+            sizes = self.shapes or self.group_sizes or sizes
             users = np.flatnonzero(np.diff(offsets))[:count]
             first = np.full((len(users), group_size), -1, np.int64)
             for row, start, stop in zip(first, offsets[users], offsets[users + 1]):
                 row[: stop - start] = np.arange(start, stop)[: len(row)]
         host = dataclasses.replace(
-            self, row=max(1, len(first)), mesh=None, group_sizes=None, capacities=None
+            self,
+            row=max(1, len(first)),
+            mesh=None,
+            group_sizes=None,
+            capacities=None,
+            shapes=None,
         )
         buckets = []
         for size in sizes:
-            positions = first if size is None else first[:, :size]
-            tree, _ = host._read(Draw(np.arange(len(first)), positions), rows=1)
+            shape = dataclasses.replace(size, units=0) if self.shapes else None
+            positions = first[:, :size] if isinstance(size, int) else first
+            one = Draw(np.arange(len(first)), positions)
+            tree, _ = host._read(one, rows=1, shape=shape, partial=True)
             buckets.append(Bucket(**tree, num_rows=1, num_units=len(first)))
         return buckets
 
@@ -237,16 +279,20 @@ class Pipeline:
           units: from ``first_units``.
           which: for each bucket, int [rows, row]: the number of the unit that lies there.
         """
-        columns, local = self._columns(), []
+        local, shapes = [], [*(self.shapes or [None] * len(units))]
         for b, (bucket, slots) in enumerate(zip(units, which, strict=True)):
             rows = len(slots) if self.capacities is None else self.capacities[b]
-            mine = slots[:, columns]
+            mine = slots[:, self._columns(shapes[b])]
 
             def fill(x: Any, mine: np.ndarray = mine, rows: int = rows) -> np.ndarray:
                 empty = np.zeros((rows - len(mine), mine.shape[1], *x.shape[2:]), x.dtype)
                 return np.concatenate([x[0][mine], empty])
 
-            rest = {"example_mask": bucket.example_mask, "keys": bucket.keys}
+            rest = {
+                "example_mask": bucket.example_mask,
+                "keys": bucket.keys,
+                "counts": bucket.counts,
+            }
             local.append(
                 {
                     "arrays": {name: fill(x) for name, x in bucket.arrays.items()},
@@ -256,23 +302,45 @@ class Pipeline:
             )
         return tuple(
             Bucket(**tree, num_rows=len(slots), num_units=slots.size)
-            for tree, slots in zip(self._ship(local), which)
+            for tree, slots in zip(self._ship(local, shapes), which)
         )
 
-    def _columns(self) -> np.ndarray:
+    def _columns(self, shape: packing.Shape | None = None) -> np.ndarray:
         """The columns of this process's devices."""
         if self.mesh is None:
-            return np.arange(self.row)
-        return local_columns(self._sharding(), self.row, axis=1)
+            return np.arange(self.width(shape))
+        return local_columns(self._sharding(), self.width(shape), axis=1)
 
     def _sharding(self) -> Any:
         import jax
 
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(None, self.axis))
 
-    def _read(self, draw: Draw, rows: int, step: int = 0) -> tuple[dict[str, Any], int]:
+    def _read(
+        self,
+        draw: Draw,
+        rows: int,
+        step: int = 0,
+        shape: packing.Shape | None = None,
+        partial: bool = False,
+    ) -> tuple[dict[str, Any], int]:
         """Reads this process's columns of one bucket: host arrays [rows, columns, ...], tokens."""
-        share = share_of(draw, self.row, self._columns(), rows)
+        share = share_of(draw, self.width(shape), self._columns(shape), rows)
+        if shape is not None:
+            grouped, lead = share.positions.ndim == 3, share.positions.shape[:2]
+            flat = share.positions.reshape(math.prod(lead), -1)
+            arrays, used, counts, tokens = packing.packed(self.store, flat, shape, grouped, partial)
+
+            def laid(x: np.ndarray) -> np.ndarray:
+                return x.reshape(*lead, *x.shape[1:])
+
+            return {
+                "arrays": {name: laid(array) for name, array in arrays.items()},
+                "unit_mask": share.slots >= 0,
+                "example_mask": None if used is None else laid(used),
+                "keys": None,
+                "counts": None if counts is None else laid(counts),
+            }, tokens
         real = share.positions >= 0
         examples, tokens = self._examples(share.positions[real])
         whole = bool(real.all())
@@ -291,6 +359,7 @@ class Pipeline:
             "keys": None
             if self.loss_key is None
             else example_keys(self.loss_key, (step,), share.positions),
+            "counts": None,
         }, tokens
 
     def _examples(self, positions: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
@@ -304,11 +373,19 @@ class Pipeline:
         raw = raw.reshape(len(positions), records.dtype.itemsize)
         return {"records": raw}, int(records["length"].sum())
 
-    def _ship(self, trees: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _ship(
+        self, trees: list[dict[str, Any]], shapes: Sequence[packing.Shape | None]
+    ) -> list[dict[str, Any]]:
         """Puts host arrays on the devices of the mesh, as parts of global arrays."""
         if self.mesh is None:
             return trees
-        return ship_columns(trees, self._columns(), self.row, 1, self._sharding())
+        wide = {self.width(shape) for shape in shapes}
+        if len(wide) == 1:
+            return ship_columns(trees, self._columns(shapes[0]), wide.pop(), 1, self._sharding())
+        return [
+            ship_columns(tree, self._columns(shape), self.width(shape), 1, self._sharding())
+            for tree, shape in zip(trees, shapes, strict=True)
+        ]
 
     def iterate(self, start: int, stop: int) -> Iterator[StepBatch]:
         """Yields the batches of steps ``start`` to ``stop - 1`` in order, read ahead by Grain.

@@ -15,9 +15,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, keyed, with_keys
+from dpfl_jax.data.packing import choose_shapes
 from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_sizes, is_token_store
 from dpfl_jax.data.store import Readable
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.mesh import unit_axes, unit_parts
 from dpfl_jax.randomness import RootKey
@@ -27,6 +30,8 @@ PyTree = Any
 
 # A draw outgrows its buffer with this probability; then it gets a larger one.
 _OVERFLOW = 1e-15
+# As ids and segments are computed with; they cross to the devices as narrow as they fit.
+_KINDS = {"tokens": np.int32, "segments": np.int32}
 
 
 def training_pipeline(
@@ -36,6 +41,7 @@ def training_pipeline(
     microbatch_size: int,
     group_buckets: bool = False,
     loss_key: RootKey | None = None,
+    packing: int = 0,
 ) -> Pipeline:
     """Returns the pipeline of a run, whose batches all have the same shapes.
 
@@ -47,8 +53,11 @@ def training_pipeline(
       group_buckets: put users with few examples into buffers with a smaller group axis (1, 2, 4,
         ...) instead of padding them to the group size.
       loss_key: root key of the examples' own keys, for a loss that takes one (``example_loss``).
+      packing: pack each unit's sequences into rows of so many shapes (``data.packing``); 0: not.
     """
     row = microbatch_size * unit_parts(mesh)
+    if packing:
+        return _packed(sampler, store, mesh, row, packing)
     sizes, bounds = None, (sampler.size_bound(_OVERFLOW),)
     if group_buckets and sampler.group_size is not None:
         sizes = bucket_group_sizes(sampler.group_size)
@@ -67,13 +76,64 @@ def training_pipeline(
     )
 
 
-def example_loss(loss_fn: Callable[..., jax.Array], store: Readable) -> Callable[..., jax.Array]:
+def _packed(sampler: Sampler, store: Readable, mesh: Mesh, row: int, most_shapes: int) -> Pipeline:
+    """With as much room for units of each shape as were in it among those looked at."""
+    most = sampler.size_bound(_OVERFLOW)
+    shapes, shares = choose_shapes(
+        store, sampler.group_size, sampler.expected_size, row, unit_parts(mesh), most_shapes
+    )
+    units = [min(most, most * share + 6 * math.sqrt(most * share)) for share in shares]
+    return Pipeline(
+        store,
+        sampler,
+        row,
+        mesh=mesh,
+        axis=unit_axes(mesh),
+        capacities=tuple(max(1, math.ceil(n / s.units)) for n, s in zip(units, shapes)),
+        ahead=2,
+        shapes=shapes,
+    )
+
+
+def check_packing(loss_fn: Callable[..., jax.Array], store: Readable, how: Execution) -> None:
+    """Raises BadInputError where examples cannot be packed, though ``how`` says so."""
+    if not how.packing:
+        return
+    schema = getattr(store, "schema", None)
+    if schema is None or schema.kind == "arrays" or schema.pairs:
+        raise BadInputError(
+            "execution.packing is for single sequences of tokens, which these examples are not: "
+            "set it to 0"
+        )
+    if not getattr(loss_fn, "takes_segments", False):
+        raise BadInputError(
+            "execution.packing needs a loss of several sequences in one row, as the transformer's "
+            "is: set it to 0, or mark a loss that takes `segments` with "
+            "dpfl_jax.task.takes_segments"
+        )
+    for name in ("group_buckets", "examples_at_once", "split_users"):
+        if getattr(how, name):
+            raise BadInputError(
+                f"execution.packing and execution.{name} both say how a user's examples are cut "
+                "up: leave one out"
+            )
+
+
+def example_loss(
+    loss_fn: Callable[..., jax.Array], store: Readable, packing: bool = False
+) -> Callable[..., jax.Array]:
     """Turns a loss of one example of ``store`` into one of what the pipeline ships of it.
 
     Token sequences cross to the devices as stored (two bytes a token, not five) and are unpacked
     there, one microbatch at a time. A loss that takes a key (``example_keys.key_argument``) gets
-    that of its example.
+    that of its example. With ``packing`` an example is a row of several, and has no key.
     """
+    if packing:
+
+        def of_row(params: PyTree, row: PyTree) -> jax.Array:
+            return loss_fn(params, {n: x.astype(_KINDS.get(n, x.dtype)) for n, x in row.items()})
+
+        return of_row
     shipped = loss_fn
     if is_token_store(store):
         unpack = store.schema.unpack_on_device  # type: ignore[attr-defined]
@@ -97,7 +157,9 @@ def step_arguments(mechanism: Mechanism, batch: StepBatch) -> tuple[Any, Any, An
 def units_of(mechanism: Mechanism, bucket: Bucket) -> PyTree:
     """Returns the units of a bucket: a pytree of arrays [rows, row, ...]."""
     examples = bucket.arrays if bucket.keys is None else with_keys(bucket.arrays, bucket.keys)
-    return mechanism.units(examples, bucket.example_mask)
+    units = mechanism.units(examples, bucket.example_mask)
+    # Its rows are fewer than its examples, whose mean is meant (``base.mean_of_examples``).
+    return units if bucket.counts is None else {**units, "count": bucket.counts}
 
 
 def draw_digest(sampler: Sampler, key: RootKey, step: int) -> str:

@@ -29,7 +29,13 @@ from dpfl_jax.data.pipeline import Pipeline, StepBatch
 from dpfl_jax.data.store import Readable, check_offsets, expect_store, fingerprint_of
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.mechanisms.base import LossFn, Mechanism, Population, PyTree
-from dpfl_jax.mechanisms.batches import example_loss, step_arguments, training_pipeline, units_of
+from dpfl_jax.mechanisms.batches import (
+    check_packing,
+    example_loss,
+    step_arguments,
+    training_pipeline,
+    units_of,
+)
 from dpfl_jax.mechanisms.central_statement import central_statement
 from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches, in_pieces
@@ -193,7 +199,7 @@ class Plan:
                 "this plan splits parameters over devices (execution.mesh), which a loop of one's "
                 "own does not: use fit, or a mesh with data alone"
             )
-        shipped, random = example_loss(loss_fn, self.data), key_argument(loss_fn)
+        shipped, random = self.shipped(loss_fn), self.random(loss_fn)
         summed = jax.jit(
             bounded_sum_over_microbatches(
                 self.mechanism,
@@ -209,7 +215,7 @@ class Plan:
         def check(params: PyTree) -> None:
             trained, frozen = place(split(params, trainable), replicated(self.mesh))
             # Refused as by ``fit`` where nothing that is traced tells what the loss computes.
-            traced = with_any_key(loss_fn, random)
+            traced = with_any_key(loss_fn, key_argument(loss_fn))
             training_digest(traced, trained, frozen, self.example, optax.identity())
             any_key = RootKey.from_seed(0)  # it looks at the first units, whoever is drawn
             sampler = self.sampler(any_key)
@@ -296,8 +302,27 @@ class Plan:
         """Reads what a sampler draws, for the plan's mesh."""
         how = self.execution
         return training_pipeline(
-            sampler, self.data, self.mesh, how.microbatch_size, how.group_buckets, loss_key
+            sampler,
+            self.data,
+            self.mesh,
+            how.microbatch_size,
+            how.group_buckets,
+            loss_key,
+            how.packing,
         )
+
+    def shipped(self, loss_fn: LossFn) -> LossFn:
+        """A loss of one example as one of what the pipeline ships.
+
+        Raises:
+          BadInputError: examples are to be packed, and these or this loss cannot.
+        """
+        check_packing(loss_fn, self.data, self.execution)
+        return example_loss(loss_fn, self.data, bool(self.execution.packing))
+
+    def random(self, loss_fn: LossFn) -> str | None:
+        """The name under which a loss takes each example's own key; None: it gets none."""
+        return None if self.execution.packing else key_argument(loss_fn)
 
     def noise_key(self, key: RootKey, step: int) -> np.ndarray:
         """uint32 [8]: of the noise of a step, under the key of a run.

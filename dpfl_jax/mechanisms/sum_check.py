@@ -95,7 +95,9 @@ def check_sum(
     params = away_from_zero(params)
     host = pipeline.first_units(_UNITS, group_size)
     capacities = pipeline.capacities or (1,) * len(host)
-    which = [_places(b.num_units, min(_ROWS, c), pipeline.row) for b, c in zip(host, capacities)]
+    widths = [pipeline.width(shape) for shape in pipeline.shapes or (None,) * len(host)]
+    given = zip(host, capacities, widths, strict=True)
+    which = [_places(b.num_units, min(_ROWS, most), width) for b, most, width in given]
     trial = _Trial(summed, mechanism, params, frozen, pipeline.spread(host, which))
     reference = mechanism.bounded_grad(loss_fn, strategy="vmap", trainable=trainable)
     each = [units_of(mechanism, bucket) for bucket in _of_one_size(host)]
@@ -216,22 +218,19 @@ def _places(units: int, rows: int, row: int) -> np.ndarray:
 
 
 def _of_one_size(buckets: list[Bucket]) -> list[Bucket]:
-    """Users filled up to the largest group size: one compilation for all."""
-    most = max(bucket.group_size or 0 for bucket in buckets)
+    """Units filled up to the largest shape, users to the largest group: one compilation for all."""
+    trees = [{"arrays": b.arrays, "example_mask": b.example_mask, "keys": b.keys} for b in buckets]
 
-    def padded(bucket: Bucket) -> Bucket:
-        def one(x: np.ndarray) -> np.ndarray:
-            missing = most - x.shape[2]
-            return np.pad(x, [(0, 0), (0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 3))
+    def one(*same: np.ndarray) -> list[np.ndarray]:
+        most = np.max([x.shape for x in same], axis=0)
+        return [np.pad(x, [(0, m - n) for m, n in zip(most, x.shape)]) for x in same]
 
-        return dataclasses.replace(
-            bucket,
-            arrays={name: one(x) for name, x in bucket.arrays.items()},
-            example_mask=one(np.asarray(bucket.example_mask)),
-            keys=None if bucket.keys is None else one(bucket.keys),
-        )
-
-    return [bucket if bucket.group_size is None else padded(bucket) for bucket in buckets]
+    flat, structures = zip(*(jax.tree.flatten(tree) for tree in trees), strict=True)
+    filled = zip(*(one(*same) for same in zip(*flat, strict=True)), strict=True)
+    return [
+        dataclasses.replace(bucket, **jax.tree.unflatten(structure, leaves))
+        for bucket, structure, leaves in zip(buckets, structures, filled, strict=True)
+    ]
 
 
 class _Sum:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from dpfl_jax.models.attention import attend, visible, weighted
 from dpfl_jax.models.config import TransformerConfig
 from dpfl_jax.models.placement import pinned
 from dpfl_jax.models.rotary import frequencies, rotate, tables
+from dpfl_jax.task import takes_segments
 
 PyTree = Any
 Initializer = Callable[..., jax.Array]
@@ -89,7 +90,12 @@ class Attention(nn.Module):
     decode: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, local: bool | jax.Array = False) -> jax.Array:
+    def __call__(
+        self,
+        x: jax.Array,
+        local: bool | jax.Array = False,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
         """X [length, embed_dim] -> the same shape; ``local``: of the layer (bool scalar)."""
         c = self.config
         length = x.shape[0]
@@ -111,16 +117,23 @@ class Attention(nn.Module):
             mixed = weighted(q.reshape(grouped), k, v, seen, c.attention_softcap)
         else:
             q, k = self._placed(q, k, 0, local)
-            mixed = self._attend(q.reshape(grouped), k, v, local)
+            mixed = self._attend(q.reshape(grouped), k, v, local, segments)
         mixed = mixed.reshape(c.num_heads, length, c.width).transpose(1, 0, 2).reshape(length, -1)
         return Linear(c.embed_dim, c, _STDDEV / math.sqrt(2 * c.num_layers), name="out")(mixed)
 
     def _attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, local: bool | jax.Array
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        local: bool | jax.Array,
+        segments: jax.Array | None,
     ) -> jax.Array:
         """Within a window, or not, or as the layer says."""
         c = self.config
-        form = functools.partial(attend, how=c.attention, softcap=c.attention_softcap)
+        form = functools.partial(
+            attend, how=c.attention, softcap=c.attention_softcap, segments=segments
+        )
         near = functools.partial(form, window=c.sliding_window)
         if c.sliding_window is None or c.sliding_window >= q.shape[2]:
             return form(q, k, v)
@@ -131,7 +144,10 @@ class Attention(nn.Module):
     def _placed(
         self, q: jax.Array, k: jax.Array, start: Any, local: bool | jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Rotates queries and keys [heads, length, width] of the positions from ``start`` on."""
+        """Rotates queries and keys [heads, length, width] of the positions from ``start`` on.
+
+        Only how far two are apart matters: segments of one row need no positions of their own.
+        """
         c, length = self.config, q.shape[1]
         if c.positions != "rotary":
             return q, k
@@ -200,12 +216,17 @@ class Block(nn.Module):
     local: bool | None = False
 
     @nn.compact
-    def __call__(self, x: jax.Array, local: jax.Array | None = None) -> tuple[jax.Array, None]:
+    def __call__(
+        self,
+        x: jax.Array,
+        local: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> tuple[jax.Array, None]:
         """X [length, embed_dim] -> (the same shape, None)."""
         c = self.config
         x = pinned(x)
         here: Any = local if self.local is None else self.local
-        y = Attention(c, self.decode, name="attention")(Norm(c, name="norm1")(x), here)
+        y = Attention(c, self.decode, name="attention")(Norm(c, name="norm1")(x), here, segments)
         x = x + (Norm(c, name="post_norm1")(y) if c.post_norms else y)
         y = Mlp(c, name="mlp")(Norm(c, name="norm2")(x))
         return x + (Norm(c, name="post_norm2")(y) if c.post_norms else y), None
@@ -219,13 +240,18 @@ class Transformer(nn.Module):
     The input is shifted right behind the beginning-of-sequence id, so that position t predicts
     token t from the tokens before it. With ``decode`` it is not shifted: the model goes on from its
     cache, and position t predicts what follows token t.
+
+    With ``segments``, int32 [length], there are several sequences, one behind the other: each
+    begins anew where the number changes, and sees itself alone.
     """
 
     config: TransformerConfig
     decode: bool = False
 
     @nn.compact
-    def __call__(self, tokens: jax.Array, losses: bool = False) -> jax.Array:
+    def __call__(
+        self, tokens: jax.Array, losses: bool = False, segments: jax.Array | None = None
+    ) -> jax.Array:
         """Runs the model on one sequence."""
         c = self.config
         dtype = jnp.dtype(c.dtype)
@@ -235,6 +261,9 @@ class Transformer(nn.Module):
         if not self.decode:
             bos = jnp.full((1,), c.bos_id, tokens.dtype)
             inputs = jnp.concatenate([bos, tokens[:-1]])
+        if segments is not None:
+            first = begins(segments)
+            inputs = jnp.where(first, c.bos_id, inputs)
         # Rows before the cast (casting the table would cost its size), and NaN, not another row,
         # for an id outside the vocabulary: a wrong tokeniser must not go unnoticed.
         x = jnp.take(embedding, inputs, axis=0, mode="fill").astype(dtype)
@@ -244,6 +273,10 @@ class Transformer(nn.Module):
                 at = self.variable("cache", "index", jnp.zeros, (), jnp.int32)
                 here = jax.lax.dynamic_slice_in_dim(positions, at.value, tokens.shape[0])
                 at.value = at.value + tokens.shape[0]
+            elif segments is not None:
+                places = jnp.arange(tokens.shape[0])
+                places = places - jax.lax.cummax(jnp.where(first, places, 0))
+                here = jnp.take(positions, places, axis=0, mode="fill")
             else:
                 here = positions[: tokens.shape[0]]
             x = x + here.astype(dtype)
@@ -263,14 +296,15 @@ class Transformer(nn.Module):
                     block,
                     variable_axes={"params": 0, "cache": 0},
                     split_rngs={"params": True},
+                    in_axes=(0, nn.broadcast),
                     length=length,
                 )
                 alike = mine[0] if len(set(mine)) == 1 else None
                 which = jnp.array(mine) if alike is None else None
-                x, _ = stack(c, self.decode, alike, name=name)(x, which)
+                x, _ = stack(c, self.decode, alike, name=name)(x, which, segments)
         else:
             for i, near in enumerate(c.local_layers):
-                x, _ = block(c, self.decode, near, name=f"block_{i}")(x)
+                x, _ = block(c, self.decode, near, name=f"block_{i}")(x, None, segments)
         x = pinned(Norm(c, name="final_norm")(x))
         if c.tie_embeddings:
             head = embedding.T
@@ -284,6 +318,11 @@ class Transformer(nn.Module):
             return pinned(found)
 
         return _losses(logits, x, tokens, c.vocab_size) if losses else logits(x)
+
+
+def begins(segments: jax.Array) -> jax.Array:
+    """Bool [length]: where a segment begins."""
+    return jnp.concatenate([jnp.ones((1,), bool), segments[1:] != segments[:-1]])
 
 
 def _losses(
@@ -337,20 +376,27 @@ class LanguageModel:
         """
         return self._apply(params, tokens)
 
-    def _apply(self, params: PyTree, tokens: jax.Array, losses: bool = False) -> jax.Array:
+    def _apply(
+        self,
+        params: PyTree,
+        tokens: jax.Array,
+        losses: bool = False,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
         if tokens.ndim != 1:
             raise BadInputError(
                 f"the language model takes one sequence of token ids, got shape {tokens.shape}: "
                 "use jax.vmap for a batch"
             )
-        if tokens.shape[0] > self.config.max_seq_len:
+        if tokens.shape[0] > self.config.max_seq_len and segments is None:
             raise BadInputError(
                 f"a sequence has {tokens.shape[0]} tokens, but the model's max_seq_len is "
                 f"{self.config.max_seq_len}: raise it, or cut the sequences shorter"
             )
-        found: jax.Array = self._module.apply({"params": params}, tokens, losses)  # type: ignore[assignment]
-        return found
+        found = self._module.apply({"params": params}, tokens, losses, segments)
+        return cast(jax.Array, found)
 
+    @takes_segments
     def loss(
         self, params: PyTree, example: dict[str, jax.Array], rng: jax.Array | None = None
     ) -> jax.Array:
@@ -359,7 +405,8 @@ class LanguageModel:
         Args:
           params: as returned by ``init``.
           example: ``tokens`` int32 [length] and ``mask`` bool [length], True for real tokens. Other
-            tokens are not predicted, but later ones see them: padding belongs at the end.
+            tokens are not predicted, but later ones see them: padding belongs at the end. With
+            ``segments``, int32 [length], it is a row of several, and the loss is their sum.
           rng: unused (there is no dropout).
 
         Returns:
@@ -367,8 +414,13 @@ class LanguageModel:
         """
         del rng
         tokens, real = example["tokens"], example["mask"].astype(bool)
-        losses = jnp.where(real, self._apply(params, tokens, losses=True), 0.0)
-        return losses.sum() / jnp.maximum(real.sum(), 1).astype(jnp.float32)
+        segments = example.get("segments")
+        losses = jnp.where(real, self._apply(params, tokens, True, segments), 0.0)
+        if segments is None:
+            return losses.sum() / jnp.maximum(real.sum(), 1).astype(jnp.float32)
+        number = jnp.cumsum(begins(segments)) - 1
+        counts = jax.ops.segment_sum(real.astype(jnp.float32), number, segments.shape[0])
+        return (losses / jnp.maximum(counts, 1.0)[number]).sum()
 
     def start(self, params: PyTree) -> PyTree:
         """Returns an empty cache for ``next_logits``, of max_seq_len positions."""

@@ -28,6 +28,7 @@ class Taken:
       stats: for ``Algorithm.row``.
       examples: processed, by all processes together.
       tokens: real ones among those that this process read.
+      places: for tokens, real or not, that they were computed on in.
       read: part of all tokens that this process read, as (its columns, all columns): columns that
         several processes hold are counted by each.
     """
@@ -35,6 +36,7 @@ class Taken:
     stats: Any
     examples: int
     tokens: int = 0
+    places: int = 0
     read: tuple[int, int] = (1, 1)
 
 

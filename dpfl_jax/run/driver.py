@@ -120,6 +120,7 @@ class RunResult:
       seconds: wall time of the steps taken in this process (without compilation).
       examples: processed in that time.
       tokens: real tokens processed in that time (0 if examples are not token sequences).
+      places: for tokens, real or not, that were computed on in that time.
       planned: steps that it would have taken.
       clipping: how the norms of how many parameters were computed; None if the run is not private.
       best: the checkpoint with the lowest held-out loss, if that was kept.
@@ -138,6 +139,7 @@ class RunResult:
     clipping: dict[str, Any] | None = None
     best: Best | None = None
     seen: Any = None
+    places: int = 0
 
     @property
     def accounted(self) -> int:
@@ -309,6 +311,7 @@ def drive(
         seconds=meter.seconds,
         examples=meter.examples,
         tokens=meter.tokens,
+        places=meter.places,
         planned=steps,
         clipping=clipping,
         best=chosen,
@@ -371,20 +374,20 @@ class _Meter:
     """Examples and tokens per second, compilation, evaluation and checkpoints left out."""
 
     def __init__(self) -> None:
-        self.seconds, self.examples, self.tokens = 0.0, 0, 0
+        self.seconds, self.examples, self.tokens, self.places = 0.0, 0, 0, 0
         self._last: float | None = None
-        self._pending = [0, 0, 0]
+        self._pending = [0, 0, 0, 0]
         self._read = (1, 1)
-        self._seen_tokens = 0
+        self._seen = (0, 0)
 
     def restart(self) -> None:
         """Leaves out the time since the last measurement, and the steps in it."""
         self._last = time.perf_counter()
-        self._pending = [0, 0, 0]
+        self._pending = [0, 0, 0, 0]
 
     def count(self, taken: Taken, steps: int) -> None:
         """Counts what was taken at once."""
-        for i, amount in enumerate((steps, taken.examples, taken.tokens)):
+        for i, amount in enumerate((steps, taken.examples, taken.tokens, taken.places)):
             self._pending[i] += amount
         self._read = taken.read
 
@@ -398,23 +401,29 @@ class _Meter:
           The name of a signal that asks any process to stop: all then stop at the same step.
         """
         columns, row = self._read
-        found = processes.gather_numbers(self._pending[2], columns, getattr(signal, stop or "", 0))
-        self._seen_tokens = round(found[:, 0].sum() * row / found[:, 1].sum())
-        heard = int(found[:, 2].max())
+        mine = (*self._pending[2:], columns, getattr(signal, stop or "", 0))
+        tokens, places, read, signals = processes.gather_numbers(*mine).T.astype(np.int64)
+        self._seen = (
+            round(tokens.sum() * row / read.sum()),
+            round(places.sum() * row / read.sum()),
+        )
+        heard = int(signals.max())
         return signal.Signals(heard).name if heard else None
 
     def measure(self, row: dict[str, Any]) -> None:
         """Adds the steps since the last call to ``row`` (the first call, which compiles, not)."""
         if self._last is not None:
-            steps, examples, _ = self._pending
+            steps, examples, *_ = self._pending
+            tokens, places = self._seen
             elapsed = time.perf_counter() - self._last
             self.seconds += elapsed
             self.examples += examples
-            self.tokens += self._seen_tokens
+            self.tokens += tokens
+            self.places += places
             # Together they give the exact number of tokens drawn: as private as the data.
             row["outside_guarantee"]["seconds_per_step"] = round(elapsed / steps, 6)
-            if self._seen_tokens:
-                row["outside_guarantee"]["tokens_per_s"] = round(self._seen_tokens / elapsed, 1)
+            if tokens:
+                row["outside_guarantee"]["tokens_per_s"] = round(tokens / elapsed, 1)
         self.restart()
 
 

@@ -99,6 +99,9 @@ def build_report(
         "throughput": {
             "examples_per_s": rate(result.examples),
             "tokens_per_s": rate(result.tokens),
+            "real_token_fraction": round(result.tokens / result.places, 4)
+            if result.places
+            else None,
         },
         "clipping": result.clipping,
         "outside_guarantee": {

@@ -21,7 +21,7 @@ from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable, expect_store
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.evidence.kept import RunAudit
-from dpfl_jax.mechanisms.batches import draw_digest, example_loss, step_arguments, units_of
+from dpfl_jax.mechanisms.batches import draw_digest, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import in_pieces
 from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
@@ -89,8 +89,8 @@ class Central(Algorithm):
         self.mesh, self.trainable, self.given = plan.mesh, trainable, params
         self.private = plan.mechanism.private
         self.movable = not plan.mechanism.remembers
-        self.random = key_argument(loss_fn)
-        self.traced = with_any_key(loss_fn, self.random)
+        self.random = plan.random(loss_fn)
+        self.traced = with_any_key(loss_fn, key_argument(loss_fn))
         check_one_example(self.traced, params, plan.example)
         self.copied = (
             convolutions.kernels(self.traced, params, plan.example)
@@ -101,7 +101,7 @@ class Central(Algorithm):
         places = parameter_shardings(frozen, self.mesh, self.copied)
         self.frozen = place(frozen, places, copy=False)
         how = plan.execution
-        more = (how.strategy, how.cut, how.group_buckets)
+        more = (how.strategy, how.cut, how.group_buckets, *([how.packing] if how.packing else []))
         self.layout = [self.hardware, *more, how.microbatch_size]
         users = ", set execution.examples_at_once" if self.mechanism.unit_examples else ""
         self.smaller = (
@@ -159,7 +159,7 @@ class CentralSteps(Steps):
     def __init__(self, run: Central, key: RootKey, start: int) -> None:
         self.run, self.key, self.start = run, key, start
         how = run.plan.execution
-        self.loss_fn = example_loss(run.loss_fn, run.data)
+        self.loss_fn = run.plan.shipped(run.loss_fn)
         self.options: dict[str, Any] = {"strategy": how.strategy, "trainable": run.trainable}
         self.compiled: TrainStep = make_train_step(
             run.mechanism,
@@ -184,6 +184,7 @@ class CentralSteps(Steps):
                 how.microbatch_size,
                 self.pipeline.row,
                 repr(how.group_buckets),
+                repr(self.pipeline.shapes),
             ],
             "strategy": [how.strategy, how.cut],
             "set of trained parameters": [
@@ -231,7 +232,8 @@ class CentralSteps(Steps):
         noise_key = run.plan.noise_key(self.key, inputs.step)
         state, stats = self.compiled(state, *arguments, noise_key, run.frozen)
         read = (inputs.columns, self.pipeline.row)
-        return state, Taken(stats, inputs.num_examples, inputs.num_tokens, read)
+        tokens = (inputs.num_tokens, inputs.num_places)
+        return state, Taken(stats, inputs.num_examples, *tokens, read)
 
 
 VALIDATION_CAVEAT = (

@@ -1,0 +1,254 @@
+"""Several short examples in one row of tokens, and rows of a few lengths: no wasted token.
+
+A unit's examples are laid one behind the other into as few rows as hold them; each token says which
+example it belongs to, and attention, first token and positions begin anew with each
+(``Transformer``). Which examples a unit has is the sampler's business, and stays as it was drawn.
+
+Rows come in a few shapes, one compiled program each. They are chosen from the lengths of some
+examples, and a unit's own lengths decide which it comes in: time and memory tell about lengths,
+as they do about the number of units.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from dpfl_jax.data.store import Readable
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.sampling import Draw
+
+_LOOKED_AT = 1024  # units whose lengths the shapes are chosen by
+_WORTH = 0.01  # of all tokens, which another shape must save
+_SHORTEST = 16  # tokens of a row
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Rows in which units come.
+
+    Attributes:
+      rows: of one unit.
+      length: tokens of a row.
+      units: computed at once, over all devices; 0: as many as of any other shape.
+    """
+
+    rows: int
+    length: int
+    units: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Places for tokens, taken or not."""
+        return self.rows * self.length
+
+
+def lengths_of(store: Readable, positions: np.ndarray) -> np.ndarray:
+    """Tokens of the examples at ``positions`` (-1: none), up to the last that is predicted."""
+    real = positions >= 0
+    found = np.zeros(positions.shape, np.int64)
+    mask = store.read(positions[real])["mask"]
+    found[real] = np.where(mask.any(1), mask.shape[1] - mask[:, ::-1].argmax(1), 0)
+    return found
+
+
+def first_fit(
+    lengths: np.ndarray, real: np.ndarray, shape: Shape
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lays each unit's examples, the longest first, into the first row with room.
+
+    Args:
+      lengths: int [units, examples].
+      real: bool [units, examples]: which there are.
+      shape: of the rows.
+
+    Returns:
+      int [units, examples], the row of each (-1: no room, or no example) and where it starts in it;
+      bool [units], whether all have room.
+    """
+    units = np.arange(len(lengths))
+    free = np.full((len(lengths), shape.rows), shape.length)
+    row, start = np.full(lengths.shape, -1), np.zeros(lengths.shape, np.int64)
+    order = np.argsort(np.where(real, -lengths, 1), axis=1, kind="stable")
+    for k in range(lengths.shape[1]):
+        which = order[:, k]
+        needed = lengths[units, which]
+        first = (free >= needed[:, None]).argmax(axis=1)
+        fits = real[units, which] & (free[units, first] >= needed)
+        u, e, r = units[fits], which[fits], first[fits]
+        row[u, e], start[u, e] = r, shape.length - free[u, r]
+        free[u, r] -= needed[fits]
+    return row, start, ((row >= 0) | ~real).all(axis=1)
+
+
+def choose_shapes(
+    store: Readable,
+    group_size: int | None,
+    units: float,
+    row: int,
+    parts: int = 1,
+    most_shapes: int = 8,
+) -> tuple[tuple[Shape, ...], tuple[float, ...]]:
+    """Chooses shapes that waste few tokens, for units like those of the store.
+
+    Args:
+      store: whose lengths are looked at: those of 1,024 units, the same in every process.
+      group_size: most examples of a unit; None: a unit is one example.
+      units: of a step, expected.
+      row: units that are computed at once, of a usual number of tokens, and fewer of larger ones:
+        on average half of them are missing from the last of each shape.
+      parts: devices, of whose number these are a multiple.
+      most_shapes: at least 1.
+
+    Returns:
+      The shapes, the cheapest first: the last holds whatever there is. And which part of the units
+      looked at comes in each.
+    """
+    positions = _some(np.asarray(store.user_offsets), group_size)
+    lengths, real = lengths_of(store, positions), positions >= 0
+    seq_len = store.read(positions[:1, 0])["tokens"].shape[-1]
+    usual = row * max(1.0, lengths.sum(axis=1).mean())
+
+    def shape(rows: int, length: int) -> Shape:
+        at_once = min(row, int(usual / (rows * length))) // parts * parts
+        return Shape(rows, length, max(parts, at_once))
+
+    most = shape(group_size or 1, seq_len)
+    candidates, costs = [most], [np.full(len(lengths), float(most.tokens))]
+    for length in _lengths(seq_len, group_size):
+        row_of, _, fits = first_fit(lengths, real, Shape(most.rows, length))
+        needed = np.where(fits, row_of.max(axis=1) + 1, np.iinfo(int).max)
+        for rows in _rows(most.rows):
+            if rows * length < most.tokens:
+                candidates.append(shape(rows, length))
+                costs.append(np.where(needed <= rows, float(rows * length), np.inf))
+    table, chosen = np.stack(costs), [0]
+
+    def total(which: list[int]) -> float:
+        """Tokens of a step: of its units, and of what is missing from last rows."""
+        best = table[which].argmin(axis=0)
+        shares = np.bincount(best, minlength=len(which)) / len(lengths)
+        sizes = np.array([candidates[c].tokens for c in which])
+        missing = np.array([candidates[c].units - 1 for c in which]) / 2
+        return float((sizes * units * shares + np.minimum(missing, units * shares) * sizes).sum())
+
+    while len(chosen) < most_shapes:
+        best = min(range(len(candidates)), key=lambda c: total([*chosen, c]))
+        if total([*chosen, best]) > (1 - _WORTH) * total(chosen):
+            break
+        chosen.append(best)
+    # One that others have made superfluous goes; what holds everything stays, for those to come.
+    used = set(table[chosen].argmin(axis=0))
+    chosen = [c for i, c in enumerate(chosen) if i in used or c == 0]
+    chosen.sort(key=lambda c: (c == 0, candidates[c].tokens))
+    shares = np.bincount(table[chosen].argmin(axis=0), minlength=len(chosen)) / len(lengths)
+    return tuple(candidates[c] for c in chosen), tuple(float(share) for share in shares)
+
+
+def split_by_shape(draw: Draw, lengths: np.ndarray, shapes: Sequence[Shape]) -> list[Draw]:
+    """Splits a draw by the first shape that holds a unit.
+
+    Args:
+      draw: positions [n] or [n, group_size].
+      lengths: of ``lengths_of``.
+      shapes: of ``choose_shapes``.
+
+    Raises:
+      BadInputError: an example is longer than a row of the last shape.
+    """
+    real = _grouped(draw.positions) >= 0
+    which = np.full(len(real), -1)
+    for i, shape in enumerate(shapes):
+        left = np.flatnonzero(which < 0)
+        fits = first_fit(_grouped(lengths)[left], real[left], shape)[2]
+        which[left[fits]] = i
+    if (which < 0).any():
+        raise BadInputError(f"an example has more than the {shapes[-1].length} tokens of a row")
+    return [Draw(draw.units[which == i], draw.positions[which == i]) for i in range(len(shapes))]
+
+
+def packed(
+    store: Readable, positions: np.ndarray, shape: Shape, grouped: bool, partial: bool = False
+) -> tuple[dict[str, np.ndarray], np.ndarray | None, np.ndarray | None, int]:
+    """Reads units and lays their examples into rows.
+
+    Args:
+      store: of token sequences.
+      positions: int [units, examples], -1 where there is none.
+      shape: of the rows.
+      grouped: whether a unit has several rows; if not, it is one.
+      partial: cut off and leave out what has no room, where units are only looked at.
+
+    Returns:
+      ``tokens`` (as narrow as they were read from the schema), ``segments`` uint16 (0: no token)
+      and ``mask`` bool, [units, rows, length], or [units, length]; bool [units, rows], which hold
+      something; int32 [units], examples of each; the number of real tokens.
+    """
+    real = positions >= 0
+    lengths = lengths_of(store, positions)
+    lengths = np.minimum(lengths, shape.length) if partial else lengths
+    row, start, whole = first_fit(lengths, real, shape)
+    kept = row >= 0
+    assert partial or whole.all(), "a unit is in a shape that does not hold it"
+    read = store.read(positions[kept])
+    unit, number = np.nonzero(kept)
+    size = lengths[kept]
+    # Every token by itself: of which example, at which place of it, and where it goes.
+    example = np.repeat(np.arange(len(size)), size)
+    place = np.arange(len(example)) - np.repeat(np.cumsum(size) - size, size)
+    goes = (unit * shape.rows + row[kept]) * shape.length + start[kept]
+    goes = goes[example] + place
+    shaped = (len(positions), shape.rows, shape.length)
+    vocab_size = getattr(getattr(store, "schema", None), "vocab_size", None) or 2**31
+    tokens = np.zeros(shaped, np.uint16 if vocab_size <= 2**16 else np.int32)
+    segments, mask = np.zeros(shaped, np.uint16), np.zeros(shaped, bool)
+    tokens.reshape(-1)[goes] = read["tokens"][example, place]
+    segments.reshape(-1)[goes] = (number + 1)[example]
+    mask.reshape(-1)[goes] = read["mask"][example, place]
+    arrays = {"tokens": tokens, "segments": segments, "mask": mask}
+    if not grouped:
+        return {n: a[:, 0] for n, a in arrays.items()}, None, None, int(mask.sum())
+    used = np.zeros(shaped[:2], bool)
+    used[unit, row[kept]] = True
+    return arrays, used, kept.sum(axis=1, dtype=np.int32), int(mask.sum())
+
+
+def _grouped(positions: np.ndarray) -> np.ndarray:
+    return positions[:, None] if positions.ndim == 1 else positions
+
+
+def _some(offsets: np.ndarray, group_size: int | None) -> np.ndarray:
+    """Positions of some units' examples, [units, group_size], the same for the same store."""
+    rng = np.random.default_rng(0)
+    if group_size is None:
+        count = int(offsets[-1] - offsets[0])
+        return offsets[0] + np.sort(rng.choice(count, min(_LOOKED_AT, count), False))[:, None]
+    users = np.flatnonzero(np.diff(offsets))
+    users = users[np.sort(rng.choice(len(users), min(_LOOKED_AT, len(users)), False))]
+    found = np.full((len(users), group_size), -1, np.int64)
+    for unit, low, high in zip(found, offsets[users], offsets[users + 1]):
+        mine = rng.choice(high - low, min(group_size, high - low), replace=False)
+        unit[: len(mine)] = low + mine
+    return found
+
+
+def _lengths(seq_len: int, group_size: int | None) -> list[int]:
+    """Lengths of rows that are tried: two in each octave, and up to twice the longest example."""
+    found = {seq_len}
+    for octave in range(seq_len.bit_length()):
+        for part in (1.0, 0.875, 0.75, 0.625):
+            found.add(int(-(-seq_len * part // 2**octave)))
+    if group_size is not None:
+        found |= {seq_len * 5 // 4, seq_len * 3 // 2, 2 * seq_len}
+    return sorted(length for length in found if length >= min(_SHORTEST, seq_len))
+
+
+def _rows(most: int) -> list[int]:
+    """1 to 8, then in steps of about an eighth."""
+    found, rows = [], 1
+    while rows < most:
+        found.append(rows)
+        rows += max(1, 1 << (rows.bit_length() - 4)) if rows >= 8 else 1
+    return [*found, most]

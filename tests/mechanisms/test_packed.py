@@ -1,0 +1,170 @@
+"""Packed units: the losses, sums and sensitivity of unpacked ones, on every layout."""
+
+import dataclasses
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+from fitting import fit_given as fit
+from neighbours import removed
+
+from dpfl_jax.config.execution import Execution
+from dpfl_jax.data import ArrayStore, Schema
+from dpfl_jax.data.packing import Shape, packed
+from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.mechanisms.batches import example_loss, step_arguments
+from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mesh import make_mesh, parameter_shardings, place
+from dpfl_jax.models import LanguageModel, TransformerConfig, attention
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.driver import Hooks
+
+VOCAB, LENGTH, CLIP = 16, 24, 0.3
+MECHANISMS = {
+    "uls": ULS(group_size=5, cohort_size=20, clip_norm=CLIP, noise_multiplier=0.5),
+    "els": ELS(group_size=4, batch_size=40, clip_norm=CLIP, noise_multiplier=0.5),
+}
+
+
+def model(**options):
+    given = {"num_layers": 2, "embed_dim": 16, "num_heads": 4, "mlp_dim": 32} | options
+    return LanguageModel(TransformerConfig(vocab_size=VOCAB, max_seq_len=LENGTH, **given))
+
+
+def store(answers=False):
+    rng = np.random.default_rng(0)
+    users = []
+    for u in range(40):
+        count = rng.integers(1, 8)
+        lengths = np.clip(rng.lognormal(1.6, 0.9, count), 1, LENGTH).astype(int)
+        mask = np.arange(LENGTH) < lengths[:, None]
+        if answers:
+            mask &= rng.random(mask.shape) < 0.5
+        users.append((f"u{u}", {"tokens": rng.integers(0, VOCAB, mask.shape), "mask": mask}))
+    return ArrayStore.from_users(
+        users, (Schema.answers if answers else Schema.tokens)(LENGTH, VOCAB)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kv_heads": 2},
+        {"positions": "learned", "attention": "blockwise"},
+        pytest.param(
+            {"sliding_window": 5, "attention": "blockwise"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"attention_softcap": 2.0, "logit_softcap": 3.0}, marks=pytest.mark.slow),
+        pytest.param({"scan_layers": False}, marks=pytest.mark.slow),
+        pytest.param({"remat": "light"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_row_costs_what_its_sequences_cost(options, monkeypatch):
+    """Losses and gradients, where a row holds answers of which not all tokens are predicted."""
+    monkeypatch.setattr(attention, "BLOCK", 8)
+    own, data = model(**options), store(answers=True)
+    params = jax.tree.map(lambda x: 4 * x, jax.jit(own.init)(jax.random.key(0)))
+    positions = np.arange(8)[None]
+    rows, *_ = packed(data, positions, Shape(2, 24), grouped=True)
+
+    rows = {name: array[0] for name, array in rows.items()}
+    rows["tokens"] = rows["tokens"].astype("i4")
+
+    def of_rows(params):
+        return jax.vmap(lambda row: own.loss(params, row))(rows).sum()
+
+    def of_examples(params):
+        return jax.vmap(lambda one: own.loss(params, one))(data.read(positions[0])).sum()
+
+    got, want = (jax.jit(jax.value_and_grad(f))(params) for f in (of_rows, of_examples))
+    assert (rows["segments"][1] > 0).any()
+    chex.assert_trees_all_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def sums(kind, packing, data, params, axes, change=None, **options):
+    """The bounded sum of step 0, laid out as a run lays it out; ``change``: of units and masks."""
+    mesh = make_mesh(**axes)
+    mechanism, how = MECHANISMS[kind], Execution(microbatch_size=1, packing=3 if packing else 0)
+    plan = dataclasses.replace(mechanism.plan(data, steps=3, delta=1e-3, execution=how), mesh=mesh)
+    own = model(num_kv_heads=2)
+    pipeline = plan.pipeline(plan.sampler(RootKey.from_seed(4)))
+    batch = dataclasses.replace(pipeline, mesh=None).build(0)
+    units, mask, rows = step_arguments(mechanism, batch)
+    if change is not None:
+        units, mask = change(units, mask)
+    loss = example_loss(own.loss if packing else lambda p, e: own.loss(p, e), data, packing)
+    summed = jax.jit(bounded_sum_over_microbatches(mechanism, loss, mesh, **options))
+    placed = place(params, parameter_shardings(params, mesh))
+    return jax.device_get(summed(placed, units, mask, rows)), batch
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize("axes", [{}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("kind", MECHANISMS)
+def test_sums_and_sensitivity_on_every_layout(kind, axes):
+    data = store()
+    params = jax.tree.map(lambda x: 4 * x, model(num_kv_heads=2).init(jax.random.key(0)))
+    (want, want_stats), plain = sums(kind, False, data, params, {"data": 1}, strategy="vmap")
+    (got, stats), batch = sums(kind, True, data, params, axes)
+    assert len(batch.buckets) > 1
+    assert batch.num_units == plain.num_units
+    chex.assert_trees_all_close(got, want, atol=1e-5)
+    chex.assert_trees_all_close(stats, want_stats, rtol=1e-5)
+
+    def without_one(units, mask):
+        """Of the fullest buffer: left out, with other data in its place."""
+        full = int(np.argmax([m.sum() for m in mask]))
+        where = tuple(np.argwhere(mask[full])[0])
+        units, mask = list(units), list(mask)
+        units[full], mask[full] = removed(units[full], mask[full], where)
+        return tuple(units), tuple(mask)
+
+    (less, _), _ = sums(kind, True, data, params, axes, without_one)
+    moved = sum(np.square(a - b).sum() for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(less)))
+    assert CLIP * (1 - 1e-2) <= np.sqrt(moved) <= CLIP * (1 + 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MECHANISMS)
+def test_a_run_is_that_of_unpacked_units_and_goes_on(kind, tmp_path):
+    """The same draws and noise under a public key; its shapes are chosen again by a resume."""
+    own, data = model(), store()
+    given = {
+        "loss_fn": own.loss,
+        "params": own.init(jax.random.key(0)),
+        "data": data,
+        "mechanism": MECHANISMS[kind],
+        "optimizer": optax.sgd(0.5),
+        "steps": 4,
+        "delta": 1e-3,
+        "microbatch_size": 1,
+    }
+    key, mesh = RootKey.from_seed(5), make_mesh(data=1)
+    plain = fit(**given, key=key, mesh=mesh)
+    both = fit(**given, key=key, packing=3, mesh=mesh)
+    chex.assert_trees_all_close(both.params, plain.params, atol=1e-5)
+    assert both.examples == plain.examples
+    assert both.tokens == plain.tokens
+    assert both.tokens / both.places > 1.5 * plain.tokens / plain.places
+
+    def stop(row):
+        if row["step"] == 2:
+            raise KeyboardInterrupt
+
+    given |= {
+        "key": key,
+        "mesh": mesh,
+        "packing": 3,
+        "run_dir": tmp_path / "run",
+        "checkpoint_every": 1,
+    }
+    with pytest.raises(KeyboardInterrupt):
+        fit(**given, hooks=Hooks(on_step=stop), log_every=1)
+    del given["key"]
+    again = fit(**given)
+    chex.assert_trees_all_equal(again.params, both.params)
