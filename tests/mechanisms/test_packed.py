@@ -109,7 +109,7 @@ def sums(kind, packing, data, params, axes, change=None, **options):
 def test_sums_and_sensitivity_on_every_layout(kind, axes):
     data = store()
     params = jax.tree.map(lambda x: 4 * x, model(num_kv_heads=2).init(jax.random.key(0)))
-    (want, want_stats), plain = sums(kind, False, data, params, {"data": 1}, strategy="vmap")
+    (want, want_stats), plain = sums(kind, False, data, params, {}, strategy="vmap")
     (got, stats), batch = sums(kind, True, data, params, axes)
     assert len(batch.buckets) > 1
     assert batch.num_units == plain.num_units
@@ -144,13 +144,13 @@ def test_a_run_is_that_of_unpacked_units_and_goes_on(kind, tmp_path):
         "delta": 1e-3,
         "microbatch_size": 1,
     }
-    key, mesh = RootKey.from_seed(5), make_mesh(data=1)
+    key, mesh = RootKey.from_seed(5), make_mesh(devices=jax.devices()[:1])
     plain = fit(**given, key=key, mesh=mesh)
     both = fit(**given, key=key, packing=3, mesh=mesh)
     chex.assert_trees_all_close(both.params, plain.params, atol=1e-5)
     assert both.examples == plain.examples
     assert both.tokens == plain.tokens
-    assert both.tokens / both.places > 1.5 * plain.tokens / plain.places
+    assert both.tokens / both.places > 1.2 * plain.tokens / plain.places
 
     def stop(row):
         if row["step"] == 2:
