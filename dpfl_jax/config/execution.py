@@ -69,6 +69,11 @@ class Execution(Section):
     mesh: MeshConfig = MeshConfig()
 
     @property
+    def unpacked(self) -> Execution:
+        """Every example a row, which is what plans and bills price."""
+        return self.model_copy(update={"packing": 0})
+
+    @property
     def cut(self) -> dict[str, Any]:
         """How users are cut up."""
         return {"examples_at_once": self.examples_at_once, "split_users": self.split_users}

@@ -38,7 +38,7 @@ def time_steps(
     mechanism = mechanism.for_steps(population, steps + _WARM)
     mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)
     mesh = make_mesh(**config.execution.mesh.axes)
-    plan = Plan(mechanism, data.train, steps + _WARM, 1e-5, config.execution, mesh)
+    plan = Plan(mechanism, data.train, steps + _WARM, 1e-5, config.execution.unpacked, mesh)
     optimizer = make_optimizer(config.optimizer, steps + _WARM)
     trainable = trained_by_name(config.model, model)
     algorithm = Central(model.loss, params, plan, optimizer, trainable)

@@ -143,7 +143,7 @@ class Proxy:
             self.config.mechanism, trial.kind, float(budget), trial.group_size
         )
         mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)  # not used: see _update
-        how = self.config.execution
+        how = self.config.execution.unpacked
         if trial.kind == "uls":  # rows of few large users, not of many
             fewer = max(1, how.microbatch_size // trial.group_size)
             how = how.model_copy(update={"microbatch_size": fewer})

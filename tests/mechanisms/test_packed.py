@@ -104,8 +104,17 @@ def sums(kind, packing, data, params, axes, change=None, **options):
 
 @pytest.mark.slow
 @pytest.mark.privacy
-@pytest.mark.parametrize("axes", [{}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
-@pytest.mark.parametrize("kind", MECHANISMS)
+@pytest.mark.parametrize(
+    ("kind", "axes"),
+    [
+        ("uls", {}),
+        ("els", {"fsdp": 2, "tensor": 2}),
+        pytest.param("els", {}, marks=pytest.mark.release),
+        pytest.param("uls", {"fsdp": 4}, marks=pytest.mark.release),
+        pytest.param("uls", {"fsdp": 2, "tensor": 2}, marks=pytest.mark.release),
+    ],
+    ids=str,
+)
 def test_sums_and_sensitivity_on_every_layout(kind, axes):
     data = store()
     params = jax.tree.map(lambda x: 4 * x, model(num_kv_heads=2).init(jax.random.key(0)))
@@ -130,6 +139,7 @@ def test_sums_and_sensitivity_on_every_layout(kind, axes):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", MECHANISMS)
 def test_a_run_is_that_of_unpacked_units_and_goes_on(kind, tmp_path):
     """The same draws and noise under a public key; its shapes are chosen again by a resume."""
