@@ -35,7 +35,14 @@ class Task:
 def takes_segments(loss_fn: Any) -> Any:
     """Marks a loss that computes the *sum* of several examples' losses, packed in one row.
 
-    Such a row has ``segments``, int [length]: which example each token belongs to, 0 for none.
+    Such a row has ``segments``, int [length]: which example each token belongs to, 0 for none. It
+    has no key: what the loss draws at random, if anything, must not matter. What wraps the loss is
+    another one, and is not marked by it.
     """
-    loss_fn.takes_segments = True
+    loss_fn.takes_segments = loss_fn
     return loss_fn
+
+
+def is_marked(loss_fn: Any) -> bool:
+    """Whether ``takes_segments`` marked this very loss."""
+    return getattr(loss_fn, "takes_segments", None) is getattr(loss_fn, "__func__", loss_fn)

@@ -182,7 +182,7 @@ def packed(
       partial: cut off and leave out what has no room, where units are only looked at.
 
     Returns:
-      ``tokens`` (as narrow as they were read from the schema), ``segments`` uint16 (0: no token)
+      ``tokens`` (as narrow as the vocabulary allows), ``segments`` (0: no token; uint16 or uint32)
       and ``mask`` bool, [units, rows, length], or [units, length]; bool [units, rows], which hold
       something; int32 [units], examples of each; the number of real tokens.
     """
@@ -203,7 +203,8 @@ def packed(
     shaped = (len(positions), shape.rows, shape.length)
     vocab_size = getattr(getattr(store, "schema", None), "vocab_size", None) or 2**31
     tokens = np.zeros(shaped, np.uint16 if vocab_size <= 2**16 else np.int32)
-    segments, mask = np.zeros(shaped, np.uint16), np.zeros(shaped, bool)
+    kind = np.uint16 if positions.shape[1] < 2**16 else np.uint32
+    segments, mask = np.zeros(shaped, kind), np.zeros(shaped, bool)
     tokens.reshape(-1)[goes] = read["tokens"][example, place]
     segments.reshape(-1)[goes] = (number + 1)[example]
     mask.reshape(-1)[goes] = read["mask"][example, place]

@@ -15,9 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from dpfl_jax.clipping.self_check import TOLERANCE, away_from_zero
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, keyed, with_keys
-from dpfl_jax.data.packing import choose_shapes
+from dpfl_jax.data.packing import Shape, choose_shapes, packed
 from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_sizes, is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
@@ -25,6 +26,7 @@ from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.mesh import unit_axes, unit_parts
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Sampler
+from dpfl_jax.task import is_marked
 
 PyTree = Any
 
@@ -82,7 +84,9 @@ def _packed(sampler: Sampler, store: Readable, mesh: Mesh, row: int, most_shapes
     shapes, shares = choose_shapes(
         store, sampler.group_size, sampler.expected_size, row, unit_parts(mesh), most_shapes
     )
-    units = [min(most, most * share + 6 * math.sqrt(most * share)) for share in shares]
+    # Of few units that were looked at: a share may be larger by some of its standard errors.
+    sure = [min(1.0, share + 4 * math.sqrt(share / 1024) + 0.004) for share in shares]
+    units = [min(most, most * share + 6 * math.sqrt(most * share)) for share in sure]
     return Pipeline(
         store,
         sampler,
@@ -105,7 +109,7 @@ def check_packing(loss_fn: Callable[..., jax.Array], store: Readable, how: Execu
             "execution.packing is for single sequences of tokens, which these examples are not: "
             "set it to 0"
         )
-    if not getattr(loss_fn, "takes_segments", False):
+    if not is_marked(loss_fn):
         raise BadInputError(
             "execution.packing needs a loss of several sequences in one row, as the transformer's "
             "is: set it to 0, or mark a loss that takes `segments` with "
@@ -117,6 +121,64 @@ def check_packing(loss_fn: Callable[..., jax.Array], store: Readable, how: Execu
                 f"execution.packing and execution.{name} both say how a user's examples are cut "
                 "up: leave one out"
             )
+
+
+def check_packed_loss(loss_fn: Callable[..., jax.Array], store: Readable, params: PyTree) -> None:
+    """Holds the loss of packed rows against those of their sequences: some of the store's first.
+
+    Args:
+      loss_fn: of one example, or of a row.
+      store: whose sequences are cut to half a row, so that two share one.
+      params: all parameters.
+
+    Raises:
+      BadInputError: the row's is not the sum, or a key matters.
+    """
+    offsets = np.asarray(store.user_offsets)
+    positions = np.arange(offsets[0], min(offsets[0] + 4, offsets[-1]))
+    cut = _Halved(store)
+    length = store.read(positions[:1])["tokens"].shape[1]
+    rows, *_ = packed(cut, positions[None], Shape(len(positions), length), grouped=True)
+    rows = {n: x[0].astype(_KINDS.get(n, x.dtype)) for n, x in rows.items()}
+    params = away_from_zero(params)
+
+    def losses(params: PyTree, examples: PyTree, **key: Any) -> jax.Array:
+        return jax.vmap(lambda one: loss_fn(params, one, **key))(examples)
+
+    single = cut.read(positions)
+    text = jax.make_jaxpr(losses)(params, single).pretty_print(use_color=False)
+    low = any(f"{kind}[" in text for kind in ("bf16", "f16"))
+    one_by_one = np.asarray(jax.jit(losses)(params, single), np.float64)
+    room = TOLERANCE["bfloat16" if low else "float32"] * np.abs(one_by_one).sum()
+    together = float(jax.jit(losses)(params, rows).sum())
+    if not abs(together - one_by_one.sum()) <= room:
+        raise BadInputError(
+            f"the loss of packed rows is {together:.6g}, but that of their {len(positions)} "
+            f"sequences adds up to {one_by_one.sum():.6g}: set execution.packing to 0, or make the "
+            "loss that takes_segments marks the sum over a row's sequences of each one's own"
+        )
+    name = key_argument(loss_fn)
+    if name is not None:
+        drawn = np.asarray(jax.jit(losses)(params, single, **{name: jax.random.key(1)}))
+        if not np.abs(drawn - one_by_one).sum() <= room:
+            raise BadInputError(
+                f"the loss draws at random (`{name}`), and sequences of a packed row have no keys: "
+                "set execution.packing to 0, or leave dropout out"
+            )
+
+
+class _Halved:
+    """A store whose sequences end after half a row."""
+
+    def __init__(self, store: Any) -> None:
+        self._store, self.schema = store, getattr(store, "schema", None)
+        self.user_offsets = store.user_offsets
+
+    def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
+        found = self._store.read(positions)
+        length = found["mask"].shape[1]
+        kept = np.arange(length) < max(1, length // 2)
+        return {"tokens": np.where(kept, found["tokens"], 0), "mask": found["mask"] & kept}
 
 
 def example_loss(

@@ -30,6 +30,7 @@ from dpfl_jax.data.store import Readable, check_offsets, expect_store, fingerpri
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.mechanisms.base import LossFn, Mechanism, Population, PyTree
 from dpfl_jax.mechanisms.batches import (
+    check_packed_loss,
     check_packing,
     example_loss,
     step_arguments,
@@ -213,6 +214,8 @@ class Plan:
         checked = not self.mechanism.private
 
         def check(params: PyTree) -> None:
+            if self.execution.packing:
+                check_packed_loss(loss_fn, self.data, params)
             trained, frozen = place(split(params, trainable), replicated(self.mesh))
             # Refused as by ``fit`` where nothing that is traced tells what the loss computes.
             traced = with_any_key(loss_fn, key_argument(loss_fn))

@@ -276,6 +276,8 @@ class Transformer(nn.Module):
             elif segments is not None:
                 places = jnp.arange(tokens.shape[0])
                 places = places - jax.lax.cummax(jnp.where(first, places, 0))
+                # What fills a row up may be longer than any sequence.
+                places = jnp.where(segments > 0, places, 0)
                 here = jnp.take(positions, places, axis=0, mode="fill")
             else:
                 here = positions[: tokens.shape[0]]

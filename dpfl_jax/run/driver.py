@@ -402,7 +402,7 @@ class _Meter:
         """
         columns, row = self._read
         mine = (*self._pending[2:], columns, getattr(signal, stop or "", 0))
-        tokens, places, read, signals = processes.gather_numbers(*mine).T.astype(np.int64)
+        tokens, places, read, signals = processes.gather_numbers(*mine).T
         self._seen = (
             round(tokens.sum() * row / read.sum()),
             round(places.sum() * row / read.sum()),

@@ -167,13 +167,15 @@ def broadcast(value: Any) -> Any:
 
 
 def gather_numbers(*values: int) -> np.ndarray:
-    """Returns small numbers of all processes, int32 [processes, len(values)]. All must call it."""
-    mine = np.array(values, np.int32)
+    """Returns numbers of all processes, int64 [processes, len(values)]. All must call it."""
+    mine = np.array(values, np.int64)
     if not many():
         return mine[None]
     from jax.experimental import multihost_utils
 
-    return np.asarray(multihost_utils.process_allgather(mine)).reshape(-1, len(values))
+    # JAX carries 32 bits.
+    halves = np.asarray(multihost_utils.process_allgather(mine.view(np.int32)))
+    return halves.reshape(-1, 2 * len(values)).view(np.int64)
 
 
 def fresh_key() -> RootKey:

@@ -26,6 +26,10 @@ PRIVATE_METRICS_CAVEAT = (
     "any training loss in curves.png are computed from private data without noise: do not publish "
     "them"
 )
+PACKING_CAVEAT = (
+    "texts are packed (execution.packing): the time, the memory and the compilations of steps tell "
+    "who can observe them about the lengths of texts"
+)
 TUNING_CAVEAT = (
     "if the clip norm, the learning rates, the batch size or other settings were chosen by trying "
     "them on these private data, those trials are not in this epsilon"
@@ -99,14 +103,12 @@ def build_report(
         "throughput": {
             "examples_per_s": rate(result.examples),
             "tokens_per_s": rate(result.tokens),
-            "real_token_fraction": round(result.tokens / result.places, 4)
-            if result.places
-            else None,
         },
         "clipping": result.clipping,
         "outside_guarantee": {
             "nonfinite_units": sum(r.get("nonfinite_units", 0) for r in raw),
             "final_train_loss": raw[-1]["train_loss"] if raw else None,
+            "real_token_fraction": round(result.tokens / max(result.places, 1), 4) or None,
         },
         **sections,
         "environment": environment(),

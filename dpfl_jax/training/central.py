@@ -21,7 +21,7 @@ from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable, expect_store
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.evidence.kept import RunAudit
-from dpfl_jax.mechanisms.batches import draw_digest, step_arguments, units_of
+from dpfl_jax.mechanisms.batches import check_packed_loss, draw_digest, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import in_pieces
 from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
@@ -34,6 +34,7 @@ from dpfl_jax.run.driver import Hooks, Pace, RunResult, drive
 from dpfl_jax.run.prepared import open_directory
 from dpfl_jax.run.progress import default_console
 from dpfl_jax.run.report import (
+    PACKING_CAVEAT,
     PRIVATE_METRICS_CAVEAT,
     TUNING_CAVEAT,
     build_report,
@@ -89,7 +90,9 @@ class Central(Algorithm):
         self.mesh, self.trainable, self.given = plan.mesh, trainable, params
         self.private = plan.mechanism.private
         self.movable = not plan.mechanism.remembers
-        self.random = plan.random(loss_fn)
+        self.random, self.shipped = plan.random(loss_fn), plan.shipped(loss_fn)
+        if plan.execution.packing:
+            check_packed_loss(loss_fn, plan.data, params)
         self.traced = with_any_key(loss_fn, key_argument(loss_fn))
         check_one_example(self.traced, params, plan.example)
         self.copied = (
@@ -159,7 +162,7 @@ class CentralSteps(Steps):
     def __init__(self, run: Central, key: RootKey, start: int) -> None:
         self.run, self.key, self.start = run, key, start
         how = run.plan.execution
-        self.loss_fn = run.plan.shipped(run.loss_fn)
+        self.loss_fn = run.shipped
         self.options: dict[str, Any] = {"strategy": how.strategy, "trainable": run.trainable}
         self.compiled: TrainStep = make_train_step(
             run.mechanism,
@@ -303,6 +306,10 @@ def fit(
             expect(value, kind, name, wanted)
     if validation is not None:
         expect_store(validation, "validation")
+    if audit is not None and plan.execution.packing:
+        raise BadInputError(
+            "canaries are not packed: set execution.packing to 0, or leave out audit.canaries"
+        )
     loss = named_loss(loss_fn, params, model) if isinstance(loss_fn, str) else loss_fn
     expect(loss, Callable, "loss_fn", "a function (params, example), or a loss by name")  # type: ignore[arg-type]
     arrays, rebuild, is_module = functional(params)
@@ -318,7 +325,8 @@ def fit(
     caveats: tuple[str, ...] = ()
     if plan.mechanism.private:
         held_out = () if validation is None else (VALIDATION_CAVEAT,)
-        caveats = (PRIVATE_METRICS_CAVEAT, *held_out, TUNING_CAVEAT)
+        packed = (PACKING_CAVEAT,) if plan.execution.packing else ()
+        caveats = (PRIVATE_METRICS_CAVEAT, *packed, *held_out, TUNING_CAVEAT)
         if validation is not None and pace is not None and pace.chooses:
             _refuse_shared(plan.data, validation)
     options: dict[str, Any] = {"evaluate": evaluate, "pace": pace, "hooks": hooks}

@@ -1,9 +1,11 @@
 """Packed units: the losses, sums and sensitivity of unpacked ones, on every layout."""
 
 import dataclasses
+import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,6 +15,7 @@ from neighbours import removed
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.packing import Shape, packed
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
@@ -20,6 +23,8 @@ from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.models import LanguageModel, TransformerConfig, attention
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.driver import Hooks
+from dpfl_jax.task import takes_segments
+from dpfl_jax.training.central import Central
 
 VOCAB, LENGTH, CLIP = 16, 24, 0.3
 MECHANISMS = {
@@ -52,7 +57,10 @@ def store(answers=False):
     "options",
     [
         {"num_kv_heads": 2},
-        {"positions": "learned", "attention": "blockwise"},
+        pytest.param(
+            {"positions": "learned", "attention": "blockwise"},
+            marks=[pytest.mark.slow, pytest.mark.privacy],
+        ),
         pytest.param(
             {"sliding_window": 5, "attention": "blockwise"},
             marks=pytest.mark.slow,
@@ -83,6 +91,56 @@ def test_a_row_costs_what_its_sequences_cost(options, monkeypatch):
     got, want = (jax.jit(jax.value_and_grad(f))(params) for f in (of_rows, of_examples))
     assert (rows["segments"][1] > 0).any()
     chex.assert_trees_all_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_rows_longer_than_any_sequence_may_be_empty():
+    """Learned positions end before such a row does."""
+    own = model(positions="learned", num_layers=1)
+    params = jax.jit(own.init)(jax.random.key(0))
+    row = {
+        "tokens": np.zeros((2, 2 * LENGTH), "i4"),
+        "segments": np.array([[1] * 5 + [0] * (2 * LENGTH - 5), [0] * 2 * LENGTH], "i4"),
+    }
+    row["mask"] = row["segments"] > 0
+    losses = jax.jit(jax.vmap(own.loss, (None, 0)))
+    found = losses(params, row)
+    slope = jax.jit(jax.grad(lambda p: losses(p, row).sum()))(params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slope))
+    one = {"tokens": row["tokens"][:1, :5], "mask": row["mask"][:1, :5]}
+    np.testing.assert_allclose(found, [losses(params, one)[0], 0.0], rtol=1e-5)
+
+
+@takes_segments
+def mean_of_them(params, example):
+    """Of a row the mean of its sequences, where the sum is wanted."""
+    real = example["mask"]
+    each = jnp.square(params["w"] - example["tokens"]) * real
+    return each.sum() / jnp.maximum(real.sum(), 1)
+
+
+@takes_segments
+def random_one(params, example, rng=None):
+    """Draws where it has a key."""
+    each = params["w"] * example["tokens"] * example["mask"]
+    return each.sum() * (1.0 if rng is None else jax.random.uniform(rng))
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (mean_of_them, "sequences adds up to"),
+        (random_one, "draws at random"),
+        (functools.wraps(mean_of_them)(lambda params, example: 0.0), "several sequences in one"),
+    ],
+    ids=["mean", "random", "wrapped"],
+)
+def test_a_loss_that_is_no_sum_over_a_row_is_refused_before_anything_is_paid(loss, said):
+    how = Execution(packing=2)
+    plan = MECHANISMS["uls"].plan(store(), steps=1, delta=1e-3, execution=how)
+    with pytest.raises(BadInputError, match=said):
+        Central(loss, {"w": np.float32(2)}, plan, optax.sgd(0.1))
 
 
 def sums(kind, packing, data, params, axes, change=None, **options):
