@@ -117,7 +117,7 @@ def _forward(
             _put(mixed, i, kept[..., None] * _row(mixed, i) + more),
         )
 
-    none = jnp.zeros_like(q, jnp.float32)  # "like", for the mesh axes over which it varies
+    none = _zeros(q, segments)
     start = (jnp.full_like(none[..., 0], _NEVER), none[..., 0], none)
     most, total, mixed = _over_pairs(pair, start, q, static)
     out = (mixed / total[..., None]).astype(v.dtype)  # every position sees itself: no total is 0
@@ -142,7 +142,7 @@ def _backward(static: _Static, saved: Any, d_out: jax.Array) -> Any:
             _put(dv, j, _row(dv, j) + _product("kgts,kgtw->ksw", weights.astype(v.dtype), d_rows)),
         )
 
-    start = tuple(jnp.zeros_like(x, jnp.float32) for x in (q, k, v))
+    start = tuple(_zeros(x, segments) for x in (q, k, v))
     dq, dk, dv = _over_pairs(pair, start, q, static)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
@@ -181,6 +181,12 @@ def _scores(
     if segments is not None:
         seen &= _row(segments, i)[:, None] == _row(segments, j)[None, :]
     return scores, seen, slope
+
+
+def _zeros(like: jax.Array, segments: jax.Array | None) -> jax.Array:
+    """Float32 zeros that vary over the mesh axes over which either does."""
+    zeros = jnp.zeros_like(like, jnp.float32)
+    return zeros if segments is None else zeros + jnp.zeros_like(segments[0, 0], jnp.float32)
 
 
 def _row(x: jax.Array, i: Any) -> jax.Array:

@@ -143,12 +143,12 @@ def test_a_loss_that_is_no_sum_over_a_row_is_refused_before_anything_is_paid(los
         Central(loss, {"w": np.float32(2)}, plan, optax.sgd(0.1))
 
 
-def sums(kind, packing, data, params, axes, change=None, **options):
+def sums(kind, packing, data, params, axes, change=None, how_seen="plain", **options):
     """The bounded sum of step 0, laid out as a run lays it out; ``change``: of units and masks."""
     mesh = make_mesh(**axes)
     mechanism, how = MECHANISMS[kind], Execution(microbatch_size=1, packing=3 if packing else 0)
     plan = dataclasses.replace(mechanism.plan(data, steps=3, delta=1e-3, execution=how), mesh=mesh)
-    own = model(num_kv_heads=2)
+    own = model(num_kv_heads=2, attention=how_seen)
     pipeline = plan.pipeline(plan.sampler(RootKey.from_seed(4)))
     batch = dataclasses.replace(pipeline, mesh=None).build(0)
     units, mask, rows = step_arguments(mechanism, batch)
@@ -163,21 +163,22 @@ def sums(kind, packing, data, params, axes, change=None, **options):
 @pytest.mark.slow
 @pytest.mark.privacy
 @pytest.mark.parametrize(
-    ("kind", "axes"),
+    ("kind", "axes", "form"),
     [
-        ("uls", {}),
-        ("els", {"fsdp": 2, "tensor": 2}),
-        pytest.param("els", {}, marks=pytest.mark.release),
-        pytest.param("uls", {"fsdp": 4}, marks=pytest.mark.release),
-        pytest.param("uls", {"fsdp": 2, "tensor": 2}, marks=pytest.mark.release),
+        ("uls", {}, "blockwise"),
+        ("els", {"fsdp": 2, "tensor": 2}, "plain"),
+        pytest.param("els", {}, "blockwise", marks=pytest.mark.release),
+        pytest.param("uls", {"fsdp": 4}, "blockwise", marks=pytest.mark.release),
+        pytest.param("uls", {"fsdp": 2, "tensor": 2}, "plain", marks=pytest.mark.release),
     ],
     ids=str,
 )
-def test_sums_and_sensitivity_on_every_layout(kind, axes):
+def test_sums_and_sensitivity_on_every_layout(kind, axes, form, monkeypatch):
     data = store()
     params = jax.tree.map(lambda x: 4 * x, model(num_kv_heads=2).init(jax.random.key(0)))
     (want, want_stats), plain = sums(kind, False, data, params, {}, strategy="vmap")
-    (got, stats), batch = sums(kind, True, data, params, axes)
+    monkeypatch.setattr(attention, "BLOCK", 8)
+    (got, stats), batch = sums(kind, True, data, params, axes, how_seen=form)
     assert len(batch.buckets) > 1
     assert batch.num_units == plain.num_units
     chex.assert_trees_all_close(got, want, atol=1e-5)
@@ -191,7 +192,7 @@ def test_sums_and_sensitivity_on_every_layout(kind, axes):
         units[full], mask[full] = removed(units[full], mask[full], where)
         return tuple(units), tuple(mask)
 
-    (less, _), _ = sums(kind, True, data, params, axes, without_one)
+    (less, _), _ = sums(kind, True, data, params, axes, without_one, how_seen=form)
     moved = sum(np.square(a - b).sum() for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(less)))
     assert CLIP * (1 - 1e-2) <= np.sqrt(moved) <= CLIP * (1 + 1e-4)
 
