@@ -160,6 +160,7 @@ OTHER = {
     "strategy": "scan",
     "attention": "blockwise",
     "group_buckets": True,
+    "packing": 8,
     "examples_at_once": 2,
     "split_users": True,
     "mesh": {"fsdp": 2},
