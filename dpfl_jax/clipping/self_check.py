@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -172,5 +173,10 @@ def is_low(
     def losses(params: PyTree, batch: PyTree) -> jax.Array:
         return bounded(params, batch, rng=rng, group=group).losses
 
-    text = jax.make_jaxpr(losses)(params, batch).pretty_print(use_color=False)
+    return has_low(losses, params, batch)
+
+
+def has_low(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether a function of arrays computes anything in less than float32."""
+    text = jax.make_jaxpr(function)(*args).pretty_print(use_color=False)
     return any(f"{kind}[" in text for kind in ("bf16", "f16"))

@@ -20,7 +20,7 @@ from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling import Draw
 
-_LOOKED_AT = 1024  # units whose lengths the shapes are chosen by
+LOOKED_AT = 1024  # units whose lengths the shapes are chosen by
 _WORTH = 0.01  # of all tokens, which another shape must save
 _SHORTEST = 16  # tokens of a row
 
@@ -49,9 +49,13 @@ def lengths_of(store: Readable, positions: np.ndarray) -> np.ndarray:
     """Tokens of the examples at ``positions`` (-1: none), up to the last that is predicted."""
     real = positions >= 0
     found = np.zeros(positions.shape, np.int64)
-    mask = store.read(positions[real])["mask"]
-    found[real] = np.where(mask.any(1), mask.shape[1] - mask[:, ::-1].argmax(1), 0)
+    found[real] = _ends(store.read(positions[real])["mask"])
     return found
+
+
+def _ends(mask: np.ndarray) -> np.ndarray:
+    """Behind the last True of each row."""
+    return np.where(mask.any(1), mask.shape[1] - mask[:, ::-1].argmax(1), 0)
 
 
 def first_fit(
@@ -187,12 +191,14 @@ def packed(
       something; int32 [units], examples of each; the number of real tokens.
     """
     real = positions >= 0
-    lengths = lengths_of(store, positions)
+    read = store.read(positions[real])
+    lengths = np.zeros(positions.shape, np.int64)
+    lengths[real] = _ends(read["mask"])
     lengths = np.minimum(lengths, shape.length) if partial else lengths
     row, start, whole = first_fit(lengths, real, shape)
     kept = row >= 0
     assert partial or whole.all(), "a unit is in a shape that does not hold it"
-    read = store.read(positions[kept])
+    read = {name: array[kept[real]] for name, array in read.items()}
     unit, number = np.nonzero(kept)
     size = lengths[kept]
     # Every token by itself: of which example, at which place of it, and where it goes.
@@ -225,9 +231,9 @@ def _some(offsets: np.ndarray, group_size: int | None) -> np.ndarray:
     rng = np.random.default_rng(0)
     if group_size is None:
         count = int(offsets[-1] - offsets[0])
-        return offsets[0] + np.sort(rng.choice(count, min(_LOOKED_AT, count), False))[:, None]
+        return offsets[0] + np.sort(rng.choice(count, min(LOOKED_AT, count), False))[:, None]
     users = np.flatnonzero(np.diff(offsets))
-    users = users[np.sort(rng.choice(len(users), min(_LOOKED_AT, len(users)), False))]
+    users = users[np.sort(rng.choice(len(users), min(LOOKED_AT, len(users)), False))]
     found = np.full((len(users), group_size), -1, np.int64)
     for unit, low, high in zip(found, offsets[users], offsets[users + 1]):
         mine = rng.choice(high - low, min(group_size, high - low), replace=False)

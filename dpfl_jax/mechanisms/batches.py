@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from dpfl_jax.clipping.self_check import TOLERANCE, away_from_zero
+from dpfl_jax.clipping.self_check import TOLERANCE, away_from_zero, has_low
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, keyed, with_keys
-from dpfl_jax.data.packing import Shape, choose_shapes, packed
+from dpfl_jax.data.packing import LOOKED_AT, Shape, choose_shapes, packed
 from dpfl_jax.data.pipeline import Bucket, Pipeline, StepBatch, bucket_group_sizes, is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
@@ -85,7 +85,7 @@ def _packed(sampler: Sampler, store: Readable, mesh: Mesh, row: int, most_shapes
         store, sampler.group_size, sampler.expected_size, row, unit_parts(mesh), most_shapes
     )
     # Of few units that were looked at: a share may be larger by some of its standard errors.
-    sure = [min(1.0, share + 4 * math.sqrt(share / 1024) + 0.004) for share in shares]
+    sure = [min(1.0, share + 4 * math.sqrt(share / LOOKED_AT) + 0.004) for share in shares]
     units = [min(most, most * share + 6 * math.sqrt(most * share)) for share in sure]
     return Pipeline(
         store,
@@ -146,8 +146,7 @@ def check_packed_loss(loss_fn: Callable[..., jax.Array], store: Readable, params
         return jax.vmap(lambda one: loss_fn(params, one, **key))(examples)
 
     single = cut.read(positions)
-    text = jax.make_jaxpr(losses)(params, single).pretty_print(use_color=False)
-    low = any(f"{kind}[" in text for kind in ("bf16", "f16"))
+    low = has_low(losses, params, single)
     one_by_one = np.asarray(jax.jit(losses)(params, single), np.float64)
     room = TOLERANCE["bfloat16" if low else "float32"] * np.abs(one_by_one).sum()
     together = float(jax.jit(losses)(params, rows).sum())
