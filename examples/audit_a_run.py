@@ -20,7 +20,9 @@ def loss(params: Any, example: Any) -> Any:
     return 0.5 * (example["x"] @ params["w"] - example["y"]) ** 2
 
 
-def main(people: int = 400, steps: int = 20, canaries: int = 1000) -> list[Any]:
+def main(
+    people: int = 400, steps: int = 20, canaries: int = 1000, key: dpfl.RootKey | None = None
+) -> list[Any]:
     """Trains on three rows of each person, and prints what the attack found."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(3 * people, 4)).astype("float32")
@@ -29,7 +31,12 @@ def main(people: int = 400, steps: int = 20, canaries: int = 1000) -> list[Any]:
     mechanism = dpfl.ULS(group_size=3, cohort_size=people / 5)
     plan = mechanism.plan(data, steps=steps, epsilon=4.0, delta=1e-4)
     result = dpfl.fit(
-        loss, {"w": jnp.zeros(4)}, plan, optax.sgd(0.3), audit=dpfl.AuditConfig(canaries=canaries)
+        loss,
+        {"w": jnp.zeros(4)},
+        plan,
+        optax.sgd(0.3),
+        audit=dpfl.AuditConfig(canaries=canaries),
+        key=key,
     )
     print(result.guarantee)
     if result.audit is None:
