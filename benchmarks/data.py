@@ -39,7 +39,7 @@ user to --limit examples.
 
 examples:
   dpfl bench data
-  dpfl bench data --users 20000 --examples 500000 --formats flat
+  dpfl bench data --users 20000 --examples 500000 --formats ragged
   dpfl bench data --store STORE --step-ms 5 --json
 """
 BENCH_SEQ_LEN = 128
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--users", type=int, default=300_000)
     parser.add_argument("--examples", type=int, default=10_000_000)
     parser.add_argument("--seq-len", type=int, default=BENCH_SEQ_LEN)
-    parser.add_argument("--formats", nargs="+", default=["flat", "arrayrecord"])
+    parser.add_argument("--formats", nargs="+", default=["ragged", "arrayrecord"])
     parser.add_argument("--store", help="measure this store instead of a synthetic one")
     parser.add_argument("--work-dir", help="keep synthetic stores here, and reuse them")
     parser.add_argument("--batch", type=int, default=1024, help="ELS: expected examples")

@@ -23,7 +23,7 @@ examples:
   dpfl data build --input speeches.jsonl.gz --user-column '{play}/{speaker}' --out STORE
   dpfl data build --input visits.csv --delimiter ';' --user-column name --out STORE
   dpfl data build --input chats.jsonl --messages-column messages --tokenizer CHECKPOINT --out STORE
-  dpfl data build --source python_source --out STORE --store-format flat
+  dpfl data build --source python_source --out STORE --store-format ragged
   dpfl data build --source tfds --input DIR --user-column user_id --text-column text --out STORE
   dpfl data build --source shakespeare --out STORE
   dpfl data build --input big.jsonl --out STORE --engine beam -- --runner=DirectRunner
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument(
         "--store-format",
         default="arrayrecord",
-        help="arrayrecord (compressed; default) or flat (memory-mapped, fastest to sample from)",
+        help="arrayrecord (compressed; default) or ragged (memory-mapped, fastest to sample from)",
     )
     build.add_argument("--shards", type=int, help="number of shards (default: from the input size)")
     build.add_argument("--workers", type=int, help="processes that encode (default: all cores)")

@@ -27,7 +27,7 @@ class BuildPlan:
 
     Attributes:
       schema: layout of an example.
-      shard_format: ``"arrayrecord"`` or ``"flat"``.
+      shard_format: ``"arrayrecord"`` or ``"ragged"``.
       num_shards: number of partitions.
       tokenizer: for text rows, the name or file of the tokeniser; None if the rows already are
         packed records.

@@ -1,7 +1,9 @@
-"""Files of records: ArrayRecord, and flat fixed-width files for memory mapping.
+"""Files of records: ArrayRecord, and ragged files for memory mapping.
 
-A record is one item of a structured NumPy type (``Schema.record_dtype``). ArrayRecord files hold
-each item without its trailing zero bytes (padding costs nothing), which the reader puts back.
+A record is one item of a structured NumPy type (``Schema.record_dtype``). Files hold each item
+without its trailing zero bytes (padding costs nothing), which the reader puts back. A ragged file
+is the items one behind the other, as many zero bytes as a whole item has, then where each item
+ends (uint32, or uint64 beyond 4 GiB), and the bytes of all items and of such an end, two int64.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ import numpy as np
 
 from dpfl_jax.errors import BadInputError
 
-FORMATS = {"arrayrecord": ".array_record", "flat": ".records"}
+FORMATS = {"arrayrecord": ".array_record", "ragged": ".ragged"}
+READABLE = (*FORMATS, "flat")  # items of full width, as were once written
 
 # Eight records are compressed together: a third of the size of single ones for text, and the
 # reader's index stays at a few bits an example; a random read costs about the same.
@@ -45,7 +48,7 @@ def write_records(path: pathlib.Path, format: str, blocks: Any) -> int:
     """
     # A name of its own: two workers may try the same shard.
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    write = _write_array_record if format == "arrayrecord" else _write_flat
+    write = _write_array_record if format == "arrayrecord" else _write_ragged
     try:
         count = write(partial, blocks)
         with partial.open("rb") as file:
@@ -61,15 +64,24 @@ def write_records(path: pathlib.Path, format: str, blocks: Any) -> int:
     return count
 
 
-def _write_flat(path: pathlib.Path, blocks: Any) -> int:
-    count = 0
+def _write_ragged(path: pathlib.Path, blocks: Any) -> int:
+    sizes, width = [np.zeros(0, np.int64)], 0  # of no records: no bytes behind them, either
     with path.open("wb") as file:
         for block in blocks:
-            file.write(np.ascontiguousarray(block).view(np.uint8).data)
-            count += len(block)
+            items = np.ascontiguousarray(block).view(np.uint8).reshape(len(block), -1)
+            width = items.shape[1]
+            real = items != 0
+            size = np.where(real.any(1), width - real[:, ::-1].argmax(1), 0)
+            file.write(items[np.arange(width) < size[:, None]].data)
+            sizes.append(size)
+        ends = np.cumsum(np.concatenate(sizes))
+        total = int(ends[-1]) if len(ends) else 0
+        ends = ends.astype("<u4" if total < 2**32 else "<u8")
+        file.write(bytes(width if len(ends) else 0) + ends.tobytes())
+        file.write(np.array([total, ends.itemsize], "<i8").tobytes())
         file.flush()
         os.fsync(file.fileno())
-    return count
+    return len(ends)
 
 
 def _write_array_record(path: pathlib.Path, blocks: Any) -> int:
@@ -111,14 +123,40 @@ def open_records(path: pathlib.Path, format: str, dtype: np.dtype[Any], count: i
       BadInputError: naming the file, if it cannot be read or does not hold ``count`` records.
     """
     try:
-        if format == "flat":
-            return _FlatReader(path, dtype, count)
-        return _ArrayRecordReader(path, dtype, count)
+        readers = {"ragged": _RaggedReader, "flat": _FlatReader, "arrayrecord": _ArrayRecordReader}
+        reader: RecordReader = readers[format](path, dtype, count)
+        return reader
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, BadInputError):
             raise
         reason = str(error).splitlines()[0]
         raise BadInputError(f"{path} is damaged ({reason}): build the store again") from error
+
+
+class _RaggedReader:
+    def __init__(self, path: pathlib.Path, dtype: np.dtype[Any], count: int):
+        self._path, self._dtype, width = path, dtype, dtype.itemsize
+        whole = np.memmap(path, np.uint8, mode="r")
+        total, entry = (int(x) for x in whole[-16:].view("<i8"))
+        index = len(whole) - 16 - entry * count
+        if entry not in (4, 8) or total < 0 or index != total + (width if count else 0):
+            raise ValueError(f"its index is not that of {count} records")
+        self._ends = np.frombuffer(whole, f"<u{entry}", count, index)
+        # A full width from every byte on: what comes after an item's end is taken away.
+        self._from = np.lib.stride_tricks.as_strided(
+            whole, (total + 1 if count else 0, width), (1, 1)
+        )
+
+    def read(self, positions: np.ndarray) -> np.ndarray:
+        ends = self._ends[positions].astype(np.int64)
+        starts = np.where(positions > 0, self._ends[positions - 1], 0).astype(np.int64)
+        sizes, width = ends - starts, self._dtype.itemsize
+        if ((sizes < 0) | (sizes > width) | (ends >= len(self._from))).any():
+            raise BadInputError(f"{self._path} is damaged (its index): build the store again")
+        rows = self._from[starts]
+        narrow = np.uint16 if width < 2**16 else np.uint32  # compared several to an instruction
+        rows *= np.arange(width, dtype=narrow) < sizes.astype(narrow)[:, None]
+        return rows.view(self._dtype).reshape(len(positions))
 
 
 class _FlatReader:

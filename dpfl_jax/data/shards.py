@@ -7,8 +7,8 @@ Layout of a store's folder::
     ids.npy, ids_ends.npy    user ids: UTF-8 bytes of all, int64 end of each
     shard-00000-of-00016.*   records, users in store order, no user in two shards
 
-Shards are ArrayRecord files (compressed, readable by other tools) or flat files of fixed-width
-records (memory-mapped: the fastest random access). Opening reads the manifest and the offsets:
+Shards are ArrayRecord files (compressed, readable by other tools) or ragged files (memory-mapped:
+the fastest random access). Opening reads the manifest and the offsets:
 8 bytes a user; ids stay on disk. The manifest is written last and the folder renamed into place, so
 a folder that opens is complete.
 """
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.data.owners import SharedStore
-from dpfl_jax.data.records import FORMATS, RecordReader, open_records
+from dpfl_jax.data.records import READABLE, RecordReader, open_records
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import StoreBase, content_fingerprint
 from dpfl_jax.errors import BadInputError
@@ -74,7 +74,7 @@ class Manifest:
 
     Attributes:
       schema: layout of an example.
-      shard_format: ``"arrayrecord"`` or ``"flat"``.
+      shard_format: ``"arrayrecord"`` or ``"ragged"`` (or ``"flat"``, of an older build).
       num_users: users in all shards.
       num_examples: examples in all shards.
       fingerprint: digest of users and examples, the same for every way of storing them.
@@ -175,7 +175,7 @@ class ShardStore(StoreBase):
         self.path = pathlib.Path(path)
         self.manifest = Manifest.read(self.path)
         self.schema, self.of_sets = self.manifest.schema, self.manifest.shared
-        if self.manifest.shard_format not in FORMATS:
+        if self.manifest.shard_format not in READABLE:
             raise BadInputError(
                 f"{self.path / MANIFEST}: unknown shard format {self.manifest.shard_format!r}"
             )

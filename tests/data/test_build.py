@@ -1,5 +1,6 @@
 """Stores on disk: one content however built, resumable, all or nothing."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,12 +12,20 @@ import sys
 import numpy as np
 import pytest
 
-from dpfl_jax.data import ArrayStore, ByteTokenizer, DataConfig, load_dataset, store_from_documents
+from dpfl_jax.data import (
+    ArrayStore,
+    ByteTokenizer,
+    DataConfig,
+    from_texts,
+    load_dataset,
+    store_from_documents,
+)
 from dpfl_jax.data import build as build_module
 from dpfl_jax.data.build import build_store, write_store
 from dpfl_jax.data.build_plan import BuildPlan, default_num_shards
 from dpfl_jax.data.documents import read_documents
-from dpfl_jax.data.shards import open_store
+from dpfl_jax.data.records import open_records
+from dpfl_jax.data.shards import FileEntry, open_store
 from dpfl_jax.data.sources import file_source
 from dpfl_jax.errors import BadInputError
 
@@ -59,7 +68,7 @@ def assert_same(a, b):
     assert a.fingerprint == b.fingerprint
 
 
-@pytest.mark.parametrize("format", ["arrayrecord", "flat"])
+@pytest.mark.parametrize("format", ["arrayrecord", "ragged"])
 @pytest.mark.parametrize("shards", [1, 7, 200])
 def test_disk_and_memory_are_the_same_store(files, memory, tmp_path, format, shards):
     store = build(files, tmp_path / "store", shards, format)
@@ -76,7 +85,7 @@ def test_two_processes_build_the_same_bytes(files, tmp_path):
     assert one.manifest.shards == two.manifest.shards
 
 
-@pytest.mark.parametrize("format", ["arrayrecord", "flat"])
+@pytest.mark.parametrize("format", ["arrayrecord", "ragged"])
 def test_saving_a_view_and_loading_it(memory, tmp_path, format):
     from dpfl_jax.data import limit_store
 
@@ -96,7 +105,34 @@ def test_array_store_save_load_of_plain_arrays(tmp_path):
     assert_same(ArrayStore.load(tmp_path / "store"), store)
     # All-zero records survive the removal of trailing zeros.
     zeros = ArrayStore.from_users([("a", {"x": np.zeros((3, 4))})])
-    assert_same(write_store(zeros, tmp_path / "zeros", "arrayrecord"), zeros)
+    for format in ("arrayrecord", "ragged"):
+        assert_same(write_store(zeros, tmp_path / format, format), zeros)
+
+
+def test_a_store_of_short_texts_is_as_small_as_its_text(tmp_path):
+    texts = [("u", "x" * length) for length in (1, 40, 60, 3000)] * 500
+    store = from_texts(texts, ByteTokenizer(), seq_len=4096)
+    written = write_store(store, tmp_path / "store", "ragged")
+    assert_same(written, store)
+    # Two bytes a token, four its length, four where it ends.
+    held = sum(2 * (len(text) + 2) + 8 for _, text in texts)
+    assert sum(entry.bytes for entry in written.manifest.shards) < 1.01 * held + 2 * 4096 + 64
+
+
+def test_rows_of_full_width_as_they_were_once_written_open(memory, tmp_path):
+    folder = tmp_path / "store"
+    written = write_store(memory, folder, "ragged")
+    shards = []
+    for entry in written.manifest.shards:
+        path = folder / entry.file
+        reader = open_records(path, "ragged", memory.schema.record_dtype, entry.examples)
+        old = path.with_suffix(".records")
+        old.write_bytes(reader.read(np.arange(entry.examples)).tobytes())
+        path.unlink()
+        shards.append(FileEntry.of(old, entry.users, entry.examples))
+    old_manifest = dataclasses.replace(written.manifest, shard_format="flat", shards=tuple(shards))
+    old_manifest.write(folder)
+    assert_same(open_store(folder), memory)
 
 
 def test_a_store_is_a_data_source_and_knows_its_tokenizer(files, tmp_path):
@@ -190,7 +226,7 @@ b.build_store(source.rows, {str(tmp_path / "store")!r}, plan, sources=source.ide
     assert_same(build(files, tmp_path / "store", 6), memory)
 
 
-@pytest.mark.parametrize("format", ["arrayrecord", "flat"])
+@pytest.mark.parametrize("format", ["arrayrecord", "ragged"])
 def test_disk_full_is_one_sentence_and_the_build_goes_on_later(files, memory, tmp_path, format):
     """A file-size limit makes every larger write fail, in C++ writers too."""
     program = f"""
@@ -221,11 +257,11 @@ def test_disk_full_while_encoding_names_the_shard(files, memory, tmp_path, monke
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
-        patch.setattr(records, "_write_flat", full)
+        patch.setattr(records, "_write_ragged", full)
         with pytest.raises(BadInputError, match=r"shard-00000-of-00004.*No space left on device"):
-            build(files, tmp_path / "store", format="flat")
-    assert not list((tmp_path / "store.building").glob("*.records*"))
-    assert_same(build(files, tmp_path / "store", format="flat"), memory)
+            build(files, tmp_path / "store", format="ragged")
+    assert not list((tmp_path / "store.building").glob("*.ragged*"))
+    assert_same(build(files, tmp_path / "store", format="ragged"), memory)
 
 
 def test_bad_rows_leave_nothing_behind(tmp_path):

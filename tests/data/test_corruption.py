@@ -12,7 +12,7 @@ from dpfl_jax.data.shards import Manifest, open_store
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.errors import BadInputError
 
-FORMATS = ["arrayrecord", "flat"]
+FORMATS = ["arrayrecord", "ragged"]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_two_shards_swapped(store):
 
 @pytest.mark.parametrize("name", ["offsets.npy", "ids.npy", "ids_ends.npy"])
 def test_index_of_another_build(store, memory, tmp_path, name):
-    write_store(limit_store(memory, 60), tmp_path / "other", "flat")
+    write_store(limit_store(memory, 60), tmp_path / "other", "ragged")
     shutil.copy(tmp_path / "other" / name, store / name)
     with pytest.raises(BadInputError, match=rf"{name}.*another build"):
         open_store(store)

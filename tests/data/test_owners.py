@@ -228,7 +228,7 @@ def test_a_bounded_part_on_disk_is_no_store_of_people(tmp_path):
     owners = [["a"]] * 6 + [["b"]] * 6 + [["a", "b"]] * 4 + [["c"]] * 6 + ["d"] * 18
     part = dpfl.from_arrays({"x": rows}, owners).bounded(2)
     assert not any("\x1f" in name for name in part.user_ids(range(part.num_users)))
-    write_store(part, tmp_path / "part", format="flat")
+    write_store(part, tmp_path / "part", format="ragged")
     again = open_store(tmp_path / "part")
     assert isinstance(again, SharedStore)
     mechanism = dpfl.ULS(group_size=1, cohort_size=2, noise_multiplier=1.0)
