@@ -123,9 +123,9 @@ def open_records(path: pathlib.Path, format: str, dtype: np.dtype[Any], count: i
       BadInputError: naming the file, if it cannot be read or does not hold ``count`` records.
     """
     try:
-        readers = {"ragged": _RaggedReader, "flat": _FlatReader, "arrayrecord": _ArrayRecordReader}
-        reader: RecordReader = readers[format](path, dtype, count)
-        return reader
+        if format == "arrayrecord":
+            return _ArrayRecordReader(path, dtype, count)
+        return (_RaggedReader if format == "ragged" else _FlatReader)(path, dtype, count)
     except (OSError, ValueError, RuntimeError) as error:
         if isinstance(error, BadInputError):
             raise
