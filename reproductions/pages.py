@@ -127,7 +127,13 @@ def _content(name: str, found: Found) -> str:
     kind, _, rest = name.partition(" ")
     if kind == "claims":
         return _claims(found, rest) if rest in found.entries else MISSING.format(rest)
-    plain = {"tally": _tally, "headlines": _headlines, "details": _details, "runs": _runs}
+    plain = {
+        "tally": _tally,
+        "replication": _replication,
+        "headlines": _headlines,
+        "details": _details,
+        "runs": _runs,
+    }
     if kind in plain:
         return plain[kind](found)
     figure, make = TABLES[name]
@@ -172,6 +178,26 @@ def _tally(found: Found) -> str:
     counts = registry.tally(c for e in found.entries.values() for c in e["claims"])
     rows = [[source, *of.values()] for source, of in counts.items()]
     return _table(["source of the claim", *registry.VERDICTS.values()], rows)
+
+
+def _replication(found: Found) -> str:
+    """How often a second run says the same, and every claim of which it says the opposite."""
+    pairs = [
+        (figure, claim["claim"], claim["verdict"], again[claim["claim"]])
+        for figure, again in sorted(found.again.items())
+        for claim in found.claims(figure)
+        if claim["claim"] in again
+    ]
+    same = sum(first == second for *_, first, second in pairs)
+    decided = {"holds", "does not hold"}
+    opposite = [p for p in pairs if p[2] != p[3] and {p[2], p[3]} == decided]
+    told = (
+        f"Of {len(pairs)} verdicts of {len(found.again)} experiments, {same} are the same with "
+        f"other seeds, {len(pairs) - same - len(opposite)} are undecided with one of the two, and "
+        f"{len(opposite)} are contradicted"
+    )
+    lines = [f"* `{figure}`, {claim}: {a}, then {b}" for figure, claim, a, b in opposite]
+    return "\n".join([told + (":" if lines else "."), *([""] if lines else []), *lines])
 
 
 def _headlines(found: Found) -> str:

@@ -37,7 +37,7 @@ from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.rpdp import heart, mnist
 from reproductions.rpdp._cells import Cell, always, train
-from reproductions.rpdp._tables import beside
+from reproductions.rpdp._tables import Beside, beside
 from reproductions.rpdp._training import Bench, Made
 
 TITLE = "the authors' published accuracies beside runs of the same settings"
@@ -256,14 +256,14 @@ def _cells(where: str, bench: Bench) -> list[Cell]:
 
 def _claims(rows: list[dict[str, Any]]) -> list[Claim]:
     """Of the lines that are there: an interrupted reproduction has fewer."""
-    claims = []
+    lines = []
     for r in rows:
         mean, std = PUBLISHED[r["data"]].line(r["run"], r["budgets"])
         # MNIST's test images are drawn anew.
         images = math.sqrt(2 * mean * (1 - mean) / r["tested"]) if r["data"] in mnist.SPLITS else 0
         said = f"figure 8, {r['data']}, {r['budgets']}, {r['run']}: accuracy"
-        claims.append(beside(r, mean, std, 5, said, images))
-    return claims
+        lines.append(Beside(said, r, mean, std, 5, images))
+    return beside(lines)
 
 
 def _batches(of: Published, where: str) -> list[Claim]:

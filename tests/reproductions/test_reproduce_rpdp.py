@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 from rich.console import Console
+from scipy import stats
 
 from dpfl_jax.errors import BadInputError
 from reproductions import registry
 from reproductions.registry import Settings
 from reproductions.rpdp import mnist
-from reproductions.rpdp._tables import beside, row
+from reproductions.rpdp._tables import Beside, beside, row
 
 
 def outcome(name, tmp_path, data_dir=None, seeds=None):
@@ -27,8 +28,25 @@ def test_verdicts_use_the_standard_errors_of_both():
     found = row("certified", "ThreeLevels", curves)
     assert found["accuracy"] == pytest.approx(0.72)
     assert found["std"] == pytest.approx(0.02)
-    assert beside(found, 0.74, 0.02, 20, "x").holds  # 1.6 standard errors
-    assert not beside(found, 0.76, 0.02, 20, "x").holds
+    (near,) = beside([Beside("x", found, 0.72, 0.05, 20)])
+    assert near.holds
+    # Far off, and an unlucky one of ten: Holm's rate is that of all.
+    far, tenth = Beside("x", found, 0.78, 0.02, 20), Beside("x", found, 0.753, 0.02, 20)
+    assert beside([far])[0].holds is False
+    assert beside([tenth])[0].holds is False
+    assert beside([tenth] + 9 * [Beside("x", found, 0.72, 0.05, 20)])[0].holds is None
+    # Their spread is too small to say that ours lies within it.
+    assert beside([Beside("x", found, 0.72, 0.003, 20)])[0].holds is None
+
+
+def test_a_difference_from_a_published_mean_is_welchs():
+    curves = [np.full(5, a) for a in (0.70, 0.72, 0.74, 0.71, 0.73, 0.75)]
+    found = row("certified", "ThreeLevels", curves)
+    one = Beside("x", found, 0.7, 0.03, 5)
+    want = stats.ttest_ind_from_stats(
+        found["accuracy"], found["std"], 6, 0.7, 0.03, 5, equal_var=False
+    )
+    assert one.tested()[2] == pytest.approx(want.pvalue)
 
 
 @pytest.mark.slow

@@ -99,7 +99,8 @@ def test_claims_of_what_is_there():
 
     assert not claims("non-private", "all", "hospitals", 0.743, 0.743).holds
     assert not claims("non-private", "all", "hospitals", 0.732, 0.734, 0.733, 0.733).holds
-    assert claims("non-private", "all", "IID", 0.979, 0.979).holds  # other images are tested
+    # Other images are tested, of which one start's runs differ less than their draw.
+    assert claims("non-private", "all", "IID", 0.979, 0.979).holds is None
     assert claims("curve fit", "Pareto", "IID", 0.86, 0.85).holds
     assert not claims("dropout", "ThreeLevels", "non-IID", 0.9).holds
     assert published._claims([]) == []
