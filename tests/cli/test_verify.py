@@ -115,6 +115,15 @@ SOUND = {
         ),
         steps=31,
     ),
+    "uls, local steps": lambda: central(
+        ULS(
+            group_size=3,
+            cohort_size=20,
+            local_learning_rate=0.1,
+            local_epochs=2,
+            noise_multiplier=1.0,
+        )
+    ),
     "truncated": lambda: central(
         Truncated(group_size=3, cohort_size=20, cohort_cap=36, noise_multiplier=1.0)
     ),
