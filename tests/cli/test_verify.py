@@ -38,6 +38,7 @@ from dpfl_jax.mechanisms import (
     ELS,
     ULS,
     Allocation,
+    BandedInverse,
     BandMF,
     NonPrivate,
     OwnerSets,
@@ -112,6 +113,12 @@ SOUND = {
             scales=(0.5, 0.125),
             horizon=40,
             noise_multiplier=5.0,
+        ),
+        steps=31,
+    ),
+    "banded_inverse": lambda: central(
+        BandedInverse(
+            group_size=3, cohort_size=20, taken=(0.5, 0.25), horizon=40, noise_multiplier=5.0
         ),
         steps=31,
     ),
