@@ -2,7 +2,7 @@
 
 Source: Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128). Turns are those of
 ``in_turns``, the matrix of the noise that of ``noise/banded_inverse.py``. At the same memory the
-noise of ``blt`` is as small to 0.1 % where users pause for 10 steps or less, and else smaller.
+noise of ``blt`` is as small to 0.1 % where users pause for 6 to 10 steps, and else smaller.
 """
 
 from __future__ import annotations

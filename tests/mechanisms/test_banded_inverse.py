@@ -1,5 +1,6 @@
 """Banded inverse: what a user adds to rows is bounded, and a run costs what is stated."""
 
+import json
 import math
 
 import jax
@@ -14,6 +15,7 @@ from runs import went_on_bit_for_bit
 
 from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon, events
+from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import BLT, BandedInverse, Population
@@ -155,3 +157,12 @@ def test_buffers_and_bands_of_one_number_are_one_noise():
         group_size=1, cohort_size=20, buffers=1, decays=(0.75,), scales=(0.75,), horizon=9
     )
     np.testing.assert_allclose(bands.column(9), buffers.column(9), rtol=1e-13)
+
+
+def test_an_account_is_that_of_the_mechanism(capsys):
+    given = ["--noise-multiplier", "5", "--delta", "1e-5", "--steps", "40", "--once-in", "5"]
+    assert main(["account", "banded-inverse", *given, "--bands", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    made = BandedInverse(group_size=1, cohort_size=20, bands=4, noise_multiplier=5.0)
+    wanted = epsilon(made.for_steps(PEOPLE, 40).event(PEOPLE, 40), 1e-5)
+    assert found["epsilon"] == pytest.approx(wanted, rel=1e-9)
