@@ -36,7 +36,17 @@ from dpfl_jax.federation.mechanisms import (
     UserLDP,
 )
 from dpfl_jax.federation.rounds import RoundBuilder
-from dpfl_jax.mechanisms import BLT, ELS, ULS, Allocation, BandMF, Mechanism, Population, Truncated
+from dpfl_jax.mechanisms import (
+    BLT,
+    ELS,
+    ULS,
+    Allocation,
+    BandedInverse,
+    BandMF,
+    Mechanism,
+    Population,
+    Truncated,
+)
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.noise import Noise
@@ -127,6 +137,10 @@ SOUND: dict[str, Callable[[float, int, int], Trials]] = {
     ),
     "allocation": lambda e, s, n: central(Allocation, e, 8, 0.25, s, trials=n),
     "blt": lambda e, s, n: central(BLT, e, 8, 0.25, s, trials=n),
+    "blt, local steps": lambda e, s, n: central(
+        BLT, e, 8, 0.25, s, trials=n, fields={"local_learning_rate": 0.1, "local_epochs": 2}
+    ),
+    "banded_inverse": lambda e, s, n: central(BandedInverse, e, 8, 0.25, s, trials=n),
     "els": lambda e, s, n: central(ELS, e, 5, 0.1, s, trials=n, group_size=3),
     "hi_grad_avg": lambda e, s, n: silos(HiGradAvgDP, e, s, reach=2, rounds=2, trials=n),
     "local_group": lambda e, s, n: silos(LocalGroupDP, e, s, reach=2, rounds=2, trials=n),

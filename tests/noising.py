@@ -37,3 +37,20 @@ def buffered_matrix(buffers, steps):
         for j in range(i):
             made[i, j] = sum(w * d ** (i - j - 1) for d, w in zip(*buffers, strict=True))
     return made
+
+
+def inverse_banded_matrix(taken, steps):
+    """C whose inverse has these bands, entry by entry."""
+    return np.linalg.inv(banded_matrix((1.0, *(-f for f in taken))[:steps], steps))
+
+
+class Recorded:
+    """Noise that adds none, and keeps what it was to be added to."""
+
+    def __init__(self):
+        self.rows = []
+
+    def add(self, key, tree, rest):
+        del key
+        self.rows.append(np.asarray(tree["w"], float) + np.asarray(rest["w"], float))
+        return tree

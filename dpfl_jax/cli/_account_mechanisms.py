@@ -18,6 +18,7 @@ PARAMETERS: dict[str, tuple[type, str]] = {
     "sampling_prob": (float, "probability of each example, record or user in each step"),
     "once_in": (int, "steps of which each user takes part in exactly one"),
     "buffers": (int, "buffers of the noise, the best for these steps (default 2)"),
+    "bands": (int, "bands of the inverse of the noise's matrix, likewise (default 3)"),
     "group_size": (int, "most examples of a user (ELS, whole run) or records of a subject"),
     "dataset_size": (int, "units in the data set (public)"),
     "batch_size": (int, "units in every batch"),
@@ -133,15 +134,17 @@ def _isrl_others(noise: float, v: Values, delta: float) -> dict[str, tuple[float
     }
 
 
-def _blt(noise: float, v: Values) -> DpEvent:
-    from dpfl_jax.noise import buffered_column, buffered_strategy  # which starts JAX
+def _in_turns(noise: float, v: Values, kind: str, name: str) -> DpEvent:
+    from dpfl_jax import mechanisms  # which starts JAX
 
-    separation, steps = v["once_in"], v["steps"]
-    for name in ("once_in", "steps"):
-        events.check_count(v[name], name, 1)
-    number = v.get("buffers")
-    buffers = buffered_strategy(2 if number is None else number, steps, separation)
-    return events.toeplitz(noise, buffered_column(buffers, steps), separation, steps)
+    steps, number = v["steps"], v.get(name)
+    for what in ("once_in", "steps"):
+        events.check_count(v[what], what, 1)
+    cls: Any = {"blt": mechanisms.BLT, "banded_inverse": mechanisms.BandedInverse}[kind]
+    own = {} if number is None else {name: number}
+    made = cls(group_size=1, cohort_size=1, noise_multiplier=noise, **own)
+    population = mechanisms.Population(v["once_in"], v["once_in"], v["once_in"])
+    return made.for_steps(population, steps).event(population, steps)
 
 
 def _horizontal(event: DpEvent, v: Values) -> DpEvent:
@@ -189,11 +192,24 @@ MECHANISMS: dict[str, Mechanism] = {
         "user",
         "central",
         ("once_in", "steps"),
-        _blt,
+        lambda s, v: _in_turns(s, v, "blt", "buffers"),
         "each user at every once_in-th step (not counted on: whose turn it is may be known)",
         optional=("buffers",),
         assumptions=(
             "once_in, steps, buffers, clip norm and divisor are public constants",
+            "each example belongs to one user",
+        ),
+    ),
+    "banded-inverse": Mechanism(
+        "users in turns without sampling, noise of few bands, user-level guarantee",
+        "user",
+        "central",
+        ("once_in", "steps"),
+        lambda s, v: _in_turns(s, v, "banded_inverse", "bands"),
+        "each user at every once_in-th step (not counted on: whose turn it is may be known)",
+        optional=("bands",),
+        assumptions=(
+            "once_in, steps, bands, clip norm and divisor are public constants",
             "each example belongs to one user",
         ),
     ),

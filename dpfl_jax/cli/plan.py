@@ -16,11 +16,12 @@ from dpfl_jax.errors import BadInputError
 HELP = "choose algorithm and group sizes for a compute budget"
 DESCRIPTION = """\
 Price every way to spend a compute budget (expected gradient evaluations a step): ELS at each group
-size, ULS at each split into M users of G examples, and at the same splits BandMF and BLT: users who
-take turns (sampled in their turn, or not), with noise that later steps take back; and allocation,
-where every user is in exactly one of every t steps, at ULS's best split. What is compared is the
-noise on the averaged gradient, sigma times the typical gradient norm over the size; for BandMF and
-BLT that of independent noise which leaves as much in sums of gradients, which training follows.
+size, ULS at each split into M users of G examples, and at the same splits BandMF, BLT and banded
+inverse: users who take turns (sampled in their turn, or not), with noise that later steps take
+back; and allocation, where every user is in exactly one of every t steps, at ULS's best split. What
+is compared is the noise on the averaged gradient, sigma times the typical gradient norm over the
+size; where later steps take noise back, that of independent noise which leaves as much in sums of
+gradients, which training follows.
 Prints a table, the heuristics beside the best, and the reason; writes a heat map and a
 configuration that `dpfl train` runs. --target-noise, --ask and the best split of a fit weigh ELS
 and ULS.
@@ -348,7 +349,8 @@ def _print(console: Any, result: dict[str, Any]) -> None:
             if result[name] and {k: result[name][k] for k in keys} == plain
         ]
         table.add_row(
-            option["kind"].upper() + (f", {option['bands']} bands" if option["bands"] > 1 else ""),
+            option["kind"].replace("_", " ").upper()
+            + (f", {option['bands']} bands" if option["bands"] > 1 else ""),
             str(option["group_size"]),
             str(option["size"]),
             *(

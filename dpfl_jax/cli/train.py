@@ -25,7 +25,7 @@ a run directory:
   metrics.jsonl   one line per step; what is computed from private data is marked
   checkpoints/    everything needed to go on, except the key
   private/        the root key of sampling and noise: never publish it (nor checkpoints/ of bandmf,
-                  blt)
+                  blt, banded_inverse)
   report.json, report.md, curves.png
   attacks.png     what an attacker may find out
   guarantee.json  what is promised, for `dpfl verify`

@@ -26,7 +26,7 @@ _OWN = ("name", "seed", "train", "processes", "metrics", "eval")
 _OWN_PRIVACY = ("ledger", "account", "budget")
 
 
-def study_of(config: FederatedConfig | IsrlConfig) -> dict[str, Any]:
+def study_of(config: Any) -> dict[str, Any]:
     """The part of a configuration that is the same at all parties.
 
     Raises:
@@ -40,7 +40,13 @@ def study_of(config: FederatedConfig | IsrlConfig) -> dict[str, Any]:
     return study
 
 
-def _check(config: FederatedConfig | IsrlConfig) -> None:
+def _check(config: Any) -> None:
+    if not isinstance(config, FederatedConfig | IsrlConfig):
+        raise BadInputError(
+            "the configuration has no section `federation` or `isrl`: silos elsewhere add noise of "
+            "their own, while users of central training, devices with local steps too, trust a "
+            "server that has their updates before noise, which is simulated alone (dpfl train)"
+        )
     if config.seed is not None:
         raise BadInputError(
             "seed is set, but a silo's key is secret and its own: leave seed unset in the "

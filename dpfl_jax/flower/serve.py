@@ -85,7 +85,7 @@ def serve(
       BadInputError: a silo refuses, or anything is wrong with the configuration.
       StoppedError: nobody answers, or the server was stopped.
     """
-    study_of(load_config(config))  # type: ignore[arg-type]
+    study_of(load_config(config))
     directory = pathlib.Path(run_dir).absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
     outcome = directory.with_name(directory.name + ".outcome.json")

@@ -134,7 +134,7 @@ def study_config(folder: pathlib.Path, silo: SiloConfig) -> Any:
         own["path"] = str(folder / os.path.expandvars(os.path.expanduser(own["path"])))
     raw = config_to_dict(config)
     merged = validate_config({**raw, "data": {**raw["data"], **own}}, f"{path} with silo.yaml")
-    before, after = study_of(config), study_of(merged)  # type: ignore[arg-type]
+    before, after = study_of(config), study_of(merged)
     if before != after:
         raise BadInputError(
             f"{folder / CONFIG}: data: {first_difference(after, before)}: that part is the "

@@ -4,6 +4,7 @@ A mechanism owns its sampler, bounded gradient, noise and event; see ``base.Mech
 """
 
 from dpfl_jax.mechanisms.allocation import Allocation
+from dpfl_jax.mechanisms.banded_inverse import BandedInverse
 from dpfl_jax.mechanisms.bandmf import BandMF
 from dpfl_jax.mechanisms.base import Mechanism, Population, mean_of_examples
 from dpfl_jax.mechanisms.blt import BLT
@@ -19,6 +20,7 @@ __all__ = [
     "ULS",
     "Allocation",
     "BandMF",
+    "BandedInverse",
     "Mechanism",
     "NonPrivate",
     "OwnerSets",

@@ -12,6 +12,9 @@ Source: Charles et al., "Fine-tuning large language models with user-level diffe
 Departures: M and q may be declared as constants (``cohort_size``, ``sampling_prob``), because the
 paper's q = M / N depends on the data set; by default the number of users is taken as public. The
 paper's runs shuffled users instead of sampling them; here the sampling that runs is Poisson.
+
+With ``local_learning_rate`` a step is a federated round: users are devices that take steps by
+themselves, and g_u is how far these move the parameters (``local_steps``).
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import jax
 import numpy as np
 
 from dpfl_jax import accounting
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import (
     LossFn,
     Mechanism,
@@ -34,6 +38,7 @@ from dpfl_jax.mechanisms.base import (
     pieces_of_user,
     require_positive,
 )
+from dpfl_jax.mechanisms.local_steps import bounded_updates
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Poisson, UserSampler, check_probability
 from dpfl_jax.sampling.contribution import check_group_size
@@ -47,11 +52,17 @@ class ULS(Mechanism):
       group_size: most examples of one user per step (privacy does not depend on it).
       cohort_size: M, expected number of users per step (the divisor).
       sampling_prob: q; default cohort_size / (number of users).
+      local_learning_rate: of the steps that a user takes by itself; None: it takes none.
+      local_batch_size: most examples of such a step; None: all.
+      local_epochs: passes over the user's examples.
     """
 
     group_size: int
     cohort_size: float
     sampling_prob: float | None = None
+    local_learning_rate: float | None = None
+    local_batch_size: int | None = None
+    local_epochs: int = 1
 
     kind: ClassVar[str] = "uls"
     accountant: ClassVar[str] = "PLD, Poisson-subsampled Gaussian (exact up to rounding upwards)"
@@ -63,6 +74,24 @@ class ULS(Mechanism):
         require_positive("cohort_size", self.cohort_size)
         if self.sampling_prob is not None:
             check_probability(self.sampling_prob, "given as sampling_prob")
+        for name, least in (
+            ("local_batch_size", self.local_batch_size),
+            ("local_epochs", self.local_epochs),
+        ):
+            if least is not None and least < 1:
+                raise BadInputError(f"{name} is {least}, but it must be at least 1")
+        if self.local_learning_rate is not None:
+            require_positive("local_learning_rate", self.local_learning_rate)
+        elif self.local_batch_size is not None or self.local_epochs != 1:
+            raise BadInputError(
+                "local_batch_size and local_epochs are of the steps that users take by "
+                "themselves: give local_learning_rate, too, or leave them out"
+            )
+
+    @property
+    def takes_local_steps(self) -> bool:
+        """Whether users are devices of a federated round."""
+        return self.local_learning_rate is not None
 
     @property
     def divisor(self) -> float:
@@ -121,9 +150,25 @@ class ULS(Mechanism):
         self, loss_fn: LossFn, at_once: int, sharding: jax.sharding.NamedSharding | None
     ) -> tuple[LossFn, Callable[[PyTree], PyTree]]:
         """A piece is a user with fewer examples, who knows how many there are in all."""
+        if self.takes_local_steps:
+            raise BadInputError(
+                "a user who takes local steps has one batch after the other: set "
+                "mechanism.local_batch_size, and leave out execution.examples_at_once and "
+                "execution.split_users"
+            )
         axis = None if sharding is None else sharding.spec[0]
         cut = functools.partial(pieces_of_user, at_once=at_once, sharding=sharding)
         return mean_of_examples(loss_fn, axis), cut
+
+    def bounded_grad(self, loss_fn: LossFn, **options: Any) -> Any:
+        """As of every mechanism; or of users' updates."""
+        rate = self.local_learning_rate
+        if rate is None or options.get("examples_at_once") is not None:
+            return super().bounded_grad(loss_fn, **options)
+        for name in ("examples_at_once", "example_sharding"):
+            options.pop(name, None)
+        steps = (rate, self.local_batch_size, self.local_epochs)
+        return bounded_updates(loss_fn, self.rule, *steps, **options)
 
     def units(self, examples: PyTree, example_mask: Any) -> PyTree:
         """A user is ``{"examples": [group_size, ...], "mask": bool [group_size]}``."""
@@ -144,4 +189,10 @@ class ULS(Mechanism):
 
     @property
     def _examples(self) -> str:
-        return "one example" if self.group_size == 1 else f"up to {self.group_size} examples"
+        told = "one example" if self.group_size == 1 else f"up to {self.group_size} examples"
+        if not self.takes_local_steps:
+            return told
+        epochs = "one epoch" if self.local_epochs == 1 else f"{self.local_epochs} epochs"
+        size = self.local_batch_size
+        batches = "" if size is None else f" in batches of {size}"
+        return f"{told} (for {epochs} of local steps{batches}, rate {self.local_learning_rate:g})"

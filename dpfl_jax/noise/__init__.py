@@ -1,6 +1,13 @@
 """Noise that is added to clipped sums."""
 
 from dpfl_jax.noise.banded import banded, prefix_error, strategy
+from dpfl_jax.noise.banded_inverse import (
+    banded_inverse,
+    inverse_column,
+    inverse_error,
+    inverse_multiplied,
+    inverse_strategy,
+)
 from dpfl_jax.noise.buffered import (
     Buffers,
     buffered,
@@ -19,10 +26,15 @@ __all__ = [
     "Noise",
     "NoiseState",
     "banded",
+    "banded_inverse",
     "buffered",
     "buffered_column",
     "buffered_error",
     "buffered_strategy",
+    "inverse_column",
+    "inverse_error",
+    "inverse_multiplied",
+    "inverse_strategy",
     "multiplied",
     "prefix_error",
     "strategy",

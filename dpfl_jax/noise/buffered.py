@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +26,7 @@ from scipy import optimize, signal, special
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise.correlated import correlated, error_of_sums
+from dpfl_jax.noise.pairs import plus, plus_products, times
 from dpfl_jax.noise.transform import Noise
 
 MOST_BUFFERS = 16
@@ -194,12 +194,7 @@ def buffered(
 
     def encode(g: jax.Array, kept: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
         del step
-        row, rest = g, jnp.zeros_like(g)
-        for i, scale in enumerate(scales):  # few: one after the other, alike everywhere
-            product, more = _times(scale, kept[i], kept[number + i])
-            row, left = _plus(row, product)
-            rest = rest + (left + more)
-        return row, rest
+        return plus_products(g, scales, kept[:number], kept[number:])
 
     def decode(y: jax.Array, kept: jax.Array, step: jax.Array) -> jax.Array:
         del step
@@ -211,31 +206,11 @@ def buffered(
             return jnp.stack([d * row + new for d, row in zip(decays, kept, strict=True)])
         large, small = [], []
         for i, decay in enumerate(decays):
-            product, more = _times(decay, kept[i], kept[number + i])
-            row, left = _plus(product, new)
-            row, left = _plus(row, left + more)
+            product, more = times(decay, kept[i], kept[number + i])
+            row, left = plus(product, new)
+            row, left = plus(row, left + more)
             large.append(row)
             small.append(left)
         return jnp.stack([*large, *small])
 
     return correlated(noise, divisor, (2 * number, number), encode, decode, keep)
-
-
-def _plus(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A sum as float32, and what is left of it: exactly (Knuth's)."""
-    total = a + b
-    back = total - a
-    return total, (a - (total - back)) + (b - back)
-
-
-def _times(number: Any, large: jax.Array, small: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``number`` times (large + small): the product of first halves, exact, and about the rest."""
-    top, half = _first_half(number), _first_half(large)
-    rest = top * (large - half) + (number - top) * half + (number - top) * (large - half)
-    return top * half, rest + number * small
-
-
-def _first_half(x: Any) -> jax.Array:
-    """The first 12 of 24 bits: a product of two such numbers is one of float32."""
-    bits = jax.lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.uint32)
-    return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFFF000), jnp.float32)

@@ -6,9 +6,9 @@ L_ULS(G) sigma_ULS(M) / M (Charles et al. 2024, equations (5) and (6)).
 
 BandMF spends it as ULS does, on noise that later steps take back. An optimiser adds up gradients,
 so what is compared is the noise in their prefix sums, root mean square over the steps: of
-independent noise that is sqrt((T + 1) / 2) times a step's, whatever the algorithm. BLT takes back
-more, of more noise: its users' turns are not sampled. The noise of an option is that of a step of
-independent noise with the same prefix sums.
+independent noise that is sqrt((T + 1) / 2) times a step's, whatever the algorithm. BLT and banded
+inverse take back more, of more noise: their users' turns are not sampled. The noise of an option is
+that of a step of independent noise with the same prefix sums.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from dpfl_jax.accounting import events
 from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise import (
-    Buffers,
     buffered_column,
     buffered_error,
     buffered_strategy,
+    inverse_column,
+    inverse_error,
+    inverse_strategy,
     prefix_error,
     strategy,
 )
 from dpfl_jax.planning.estimates import Sensitivities
 
 BUFFERS = 2  # of BLT, its default
+BANDS = 3  # of banded inverse, likewise: as much memory
 # More are seldom worth their memory: 8 (b - 1) bytes for each trained parameter.
 MOST_BANDS = 32
 
@@ -86,19 +89,19 @@ class Option:
     """One way to spend the budget.
 
     Attributes:
-      kind: "els", "uls", "bandmf", "blt" or "allocation".
+      kind: "els", "uls", "bandmf", "blt", "banded_inverse" or "allocation".
       group_size: G.
       size: expected examples (ELS) or users (ULS) a step.
       sampling_prob: of each example or user.
       noise_multiplier: sigma.
       sensitivity: L, the typical gradient norm.
-      bands: b of BandMF; else 1.
+      bands: b of BandMF and banded inverse; else 1.
       error: of prefix sums, by independent noise of the same multiplier; else 1.
       noise: standard deviation of the noise on the averaged gradient, per coordinate (of
         independent noise with the same error in prefix sums).
     """
 
-    kind: Literal["els", "uls", "bandmf", "blt", "allocation"]
+    kind: Literal["els", "uls", "bandmf", "blt", "banded_inverse", "allocation"]
     group_size: int
     size: int
     sampling_prob: float
@@ -307,8 +310,11 @@ class Planner:
         error = prefix_error(strategy(bands, self.steps), self.steps)
         return Option("bandmf", group, cohort, prob, sigma, norm, bands, error)
 
-    def blt(self, group: int, cohort: int, epsilon: float | None = None) -> Option | None:
-        """BLT with G examples of M users; None if everybody takes part in every step.
+    def in_turns(
+        self, kind: Literal["blt", "banded_inverse"], group: int, cohort: int,
+        epsilon: float | None = None,
+    ) -> Option | None:  # fmt: skip
+        """BLT or banded inverse with G examples of M users; None if everybody is in every step.
 
         Raises:
           BadInputError: as ``uls``.
@@ -321,20 +327,22 @@ class Planner:
             lambda s: events.gaussian(s, 1), epsilon, self.delta
         )
         norm = self.sensitivities.at(group)
-        error = buffered_error(self._buffers(separation), self.steps)
-        sigma = alone / self._buffered(1.0, separation).noise_multiplier
-        return Option("blt", group, cohort, 1 / separation, sigma, norm, error=error)
+        column, error = self._taken_back(kind, separation)
+        moved = events.toeplitz(1.0, column, separation, self.steps).noise_multiplier
+        bands = BANDS if kind == "banded_inverse" else 1
+        return Option(kind, group, cohort, 1 / separation, alone / moved, norm, bands, error)
 
     def _once_in(self, cohort: int) -> int:
         """Steps of which a user is in one, where M users are expected in each."""
         return round(self.users.num_users / cohort)
 
-    def _buffers(self, separation: int) -> Buffers:
-        return buffered_strategy(BUFFERS, self.steps, separation)
-
-    def _buffered(self, sigma: float, separation: int) -> Any:
-        column = buffered_column(self._buffers(separation), self.steps)
-        return events.toeplitz(sigma, column, separation, self.steps)
+    def _taken_back(self, kind: str, separation: int) -> tuple[np.ndarray, float]:
+        """First column of the noise's matrix, and the error that it leaves in prefix sums."""
+        if kind == "blt":
+            buffers = buffered_strategy(BUFFERS, self.steps, separation)
+            return buffered_column(buffers, self.steps), buffered_error(buffers, self.steps)
+        taken = inverse_strategy(BANDS, self.steps, separation)
+        return inverse_column(taken, self.steps), inverse_error(taken, self.steps)
 
     def allocation(self, group: int, cohort: int, epsilon: float | None = None) -> Option | None:
         """Random allocation of G examples of M users; None if everybody is in every step.
@@ -401,8 +409,8 @@ class Planner:
         Args:
           budget: B, gradient evaluations a step.
           els_groups: ELS group sizes; default all that can be priced.
-          every: whether BandMF and BLT are priced, too, at every (G, M), and random allocation,
-            which takes seconds, where ULS has the least noise.
+          every: whether BandMF, BLT and banded inverse are priced, too, at every (G, M), and
+            random allocation, which takes seconds, where ULS has the least noise.
         """
         if budget < 1:
             raise BadInputError(
@@ -414,7 +422,11 @@ class Planner:
             if cohort >= 1 and cohort <= self.users.num_users:
                 options.append(self.uls(group, cohort))
                 if every:
-                    made = (self.bandmf(group, cohort), self.blt(group, cohort))
+                    made = (
+                        self.bandmf(group, cohort),
+                        self.in_turns("blt", group, cohort),
+                        self.in_turns("banded_inverse", group, cohort),
+                    )
                     options += [option for option in made if option is not None]
         if every and options:
             uls = min((o for o in options if o.kind == "uls"), key=lambda o: o.noise)
@@ -539,8 +551,10 @@ class Planner:
         sigma, prob = option.noise_multiplier, option.sampling_prob
         if option.kind == "els":
             event = events.els(sigma, prob, option.group_size, self.steps)
-        elif option.kind == "blt":
-            event = self._buffered(sigma, round(1 / prob))
+        elif option.kind in ("blt", "banded_inverse"):
+            separation = round(1 / prob)
+            column, _ = self._taken_back(option.kind, separation)
+            event = events.toeplitz(sigma, column, separation, self.steps)
         elif option.kind == "allocation":
             event = events.allocated(sigma, round(1 / prob), self.steps)
         else:
@@ -603,7 +617,7 @@ def _reason(best: Option, options: list[Option]) -> str:
     if best.kind == "allocation":
         steps = round(1 / best.sampling_prob)
         text += f". Every user takes part in exactly one of every {steps} steps"
-    if best.kind == "blt":
+    if best.kind in ("blt", "banded_inverse"):
         text += (
             f". Its users take part in every {1 / best.sampling_prob:.0f}th step, and nothing is "
             f"gained by sampling: a noise multiplier of {best.noise_multiplier:.3g}, of which all "
@@ -612,4 +626,11 @@ def _reason(best: Option, options: list[Option]) -> str:
     return text
 
 
-_NAMES = {"els": "ELS", "uls": "ULS", "bandmf": "BandMF", "blt": "BLT", "allocation": "allocation"}
+_NAMES = {
+    "els": "ELS",
+    "uls": "ULS",
+    "bandmf": "BandMF",
+    "blt": "BLT",
+    "banded_inverse": "banded inverse",
+    "allocation": "allocation",
+}

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import NonPrivate
+from dpfl_jax.mechanisms import Mechanism, NonPrivate
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.generate import generate
@@ -44,7 +44,10 @@ def plain(
     execution = plan.execution.model_copy(update={"examples_at_once": None, "split_users": False})
     offsets = plan.data.user_offsets
     budget = min(plan.mechanism.compute_budget, float(offsets[-1] - offsets[0]))
-    mechanism = NonPrivate(batch_size=budget)
+    mechanism: Mechanism = NonPrivate(batch_size=budget)
+    if getattr(plan.mechanism, "takes_local_steps", False):
+        # Its optimiser is the server's, which is given updates. It clips, too.
+        mechanism = dataclasses.replace(plan.mechanism, noise_multiplier=0.0)
     beside = Plan(mechanism, plan.data, plan.steps, plan.delta, execution, plan.mesh)
     return train(
         Central(run.loss_fn, run.given, beside, run.optimizer, run.trainable),

@@ -42,7 +42,9 @@ def test_from_data(capsys):
         "--users", 16, "--target-noise", "0.05",
     )  # fmt: skip
     assert "median gradient norms" in found["sensitivities"]
-    assert {o["kind"] for o in found["options"]} == {"els", "uls", "bandmf", "blt", "allocation"}
+    assert {o["kind"] for o in found["options"]} == {
+        "els", "uls", "bandmf", "blt", "banded_inverse", "allocation"
+    }  # fmt: skip
     assert "smallest_epsilon" in found["inverse"]
 
 

@@ -38,6 +38,7 @@ from dpfl_jax.mechanisms import (
     ELS,
     ULS,
     Allocation,
+    BandedInverse,
     BandMF,
     NonPrivate,
     OwnerSets,
@@ -114,6 +115,21 @@ SOUND = {
             noise_multiplier=5.0,
         ),
         steps=31,
+    ),
+    "banded_inverse": lambda: central(
+        BandedInverse(
+            group_size=3, cohort_size=20, taken=(0.5, 0.25), horizon=40, noise_multiplier=5.0
+        ),
+        steps=31,
+    ),
+    "uls, local steps": lambda: central(
+        ULS(
+            group_size=3,
+            cohort_size=20,
+            local_learning_rate=0.1,
+            local_epochs=2,
+            noise_multiplier=1.0,
+        )
     ),
     "truncated": lambda: central(
         Truncated(group_size=3, cohort_size=20, cohort_cap=36, noise_multiplier=1.0)

@@ -25,6 +25,7 @@ KINDS = {
         "3 groups of users",
         "checkpoints are as secret",
     ),
+    "banded_inverse": ({}, "at every 5-th step", "checkpoints are as secret"),
     "blt": ({}, "at every 5-th step", "checkpoints are as secret"),
 }
 

@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from noising import buffered_matrix, key_of, released
+from noising import Recorded, buffered_matrix, key_of, released
 
 from dpfl_jax.accounting import events
 from dpfl_jax.mechanisms import BLT, ULS, Population
@@ -44,18 +44,6 @@ def test_buffers_that_are_not_read_are_independent_noise(buffers):
     np.testing.assert_array_equal([r["w"] for r in rows], [r["w"] for r in alone])
     event = events.toeplitz(1.3, buffered_column(buffers, 12), 4, 12)
     assert event.noise_multiplier == pytest.approx(1.3 / math.sqrt(3), rel=1e-12)
-
-
-class Recorded:
-    """Noise that adds none, and keeps what it was to be added to."""
-
-    def __init__(self):
-        self.rows = []
-
-    def add(self, key, tree, rest):
-        del key
-        self.rows.append(np.asarray(tree["w"], float) + np.asarray(rest["w"], float))
-        return tree
 
 
 @pytest.mark.slow

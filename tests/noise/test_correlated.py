@@ -4,19 +4,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from noising import KEY, banded_matrix, buffered_matrix, key_of, released
+from noising import (
+    KEY,
+    banded_matrix,
+    buffered_matrix,
+    inverse_banded_matrix,
+    key_of,
+    released,
+)
 
 from dpfl_jax.mesh import make_mesh, parameter_shardings, state_shardings
-from dpfl_jax.noise import Noise, banded, buffered, buffered_error, prefix_error
+from dpfl_jax.noise import (
+    Noise,
+    banded,
+    banded_inverse,
+    buffered,
+    buffered_error,
+    inverse_error,
+    prefix_error,
+)
 
 pytestmark = pytest.mark.privacy
 COLUMN = (0.75, 0.5, 0.4375)  # exact in float32
 BUFFERS = ((0.75, 0.25), (0.5, 0.125))
+TAKEN = (0.5, 0.25, 0.125)
 STEPS = 8
 # kind: (transformation, rows of its noise, C, numbers kept of sums and of releases, error of sums)
 KINDS = {
     "banded": (banded, 3, banded_matrix, (2, 2), prefix_error, COLUMN),
     "buffered": (buffered, 4 * STEPS, buffered_matrix, (4, 2), buffered_error, BUFFERS),
+    "inverse": (
+        banded_inverse,
+        4 * STEPS,
+        inverse_banded_matrix,
+        (6, 3),
+        inverse_error,
+        TAKEN,
+    ),
 }
 EACH = pytest.mark.parametrize("kind", KINDS)
 

@@ -1,0 +1,123 @@
+"""Federated rounds: users are devices that take steps by themselves; their updates are clipped.
+
+Source: McMahan, Ramage, Talwar and Zhang 2018, "Learning differentially private recurrent language
+models" (arXiv 1710.06963), Algorithm 1, DP-FedAvg; with noise that is correlated between rounds it
+is DP-FTRL as of Kairouz et al. 2021 (arXiv 2103.00039) and McMahan et al. 2024 (arXiv 2408.08868).
+
+    of a device with the examples D, at the server's parameters p:
+      u = 0
+      in each epoch, for each batch of D:
+        u = u + learning rate * (gradient of the batch's mean loss at p - u)     # without noise
+      gives clip(u, C) to the server, which adds up, adds noise, and divides by M
+
+So a round is a step of central training in which the gradient of a user is u: the server's
+optimiser (sgd with rate 1 is federated averaging) is given it, and who takes part, the noise and
+what it costs are the mechanism's own. One local step at rate 1 is ``uls``.
+
+Departures: examples are those that the mechanism draws of a user, at most ``group_size``, in the
+order in which they were drawn or, of a user with fewer, stored. A device that fails is one whose
+update is not finite: it adds nothing, and the divisor stays.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.clipping import BoundedGrad, Rule, Trainable, bounded_grad, join, split
+from dpfl_jax.clipping.result import vary, varying_axes
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms.base import LossFn, PyTree, mean_of_examples, pieces_of_user
+
+
+def bounded_updates(
+    loss_fn: LossFn,
+    rule: Rule,
+    learning_rate: float,
+    batch_size: int | None,
+    epochs: int,
+    **options: Any,
+) -> BoundedGrad:
+    """Returns the function that sums users' bounded updates.
+
+    Args:
+      loss_fn: of one example.
+      rule: bounds an update.
+      learning_rate: of a local step.
+      batch_size: most examples of a local step; None: all.
+      epochs: passes over a user's examples.
+      **options: of ``clipping.bounded_grad``; ``auto`` takes one user after the other.
+
+    Raises:
+      BadInputError: options under which no update is formed on one device.
+    """
+    if options.get("unit_sharding") is not None:
+        raise BadInputError(
+            "mechanism.local_learning_rate: a device's update is formed in one place, which a mesh "
+            "that splits parameters has not: use execution.mesh with data alone"
+        )
+    asked = options.pop("strategy", "auto")
+    if asked == "ghost":
+        raise BadInputError(
+            "execution.strategy=ghost forms no user's gradient, and local steps "
+            "(mechanism.local_learning_rate) do: set it to auto, scan or vmap"
+        )
+    loss = _loss_of_update(loss_fn, learning_rate, batch_size, epochs, options.get("trainable"))
+    strategy: Any = "scan" if asked == "auto" else asked
+    return bounded_grad(loss, rule=rule, strategy=strategy, **options)
+
+
+def _loss_of_update(
+    loss_fn: LossFn,
+    learning_rate: float,
+    batch_size: int | None,
+    epochs: int,
+    trainable: Trainable,
+) -> LossFn:
+    """A loss of one user whose gradient is the update; its value is the mean of losses on the way.
+
+    It is linear in the parameters about where they are, with the update as slope: so clipping,
+    checks and layouts are those of any other loss.
+    """
+    of_batch = mean_of_examples(loss_fn)
+
+    def loss(params: PyTree, user: PyTree, **kwargs: Any) -> jax.Array:
+        if "count" in user:
+            raise BadInputError(
+                "execution.packing lays a user's sequences into common rows, of which local steps "
+                "(mechanism.local_learning_rate) cannot make batches: set it to 0"
+            )
+        trained, frozen = split(params, trainable)
+        start = jax.lax.stop_gradient(trained)
+        size = user["mask"].shape[0]
+        batches = pieces_of_user(user, min(batch_size or size, size))
+        del batches["count"]  # that of the whole user
+
+        def mean(at: PyTree, batch: PyTree) -> jax.Array:
+            return of_batch(join(at, frozen), batch, **kwargs)
+
+        def local_step(moved: PyTree, batch: PyTree) -> tuple[PyTree, jax.Array]:
+            now = jax.tree.map(lambda p, u: (p - u).astype(p.dtype), start, moved)
+            value, gradient = jax.value_and_grad(mean)(now, batch)
+            more = jax.tree.map(lambda u, g: u + learning_rate * g.astype(u.dtype), moved, gradient)
+            return more, value * jnp.sum(batch["mask"])
+
+        def epoch(moved: PyTree, _: None) -> tuple[PyTree, jax.Array]:
+            moved, values = jax.lax.scan(local_step, moved, batches)
+            return moved, values.sum()
+
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), start)
+        nothing = vary(zeros, varying_axes(start, batches))
+        update, values = jax.lax.scan(epoch, nothing, length=epochs)
+        value = values.sum() / (epochs * jnp.maximum(jnp.sum(user["mask"]), 1))
+
+        def along(p: jax.Array, at: jax.Array, u: jax.Array) -> jax.Array:
+            return jnp.sum((p - at).astype(jnp.float32) * jax.lax.stop_gradient(u))
+
+        # proof: local-steps-sensitivity-1
+        slopes = jax.tree.map(along, trained, start, update)
+        return jax.lax.stop_gradient(value) + sum(jax.tree.leaves(slopes))
+
+    return loss
