@@ -17,10 +17,16 @@ def plus(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def times(number: Any, large: jax.Array, small: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``number`` times (large + small): the product of first halves, exact, and about the rest."""
+    """``number`` times (large + small): as float32, and what is left of it, to 48 bits.
+
+    Products of halves are exact. What their sum leaves is kept: rounded, it would add up over the
+    steps that long memory has, and neighbours' rows would round apart.
+    """
     top, half = _first_half(number), _first_half(large)
-    rest = top * (large - half) + (number - top) * half + (number - top) * (large - half)
-    return top * half, rest + number * small
+    product, first = plus(top * half, top * (large - half))
+    product, second = plus(product, (number - top) * half)
+    rest = (number - top) * (large - half) + number * small
+    return product, (first + second) + rest
 
 
 def plus_products(

@@ -31,7 +31,7 @@ def plain(
     pace: Pace,
     console: Console,
 ) -> FitResult:
-    """Trains what ``run`` trains from where it starts, without clipping and noise.
+    """Trains what ``run`` trains from where it starts, without noise (local steps: clipped).
 
     Args:
       run: the private one: data, compute budget, steps and optimiser are taken from it.

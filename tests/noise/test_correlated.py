@@ -72,7 +72,7 @@ def test_noise_is_what_its_matrix_says(kind, law):
 
 @pytest.mark.slow
 @EACH
-@pytest.mark.parametrize("law", ["exact", "float"])
+@pytest.mark.parametrize("law", ["exact", pytest.param("float", marks=pytest.mark.release)])
 def test_covariance_on_eight_devices(kind, law):
     """Parameters split eight ways: sample covariances over 120,000 coordinates are those of C^-1.
 
