@@ -41,6 +41,7 @@ _HOMES = {
     "ULS": "dpfl_jax.mechanisms",
     "bounded_grad": "dpfl_jax.clipping",
     "clipped_fun": "dpfl_jax.clipping",
+    "export": "dpfl_jax.training.export",
     "fit": "dpfl_jax.training",
     "from_arrays": "dpfl_jax.data",
     "from_grain": "dpfl_jax.data",
@@ -50,6 +51,7 @@ _HOMES = {
     "from_texts": "dpfl_jax.data",
     "functional": "dpfl_jax.training.modules",
     "load_dataset": "dpfl_jax.data",
+    "load_exported": "dpfl_jax.training.exported",
     "transformer_config": "dpfl_jax.models",
 }
 
@@ -79,6 +81,7 @@ __all__ = [
     "accounting",
     "bounded_grad",
     "clipped_fun",
+    "export",
     "fit",
     "from_arrays",
     "from_grain",
@@ -88,6 +91,7 @@ __all__ = [
     "from_texts",
     "functional",
     "load_dataset",
+    "load_exported",
     "transformer_config",
 ]
 
@@ -125,6 +129,8 @@ if TYPE_CHECKING:
     from dpfl_jax.randomness import RootKey
     from dpfl_jax.run.driver import Hooks, Pace
     from dpfl_jax.training import FitResult, fit
+    from dpfl_jax.training.export import export
+    from dpfl_jax.training.exported import load_exported
     from dpfl_jax.training.modules import functional
 
 

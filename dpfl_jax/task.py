@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, Literal
 
 # Names of models (dpfl_jax.models.by_name), here so that a configuration is read without JAX.
@@ -30,6 +31,11 @@ class Task:
     vocab_size: int = 0
     bos_id: int = 1
     scaled: bool = True
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Task:
+        """From plain JSON, as ``dataclasses.asdict`` makes it."""
+        return cls(**{**plain, "input_shape": tuple(plain["input_shape"])})
 
 
 def takes_segments(loss_fn: Any) -> Any:

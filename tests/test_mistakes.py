@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import dpfl_jax as dpfl
+from dpfl_jax.models.checkpoint import tokenizer_file
 
 PARAMS = {"w": np.zeros(3, np.float32)}
 ULS = dpfl.ULS(group_size=2, cohort_size=5)
@@ -110,6 +111,7 @@ OTHERS = {
     "the tokenizer is int": lambda _: dpfl.from_texts([("a", "b")], 3),
     "seq_len is '3'": lambda _: dpfl.from_texts([("a", "b")], seq_len="3"),
     r"each must be a pair \(user, text\)": lambda _: dpfl.from_texts(["one text"]),
+    "there is no folder nowhere": lambda _: tokenizer_file("nowhere"),
     "huge": lambda _: dpfl.transformer_config("huge"),
     "layers": lambda _: dpfl.transformer_config("tiny", layers=3),
 }

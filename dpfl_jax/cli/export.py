@@ -1,4 +1,4 @@
-"""``dpfl export``: a run's model in the Hugging Face layout, its guarantee beside it."""
+"""``dpfl export``: the model of any run, its guarantee beside it."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 from dpfl_jax.cli.main import add_json_flag
 
 DESCRIPTION = """\
-Write the model of a finished run as a directory that `transformers` opens: config.json,
-safetensors files, the tokeniser of the checkpoint it came from, guarantee.json, which says what
-holds for it (`dpfl verify` checks it), and run.json: steps, base, date. Adapters are merged into
-the projections.
+Write the model of a finished run (central, federated, ISRL or `fit`) as a directory for others,
+with guarantee.json, which says what holds for it (`dpfl verify` checks it), and run.json: steps,
+base, date.
 
-A model that was not fine-tuned from a checkpoint is written too if it is of the GPT-2, Llama or
-Gemma family.
+A language model of a known family becomes what `transformers` opens: config.json, safetensors
+files, and the tokeniser of the checkpoint that it came from, adapters merged; with --adapter, the
+adapters alone, which `peft` opens. Any other model becomes model.json and safetensors files, which
+`dpfl_jax.load_exported` reads.
 
 examples:
   dpfl export runs/mine exported
   dpfl export runs/mine exported --which best               # trained with train.keep_best
+  dpfl export runs/mine adapter --adapter
   dpfl export runs/mine exported --dtype bfloat16 --max-file-size 2
 """
 
@@ -33,11 +35,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="last",
         help="checkpoint: the last, or the one with the lowest held-out loss (train.keep_best)",
     )
+    parser.add_argument("--adapter", action="store_true", help="adapters alone, as peft has them")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument(
         "--max-file-size", type=float, default=5.0, metavar="GB", help="of a weights file"
     )
     add_json_flag(parser)
+
+
+_READ_BY = {
+    "huggingface": "opened by transformers, or dpfl_jax.load_exported",
+    "peft": "opened by peft",
+    "named": "read by dpfl_jax.load_exported",
+}
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -47,10 +57,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.training.export import export
 
     console = Console(stderr=args.json)
-    result = export(args.run, args.out, args.dtype, int(args.max_file_size * 1e9), args.which)
+    size = int(args.max_file_size * 1e9)
+    result = export(args.run, args.out, args.dtype, size, args.which, args.adapter)
     console.print(
         f"{result['parameters']:,} parameters of {args.run} after {result['step']} steps written "
-        f"to {result['out']}"
+        f"to {result['out']} ({_READ_BY[result['layout']]})"
     )
     console.print(result["guarantee"], highlight=False)
     return result

@@ -7,6 +7,7 @@ import pathlib
 from typing import Any
 
 from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.errors import BadInputError
 
 DESCRIPTION = """\
 Let a language model go on with a prompt: the model of a finished run, or a checkpoint in the
@@ -77,8 +78,14 @@ def _load(path: pathlib.Path, tokenizer: str | None) -> tuple[Any, Any, Any]:
     from dpfl_jax.data import load_tokenizer
     from dpfl_jax.models import LanguageModel
     from dpfl_jax.models.checkpoint import load_checkpoint, read_config, tokenizer_file
+    from dpfl_jax.training.exported import STRUCTURE, load_exported
     from dpfl_jax.training.trained import load_trained
 
+    if (path / STRUCTURE).exists():  # which has no tokeniser beside it
+        found = load_exported(path)
+        if not isinstance(found.model, LanguageModel):
+            raise BadInputError(f"{path} holds no language model")
+        return found.model, found.params, load_tokenizer(tokenizer or "bytes")
     if not (path / "config.json").exists():
         trained = load_trained(path)
         named = load_tokenizer(tokenizer) if tokenizer else trained.tokenizer

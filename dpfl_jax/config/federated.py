@@ -19,9 +19,8 @@ from dpfl_jax.config.base import (
 )
 from dpfl_jax.config.execution import RoundExecution
 from dpfl_jax.config.kinds import SILOS
-from dpfl_jax.config.schema import OptimizerConfig
+from dpfl_jax.config.schema import NamedModel, OptimizerConfig
 from dpfl_jax.data import SourceConfig
-from dpfl_jax.task import ModelKind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +129,6 @@ class FederatedPrivacyConfig(LedgerSection):
     horizontal: Literal["paper_sqrt", "more_noise"] = "paper_sqrt"
 
 
-class FederatedModelConfig(Section):
-    """The model: its kind, and arguments of its class."""
-
-    kind: ModelKind = "mlp"
-    options: dict[str, Any] = Field(default_factory=dict)
-
-
 class FederatedTrainConfig(EvaluatedTrain):
     """How rounds run; see ``EvaluatedTrain``, too.
 
@@ -179,7 +171,7 @@ class FederatedConfig(RunSection):
     init_seed: Seed = 0
     data: FederatedDataConfig = FederatedDataConfig()
     federation: FederationConfig
-    model: FederatedModelConfig = FederatedModelConfig()
+    model: NamedModel = NamedModel()
     mechanism: Annotated[Any, SILOS]
     privacy: FederatedPrivacyConfig = FederatedPrivacyConfig()
     train: FederatedTrainConfig = FederatedTrainConfig()

@@ -68,16 +68,44 @@ class DpoConfig(Section):
     beta: Positive = 0.1
 
 
-class ModelConfig(Section):
-    """The model, and which of its parameters are trained privately.
+class NamedModel(Section):
+    """A model by its kind, or one of your own.
 
     Attributes:
       kind: transformer (tokens), lstm (windows of characters), mlp, cnn, small_cnn, logistic
-        (classes), mlp, linear (numbers). Only the transformer takes size, checkpoint, overrides,
-        lora, last_layers and dpo.
+        (classes), mlp, linear (numbers).
       module: a model of your own in the place of a kind: ``package.module:build``, a function
         (task, key, **options) that returns it (docs/guides/models.md).
-      options: arguments of the other kinds' classes, or of the function.
+      options: arguments of the kind's class, or of the function.
+    """
+
+    kind: ModelKind = "mlp"
+    module: str | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def what(self) -> str:
+        """The key that says which model, and its value."""
+        return "=".join(*self.told.items())
+
+    @property
+    def told(self) -> dict[str, str]:
+        """The same, as a report tells it."""
+        return {"kind": self.kind} if self.module is None else {"module": self.module}
+
+    @model_validator(mode="after")
+    def _check_one(self) -> NamedModel:
+        if self.module is not None and self.kind != type(self).model_fields["kind"].default:
+            raise ValueError("both model.kind and model.module are set: keep one")
+        return self
+
+
+class ModelConfig(NamedModel):
+    """The model, and which of its parameters are trained privately; see ``NamedModel``, too.
+
+    Attributes:
+      kind: only the transformer takes size, checkpoint, overrides, lora, last_layers and dpo, and
+        no options.
       size: a named size; not beside a checkpoint.
       checkpoint: directory in the Hugging Face layout (config.json and safetensors files) of a
         GPT-2, Llama or Gemma model, taken as public; ``hf:org/name``, in the local Hugging Face
@@ -92,8 +120,6 @@ class ModelConfig(Section):
     """
 
     kind: ModelKind = "transformer"
-    module: str | None = None
-    options: dict[str, Any] = Field(default_factory=dict)
     size: str = "tiny"
     checkpoint: str | None = None
     overrides: dict[str, Any] = Field(default_factory=dict)
@@ -108,15 +134,8 @@ class ModelConfig(Section):
         """Whether the model is the library's transformer."""
         return self.module is None and self.kind == "transformer"
 
-    @property
-    def what(self) -> str:
-        """The key that says which model, and its value."""
-        return f"kind={self.kind}" if self.module is None else f"module={self.module}"
-
     @model_validator(mode="after")
     def _check_choice(self) -> ModelConfig:
-        if self.module is not None and self.kind != "transformer":
-            raise ValueError("both model.kind and model.module are set: keep one")
         own = ("size", "checkpoint", "overrides", "lora", "last_layers", "dpo")
         for name in ("options",) if self.is_transformer else own:
             default = ModelConfig.model_fields[name].get_default(call_default_factory=True)

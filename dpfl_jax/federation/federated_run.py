@@ -49,6 +49,7 @@ from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_rep
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.training.central_run import make_optimizer
 from dpfl_jax.training.evaluate import Evaluator
+from dpfl_jax.training.own_model import OwnModel
 
 EVALUATION_CAVEAT = {
     "by_user": "held-out figures are computed without noise on subjects who are not in the "
@@ -155,7 +156,7 @@ class FederatedRun(Prepared):
         lines = [
             self.subjects.description,
             f"{config.federation.silos} silos, {kept['records']} records in training, "
-            f"{kept['dropped_by_cap']} left out by the cap; {config.model.kind} with "
+            f"{kept['dropped_by_cap']} left out by the cap; {config.model.what} with "
             f"{self.model.num_params:,} parameters",
         ]
         if "warning" in kept:
@@ -359,7 +360,10 @@ def prepare(
     with console.status("reading data"):
         subjects = read_subjects(config) if subjects is None else subjects
         data = spread(subjects.train, config, subjects.task.classes or None)
-    model = build_by_name(config.model.kind, subjects.task, config.model.options)
+    if config.model.module is not None:
+        model = OwnModel.of(config.model, subjects.task, subjects.train, config.init_seed)
+    else:
+        model = build_by_name(config.model.kind, subjects.task, config.model.options)
     federation = build_federation(config, data)
     federation.check(data)
     delta = config.privacy.delta
@@ -477,9 +481,10 @@ def _report(prepared: FederatedRun, result: RunResult, guarantee: Guarantee) -> 
         result,
         guarantee,
         claim=prepared.claim.to_json(),
+        task=dataclasses.asdict(prepared.subjects.task),
         dropped_silos=sum(r["dropped_silos"] for r in rows),
         silos=_silo_rows(prepared),
-        model={"kind": config.model.kind, "parameters": prepared.model.num_params},
+        model={**config.model.told, "parameters": prepared.model.num_params},
         data={
             "description": prepared.subjects.description,
             "silos": prepared.data.num_silos,

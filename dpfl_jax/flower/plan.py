@@ -61,7 +61,12 @@ def _check(config: Any) -> None:
         return
     section, privacy = config.federation, config.privacy
     wrong = None
-    if section.partition != "natural":
+    if config.model.module is not None:
+        wrong = (
+            "model.module is code, and no silo could tell whether the others run the same: set "
+            "model.kind"
+        )
+    elif section.partition != "natural":
         wrong = f"federation.partition is {section.partition}: silos hold their own, set natural"
     elif section.silos_per_round is not None:
         wrong = (

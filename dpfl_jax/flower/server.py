@@ -121,6 +121,7 @@ class RemoteRun(Prepared):
                 result,
                 guarantee,
                 silos=self.rows,
+                task=dataclasses.asdict(self.task),
                 model={"parameters": self.server.num_params},
                 data={"description": "held by the silos", "silos": len(self.rows)},
                 mechanism=self.server.mechanism(),
@@ -219,8 +220,7 @@ def prepare(
             if row not in known:
                 raise BadInputError(f"the run began with the silos {known}, and not with {row}")
         rows = known
-    plain = headers[first]["task"]
-    task = Task(**{**plain, "input_shape": tuple(plain["input_shape"])})
+    task = Task.of(headers[first]["task"])
     with console.status("calibrating noise"):
         server = _SERVERS[type(config)](config, task, rows, None)
     return RemoteRun(config, transport, rows, task, server, console)

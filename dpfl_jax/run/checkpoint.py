@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from dpfl_jax.errors import BadInputError
@@ -179,6 +180,25 @@ def load_params(path: pathlib.Path, like: Any) -> Any:
     """Reads parameters in the shapes, dtypes and shardings of ``like``."""
     with ocp.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(path.absolute(), shapes_of(like))
+
+
+def released(directory: pathlib.Path, step: int) -> Any:
+    """What a checkpoint released, whatever made it: arrays on the host, None where one was frozen.
+
+    Args:
+      directory: of the checkpoints.
+      step: a finished one.
+
+    Returns:
+      Nested dicts and lists: files keep no tuples, and no names of classes.
+    """
+    state = directory.absolute() / str(step) / "state"
+    handler = ocp.PyTreeCheckpointHandler()
+    found = handler.metadata(state).tree["params"]
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {"params": found})
+    on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
+    args = ocp.args.PyTreeRestore(item=like, partial_restore=True, restore_args=on_host)
+    return handler.restore(state, args=args)["params"]
 
 
 def shapes_of(tree: Any) -> Any:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -26,6 +27,7 @@ from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, PreferenceModel, UnigramModel, transformer_config
 from dpfl_jax.models.checkpoint import describe
 from dpfl_jax.run.beside import BASELINE_CAVEAT, show_beside, without_privacy
+from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
@@ -171,6 +173,9 @@ class CentralRun(Prepared):
             evaluator = Evaluator(self.model.loss, mesh, config.eval.batch_size, predict, right)
             evaluate = evaluator.of(self.held_out)
         algorithm = Central(self.model.loss, params, plan, self.optimizer, trainable)
+        if config.model.module is not None and jax.tree.leaves(algorithm.frozen):
+            # Whoever exports it builds it anew.
+            directory.note("base", {"digest": content_digest(params)})
         pace, run = Pace.of(config.train), algorithm
         if config.audit is not None:
             run = WithCanaries(algorithm, config.audit, directory.root_key.child("audit"))
@@ -374,6 +379,7 @@ def _report(
             "users": population.num_users,
             "examples": population.num_examples,
         },
+        task=dataclasses.asdict(data.task),
         mechanism=prepared.mechanism.to_json(),
         pretrain=None
         if pretrained is None
@@ -463,7 +469,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
 def model_facts(config: RunConfig, model: Any) -> dict[str, Any]:
     """What a report says of the model."""
     section = config.model
-    name: dict[str, Any] = dict([section.what.split("=", 1)])
+    name: dict[str, Any] = dict(section.told)
     if section.checkpoint is not None:
         name["checkpoint"] = section.checkpoint
     elif section.is_transformer:

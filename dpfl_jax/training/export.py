@@ -1,18 +1,35 @@
-"""From a finished run to a directory for others: weights, tokeniser, guarantee."""
+"""From a finished run to a directory for others: weights, what they belong to, guarantee."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import pathlib
 from typing import Any, Literal
 
+import jax
+
 from dpfl_jax import __version__
 from dpfl_jax.accounting.statement import NAME, read
-from dpfl_jax.errors import BadInputError
-from dpfl_jax.models.checkpoint import save_checkpoint
+from dpfl_jax.config import RunConfig
+from dpfl_jax.config.isrl import IsrlConfig
+from dpfl_jax.errors import BadInputError, imported
+from dpfl_jax.models import LanguageModel, build_by_name
+from dpfl_jax.models.checkpoint import save_adapter, save_checkpoint
+from dpfl_jax.models.checkpoint.families import has_family
+from dpfl_jax.models.checkpoint.load import flat_paths
+from dpfl_jax.models.lora import is_adapter
+from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import write_atomically
-from dpfl_jax.training.trained import load_trained
+from dpfl_jax.task import Task
+from dpfl_jax.training.exported import filled, save_named
+from dpfl_jax.training.modules import functional
+from dpfl_jax.training.own_model import built
+from dpfl_jax.training.start import trained_by_name
+from dpfl_jax.training.trained import FinishedRun, load_trained, read_run
+
+PyTree = Any
 
 
 def export(
@@ -21,43 +38,54 @@ def export(
     dtype: str = "float32",
     max_file_bytes: int = 5 * 10**9,
     which: Literal["last", "best"] = "last",
+    adapter: bool = False,
 ) -> dict[str, Any]:
-    """Writes a run's model in the Hugging Face layout, adapters merged.
+    """Writes a run's model: in the Hugging Face layout, adapters merged, where it has one.
+
+    Any other model is written by the names of its parameters (``exported.load_exported``).
 
     Args:
-      run: run directory, finished.
+      run: run directory, finished, of any system or of ``fit``.
       out: a directory that does not exist or is empty.
       dtype: of the tensors, float32 or bfloat16.
       max_file_bytes: more go into several files.
       which: checkpoint, the last or the one with the lowest held-out loss.
+      adapter: adapters alone, as ``peft`` reads them.
 
     Returns:
-      out, parameters, guarantee (in words) and privacy (its fields).
+      out, layout, parameters, guarantee (in words) and privacy (its fields).
 
     Raises:
-      BadInputError: the run is not finished, its base is gone, or the model is of no known family.
+      BadInputError: the run is not finished, its base is gone, or there are no adapters alone.
     """
     if max_file_bytes < 1:
         raise BadInputError("the size of a weights file must be above 0")
-    trained = load_trained(run, dtype=dtype, which=which)
-    stated = read(pathlib.Path(run) / NAME)
-    base = trained.config.model.checkpoint
-    target = save_checkpoint(
-        out,
-        trained.model.config,
-        trained.params,
-        like=base,
-        dtype=dtype,
-        max_file_bytes=max_file_bytes,
-    )
-    report = trained.report
-    facts = dict(report["model"])
+    directory = pathlib.Path(run)
+    kept = read_run(directory, which)
+    stated = read(directory / NAME)
+    size: dict[str, Any] = {"dtype": dtype, "max_file_bytes": max_file_bytes}
+    base = None
+    if isinstance(kept.config, RunConfig) and kept.config.model.is_transformer:
+        base = kept.config.model.checkpoint
+        trained = load_trained(directory, dtype=dtype, which=which, merged=not adapter)
+        if adapter:
+            target, layout = _adapter(trained, out, dtype), "peft"
+            number = sum(x.size for n, x in flat_paths(trained.params).items() if is_adapter(n))
+        else:
+            target, layout = _transformer(out, trained.model, trained.params, base, size)
+            number = trained.model.num_params
+    elif adapter:
+        raise BadInputError(f"the run in {directory} trained no adapters: leave out --adapter")
+    else:
+        target, layout, number = _other(kept, out, size)
+    report = kept.report
+    facts = dict(report.get("model", {}))
     if base is not None:
         facts["checkpoint"] = pathlib.Path(base).name  # where it lay is nobody's business
     told = {
         "run": report["name"],
         "steps": report["steps"],
-        "exported_step": trained.step,
+        "exported_step": kept.step,
         "finished_at": report["finished_at"],
         "model": facts,
         "dpfl_jax": __version__,
@@ -66,8 +94,69 @@ def export(
     write_atomically(target / NAME, stated.dumps())
     return {
         "out": str(target),
-        "parameters": trained.model.num_params,
-        "step": trained.step,
+        "layout": layout,
+        "parameters": number,
+        "step": kept.step,
         "guarantee": report["guarantee"],
         "privacy": report["privacy"],
     }
+
+
+def _adapter(trained: Any, out: Any, dtype: str) -> pathlib.Path:
+    section, model = trained.config.model, trained.model
+    if section.checkpoint is None:
+        raise BadInputError(
+            "adapters alone belong to a checkpoint in the Hugging Face layout, but the run began "
+            "without model.checkpoint: leave out --adapter"
+        )
+    chosen = trained_by_name(section, model) or (lambda _: True)
+    others = [n for n in flat_paths(trained.params) if chosen(n) and not is_adapter(n)]
+    if section.lora is None or others:
+        what = f"trained {others[0]}, too" if section.lora else "has none (model.lora)"
+        raise BadInputError(f"adapters alone are not what this run made: it {what}")
+    return save_adapter(out, model, trained.params, base=section.checkpoint, dtype=dtype)
+
+
+def _transformer(
+    out: Any, model: LanguageModel, params: PyTree, base: str | None, size: dict[str, Any]
+) -> tuple[pathlib.Path, str]:
+    if base is not None or has_family(model.config):
+        return save_checkpoint(out, model.config, params, like=base, **size), "huggingface"
+    structure = {"transformer": dataclasses.asdict(model.config)}
+    return save_named(out, params, structure, **size)[0], "named"
+
+
+def _other(kept: FinishedRun, out: Any, size: dict[str, Any]) -> tuple[pathlib.Path, str, int]:
+    """A run of any system, but for central ones of language models."""
+    params, config = kept.released, kept.config
+    structure: dict[str, Any] = {}
+    if isinstance(config, IsrlConfig):  # one matrix
+        structure = {"loss": config.model.loss}
+    elif config is not None:
+        told, section = kept.report["task"], config.model
+        task, key = Task.of(told), jax.random.key(config.init_seed)
+        structure = {"task": told, "options": section.options}
+        if section.module is not None:
+            structure["module"] = section.module
+            digest = kept.report["model"].get("base", {}).get("digest")
+            params = filled(params, lambda: _built(section, task, key, digest))
+        else:
+            structure["kind"] = section.kind
+            model = build_by_name(section.kind, task, section.options)
+            if isinstance(model, LanguageModel):
+                return *_transformer(out, model, params, None, size), model.num_params
+            params = filled(params, lambda: model.init(key))
+    target, number = save_named(out, params, structure, **size)
+    return target, "named", number
+
+
+def _built(section: Any, task: Task, key: jax.Array, digest: str) -> PyTree:
+    """What ``model.module`` began with."""
+    build = imported(section.module, "model.module")
+    params = functional(built(build, section.module, task, section.options, key)[1]).params
+    if content_digest(params) != digest:
+        raise BadInputError(
+            f"model.module={section.module} does not build what the run began with, and some of "
+            "that was not trained: bring its code back"
+        )
+    return params

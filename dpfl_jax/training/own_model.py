@@ -9,8 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from dpfl_jax.config.schema import NamedModel
+from dpfl_jax.data import Store
 from dpfl_jax.data.example_keys import key_argument, with_any_key
+from dpfl_jax.data.owners import by_set
 from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.task import Task
 from dpfl_jax.training.modules import (
@@ -58,16 +62,8 @@ class OwnModel:
           BadInputError: there is no such function, it takes other arguments or fails, or what it
             returns cannot be trained on these data.
         """
-        build = imported(place, "model.module")
-        try:
-            inspect.signature(build).bind(task, key, **options)
-        except TypeError as error:
-            raise BadInputError(
-                f"model.module={place} is called as build(task, key, **model.options), which does "
-                f"not fit it: {error}"
-            ) from None
+        model, params = built(imported(place, "model.module"), place, task, options, key)
         with _naming(place):
-            model, params = _parts(build(task, key, **options))
             arrays, rebuild, is_module = functional(params)
             loss: Any = model
             if model is None or hasattr(model, "apply"):
@@ -82,10 +78,37 @@ class OwnModel:
         self._params = arrays
         self.num_params = sum(jnp.size(leaf) for leaf in jax.tree.leaves(arrays))
 
+    @classmethod
+    def of(cls, section: NamedModel, task: Task, store: Store, init_seed: int) -> OwnModel:
+        """As a configuration names it, for data like those of ``store``."""
+        assert section.module is not None
+        first = store.read(np.asarray(by_set(store).user_offsets)[:1])
+        example, key = jax.tree.map(lambda x: x[0], first), jax.random.key(init_seed)
+        return cls(section.module, task, section.options, key, example)
+
     def init(self, key: jax.Array) -> PyTree:
         """The parameters as they were built: ``key`` was given to the function."""
         del key
         return self._params
+
+
+def built(
+    build: Callable[..., Any], place: str, task: Task, options: Mapping[str, Any], key: jax.Array
+) -> tuple[Any, Any]:
+    """(a loss or what computes outputs, or None for a module; parameters) of ``OwnModel``.
+
+    Raises:
+      BadInputError: as of ``OwnModel``.
+    """
+    try:
+        inspect.signature(build).bind(task, key, **options)
+    except TypeError as error:
+        raise BadInputError(
+            f"model.module={place} is called as build(task, key, **model.options), which does "
+            f"not fit it: {error}"
+        ) from None
+    with _naming(place):
+        return _parts(build(task, key, **options))
 
 
 @contextlib.contextmanager

@@ -13,14 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax.config import RunConfig, config_to_dict
 from dpfl_jax.config.schema import ModelConfig, OptimizerConfig
 from dpfl_jax.data import DataConfig, Dataset
-from dpfl_jax.data.owners import by_set
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import parameter_shardings, splits_parameters
 from dpfl_jax.models import (
@@ -51,14 +49,7 @@ def build_model(config: RunConfig, data: Dataset) -> Any:
     """
     section, task = config.model, data.task
     if section.module is not None:
-        first = data.train.read(np.asarray(by_set(data.train).user_offsets)[:1])
-        return OwnModel(
-            section.module,
-            task,
-            section.options,
-            jax.random.key(config.init_seed),
-            jax.tree.map(lambda x: x[0], first),
-        )
+        return OwnModel.of(section, task, data.train, config.init_seed)
     pairs = task.kind == "preferences"
     if section.dpo is not None and not pairs:
         raise BadInputError(
@@ -218,7 +209,7 @@ def _base_params(
     if config.model.checkpoint is not None:
         with console.status("reading the checkpoint"):
             base = base_from_checkpoint(config, model, mesh)
-        return _with_adapters(base, model, key, mesh), None
+        return with_adapters(base, model, key, mesh), None
     section, public = config.pretrain, data.public
     if section is None or public is None:
         return initial_params(model, key, mesh), None
@@ -244,7 +235,7 @@ def _base_params(
     )
     verb = "found" if pretrained.cached else "kept"
     console.print(f"pre-trained checkpoint {verb}: {pretrained.path}")
-    return _with_adapters(pretrained.params, model, key, mesh), pretrained
+    return with_adapters(pretrained.params, model, key, mesh), pretrained
 
 
 def initial_params(model: Any, key: jax.Array, mesh: Mesh) -> PyTree:
@@ -270,7 +261,7 @@ def base_from_checkpoint(config: RunConfig, model: LanguageModel, mesh: Mesh) ->
     )
 
 
-def _with_adapters(base: PyTree, model: LanguageModel, key: jax.Array, mesh: Mesh) -> PyTree:
+def with_adapters(base: PyTree, model: LanguageModel, key: jax.Array, mesh: Mesh) -> PyTree:
     """``base`` with fresh adapters, if the model has any; the rest is never initialised."""
     if model.config.lora is None:
         return base

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import yaml
 from runs import final_state
+from safetensors.numpy import load_file
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
@@ -189,6 +190,20 @@ def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp
         changed = "attention" in name or "mlp" in name
         assert np.array_equal(leaf, base[name]) != changed, name
 
+    # The adapters alone, in peft's layout, give the merged weights by its formula.
+    result, _ = dpfl(capsys, "export", run, tmp_path / "adapter", "--adapter")
+    assert result["parameters"] == report["model"]["trained"]
+    dpfl(capsys, "verify", tmp_path / "adapter")
+    told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert (told["base_model_name_or_path"], told["lora_alpha"], told["r"]) == ("base", 8.0, 4)
+    alone = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    folders = (tmp_path / "out", workspace / "base")
+    whole, began = (load_file(folder / "model.safetensors") for folder in folders)
+    place = "model.layers.1.mlp.down_proj"
+    down, up = (alone[f"base_model.model.{place}.lora_{x}.weight"] for x in "AB")
+    change = whole[f"{place}.weight"] - began[f"{place}.weight"]
+    np.testing.assert_allclose(change, 8.0 / 4 * up @ down, atol=1e-5)
+
     # Text: the same from the run and from what it was exported to.
     options = ["--prompt", "stone lamp", "--max-tokens", 6, "--temperature", 0]
     from_run, _ = dpfl(capsys, "sample", run, *options)
@@ -343,6 +358,22 @@ def test_what_does_not_fit_is_one_sentence(change, message, workspace, tmp_path,
         capsys, "train", workspace / "config.yaml", *arguments, "--run-dir", run
     )
     assert not run.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_adapters_of_which_one_factor_is_frozen_are_exported(workspace, tmp_path, capsys):
+    """A stays as it was drawn (Sun et al. 2024, "FFA-LoRA"): no checkpoint holds it."""
+    only_b = ["model.trainable=['*/lora_b']", "train.steps=2"]
+    run = tmp_path / "run"
+    dpfl(capsys, "train", workspace / "config.yaml", *only_b, "--run-dir", run)
+    dpfl(capsys, "export", run, tmp_path / "adapter", "--adapter")
+    alone = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert all(np.abs(value).max() > 0 for value in alone.values())
+    dpfl(capsys, "train", workspace / "config.yaml", "train.steps=1", "model.trainable=['*']",
+         "--run-dir", tmp_path / "all")  # fmt: skip
+    message = refused(capsys, "export", tmp_path / "all", tmp_path / "no", "--adapter")
+    assert "it trained" in message
 
 
 def test_only_finished_runs_are_exported_and_sampled(tmp_path, capsys):

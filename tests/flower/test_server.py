@@ -58,6 +58,7 @@ def test_a_silo_that_is_missing_or_refuses_stops_the_run_before_it_begins(tmp_pa
     [
         (study(seed=1), "seed is set"),
         (study(federation={"partition": "uniform"}), "set natural"),
+        (study(model={"kind": "mlp", "module": "a:b"}), "model.module is code"),
         (study(federation={"silos_per_round": 2}), "federation.participation_prob"),
         (study(federation={"max_silos_per_subject": None}), "in how many silos"),
         (study(privacy={"delta": None}), "privacy.delta is not set"),

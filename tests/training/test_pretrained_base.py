@@ -86,7 +86,7 @@ def test_a_pretrained_base_is_named_and_compared(tmp_path, capsys):
     file.write_text(yaml.safe_dump(config))
     assert main(["train", str(file), "--run-dir", str(run), "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
-    (kept,) = (tmp_path / "cache" / "pretrained").iterdir()
+    (kept,) = (p for p in (tmp_path / "cache" / "pretrained").iterdir() if p.is_dir())
     assert report["model"]["base"]["name"] == kept.name
     known = yaml.safe_load((run / "config.yaml").read_text())["facts"]
     assert known["base"] == report["model"]["base"]

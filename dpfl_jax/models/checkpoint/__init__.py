@@ -4,6 +4,7 @@ Directories with config.json and safetensors files, read by slices and written; 
 never code, never a download.
 """
 
+from dpfl_jax.models.checkpoint.adapter import save_adapter
 from dpfl_jax.models.checkpoint.files import checkpoint_dir, tokenizer_file
 from dpfl_jax.models.checkpoint.load import describe, fingerprint, load_checkpoint, read_config
 from dpfl_jax.models.checkpoint.save import save_checkpoint
@@ -14,6 +15,7 @@ __all__ = [
     "fingerprint",
     "load_checkpoint",
     "read_config",
+    "save_adapter",
     "save_checkpoint",
     "tokenizer_file",
 ]

@@ -213,6 +213,14 @@ def family_of(config: TransformerConfig) -> Family:
     return FAMILIES[name]
 
 
+def has_family(config: TransformerConfig) -> bool:
+    """Whether ``family_of`` finds one."""
+    try:
+        return bool(family_of(config))
+    except BadInputError:
+        return False
+
+
 @dataclasses.dataclass(frozen=True)
 class Entry:
     """One of our parameters (of one block) and its tensor.

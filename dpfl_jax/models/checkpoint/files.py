@@ -57,17 +57,21 @@ class TensorFiles:
 
     Attributes:
       path: the directory.
-      config: content of config.json.
+      config: content of config.json, or of the file that is in its place.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], config: str = CONFIG) -> None:
         """Opens the files (memory mapped: nothing is read yet).
+
+        Args:
+          path: the directory.
+          config: the file that says what the tensors are.
 
         Raises:
           BadInputError: no such checkpoint, or one that is not in safetensors files.
         """
         self.path = checkpoint_dir(path)
-        self.config: dict[str, Any] = read_json(self.path / CONFIG, "checkpoint")
+        self.config: dict[str, Any] = read_json(self.path / config, "checkpoint")
         self._file_of: dict[str, str] = {}
         self._open: dict[str, Any] = {}
         for file in self._names():
@@ -133,6 +137,10 @@ class TensorFiles:
         """Reads a part of a tensor, in its own type."""
         return self._slice(name)[index]
 
+    def whole(self, name: str) -> np.ndarray:
+        """Reads a tensor, in its own type."""
+        return self._open[self._file_of[name]].get_tensor(name)
+
     def _slice(self, name: str) -> Any:
         return self._open[self._file_of[name]].get_slice(name)
 
@@ -184,16 +192,16 @@ class TensorWriter:
         """Adds a tensor."""
         if self._pending and self._size + value.nbytes > self.limit:
             self._flush()
-        self._pending[name] = np.ascontiguousarray(value)
+        self._pending[name] = np.asarray(value, order="C")  # a scalar keeps its shape
         self._size += value.nbytes
         self._total += value.nbytes
 
-    def finish(self, config: dict[str, Any]) -> None:
-        """Writes what is left, the index, and last config.json, which makes it a checkpoint."""
+    def finish(self, config: dict[str, Any], name: str = CONFIG, single: str = SINGLE) -> None:
+        """Writes what is left, the index, and last ``config``, which makes it a checkpoint."""
         self._flush()
         count = len(self._files)
         if count == 1:
-            (self.path / _part(0)).rename(self.path / SINGLE)
+            (self.path / _part(0)).rename(self.path / single)
         else:
             weight_map: dict[str, str] = {}
             for i, names in enumerate(self._files):
@@ -202,7 +210,7 @@ class TensorWriter:
                 weight_map |= dict.fromkeys(names, final)
             index = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
             (self.path / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
-        (self.path / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        (self.path / name).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
     def _flush(self) -> None:
         if not self._pending:
@@ -233,6 +241,8 @@ def tokenizer_file(path: str | os.PathLike[str]) -> pathlib.Path:
     """
     names: Iterable[str] = ("tokenizer.json", "tokenizer.model")
     folder = checkpoint_dir(path)
+    if not folder.is_dir():
+        raise BadInputError(f"there is no folder {path}, which a checkpoint would be in")
     for name in names:
         if (folder / name).is_file():
             return folder / name

@@ -1,0 +1,243 @@
+"""``dpfl export`` of any model, and ``load_exported``: what comes back is what was released."""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from runs import final_state
+
+import dpfl_jax as dpfl
+from dpfl_jax.cli.main import main
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "table"
+MODULE = """
+from flax import nnx
+
+def build(task, key, width=4):
+    first = nnx.Linear(*task.input_shape, width, rngs=nnx.Rngs(key))
+    return nnx.Sequential(first, nnx.relu, nnx.Linear(width, task.classes, rngs=nnx.Rngs(key)))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """Where `dpfl` is started: a table of 100 people in three hospitals, and the user's module."""
+    rng = np.random.default_rng(0)
+    rows = ["patient,hospital,age,dose,outcome"]
+    for i in range(300):
+        age, dose = rng.normal(size=2)
+        rows.append(f"p{i % 100},h{i % 3},{age},{dose},{int(age > dose)}")
+    (tmp_path / "visits.csv").write_text("\n".join(rows))
+    (tmp_path / "own_export.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def export(capsys, *args, code=0):
+    """Runs `dpfl export` and `dpfl verify`; returns the result, or the sentence on stderr."""
+    capsys.readouterr()
+    assert main(["export", *map(str, args), "--json"]) == code
+    out, err = capsys.readouterr()
+    if code:
+        return " ".join(err.split())
+    assert main(["verify", str(args[1])]) == 0
+    return json.loads(out.splitlines()[-1])
+
+
+def trained(capsys, system, *args):
+    """Trains a configuration on the table."""
+    columns = ("data.path=visits.csv", "data.user_column=patient", "data.target_column=outcome")
+    columns += ("data.silo_column=hospital", "data.input_columns=[age,dose]", "data.classes=2")
+    command = ["train", str(CONFIGS / f"{system}.yaml"), *columns, *args, "--run-dir", "run"]
+    assert main([*command, "--json"]) == 0, capsys.readouterr().err
+    return pathlib.Path("run")
+
+
+def same(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+# ---- runs of ``fit`` ----------------------------------------------------------------------------
+
+
+def with_nnx():
+    from flax import nnx
+
+    return "classification", nnx.Linear(2, 2, rngs=nnx.Rngs(0)), {}
+
+
+def with_equinox():
+    equinox = pytest.importorskip("equinox")
+    return "classification", equinox.nn.Linear(2, 2, key=jax.random.key(0)), {}
+
+
+def with_linen():
+    from flax import linen
+
+    net = linen.Dense(2)
+    return "classification", net.init(jax.random.key(0), jnp.zeros(2)), {"model": net}
+
+
+def with_haiku():
+    haiku = pytest.importorskip("haiku")
+
+    def forward(x):  # the names of its modules hold slashes
+        return haiku.nets.MLP([3, 2])(x)
+
+    net = haiku.without_apply_rng(haiku.transform(forward))
+    return "classification", net.init(jax.random.key(0), jnp.zeros(2)), {"model": net}
+
+
+def with_a_tree():
+    """Tuples, a scalar, more than ten in a list, bfloat16, an integer; one part is frozen."""
+    steps = [jnp.full((), 0.1 * i, jnp.bfloat16) for i in range(12)]
+    params = {"bias": (jnp.zeros(2), jnp.zeros(())), "steps": steps, "fixed": jnp.ones(2)}
+
+    def loss(p, example):
+        slope = sum(step.astype(jnp.float32) * (i + 1) for i, step in enumerate(p["steps"]))
+        logits = p["bias"][0] * p["fixed"] + example["x"] * (slope + p["bias"][1])
+        return -jax.nn.log_softmax(logits)[example["label"]]
+
+    return loss, params, {"trainable": lambda name: name != "fixed"}
+
+
+FITTED = {f.__name__: f for f in (with_nnx, with_equinox, with_linen, with_haiku, with_a_tree)}
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_what_fit_trained_comes_back_in_its_own_structure(name, folder, capsys):
+    loss, params, more = FITTED[name]()
+    rng = np.random.default_rng(0)
+    arrays = {"x": rng.normal(size=(60, 2)).astype(np.float32), "label": np.arange(60) % 2}
+    data = dpfl.from_arrays(arrays, [i % 30 for i in range(60)])
+    plan = dpfl.ULS(group_size=2, cohort_size=8).plan(data, steps=2, epsilon=8.0)
+    result = dpfl.fit(loss, params, plan, optax.sgd(0.1), run_dir=folder / "run", **more)
+    told = export(capsys, folder / "run", folder / "out")
+    assert told["layout"] == "named"
+    found = dpfl.load_exported(folder / "out", like=params)
+    same(jax.tree.leaves(found.params), jax.tree.leaves(result.params))
+    assert type(found.params) is type(params)
+    assert found.guarantee.epsilon == result.guarantee.epsilon
+    # By name alone: nested dicts and lists.
+    plain = dpfl.load_exported(folder / "out").params
+    sizes = [np.size(x) for x in jax.tree.leaves(plain)]
+    assert sum(sizes) == told["parameters"]
+    if name == "with_haiku":
+        assert set(plain) == {"mlp/~/linear_0", "mlp/~/linear_1"}
+    if name == "with_a_tree":
+        same(plain["steps"][10], result.params["steps"][10].astype(jnp.float32))
+        assert plain["bias"][1].shape == ()
+        assert "fixed" not in plain
+
+
+def test_other_parameters_are_refused(folder, capsys):
+    test_what_fit_trained_comes_back_in_its_own_structure("with_linen", folder, capsys)
+    params = with_linen()[1]
+    for change, message in (
+        ({"params": {**params["params"], "more": jnp.zeros(1)}}, "has a parameter 'params/more'"),
+        ({"params": {"bias": jnp.zeros(2)}}, "has no parameter 'params/kernel'"),
+        ({"params": {**params["params"], "bias": jnp.zeros(3)}}, "has shape (3,), but the exp"),
+    ):
+        with pytest.raises(dpfl.BadInputError) as said:
+            dpfl.load_exported(folder / "out", like=change)
+        assert message in str(said.value)
+    assert "trained no adapters" in export(capsys, "run", "again", "--adapter", code=2)
+    assert "not an empty directory" in export(capsys, "run", "out", code=2)
+
+
+# ---- runs of configurations ---------------------------------------------------------------------
+
+SYSTEMS = {
+    "uls": ("model.kind=mlp", "train.steps=2"),
+    "hi_grad_avg": ("model.kind=logistic", "federation.rounds=2"),
+    "rpdp": ("model.kind=mlp", "federation.rounds=1", "federation.local_steps=1"),
+    "isrl": ("model.loss=logistic", "isrl.rounds=2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_every_system(system, folder, capsys):
+    run = trained(capsys, system, *SYSTEMS[system])
+    export(capsys, run, "out")
+    found = dpfl.load_exported("out")
+    same(found.params, final_state(folder / "run")["params"])
+    assert found.guarantee.trust == ("central" if system == "uls" else "silo-local")
+    if system == "isrl":  # a vector: scores are x @ w
+        assert found.params.shape == (3,)
+        assert json.loads(pathlib.Path("out/model.json").read_text())["loss"] == "logistic"
+    else:
+        assert found.task.input_shape == (2,)
+        assert int(found.model.predict(found.params, jnp.ones(2))) in (0, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("system", ["uls", "hi_grad_avg", "rpdp"])
+def test_a_module_of_ones_own(system, folder, capsys, monkeypatch):
+    """Built by the reader, whose code it is; in a central run a part of it may not be trained."""
+    more = {"uls": ("train.steps=2", "model.trainable=[layers/2/*]")}.get(
+        system, ("federation.rounds=1", "federation.local_steps=1")
+    )
+    module = "model={module: own_export:build, options: {width: 3}}"
+    run = trained(capsys, system, module, *more)
+    report = json.loads((run / "report.json").read_text())
+    assert report["model"]["module"] == "own_export:build"
+    assert report["model"]["parameters"] == 2 * 3 + 3 + 3 * 2 + 2
+    export(capsys, run, "out")
+    import own_export
+
+    found = dpfl.load_exported("out", own_export.build)
+    task, key = found.task, jax.random.key(0)  # of init_seed
+    assert found.params(jnp.ones(2)).shape == (2,)
+    first = own_export.build(task, key, 3)
+    now, before = (dpfl.functional(net).params for net in (found.params, first))
+    for name, value in now.items():
+        moved = system != "uls" or name.startswith("layers/2")
+        assert np.array_equal(value, before[name]) != moved, name
+    if system == "uls":  # what was not trained is not in the run
+        other = own_export.build(task, jax.random.key(9), 3)
+        monkeypatch.setattr(own_export, "build", lambda task, key, width: other)
+        assert "does not build what the run began with" in export(capsys, run, "new", code=2)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("family", [True, False])
+def test_a_language_model_of_no_family(family, folder, capsys):
+    posts = [json.dumps({"user": f"u{i // 2}", "text": "stone lamp"}) for i in range(60)]
+    pathlib.Path("posts.jsonl").write_text("\n".join(posts))
+    shape = {"num_layers": 1, "embed_dim": 16, "num_heads": 2}
+    config = {
+        "data": {"source": "jsonl", "path": "posts.jsonl", "seq_len": 8, "test_fraction": 0.0},
+        "model": {"overrides": shape | ({"activation": "swiglu"} if family else {})},
+        "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 8},
+        "privacy": {"epsilon": 8.0, "delta": 1e-3},
+        "train": {"steps": 2},
+    }
+    pathlib.Path("lm.yaml").write_text(yaml.safe_dump(config))
+    assert main(["train", "lm.yaml", "--run-dir", "run", "--json"]) == 0
+    told = export(capsys, "run", "out")
+    assert told["layout"] == ("huggingface" if family else "named")
+    found = dpfl.load_exported("out")
+    same(found.params, jax.tree.map(jnp.asarray, final_state(folder / "run")["params"]))
+    assert found.model.num_params == told["parameters"]
+    prompt = ["--prompt", "st", "--max-tokens", "2", "--temperature", "0", "--tokenizer", "bytes"]
+    written = []
+    for place in ("run", "out"):
+        assert main(["sample", place, *prompt, "--json"]) == 0
+        written.append(json.loads(capsys.readouterr().out.splitlines()[-1])["tokens"])
+    assert written[0] == written[1]
+
+
+def test_only_what_was_exported_is_read(folder, capsys):
+    with pytest.raises(dpfl.BadInputError, match=r"guarantee\.json cannot be read"):
+        dpfl.load_exported(folder)
+    assert "is not a run directory" in export(capsys, folder, "out", code=2)
