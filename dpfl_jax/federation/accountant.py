@@ -29,6 +29,8 @@ Mode = Literal["per_silo", "common"]
 # are priced one by one are always priced as they are.
 _MOST_KINDS = 64
 _GRID = 1.01
+# Noise beyond the smallest that is found for so many: a tenth of what the classes cost.
+_GRID_NOISE = 5e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,13 +263,14 @@ def calibrate_federation(
     together = min(reach, federation.silos_per_round)
     if mode is None:
         mode = "per_silo" if reach == 1 or together >= len(members) else "common"
+    near: float | None = None
     if mode == "common":
 
         def with_noise(x: float) -> Federation:
             return federation.with_noise([x] * len(federation.silos))
 
     else:
-        sigmas = _each_alone(federation, together, epsilon, delta)
+        sigmas, near = _each_alone(federation, together, epsilon, delta)
 
         def with_noise(x: float) -> Federation:
             return federation.with_noise([x * sigma for sigma in sigmas])
@@ -275,7 +278,6 @@ def calibrate_federation(
         alone = with_noise(1.0)
         if together == 1 and federated_epsilon(alone, delta, if_constant=True) <= epsilon:
             return alone
-    near = 1.0 if mode == "per_silo" else None
     made = with_noise(_calibrated(with_noise, epsilon, delta, near))
     # What is stated is what was asked for, whatever the searches above did.
     assert federated_epsilon(made, delta, if_constant=True) <= epsilon
@@ -295,15 +297,23 @@ def _calibrated(
         made = make(x)
         return worst_cases(made, made.rounds)[number]
 
+    tolerance = 1e-5
+    if near is not None and len({_Profile.of(plan).key for plan in make(1.0).silos}) > _MOST_KINDS:
+        tolerance = _GRID_NOISE
+        near *= 1.0 + 0.5 * tolerance  # most often the first guess will do
+
     def needed(number: int) -> float:
-        costs, x = [rough_epsilon(event, delta) for event in case(1.0, number)], 0.0
+        start, x = case(1.0, number), 0.0
+        costs = [rough_epsilon(event, delta) for event in start] if len(start) > 1 else [0.0]
         while True:
             worst = max(range(len(costs)), key=costs.__getitem__)
 
             def event(sigma: float, worst: int = worst) -> Any:
                 return case(sigma, number)[worst]
 
-            found = accounting.calibrate_noise_multiplier(event, epsilon, delta, near=near)
+            found = accounting.calibrate_noise_multiplier(
+                event, epsilon, delta, relative_tolerance=tolerance, near=near
+            )
             # Never back: rounding can make a cost rise by a hair with the noise.
             x = max(found, x * (1.0 + 1e-6))
             costs = [accounting.epsilon(event, delta) for event in case(x, number)]
@@ -313,8 +323,14 @@ def _calibrated(
     return min(needed(i) for i in range(len(worst_cases(make(1.0), make(1.0).rounds))))
 
 
-def _each_alone(federation: Federation, copies: int, epsilon: float, delta: float) -> list[float]:
-    """Noise of each silo if ``copies`` of it were all that holds a subject: certified for one."""
+def _each_alone(
+    federation: Federation, copies: int, epsilon: float, delta: float
+) -> tuple[list[float], float]:
+    """Noise of each silo if ``copies`` of it were all that holds a subject: certified for one.
+
+    Of more than one it is found roughly; where there are many kinds, some show by which factor more
+    or less is needed (else 1).
+    """
     members = set(federation.participants.tolist())
     start = federation.with_noise([1.0] * len(federation.silos))
     profiles = _coarse([_Profile.of(start.silos[i]) for i in sorted(members)])
@@ -324,7 +340,9 @@ def _each_alone(federation: Federation, copies: int, epsilon: float, delta: floa
     # What is between two grid points anyway needs no finer an answer.
     tolerance = 1e-5 if len(kinds) <= _MOST_KINDS else 1e-4
     solved: dict[Any, list[tuple[float, float]]] = {}
-    for profile in sorted(kinds.values(), key=lambda p: (p.cap, p.steps, p.prob)):
+    order = sorted(kinds.values(), key=lambda p: (p.cap, p.steps, p.prob))
+    every, factors = len(order) // 8, list[float]()
+    for number, profile in enumerate(order):
 
         def event(sigma: float, profile: _Profile = profile) -> Any:
             one = dataclasses.replace(profile, sigma=sigma).event(federation.rounds, False)
@@ -334,6 +352,9 @@ def _each_alone(federation: Federation, copies: int, epsilon: float, delta: floa
         near = noise_ahead(before, profile.prob)
         if copies > 1:
             found = noise_near(event, epsilon, delta, near=near)
+            if len(kinds) > _MOST_KINDS and number % every == 0:
+                fine = accounting.calibrate_noise_multiplier(event, epsilon, delta, near=found)
+                factors.append(fine / found)
         else:
             found = accounting.calibrate_noise_multiplier(
                 event, epsilon, delta, relative_tolerance=tolerance, near=near
@@ -341,4 +362,5 @@ def _each_alone(federation: Federation, copies: int, epsilon: float, delta: floa
         known[profile.key] = found
         before.append((profile.prob, found))
     largest = max(known.values())
-    return [known[by_silo[i].key] if i in members else largest for i in range(len(start.silos))]
+    sigmas = [known[by_silo[i].key] if i in members else largest for i in range(len(start.silos))]
+    return sigmas, math.fsum(factors) / len(factors) if factors else 1.0
