@@ -30,7 +30,7 @@ Mode = Literal["per_silo", "common"]
 _MOST_KINDS = 64
 _GRID = 1.01
 # Noise beyond the smallest that is found for so many: a tenth of what the classes cost.
-_GRID_NOISE = 5e-4
+_GRID_NOISE, _FEW = 5e-4, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,14 +263,13 @@ def calibrate_federation(
     together = min(reach, federation.silos_per_round)
     if mode is None:
         mode = "per_silo" if reach == 1 or together >= len(members) else "common"
-    near: float | None = None
     if mode == "common":
 
         def with_noise(x: float) -> Federation:
             return federation.with_noise([x] * len(federation.silos))
 
     else:
-        sigmas, near = _each_alone(federation, together, epsilon, delta)
+        sigmas = _each_alone(federation, together, epsilon, delta)
 
         def with_noise(x: float) -> Federation:
             return federation.with_noise([x * sigma for sigma in sigmas])
@@ -278,6 +277,7 @@ def calibrate_federation(
         alone = with_noise(1.0)
         if together == 1 and federated_epsilon(alone, delta, if_constant=True) <= epsilon:
             return alone
+    near = 1.0 if mode == "per_silo" else None
     made = with_noise(_calibrated(with_noise, epsilon, delta, near))
     # What is stated is what was asked for, whatever the searches above did.
     assert federated_epsilon(made, delta, if_constant=True) <= epsilon
@@ -300,7 +300,14 @@ def _calibrated(
     tolerance = 1e-5
     if near is not None and len({_Profile.of(plan).key for plan in make(1.0).silos}) > _MOST_KINDS:
         tolerance = _GRID_NOISE
-        near *= 1.0 + 0.5 * tolerance  # most often the first guess will do
+
+        def few(x: float) -> Any:
+            return _few(make(x))
+
+        near = accounting.calibrate_noise_multiplier(
+            few, epsilon, delta, relative_tolerance=0.1 * tolerance, near=near
+        )
+        near *= 1.0 + 0.4 * tolerance  # most often the first guess will do
 
     def needed(number: int) -> float:
         start, x = case(1.0, number), 0.0
@@ -323,14 +330,26 @@ def _calibrated(
     return min(needed(i) for i in range(len(worst_cases(make(1.0), make(1.0).rounds))))
 
 
-def _each_alone(
-    federation: Federation, copies: int, epsilon: float, delta: float
-) -> tuple[list[float], float]:
-    """Noise of each silo if ``copies`` of it were all that holds a subject: certified for one.
+def _few(federation: Federation) -> Any:
+    """About what all silos cost together: each of some stands for those beside it. NO BOUND."""
+    members = federation.participants.tolist()
+    profiles = sorted(
+        _coarse([_Profile.of(federation.silos[i]) for i in members]),
+        key=lambda p: (p.cap, p.steps, p.prob),
+    )
+    ends = [round(i * len(profiles) / _FEW) for i in range(_FEW + 1)]
+    return events.horizontal(
+        [
+            dp_accounting.SelfComposedDpEvent(
+                profiles[(low + high) // 2].event(federation.rounds, False), high - low
+            )
+            for low, high in itertools.pairwise(ends)
+        ]
+    )
 
-    Of more than one it is found roughly; where there are many kinds, some show by which factor more
-    or less is needed (else 1).
-    """
+
+def _each_alone(federation: Federation, copies: int, epsilon: float, delta: float) -> list[float]:
+    """Noise of each silo if ``copies`` of it were all that holds a subject: certified for one."""
     members = set(federation.participants.tolist())
     start = federation.with_noise([1.0] * len(federation.silos))
     profiles = _coarse([_Profile.of(start.silos[i]) for i in sorted(members)])
@@ -340,9 +359,7 @@ def _each_alone(
     # What is between two grid points anyway needs no finer an answer.
     tolerance = 1e-5 if len(kinds) <= _MOST_KINDS else 1e-4
     solved: dict[Any, list[tuple[float, float]]] = {}
-    order = sorted(kinds.values(), key=lambda p: (p.cap, p.steps, p.prob))
-    every, factors = len(order) // 8, list[float]()
-    for number, profile in enumerate(order):
+    for profile in sorted(kinds.values(), key=lambda p: (p.cap, p.steps, p.prob)):
 
         def event(sigma: float, profile: _Profile = profile) -> Any:
             one = dataclasses.replace(profile, sigma=sigma).event(federation.rounds, False)
@@ -352,9 +369,6 @@ def _each_alone(
         near = noise_ahead(before, profile.prob)
         if copies > 1:
             found = noise_near(event, epsilon, delta, near=near)
-            if len(kinds) > _MOST_KINDS and number % every == 0:
-                fine = accounting.calibrate_noise_multiplier(event, epsilon, delta, near=found)
-                factors.append(fine / found)
         else:
             found = accounting.calibrate_noise_multiplier(
                 event, epsilon, delta, relative_tolerance=tolerance, near=near
@@ -362,5 +376,4 @@ def _each_alone(
         known[profile.key] = found
         before.append((profile.prob, found))
     largest = max(known.values())
-    sigmas = [known[by_silo[i].key] if i in members else largest for i in range(len(start.silos))]
-    return sigmas, math.fsum(factors) / len(factors) if factors else 1.0
+    return [known[by_silo[i].key] if i in members else largest for i in range(len(start.silos))]
