@@ -59,6 +59,9 @@ class SiloConfig(Section):
       server: HOST:PORT of the server's SuperLink.
       root_certificates: file with the certificate that the server's is checked with; null: those of
         the system.
+      certificate: file with the silo's own, for a server that asks for one
+        (``--silo-certificates``), and its key ``certificate_key``; null: none.
+      certificate_key: likewise.
     """
 
     name: str = Field(pattern=NAME)
@@ -67,6 +70,8 @@ class SiloConfig(Section):
     policy: Policy
     server: str = "127.0.0.1:8000"
     root_certificates: str | None = None
+    certificate: str | None = None
+    certificate_key: str | None = None
 
 
 def read_silo_config(folder: pathlib.Path) -> SiloConfig:

@@ -215,8 +215,8 @@ def namespaces():
                 pytest.skip(f"network namespaces are not permitted here: {found.stderr.strip()}")
             ip("-n", space, "link", "set", "lo", "up")
         for i, name in enumerate(NAMES):
-            ends = (made["server"], f"s{i}"), (made[name], "up")
-            ip("-n", ends[0][0], "link", "add", ends[0][1], "type", "veth", "peer", "name", "up",
+            ends = (made["server"], f"s{i}"), (made[name], "wire")
+            ip("-n", ends[0][0], "link", "add", ends[0][1], "type", "veth", "peer", "name", "wire",
                "netns", made[name])  # fmt: skip
             for end, (space, device) in enumerate(ends, 1):
                 ip("-n", space, "addr", "add", f"10.77.{i}.{end}/24", "dev", device)
