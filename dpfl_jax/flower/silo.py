@@ -184,6 +184,10 @@ class Silo:
         self.log = Log(self.folder / LOG, self._key)
         self.ledger = accounting.Ledger(self.folder / LEDGER)
         self._runs: dict[str, _Run] = {}
+        self._check_ledger()
+
+    def _check_ledger(self) -> None:
+        """Raises BadInputError where the log knows of a run that the ledger does not."""
         charged = self._charged()
         for row in self.log.rows:
             if row["kind"] == "accepted" and row["run"] not in charged:
@@ -262,6 +266,7 @@ class Silo:
         plan, work = run.plan, run.work
         guarantee = work.guarantee()
         work.check()
+        self._check_ledger()  # somebody may have removed it since this process began
         (charge, account), most = self._charge(work), self.policy.total_epsilon
         others = [other for other in self.ledger.accounts() if other != account]
         if others and most is not None:

@@ -372,6 +372,15 @@ def test_a_ledger_that_lags_behind_the_log_is_noticed(made):
         Silo(made)
 
 
+def test_a_ledger_that_is_removed_under_a_silo_makes_no_budget_new(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    silo.ledger.path.unlink()
+    assert kind_of(agree(silo, plan_of(silo, "run-2"))) == "refused"
+    assert "bring the ledger back" in silo.log.rows[-1]["why"]
+
+
 def test_a_silo_that_died_while_it_accepted_goes_on_with_the_same_plan_alone(made, monkeypatch):
     silo = Silo(made)
     plan = plan_of(silo)
