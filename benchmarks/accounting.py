@@ -205,6 +205,9 @@ def planner_rows(repeats: int) -> list[dict[str, Any]]:
         "1,000 unequal silos, a subject in one": lambda: calibrate_federation(
             _unequal(1, 1000), 4.0, 1e-5
         ),
+        "1,000 unequal silos, a subject in all": lambda: calibrate_federation(
+            _unequal(1000, 1000), 4.0, 1e-5
+        ),
         "dpfl plan, budget 1,024, cold": lambda: command(1024),
         "dpfl plan, budget 4,096, cold": lambda: command(4096),
     }

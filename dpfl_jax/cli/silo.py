@@ -36,6 +36,8 @@ config: {config}            # the study, the same file at all parties
 data: {{path: {data}}}      # what of the study's section data is this silo's own
 server: {server}
 root_certificates: {certificates}
+certificate: {certificate}
+certificate_key: {key}
 
 # Signed off by whoever answers for these people. The silo itself computes what a plan costs them,
 # and refuses what goes beyond any of this.
@@ -60,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     init.add_argument("--data", required=True, metavar="PATH", help="the silo's own data")
     init.add_argument("--server", default="127.0.0.1:8000", metavar="HOST:PORT")
     init.add_argument("--root-certificates", metavar="FILE", help="that sign the server's")
+    init.add_argument("--certificate", metavar="FILE", help="the silo's own, if the server asks")
+    init.add_argument("--key", metavar="FILE", help="of --certificate")
     check = verbs.add_parser("check", help="read everything, and ask nobody")
     check.add_argument("folder", metavar="FOLDER")
     run = verbs.add_parser("run", help="answer the server")
@@ -72,6 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     serve.add_argument("--port", type=int, default=8000)
     serve.add_argument("--certificate", metavar="FILE")
     serve.add_argument("--key", metavar="FILE")
+    serve.add_argument(
+        "--silo-certificates",
+        metavar="FILE",
+        help="that sign the silos' own: whoever has none is turned away",
+    )
     serve.add_argument(
         "--wait", type=float, default=600.0, help="seconds until a silo is left out (default: 600)"
     )
@@ -120,6 +129,8 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
             data=from_there(args.data),
             server=args.server,
             certificates=from_there(args.root_certificates),
+            certificate=from_there(args.certificate),
+            key=from_there(args.key),
             epsilon=epsilon if epsilon is not None else 1.0,
             delta=delta,
             unit="record" if isrl else "subject",
@@ -210,9 +221,12 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
             "give --certificate and --key (docs/guides/hospitals.md makes them), or --insecure for "
             "a test on one machine"
         )
-    tls = None
+    tls, silos = None, args.silo_certificates
+    if args.insecure and silos:
+        raise BadInputError("--silo-certificates need TLS: give --certificate and --key")
     if not args.insecure:
-        missing = [path for path in given if not pathlib.Path(path).is_file()]
+        files = [*given, *([silos] if silos else [])]
+        missing = [path for path in files if not pathlib.Path(path).is_file()]
         if missing:
             raise BadInputError(f"there is no file {missing[0]}")
         tls = (str(pathlib.Path(given[0]).absolute()), str(pathlib.Path(given[1]).absolute()))
@@ -224,6 +238,7 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
         host=args.host,
         port=args.port,
         tls=tls,
+        silos=silos,
         wait=args.wait,
     )
     print_report(console, report)

@@ -29,6 +29,8 @@ Mode = Literal["per_silo", "common"]
 # are priced one by one are always priced as they are.
 _MOST_KINDS = 64
 _GRID = 1.01
+# Noise beyond the smallest that is found for so many: a tenth of what the classes cost.
+_GRID_NOISE, _FEW = 5e-4, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,15 +297,30 @@ def _calibrated(
         made = make(x)
         return worst_cases(made, made.rounds)[number]
 
+    tolerance = 1e-5
+    if near is not None and len({_Profile.of(plan).key for plan in make(1.0).silos}) > _MOST_KINDS:
+        tolerance = _GRID_NOISE
+
+        def few(x: float) -> Any:
+            return _few(make(x))
+
+        near = accounting.calibrate_noise_multiplier(
+            few, epsilon, delta, relative_tolerance=0.1 * tolerance, near=near
+        )
+        near *= 1.0 + 0.4 * tolerance  # most often the first guess will do
+
     def needed(number: int) -> float:
-        costs, x = [rough_epsilon(event, delta) for event in case(1.0, number)], 0.0
+        start, x = case(1.0, number), 0.0
+        costs = [rough_epsilon(event, delta) for event in start] if len(start) > 1 else [0.0]
         while True:
             worst = max(range(len(costs)), key=costs.__getitem__)
 
             def event(sigma: float, worst: int = worst) -> Any:
                 return case(sigma, number)[worst]
 
-            found = accounting.calibrate_noise_multiplier(event, epsilon, delta, near=near)
+            found = accounting.calibrate_noise_multiplier(
+                event, epsilon, delta, relative_tolerance=tolerance, near=near
+            )
             # Never back: rounding can make a cost rise by a hair with the noise.
             x = max(found, x * (1.0 + 1e-6))
             costs = [accounting.epsilon(event, delta) for event in case(x, number)]
@@ -311,6 +328,24 @@ def _calibrated(
                 return x
 
     return min(needed(i) for i in range(len(worst_cases(make(1.0), make(1.0).rounds))))
+
+
+def _few(federation: Federation) -> Any:
+    """About what all silos cost together: each of some stands for those beside it. NO BOUND."""
+    members = federation.participants.tolist()
+    profiles = sorted(
+        _coarse([_Profile.of(federation.silos[i]) for i in members]),
+        key=lambda p: (p.cap, p.steps, p.prob),
+    )
+    ends = [round(i * len(profiles) / _FEW) for i in range(_FEW + 1)]
+    return events.horizontal(
+        [
+            dp_accounting.SelfComposedDpEvent(
+                profiles[(low + high) // 2].event(federation.rounds, False), high - low
+            )
+            for low, high in itertools.pairwise(ends)
+        ]
+    )
 
 
 def _each_alone(federation: Federation, copies: int, epsilon: float, delta: float) -> list[float]:

@@ -171,10 +171,14 @@ def make_release(
             )
             # proof: noise-4
             noise = Noise(step["stddev"], silo.clip_norm, mechanism.noise)
+            noised = jax.lax.cond(  # a run without privacy draws none
+                step["stddev"] == 0,
+                lambda tree: tree,
+                lambda tree: noise.add(step["noise_key"], tree),
+                total,
+            )
             gradient = jax.tree.map(
-                lambda g, p: (g / step["divisor"]).astype(p.dtype),
-                noise.add(step["noise_key"], total),
-                params,
+                lambda g, p: (g / step["divisor"]).astype(p.dtype), noised, params
             )
             updates, new_state = optimizer.update(gradient, state, params)
             new = (optax.apply_updates(params, updates), new_state)

@@ -106,12 +106,17 @@ class RoundBuilder:
         most = unit * math.ceil(max(self.federation.silos_per_round, 1) / unit)
         if self.chunk_silos is not None:
             return min(most, unit * math.ceil(self.chunk_silos / unit))
+        fit = max(1, _BYTES // max(self.silo_bytes * unit, 1))
+        # Chunks of equal size: the last one is padded, and padding is computed.
+        return unit * math.ceil(most / unit / math.ceil(most / unit / fit))
+
+    @functools.cached_property
+    def silo_bytes(self) -> int:
+        """Bytes of the records of one silo in a round's buffer."""
         one = self.data.read(np.zeros(1, np.int64)) if self.data.num_records else {}
         record = sum(np.asarray(v).nbytes for v in one.values())
         slots = self.federation.max_local_steps * self.capacity * self.row * (self.unit_size or 1)
-        fit = max(1, _BYTES // max(record * slots * unit, 1))
-        # Chunks of equal size: the last one is padded, and padding is computed.
-        return unit * math.ceil(most / unit / math.ceil(most / unit / fit))
+        return record * slots
 
     @property
     def _by_silo(self) -> NamedSharding:

@@ -138,8 +138,10 @@ class GridTransport:
             node = asked.pop(message.metadata.reply_to_message_id, None)
             if node is not None and message.has_content():
                 with contextlib.suppress(BadInputError):  # whoever else reaches the port
-                    unpack(body := body_of(message))
-                    found.append((node, body))
+                    header, _ = unpack(body := body_of(message))
+                    told = (header.get("kind"), header.get("name", header.get("silo")))
+                    if all(isinstance(word, str) for word in told):
+                        found.append((node, body))
         return found
 
 

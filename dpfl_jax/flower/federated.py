@@ -40,7 +40,7 @@ from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.federation.silo_statement import federated_statement, personal_statement
 from dpfl_jax.flower.plan import Plan
-from dpfl_jax.flower.policy import Asked, Policy, RefusedError
+from dpfl_jax.flower.policy import Asked, Policy, RefusedError, check_memory
 from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.models import build_by_name
 from dpfl_jax.randomness import RootKey
@@ -237,6 +237,7 @@ class SubjectWork:
     def asked(self, policy: Policy) -> Asked:
         """What the plan asks, as this silo computes it."""
         data = self.config.data
+        check_memory(self._steps.builder.silo_bytes)
         if policy.unit == "subject" and data.target_column is not None and data.user_column is None:
             raise RefusedError(
                 "data.user_column is null, so that nobody knows which rows are one person's: name "

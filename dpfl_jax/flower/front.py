@@ -49,7 +49,9 @@ def _app(link: int) -> Starlette:
 
 
 @contextlib.contextmanager
-def front(host: str, port: int, link: int, tls: tuple[str, str] | None) -> Iterator[int]:
+def front(
+    host: str, port: int, link: int, tls: tuple[str, str] | None, silos: str | None = None
+) -> Iterator[int]:
     """Hands calls of silos on to the SuperLink, until the block ends; yields its own port.
 
     Args:
@@ -57,13 +59,21 @@ def front(host: str, port: int, link: int, tls: tuple[str, str] | None) -> Itera
       port: likewise.
       link: port of the SuperLink on this machine.
       tls: files of a certificate and its key; None: without TLS.
+      silos: file with the certificate that signs those of silos: who has none is turned away; None:
+        whoever reaches the port is heard.
 
     Raises:
       BadInputError: it cannot listen there, or the files are no certificate and key.
     """
     certificate, key = tls or (None, None)
     config = uvicorn.Config(
-        _app(link), ssl_certfile=certificate, ssl_keyfile=key, log_config=None, access_log=False
+        _app(link),
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+        ssl_ca_certs=silos,
+        ssl_cert_reqs=ssl.CERT_NONE if silos is None else ssl.CERT_REQUIRED,
+        log_config=None,
+        access_log=False,
     )
     try:
         config.load()

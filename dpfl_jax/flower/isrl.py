@@ -32,7 +32,7 @@ from dpfl_jax.federation.isrl.schedule import silo_draws
 from dpfl_jax.federation.silo_statement import isrl_statement
 from dpfl_jax.flower.federated import Ask
 from dpfl_jax.flower.plan import Plan
-from dpfl_jax.flower.policy import Asked, Policy, RefusedError
+from dpfl_jax.flower.policy import Asked, Policy, RefusedError, check_memory
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Steps, Taken
@@ -120,6 +120,8 @@ class MessageWork:
                 f"{_mechanism(self.config)} protects a record, and nothing bounds how many a "
                 "person has in all silos: set policy.unit to record"
             )
+        record = sum(leaf.nbytes / leaf.shape[1] for leaf in jax.tree.leaves(self._mine))
+        check_memory(len(self.sizes) * int(self.sizes.max()) * record)
         multiplier = self.noise.noise_multiplier
         epsilon = accounting.epsilon(self.noise.event, policy.delta, relation=REPLACE)
         return Asked(_mechanism(self.config), self.rounds, multiplier, epsilon, policy.unit)
@@ -142,10 +144,14 @@ class MessageWork:
         return self.noise.rounds
 
     @functools.cached_property
+    def _mine(self) -> Any:
+        """Arrays [1, records, ...] of this silo."""
+        return jax.device_get(self.held.train.examples)
+
+    @functools.cached_property
     def _program(self) -> tuple[Round, SiloData, np.ndarray]:
         """The round, the padded data with this silo alone in them, and its order."""
         silos, capacity = len(self.sizes), int(self.sizes.max())
-        mine = jax.device_get(self.held.train.examples)
 
         def padded(leaf: np.ndarray) -> np.ndarray:
             out = np.zeros((silos, capacity, *leaf.shape[2:]), leaf.dtype)
@@ -153,7 +159,8 @@ class MessageWork:
             return out
 
         data = SiloData(
-            jax.tree.map(lambda x: jnp.asarray(padded(x)), mine), jnp.asarray(self.sizes, jnp.int32)
+            jax.tree.map(lambda x: jnp.asarray(padded(x)), self._mine),
+            jnp.asarray(self.sizes, jnp.int32),
         )
         own = int(self.sizes[self.index])
         _, order = silo_draws(self.key, self.rounds, own, capacity)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pathlib
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -68,12 +69,7 @@ def run_node(silo: Silo, insecure: bool = False, finish: bool = False) -> None:
       insecure: without TLS; for tests on one machine.
       finish: return once a run is finished.
     """
-    certificates: bytes | None = None
-    if silo.config.root_certificates is not None and not insecure:
-        path = silo.folder / pathlib.Path(silo.config.root_certificates).expanduser()
-        if not path.is_file():
-            raise BadInputError(f"root_certificates: there is no file {path}")
-        certificates = path.read_bytes()
+    tls = None if insecure else context_of(silo)
     for name in ("flwr", "httpx"):
         logging.getLogger(name).setLevel(logging.ERROR)
     app, before = client_app(silo), _finished(silo)
@@ -84,7 +80,7 @@ def run_node(silo: Silo, insecure: bool = False, finish: bool = False) -> None:
     waiting = False
     while not ended():
         try:
-            with _connected(silo.config.server, insecure, certificates) as (client, node):
+            with _connected(silo.config.server, tls) as (client, node):
                 silo.console.print(f"{silo.name} is connected to {silo.config.server}")
                 waiting = False
                 while not ended():
@@ -99,14 +95,41 @@ def run_node(silo: Silo, insecure: bool = False, finish: bool = False) -> None:
             time.sleep(_RETRY_S)
 
 
+def context_of(silo: Silo) -> ssl.SSLContext:
+    """How a silo knows its server, and is known to it.
+
+    Raises:
+      BadInputError: a file is missing, or holds no certificate or key.
+    """
+    names = ("root_certificates", "certificate", "certificate_key")
+    files: dict[str, str | None] = dict.fromkeys(names)
+    for name in names:
+        if (told := getattr(silo.config, name)) is not None:
+            path = silo.folder / pathlib.Path(told).expanduser()
+            if not path.is_file():
+                raise BadInputError(f"{name}: there is no file {path}")
+            files[name] = str(path)
+    root, mine, key = files.values()
+    if (mine is None) != (key is None):
+        raise BadInputError("certificate and certificate_key of silo.yaml go together: set both")
+    try:
+        context = ssl.create_default_context(cafile=root)
+        if mine is not None:
+            context.load_cert_chain(mine, key)
+    except ssl.SSLError as error:
+        raise BadInputError(
+            f"the files of {', '.join(name for name in names if files[name])} are no certificates "
+            f"and key that go together ({error.reason})"
+        ) from None
+    return context
+
+
 def _finished(silo: Silo) -> int:
     return sum(row["kind"] == "finished" for row in silo.log.rows)
 
 
 @contextlib.contextmanager
-def _connected(
-    address: str, insecure: bool, certificates: bytes | None
-) -> Iterator[tuple[FleetHttpClient, Node]]:
+def _connected(address: str, tls: ssl.SSLContext | None) -> Iterator[tuple[FleetHttpClient, Node]]:
     """A node of the SuperLink, with a name of its own for this connection."""
     private, public = generate_key_pairs()
     identity = public_key_to_bytes(public)
@@ -114,8 +137,8 @@ def _connected(
         RuntimeVersionHttpInterceptor(component_name="SuperNode"),
         NodeAuthHttpInterceptor(private, public),
     ]
-    with FleetHttpClient.from_server_address(
-        address, insecure, certificates, interceptors=signs
+    with FleetHttpClient(
+        f"http{'s' * (tls is not None)}://{address}", interceptors=signs, verify=tls or False
     ) as client:
         client._client.follow_redirects = False  # to other machines that a silo can reach
         client.RegisterNode(RegisterNodeFleetRequest(public_key=identity))

@@ -11,9 +11,22 @@ from pydantic import Field
 from dpfl_jax.config.base import Section
 from dpfl_jax.errors import BadInputError
 
+# Of a round's records: arrays have one shape for all silos, by what the plan says of others, too.
+_MOST_BYTES = 4 << 30
+
 
 class RefusedError(BadInputError):
     """A silo does not do what it was asked to do."""
+
+
+def check_memory(arrays: float) -> None:
+    """Raises RefusedError where a plan's arrays would take too many bytes."""
+    if arrays > _MOST_BYTES:
+        raise RefusedError(
+            f"with the sizes that the plan says silos have, a round would take {arrays:.3g} bytes "
+            f"of memory here, but {_MOST_BYTES:.3g} is the most: take smaller batches or fewer "
+            "local steps"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

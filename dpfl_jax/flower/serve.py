@@ -67,6 +67,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     tls: tuple[str, str] | None = None,
+    silos: str | None = None,
     wait: float = 600.0,
 ) -> dict[str, Any]:
     """Runs (or resumes) a study as its server; returns its report.
@@ -79,6 +80,7 @@ def serve(
       port: likewise.
       tls: files of the server's certificate and its key; None: without TLS, for tests on one
         machine.
+      silos: file with the certificate that signs those of silos; None: nobody needs one.
       wait: seconds until a silo that is gone is left out of a round.
 
     Raises:
@@ -118,7 +120,7 @@ def serve(
     with (
         log.open("ab") as file,
         _running(command, environment, file),
-        front(host, port, link, tls),
+        front(host, port, link, tls, silos),
     ):
         _start(environment, app, log, console)
         console.print(f"serving {config} at {host}:{port}; log: {log}", markup=False)

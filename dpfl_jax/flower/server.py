@@ -207,6 +207,7 @@ def prepare(
         raise BadInputError(f"{count} silos are expected, but there are {sorted(headers)}")
     if not headers:
         raise StoppedError("no silo is there; the same command goes on once one is")
+    introduced = {name: _introduced(name, header) for name, header in headers.items()}
     tasks = {name: json.dumps(header["task"], sort_keys=True) for name, header in headers.items()}
     first = next(iter(tasks))
     for name, learned in tasks.items():
@@ -214,16 +215,34 @@ def prepare(
             raise BadInputError(
                 f"the tables of {first} and {name} are not alike: {tasks[first]} and {learned}"
             )
-    rows = [{"name": name, **header["facts"]} for name, header in headers.items()]
+    rows = [row for row, _ in introduced.values()]
     if known is not None:
         for row in rows:
             if row not in known:
                 raise BadInputError(f"the run began with the silos {known}, and not with {row}")
         rows = known
-    task = Task.of(headers[first]["task"])
+    _, task = introduced[first]
     with console.status("calibrating noise"):
         server = _SERVERS[type(config)](config, task, rows, None)
     return RemoteRun(config, transport, rows, task, server, console)
+
+
+def _introduced(name: str, header: Mapping[str, Any]) -> tuple[dict[str, Any], Task]:
+    """What a silo tells of itself: its row of the plan, and what it learns.
+
+    Raises:
+      BadInputError: it is nothing of the kind.
+    """
+    try:
+        facts, task = header["facts"], Task.of(header["task"])
+        whole = "name" not in facts and all(
+            type(size) is int and 0 < size < 2**31 for size in facts.values()
+        )
+    except (KeyError, TypeError, AttributeError):
+        whole = False
+    if not whole:
+        raise BadInputError(f"silo {name} tells no sizes and task: it runs other software")
+    return {"name": name, **facts}, task
 
 
 def _in_order(names: Mapping[str, Any]) -> Callable[[tuple[str, Any]], Any]:

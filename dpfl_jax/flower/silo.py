@@ -59,6 +59,9 @@ class SiloConfig(Section):
       server: HOST:PORT of the server's SuperLink.
       root_certificates: file with the certificate that the server's is checked with; null: those of
         the system.
+      certificate: file with the silo's own, for a server that asks for one
+        (``--silo-certificates``), and its key ``certificate_key``; null: none.
+      certificate_key: likewise.
     """
 
     name: str = Field(pattern=NAME)
@@ -67,6 +70,8 @@ class SiloConfig(Section):
     policy: Policy
     server: str = "127.0.0.1:8000"
     root_certificates: str | None = None
+    certificate: str | None = None
+    certificate_key: str | None = None
 
 
 def read_silo_config(folder: pathlib.Path) -> SiloConfig:
@@ -179,6 +184,10 @@ class Silo:
         self.log = Log(self.folder / LOG, self._key)
         self.ledger = accounting.Ledger(self.folder / LEDGER)
         self._runs: dict[str, _Run] = {}
+        self._check_ledger()
+
+    def _check_ledger(self) -> None:
+        """Raises BadInputError where the log knows of a run that the ledger does not."""
         charged = self._charged()
         for row in self.log.rows:
             if row["kind"] == "accepted" and row["run"] not in charged:
@@ -257,6 +266,7 @@ class Silo:
         plan, work = run.plan, run.work
         guarantee = work.guarantee()
         work.check()
+        self._check_ledger()  # somebody may have removed it since this process began
         (charge, account), most = self._charge(work), self.policy.total_epsilon
         others = [other for other in self.ledger.accounts() if other != account]
         if others and most is not None:

@@ -144,6 +144,30 @@ def test_many_unequal_silos_each_meet_the_target_with_few_accountings(monkeypatc
     assert min(alone) > 0.95 * 4.0
 
 
+def test_many_unequal_silos_of_one_subject_meet_the_target_with_few_accountings(monkeypatch):
+    """Of the whole federation at most two: it is what costs most."""
+    monkeypatch.setenv("DPFL_CACHE_DIR", "off")
+    mechanism = HiGradAvgDP(batch_size=32, max_items_per_subject=2)
+    sizes = range(200, 200 + 70 * 97, 97)
+    plans = tuple(SiloPlan(mechanism, SiloFacts(n, n // 3), 2) for n in sizes)
+    whole = []
+
+    def counted(flat, *rest, worst=accountant._worst):
+        whole.append(len(flat.leaves) > 50)
+        return worst(flat, *rest)
+
+    monkeypatch.setattr(accountant, "_worst", counted)
+    accountant._flat_epsilon.cache_clear()
+    made = calibrate_federation(Federation(plans, 3, len(plans)), 4.0, DELTA)
+    assert sum(whole) <= 2
+    assert 0.998 * 4.0 < federated_epsilon(made, DELTA) <= 4.0
+    alone = [
+        accounting.epsilon(events.horizontal([p.mechanism.event(p.facts, 6)] * 70), DELTA)
+        for p in made.silos[::10]
+    ]
+    assert min(alone) > 0.98 * max(alone)  # all spend alike
+
+
 def test_a_bad_guess_changes_no_calibration():
     def event(sigma):
         return events.poisson(sigma, 0.05, 20)

@@ -63,28 +63,30 @@ def heart(folder):
         (folder / f"{name}.csv").write_text("\n".join(found) + "\n")
 
 
-def certificates(folder):
-    """A certificate for this machine, signed by one that the silos trust."""
+def certificates(folder, addresses=("127.0.0.1",)):
+    """A certificate for the server's addresses, signed by one that the silos trust."""
+    names = "subjectAltName=" + ",".join(f"IP:{a}" for a in addresses)
     for command in (
         "req -x509 -newkey rsa:2048 -nodes -days 2 -keyout ca.key -out ca.pem -subj /CN=test",
         "req -newkey rsa:2048 -nodes -keyout server.key -out server.csr -subj /CN=localhost",
         "x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 "
         "-out server.pem -extfile names",
     ):
-        (folder / "names").write_text("subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\n")
+        (folder / "names").write_text(names + "\nbasicConstraints=CA:FALSE\n")
         subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
 
 
 class Processes:
     """Started with their output in files, and gone at the end."""
 
-    def __init__(self, folder):
-        self.folder, self.running = folder, {}
+    def __init__(self, folder, within):
+        self.folder, self.running, self.within = folder, {}, within
 
     def start(self, name, *args):
         log = (self.folder / f"{name}.out").open("ab")
+        command = [*self.within(name), *DPFL, *args]
         self.running[name] = subprocess.Popen(
-            [*DPFL, *args], cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
+            command, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT
         )
 
     def kill(self, name):
@@ -106,7 +108,7 @@ def rounds_done(folder):
     return max((json.loads(row)["step"] for row in rows), default=0)
 
 
-def until(condition, processes, seconds=240):
+def until(condition, processes, seconds=900):
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -114,19 +116,27 @@ def until(condition, processes, seconds=240):
         time.sleep(0.2)
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.release] * (k != "hi_grad_avg")) for k in STUDIES]
-)
-def test_processes_over_tls_are_killed_and_equal_the_simulation(tmp_path, kind):
+def needed():
+    """Skips where the test cannot be run."""
     pytest.importorskip("flwr")
     if shutil.which("openssl") is None:
         pytest.skip("openssl makes the certificates, and is not here")
     if not HEART.is_dir():
         pytest.skip("DPFL_DATA_DIR holds no heart_disease")
+
+
+def trained(tmp_path, kind, host="127.0.0.1", servers=None, within=lambda name: ()):
+    """A run with a silo and the server killed on the way equals the simulation to the bit.
+
+    Args:
+      kind: of STUDIES.
+      host: at which the server listens.
+      servers: its address as each silo sees it; default: host.
+      within: command that brings a process to its place.
+    """
+    servers = servers or dict.fromkeys(NAMES, host)
     heart(tmp_path)
-    certificates(tmp_path)
+    certificates(tmp_path, sorted(set(servers.values())))
     raw = STUDIES[kind]
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(raw))
     with socket.socket() as free:
@@ -139,12 +149,13 @@ def test_processes_over_tls_are_killed_and_equal_the_simulation(tmp_path, kind):
         folder.mkdir()
         make_key(folder)
         own = {"name": name, "config": "../study.yaml", "data": {"path": f"../{name}.csv"},
-               "server": f"127.0.0.1:{port}", "root_certificates": "../ca.pem",
+               "server": f"{servers[name]}:{port}", "root_certificates": "../ca.pem",
                "policy": policy}  # fmt: skip
         (folder / "silo.yaml").write_text(yaml.safe_dump(own))
     tls = ["--certificate", "server.pem", "--key", "server.key"]
-    serve = ["serve", "study.yaml", "--run-dir", "server", "--port", str(port), *tls]
-    processes = Processes(tmp_path)
+    serve = ["serve", "study.yaml", "--run-dir", "server", "--host", host]
+    serve += ["--port", str(port), *tls]
+    processes = Processes(tmp_path, within)
     try:
         processes.start("server", *serve)
         for name in NAMES:
@@ -176,3 +187,59 @@ def test_processes_over_tls_are_killed_and_equal_the_simulation(tmp_path, kind):
     else:
         expected = simulated(tmp_path, silos, plan.noise, NAMES)
     assert bits(final_state(tmp_path / "server")["params"]) == bits(expected)
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.release] * (k != "hi_grad_avg")) for k in STUDIES]
+)
+def test_processes_over_tls_are_killed_and_equal_the_simulation(tmp_path, kind):
+    needed()
+    trained(tmp_path, kind)
+
+
+@pytest.fixture
+def namespaces():
+    """Networks of the server and of each silo; a silo has a cable to the server and no other."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need iproute2 and root")
+    made = {name: f"dpfl-{os.getpid()}-{i}" for i, name in enumerate(("server", *NAMES))}
+
+    def ip(*words):
+        return subprocess.run(["ip", *words], capture_output=True, text=True)
+
+    try:
+        for space in made.values():
+            if (found := ip("netns", "add", space)).returncode:
+                pytest.skip(f"network namespaces are not permitted here: {found.stderr.strip()}")
+            ip("-n", space, "link", "set", "lo", "up")
+        for i, name in enumerate(NAMES):
+            ends = (made["server"], f"s{i}"), (made[name], "wire")
+            ip("-n", ends[0][0], "link", "add", ends[0][1], "type", "veth", "peer", "name", "wire",
+               "netns", made[name])  # fmt: skip
+            for end, (space, device) in enumerate(ends, 1):
+                ip("-n", space, "addr", "add", f"10.77.{i}.{end}/24", "dev", device)
+                found = ip("-n", space, "link", "set", device, "up")
+                if found.returncode:
+                    pytest.skip(f"no cable between namespaces here: {found.stderr.strip()}")
+        yield made
+    finally:
+        for space in made.values():
+            ip("netns", "del", space)
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.release
+def test_silos_on_networks_of_their_own_equal_the_simulation(tmp_path, namespaces):
+    needed()
+
+    def within(name):
+        return ("ip", "netns", "exec", namespaces[name])
+
+    reach = "import socket; socket.create_connection(('10.77.1.2', 1), 3)"
+    tried = [*within(NAMES[0]), sys.executable, "-c", reach]  # the second silo, from the first
+    assert "unreachable" in subprocess.run(tried, capture_output=True, text=True).stderr
+    servers = {name: f"10.77.{i}.1" for i, name in enumerate(NAMES)}
+    trained(tmp_path, "hi_grad_avg", "0.0.0.0", servers, within)

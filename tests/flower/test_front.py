@@ -1,7 +1,10 @@
 """Of a server, others reach the calls of silos alone."""
 
 import http.server
+import shutil
+import subprocess
 import threading
+import types
 
 import pytest
 
@@ -11,6 +14,9 @@ import httpx
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower.front import front
+from dpfl_jax.flower.node import _connected, context_of
+from dpfl_jax.flower.silo import SiloConfig
+from tests.flower.studies import POLICY
 
 
 class Link(http.server.BaseHTTPRequestHandler):
@@ -64,3 +70,47 @@ def test_what_it_cannot_listen_with_is_one_sentence(link, tmp_path):
     files = (str(tmp_path / "a"),) * 2
     with pytest.raises(BadInputError, match="look at --cert"), front("127.0.0.1", 0, 1, files):
         pass
+
+
+def certificate(folder, name, authority=None):
+    """NAME.pem and NAME.key, signed by another or by itself."""
+    san = "subjectAltName=IP:127.0.0.1"
+    command = f"req -x509 -newkey rsa:2048 -nodes -days 2 -keyout {name}.key -out {name}.pem"
+    command += f" -subj /CN={name} -addext {san}"
+    if authority:
+        command += f" -CA {authority}.pem -CAkey {authority}.key -addext basicConstraints=CA:FALSE"
+    subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificates")
+def test_who_has_no_certificate_of_a_silo_is_turned_away(link, tmp_path):
+    for name, authority in (("ca", None), ("other", None), ("server", "ca"), ("bern", "ca"),
+                            ("stranger", "other")):  # fmt: skip
+        certificate(tmp_path, name, authority)
+
+    def silo(name):
+        files = {"certificate": f"{name}.pem", "certificate_key": f"{name}.key"} if name else {}
+        told = SiloConfig(
+            name="bern", config="", policy=POLICY, root_certificates="ca.pem", **files
+        )
+        return types.SimpleNamespace(config=told, folder=tmp_path)
+
+    tls = (str(tmp_path / "server.pem"), str(tmp_path / "server.key"))
+    with front("127.0.0.1", 0, link, tls, str(tmp_path / "ca.pem")) as port:
+        call = f"https://127.0.0.1:{port}/v1/fleet/pull-messages"
+        assert httpx.post(call, content=b"x", verify=context_of(silo("bern"))).status_code == 200
+        for name in (None, "stranger"):
+            with pytest.raises(httpx.HTTPError):
+                httpx.post(call, content=b"x", verify=context_of(silo(name)))
+            with (
+                pytest.raises(httpx.HTTPError),
+                _connected(f"127.0.0.1:{port}", context_of(silo(name))),
+            ):
+                pass
+    wrong = silo("bern")
+    wrong.config = wrong.config.model_copy(update={"certificate_key": "stranger.key"})
+    with pytest.raises(BadInputError, match="no certificates and key"):
+        context_of(wrong)
+    wrong.config = wrong.config.model_copy(update={"certificate_key": None})
+    with pytest.raises(BadInputError, match="set both"):
+        context_of(wrong)

@@ -140,13 +140,18 @@ def test_a_message_of_something_else_is_refused():
         body_of(Message(content_of("text"), dst_node_id=7, message_type="query"))
 
 
+NOBODY = ({}, {"name": "bern"}, {"kind": "hello"}, {"kind": ["hello"], "name": "bern"})
+
+
 def test_what_a_stranger_answers_stops_no_server():
     def reply(content, to):
         metadata = types.SimpleNamespace(reply_to_message_id=to)
         return types.SimpleNamespace(content=content, metadata=metadata, has_content=lambda: True)
 
-    known = pack({"kind": "hello"})
-    replies = [reply({}, "a"), reply(content_of(b"rubbish"), "b"), reply(content_of(known), "c")]
+    known = pack({"kind": "hello", "name": "bern"})
+    rubbish = [{}, content_of(b"rubbish"), *(content_of(pack(told)) for told in NOBODY)]
+    replies = [reply(content, i) for i, content in enumerate((*rubbish, content_of(known)))]
     grid = types.SimpleNamespace(pull_messages=lambda identities: replies)
     transport = GridTransport(grid, 1.0, Console(quiet=True))
-    assert transport._pulled({"a": 1, "b": 2, "c": 3}) == [(3, known)]
+    last = len(rubbish)
+    assert transport._pulled({i: i for i in range(last + 1)}) == [(last, known)]

@@ -8,7 +8,7 @@ from dpfl_jax.flower import run_study
 from dpfl_jax.flower.plan import study_of
 from dpfl_jax.flower.server import prepare
 from dpfl_jax.flower.silo import Silo
-from dpfl_jax.flower.wire import unpack
+from dpfl_jax.flower.wire import pack, unpack
 from tests.flower.studies import (
     FEDERATED,
     ISRL,
@@ -41,6 +41,29 @@ def test_a_table_that_is_not_like_the_others_is_found_before_the_first_round(tmp
     table.write_text("\n".join(",".join(row) for row in more))
     with pytest.raises(BadInputError, match="the tables of aarau and bern are not alike"):
         prepare(config_of(tmp_path), Here(opened(folders)), QUIET)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"facts": None},
+        {"facts": {"num_records": 1.5, "num_subjects": 1}},
+        {"facts": {"num_records": 2**40, "num_subjects": 1}},
+        {"facts": {"num_records": 9, "num_subjects": 3, "name": "bern"}},
+        {"task": {}},
+        {"task": {"kind": "classes", "input_shape": 3}},
+    ],
+)
+def test_a_silo_that_tells_rubbish_is_named(tmp_path, changes):
+    class Rubbish(Here):
+        def hello(self, request, count, most_s=None):
+            replies = super().hello(request, count)
+            header, _ = unpack(replies["chur"])
+            return {**replies, "chur": pack({**header, **changes})}
+
+    silos = opened(make_silos(tmp_path, study()))
+    with pytest.raises(BadInputError, match="silo chur tells no sizes and task"):
+        prepare(config_of(tmp_path), Rubbish(silos), QUIET)
 
 
 def test_a_silo_that_is_missing_or_refuses_stops_the_run_before_it_begins(tmp_path):

@@ -17,7 +17,7 @@ from dpfl_jax.flower import silo as silo_module
 from dpfl_jax.flower.federated import Subjects, facts_of, guarantee_of, noised
 from dpfl_jax.flower.log import Log
 from dpfl_jax.flower.plan import study_of
-from dpfl_jax.flower.policy import Asked
+from dpfl_jax.flower.policy import Asked, RefusedError
 from dpfl_jax.flower.silo import Silo, make_key, read_key
 from dpfl_jax.flower.wire import pack, tree_of, unpack
 from dpfl_jax.run.prepared import Charge
@@ -372,6 +372,15 @@ def test_a_ledger_that_lags_behind_the_log_is_noticed(made):
         Silo(made)
 
 
+def test_a_ledger_that_is_removed_under_a_silo_makes_no_budget_new(made):
+    silo = Silo(made)
+    plan = plan_of(silo)
+    agree(silo, plan)
+    silo.ledger.path.unlink()
+    assert kind_of(agree(silo, plan_of(silo, "run-2"))) == "refused"
+    assert "bring the ledger back" in silo.log.rows[-1]["why"]
+
+
 def test_a_silo_that_died_while_it_accepted_goes_on_with_the_same_plan_alone(made, monkeypatch):
     silo = Silo(made)
     plan = plan_of(silo)
@@ -511,6 +520,25 @@ def test_sizes_that_are_none_are_refused(made, size):
     plan = plan_of(silo)
     rows = [{**plan.silos[0], "num_records": size}, *plan.silos[1:]]
     assert "is no plan" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
+
+
+@pytest.mark.parametrize("isrl", [False, True])
+def test_sizes_said_of_others_take_no_memory_without_bound(tmp_path, isrl):
+    policy = {**POLICY, "unit": "record", "mechanisms": ["isrl/minibatch_sgd", "local_item"]}
+    mechanism = {"kind": "local_item", "sampling_prob": 0.4, "max_items_per_subject": 5}
+    raw = study(ISRL) if isrl else study(mechanism=mechanism)
+    silo = Silo(make_silos(tmp_path, raw, policy)["bern"])
+
+    def answer(records):
+        others = {**silo.held.facts, "num_records": records}
+        rows = [{"name": "aarau", **others}, {"name": "bern", **silo.held.facts},
+                {"name": "chur", **others}]  # fmt: skip
+        plan = Plan("run-1", study_of(config_of(tmp_path)), rows, [8.0] * 3)
+        return silo.held.work(plan, 1, silo._key.child("run")).asked(silo.policy)
+
+    with pytest.raises(RefusedError, match="bytes of memory here"):
+        answer(2**31 - 1)
+    assert answer(10**6).unit == "record"
 
 
 def test_odd_plans_are_refused(made):
