@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from dpfl_jax.clipping.cost import Machine
+from dpfl_jax.clipping.peak import peak_bytes
 from dpfl_jax.clipping.problem import Problem
 from dpfl_jax.clipping.taps.engine import COPIES, LeafReport, solve_ghost, trace_loss
 from dpfl_jax.clipping.taps.trace import Plan, analyse
@@ -98,7 +99,7 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
     Args:
       problem: what is to be solved.
       machine: speeds.
-      memory_limit: bytes that book-keeping may hold on to; None: the device's, if it says so.
+      memory_limit: bytes that book-keeping may take; None: the device's, if it says so.
     """
     reports: list[LeafReport] = []
 
@@ -106,12 +107,12 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
         inner = dataclasses.replace(problem, leaves=leaves, units=units, real=real, group=group)
         return solve_ghost(inner, machine, report=reports.append).sums
 
-    jax.make_jaxpr(ghost)(problem.leaves, problem.units, problem.real, problem.group)
+    traced = jax.make_jaxpr(ghost)(problem.leaves, problem.units, problem.real, problem.group)
     found = tuple(reports)
     n, parts = problem.num_units, problem.parts
     size = 4.0 * sum(p.size for p in problem.leaves)
     per_unit = sum(r.seconds for r in found)
-    held = sum(r.recorded for r in found)
+    held = max(0.0, peak_bytes(traced.jaxpr) - size) / n  # without the sum
     limit = _device_limit() if memory_limit is None else memory_limit
 
     # One unit at a time: each gradient is written, read for its norm and added to the sum, and the
@@ -119,12 +120,20 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
     scan = machine.seconds(0.0, machine.scan_traffic * size)
     remat = _recomputes(analyse(trace_loss(problem)[0].jaxpr, len(problem.leaves)).plan)
     too_large = limit is not None and size > limit
-    limit = min((x for x in (limit, machine.working_set) if x is not None), default=None)
-    units = n  # in microbatches that every device has an equal part of
-    while units > parts and limit is not None and units * held > limit * parts:
-        units = -(-units // (2 * parts)) * parts
-    # Less than all units at a time adds the sum up once for each microbatch.
-    book = per_unit + (0.0 if units == n else machine.seconds(0.0, 3.0 * size / units))
+    sizes = [n]  # microbatches that every device has an equal part of
+    while sizes[-1] > parts:
+        sizes.append(-(-sizes[-1] // (2 * parts)) * parts)
+    fitting = [u for u in sizes if limit is None or u * held <= limit * parts] or sizes[-1:]
+
+    def beyond(units: int) -> float:  # a unit's time beyond that of all at once
+        if units == n:
+            return machine.afresh(n * held / parts) / n
+        # Less than all add the sum up once for each microbatch, beside the sum so far.
+        adding = machine.seconds(0.0, 3.0 * size / units)
+        return machine.afresh(units * held / parts + 2.0 * size) / n + adding
+
+    units = min(fitting, key=beyond)
+    book = per_unit + beyond(units)
     numbers = (
         f"book-keeping costs {book * 1e6:.0f} us a unit over the non-private gradient and holds "
         f"{n / parts * held / 1e6:.1f} MB, a scan over units {scan * 1e6:.0f} us (estimates)"

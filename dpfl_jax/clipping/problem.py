@@ -149,6 +149,7 @@ class Problem:
         )
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Judgement:
     """What the rule decided for each unit; arrays as in ``BoundedSum``, ``keep`` bool [n]."""

@@ -527,10 +527,10 @@ def test_norms_are_compared_before_the_first_unit_whenever_that_comes(monkeypatc
 
     late = next(s for s in range(20) if (u := units(s))[0] == 0 and sum(u))
     train(late, "ghost")
-    norms, kept = leaves.squared_norm, leaves.kept_gradients
+    norms, formed = leaves.squared_norm, leaves.formed_gradients
     monkeypatch.setattr(leaves, "squared_norm", lambda *a, **k: 1e-4 * norms(*a, **k))
     monkeypatch.setattr(
-        leaves, "kept_gradients", lambda *a, **k: (lambda r: (r[0], 1e-4 * r[1]))(kept(*a, **k))
+        leaves, "formed_gradients", lambda *a, **k: (lambda r: (r[0], 1e-4 * r[1]))(formed(*a, **k))
     )
     with pytest.raises(SelfCheckError):
         train(late, "ghost")

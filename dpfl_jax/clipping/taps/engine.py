@@ -18,7 +18,7 @@ from dpfl_jax.clipping.cost import Machine
 from dpfl_jax.clipping.per_unit import squared_norms, weighted_sum
 from dpfl_jax.clipping.problem import Problem, Solution
 from dpfl_jax.clipping.result import axes_of, unit_where, vary
-from dpfl_jax.clipping.taps import leaves
+from dpfl_jax.clipping.taps import kept, leaves
 from dpfl_jax.clipping.taps.evaluate import Records, Tokens, evaluate
 from dpfl_jax.clipping.taps.factors import Pair, factorise, formed, merge, same_form
 from dpfl_jax.clipping.taps.trace import Analysis, Site, analyse
@@ -86,60 +86,52 @@ def solve_ghost(
         sites.setdefault(site.view.leaf, []).append(site)
 
     n = problem.num_units
-    squared: list[jax.Array] = []
-    rounded: list[jax.Array | None] = []
-    finish: list[Callable[[jax.Array, jax.Array], jax.Array]] = []
+    squared: dict[int, jax.Array] = {}
+    rounded: list[jax.Array | None] = [None] * len(problem.leaves)
+    finish: dict[int, Callable[[jax.Array, jax.Array], jax.Array]] = {}
+    formed: dict[int, list[Pair]] = {}
+    entries: dict[int, LeafReport] = {}
     for i, (name, leaf) in enumerate(zip(problem.names, problem.leaves)):
         shape, uses = tuple(leaf.shape), sites.get(i, [])
-        rounded.append(None)
         if i in analysis.copied:
-            squared.append(squared_norms([copies[i]])[0])
-            finish.append(functools.partial(weighted_sum, copies[i]))
-            entry = LeafReport(
-                name,
-                shape,
-                COPIES,
-                0,
-                analysis.copied[i],
-                machine.seconds(0.0, 12.0 * leaf.size),
-                4.0 * leaf.size,
-            )
+            squared[i] = squared_norms([copies[i]])[0]
+            finish[i] = functools.partial(weighted_sum, copies[i])
+            seconds = machine.seconds(0.0, 12.0 * leaf.size)
+            entry = LeafReport(name, shape, COPIES, 0, analysis.copied[i], seconds, 4.0 * leaf.size)
         elif not uses:
-            zero = jnp.zeros((n,), jnp.float32)
             axes = axes_of(jax.typeof(leaf))
-            squared.append(vary(zero, axes))
+            squared[i] = vary(jnp.zeros((n,), jnp.float32), axes)
             nothing = vary(jnp.zeros(shape, jnp.float32), axes)
-            finish.append(functools.partial(_nothing, nothing))
+            finish[i] = functools.partial(_nothing, nothing)
             entry = LeafReport(name, shape, "zero", 0, "the loss does not depend on it", 0.0, 0.0)
         else:
             pairs = _pairs(uses, records, gradients, lazy=problem.parts == 1)
             choice = leaves.choose(pairs, leaf.size, machine, force)
             if choice.method == "keep":
-                kept, norm = leaves.kept_gradients(pairs, shape, n, machine, problem.shards)
-                squared.append(norm)
-                finish.append(functools.partial(weighted_sum, kept))
+                formed[i] = pairs
             else:
-                squared.append(
-                    leaves.squared_norm(pairs, shape, choice.method, n, machine, problem.shards)
+                squared[i] = leaves.squared_norm(
+                    pairs, shape, choice.method, n, machine, problem.shards
                 )
-                rounded[-1] = leaves.rounding(pairs, machine)
-                finish.append(functools.partial(leaves.summed_gradient, pairs, shape))
+                rounded[i] = leaves.rounding(pairs, machine)
+                finish[i] = functools.partial(leaves.summed_gradient, pairs, shape)
+            seconds = choice.costs.get(choice.method, 0.0)
             entry = LeafReport(
-                name,
-                shape,
-                choice.method,
-                len(uses),
-                choice.reason,
-                choice.costs.get(choice.method, 0.0),
-                choice.recorded + (4.0 * leaf.size if choice.method == "keep" else 0.0),
+                name, shape, choice.method, len(uses), choice.reason, seconds, choice.recorded
             )
-        if report is not None:
-            report(entry)
+        entries[i] = entry
 
-    decided = problem.judge(squared, rounded)
-    sums = [f(w, decided.keep) for f, w in zip(finish, decided.weights)]
+    per_part = n // problem.shards
+    at_once = kept.units_at_once(list(formed.values()), per_part, machine)
+    if report is not None:
+        for i, entry in entries.items():
+            more = 4.0 * problem.leaves[i].size * at_once / per_part if i in formed else 0.0
+            report(dataclasses.replace(entry, recorded=entry.recorded + more))
+
+    decided, sums = kept.bounded(problem, squared, rounded, formed, at_once)
+    sums |= {i: f(decided.weights[i], decided.keep) for i, f in finish.items()}
     return Solution(
-        sums=sums,
+        sums=[sums[i] for i in range(len(problem.leaves))],
         norms=decided.norms,
         leaf_norms=decided.leaf_norms,
         weights=decided.reported,

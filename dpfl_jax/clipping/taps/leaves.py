@@ -4,8 +4,8 @@ Three methods, by cost; n units, K positions, factors of widths a and b, P = a*b
 
 * ``gram``: the norm from the K x K Gram matrices of both factors, 2 K^2 (a + b) operations;
 * ``direct``: form each unit's gradient in turn, keep its norm, drop it: 2 K a b operations;
-* ``keep``: form all units' gradients and keep them for the sum: no operation more than training
-  without privacy, n P floats of memory.
+* ``keep``: form each unit's gradient and keep it for the sum (``kept``): no operation more than
+  training without privacy, P floats of memory for each unit that is there at a time.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ def squared_norm(
         return _gram(pairs, machine)
 
     def one(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        parts = _gradients_of_uses([_units(p, i, shards) for p in pairs], leaf_shape)
+        parts = _gradients_of_uses([units_of(p, i, shards) for p in pairs], leaf_shape)
         whole = sum(parts[1:], start=parts[0])
         if len(parts) == 1:
             return (square := squared_norms([whole])[0]), 0.0 * square
@@ -373,57 +373,92 @@ def _reduced(pair: Pair) -> bool:
     return precision_of(pair.site) in (None, jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH)
 
 
-def kept_gradients(
-    pairs: Sequence[Pair],
-    leaf_shape: tuple[int, ...],
-    num_units: int,
-    machine: Machine,
-    shards: int = 1,
+def formed_gradients(
+    pairs: Sequence[Pair], leaf_shape: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
-    """Per-unit gradients and their squared norms.
+    """Per-unit gradients, for ``as_leaf`` to bring in order, and their squared norms; float32.
 
-    Windows are formed for a few units of each of the ``shards`` parts at a time.
+    A single use has its axes in the order in which a product forms them fastest.
     """
-    at_once = _at_once(pairs, num_units // shards, machine)
-    steps = num_units // shards // at_once
-
-    def some(i: jax.Array) -> jax.Array:
-        return unit_gradients([_units(p, i, shards, at_once) for p in pairs], leaf_shape)
-
-    if steps == 1:
-        gradients = unit_gradients(pairs, leaf_shape)
+    if not _as_formed(pairs):
+        gradients, scale = unit_gradients(pairs, leaf_shape), 1.0
     else:
-        found = jax.lax.map(some, jnp.arange(steps)).reshape(steps, shards, at_once, *leaf_shape)
-        gradients = found.swapaxes(0, 1).reshape(num_units, *leaf_shape)
-    return gradients, squared_norms([gradients])[0]
+        gradients, scale = _fastest(pairs[0]), pairs[0].scale
+    flat = gradients.reshape(len(gradients), -1)
+    squared = jnp.einsum("nk,nk->n", flat, flat, precision=jax.lax.Precision.HIGHEST)
+    return gradients, squared * (scale * scale)
 
 
-def _at_once(pairs: Sequence[Pair], units: int, machine: Machine) -> int:
-    """How many units' windows stay in a cache, as a divisor of ``units``."""
-    windows = [p.left for p in pairs if isinstance(p.left, Windows)]
-    held = sum(math.prod(w.shape) * w.bits / 8.0 / units for w in windows)
-    most = units if machine.cache is None else machine.cache / max(held, 1.0)
-    return max(k for k in range(1, units + 1) if units % k == 0 and k <= max(1.0, most))
+def as_leaf(pairs: Sequence[Pair], leaf_shape: tuple[int, ...], summed: jax.Array) -> jax.Array:
+    """A sum of what ``formed_gradients`` returns, as the leaf; float32."""
+    if not _as_formed(pairs):
+        return summed
+    (pair,) = pairs
+    ordered = _aligned(summed, _fast_order(pair), pair.coordinates)
+    return pair.site.view.to_leaf(ordered.reshape(pair.shape), leaf_shape)
 
 
-def _units(pair: Pair, i: jax.Array, shards: int, count: int = 1) -> Pair:
+def formed_bytes(pairs: Sequence[Pair], windows: bool = False) -> float:
+    """Of one unit's gradient, float32; with ``windows``, also of those it is formed from."""
+    total = 0.0
+    for p in pairs:
+        total += 4.0 * math.prod(p.shape)
+        if windows and isinstance(p.left, Windows):
+            total += math.prod(p.left.shape) * p.left.bits / 8.0 / _sizes(p)[UNIT]
+    return total
+
+
+def _as_formed(pairs: Sequence[Pair]) -> bool:
+    """Whether the entries of the view's gradient are those of the leaf's, up to a factor."""
+    single = len(pairs) == 1 and not isinstance(pairs[0].left, OneHot)
+    return single and pairs[0].site.view.faithful
+
+
+def _fast_order(pair: Pair) -> tuple[Label, ...]:
+    """Coordinates of both factors, of the narrower one, of the wider one.
+
+    What comes first is transposed before a product of matrices.
+    """
+    shared, sizes = _shared(pair), _sizes(pair)
+    sides = [
+        tuple(x for x in labels if x not in shared)
+        for labels in (_left_coordinates(pair), _right_coordinates(pair))
+    ]
+    sides.sort(key=lambda labels: math.prod(sizes[x] for x in labels))
+    return (*(x for x in pair.coordinates if x in shared), *sides[0], *sides[1])
+
+
+def _fastest(pair: Pair) -> jax.Array:
+    left, order = formed(pair.left), _fast_order(pair)
+    assert isinstance(left, Dense)
+    sides = [left, pair.right]  # of two, einsum puts the last one first
+    if order[-1:] and order[-1] in pair.right.labels:
+        sides.reverse()
+    return einsum(sides, (UNIT, *order), precision_of(pair.site))
+
+
+def units_of(pair: Pair, i: jax.Array, shards: int, count: int = 1) -> Pair:
     """The ``count`` units from ``i * count`` of each of the ``shards`` parts of the unit axis."""
 
-    def pick(array: jax.Array, labels: Sequence[Label]) -> jax.Array:
-        axis = tuple(labels).index(UNIT)
-        before, after = array.shape[:axis], array.shape[axis + 1 :]
-        rest = array.shape[axis] // (shards * count)
-        split = array.reshape(*before, shards, rest, count, *after)
-        part = jax.lax.dynamic_index_in_dim(split, i, axis + 1, keepdims=False)
-        return part.reshape(*before, shards * count, *after)
+    def of(array: jax.Array, labels: Sequence[Label]) -> jax.Array:
+        return pick(array, tuple(labels).index(UNIT), i, shards, count)
 
     left, right = pair.left, pair.right
-    right = Dense(pick(right.array, right.labels), right.labels)
+    right = Dense(of(right.array, right.labels), right.labels)
     if isinstance(left, OneHot):
-        left = dataclasses.replace(left, indices=pick(left.indices, left.labels))
+        left = dataclasses.replace(left, indices=of(left.indices, left.labels))
     else:
-        left = dataclasses.replace(left, array=pick(left.array, left.labels))
+        left = dataclasses.replace(left, array=of(left.array, left.labels))
     return dataclasses.replace(pair, left=left, right=right)
+
+
+def pick(array: jax.Array, axis: int, i: jax.Array, shards: int, count: int) -> jax.Array:
+    """Entries ``i * count`` and on, ``count`` of them, of each of the equal parts of an axis."""
+    before, after = array.shape[:axis], array.shape[axis + 1 :]
+    rest = array.shape[axis] // (shards * count)
+    split = array.reshape(*before, shards, rest, count, *after)
+    part = jax.lax.dynamic_index_in_dim(split, i, axis + 1, keepdims=False)
+    return part.reshape(*before, shards * count, *after)
 
 
 def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:

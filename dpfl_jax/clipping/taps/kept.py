@@ -1,0 +1,110 @@
+"""Gradients that are formed, bounded and added up a few units at a time.
+
+A unit's gradient that is formed for its norm is kept for the sum: no product is taken twice. Only
+those of a few units are there at a time, so that they take little memory and stay in a cache
+between their norm and the sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.clipping import accumulate
+from dpfl_jax.clipping.cost import Machine
+from dpfl_jax.clipping.per_unit import weighted_sum
+from dpfl_jax.clipping.problem import Judgement, Problem
+from dpfl_jax.clipping.result import vary, varying_axes
+from dpfl_jax.clipping.taps import leaves
+from dpfl_jax.clipping.taps.factors import Pair
+
+
+def units_at_once(uses: Sequence[Sequence[Pair]], units: int, machine: Machine) -> int:
+    """How many units' gradients are there at a time, a divisor of ``units``.
+
+    Args:
+      uses: the uses of each parameter whose gradients are formed.
+      units: of one part of the unit axis.
+      machine: whose cache should hold what is formed.
+    """
+    if machine.cache is None or not uses:
+        return units
+    gradients = sum(leaves.formed_bytes(pairs) for pairs in uses)
+    most = machine.cache / max(1.0, *(leaves.formed_bytes(p, windows=True) for p in uses))
+    if gradients > machine.cache:  # then they leave it anyway, and sums are best added up seldom
+        most = max(most, (machine.working_set or gradients) / (2.0 * gradients))
+    return max(k for k in range(1, units + 1) if units % k == 0 and k <= max(1.0, most))
+
+
+def bounded(
+    problem: Problem,
+    squared: Mapping[int, jax.Array],
+    rounded: Sequence[jax.Array | None],
+    formed: Mapping[int, Sequence[Pair]],
+    at_once: int,
+) -> tuple[Judgement, dict[int, jax.Array]]:
+    """Judges all units, and sums the weighted gradients that are formed.
+
+    Args:
+      problem: its units are those of ``formed``.
+      squared: for each leaf whose gradients are not formed, their squared norms [n].
+      rounded: as ``Problem.judge`` takes it.
+      formed: the uses of the other leaves.
+      at_once: units of each part of the unit axis at a time.
+
+    Returns:
+      The judgement, and for each leaf of ``formed`` the sum, float32 of the leaf's shape.
+    """
+    n, shards = problem.num_units, problem.shards
+    steps = n // (shards * at_once)
+    shapes = {k: tuple(problem.leaves[k].shape) for k in formed}
+
+    def some(i: jax.Array | None) -> tuple[Judgement, dict[int, jax.Array]]:
+        def pick(x: jax.Array) -> jax.Array:
+            return x if i is None else leaves.pick(x, 0, i, shards, at_once)
+
+        gradients, squares = {}, {k: pick(x) for k, x in squared.items()}
+        for k, pairs in formed.items():
+            if i is not None:
+                pairs = [leaves.units_of(p, i, shards, at_once) for p in pairs]
+            gradients[k], squares[k] = leaves.formed_gradients(pairs, shapes[k])
+        mine = dataclasses.replace(
+            problem,
+            real=pick(problem.real),
+            group=None if problem.group is None else pick(problem.group),
+        )
+        extra = [None if x is None else pick(x) for x in rounded]
+        decided = mine.judge([squares[k] for k in sorted(squares)], extra)
+        return decided, {
+            k: weighted_sum(g, decided.weights[k], decided.keep) for k, g in gradients.items()
+        }
+
+    if steps == 1:
+        decided, sums = some(None)
+    else:
+        like = jax.eval_shape(lambda: some(jnp.zeros((), jnp.int32))[1])
+        axes = varying_axes(problem.leaves, problem.real, dict(squared))
+        zeros = vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), axes)
+        errors = accumulate.start(zeros, accumulate.needs_compensation(n, steps))
+
+        def body(carry: Any, i: jax.Array) -> tuple[Any, Judgement]:
+            decided, more = some(i)
+            sums, errors = carry
+            return accumulate.add(sums, errors, more), decided
+
+        total, parts = jax.lax.scan(body, (zeros, errors), jnp.arange(steps))
+        sums = accumulate.finish(*total)
+        decided = jax.tree.map(functools.partial(_in_order, shards=shards), parts)
+    return decided, {k: leaves.as_leaf(formed[k], shapes[k], x) for k, x in sums.items()}
+
+
+def _in_order(parts: jax.Array, shards: int) -> jax.Array:
+    """[steps, shards * units at once, ...] as [n, ...]."""
+    steps, count = parts.shape[:2]
+    split = parts.reshape(steps, shards, count // shards, *parts.shape[2:]).swapaxes(0, 1)
+    return split.reshape(steps * count, *parts.shape[2:])
