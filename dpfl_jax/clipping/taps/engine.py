@@ -113,7 +113,7 @@ def solve_ghost(
             entry = LeafReport(name, shape, "zero", 0, "the loss does not depend on it", 0.0, 0.0)
         else:
             pairs = _pairs(uses, records, gradients, lazy=problem.parts == 1)
-            choice = leaves.choose(pairs, leaf.size, machine, force)
+            choice = leaves.choose(pairs, leaf.size, machine, force, problem.rule.apart)
             if choice.method == "keep":
                 kept, norm = leaves.kept_gradients(pairs, shape, n, machine, problem.shards)
                 squared.append(norm)
@@ -137,7 +137,7 @@ def solve_ghost(
             report(entry)
 
     decided = problem.judge(squared, rounded)
-    sums = [f(w, decided.keep) for f, w in zip(finish, decided.weights)]
+    sums = [f(*x) for f, *x in zip(finish, decided.weights, decided.keeps)]
     return Solution(
         sums=sums,
         norms=decided.norms,
