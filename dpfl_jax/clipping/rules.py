@@ -320,7 +320,7 @@ class PerLayer(Rule):
     """Clips every parameter leaf apart, each to C / sqrt(number of leaves) (McMahan et al. 2018).
 
     No leaf waits for the norms of the others: gradients that are formed for their norms are summed
-    at once, and nothing is computed twice.
+    at once, where that is estimated to be faster than other ways to the norm.
 
     Attributes:
       clip_norm: C > 0, the norm of the whole contribution.

@@ -94,8 +94,8 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
       clipping: ``"standard"`` (min(1, C/n) times the gradient; contribution at most C),
         ``"normalized"`` (min(1/C, 1/n); at most 1, so that the learning rate does not scale with
         C; De et al. 2022), or ``"per_layer"`` (each parameter's gradient apart, to C over the root
-        of their number; McMahan et al. 2018: no product more than without privacy, and more of
-        the gradient is lost for the same noise).
+        of their number; McMahan et al. 2018: faster where gradients are formed for their norms,
+        and more of the gradient is lost for the same noise).
       noise_multiplier: sigma; the noise on the sum has stddev sigma times the largest
         contribution. None until calibrated.
       noise: ``"exact"`` (drawn and added in integers: low bits tell nothing of the sum), or
