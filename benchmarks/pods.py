@@ -95,6 +95,7 @@ class Job:
     count_only: bool
     remat: str
     attention: str
+    clipping: str
 
     @property
     def config(self) -> dict[str, Any]:
@@ -119,7 +120,7 @@ class Job:
             "mechanism": {
                 "kind": self.unit,
                 "noise_multiplier": 1.0,
-                "clipping": "normalized",
+                "clipping": self.clipping,
                 "group_size": self.group_size,
                 **size,
             },
@@ -151,6 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--microbatch", type=int, default=1, help="units a device (default 1)")
     parser.add_argument("--strategy", default="auto", help="as execution.strategy")
     parser.add_argument("--attention", default="auto", help="as execution.attention")
+    parser.add_argument("--clipping", default="normalized", help="as mechanism.clipping")
     parser.add_argument(
         "--remat", default="light", help="as model.overrides.remat: full for long sequences"
     )
@@ -216,6 +218,7 @@ def _jobs(args: argparse.Namespace) -> Iterator[Job]:
             args.count_only,
             args.remat,
             args.attention,
+            args.clipping,
         )
         if unit == "uls":
             way = _way(job, args.fsdp) if args.users == "auto" else args.users
@@ -331,6 +334,8 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
         trains = row["trains"]
         if row.get("asked_strategy", "auto") != "auto":
             trains += f", {row['asked_strategy']}"
+        if row.get("clipping") == "per_layer":
+            trains += ", per layer"
         if row.get("examples_at_once"):
             trains += f", {row['examples_at_once']} at once"
         if row.get("split_users"):

@@ -21,10 +21,10 @@ def count_flops(function: Callable[..., Any], *args: Any, loop_length: int = 1) 
       *args: arrays or shapes.
       loop_length: iterations assumed of loops whose length is not known before they run.
     """
-    return _jaxpr_flops(jax.make_jaxpr(function)(*args).jaxpr, loop_length)
+    return jaxpr_flops(jax.make_jaxpr(function)(*args).jaxpr, loop_length)
 
 
-def _jaxpr_flops(jaxpr: Any, loop_length: int) -> float:
+def jaxpr_flops(jaxpr: Any, loop_length: int) -> float:
     total = 0.0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -39,9 +39,7 @@ def _jaxpr_flops(jaxpr: Any, loop_length: int) -> float:
             total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * per_output
         else:
             times = {"scan": eqn.params.get("length", 1), "while": loop_length}.get(name, 1)
-            parts = [
-                _jaxpr_flops(inner, loop_length) for inner in inner_jaxprs(eqn.params.values())
-            ]
+            parts = [jaxpr_flops(inner, loop_length) for inner in inner_jaxprs(eqn.params.values())]
             if name == "cond":
                 total += max(parts, default=0.0)
             else:

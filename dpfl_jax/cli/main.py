@@ -23,6 +23,7 @@ from dpfl_jax.errors import BadInputError, StoppedError, too_little_memory
 COMMANDS = {
     "init": "write a configuration to start from",
     "train": "train a model privately (or resume a run)",
+    "finetune": "fine-tune a language model on texts of people, all in one",
     "account": "what a mechanism guarantees, or the noise a guarantee needs",
     "verify": "hold the guarantee of a run to what it says",
     "audit": "attack a mechanism, and compare what that proves with what is claimed",

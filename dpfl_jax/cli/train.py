@@ -76,12 +76,31 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
     console = RunConsole(stderr=args.json)
     config = load_config(args.config, args.overrides)
+    return train_or_price(config, args.run_dir, args.dry_run, console)
+
+
+def train_or_price(
+    config: Any, run_dir: Any, dry_run: bool, console: RunConsole
+) -> dict[str, Any] | None:
+    """Trains in ``run_dir`` (None: a new one), or says what that would do and cost."""
     with console.alive():
-        if args.dry_run:
+        if dry_run:
             price = _system(config).dry_run(config, console)
+            if flops := price.get("training_flops"):
+                price |= {"chip_hours": _chip_hours(flops)}
             _print_price(console, price)
             return price
-        return _train(config, args.run_dir or _new_run_dir(config.name), console)
+        return _train(config, run_dir or _new_run_dir(config.name), console)
+
+
+def _chip_hours(flops: float) -> dict[str, float]:
+    """Of chips that many have, at the share of their peak that ``planning.bill`` assumes."""
+    from dpfl_jax.planning.bill import Chip
+
+    return {
+        name: float(f"{Chip.named(name).bill(flops)['chip_hours']:.2g}")
+        for name in ("v5e", "v5p", "h100")
+    }
 
 
 def _system(config: Any) -> Any:

@@ -41,7 +41,7 @@ def solve_vmap(problem: Problem) -> Solution:
     """Per-unit gradients all at once; memory n x parameters."""
     (losses, aux), gradients = problem.every_gradient()
     decided = problem.judge(squared_norms(gradients))
-    sums = [weighted_sum(g, w, decided.keep) for g, w in zip(gradients, decided.weights)]
+    sums = [weighted_sum(*x) for x in zip(gradients, decided.weights, decided.keeps)]
     return Solution(
         sums=sums,
         norms=decided.norms,

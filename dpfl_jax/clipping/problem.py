@@ -137,14 +137,19 @@ class Problem:
         # proof: clip-2
         finite = jnp.isfinite(sum(bounds, start=total))
         keep = self.real & finite
-        safe = [unit_where(keep, s) for s in bounds]
+        keeps = [keep] * len(bounds)
+        if self.rule.apart:
+            keeps = [self.real & jnp.isfinite(s) for s in bounds]
+        safe = [unit_where(k, s) for k, s in zip(keeps, bounds)]
         reported, weights = self.rule.leaf_weights(safe, self.names, self.group)
+        weights = [unit_where(k, w.astype(jnp.float32)) for k, w in zip(keeps, weights)]
+        reported = unit_where(keep, reported.astype(jnp.float32))
         return Judgement(
             norms=jnp.sqrt(unit_where(keep, total)),
-            leaf_norms=[jnp.sqrt(unit_where(keep, s)) for s in squared],
-            reported=unit_where(keep, reported.astype(jnp.float32)),
-            weights=[unit_where(keep, w.astype(jnp.float32)) for w in weights],
-            keep=keep,
+            leaf_norms=[jnp.sqrt(unit_where(k, s)) for k, s in zip(keeps, squared)],
+            reported=jnp.stack(weights, axis=1) if self.rule.apart else reported,
+            weights=weights,
+            keeps=keeps,
             nonfinite=self.real & ~finite,
         )
 
@@ -152,13 +157,13 @@ class Problem:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """What the rule decided for each unit; arrays as in ``BoundedSum``, ``keep`` bool [n]."""
+    """What the rule decided for each unit; arrays as in ``BoundedSum``, ``keeps`` bool [n] each."""
 
     norms: jax.Array
     leaf_norms: list[jax.Array]
     reported: jax.Array
     weights: list[jax.Array]
-    keep: jax.Array
+    keeps: list[jax.Array]
     nonfinite: jax.Array
 
 

@@ -26,7 +26,8 @@ class BoundedSum:
         groups of parameters apart; 0 for padding and non-finite units.
       losses: float32 [n]; 0 for padding.
       nonfinite: bool [n]; the unit's gradient held a NaN or an infinity (or its squared norm
-        overflows float32): it was replaced by zero.
+        overflows float32): it was replaced by zero; where parameters are clipped apart (PerLayer),
+        what is not finite was.
       aux: what the loss returned beside its value, stacked [n, ...]; None without ``has_aux``.
       leaf_norms: like the parameters, float32 [n]: the norms of each parameter's gradients alone;
         None where a parameter is not trainable.

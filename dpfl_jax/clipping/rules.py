@@ -11,7 +11,7 @@ import fnmatch
 import glob
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,13 @@ def _trusted(weights: jax.Array, *values: jax.Array | float) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What all rules share: the weights of one norm per unit, the same for every parameter."""
+    """What all rules share: the weights of one norm per unit, the same for every parameter.
+
+    Attributes:
+      apart: whether what a leaf is multiplied by follows from its own norm alone.
+    """
+
+    apart: ClassVar[bool] = False
 
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
         """Returns what each unit's gradient is multiplied by.
@@ -311,13 +317,18 @@ class PerGroup(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class PerLayer(Rule):
-    """Clips every parameter leaf apart, each to C / sqrt(number of leaves).
+    """Clips every parameter leaf apart, each to C / sqrt(number of leaves) (McMahan et al. 2018).
+
+    No leaf waits for the norms of the others: gradients that are formed for their norms are summed
+    at once, where that is estimated to be faster than other ways to the norm.
 
     Attributes:
       clip_norm: C > 0, the norm of the whole contribution.
     """
 
     clip_norm: float
+
+    apart: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -332,6 +343,7 @@ class PerLayer(Rule):
     ) -> tuple[jax.Array, list[jax.Array]]:
         """See ``Rule.leaf_weights``."""
         del names, group
+        # proof: clip-4
         share = Standard(self.clip_norm / math.sqrt(len(squared)))
         columns = [share.weights(jnp.sqrt(s)) for s in squared]
         return jnp.stack(columns, axis=1), columns

@@ -44,7 +44,7 @@ class Execution(Section):
         ...), instead of padding them to the group size: less work, a longer compilation.
       packing: lay short sequences of a unit one behind the other into rows of at most so many
         shapes, each seeing itself alone, instead of filling each up to ``data.seq_len``; 0: no. Few
-        places are then without a token (8 shapes: one in four, 12: one in six), and compilation
+        places are then without a token (8 shapes: one in four, 16: one in six), and compilation
         takes as often as long. The shapes follow from the lengths of the sequences, about which
         step times and memory then tell.
       examples_at_once: examples of a user (ULS) that a device processes at once; the gradients of

@@ -54,6 +54,23 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         raise BadInputError(f"{file} is not valid YAML: {where}") from None
     if not isinstance(raw, dict):
         raise BadInputError(f"{file} must hold a YAML mapping of sections, such as `train:`")
+    return make_config(raw, overrides, file)
+
+
+def make_config(
+    raw: dict[str, Any], overrides: Iterable[str], file: str | os.PathLike[str]
+) -> AnyConfig:
+    """``load_config`` of what a file holds, or is going to hold.
+
+    Args:
+      raw: its sections; overrides are written into it.
+      overrides: as of ``load_config``.
+      file: where it lies.
+
+    Raises:
+      BadInputError: as of ``load_config``.
+    """
+    file = pathlib.Path(file)
     for override in overrides:
         _apply_override(raw, override)
     return validate_config(_with_full_ledger(_expand(raw, str(file)), file), str(file))

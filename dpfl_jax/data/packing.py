@@ -23,6 +23,7 @@ from dpfl_jax.sampling import Draw
 LOOKED_AT = 1024  # units whose lengths the shapes are chosen by
 _WORTH = 0.01  # of all tokens, which another shape must save
 _SHORTEST = 16  # tokens of a row
+_ROWS_OF_EACH = 4  # that a step fills of a shape, at least: the last is half empty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,13 +131,22 @@ def choose_shapes(
                 costs.append(np.where(needed <= rows, float(rows * length), np.inf))
     table, chosen = np.stack(costs), [0]
 
+    def coming(which: list[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Which part of the units comes in each, and how many of them are computed at once.
+
+        No more than a quarter of those of a step, so that few are missing from the last.
+        """
+        shares = np.bincount(table[which].argmin(axis=0), minlength=len(which)) / len(lengths)
+        few = (units * shares / _ROWS_OF_EACH).astype(int) // parts * parts
+        most = [candidates[c].units for c in which]
+        return shares, np.minimum(most, np.maximum(few, parts))
+
     def total(which: list[int]) -> float:
         """Tokens of a step: of its units, and of what is missing from last rows."""
-        best = table[which].argmin(axis=0)
-        shares = np.bincount(best, minlength=len(which)) / len(lengths)
+        shares, at_once = coming(which)
         sizes = np.array([candidates[c].tokens for c in which])
-        missing = np.array([candidates[c].units - 1 for c in which]) / 2
-        return float((sizes * units * shares + np.minimum(missing, units * shares) * sizes).sum())
+        missing = np.minimum((at_once - 1) / 2, units * shares)
+        return float((sizes * (units * shares + missing)).sum())
 
     while len(chosen) < most_shapes:
         best = min(range(len(candidates)), key=lambda c: total([*chosen, c]))
@@ -147,8 +157,12 @@ def choose_shapes(
     used = set(table[chosen].argmin(axis=0))
     chosen = [c for i, c in enumerate(chosen) if i in used or c == 0]
     chosen.sort(key=lambda c: (c == 0, candidates[c].tokens))
-    shares = np.bincount(table[chosen].argmin(axis=0), minlength=len(chosen)) / len(lengths)
-    return tuple(candidates[c] for c in chosen), tuple(float(share) for share in shares)
+    shares, at_once = coming(chosen)
+    shapes = zip((candidates[c] for c in chosen), at_once)
+    return (
+        tuple(dataclasses.replace(shape, units=int(n)) for shape, n in shapes),
+        tuple(float(share) for share in shares),
+    )
 
 
 def split_by_shape(draw: Draw, lengths: np.ndarray, shapes: Sequence[Shape]) -> list[Draw]:

@@ -366,6 +366,12 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
             "canaries are users with records of their own, but records of the data have several "
             "owners: remove the section audit; dpfl audit --simulate attacks the mechanism"
         )
+    if mechanism.rule.apart:
+        raise BadInputError(
+            "mechanism.clipping=per_layer gives each parameter a share of the clip norm, and a "
+            "canary's coordinate would be one more: remove the section audit, or use standard or "
+            "normalized; dpfl audit --simulate attacks the mechanism"
+        )
     if mechanism.noise_multiplier == 0:
         raise BadInputError(
             "mechanism.noise_multiplier is 0, which guarantees nothing: there is nothing to audit; "

@@ -9,7 +9,8 @@ import yaml
 from runs import final_state
 from safetensors.numpy import load_file
 
-from dpfl_jax.cli.main import main
+from dpfl_jax.cli import finetune
+from dpfl_jax.cli.main import build_parser, main
 from dpfl_jax.config import load_config
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import load_dataset
@@ -380,3 +381,59 @@ def test_only_finished_runs_are_exported_and_sampled(tmp_path, capsys):
     assert "is not a run directory" in refused(capsys, "export", tmp_path, tmp_path / "out")
     (tmp_path / "config.yaml").write_text("{}")
     assert "is not finished" in refused(capsys, "sample", tmp_path, "--prompt", "a")
+
+
+def test_one_command_makes_the_usual_choices_and_writes_nothing_when_asked_what_it_would_do(
+    workspace, capsys, tmp_path
+):
+    out = tmp_path / "out"
+    price, told = dpfl(
+        capsys, "finetune", workspace / "base", workspace / "posts.jsonl", "--dry-run",
+        "--epsilon", "4", "--out", out, "mechanism.cohort_size=16",
+    )  # fmt: skip
+    made = yaml.safe_load(told[: told.index("reading data")])
+    assert made["privacy"] == {"epsilon": 4.0}
+    assert made["mechanism"]["kind"] == "uls"
+    assert made["mechanism"]["cohort_size"] == 16
+    assert made["model"]["lora"]["rank"] == 16
+    assert made["execution"]["packing"] == 8
+    assert made["data"]["seq_len"] == LLAMA.max_seq_len
+    assert price["privacy"]["epsilon"] <= 4.0
+    assert price["trained_parameters"] < price["parameters"]
+    # 6 floating-point operations take 1 / (6 x 0.4 x peak) of an hour's 3,600 seconds each.
+    assert price["chip_hours"]["v5e"] == pytest.approx(
+        price["training_flops"] / (0.4 * 197e12) / 3600, rel=0.06
+    )
+    assert not out.exists()
+
+
+def test_the_usual_choices_of_other_data_and_of_all_parameters(workspace, tmp_path):
+    def made(*arguments):
+        args = build_parser("finetune").parse_args(
+            ["finetune", str(workspace / "base"), *map(str, arguments)]
+        )
+        return finetune.configuration(args)
+
+    pairs = made("pairs.jsonl", "--chosen-column", "good", "--rejected-column", "bad", "--full")
+    assert pairs["model"]["dpo"] == {"beta": 0.1}
+    assert pairs["execution"]["packing"] == 0
+    assert "lora" not in pairs["model"]
+    (tmp_path / "manifest.json").write_text("{}")
+    store = made(tmp_path)
+    assert store["data"]["source"] == "store"
+    assert "seq_len" not in store["data"]
+    assert made("hf:org/name/x.parquet")["data"]["source"] == "huggingface"
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_one_command_trains_and_exports_and_never_over_another_run(workspace, capsys, tmp_path):
+    arguments = ["finetune", workspace / "base", workspace / "posts.jsonl", "--steps", "2"]
+    arguments += ["--out", tmp_path / "out", "mechanism.cohort_size=16", "execution.packing=2"]
+    report, _ = dpfl(capsys, *arguments)
+    assert report["status"] == "finished"
+    assert report["privacy"]["epsilon"] <= 8.0
+    opened(tmp_path / "out" / "model")
+    guarantee = json.loads((tmp_path / "out" / "model" / "guarantee.json").read_text())
+    assert guarantee == json.loads((tmp_path / "out" / "run" / "guarantee.json").read_text())
+    assert "is of another run" in refused(capsys, *arguments, "mechanism.group_size=2")

@@ -113,6 +113,62 @@ def test_per_layer_bounds_every_leaf(strategy):
     np.testing.assert_allclose(norms, 0.1 / math.sqrt(3), rtol=1e-5)
 
 
+@pytest.mark.privacy
+@pytest.mark.parametrize("strategy", ["vmap", "scan", "ghost"])
+@pytest.mark.parametrize("method", ["gram", "direct", "keep"])
+def test_per_layer_moves_by_at_most_c_whatever_one_unit_holds(strategy, method):
+    """A unit leaves, and its data change: no layer moves by more than its share, NaN or not."""
+    params, x = two_layer_setup()
+    how = {"norm_method": method} if strategy == "ghost" else {}
+    bounded = bounded_grad(two_layers, rule=PerLayer(0.5), strategy=strategy, **how)
+
+    def summed(batch, mask):
+        return bounded(params, batch, mask=mask).sum
+
+    without = summed(x, jnp.arange(len(x)) != 1)
+    for value in (x[1], 1e3 * x[1], jnp.nan * x[1], 1e25 * x[1]):
+        changed = x.at[1].set(value)
+        moved = jax.tree.map(jnp.subtract, summed(changed, jnp.ones(len(x))), without)
+        sizes = np.array([float(jnp.linalg.norm(v)) for v in jax.tree.leaves(moved)])
+        assert (sizes <= 0.5 / math.sqrt(3) * (1 + 1e-5)).all()
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("strategy", ["vmap", "ghost"])
+def test_per_layer_drops_the_layers_that_are_not_finite_and_no_others(strategy):
+    params = {"bad": jnp.ones(3), "good": jnp.ones(3)}
+
+    def loss(p, e):
+        # The root's slope at zero is infinite; the loss itself is finite.
+        return jnp.sqrt(jnp.abs(p["bad"] @ e["bad"])) + p["good"] @ e["good"]
+
+    batch = {"bad": jnp.zeros((1, 3)), "good": jnp.full((1, 3), 7.0)}
+    got = bounded_grad(loss, rule=PerLayer(1.0), strategy=strategy)(params, batch)
+    assert bool(got.nonfinite[0])
+    np.testing.assert_array_equal(got.sum["bad"], 0.0)
+    np.testing.assert_allclose(jnp.linalg.norm(got.sum["good"]), 1 / math.sqrt(2), rtol=1e-6)
+    np.testing.assert_allclose(got.weights, [[0.0, 1 / math.sqrt(2) / np.linalg.norm([7] * 3)]])
+
+
+def test_per_layer_computes_nothing_twice():
+    """Gradients that are formed for their norms are summed at once, also where they are large."""
+    kernel = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)  # 64 MiB; what meets it takes 47
+    params = {"a": kernel, "b": kernel}
+    batch = jax.ShapeDtypeStruct((4, 3000, 4096), jnp.bfloat16)
+
+    def loss(p, x):
+        return jnp.sum(jnp.tanh(x @ p["a"].astype(x.dtype)) @ p["b"].astype(x.dtype))
+
+    def methods(rule):
+        made = bounded_grad(loss, rule=rule, strategy="ghost", platform="tpu")
+        found = []
+        jax.eval_shape(lambda p, x: found.append(made.explain(p, x)), params, batch)
+        return {leaf.method for leaf in found[0].leaves}
+
+    assert methods(Standard(1.0)) == {"direct"}
+    assert methods(PerLayer(1.0)) == {"keep"}
+
+
 def test_rules_refuse_nonsense():
     for bad in (0.0, -1.0, math.inf, math.nan):
         for rule in (Standard, Normalized, Automatic, GroupAverage, PerLayer):

@@ -127,6 +127,17 @@ def test_steps_hold_what_was_drawn_and_little_else(mechanism, median):
     assert real / places > 1.5 * real / whole
 
 
+def test_a_step_fills_several_rows_of_each_shape():
+    """So that few units are missing from the last: of 200 a step at most a quarter a row."""
+    store = heavy_tailed(users=300)
+    for parts in (1, 4):
+        shapes, shares = choose_shapes(store, None, 200.0, 16, parts)
+        assert len(shapes) > 1
+        for shape, share in zip(shapes, shares, strict=True):
+            assert shape.units % parts == 0
+            assert parts <= shape.units <= max(parts, 200 * share / 4)
+
+
 def test_a_unit_is_in_the_cheapest_shape_that_holds_it():
     store = heavy_tailed(users=3)
     sampler = ULS(group_size=12, cohort_size=3, clip_norm=1.0, noise_multiplier=1.0).sampler(

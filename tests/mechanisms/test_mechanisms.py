@@ -69,6 +69,7 @@ def test_calibration_meets_the_target_from_below(mechanism):
 def test_noise_follows_the_rule_s_sensitivity():
     standard = ULS(group_size=1, cohort_size=2, clip_norm=0.3, noise_multiplier=2.0)
     assert standard.noise_stddev == pytest.approx(0.6)
+    assert dataclasses.replace(standard, clipping="per_layer").noise_stddev == standard.noise_stddev
     normalized = dataclasses.replace(standard, clipping="normalized")
     assert normalized.noise_stddev == pytest.approx(2.0)
 

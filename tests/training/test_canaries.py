@@ -228,6 +228,9 @@ def test_what_canaries_do_not_fit_is_said():
     audit = dpfl.AuditConfig()
     with pytest.raises(BadInputError, match="sampling_prob"):
         check_fit(NonPrivate(batch_size=3), people(), audit)
+    layered = ULS(group_size=2, cohort_size=30, clipping="per_layer", noise_multiplier=1.0)
+    with pytest.raises(BadInputError, match="one more: remove the section audit"):
+        check_fit(layered, people(), audit)
     with pytest.raises(BadInputError, match="language models"):
         check_fit(KINDS["uls"], people(), dpfl.AuditConfig(texts=100))
     with pytest.raises(ValueError, match="prove nothing"):

@@ -106,7 +106,7 @@ def solve_ghost(
             entry = LeafReport(name, shape, "zero", 0, "the loss does not depend on it", 0.0, 0.0)
         else:
             pairs = _pairs(uses, records, gradients, lazy=problem.parts == 1)
-            choice = leaves.choose(pairs, leaf.size, machine, force)
+            choice = leaves.choose(pairs, leaf.size, machine, force, problem.rule.apart)
             if choice.method == "keep":
                 formed[i] = pairs
             else:
@@ -129,7 +129,7 @@ def solve_ghost(
             report(dataclasses.replace(entry, recorded=entry.recorded + more))
 
     decided, sums = kept.bounded(problem, squared, rounded, formed, at_once)
-    sums |= {i: f(decided.weights[i], decided.keep) for i, f in finish.items()}
+    sums |= {i: f(decided.weights[i], decided.keeps[i]) for i, f in finish.items()}
     return Solution(
         sums=[sums[i] for i in range(len(problem.leaves))],
         norms=decided.norms,

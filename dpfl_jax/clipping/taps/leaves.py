@@ -52,6 +52,9 @@ _ABSORBED = 16 * float(jnp.finfo(jnp.float32).eps)
 # Inner products of vectors smaller than this lose their squares to underflow, while their product
 # with the other factor may be of any size: such positions are counted by an upper bound.
 _UNDERFLOW = 1e-15
+# Gradients that are summed at once go before those of the next leaf are formed: what the taps have
+# recorded for the other leaves, which is held meanwhile, is at least about as much more.
+_WHILE_OTHERS_WAIT = 4.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +128,9 @@ def _comparable(p: Pair, q: Pair) -> bool:
     )
 
 
-def choose(pairs: Sequence[Pair], size: int, machine: Machine, force: str | None) -> Choice:
+def choose(
+    pairs: Sequence[Pair], size: int, machine: Machine, force: str | None, apart: bool = False
+) -> Choice:
     """Picks the cheapest way to the norm of one leaf.
 
     Args:
@@ -133,6 +138,7 @@ def choose(pairs: Sequence[Pair], size: int, machine: Machine, force: str | None
       size: entries of the leaf.
       machine: speeds.
       force: a method to take if it is possible.
+      apart: whether the leaf's sum waits for no other leaf's norm.
     """
     counted = []
     for p in pairs:
@@ -159,7 +165,7 @@ def choose(pairs: Sequence[Pair], size: int, machine: Machine, force: str | None
         if isinstance(p.left, Windows) and machine.cache is not None:
             data = p.left.array.nbytes / _sizes(p)[UNIT]  # formed for a few units at a time
         unformed += data + back
-    if kept <= machine.keep_factor * recorded:
+    if kept <= machine.keep_factor * recorded * (_WHILE_OTHERS_WAIT if apart else 1.0):
         costs["keep"] = machine.seconds(0.0, 3.0 * kept)
     if force is not None and (force in costs or force == "keep"):
         held = recorded if force == "gram" else unformed

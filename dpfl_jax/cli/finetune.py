@@ -1,0 +1,158 @@
+"""``dpfl finetune``: a checkpoint and people's texts in, a model with a guarantee out."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+from typing import Any
+
+import yaml
+
+from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.errors import BadInputError
+
+DESCRIPTION = """\
+Fine-tune a language model on texts of people, with a guarantee for each of them. Writes a
+configuration with the usual choices, prints it, trains, and exports:
+
+  OUT/config.yaml   the configuration, for `dpfl train` once you want to change more
+  OUT/run/          the run, as `dpfl train` leaves it; the same command resumes it
+  OUT/model/        the model, for `transformers`, with guarantee.json
+
+CHECKPOINT is a folder in the Hugging Face layout, hf:org/name of the local cache, or
+bundled:quickstart. DATA is a JSONL, CSV, TSV or Parquet file (or a pattern), hf:org/name/FILES, or
+a store of `dpfl data build`. Every row belongs to the person in --user-column.
+
+Usual choices: user-level sampling (ULS), epsilon 8 for each person; adapters of rank 16 on the
+attention's projections, the rest frozen in bfloat16 (float32 on a CPU); short texts packed into
+shared rows; Adam; one person in twenty held out. Any key of the configuration can be given, too.
+
+examples:
+  dpfl finetune checkpoints/llama posts.jsonl --user-column author --dry-run
+  dpfl finetune checkpoints/llama posts.jsonl --user-column author --out finetuned
+  dpfl finetune hf:org/name chats.jsonl --messages-column messages --epsilon 4
+  dpfl finetune checkpoints/gpt2 stores/posts --full execution.mesh.fsdp=8 mechanism.cohort_size=512
+
+exit status: 0 done; 2 bad input (one sentence on stderr); 1 anything else, interruption included.
+"""
+SEQ_LEN = 512  # tokens of an example, where the model reads that many
+SHAPES = 8  # of packed rows
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments."""
+    from dpfl_jax.data.sections import CONVERSATION
+
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="the model to start from")
+    parser.add_argument("data", metavar="DATA", help="texts, and whose they are")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="any key of the configuration"
+    )
+    parser.add_argument("--user-column", default="user", help="who a row belongs to (default user)")
+    for kind in ("text", *CONVERSATION):
+        default = " (default text)" if kind == "text" else ""
+        parser.add_argument(f"--{kind}-column", help=f"as data.{kind}_column{default}")
+    parser.add_argument("--epsilon", type=float, default=8.0, help="for each person (default 8)")
+    parser.add_argument("--steps", type=int, default=300, help="default 300")
+    parser.add_argument("--full", action="store_true", help="train all parameters, no adapters")
+    parser.add_argument("--out", default="finetuned", metavar="OUT", help="default finetuned")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print and price the configuration; train nothing"
+    )
+    add_json_flag(parser)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Makes the configuration, trains and exports."""
+    from dpfl_jax.cli.train import train_or_price
+    from dpfl_jax.config.load import make_config
+    from dpfl_jax.run import processes
+    from dpfl_jax.run.progress import RunConsole
+    from dpfl_jax.training.export import export
+
+    out = pathlib.Path(args.out)
+    raw = configuration(args)
+    config = make_config(raw, args.overrides, out / "config.yaml")  # `raw` has the overrides now
+    text = yaml.safe_dump(raw, sort_keys=False)
+    console = RunConsole(stderr=args.json)
+    if processes.is_primary():
+        console.print(text, highlight=False, soft_wrap=True, markup=False)
+        if not args.dry_run:
+            _write(out / "config.yaml", text)
+    report = train_or_price(config, out / "run", args.dry_run, console)
+    if report is None or args.dry_run:
+        return report
+    made = export(out / "run", out / "model")
+    console.print(f"the model is in {out / 'model'}, what holds for it in guarantee.json beside it")
+    return report | {"model": str(made["out"])}
+
+
+def configuration(args: argparse.Namespace) -> dict[str, Any]:
+    """The usual choices for these arguments, as YAML has them."""
+    import jax
+
+    from dpfl_jax.data.sections import CONVERSATION
+    from dpfl_jax.models.checkpoint import read_config
+
+    on_cpu = jax.default_backend() == "cpu"
+    source = source_of(args.data)
+    data: dict[str, Any] = {"source": source, "path": args.data, "tokenizer": "checkpoint"}
+    if source != "store":  # which has its own
+        data["seq_len"] = min(SEQ_LEN, read_config(args.checkpoint).max_seq_len)
+        data["user_column"] = args.user_column
+        for kind in ("text", *CONVERSATION):
+            if (column := getattr(args, f"{kind}_column")) is not None:
+                data[f"{kind}_column"] = column
+    pairs = args.chosen_column is not None
+    model: dict[str, Any] = {"checkpoint": args.checkpoint}
+    if not args.full:
+        model["lora"] = {"rank": 16, "alpha": 32, "targets": ["*/attention/*"]}
+        model |= {} if on_cpu else {"frozen_dtype": "bfloat16"}
+    model |= {} if on_cpu else {"overrides": {"dtype": "bfloat16"}}
+    model |= {"dpo": {"beta": 0.1}} if pairs else {}
+    return {
+        "name": "finetune",
+        "data": data | {"validation_fraction": 0.05, "test_fraction": 0.0},
+        "model": model,
+        "mechanism": {
+            "kind": "uls",
+            "group_size": 4,
+            "cohort_size": 256,
+            "clip_norm": 0.1,
+            "clipping": "normalized",
+        },
+        "privacy": {"epsilon": args.epsilon},
+        "optimizer": {
+            "name": "adam",
+            "learning_rate": 2e-4 if args.full else 1e-3,
+            "schedule": "linear",
+            "warmup_steps": min(20, args.steps // 10),
+        },
+        "train": {"steps": args.steps, "checkpoint_every": 50},
+        # Pairs are two rows each, which are not packed.
+        "execution": {"microbatch_size": 4, "packing": 0 if pairs else SHAPES},
+        "eval": {"split": "validation"},
+    }
+
+
+def source_of(data: str) -> str:
+    """What ``data.source`` is of a path."""
+    from dpfl_jax.data.rows import guess_format
+
+    if data.startswith("hf:"):
+        return "huggingface"
+    path = pathlib.Path(data)
+    return "store" if (path / "manifest.json").exists() else guess_format(path)
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """The configuration; never another one in its place."""
+    if path.exists():
+        if path.read_text() != text:
+            raise BadInputError(
+                f"{path} is of another run (or was changed): name another folder with --out, or "
+                f"go on with it by `dpfl train {path} --run-dir {path.parent / 'run'}`"
+            )
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)

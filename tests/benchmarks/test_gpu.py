@@ -1,0 +1,73 @@
+"""``dpfl bench gpu``: ready without a GPU, and its rows are what they say."""
+
+import json
+
+import pytest
+
+from dpfl_jax.cli.main import main
+
+benchmarks = pytest.importorskip("benchmarks._gpu_cells", reason="not in a checkout")
+
+
+def test_cells_come_in_order_of_importance_and_hold_whole_users():
+    found = benchmarks.cells(["350m", "1.2b"], [1024, 4096], ["full", "lora"], ["els", "uls"], 9000)
+    assert [(c.seq_len, c.trains, c.unit, c.model) for c in found[:3]] == [
+        (1024, "full", "els", "350m"),
+        (1024, "full", "els", "1.2b"),
+        (1024, "lora", "uls", "350m"),
+    ]
+    assert len(found) == 16
+    assert all(c.examples % (2 * benchmarks.GROUP_SIZE) == 0 for c in found)
+    assert {c.seq_len: c.examples for c in found} == {1024: 8, 4096: 8}
+
+
+def test_sizes_are_those_that_they_are_called_after():
+    import jax
+
+    counts = {}
+    for name in benchmarks.SIZES:
+        cell = benchmarks.Cell(name, 1024, "full", "els", 8)
+        shapes = jax.eval_shape(benchmarks.work(cell, False)[0], jax.random.key(0))
+        counts[name] = sum(x.size for x in jax.tree.leaves(shapes))
+    assert counts["350m"] == pytest.approx(350e6, rel=0.1)
+    assert counts["1.2b"] == pytest.approx(1.2e9, rel=0.1)
+
+
+def test_needed_products_of_full_training_are_six_for_each_parameter_and_token():
+    """6 N D (Kaplan et al. 2020), with scores: 12 x layers x width x length for each token."""
+    cell = benchmarks.Cell("1.2b", 1024, "full", "els", 8)
+    tokens, parameters = 8 * 1024, 1_236e6
+    want = (6 * parameters + 12 * 16 * 2048 * 1024) * tokens
+    assert benchmarks._needed_flops(cell, False) == pytest.approx(want, rel=0.01)
+
+
+def test_what_does_not_fit_is_a_sentence(capsys):
+    assert main(["bench", "gpu", "--minutes", "0"]) == 2
+    assert "--minutes above 0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_tiny_cell_runs_to_its_end(capsys, tmp_path):
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--tiny", "--seq-lens", "16", "--models", "1.2b", "--train", "lora"]
+    more = ["--units", "uls", "--rounds", "2", "--out", str(out), "--json"]
+    assert main(["bench", "gpu", *arguments, *more]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = {row["variant"]: row for row in result["rows"]}
+    assert [json.loads(line) for line in out.read_text().splitlines()] == result["rows"]
+    assert {"non-private", "flat", "per-layer", "vmap", "noise alone, exact"} <= set(rows)
+    assert all(row["seconds"] > 0 and row["peak_bytes"] > 0 for row in result["rows"])
+    assert rows["non-private"]["over_non_private"] == 1.0
+    assert rows["flat"]["trained"] < rows["flat"]["parameters"]
+    assert not result["not_reached"]
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_what_minutes_do_not_pay_for_is_named(capsys):
+    arguments = ["--tiny", "--seq-lens", "16", "--models", "350m", "--minutes", "0.02"]
+    assert main(["bench", "gpu", *arguments, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["rows"] == []
+    assert len(result["not_reached"]) == 4
