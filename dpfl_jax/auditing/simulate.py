@@ -98,6 +98,11 @@ def central(
       mesh: default: one device.
       execution: how steps are computed.
     """
+    if mechanism.filter(population) is not None:
+        raise BadInputError(
+            f"steps of mechanism.kind={mechanism.kind} depend on what each user has spent, which "
+            "trials of single steps do not keep: attack what people's records tell (--membership)"
+        )
     rate = mechanism.sampling_probability(population)
     if "sampling_prob" in {f.name for f in dataclasses.fields(mechanism)}:
         mechanism = dataclasses.replace(mechanism, sampling_prob=rate)  # type: ignore[call-arg]

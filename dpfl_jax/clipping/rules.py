@@ -84,6 +84,10 @@ class Rule:
         """Largest norm of one privacy unit's contribution (adjacency: add or remove it)."""
         raise NotImplementedError
 
+    def of_units(self, batch: PyTree, group: jax.Array | None) -> tuple[PyTree, jax.Array | None]:
+        """What the loss takes of a batch, and ``group``, for rules that units bring theirs to."""
+        return batch, group
+
     def partition(self, names: Sequence[str]) -> list[int] | None:
         """The group of parameters each leaf belongs to, or None: all leaves are one group."""
         del names
@@ -160,6 +164,41 @@ class Normalized(Rule):
     def sensitivity(self) -> float:
         """1."""
         return 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnBound(Rule):
+    """min(1, b/n), where each unit brings its own b <= C as ``"bound"``; C if it brings none.
+
+    Attributes:
+      clip_norm: C > 0.
+      normalized: whether all is divided by C, as by ``Normalized``.
+    """
+
+    clip_norm: float
+    normalized: bool = False
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        _keep_positive(self, "clip_norm")
+
+    def of_units(self, batch: PyTree, group: jax.Array | None) -> tuple[PyTree, jax.Array | None]:
+        """Takes the bound off a unit."""
+        if not isinstance(batch, dict) or "bound" not in batch:
+            return batch, group
+        return {name: x for name, x in batch.items() if name != "bound"}, batch["bound"]
+
+    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
+        """See ``Rule.weights``; ``group``: float [n], b of each unit."""
+        own = self.clip_norm if group is None else jnp.minimum(group, self.clip_norm)
+        # proof: individual-sensitivity-1
+        weights = jnp.where(norms > own, own / norms, 1.0)
+        return _trusted(weights / (self.clip_norm if self.normalized else 1.0), own)
+
+    @property
+    def sensitivity(self) -> float:
+        """C, or 1."""
+        return 1.0 if self.normalized else self.clip_norm
 
 
 @dataclasses.dataclass(frozen=True)

@@ -158,9 +158,15 @@ class Plan:
           loss_keys: whether the loss takes a key of its own for each example (``rng`` or ``key``).
 
         Raises:
-          BadInputError: ``start`` is no step of the plan, or was drawn from this key before.
+          BadInputError: ``start`` is no step of the plan, or was drawn from this key before; or
+            users have budgets of their own.
         """
         expect(key, RootKey, "key", "a RootKey, as RootKey.generate() makes")
+        if self.mechanism.filter(self.population) is not None:
+            raise BadInputError(
+                f"mechanism.kind={self.mechanism.kind} keeps what each user has spent, and looks "
+                "at everybody's gradients, which a loop of one's own does not: use fit"
+            )
         if not 0 <= start <= self.steps:
             raise BadInputError(f"start is {start}, but the plan has {self.steps} steps")
         key = self._own(key)

@@ -69,6 +69,39 @@ def bounded_sum_over_microbatches(
     return _by_hand(mechanism, loss_fn, mesh, options)
 
 
+def unit_norms(
+    mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, **options: Any
+) -> Callable[..., jax.Array]:
+    """Returns ``(params, units, mask, frozen) -> float32 [rows, row]``: norms before any bound.
+
+    Args:
+      mechanism: whose units these are.
+      loss_fn: ``(params, example) -> scalar`` for one example.
+      mesh: from ``mesh.make_mesh``, of which parameters are not split.
+      **options: passed to ``Mechanism.bounded_grad``.
+
+    Returns:
+      Norms; infinite where a gradient is not finite, 0 where there is no unit.
+    """
+    bounded_grad = mechanism.bounded_grad(loss_fn, **options)
+    rows = PartitionSpec(None, DATA_AXIS)
+
+    def local(params: PyTree, units: PyTree, mask: jax.Array, frozen: PyTree) -> jax.Array:
+        def one(row: tuple[PyTree, jax.Array]) -> jax.Array:
+            bounded = bounded_grad(join(params, frozen), row[0], mask=row[1])
+            return jnp.where(bounded.nonfinite, jnp.inf, bounded.norms)
+
+        return jax.lax.map(one, (units, mask))
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), rows, rows, PartitionSpec()),
+        out_specs=rows,
+        axis_names={DATA_AXIS},
+    )
+
+
 def in_pieces(
     mechanism: Mechanism,
     mesh: Mesh,

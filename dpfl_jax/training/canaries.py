@@ -355,6 +355,11 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
             f"canaries are drawn beside people, which mechanism.kind={mechanism.kind} cannot: it "
             "has no sampling_prob; remove the section audit, or use els or uls"
         )
+    if mechanism.filter(mechanism.count(data)) is not None:
+        raise BadInputError(
+            "canaries are drawn beside people, who leave when budgets of their own are spent "
+            f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls"
+        )
     if whole_of(data) is not None:
         raise BadInputError(
             "canaries are users with records of their own, but records of the data have several "

@@ -24,7 +24,7 @@ from dpfl_jax.evidence.kept import RunAudit
 from dpfl_jax.mechanisms.batches import check_packed_loss, draw_digest, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import in_pieces
-from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
+from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, replicated, splits_parameters
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
@@ -90,6 +90,7 @@ class Central(Algorithm):
         self.mesh, self.trainable, self.given = plan.mesh, trainable, params
         self.private = plan.mechanism.private
         self.movable = not plan.mechanism.remembers
+        self.filtered = plan.mechanism.filter(plan.population) is not None
         self.random, self.shipped = plan.random(loss_fn), plan.shipped(loss_fn)
         if plan.execution.packing:
             check_packed_loss(loss_fn, plan.data, params)
@@ -128,7 +129,13 @@ class Central(Algorithm):
     def init(self) -> TrainState:
         """First parameters and optimiser state, split over the mesh."""
         noise = self.mechanism.noise_transform().init(self.trained)
-        return init_state(self.trained, self.optimizer, self.mesh, self.copied, noise.memory)
+        state = init_state(self.trained, self.optimizer, self.mesh, self.copied, noise.memory)
+        if not self.filtered:
+            return state
+        from dpfl_jax.training.filtered import no_spending  # which is made of this
+
+        units = place(no_spending(self.plan.population.num_units), replicated(self.mesh))
+        return dataclasses.replace(state, units=units)
 
     def params(self, state: TrainState) -> PyTree:
         """All parameters, frozen ones too."""
@@ -148,7 +155,20 @@ class Central(Algorithm):
 
     def begin(self, key: RootKey, start: int) -> CentralSteps:
         """The steps after the first ``start``."""
-        return CentralSteps(self, key, start)
+        self._key = key
+        if not self.filtered:
+            return CentralSteps(self, key, start)
+        from dpfl_jax.training.filtered import FilteredSteps  # likewise
+
+        return FilteredSteps(self, key, start)
+
+    def seen(self, state: TrainState) -> Any:
+        """What every user has spent, where they have budgets of their own."""
+        if not self.filtered:
+            return None
+        from dpfl_jax.training.filtered import spending_of  # likewise
+
+        return spending_of(self, state, self._key)
 
     def audited(self, result: RunResult) -> RunAudit | None:
         """What an attack on a finished run saw (``canaries.WithCanaries``)."""
@@ -396,6 +416,11 @@ def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) 
         needed_without=None if options.get("evaluate") is None else "evaluation",
     )
     result = drive(algorithm, **options)
+    run_dir = options.get("run_dir")
+    if algorithm.filtered and run_dir is not None and run_dir.writes:
+        from dpfl_jax.training.filtered import write_spent  # which is made of this
+
+        write_spent(run_dir.path, algorithm, result.seen)
     initial, final = result.evaluation(0), result.last
     return FitResult(
         **{field.name: getattr(result, field.name) for field in dataclasses.fields(result)},

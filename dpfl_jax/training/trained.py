@@ -19,7 +19,8 @@ from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mesh import make_mesh, parameter_shardings
+from dpfl_jax.mechanisms import Population
+from dpfl_jax.mesh import make_mesh, parameter_shardings, replicated
 from dpfl_jax.models import LanguageModel, with_reference
 from dpfl_jax.models.checkpoint import fingerprint
 from dpfl_jax.models.checkpoint.load import flat_paths, nested
@@ -29,6 +30,7 @@ from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import FINISHED
 from dpfl_jax.run.state import TrainState, shardings_of
 from dpfl_jax.training.canaries import around
+from dpfl_jax.training.filtered import no_spending
 from dpfl_jax.training.start import (
     base_from_checkpoint,
     build_transformer,
@@ -148,6 +150,12 @@ def _checkpoint(
         state,
         shardings_of(like, optimizer, mesh, noise=noise),
     )
+    people = report["data"]
+    if ran.filter(Population(people["users"], people["examples"], people["users"])) is not None:
+        hidden = no_spending(people["users"])
+        place = replicated(mesh)
+        units = jax.ShapeDtypeStruct(hidden.shape, hidden.dtype, sharding=place)
+        state = dataclasses.replace(state, units=units)
     checkpoints = Checkpoints(directory / "checkpoints", config.train.keep_checkpoints)
     try:
         kept = checkpoints.steps()

@@ -25,6 +25,7 @@ KINDS = {
         "3 groups of users",
         "checkpoints are as secret",
     ),
+    "individual": ({"refresh": 2}, "who leaves when a budget", "what each user has spent"),
     "blt": ({}, "at every 5-th step", "checkpoints are as secret"),
 }
 

@@ -1,0 +1,306 @@
+"""Individual accounting: who takes part follows from what is released and one's own data alone."""
+
+import csv
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fitting import fit_given as fit
+from neighbours import people
+from runs import final_state, went_on_bit_for_bit
+from scipy import stats
+
+from dpfl_jax import accounting
+from dpfl_jax.accounting.renyi_filter import bounds
+from dpfl_jax.config.execution import Execution
+from dpfl_jax.data import ArrayStore
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms import ULS, Individual, Population
+from dpfl_jax.mechanisms.batches import step_arguments
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.directory import SPENT, RunDirectory
+from dpfl_jax.sampling import Staying
+from dpfl_jax.training.central import Central
+from dpfl_jax.training.filtered import FilteredSteps, Spending
+
+pytestmark = pytest.mark.privacy
+SIZES = np.array([0.02, 0.1, 0.3, 0.6, 0.95, 5.0])  # of gradients, over the clip norm
+
+
+def loss_fn(params, example):
+    """Its gradient is the example, whatever the parameters are."""
+    return jnp.sum(params["w"] * example["x"])
+
+
+def curved(params, example):
+    return loss_fn(params, example) + 0.5 * jnp.sum(params["w"] ** 2)
+
+
+def of_sizes(users, sizes=SIZES):
+    """Users of one example, whose gradients have these norms in turns; and the norms, in order."""
+    own = np.resize(sizes, users)
+    rows = {f"u{u:03d}": {"x": np.float32([[own[u], 0.0]])} for u in range(users)}
+    store = ArrayStore.from_users(rows.items())
+    order = [int(name[1:]) for name in store.user_ids(np.arange(users))]
+    return store, own[order]
+
+
+def made(data, steps=40, key=0, execution=None, loss=loss_fn, width=2, **fields):
+    """The steps of a run, and its plan; nothing is taken."""
+    fields = {"group_size": 2, "cohort_size": len(data.user_offsets) / 4, "refresh": 5} | fields
+    mechanism = Individual(**{"noise_multiplier": 1.0, "least_steps": 6} | fields)
+    execution = execution or Execution(microbatch_size=8)
+    plan = mechanism.plan(data, steps=steps, delta=1e-3, execution=execution)
+    run = Central(loss, {"w": jnp.zeros(width)}, plan, optax.set_to_zero())
+    run.begin(RootKey.from_seed(key), 0)
+    return FilteredSteps(run, RootKey.from_seed(key), 0), plan
+
+
+def taken(steps):
+    """Of a run whose model stays as it is: (users drawn, levels, clipped sum) of each step."""
+    drawn, indices, found = {}, Staying.indices, []
+
+    def noted(self, key, step):
+        drawn[step] = indices(self, key, step)
+        return drawn[step]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Staying, "indices", noted)
+        for number, batch in steps.inputs():
+            arguments = step_arguments(steps.run.mechanism, batch)
+            total, _ = steps.compiled.sum(steps.params, *arguments, steps.run.frozen)
+            levels = Spending.shown(steps.hidden, steps.key, (number - 1) // steps.every).levels
+            found.append((drawn[number - 1], levels, np.asarray(total["w"])))
+    return found
+
+
+# ---- what is planned ----------------------------------------------------------------------------
+
+
+def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
+    population = Population(400, 800, 400)
+    given = {"group_size": 2, "cohort_size": 20}
+    planned, delta = Individual(**given).calibrated(population, 60, 4.0, 1e-4)
+    assert planned.least_steps == 30
+    told = planned.guarantee(population, 60, delta)
+    assert 3.99 < told.epsilon <= 4.0
+    assert any("told to nobody" in said for said in told.assumptions)
+    same = accounting.epsilon(planned.event(population, 60), delta, accountant="rdp")
+    assert told.epsilon == same
+    # Midway, as long as nobody can have left, it is user-level sampling.
+    uls = ULS(**given, noise_multiplier=planned.sigma)
+    assert planned.guarantee(population, 30, delta).epsilon == pytest.approx(
+        accounting.epsilon(uls.event(population, 30), delta)
+    )
+    assert planned.guarantee(population, 30, delta).epsilon < told.epsilon
+    # Everybody in all steps at once: no order, no slack.
+    whole = dataclasses.replace(Individual(**given), cohort_size=400)
+    whole, _ = whole.calibrated(population, 60, 4.0, 1e-4)
+    assert accounting.accountant_of(whole.event(population, 60)) == "pld"
+    assert 3.99 < whole.guarantee(population, 60, delta).epsilon <= 4.0
+    # An order that is given is kept, and paid for.
+    odd, _ = dataclasses.replace(Individual(**given), order=20.0).calibrated(
+        population, 60, 4.0, 1e-4
+    )
+    assert odd.order == 20.0
+    assert odd.sigma > planned.sigma
+    assert 3.99 < odd.guarantee(population, 60, delta).epsilon <= 4.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"least_steps": 60}, "nobody would ever leave: set it lower, or use mechanism.kind=uls"),
+        ({"refresh": 0}, "mechanism.refresh is 0, but it must be at least 1"),
+        ({"order": 1.0}, "leave it out, and the best is taken"),
+        ({"noise_multiplier": 0.0}, "without noise nobody can pay for a step"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(fields, message):
+    fields = {"noise_multiplier": 1.0} | fields
+    with pytest.raises(BadInputError, match=re.escape(message)):
+        Individual(group_size=2, cohort_size=5, **fields).plan(people(20), steps=60, delta=1e-3)
+
+
+def test_a_loop_of_ones_own_is_refused():
+    mechanism = Individual(group_size=2, cohort_size=5, noise_multiplier=1.0)
+    plan = mechanism.plan(people(20), steps=6, delta=1e-3)
+    with pytest.raises(BadInputError, match="a loop of one's own does not: use fit"):
+        next(plan.batches(RootKey.from_seed(0)))
+
+
+# ---- who takes part -----------------------------------------------------------------------------
+
+
+def test_small_gradients_stay_for_longer_and_are_drawn_as_often_as_is_paid_for():
+    data, own = of_sizes(600)
+    steps, plan = made(data, steps=60)
+    found = taken(steps)
+    levels = found[0][1]
+    assert (bounds(1.0)[levels] >= np.minimum(own, 1.0)).all()
+    assert all((now == levels).all() for _, now, _ in found)
+    may = steps.filter.steps_left(np.zeros(600, np.int64), levels, 60)
+    assert may[own > 0.9].max() == 6  # nobody is there who cannot pay
+    assert 6 < may[(own > 0.5) & (own < 0.9)].max() < 60
+    assert (may[own < 0.2] == 60).all()
+    counts = np.bincount(np.concatenate([who for who, _, _ in found]), minlength=600)
+    last = np.full(600, -1)
+    for step, (who, _, _) in enumerate(found):
+        last[who] = step
+    assert (last < may).all()
+    # Each of 6 sizes: coins with q = 1/4 in every step that is paid for; wrong once in 10^4 keys.
+    prob = plan.mechanism.sampling_probability(plan.population)
+    for size in SIZES:
+        there = own == size
+        got = stats.binomtest(int(counts[there].sum()), int(may[there].sum()), prob)
+        assert got.pvalue > 1e-4 / 6
+
+
+def test_a_user_moves_a_sum_by_its_bound_and_nobody_elses_part():
+    """The last user has other data: draws, bounds and budgets of all others are what they were."""
+    key, runs = 3, {}
+    for last in (1e-6, 0.7, -40.0):  # of the first: nearly nothing is there
+        steps, _ = made(people(60, last), key=key, steps=30, width=4, clip_norm=3.0)
+        runs[last] = taken(steps)
+    mine = 59
+    assert people(60, 0.7).user_ids(np.array([mine]))[0] == people(60).user_ids(np.array([mine]))[0]
+    for last in (0.7, -40.0):
+        took = moved = 0
+        for (a, x, without), (b, y, other) in zip(runs[1e-6], runs[last], strict=True):
+            assert np.setdiff1d(a, [mine]).tolist() == np.setdiff1d(b, [mine]).tolist()
+            np.testing.assert_array_equal(np.delete(x, mine), np.delete(y, mine))
+            distance = np.linalg.norm(other - without)
+            bound = bounds(3.0)[y[mine]] if mine in b else 0.0
+            assert distance <= bound * (1 + 1e-5) + 1e-4
+            took += mine in b
+            moved = max(moved, distance)
+        assert took >= 1
+        assert moved > 0.8 * min(3.0, 2 * abs(last))
+    ends = [max(t for t, (who, _, _) in enumerate(r) if mine in who) for r in runs.values()]
+    assert ends[0] > 6 > ends[-1]  # it leaves at 6, at the latest
+
+
+def levels_under(key, data):
+    """Of two stretches, between which the model moves as if something had been released."""
+    steps, _ = made(data, key=key, loss=curved, width=4, steps=10, clip_norm=3.0)
+    found = []
+    for number, _ in steps.inputs():
+        steps.params = {"w": jnp.full(4, 0.1 * number)}
+        found.append(Spending.shown(steps.hidden, steps.key, (number - 1) // 5).levels)
+    return np.array(found)
+
+
+def test_bounds_do_not_tell_who_was_drawn(monkeypatch):
+    """They are those of everybody: other coins, the same bounds. A bound of those drawn is seen."""
+    one, other = levels_under(0, people(40)), levels_under(1, people(40))
+    np.testing.assert_array_equal(one, other)
+    assert (one[0] != one[-1]).any()
+    norms = FilteredSteps._norms
+
+    def of_those_drawn(self, stretch):
+        drawn = self.sampler.draw(max(5 * stretch - 1, 0)).units
+        found = np.full(self.users, np.inf, np.float32)
+        found[drawn] = norms(self, stretch)[drawn]
+        return found
+
+    monkeypatch.setattr(FilteredSteps, "_norms", of_those_drawn)
+    assert (levels_under(0, people(40)) != levels_under(1, people(40))).any()
+
+
+def test_bounds_are_norms_of_plain_gradients_however_they_are_computed():
+    rng = np.random.default_rng(1)
+    rows = {f"u{u:03d}": {"x": np.float32(rng.normal(size=(1 + u % 3, 4)))} for u in range(50)}
+    data = ArrayStore.from_users(rows.items())
+    at = {"w": jnp.float32([0.3, -0.2, 0.1, 0.5])}
+    names = data.user_ids(np.arange(50))
+
+    def mean(user):
+        own = jax.vmap(jax.grad(curved), (None, 0))(at, {"x": user["x"]})["w"].mean(0)
+        return float(jnp.linalg.norm(own))
+
+    want = [mean(rows[name]) for name in names]
+    for given in ({}, {"group_buckets": True}, {"examples_at_once": 2}, {"microbatch_size": 3}):
+        execution = Execution(**{"microbatch_size": 8} | given)
+        steps, _ = made(data, execution=execution, loss=curved, width=4, group_size=3)
+        steps.params = at
+        np.testing.assert_allclose(steps._norms(0), want, rtol=1e-5)
+
+
+def test_what_is_not_finite_is_bounded_by_the_clip_norm():
+    data, _ = of_sizes(12, np.array([0.1, np.nan]))
+    steps, _ = made(data, steps=10)
+    norms = steps._norms(0)
+    assert np.isinf(norms).sum() == 6
+    next(steps.inputs())
+    levels = Spending.shown(steps.hidden, steps.key, 0).levels
+    assert (levels == np.where(np.isinf(norms), 0, levels.max())).all()
+
+
+# ---- whole runs ---------------------------------------------------------------------------------
+
+
+def run(directory=None, loss=curved, **given):
+    given = {"steps": 14, "epsilon": 4.0, "delta": 1e-3, "microbatch_size": 8} | given
+    key = {"key": RootKey.from_seed(0)} if directory is None else {}
+    mechanism = Individual(group_size=2, cohort_size=20, refresh=3, least_steps=4)
+    return fit(
+        loss_fn=loss, params={"w": jnp.zeros(4)}, data=people(60), optimizer=optax.adam(0.1),
+        mechanism=mechanism, run_dir=directory, **key, **given,
+    )  # fmt: skip
+
+
+def test_what_users_have_spent_is_private(tmp_path):
+    """It stands in private/, and in checkpoints as what nobody reads without the root key."""
+    result = run(tmp_path / "run", checkpoint_every=5)
+    with (tmp_path / "run" / SPENT).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert (tmp_path / "run" / SPENT).stat().st_mode & 0o777 == 0o600
+    assert len(rows) == 60
+    shares = np.array([float(row["share_of_budget"]) for row in rows])
+    assert (shares <= 1).all()
+    assert 0 < (shares < 0.999).sum() < 60
+    spent = [float(row["epsilon_spent"]) for row in rows]
+    assert max(spent) <= result.guarantee.epsilon <= 4.0
+    words = final_state(tmp_path / "run")["units"]
+    assert words.shape == (60, 3)
+    assert (words > 1 << 16).mean() > 0.99  # as of random bits; a level is below 32
+    told = {f"{value:.7g}" for value in [*shares.tolist(), *spent] if 0 < value < 0.999}
+    for path in (tmp_path / "run").rglob("*"):
+        if path.is_file() and not {"private", "checkpoints"} & set(path.parts):
+            text = path.read_text(errors="replace")
+            assert not any(number in text for number in told), path
+            assert "share_of_budget" not in text
+
+
+@pytest.mark.slow
+def test_a_run_that_died_goes_on_bit_for_bit(tmp_path, monkeypatch):
+    """Also in the middle of a stretch; what users have spent is the same."""
+
+    def start(name):
+        directory = RunDirectory(tmp_path / name, {}, "f", RootKey.from_seed(0))
+        try:
+            return run(directory, checkpoint_every=4)
+        finally:
+            directory.close()
+
+    went_on_bit_for_bit(tmp_path, monkeypatch, start)
+    assert (tmp_path / "whole" / SPENT).read_text() == (tmp_path / "killed" / SPENT).read_text()
+
+
+@pytest.mark.slow
+def test_on_eight_devices_the_same_users_take_part(tmp_path):
+    from dpfl_jax.mesh import data_parallel_mesh
+
+    found = []
+    for devices in (1, 8):
+        mesh = data_parallel_mesh(jax.devices()[:devices])
+        result = run(tmp_path / f"on{devices}", mesh=mesh, key=RootKey.from_seed(0))
+        found.append((result, (tmp_path / f"on{devices}" / SPENT).read_text()))
+    assert found[0][1] == found[1][1]
+    units = [[r["outside_guarantee"]["units"] for r in result.metrics] for result, _ in found]
+    assert units[0] == units[1]
+    np.testing.assert_allclose(found[0][0].params["w"], found[1][0].params["w"], rtol=1e-4)
