@@ -15,7 +15,7 @@ from runs import final_state, went_on_bit_for_bit
 from scipy import stats
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting.renyi_filter import bounds
+from dpfl_jax.accounting.renyi_filter import RenyiFilter, bounds
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
@@ -148,16 +148,31 @@ def test_small_gradients_stay_for_longer_and_are_drawn_as_often_as_is_paid_for()
     assert 6 < may[(own > 0.5) & (own < 0.9)].max() < 60
     assert (may[own < 0.2] == 60).all()
     counts = np.bincount(np.concatenate([who for who, _, _ in found]), minlength=600)
-    last = np.full(600, -1)
-    for step, (who, _, _) in enumerate(found):
-        last[who] = step
-    assert (last < may).all()
+    assert not owing(found, may)
     # Each of 6 sizes: coins with q = 1/4 in every step that is paid for; wrong once in 10^4 keys.
     prob = plan.mechanism.sampling_probability(plan.population)
     for size in SIZES:
         there = own == size
         got = stats.binomtest(int(counts[there].sum()), int(may[there].sum()), prob)
         assert got.pvalue > 1e-4 / 6
+
+
+def owing(found, may):
+    """Users who were drawn in a step that they cannot pay for."""
+    return {int(u) for step, (who, _, _) in enumerate(found) for u in who if step >= may[u]}
+
+
+def test_a_user_who_stays_after_the_budget_is_spent_is_seen(monkeypatch):
+    """Of a filter that forgets at every look what was spent before."""
+    after = RenyiFilter.after
+    monkeypatch.setattr(
+        RenyiFilter, "after", lambda self, spent, *rest: 0 * after(self, spent, *rest)
+    )
+    data, _ = of_sizes(60)
+    steps, _ = made(data)
+    found = taken(steps)
+    may = steps.filter.steps_left(np.zeros(60, np.int64), found[0][1], 40)
+    assert len(owing(found, may)) > 20
 
 
 def test_a_user_moves_a_sum_by_its_bound_and_nobody_elses_part():
