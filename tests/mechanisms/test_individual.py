@@ -319,3 +319,45 @@ def test_on_eight_devices_the_same_users_take_part(tmp_path):
     units = [[r["outside_guarantee"]["units"] for r in result.metrics] for result, _ in found]
     assert units[0] == units[1]
     np.testing.assert_allclose(found[0][0].params["w"], found[1][0].params["w"], rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_who_is_learnt_soon_stays_for_five_times_as_long(tmp_path):
+    """At one epsilon and clip norm: docs/guides/guarantee.md has these numbers."""
+    rng, users, rate, target = np.random.default_rng(0), 400, 0.25, {"epsilon": 2.0, "delta": 1e-4}
+    truth = rng.normal(size=8)
+    rows = {}
+    for u in range(users):  # one in five is labelled by coins
+        x = rng.normal(size=(4, 8))
+        label = x @ truth > 0 if u % 5 else rng.random(4) < 0.5
+        rows[f"u{u:03d}"] = {"x": np.float32(x), "label": np.float32(label)}
+    data = ArrayStore.from_users(rows.items())
+
+    def logistic(params, example):
+        score = example["x"] @ params["w"]
+        return jnp.logaddexp(0.0, score) - example["label"] * score
+
+    def loss(result):
+        own = [r for u, r in enumerate(rows.values()) if u % 5]
+        each = jax.vmap(jax.vmap(logistic, (None, 0)), (None, 0))
+        return float(each(result.params, jax.tree.map(lambda *x: np.stack(x), *own)).mean())
+
+    given = {"loss_fn": logistic, "params": {"w": jnp.zeros(8)}, "data": data, **target}
+    fields = {"group_size": 4, "cohort_size": rate * users}
+    key = RootKey.from_seed(0)
+    longer = Individual(**fields, least_steps=20, refresh=10)
+    filtered = fit(mechanism=longer, steps=120, optimizer=optax.sgd(3.0), key=key,
+                   run_dir=tmp_path / "run", **given)  # fmt: skip
+    sigma = filtered.guarantee.noise_multiplier
+    allowed = accounting.calibrate_steps(
+        lambda steps: accounting.events.uls(sigma, rate, steps), *target.values()
+    )
+    assert allowed == 25
+    with (tmp_path / "run" / SPENT).open(newline="") as file:
+        shares = np.array([float(row["share_of_budget"]) for row in csv.DictReader(file)])
+    assert (shares < 0.98).mean() > 0.6
+    plain = fit(mechanism=ULS(**fields), steps=60, optimizer=optax.sgd(3.0), key=key, **given)
+    assert filtered.guarantee.epsilon <= 2.0
+    assert plain.guarantee.epsilon <= 2.0
+    assert loss(filtered) < 0.75 * loss(plain)
