@@ -92,7 +92,7 @@ def filtered(
 
     Unit: user; add-or-remove. Feldman and Zrnic 2021. Until anybody can have spent it, it is
     user-level sampling; where everybody takes part in every step, one Gaussian of the budget
-    (Smith and Thakurta 2022, arXiv 2210.17520).
+    (Koskela, Tobaben and Honkela 2023, arXiv 2209.15596).
 
     Args:
       noise_multiplier: sigma.

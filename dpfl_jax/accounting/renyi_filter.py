@@ -1,7 +1,7 @@
 """A Renyi filter: every unit pays for its own steps, and takes part in none that it cannot pay for.
 
 Source: Feldman and Zrnic, "Individual privacy accounting via a Renyi filter" (2021, arXiv
-2008.11193), Theorem 4.5 and Algorithm 2, with Poisson sampling. What a unit may add to a sum is
+2008.11193), with Poisson sampling. What a unit may add to a sum is
 bounded by one of a few public levels, C 2^(-j/4); a step costs a unit the Renyi divergence, at one
 public order and the larger of both directions, of a Poisson-sampled Gaussian of its level. It is
 charged whether or not it is drawn. Its budget is that of ``least_steps`` steps at the clip norm.

@@ -1,7 +1,7 @@
 """User-level sampling with individual accounting: users with small gradients stay for longer.
 
 Source: Feldman and Zrnic, "Individual privacy accounting via a Renyi filter" (2021, arXiv
-2008.11193), Algorithm 2, with users for points and Poisson sampling:
+2008.11193), with users for points and Poisson sampling:
 
     every `refresh` steps, for each user u:                          # a look at everybody
       b_u = min(C, norm of u's gradient at the model as it is now)   # rounded up to a public level

@@ -192,7 +192,7 @@ def test_the_event_is_of_the_budget_and_until_then_of_the_steps():
 
 
 def test_with_everybody_in_every_step_it_is_one_gaussian():
-    """Smith and Thakurta 2022: no order, no slack."""
+    """Koskela, Tobaben and Honkela 2023: no order, no slack."""
     event = events.filtered(4.0, 1.0, 30, 7.0, 200)
     assert accounting.accountant_of(event) == "pld"
     assert accounting.epsilon(event, 1e-5) == accounting.epsilon(events.gaussian(4.0, 30), 1e-5)
