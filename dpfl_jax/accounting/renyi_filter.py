@@ -20,6 +20,7 @@ import numpy as np
 from dpfl_jax.accounting.drawn import RESERVED
 from dpfl_jax.accounting.events import uls
 from dpfl_jax.accounting.renyi import ORDERS, epsilon_from_renyi, renyi_divergences
+from dpfl_jax.errors import BadInputError
 
 LEVELS, PER_HALF = 32, 4
 _UNITS = 1 << 30  # of a step at the clip norm
@@ -73,6 +74,9 @@ class RenyiFilter:
           prob: of a unit in a step.
           least_steps: whose cost at the clip norm is the budget.
           order: one of ``renyi.ORDERS``.
+
+        Raises:
+          BadInputError: there is so little noise that no cost can be computed.
         """
         costs, step = _costs(sigma, prob, order)
         return cls(costs, least_steps, order, step)
@@ -111,6 +115,11 @@ def _costs(sigma: float, prob: float, order: float) -> tuple[tuple[int, ...], fl
     """Costs of a step at each level; and the divergence of one at the clip norm."""
     multipliers = sigma * 2.0 ** (np.arange(LEVELS) / PER_HALF)
     found = [renyi_divergences(uls(s, prob, 1), np.array([order]))[0] for s in multipliers]
+    if not np.isfinite(found).all():
+        raise BadInputError(
+            f"with the noise multiplier {sigma:g} a step costs more than can be computed at the "
+            f"Renyi order {order:g}: raise the noise"
+        )
     # proof: individual-filter-3
     safe = [(rho + _ROUNDING / (order - 1)) * (1 + _RELATIVE) / found[0] for rho in found]
     return (_UNITS, *(min(math.ceil(_UNITS * share), _UNITS) for share in safe[1:])), found[0]

@@ -207,3 +207,6 @@ def test_without_noise_there_is_no_guarantee():
     assert accounting.epsilon(event, 1e-5, accountant="rdp") == math.inf
     with pytest.raises(BadInputError, match="order of a filter is 1"):
         accounting.epsilon(events.filtered(1.0, 0.1, 30, 1.0, 200), 1e-5, accountant="rdp")
+    for sigma in (1e-6, 1e-3):
+        with pytest.raises(BadInputError, match="raise the noise"):
+            RenyiFilter.of(sigma, 0.1, 30, 50.0)
