@@ -11,7 +11,7 @@ import fnmatch
 import glob
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,13 @@ def _trusted(weights: jax.Array, *values: jax.Array | float) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What all rules share: the weights of one norm per unit, the same for every parameter."""
+    """What all rules share: the weights of one norm per unit, the same for every parameter.
+
+    Attributes:
+      compensated: whether rounding errors of sums are always added up beside them.
+    """
+
+    compensated: ClassVar[bool] = False
 
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
         """Returns what each unit's gradient is multiplied by.
@@ -168,7 +174,7 @@ class Normalized(Rule):
 
 @dataclasses.dataclass(frozen=True)
 class OwnBound(Rule):
-    """min(1, b/n), where each unit brings its own b <= C as ``"bound"``; C if it brings none.
+    """min(1, b/n), where each unit brings its own b <= C as ``"bound"``.
 
     Attributes:
       clip_norm: C > 0.
@@ -177,6 +183,7 @@ class OwnBound(Rule):
 
     clip_norm: float
     normalized: bool = False
+    compensated: ClassVar[bool] = True  # b may be as small as what rounding moves a sum by
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -190,7 +197,11 @@ class OwnBound(Rule):
 
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
         """See ``Rule.weights``; ``group``: float [n], b of each unit."""
-        own = self.clip_norm if group is None else jnp.minimum(group, self.clip_norm)
+        if group is None:
+            raise BadInputError(
+                'OwnBound: units bring no bound of their own: give each its "bound", as fit does'
+            )
+        own = jnp.minimum(group, self.clip_norm)
         # proof: individual-sensitivity-1
         weights = jnp.where(norms > own, own / norms, 1.0)
         return _trusted(weights / (self.clip_norm if self.normalized else 1.0), own)

@@ -27,6 +27,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import numpy as np
+
 from dpfl_jax import accounting
 from dpfl_jax.accounting.accountant import Accountant
 from dpfl_jax.accounting.events import LEAST_NOISE
@@ -36,12 +38,16 @@ from dpfl_jax.clipping import OwnBound
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import Population
 from dpfl_jax.mechanisms.uls import ULS
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import Staying, UserSampler
 
 ASSUMPTIONS = (
     "the filter's order and levels, least_steps and refresh are public constants, fixed before "
     "looking at one user's data",
-    "what each user has spent, and how many still take part, is told to nobody: it stands in "
-    "private/users.csv, and unreadably without the root key in checkpoints",
+    "what each user has spent, and how many still take part, is told to nobody: the former stands "
+    "in private/users.csv, and unreadably without the root key in checkpoints; the latter follows "
+    "from what is under outside_guarantee, and from timings and rates, in metrics.jsonl and "
+    "report.json",
 )
 CAVEAT = (
     "how long steps take tells who can observe it how many users still take part, and about their "
@@ -98,6 +104,13 @@ class Individual(ULS):
     def remembers(self) -> bool:
         """Who takes part depends on earlier steps."""
         return True
+
+    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
+        """As ULS, but of nobody until the law is told until when each user stays."""
+        made = super().sampler(user_offsets, key)
+        prob = self.sampling_probability(self.population(user_offsets))
+        nobody = np.zeros(made.law.population, np.int64)
+        return dataclasses.replace(made, law=Staying(made.law.population, prob, nobody))
 
     def filter(self, population: Population) -> RenyiFilter:
         """What a step costs each user."""

@@ -138,7 +138,7 @@ class RunResult:
     planned: int
     clipping: dict[str, Any] | None = None
     best: Best | None = None
-    seen: Any = None
+    seen: Any = dataclasses.field(default=None, repr=False)
     places: int = 0
 
     @property

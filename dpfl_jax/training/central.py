@@ -42,7 +42,7 @@ from dpfl_jax.run.report import (
     write_report,
 )
 from dpfl_jax.run.state import TrainState, init_state
-from dpfl_jax.run.terms import Terms, training_digest
+from dpfl_jax.run.terms import Terms, training_digest, value_digest
 from dpfl_jax.training import convolutions
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.modules import check_one_example, functional, named_loss, of_arrays
@@ -91,6 +91,10 @@ class Central(Algorithm):
         self.private = plan.mechanism.private
         self.movable = not plan.mechanism.remembers
         self.filtered = plan.mechanism.filter(plan.population) is not None
+        if self.filtered:
+            from dpfl_jax.training.filtered import check_filtered  # which is made of this
+
+            check_filtered(plan)
         self.random, self.shipped = plan.random(loss_fn), plan.shipped(loss_fn)
         if plan.execution.packing:
             check_packed_loss(loss_fn, plan.data, params)
@@ -117,7 +121,8 @@ class Central(Algorithm):
         """Mechanism, population, delta, steps; data, frozen parameters and computation."""
         return Terms(
             stated=self.plan.stated,
-            secret={
+            secret=self._execution
+            | {
                 "data": self.plan.data_digest,
                 "frozen": content_digest(self.frozen),
                 "computation": training_digest(
@@ -125,6 +130,12 @@ class Central(Algorithm):
                 ),
             },
         )
+
+    @property
+    def _execution(self) -> dict[str, str]:
+        """What a bound is computed with, which other rounding would move by a level."""
+        # proof: individual-event-3
+        return {"execution": value_digest(self.layout)} if self.filtered else {}
 
     def init(self) -> TrainState:
         """First parameters and optimiser state, split over the mesh."""

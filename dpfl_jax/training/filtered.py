@@ -22,15 +22,18 @@ from dpfl_jax.accounting.renyi_filter import LEVELS, RenyiFilter, bounds, levels
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.batches import units_of
+from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import unit_norms
 from dpfl_jax.mesh import place, replicated, splits_parameters
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Taken
 from dpfl_jax.run.directory import SPENT, write_atomically
 from dpfl_jax.run.state import TrainState
-from dpfl_jax.sampling import Draw, Staying, UserSampler, choose_within_users
+from dpfl_jax.sampling import Draw, UserSampler, choose_within_users
 from dpfl_jax.training.central import Central, CentralSteps
 
+# Of a part of a look, whoever the people are: another shape may round in another way.
+_LOOK_ROWS = 4
 COLUMNS = ("user", "bound", "share_of_budget", "epsilon_spent")
 
 
@@ -75,6 +78,24 @@ def no_spending(users: int) -> np.ndarray:
     return np.zeros((users, 3), np.uint32)
 
 
+def check_filtered(plan: Plan) -> None:
+    """Raises BadInputError where steps are computed in a way that looks cannot be."""
+    kind, how = plan.mechanism.kind, plan.execution
+    if splits_parameters(plan.mesh):
+        raise BadInputError(
+            f"mechanism.kind={kind} looks at everybody's gradients on devices that hold all "
+            "parameters: use execution.mesh with data alone"
+        )
+    # proof: individual-bound-4
+    if how.packing or how.group_buckets:
+        name, off = ("packing", "0") if how.packing else ("group_buckets", "false")
+        raise BadInputError(
+            f"execution.{name} makes shapes that follow from everybody's data, so that one user "
+            f"may move the rounding of another's bound, which mechanism.kind={kind} charges by: "
+            f"set it to {off}"
+        )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Everybody:
     """All users in turns, ``width`` at a time, with examples of their own as a step would draw."""
@@ -97,11 +118,6 @@ class FilteredSteps(CentralSteps):
     sampler: UserSampler
 
     def __init__(self, run: Central, key: RootKey, start: int) -> None:
-        if splits_parameters(run.mesh):
-            raise BadInputError(
-                f"mechanism.kind={run.mechanism.kind} looks at everybody's gradients on devices "
-                "that hold all parameters: use execution.mesh with data alone"
-            )
         super().__init__(run, key, start)
         mechanism: Any = run.mechanism
         self.filter: RenyiFilter = mechanism.filter(run.plan.population)
@@ -136,7 +152,7 @@ class FilteredSteps(CentralSteps):
             law: Any = self.sampler.law
             # proof: individual-sampling-1
             until = first + self.filter.steps_left(spending.spent, spending.levels, self.every)
-            staying = Staying(law.population, law.prob, until)
+            staying = dataclasses.replace(law, until=until)
             pipeline = dataclasses.replace(
                 self.pipeline,
                 sampler=dataclasses.replace(self.sampler, law=staying),
@@ -168,12 +184,13 @@ class FilteredSteps(CentralSteps):
     def _norms(self, stretch: int) -> np.ndarray:
         """Float32 [n]: of everybody's gradient."""
         key, pipeline = self.key.child("look-at-everybody", stretch), self.pipeline
-        width = pipeline.row * max(pipeline.capacities or (1,))
+        width = pipeline.row * _LOOK_ROWS
         everybody = _Everybody(self.sampler.user_offsets, self.sampler.group_size, width, key)
         reader = dataclasses.replace(
             pipeline,
             sampler=everybody,
-            capacities=None,
+            # proof: individual-bound-3
+            capacities=(_LOOK_ROWS,),
             loss_key=None if pipeline.loss_key is None else key,
             per_unit=np.arange(self.users, dtype=np.int32),
         )

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +12,19 @@ import optax
 import pytest
 from fitting import fit_given as fit
 from neighbours import people
-from runs import final_state, went_on_bit_for_bit
+from runs import death_after_a_checkpoint, final_state, went_on_bit_for_bit
 from scipy import stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting.renyi_filter import RenyiFilter, bounds
+from dpfl_jax.clipping import OwnBound
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ULS, Individual, Population
 from dpfl_jax.mechanisms.batches import step_arguments
+from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import SPENT, RunDirectory
 from dpfl_jax.sampling import Staying
@@ -128,9 +132,30 @@ def test_what_cannot_be_is_refused_in_a_sentence(fields, message):
 
 def test_a_loop_of_ones_own_is_refused():
     mechanism = Individual(group_size=2, cohort_size=5, noise_multiplier=1.0)
-    plan = mechanism.plan(people(20), steps=6, delta=1e-3)
+    plan, key = mechanism.plan(people(20), steps=6, delta=1e-3), RootKey.from_seed(0)
     with pytest.raises(BadInputError, match="a loop of one's own does not: use fit"):
-        next(plan.batches(RootKey.from_seed(0)))
+        next(plan.batches(key))
+    with pytest.raises(BadInputError, match="a loop of one's own does not: use fit"):
+        plan.clipped_grad(loss_fn)
+    # What it is made of: nobody is drawn, and nobody is summed without a bound.
+    assert [plan.sampler(key).draw(step).size for step in range(6)] == [0] * 6
+    with pytest.raises(BadInputError, match="units bring no bound of their own"):
+        mechanism.rule.weights(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"packing": 4}, "execution.packing makes shapes that follow from everybody's data"),
+        ({"group_buckets": True}, "execution.group_buckets makes shapes"),
+        ({"mesh": make_mesh(data=1, fsdp=2, devices=jax.devices()[:2])}, "with data alone"),
+    ],
+)
+def test_a_look_that_cannot_be_taken_is_refused_before_anything_is_paid(given, message):
+    paid = []
+    with pytest.raises(BadInputError, match=message):
+        run(charge=paid.append, **given)
+    assert not paid
 
 
 # ---- who takes part -----------------------------------------------------------------------------
@@ -217,7 +242,8 @@ def test_bounds_do_not_tell_who_was_drawn(monkeypatch):
     norms = FilteredSteps._norms
 
     def of_those_drawn(self, stretch):
-        drawn = self.sampler.draw(max(5 * stretch - 1, 0)).units
+        law = dataclasses.replace(self.sampler.law, until=np.full(self.users, 10))
+        drawn = law.indices(self.key, max(5 * stretch - 1, 0))
         found = np.full(self.users, np.inf, np.float32)
         found[drawn] = norms(self, stretch)[drawn]
         return found
@@ -238,11 +264,73 @@ def test_bounds_are_norms_of_plain_gradients_however_they_are_computed():
         return float(jnp.linalg.norm(own))
 
     want = [mean(rows[name]) for name in names]
-    for given in ({}, {"group_buckets": True}, {"examples_at_once": 2}, {"microbatch_size": 3}):
+    for given in ({}, {"examples_at_once": 2}, {"microbatch_size": 3}):
         execution = Execution(**{"microbatch_size": 8} | given)
         steps, _ = made(data, execution=execution, loss=curved, width=4, group_size=3)
         steps.params = at
         np.testing.assert_allclose(steps._norms(0), want, rtol=1e-5)
+
+
+def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
+    """However many users there are: another program may round in another way."""
+    found, shapes = [], set()
+    rng = np.random.default_rng(0)
+    rows = [(f"u{u:03d}", {"x": np.float32(rng.normal(size=(1, 4)))}) for u in range(300)]
+    for users in (rows, rows[1:], rows[-5:]):
+        data = ArrayStore.from_users(users)
+        steps, _ = made(data, loss=curved, width=4, cohort_size=len(users) / 4)
+        steps.params, look = {"w": jnp.float32([0.3, -0.2, 0.1, 0.5])}, steps.look
+
+        def noted(params, units, mask, *rest, look=look):
+            shapes.add(mask.shape)
+            return look(params, units, mask, *rest)
+
+        steps.look = noted
+        found.append(dict(zip(data.user_ids(np.arange(len(users))), steps._norms(0).tolist())))
+    assert shapes == {(4, 8 * len(jax.devices()))}
+    assert found[1].items() < found[0].items()
+    assert found[2].items() < found[0].items()
+
+
+def test_rounding_moves_a_sum_by_less_than_the_smallest_bound():
+    """Without compensation by many times as much: removing the first user shifts all others."""
+    row, rows, smallest = 64, 128, bounds(1.0)[-1]
+    mechanism = Individual(group_size=1, cohort_size=row * rows, noise_multiplier=1.0)
+    mesh = make_mesh(data=1, devices=jax.devices()[:1])
+
+    def moved(rule):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Individual, "rule", rule)
+            summed = jax.jit(bounded_sum_over_microbatches(mechanism, loss_fn, mesh))
+
+            def total(norms, own):
+                filled = np.zeros((3, row * rows), np.float32)
+                filled[:, : len(norms)] = norms, own, np.ones(len(norms))
+                x, own, there = filled.reshape(3, rows, row)
+                units = {"examples": {"x": x[..., None, None]}, "mask": there[..., None] > 0}
+                given = ({**units, "bound": own}, there > 0, np.int32(-(-len(norms) // row)))
+                found, stats = summed({"w": jnp.zeros(1)}, *given)
+                return float(found["w"][0]), float(stats.clipped)
+
+            first = np.float32([smallest])
+            most = 0.0
+            for seed in range(4):
+                others = np.random.default_rng(seed).uniform(0.9, 1, 8100).astype(np.float32)
+                both, up = np.r_[first, others], np.ones_like(others)
+                with_it, clipped = total(both, np.r_[first, up])
+                most = max(most, abs(with_it - total(others, up)[0]))
+                assert clipped == 0
+            # Clipped is what is above its own bound, not above the clip norm.
+            assert total(others, 0 * up + 0.5)[1] == len(others)
+            return most / smallest
+
+    @dataclasses.dataclass(frozen=True)
+    class Plain(OwnBound):
+        compensated = False
+
+    # At the end a sum near 8,000 is rounded, by up to 1/4096: a twentieth of the bound.
+    assert moved(property(lambda self: OwnBound(1.0))) < 1.1
+    assert moved(property(lambda self: Plain(1.0))) > 1.2
 
 
 def test_what_is_not_finite_is_bounded_by_the_clip_norm():
@@ -280,6 +368,8 @@ def test_what_users_have_spent_is_private(tmp_path):
     assert 0 < (shares < 0.999).sum() < 60
     spent = [float(row["epsilon_spent"]) for row in rows]
     assert max(spent) <= result.guarantee.epsilon <= 4.0
+    assert result.seen is not None
+    assert "Spending" not in repr(result)
     words = final_state(tmp_path / "run")["units"]
     assert words.shape == (60, 3)
     assert (words > 1 << 16).mean() > 0.99  # as of random bits; a level is below 32
@@ -289,6 +379,16 @@ def test_what_users_have_spent_is_private(tmp_path):
             text = path.read_text(errors="replace")
             assert not any(number in text for number in told), path
             assert "share_of_budget" not in text
+
+
+def test_a_run_does_not_go_on_computed_in_another_way(tmp_path, monkeypatch):
+    """Other rounding could move a level, under the same bits and behind the same noise."""
+    with death_after_a_checkpoint(monkeypatch):
+        run(tmp_path, checkpoint_every=4, strategy="vmap")
+    shutil.rmtree(next((tmp_path / "checkpoints").glob("4")))  # nor does it begin again so
+    for given in ({"strategy": "ghost"}, {"strategy": "vmap", "microbatch_size": 4}):
+        with pytest.raises(BadInputError, match=r"how steps are computed .* is not what the run"):
+            run(tmp_path, checkpoint_every=4, **given)
 
 
 @pytest.mark.slow
