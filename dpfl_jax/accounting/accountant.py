@@ -166,7 +166,8 @@ def epsilons_midway(
     whole = event(total)
     if isinstance(whole, dp_accounting.SelfComposedDpEvent) and whole.count == total:
         return epsilon_curve(whole.event, counts, delta)
-    return [epsilon(event(count), delta) for count in counts]
+    made = map(event, counts)
+    return [epsilon(one, delta, accountant=accountant_of(one)) for one in made]
 
 
 def epsilon_curve(

@@ -77,3 +77,19 @@ class OneOfDpEvent(dp_accounting.DpEvent):
     events: tuple[dp_accounting.DpEvent, ...] = attr.ib(
         converter=tuple, validator=attr.validators.min_len(1)
     )
+
+
+@attr.s(frozen=True, slots=True, auto_attribs=True)
+class FilteredDpEvent(dp_accounting.DpEvent):
+    """Steps of which each unit takes part in those alone that its own Renyi budget pays for.
+
+    Feldman and Zrnic 2021: at this order, and at no larger one, a unit's divergence is at most that
+    of ``event``, whatever the steps were and however many.
+
+    Attributes:
+      order: above 1.
+      event: what costs a whole budget.
+    """
+
+    order: float
+    event: dp_accounting.DpEvent

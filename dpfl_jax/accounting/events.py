@@ -17,6 +17,7 @@ from dp_accounting import DpEvent, dp_event
 from dpfl_jax.accounting.discretize import binomial_weights
 from dpfl_jax.accounting.event_types import (
     AllocatedDpEvent,
+    FilteredDpEvent,
     FixedSizeGaussianDpEvent,
     TwoStageSampledDpEvent,
 )
@@ -82,6 +83,29 @@ def uls(noise_multiplier: float, sampling_prob: float, steps: int) -> DpEvent:
         check_prob(sampling_prob), dp_accounting.GaussianDpEvent(check_noise(noise_multiplier))
     )
     return repeated(step, steps)
+
+
+def filtered(
+    noise_multiplier: float, sampling_prob: float, least_steps: int, order: float, steps: int
+) -> DpEvent:
+    """User-level sampling with a Renyi filter: who has spent a budget of their own leaves.
+
+    Unit: user; add-or-remove. Feldman and Zrnic 2021. Until anybody can have spent it, it is
+    user-level sampling; where everybody takes part in every step, one Gaussian of the budget
+    (Koskela, Tobaben and Honkela 2023, arXiv 2209.15596).
+
+    Args:
+      noise_multiplier: sigma.
+      sampling_prob: q, of each user in each step.
+      least_steps: whose cost at the clip norm is the budget of every user.
+      order: Renyi order of the filter, above 1; one of ``renyi.ORDERS``, to be told without slack.
+      steps: T.
+    """
+    # proof: individual-event-1
+    if steps <= check_count(least_steps, "number of least_steps", 1):
+        return uls(noise_multiplier, sampling_prob, steps)
+    budget = uls(noise_multiplier, sampling_prob, least_steps)
+    return budget if sampling_prob == 1 else FilteredDpEvent(order, budget)
 
 
 poisson = uls

@@ -29,6 +29,7 @@ from dpfl_jax.accounting.discretize import (
 from dpfl_jax.accounting.event_types import (
     AllocatedDpEvent,
     ApproximateDpEvent,
+    FilteredDpEvent,
     FixedSizeGaussianDpEvent,
     OneOfDpEvent,
     TwoStageSampledDpEvent,
@@ -231,6 +232,15 @@ class OneOfLeaf(RenyiLeaf):
 
     parts: tuple[Flat, ...]
     name = "OneOfDpEvent"
+
+
+@dataclasses.dataclass(frozen=True)
+class FilteredLeaf(RenyiLeaf):
+    """No more, at one order, than what ``budget`` costs."""
+
+    budget: Flat
+    order: float
+    name = "FilteredDpEvent"
 
 
 class ReplaceGaussianLeaf(_Smooth, EventLeaf):
@@ -455,6 +465,14 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
             return "no privacy"
         some = inner.leaves or inner.gaussian > 0
         return BestLeaf(inner, float(event.mean), float(event.shape)) if some else "nothing"
+    if isinstance(event, FilteredDpEvent):
+        if not 1 < event.order < math.inf:
+            raise BadInputError(f"the order of a filter is {event.order}, but it must be above 1")
+        budget = flatten(event.event, relation)
+        if not budget.private:
+            return "no privacy"
+        some = budget.leaves or budget.gaussian > 0
+        return FilteredLeaf(budget, float(event.order)) if some else "nothing"
     if isinstance(event, OneOfDpEvent):
         each = tuple(dict.fromkeys(flatten(part, relation) for part in event.events))
         if not all(part.private for part in each):

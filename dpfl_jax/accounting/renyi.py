@@ -21,6 +21,7 @@ from dpfl_jax.accounting.leaves import (
     BestLeaf,
     ConcentratedLeaf,
     EventLeaf,
+    FilteredLeaf,
     Flat,
     Leaf,
     MixtureLeaf,
@@ -90,6 +91,10 @@ def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
     if isinstance(leaf, OneOfLeaf):
         # proof: selection-event-2
         return np.max([_flat_divergences(part, array) for part in leaf.parts], axis=0)
+    if isinstance(leaf, FilteredLeaf):  # divergences grow with the order
+        # proof: individual-event-2
+        most = _flat_divergences(leaf.budget, np.array([leaf.order]))[0]
+        return np.where(array <= leaf.order, most, np.inf)
     if isinstance(leaf, BestLeaf):
         return _best_of_several(leaf, array)
     assert isinstance(leaf, EventLeaf)

@@ -32,6 +32,7 @@ _CLASSES: dict[str, type] = {
         event_types.AllocatedDpEvent,
         event_types.FixedSizeGaussianDpEvent,
         event_types.OneOfDpEvent,
+        event_types.FilteredDpEvent,
         event_types.ApproximateDpEvent,
     )
 }

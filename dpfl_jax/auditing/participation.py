@@ -17,6 +17,7 @@ from rich.console import Console
 from scipy import stats
 
 from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE
+from dpfl_jax.auditing.simulate import refuse_filtered
 from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
 from dpfl_jax.data.store import Store, UserView
 from dpfl_jax.errors import BadInputError, StoppedError
@@ -158,6 +159,7 @@ def _central(config: RunConfig, own: bool, console: Console) -> Attacked:
     if not config.mechanism.private:
         raise BadInputError("mechanism.kind=none is not private: there is nothing to audit")
     ready, mesh = prepare(config, console), make_mesh(**config.execution.mesh.axes)
+    refuse_filtered(ready.mechanism, ready.population)
     if ready.population.shared:
         raise BadInputError(
             "people who take part or do not are attacked, but records of the data have several "

@@ -49,12 +49,13 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """The shape of one microbatch: ``parts`` devices with ``microbatch`` units each."""
+    """One microbatch: ``parts`` devices with ``microbatch`` units each, with ``bounds`` or not."""
 
     parts: int
     microbatch: int
     group: int | None
     length: int
+    bounds: bool = False
 
     def shapes(self, *lead: int) -> Any:
         """Shapes of a batch of units with these leading axes."""
@@ -68,7 +69,9 @@ class Units:
         }
         if self.group is None:
             return example
-        return {"examples": example, "mask": jax.ShapeDtypeStruct(lead, jnp.bool_)}
+        users = {"examples": example, "mask": jax.ShapeDtypeStruct(lead, jnp.bool_)}
+        own = {"bound": jax.ShapeDtypeStruct(lead[:-1], jnp.float32)}
+        return users | own if self.bounds else users
 
 
 def kind_of(topology: str) -> str:

@@ -105,6 +105,7 @@ def measure(
       baseline: compile the step without privacy too.
       count_only: compile nothing.
     """
+    from dpfl_jax.clipping import OwnBound
     from dpfl_jax.mechanisms import NonPrivate, Population
     from dpfl_jax.mesh import unit_parts
     from dpfl_jax.training.start import (
@@ -134,17 +135,18 @@ def measure(
     }
     cut, group = execution.cut, mechanism.unit_examples
     parts, length = unit_parts(mesh), config.data.seq_len
+    bounds = isinstance(mechanism.rule, OwnBound)
     step = Step(mechanism, model, optimizer, mesh, options | cut, low)
     compiled: dict[int, Compiled] = {}
 
     def at(size: int) -> Compiled:
         if size not in compiled:
-            compiled[size] = step.compile(Units(parts, size, group, length))
+            compiled[size] = step.compile(Units(parts, size, group, length, bounds))
         return compiled[size]
 
     largest = None
     if count_only:
-        units = Units(parts, size, group, length)
+        units = Units(parts, size, group, length, bounds)
         compiled[size] = Compiled(step.flops(units), 0, 0, 0, 0, [], 0.0)
         suggest, baseline, limit = False, False, None
     if suggest and limit is not None:
@@ -154,7 +156,7 @@ def measure(
 
         largest, _ = largest_that_fits(peak, limit, start=size)
         size = largest or min(compiled)
-    private, units = at(size), Units(parts, size, group, length)
+    private, units = at(size), Units(parts, size, group, length, bounds)
     plain_step = Step(
         NonPrivate(batch_size=mechanism.compute_budget),
         model, optimizer, mesh, {"trainable": trainable}, low,

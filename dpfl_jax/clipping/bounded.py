@@ -217,6 +217,7 @@ class BoundedGrad:
     ) -> tuple[Problem, Callable[[list[jax.Array]], PyTree]]:
         """Flattens one call; returns it and the function that puts sums back in a tree."""
         params, batch = as_arrays("params", params), as_arrays("batch", batch)
+        batch, group = (self.rule if rule is None else rule).of_units(batch, group)
         n = count_units(batch)
         for name, value in (("mask", mask), ("group", group)):
             if value is not None:

@@ -97,7 +97,8 @@ def in_microbatches(solve: Any, problem: Problem, microbatch_size: int) -> Solut
 
     axes = varying_axes(problem.leaves, xs)
     zeros = vary([jnp.zeros(p.shape, jnp.float32) for p in problem.leaves], axes)
-    errors = accumulate.start(zeros, accumulate.needs_compensation(n, steps))
+    compensated = problem.rule.compensated or accumulate.needs_compensation(n, steps)
+    errors = accumulate.start(zeros, compensated)
     carry, parts = jax.lax.scan(body, (zeros, errors), xs)
     sums, errors = carry
     sums = accumulate.finish(sums, errors)

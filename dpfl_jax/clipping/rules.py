@@ -69,9 +69,11 @@ class Rule:
 
     Attributes:
       apart: whether what a leaf is multiplied by follows from its own norm alone.
+      compensated: whether rounding errors of sums are always added up beside them.
     """
 
     apart: ClassVar[bool] = False
+    compensated: ClassVar[bool] = False
 
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
         """Returns what each unit's gradient is multiplied by.
@@ -89,6 +91,10 @@ class Rule:
     def sensitivity(self) -> float:
         """Largest norm of one privacy unit's contribution (adjacency: add or remove it)."""
         raise NotImplementedError
+
+    def of_units(self, batch: PyTree, group: jax.Array | None) -> tuple[PyTree, jax.Array | None]:
+        """What the loss takes of a batch, and ``group``, for rules that units bring theirs to."""
+        return batch, group
 
     def partition(self, names: Sequence[str]) -> list[int] | None:
         """The group of parameters each leaf belongs to, or None: all leaves are one group."""
@@ -166,6 +172,46 @@ class Normalized(Rule):
     def sensitivity(self) -> float:
         """1."""
         return 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnBound(Rule):
+    """min(1, b/n), where each unit brings its own b <= C as ``"bound"``.
+
+    Attributes:
+      clip_norm: C > 0.
+      normalized: whether all is divided by C, as by ``Normalized``.
+    """
+
+    clip_norm: float
+    normalized: bool = False
+    compensated: ClassVar[bool] = True  # b may be as small as what rounding moves a sum by
+
+    def __post_init__(self) -> None:
+        """Validates."""
+        _keep_positive(self, "clip_norm")
+
+    def of_units(self, batch: PyTree, group: jax.Array | None) -> tuple[PyTree, jax.Array | None]:
+        """Takes the bound off a unit."""
+        if not isinstance(batch, dict) or "bound" not in batch:
+            return batch, group
+        return {name: x for name, x in batch.items() if name != "bound"}, batch["bound"]
+
+    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
+        """See ``Rule.weights``; ``group``: float [n], b of each unit."""
+        if group is None:
+            raise BadInputError(
+                'OwnBound: units bring no bound of their own: give each its "bound", as fit does'
+            )
+        own = jnp.minimum(group, self.clip_norm)
+        # proof: individual-sensitivity-1
+        weights = jnp.where(norms > own, own / norms, 1.0)
+        return _trusted(weights / (self.clip_norm if self.normalized else 1.0), own)
+
+    @property
+    def sensitivity(self) -> float:
+        """C, or 1."""
+        return 1.0 if self.normalized else self.clip_norm
 
 
 @dataclasses.dataclass(frozen=True)

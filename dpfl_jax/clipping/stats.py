@@ -17,7 +17,7 @@ class StepStats:
     Attributes (float32 scalars):
       units: units drawn.
       loss: sum of unit losses over finite ones.
-      clipped: units whose gradient norm was above the clip norm.
+      clipped: units whose gradient norm was above what it was clipped to.
       norm: sum of unit gradient norms.
       nonfinite: units whose gradient had a NaN or infinity and was replaced by zero.
     """

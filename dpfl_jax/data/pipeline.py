@@ -48,6 +48,7 @@ class Bucket:
         (``example_keys``); None if the loss takes none.
       counts: int32 [rows, row], examples of each unit, where they are packed: then the group axis
         is of rows of tokens, and ``example_mask`` says which rows hold something.
+      per_unit: [rows, row], a number that each unit brings; None if there is none.
     """
 
     arrays: Mapping[str, Any]
@@ -57,6 +58,7 @@ class Bucket:
     num_units: int
     keys: Any | None = None
     counts: Any | None = None
+    per_unit: Any | None = None
 
     @property
     def group_size(self) -> int | None:
@@ -153,6 +155,7 @@ class Pipeline:
       loss_key: root key, from which each example gets a key of its own at each step; None: none.
       shapes: pack the examples of each unit into rows of these shapes (``packing.choose_shapes``),
         instead of group sizes; None: an example is a row.
+      per_unit: a number of each unit that may be drawn, shipped beside it; None: none.
     """
 
     store: Readable
@@ -167,6 +170,7 @@ class Pipeline:
     ahead: int = 4
     loss_key: RootKey | None = None
     shapes: tuple[packing.Shape, ...] | None = None
+    per_unit: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         """Checks that rows can be split over the devices, and that records can be shipped."""
@@ -292,6 +296,7 @@ class Pipeline:
                 "example_mask": bucket.example_mask,
                 "keys": bucket.keys,
                 "counts": bucket.counts,
+                "per_unit": bucket.per_unit,
             }
             local.append(
                 {
@@ -326,6 +331,11 @@ class Pipeline:
     ) -> tuple[dict[str, Any], int]:
         """Reads this process's columns of one bucket: host arrays [rows, columns, ...], tokens."""
         share = share_of(draw, self.width(shape), self._columns(shape), rows)
+        numbers = None
+        if self.per_unit is not None:
+            numbers = np.zeros(share.slots.shape, self.per_unit.dtype)
+            there = share.slots >= 0
+            numbers[there] = self.per_unit[draw.units[share.slots[there]]]
         if shape is not None:
             grouped, lead = share.positions.ndim == 3, share.positions.shape[:2]
             flat = share.positions.reshape(math.prod(lead), -1)
@@ -340,6 +350,7 @@ class Pipeline:
                 "example_mask": None if used is None else laid(used),
                 "keys": None,
                 "counts": None if counts is None else laid(counts),
+                "per_unit": numbers,
             }, tokens
         real = share.positions >= 0
         examples, tokens = self._examples(share.positions[real])
@@ -360,6 +371,7 @@ class Pipeline:
             if self.loss_key is None
             else example_keys(self.loss_key, (step,), share.positions),
             "counts": None,
+            "per_unit": numbers,
         }, tokens
 
     def _examples(self, positions: np.ndarray) -> tuple[dict[str, np.ndarray], int]:

@@ -9,6 +9,7 @@ from dpfl_jax.mechanisms.bandmf import BandMF
 from dpfl_jax.mechanisms.base import Mechanism, Population, mean_of_examples
 from dpfl_jax.mechanisms.blt import BLT
 from dpfl_jax.mechanisms.els import ELS
+from dpfl_jax.mechanisms.individual import Individual
 from dpfl_jax.mechanisms.non_private import NonPrivate
 from dpfl_jax.mechanisms.owner_sets import OwnerSets
 from dpfl_jax.mechanisms.truncated import Truncated
@@ -21,6 +22,7 @@ __all__ = [
     "Allocation",
     "BandMF",
     "BandedInverse",
+    "Individual",
     "Mechanism",
     "NonPrivate",
     "OwnerSets",

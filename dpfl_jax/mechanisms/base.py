@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting.renyi_filter import RenyiFilter
 from dpfl_jax.clipping import Normalized, PerLayer, Rule, Standard, bounded_grad
 from dpfl_jax.config.kinds import CENTRAL, Named
 from dpfl_jax.data.owners import BoundedStore, by_set, whole_of
@@ -329,6 +330,11 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
 
     # ---- what is accounted -----------------------------------------------------------------
 
+    def filter(self, population: Population) -> RenyiFilter | None:
+        """What lets users take part as long as they can pay for it; None: all of them always do."""
+        del population
+        return None
+
     def along(self, seen: np.ndarray, inside: np.ndarray, sampler: Sampler) -> np.ndarray:
         """What tells an audit most of each unit: a column for each step of the event, in its order.
 
@@ -405,7 +411,8 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         """
         self._check_owners(population)
         own = accounting.delta_caveats(delta, population.num_users, "users")
-        epsilon = accounting.epsilon(self.event(population, steps), delta)
+        event = self.event(population, steps)
+        epsilon = accounting.epsilon(event, delta, accountant=accounting.accountant_of(event))
         told = accounting.Guarantee(
             unit=self.unit,
             adjacency=f"add-or-remove one {self.unit}",

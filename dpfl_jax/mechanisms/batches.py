@@ -219,6 +219,8 @@ def units_of(mechanism: Mechanism, bucket: Bucket) -> PyTree:
     """Returns the units of a bucket: a pytree of arrays [rows, row, ...]."""
     examples = bucket.arrays if bucket.keys is None else with_keys(bucket.arrays, bucket.keys)
     units = mechanism.units(examples, bucket.example_mask)
+    if bucket.per_unit is not None:
+        units = {**units, "bound": bucket.per_unit}
     # Its rows are fewer than its examples, whose mean is meant (``base.mean_of_examples``).
     return units if bucket.counts is None else {**units, "count": bucket.counts}
 

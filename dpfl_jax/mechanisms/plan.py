@@ -158,9 +158,11 @@ class Plan:
           loss_keys: whether the loss takes a key of its own for each example (``rng`` or ``key``).
 
         Raises:
-          BadInputError: ``start`` is no step of the plan, or was drawn from this key before.
+          BadInputError: ``start`` is no step of the plan, or was drawn from this key before; or
+            users have budgets of their own.
         """
         expect(key, RootKey, "key", "a RootKey, as RootKey.generate() makes")
+        self._refuse_own_loop()
         if not 0 <= start <= self.steps:
             raise BadInputError(f"start is {start}, but the plan has {self.steps} steps")
         key = self._own(key)
@@ -193,8 +195,10 @@ class Plan:
           ``(params, batch) -> ClippedSum``.
 
         Raises:
-          BadInputError: the plan's mesh splits parameters: that is for ``fit``.
+          BadInputError: the plan's mesh splits parameters, or users have budgets of their own:
+            that is for ``fit``.
         """
+        self._refuse_own_loop()
         if splits_parameters(self.mesh):
             raise BadInputError(
                 "this plan splits parameters over devices (execution.mesh), which a loop of one's "
@@ -334,6 +338,13 @@ class Plan:
         """
         words = key.words("noise", step)
         return np.append(words, np.uint32(step)) if self.mechanism.remembers else words
+
+    def _refuse_own_loop(self) -> None:
+        if self.mechanism.filter(self.population) is not None:
+            raise BadInputError(
+                f"mechanism.kind={self.mechanism.kind} keeps what each user has spent, and looks "
+                "at everybody's gradients, which a loop of one's own does not: use fit"
+            )
 
     def _own(self, key: RootKey) -> RootKey:
         """Who compares runs under a seed wants their draws; nothing about that key is secret."""

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping import accumulate, join
+from dpfl_jax.clipping import Standard, accumulate, join
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.mesh import (
@@ -67,6 +67,39 @@ def bounded_sum_over_microbatches(
         loss_fn = _in_place(loss_fn, mesh)
         return _automatic(mechanism, loss_fn, mesh, whole, options)
     return _by_hand(mechanism, loss_fn, mesh, options)
+
+
+def unit_norms(
+    mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, **options: Any
+) -> Callable[..., jax.Array]:
+    """Returns ``(params, units, mask, frozen) -> float32 [rows, row]``: norms before any bound.
+
+    Args:
+      mechanism: whose units these are.
+      loss_fn: ``(params, example) -> scalar`` for one example.
+      mesh: from ``mesh.make_mesh``, of which parameters are not split.
+      **options: passed to ``Mechanism.bounded_grad``.
+
+    Returns:
+      Norms; infinite where a gradient is not finite, 0 where there is no unit.
+    """
+    bounded_grad = mechanism.bounded_grad(loss_fn, **options)
+    rows, anything = PartitionSpec(None, DATA_AXIS), Standard(mechanism.clip_norm)
+
+    def local(params: PyTree, units: PyTree, mask: jax.Array, frozen: PyTree) -> jax.Array:
+        def one(row: tuple[PyTree, jax.Array]) -> jax.Array:
+            bounded = bounded_grad(join(params, frozen), row[0], mask=row[1], rule=anything)
+            return jnp.where(bounded.nonfinite, jnp.inf, bounded.norms)
+
+        return jax.lax.map(one, (units, mask))
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), rows, rows, PartitionSpec()),
+        out_specs=rows,
+        axis_names={DATA_AXIS},
+    )
 
 
 def in_pieces(
@@ -128,14 +161,16 @@ def _by_hand(
 
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
             bounded = bounded_grad(join(params, frozen), row, mask=mask)
-            return bounded.sum, _stats(bounded, mask, mechanism.clip_norm)
+            own = mechanism.rule.of_units(row, jnp.float32(mechanism.clip_norm))[1]
+            return bounded.sum, _stats(bounded, mask, own)
 
         carry = (
             jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
             StepStats.zero(),
         )
         carry = jax.tree.map(lambda x: jax.lax.pcast(x, DATA_AXIS, to="varying"), carry)
-        return jax.lax.psum(_loop(one, carry, units, mask, num_microbatches), DATA_AXIS)
+        total = _loop(one, carry, units, mask, num_microbatches, mechanism.rule.compensated)
+        return jax.lax.psum(total, DATA_AXIS)
 
     mapped = jax.shard_map(
         local,
@@ -195,7 +230,8 @@ def _automatic(
 
         sums = jax.tree.map(lambda p: jnp.zeros((parts, *p.shape), jnp.float32), params)
         stats = StepStats.zero(parts)
-        carry = _loop(one, (placed(sums, DATA_AXIS), stats), units, mask, num_microbatches, parts)
+        start, always = (placed(sums, DATA_AXIS), stats), mechanism.rule.compensated
+        carry = _loop(one, start, units, mask, num_microbatches, always, parts)
         sums, stats = jax.tree.map(lambda x: x.sum(axis=0), carry)
         return placed(sums), jax.lax.with_sharding_constraint(stats, replicated(mesh))
 
@@ -208,6 +244,7 @@ def _loop(
     units: PyTree,
     mask: Any,
     num_microbatches: Any,
+    compensated: bool,
     parts: int = 1,
 ) -> tuple[PyTree, StepStats]:
     """Adds up ``one(row, mask)`` over the rows in use of each buffer; ``parts`` share a row."""
@@ -215,7 +252,8 @@ def _loop(
         units, mask, num_microbatches = (units,), (mask,), (num_microbatches,)
     most = sum(m.size for m in mask) // parts, sum(m.shape[0] for m in mask)
     sums, stats = carry
-    state = (sums, accumulate.start(sums, accumulate.needs_compensation(*most)), stats)
+    compensated |= accumulate.needs_compensation(*most)
+    state = (sums, accumulate.start(sums, compensated), stats)
 
     def body(i: jax.Array, state: Any, units: PyTree, mask: jax.Array) -> Any:
         sums, errors, stats = state
@@ -231,13 +269,13 @@ def _loop(
     return accumulate.finish(sums, errors), stats
 
 
-def _stats(bounded: Any, mask: jax.Array, clip_norm: float) -> StepStats:
+def _stats(bounded: Any, mask: jax.Array, bound: Any) -> StepStats:
     real = mask.astype(jnp.float32)
     finite = real * (1.0 - bounded.nonfinite)
     return StepStats(
         units=real.sum(),
         loss=jnp.where(finite > 0, bounded.losses, 0.0).sum(),
-        clipped=(finite * (bounded.norms > clip_norm)).sum(),
+        clipped=(finite * (bounded.norms > bound)).sum(),
         norm=(finite * bounded.norms).sum(),
         nonfinite=(real * bounded.nonfinite).sum(),
     )

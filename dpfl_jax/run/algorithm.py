@@ -113,7 +113,7 @@ class Algorithm(abc.ABC):
         """What is released of a state: the model."""
 
     def seen(self, state: TrainState) -> Any:
-        """What an audit keeps of all releases until a state; None where there is no audit."""
+        """What is kept of a state beside the model: for an audit, or for ``private/``; or None."""
         del state
         return None
 

@@ -167,7 +167,8 @@ def _seal(key: RootKey, progress: dict[str, Any]) -> str:
 
 def _to_tree(state: TrainState) -> dict[str, Any]:
     tree = {"params": state.params, "opt_state": state.opt_state, "step": state.step}
-    return tree | ({"noise": state.noise} if jax.tree.leaves(state.noise) else {})
+    more = {"noise": state.noise, "units": state.units}
+    return tree | {name: kept for name, kept in more.items() if jax.tree.leaves(kept)}
 
 
 def save_params(path: pathlib.Path, params: Any) -> None:

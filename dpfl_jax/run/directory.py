@@ -26,8 +26,9 @@ from dpfl_jax.randomness import RootKey
 FINISHED = "finished"
 # What each record of a run with personal budgets spent: the silos' own (federation.personal).
 RECORDS, RECORDS_SUMMARY = "private/records.csv", "private/records.json"
+SPENT = "private/users.csv"  # what each user of a central run with budgets of their own has spent
 # What is told when a run ends or is interrupted.
-REPORTS = ("report.json", "report.md", NAME, RECORDS, RECORDS_SUMMARY, *kept.FILES)
+REPORTS = ("report.json", "report.md", NAME, RECORDS, RECORDS_SUMMARY, SPENT, *kept.FILES)
 
 
 class RunDirectory:

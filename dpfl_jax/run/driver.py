@@ -124,7 +124,7 @@ class RunResult:
       planned: steps that it would have taken.
       clipping: how the norms of how many parameters were computed; None if the run is not private.
       best: the checkpoint with the lowest held-out loss, if that was kept.
-      seen: what an audit keeps of all releases (``Algorithm.seen``).
+      seen: what is kept beside the model (``Algorithm.seen``). Private.
     """
 
     params: PyTree
@@ -138,7 +138,7 @@ class RunResult:
     planned: int
     clipping: dict[str, Any] | None = None
     best: Best | None = None
-    seen: Any = None
+    seen: Any = dataclasses.field(default=None, repr=False)
     places: int = 0
 
     @property

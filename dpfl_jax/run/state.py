@@ -32,12 +32,14 @@ class TrainState:
       opt_state: state of the Optax optimiser; it has only ever seen noised gradients.
       step: int32 scalar, the number of steps taken.
       noise: what correlated noise keeps between steps (``noise.NoiseState.memory``).
+      units: what is known of each unit between steps, unreadable without the run's key.
     """
 
     params: PyTree
     opt_state: PyTree
     step: jax.Array
     noise: PyTree = ()
+    units: PyTree = ()
 
 
 def hardware(mesh: Mesh) -> str:

@@ -31,6 +31,7 @@ _UNSPOKEN = {
     "data": "the training data are",
     "frozen": "the parameters that are not trained are",
     "plan": "what the silos do is",
+    "execution": "how steps are computed (execution, devices) is",
     "computation": "the loss, the set of trained parameters or the optimiser is",
 }
 PUBLIC_KEY_CAVEAT = (

@@ -121,6 +121,24 @@ class Poisson(AtRate):
         return poisson_indices(key.numpy("sampling", step), self.population, self.prob)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Staying(Poisson):
+    """Poisson, of those alone who have not left yet.
+
+    Attributes:
+      until: int64 [population], the first step that each takes no part in.
+    """
+
+    until: np.ndarray
+    name: ClassVar[str] = "poisson-staying"
+
+    def indices(self, key: RootKey, step: int) -> np.ndarray:
+        """Everybody's coins are tossed: nobody's depend on who stays."""
+        drawn = super().indices(key, step)
+        # proof: individual-sampling-2
+        return drawn[step < self.until[drawn]]
+
+
 @dataclasses.dataclass(frozen=True)
 class TruncatedPoisson(Poisson):
     """Poisson, of whose draws no more than ``cap`` units are kept, at random (add-or-remove)."""

@@ -361,6 +361,11 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
             "(mechanism.local_learning_rate) have none: remove the section audit; dpfl audit "
             "--simulate attacks the mechanism"
         )
+    if mechanism.filter(mechanism.count(data)) is not None:
+        raise BadInputError(
+            "canaries are drawn beside people, who leave when budgets of their own are spent "
+            f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls"
+        )
     if whole_of(data) is not None:
         raise BadInputError(
             "canaries are users with records of their own, but records of the data have several "

@@ -24,7 +24,7 @@ from dpfl_jax.evidence.kept import RunAudit
 from dpfl_jax.mechanisms.batches import check_packed_loss, draw_digest, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import in_pieces
-from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
+from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, replicated, splits_parameters
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
@@ -42,7 +42,7 @@ from dpfl_jax.run.report import (
     write_report,
 )
 from dpfl_jax.run.state import TrainState, init_state
-from dpfl_jax.run.terms import Terms, training_digest
+from dpfl_jax.run.terms import Terms, training_digest, value_digest
 from dpfl_jax.training import convolutions
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.modules import check_one_example, functional, named_loss, of_arrays
@@ -90,6 +90,11 @@ class Central(Algorithm):
         self.mesh, self.trainable, self.given = plan.mesh, trainable, params
         self.private = plan.mechanism.private
         self.movable = not plan.mechanism.remembers
+        self.filtered = plan.mechanism.filter(plan.population) is not None
+        if self.filtered:
+            from dpfl_jax.training.filtered import check_filtered  # which is made of this
+
+            check_filtered(plan)
         self.random, self.shipped = plan.random(loss_fn), plan.shipped(loss_fn)
         if plan.execution.packing:
             check_packed_loss(loss_fn, plan.data, params)
@@ -116,7 +121,8 @@ class Central(Algorithm):
         """Mechanism, population, delta, steps; data, frozen parameters and computation."""
         return Terms(
             stated=self.plan.stated,
-            secret={
+            secret=self._execution
+            | {
                 "data": self.plan.data_digest,
                 "frozen": content_digest(self.frozen),
                 "computation": training_digest(
@@ -125,10 +131,22 @@ class Central(Algorithm):
             },
         )
 
+    @property
+    def _execution(self) -> dict[str, str]:
+        """What a bound is computed with, which other rounding would move by a level."""
+        # proof: individual-event-3
+        return {"execution": value_digest(self.layout)} if self.filtered else {}
+
     def init(self) -> TrainState:
         """First parameters and optimiser state, split over the mesh."""
         noise = self.mechanism.noise_transform().init(self.trained)
-        return init_state(self.trained, self.optimizer, self.mesh, self.copied, noise.memory)
+        state = init_state(self.trained, self.optimizer, self.mesh, self.copied, noise.memory)
+        if not self.filtered:
+            return state
+        from dpfl_jax.training.filtered import no_spending  # which is made of this
+
+        units = place(no_spending(self.plan.population.num_units), replicated(self.mesh))
+        return dataclasses.replace(state, units=units)
 
     def params(self, state: TrainState) -> PyTree:
         """All parameters, frozen ones too."""
@@ -148,7 +166,20 @@ class Central(Algorithm):
 
     def begin(self, key: RootKey, start: int) -> CentralSteps:
         """The steps after the first ``start``."""
-        return CentralSteps(self, key, start)
+        self._key = key
+        if not self.filtered:
+            return CentralSteps(self, key, start)
+        from dpfl_jax.training.filtered import FilteredSteps  # likewise
+
+        return FilteredSteps(self, key, start)
+
+    def seen(self, state: TrainState) -> Any:
+        """What every user has spent, where they have budgets of their own."""
+        if not self.filtered:
+            return None
+        from dpfl_jax.training.filtered import spending_of  # likewise
+
+        return spending_of(self, state, self._key)
 
     def audited(self, result: RunResult) -> RunAudit | None:
         """What an attack on a finished run saw (``canaries.WithCanaries``)."""
@@ -396,6 +427,11 @@ def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) 
         needed_without=None if options.get("evaluate") is None else "evaluation",
     )
     result = drive(algorithm, **options)
+    run_dir = options.get("run_dir")
+    if algorithm.filtered and run_dir is not None and run_dir.writes:
+        from dpfl_jax.training.filtered import write_spent  # which is made of this
+
+        write_spent(run_dir.path, algorithm, result.seen)
     initial, final = result.evaluation(0), result.last
     return FitResult(
         **{field.name: getattr(result, field.name) for field in dataclasses.fields(result)},

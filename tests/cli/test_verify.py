@@ -40,6 +40,7 @@ from dpfl_jax.mechanisms import (
     Allocation,
     BandedInverse,
     BandMF,
+    Individual,
     NonPrivate,
     OwnerSets,
     Population,
@@ -133,6 +134,11 @@ SOUND = {
     ),
     "truncated": lambda: central(
         Truncated(group_size=3, cohort_size=20, cohort_cap=36, noise_multiplier=1.0)
+    ),
+    "individual": lambda: central(
+        Individual(
+            group_size=3, cohort_size=20, noise_multiplier=1.0, refresh=4, least_steps=9, order=4.0
+        )
     ),
     "selection": lambda: selection().statement(EXTRA),
     "els, several owners": lambda: central(

@@ -26,6 +26,7 @@ KINDS = {
         "checkpoints are as secret",
     ),
     "banded_inverse": ({}, "at every 5-th step", "checkpoints are as secret"),
+    "individual": ({"refresh": 2}, "who leaves when a budget", "what each user has spent"),
     "blt": ({}, "at every 5-th step", "checkpoints are as secret"),
 }
 

@@ -80,7 +80,7 @@ IN_CI = ("central", "federated")
     "name",
     [
         pytest.param(name, marks=[pytest.mark.release] * (name not in IN_CI))
-        for name in ("central", *SILOS, "bandmf", "blt")
+        for name in ("central", *SILOS, "bandmf", "blt", "individual")
     ],
 )
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path, name):
@@ -89,6 +89,9 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, name):
     config["train"] = config["train"] | {"checkpoint_every": 3}
     if name == "bandmf":  # what its noise has to take back is in checkpoints
         more = {"kind": "bandmf", "bands": 4, "cohort_size": 4}
+        config["mechanism"] = config["mechanism"] | more
+    if name == "individual":  # what users have spent, in the middle of a stretch
+        more = {"kind": "individual", "refresh": 4}
         config["mechanism"] = config["mechanism"] | more
     if name == "blt":  # likewise
         config["mechanism"] = config["mechanism"] | {"kind": "blt"}

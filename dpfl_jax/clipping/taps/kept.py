@@ -90,7 +90,8 @@ def bounded(
         like = jax.eval_shape(lambda: some(jnp.zeros((), jnp.int32))[1])
         axes = varying_axes(problem.leaves, problem.real, dict(squared))
         zeros = vary(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), axes)
-        errors = accumulate.start(zeros, accumulate.needs_compensation(n, steps))
+        compensated = problem.rule.compensated or accumulate.needs_compensation(n, steps)
+        errors = accumulate.start(zeros, compensated)
 
         def body(carry: Any, i: jax.Array) -> tuple[Any, Judgement]:
             decided, more = some(i)

@@ -1,0 +1,125 @@
+"""A Renyi filter: every unit pays for its own steps, and takes part in none that it cannot pay for.
+
+Source: Feldman and Zrnic, "Individual privacy accounting via a Renyi filter" (2021, arXiv
+2008.11193), with Poisson sampling. What a unit may add to a sum is
+bounded by one of a few public levels, C 2^(-j/4); a step costs a unit the Renyi divergence, at one
+public order and the larger of both directions, of a Poisson-sampled Gaussian of its level. It is
+charged whether or not it is drawn. Its budget is that of ``least_steps`` steps at the clip norm.
+
+Costs are whole numbers, rounded up, and so are exact when they are added.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+
+from dpfl_jax.accounting.drawn import RESERVED
+from dpfl_jax.accounting.events import uls
+from dpfl_jax.accounting.renyi import ORDERS, epsilon_from_renyi, renyi_divergences
+from dpfl_jax.errors import BadInputError
+
+LEVELS, PER_HALF = 32, 4
+_UNITS = 1 << 30  # of a step at the clip norm
+# Of a divergence as it is computed, in sums near 1: absolute, and relative.
+_ROUNDING, _RELATIVE = 1e-13, 1e-9
+
+
+def bounds(clip_norm: float) -> np.ndarray:
+    """Float32 [LEVELS]: what a unit of each level may add; the first is the clip norm."""
+    return (clip_norm * 2.0 ** (-np.arange(LEVELS) / PER_HALF)).astype(np.float32)
+
+
+def levels_of(norms: np.ndarray, clip_norm: float) -> np.ndarray:
+    """uint8 [n]: for each norm the lowest level that is not below it; the first where none is."""
+    norms = np.asarray(norms, np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        steps = np.floor(PER_HALF * np.log2(clip_norm / norms))
+    steps = np.where(np.isfinite(norms) & ~np.isnan(steps), steps, 0.0)
+    return np.clip(steps, 0, LEVELS - 1).astype(np.uint8)
+
+
+def best_order(sigma: float, prob: float, steps: int, delta: float) -> float:
+    """The order at which so many steps at the clip norm cost least: of ``renyi.ORDERS``."""
+    found, delta = renyi_divergences(uls(sigma, prob, steps)), delta * (1 - RESERVED)
+    each = [epsilon_from_renyi(found[[i]], ORDERS[[i]], delta) for i in range(len(ORDERS))]
+    return float(ORDERS[int(np.argmin(each))])
+
+
+@dataclasses.dataclass(frozen=True)
+class RenyiFilter:
+    """What steps cost, and what every unit has.
+
+    Attributes:
+      costs: of a step at each level, in units of 2^-30 of one at the clip norm.
+      least_steps: that everybody can pay for.
+      order: Renyi order.
+      step: divergence of a step at the clip norm, nats.
+    """
+
+    costs: tuple[int, ...]
+    least_steps: int
+    order: float
+    step: float
+
+    @classmethod
+    def of(cls, sigma: float, prob: float, least_steps: int, order: float) -> RenyiFilter:
+        """The filter of Poisson-sampled Gaussians.
+
+        Args:
+          sigma: noise multiplier, > 0.
+          prob: of a unit in a step.
+          least_steps: whose cost at the clip norm is the budget.
+          order: one of ``renyi.ORDERS``.
+
+        Raises:
+          BadInputError: there is so little noise that no cost can be computed.
+        """
+        costs, step = _costs(sigma, prob, order)
+        return cls(costs, least_steps, order, step)
+
+    @property
+    def budget(self) -> int:
+        """What every unit may spend, in units of ``costs``."""
+        return self.least_steps * _UNITS
+
+    def steps_left(self, spent: np.ndarray, levels: np.ndarray, most: int) -> np.ndarray:
+        """int64 [n]: steps that each unit can pay for at its level, up to ``most``.
+
+        Args:
+          spent: int64 [n].
+          levels: uint8 [n].
+          most: at least 0.
+        """
+        # proof: individual-filter-1
+        return np.minimum((self.budget - spent) // np.asarray(self.costs)[levels], most)
+
+    def after(self, spent: np.ndarray, levels: np.ndarray, steps: int) -> np.ndarray:
+        """int64 [n]: what units have spent after so many steps, those taken that they can pay."""
+        # proof: individual-filter-2
+        return spent + self.steps_left(spent, levels, steps) * np.asarray(self.costs)[levels]
+
+    def epsilons(self, spent: np.ndarray, delta: float) -> np.ndarray:
+        """Float64 [n]: what each unit has spent as an epsilon, at the filter's order; secret."""
+        a, delta = self.order, delta * (1 - RESERVED)
+        renyi = np.asarray(spent) * (self.step / _UNITS)
+        found = renyi + math.log1p(-1 / a) - (math.log(delta) + math.log(a)) / (a - 1)
+        return np.where(renyi > 0, np.maximum(found, 0.0), 0.0)
+
+
+@functools.lru_cache(maxsize=64)
+def _costs(sigma: float, prob: float, order: float) -> tuple[tuple[int, ...], float]:
+    """Costs of a step at each level; and the divergence of one at the clip norm."""
+    multipliers = sigma * 2.0 ** (np.arange(LEVELS) / PER_HALF)
+    found = [renyi_divergences(uls(s, prob, 1), np.array([order]))[0] for s in multipliers]
+    if not np.isfinite(found).all():
+        raise BadInputError(
+            f"with the noise multiplier {sigma:g} a step costs more than can be computed at the "
+            f"Renyi order {order:g}: raise the noise"
+        )
+    # proof: individual-filter-3
+    safe = [(rho + _ROUNDING / (order - 1)) * (1 + _RELATIVE) / found[0] for rho in found]
+    return (_UNITS, *(min(math.ceil(_UNITS * share), _UNITS) for share in safe[1:])), found[0]

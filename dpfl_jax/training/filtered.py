@@ -1,0 +1,236 @@
+"""Steps of which each user takes part in those alone that their own budget pays for.
+
+The steps between two looks at everybody's gradients are a *stretch*. What users had spent before
+it, and their bounds in it, decide who takes part in all of its steps: that is what a state keeps.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import functools
+import io
+import math
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from dpfl_jax.accounting.renyi_filter import LEVELS, RenyiFilter, bounds, levels_of
+from dpfl_jax.data.pipeline import StepBatch
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms.batches import units_of
+from dpfl_jax.mechanisms.plan import Plan
+from dpfl_jax.mechanisms.sums import unit_norms
+from dpfl_jax.mesh import place, replicated, splits_parameters
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.algorithm import Taken
+from dpfl_jax.run.directory import SPENT, write_atomically
+from dpfl_jax.run.state import TrainState
+from dpfl_jax.sampling import Draw, UserSampler, choose_within_users
+from dpfl_jax.training.central import Central, CentralSteps
+
+# Of a part of a look, whoever the people are: another shape may round in another way.
+_LOOK_ROWS = 4
+COLUMNS = ("user", "bound", "share_of_budget", "epsilon_spent")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Spending:
+    """What each user had spent before a stretch, and their bound in it. Private.
+
+    Attributes:
+      spent: int64 [n], in units of ``RenyiFilter.costs``.
+      levels: uint8 [n].
+    """
+
+    spent: np.ndarray
+    levels: np.ndarray
+
+    @classmethod
+    def none(cls, users: int) -> Spending:
+        """Before the first step."""
+        return cls(np.zeros(users, np.int64), np.zeros(users, np.uint8))
+
+    def hidden(self, key: RootKey, stretch: int) -> np.ndarray:
+        """uint32 [n, 3], which tells nothing to who has not the key."""
+        spent = np.ascontiguousarray(self.spent).view(np.uint32).reshape(-1, 2)
+        words = np.column_stack([spent, self.levels.astype(np.uint32)])
+        return words ^ _pad(key, stretch, words.shape)
+
+    @classmethod
+    def shown(cls, hidden: Any, key: RootKey, stretch: int) -> Spending:
+        """The same again."""
+        words = np.asarray(hidden) ^ _pad(key, stretch, hidden.shape)
+        spent = np.ascontiguousarray(words[:, :2]).view(np.int64).reshape(-1)
+        return cls(spent, words[:, 2].astype(np.uint8))
+
+
+def _pad(key: RootKey, stretch: int, shape: tuple[int, ...]) -> np.ndarray:
+    """Of a stretch alone, whose content is one under a key: used for nothing else."""
+    return key.numpy("spent-by-users", stretch).integers(1 << 32, size=shape, dtype=np.uint32)
+
+
+def no_spending(users: int) -> np.ndarray:
+    """What a state holds before the first look: uint32 [n, 3]."""
+    return np.zeros((users, 3), np.uint32)
+
+
+def check_filtered(plan: Plan) -> None:
+    """Raises BadInputError where steps are computed in a way that looks cannot be."""
+    kind, how = plan.mechanism.kind, plan.execution
+    if splits_parameters(plan.mesh):
+        raise BadInputError(
+            f"mechanism.kind={kind} looks at everybody's gradients on devices that hold all "
+            "parameters: use execution.mesh with data alone"
+        )
+    # proof: individual-bound-4
+    if how.packing or how.group_buckets:
+        name, off = ("packing", "0") if how.packing else ("group_buckets", "false")
+        raise BadInputError(
+            f"execution.{name} makes shapes that follow from everybody's data, so that one user "
+            f"may move the rounding of another's bound, which mechanism.kind={kind} charges by: "
+            f"set it to {off}"
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Everybody:
+    """All users in turns, ``width`` at a time, with examples of their own as a step would draw."""
+
+    offsets: np.ndarray
+    group_size: int
+    width: int
+    key: RootKey
+
+    def draw(self, part: int) -> Draw:
+        users = np.arange(part * self.width, min((part + 1) * self.width, len(self.offsets) - 1))
+        # proof: individual-bound-2
+        rng = self.key.numpy("within-user", part)
+        return Draw(users, choose_within_users(rng, self.offsets, users, self.group_size))
+
+
+class FilteredSteps(CentralSteps):
+    """Batches of those who can pay, each with a bound of their own."""
+
+    sampler: UserSampler
+
+    def __init__(self, run: Central, key: RootKey, start: int) -> None:
+        super().__init__(run, key, start)
+        mechanism: Any = run.mechanism
+        self.filter: RenyiFilter = mechanism.filter(run.plan.population)
+        self.every: int = mechanism.refresh
+        self.bounds = bounds(run.mechanism.clip_norm)
+        self.users = len(run.data.user_offsets) - 1
+        # The check before the first step is of units with all kinds of bounds.
+        some = self.bounds[np.arange(self.users) % LEVELS]
+        self.pipeline = dataclasses.replace(self.pipeline, per_unit=some)
+        self.params, self.hidden = run.trained, no_spending(self.users)
+        norms = unit_norms(run.mechanism, self.loss_fn, run.mesh, **self.options, **self.pieces)
+
+        @functools.partial(jax.jit, out_shardings=replicated(run.mesh))
+        def look(params: Any, units: Any, mask: Any, who: Any, frozen: Any) -> Any:
+            return norms(params, units, mask, frozen), mask, who
+
+        self.look = look
+
+    def check(self, state: TrainState) -> None:
+        """As every run; and this is the state that steps go on from."""
+        super().check(state)
+        self.params, self.hidden = state.params, state.units
+
+    def inputs(self) -> Iterator[tuple[int, StepBatch]]:
+        """Batches of one stretch after the other; none is read before its look is taken."""
+        at, last = self.start, self.run.steps
+        while at < last:
+            stretch, into = divmod(at, self.every)
+            first, end = at - into, min(at - into + self.every, last)
+            spending = self._before(stretch) if not into else self._restored(stretch)
+            self.hidden = place(spending.hidden(self.key, stretch), replicated(self.run.mesh))
+            law: Any = self.sampler.law
+            # proof: individual-sampling-1
+            until = first + self.filter.steps_left(spending.spent, spending.levels, self.every)
+            staying = dataclasses.replace(law, until=until)
+            pipeline = dataclasses.replace(
+                self.pipeline,
+                sampler=dataclasses.replace(self.sampler, law=staying),
+                per_unit=self.bounds[spending.levels],
+            )
+            for batch in pipeline.iterate(at, end):
+                yield batch.step + 1, batch
+            at = end
+
+    def step(self, state: TrainState, inputs: StepBatch) -> tuple[TrainState, Taken]:
+        """The same step; the state knows what users had spent before its stretch."""
+        state, taken = super().step(dataclasses.replace(state, units=()), inputs)
+        self.params = state.params
+        return dataclasses.replace(state, units=self.hidden), taken
+
+    def _restored(self, stretch: int) -> Spending:
+        return Spending.shown(self.hidden, self.key, stretch)
+
+    def _before(self, stretch: int) -> Spending:
+        """What users have spent before a stretch, and their bounds at the model as it is now."""
+        spent = np.zeros(self.users, np.int64)
+        if stretch:
+            before = self._restored(stretch - 1)
+            spent = self.filter.after(before.spent, before.levels, self.every)
+        # proof: individual-bound-1
+        levels = levels_of(self._norms(stretch), self.run.mechanism.clip_norm)
+        return Spending(spent, levels)
+
+    def _norms(self, stretch: int) -> np.ndarray:
+        """Float32 [n]: of everybody's gradient."""
+        key, pipeline = self.key.child("look-at-everybody", stretch), self.pipeline
+        width = pipeline.row * _LOOK_ROWS
+        everybody = _Everybody(self.sampler.user_offsets, self.sampler.group_size, width, key)
+        reader = dataclasses.replace(
+            pipeline,
+            sampler=everybody,
+            # proof: individual-bound-3
+            capacities=(_LOOK_ROWS,),
+            loss_key=None if pipeline.loss_key is None else key,
+            per_unit=np.arange(self.users, dtype=np.int32),
+        )
+        found = np.full(self.users, np.nan, np.float32)
+        for batch in reader.iterate(0, math.ceil(self.users / width)):
+            for bucket in batch.buckets:
+                units = units_of(self.run.mechanism, dataclasses.replace(bucket, per_unit=None))
+                given = (units, bucket.unit_mask, bucket.per_unit, self.run.frozen)
+                norms, there, who = map(np.asarray, self.look(self.params, *given))
+                found[who[there]] = norms[there]
+        return found
+
+
+def spending_of(run: Central, state: TrainState, key: RootKey) -> Spending:
+    """What every user has spent by a state, and their bounds in its stretch.
+
+    Args:
+      run: whose users these are.
+      state: after the last step that was taken.
+      key: of the run's steps.
+    """
+    mechanism: Any = run.mechanism
+    filter_, step = mechanism.filter(run.plan.population), int(state.step)
+    if not step:
+        return Spending.none(len(state.units))
+    stretch, into = divmod(step - 1, mechanism.refresh)
+    held = Spending.shown(state.units, key, stretch)
+    return dataclasses.replace(held, spent=filter_.after(held.spent, held.levels, into + 1))
+
+
+def write_spent(directory: pathlib.Path, run: Central, spending: Spending) -> None:
+    """Writes what every user has spent under ``private/`` (owner only)."""
+    filter_: Any = run.mechanism.filter(run.plan.population)
+    users = np.arange(len(spending.spent))
+    names = getattr(run.data, "user_ids", lambda users: users)(users)
+    columns = (
+        bounds(run.mechanism.clip_norm)[spending.levels].tolist(),
+        (spending.spent / filter_.budget).tolist(),
+        filter_.epsilons(spending.spent, run.delta).tolist(),
+    )
+    text = io.StringIO()
+    csv.writer(text).writerows([COLUMNS, *zip(names, *columns)])
+    write_atomically(directory / SPENT, text.getvalue(), mode=0o600)
