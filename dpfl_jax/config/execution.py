@@ -1,6 +1,7 @@
 """The section ``execution``: what changes speed and memory, and never what is guaranteed.
 
-A run may go on with another one: no field enters the fingerprint of a configuration.
+A run may go on with another one (not one of ``individual``): no field enters the fingerprint of a
+configuration.
 """
 
 from __future__ import annotations

@@ -44,10 +44,8 @@ from dpfl_jax.sampling import Staying, UserSampler
 ASSUMPTIONS = (
     "the filter's order and levels, least_steps and refresh are public constants, fixed before "
     "looking at one user's data",
-    "what each user has spent, and how many still take part, is told to nobody: the former stands "
-    "in private/users.csv, and unreadably without the root key in checkpoints; the latter follows "
-    "from what is under outside_guarantee, and from timings and rates, in metrics.jsonl and "
-    "report.json",
+    "private/users.csv is told to nobody, nor is outside_guarantee, or any timing or rate, of "
+    "metrics.jsonl and report.json, which tell how many still take part",
 )
 CAVEAT = (
     "how long steps take tells who can observe it how many users still take part, and about their "

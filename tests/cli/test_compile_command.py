@@ -43,6 +43,14 @@ def test_one_reduction_a_step_and_nothing_in_the_loop(config, capsys):
     assert result["strategy"][0].startswith("ghost")
 
 
+def test_users_who_bring_their_own_bounds_are_counted(config, capsys):
+    change = ["mechanism.kind=individual", "--topology", "cpu:1", "--count-only", "--json"]
+    assert main(["compile", config, *change]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["mechanism"] == "individual"
+    assert result["flops"] > 0
+
+
 @pytest.mark.slow
 def test_adapters_alone_are_reduced(config, tmp_path, capsys):
     """The step of a checkpoint, from its config.json: what is sent is the size of the adapters."""
