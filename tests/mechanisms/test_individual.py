@@ -120,7 +120,7 @@ def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
     [
         ({"least_steps": 60}, "nobody would ever leave: set it lower, or use mechanism.kind=uls"),
         ({"refresh": 0}, "mechanism.refresh is 0, but it must be at least 1"),
-        ({"clipping": "per_layer"}, "mechanism.clipping is per_layer, but a user.s own bound"),
+        ({"clipping": "per_layer"}, "mechanism.clipping is per_layer, but a user's own bound"),
         ({"order": 1.0}, "leave it out, and the best is taken"),
         ({"noise_multiplier": 0.0}, "without noise nobody can pay for a step"),
     ],
