@@ -18,6 +18,8 @@ import pytest
 # Tests about devices need several; must be set before JAX starts. Everything else uses one.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     chex.set_n_cpu_devices(8)
+# Eight devices on one busy core may wait long for one another: by default they give up, and die.
+os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 
 # Compiling is most of the tests' work. What these folders show, book-keeping and mathematics, does
 # not depend on how hard the compiler tries; rounding, and whole runs, are tested as they run.

@@ -72,7 +72,7 @@ def bounded(
         for k, pairs in formed.items():
             if i is not None:
                 pairs = [leaves.units_of(p, i, shards, at_once) for p in pairs]
-            gradients[k], squares[k] = leaves.formed_gradients(pairs, shapes[k])
+            gradients[k], squares[k] = leaves.formed_gradients(pairs, shapes[k], problem.parts)
         mine = dataclasses.replace(
             problem,
             real=pick(problem.real),
@@ -101,7 +101,9 @@ def bounded(
         total, parts = jax.lax.scan(body, (zeros, errors), jnp.arange(steps))
         sums = accumulate.finish(*total)
         decided = jax.tree.map(functools.partial(_in_order, shards=shards), parts)
-    return decided, {k: leaves.as_leaf(formed[k], shapes[k], x) for k, x in sums.items()}
+    return decided, {
+        k: leaves.as_leaf(formed[k], shapes[k], x, problem.parts) for k, x in sums.items()
+    }
 
 
 def _in_order(parts: jax.Array, shards: int) -> jax.Array:

@@ -380,24 +380,29 @@ def _reduced(pair: Pair) -> bool:
 
 
 def formed_gradients(
-    pairs: Sequence[Pair], leaf_shape: tuple[int, ...]
+    pairs: Sequence[Pair], leaf_shape: tuple[int, ...], parts: int = 1
 ) -> tuple[jax.Array, jax.Array]:
     """Per-unit gradients, for ``as_leaf`` to bring in order, and their squared norms; float32.
 
-    A single use has its axes in the order in which a product forms them fastest.
+    A single use has its axes in the order in which a product forms them fastest, unless units are
+    split into ``parts``: a leaf in another order would be sent over devices once more.
     """
-    if not _as_formed(pairs):
+    if not _as_formed(pairs, parts):
         gradients, scale = unit_gradients(pairs, leaf_shape), 1.0
     else:
         gradients, scale = _fastest(pairs[0]), pairs[0].scale
+    if parts > 1:  # whose other axes may be split as well, and must stay so
+        return gradients, squared_norms([gradients])[0]
     flat = gradients.reshape(len(gradients), -1)
     squared = jnp.einsum("nk,nk->n", flat, flat, precision=jax.lax.Precision.HIGHEST)
     return gradients, squared * (scale * scale)
 
 
-def as_leaf(pairs: Sequence[Pair], leaf_shape: tuple[int, ...], summed: jax.Array) -> jax.Array:
+def as_leaf(
+    pairs: Sequence[Pair], leaf_shape: tuple[int, ...], summed: jax.Array, parts: int = 1
+) -> jax.Array:
     """A sum of what ``formed_gradients`` returns, as the leaf; float32."""
-    if not _as_formed(pairs):
+    if not _as_formed(pairs, parts):
         return summed
     (pair,) = pairs
     ordered = _aligned(summed, _fast_order(pair), pair.coordinates)
@@ -414,9 +419,9 @@ def formed_bytes(pairs: Sequence[Pair], windows: bool = False) -> float:
     return total
 
 
-def _as_formed(pairs: Sequence[Pair]) -> bool:
+def _as_formed(pairs: Sequence[Pair], parts: int) -> bool:
     """Whether the entries of the view's gradient are those of the leaf's, up to a factor."""
-    single = len(pairs) == 1 and not isinstance(pairs[0].left, OneHot)
+    single = parts == len(pairs) == 1 and not isinstance(pairs[0].left, OneHot)
     return single and pairs[0].site.view.faithful
 
 
