@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from dpfl_jax.clipping.cost import Machine
-from dpfl_jax.clipping.peak import peak_bytes
+from dpfl_jax.clipping.peak import peak_bytes, product_flops
 from dpfl_jax.clipping.problem import Problem
 from dpfl_jax.clipping.taps.engine import COPIES, LeafReport, solve_ghost, trace_loss
 from dpfl_jax.clipping.taps.trace import Plan, analyse
@@ -93,6 +93,10 @@ class Explanation:
         return "\n".join(lines)
 
 
+# Of the time of all products, which a smaller microbatch must save.
+_WORTH = 0.1
+
+
 def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Explanation:
     """Picks the strategy of least estimated time among those that fit.
 
@@ -125,15 +129,18 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
         sizes.append(-(-sizes[-1] // (2 * parts)) * parts)
     fitting = [u for u in sizes if limit is None or u * held <= limit * parts] or sizes[-1:]
 
-    def beyond(units: int) -> float:  # a unit's time beyond that of all at once
-        if units == n:
-            return machine.afresh(n * held / parts) / n
-        # Less than all add the sum up once for each microbatch, beside the sum so far.
-        adding = machine.seconds(0.0, 3.0 * size / units)
-        return machine.afresh(units * held / parts + 2.0 * size) / n + adding
+    def adding(units: int) -> float:  # less than all add the sum up once for each microbatch
+        return 0.0 if units == n else machine.seconds(0.0, 3.0 * size / units)
 
-    units = min(fitting, key=beyond)
-    book = per_unit + beyond(units)
+    def beyond(units: int) -> float:  # a unit's time for memory, and for the sum so far beside it
+        sums = 0.0 if units == n else 2.0 * size
+        return machine.afresh(units * held / parts + sums) / n + adding(units)
+
+    units, products = min(fitting, key=beyond), machine.seconds(product_flops(traced.jaxpr), 0.0)
+    # Fewer rows make products slower: what a smaller microbatch saves must be worth it.
+    if beyond(fitting[0]) - beyond(units) < _WORTH * products / n:
+        units = fitting[0]
+    book = per_unit + adding(units)  # memory afresh takes a scan as long
     numbers = (
         f"book-keeping costs {book * 1e6:.0f} us a unit over the non-private gradient and holds "
         f"{n / parts * held / 1e6:.1f} MB, a scan over units {scan * 1e6:.0f} us (estimates)"

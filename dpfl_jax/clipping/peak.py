@@ -1,4 +1,4 @@
-"""How much temporary memory a program holds at its fullest, estimated from its jaxpr."""
+"""What a program takes, estimated from its jaxpr: temporary memory at its fullest, and products."""
 
 from __future__ import annotations
 
@@ -67,6 +67,28 @@ def peak_bytes(jaxpr: Any) -> float:
             held.pop(v, None)
         alive = sum(held.values())
     return most
+
+
+def product_flops(jaxpr: Any) -> float:
+    """Operations of all products of matrices and convolutions; of a loop without a length, once.
+
+    Args:
+      jaxpr: an open jaxpr.
+    """
+    total = 0.0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            ((contracted, _), _), left = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+            inner = math.prod(left[axis] for axis in contracted)
+            total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * inner
+        elif eqn.primitive.name == "conv_general_dilated":
+            kernel = eqn.invars[1].aval.shape
+            outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
+            size = math.prod(eqn.outvars[0].aval.shape)
+            total += 2.0 * size * math.prod(kernel) / max(1, outputs)
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += times * sum(map(product_flops, _inside(eqn)))
+    return total
 
 
 def _bytes(v: Any) -> float:
