@@ -10,7 +10,8 @@ from typing import Any
 import jax
 
 from dpfl_jax.clipping.cost import Machine
-from dpfl_jax.clipping.peak import peak_bytes, product_flops
+from dpfl_jax.clipping.flops import jaxpr_flops
+from dpfl_jax.clipping.peak import peak_bytes
 from dpfl_jax.clipping.problem import Problem
 from dpfl_jax.clipping.taps.engine import COPIES, LeafReport, solve_ghost, trace_loss
 from dpfl_jax.clipping.taps.trace import Plan, analyse
@@ -136,7 +137,7 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
         sums = 0.0 if units == n else 2.0 * size
         return machine.afresh(units * held / parts + sums) / n + adding(units)
 
-    units, products = min(fitting, key=beyond), machine.seconds(product_flops(traced.jaxpr), 0.0)
+    units, products = min(fitting, key=beyond), machine.seconds(jaxpr_flops(traced.jaxpr, 1), 0.0)
     # Fewer rows make products slower: what a smaller microbatch saves must be worth it.
     if beyond(fitting[0]) - beyond(units) < _WORTH * products / n:
         units = fitting[0]

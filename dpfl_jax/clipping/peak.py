@@ -1,4 +1,4 @@
-"""What a program takes, estimated from its jaxpr: temporary memory at its fullest, and products."""
+"""How much temporary memory a program holds at its fullest, estimated from its jaxpr."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from typing import Any
 
 from jax.extend.core import Literal
+
+from dpfl_jax.clipping.isolation import inner_jaxprs
 
 # What the compiler reads where it is needed instead of storing it.
 _FREE = frozenset(
@@ -58,7 +60,7 @@ def peak_bytes(jaxpr: Any) -> float:
     alive = most = 0.0
     for i, eqn in enumerate(jaxpr.eqns):
         made = {v: _bytes(v) for v in eqn.outvars if v not in owner}
-        within = max((peak_bytes(j) for j in _inside(eqn)), default=0.0)
+        within = max((peak_bytes(j) for j in inner_jaxprs(eqn.params.values())), default=0.0)
         if eqn.primitive.name != "scan":  # the results of what is called are among its values
             within = max(0.0, within - sum(made.values()))
         most = max(most, alive + sum(made.values()) + within)
@@ -69,39 +71,6 @@ def peak_bytes(jaxpr: Any) -> float:
     return most
 
 
-def product_flops(jaxpr: Any) -> float:
-    """Operations of all products of matrices and convolutions; of a loop without a length, once.
-
-    Args:
-      jaxpr: an open jaxpr.
-    """
-    total = 0.0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            ((contracted, _), _), left = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-            inner = math.prod(left[axis] for axis in contracted)
-            total += 2.0 * math.prod(eqn.outvars[0].aval.shape) * inner
-        elif eqn.primitive.name == "conv_general_dilated":
-            kernel = eqn.invars[1].aval.shape
-            outputs = kernel[eqn.params["dimension_numbers"].rhs_spec[0]]
-            size = math.prod(eqn.outvars[0].aval.shape)
-            total += 2.0 * size * math.prod(kernel) / max(1, outputs)
-        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        total += times * sum(map(product_flops, _inside(eqn)))
-    return total
-
-
 def _bytes(v: Any) -> float:
     dtype = getattr(v.aval, "dtype", None)
     return float(math.prod(v.aval.shape) * getattr(dtype, "itemsize", 0))
-
-
-def _inside(eqn: Any) -> list[Any]:
-    """The open jaxprs that an equation runs."""
-    found = []
-    for value in eqn.params.values():
-        for x in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(x, "jaxpr", x)
-            if hasattr(inner, "eqns"):
-                found.append(inner)
-    return found

@@ -320,6 +320,11 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         return Plan.make(self, data, steps=steps, **options)
 
     @property
+    def takes_local_steps(self) -> bool:
+        """Whether users are devices of a federated round, whose updates are clipped."""
+        return False
+
+    @property
     def remembers(self) -> bool:
         """Whether noise or sampling of a step depends on earlier steps' draws.
 

@@ -45,7 +45,7 @@ def plain(
     offsets = plan.data.user_offsets
     budget = min(plan.mechanism.compute_budget, float(offsets[-1] - offsets[0]))
     mechanism: Mechanism = NonPrivate(batch_size=budget)
-    if getattr(plan.mechanism, "takes_local_steps", False):
+    if plan.mechanism.takes_local_steps:
         # Its optimiser is the server's, which is given updates. It clips, too.
         mechanism = dataclasses.replace(plan.mechanism, noise_multiplier=0.0)
     beside = Plan(mechanism, plan.data, plan.steps, plan.delta, execution, plan.mesh)

@@ -355,7 +355,7 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
             f"canaries are drawn beside people, which mechanism.kind={mechanism.kind} cannot: it "
             "has no sampling_prob; remove the section audit, or use els or uls"
         )
-    if getattr(mechanism, "takes_local_steps", False):
+    if mechanism.takes_local_steps:
         raise BadInputError(
             "canaries have designed gradients, but users who take local steps "
             "(mechanism.local_learning_rate) have none: remove the section audit; dpfl audit "

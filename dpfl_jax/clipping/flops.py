@@ -25,6 +25,7 @@ def count_flops(function: Callable[..., Any], *args: Any, loop_length: int = 1) 
 
 
 def jaxpr_flops(jaxpr: Any, loop_length: int) -> float:
+    """``count_flops`` of an open jaxpr."""
     total = 0.0
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
