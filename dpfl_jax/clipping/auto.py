@@ -29,12 +29,14 @@ class Explanation:
       microbatch_size: units at a time; None for all.
       reason: why, in words.
       leaves: for ``ghost``, one report a parameter; empty otherwise.
+      arithmetic: for ``ghost``, its products over those of the gradient without privacy, counted.
     """
 
     strategy: str
     microbatch_size: int | None
     reason: str
     leaves: tuple[LeafReport, ...] = ()
+    arithmetic: float | None = None
 
     @property
     def summary(self) -> str:
@@ -44,7 +46,11 @@ class Explanation:
             return f"norms of all parameters from the gradient of each unit ({self.strategy}{size})"
         copied = sum(r.method == COPIES for r in self.leaves)
         booked = f"{len(self.leaves) - copied} of {len(self.leaves)} parameters by book-keeping"
-        return f"norms of {booked}" + (f", of {copied} from a copy for each unit" if copied else "")
+        if copied:
+            booked += f", of {copied} from a copy for each unit"
+        times = self.arithmetic
+        cost = "" if times is None else f"; {times:.2f} times the arithmetic without privacy"
+        return f"norms of {booked}{cost}"
 
     def fallback(self, units: int) -> str | None:
         """What copies of parameters cost in memory, where it is much; None where it is not.
@@ -78,6 +84,7 @@ class Explanation:
             "strategy": self.strategy,
             "units_at_once": min(units, self.microbatch_size or units),
             "norms": dict(collections.Counter(r.method for r in self.leaves)),
+            "arithmetic": self.arithmetic,
             "warning": self.fallback(units),
         }
 
@@ -94,6 +101,34 @@ class Explanation:
         return "\n".join(lines)
 
 
+def book_kept(
+    problem: Problem, machine: Machine, norm_method: Any, chosen: Explanation
+) -> Explanation:
+    """``chosen`` with what book-keeping does to each parameter, and what its products cost."""
+    traced, found = _traced(problem, machine, norm_method)
+
+    def plain(leaves: Any, units: Any) -> Any:
+        return jax.grad(lambda p: jax.vmap(problem.loss, (None, 0))(p, units)[0].sum())(leaves)
+
+    without = jaxpr_flops(jax.make_jaxpr(plain)(problem.leaves, problem.units).jaxpr, 1)
+    times = jaxpr_flops(traced.jaxpr, 1) / without if without else None
+    return dataclasses.replace(chosen, leaves=found, arithmetic=times)
+
+
+def _traced(
+    problem: Problem, machine: Machine, norm_method: Any
+) -> tuple[Any, tuple[LeafReport, ...]]:
+    """The program of book-keeping, and a report for each parameter."""
+    reports: list[LeafReport] = []
+
+    def ghost(leaves: Any, units: Any, real: Any, group: Any) -> Any:
+        inner = dataclasses.replace(problem, leaves=leaves, units=units, real=real, group=group)
+        return solve_ghost(inner, machine, norm_method, reports.append).sums
+
+    traced = jax.make_jaxpr(ghost)(problem.leaves, problem.units, problem.real, problem.group)
+    return traced, tuple(reports)
+
+
 # Of the time of all products, which a smaller microbatch must save.
 _WORTH = 0.1
 
@@ -106,14 +141,7 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
       machine: speeds.
       memory_limit: bytes that book-keeping may take; None: the device's, if it says so.
     """
-    reports: list[LeafReport] = []
-
-    def ghost(leaves: Any, units: Any, real: Any, group: Any) -> Any:
-        inner = dataclasses.replace(problem, leaves=leaves, units=units, real=real, group=group)
-        return solve_ghost(inner, machine, report=reports.append).sums
-
-    traced = jax.make_jaxpr(ghost)(problem.leaves, problem.units, problem.real, problem.group)
-    found = tuple(reports)
+    traced, found = _traced(problem, machine, None)
     n, parts = problem.num_units, problem.parts
     size = 4.0 * sum(p.size for p in problem.leaves)
     per_unit = sum(r.seconds for r in found)

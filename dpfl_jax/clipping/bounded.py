@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from dpfl_jax.clipping import per_unit
-from dpfl_jax.clipping.auto import Explanation, decide
+from dpfl_jax.clipping.auto import Explanation, book_kept, decide
 from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.isolation import check_isolated
 from dpfl_jax.clipping.problem import (
@@ -27,7 +27,7 @@ from dpfl_jax.clipping.problem import (
 )
 from dpfl_jax.clipping.result import BoundedSum, leaf_name, real_units, vary, varying_axes
 from dpfl_jax.clipping.rules import PerGroup, Rule, Standard
-from dpfl_jax.clipping.taps.engine import LeafReport, solve_ghost
+from dpfl_jax.clipping.taps.engine import solve_ghost
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any
@@ -153,8 +153,8 @@ class BoundedGrad:
             return solve(problem)
         return per_unit.in_microbatches(solve, problem, chosen.microbatch_size)
 
-    def _ghost(self, problem: Problem, report: Any = None) -> Solution:
-        return solve_ghost(problem, machine_for(self.platform), self.norm_method, report)
+    def _ghost(self, problem: Problem) -> Solution:
+        return solve_ghost(problem, machine_for(self.platform), self.norm_method)
 
     def _choose(self, problem: Problem) -> Explanation:
         if self.pieces is not None and self.strategy == "auto":
@@ -192,16 +192,13 @@ class BoundedGrad:
             )
         found: list[Explanation] = []
 
-        def look(params: PyTree, batch: PyTree) -> Any:
+        def look(params: PyTree, batch: PyTree) -> None:
             problem, _ = self.problem(params, batch, mask, rng, group)
             chosen = self._choose(problem)
-            reports: list[LeafReport] = list(chosen.leaves)
-            if chosen.strategy == "ghost" and not reports:
-                out = self._ghost(problem, reports.append).sums
-            else:
-                out = None
-            found.append(dataclasses.replace(chosen, leaves=tuple(reports)))
-            return out
+            if chosen.strategy == "ghost":
+                machine = machine_for(self.platform)
+                chosen = book_kept(problem, machine, self.norm_method, chosen)
+            found.append(chosen)
 
         jax.make_jaxpr(look)(params, batch)
         return found[-1]

@@ -112,13 +112,30 @@ def test_a_large_weight_that_is_copied_is_warned_of():
     f = bounded_grad(masked_loss, clip_norm=1.0, strategy="ghost")
     found = f.explain(params, jnp.ones((4, 400)))
     assert found.summary == (
-        "norms of 1 of 3 parameters by book-keeping, of 2 from a copy for each unit"
+        "norms of 1 of 3 parameters by book-keeping, of 2 from a copy for each unit; "
+        f"{found.arithmetic:.2f} times the arithmetic without privacy"
     )
     assert "'w' (400, 800) is copied" in found.fallback(4)
     assert "4.88 MiB" in found.fallback(4)  # 4 units, 400 x 800 float32
     told = found.to_json(4)
     assert told["norms"]["per-unit copies"] == 2
     assert told["warning"] == found.fallback(4)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ghost"])
+def test_explain_counts_the_arithmetic(strategy):
+    n, length, width = 8, 4, 64
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh(x @ params["w"]))
+
+    f = bounded_grad(loss, clip_norm=1.0, strategy=strategy, norm_method="gram")
+    found = f.explain({"w": jnp.ones((width, width))}, jnp.ones((n, length, width)))
+    assert found.strategy == "ghost"
+    # Without privacy two products of 2 n L d^2; Gram matrices of both factors 2 n L^2 d each.
+    assert found.arithmetic == pytest.approx(1 + length / width)
+    assert "1.06 times the arithmetic without privacy" in found.summary
+    assert found.to_json(n)["arithmetic"] == found.arithmetic
 
 
 def test_biases_and_small_copies_are_not_warned_of():
