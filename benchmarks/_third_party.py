@@ -223,6 +223,34 @@ def qwix_lora() -> tuple[PyTree, Any, Any]:
     return (*_tunix(net), _texts(128))
 
 
+def keras_gpt2() -> tuple[PyTree, Any, Any]:
+    """Keras on JAX: KerasHub's GPT-2, four blocks, by ``stateless_call``."""
+    import os
+
+    os.environ.setdefault("KERAS_BACKEND", "jax")
+    import keras_hub
+
+    net = keras_hub.models.GPT2CausalLM(
+        backbone=keras_hub.models.GPT2Backbone(
+            vocabulary_size=VOCAB,
+            num_layers=4,
+            num_heads=HEADS,
+            hidden_dim=WIDTH,
+            intermediate_dim=4 * WIDTH,
+            max_sequence_length=64,
+        )
+    )
+    params = {v.path: v.value for v in net.trainable_variables}
+    fixed, names = [v.value for v in net.non_trainable_variables], list(params)
+
+    def loss(params: PyTree, tokens: jax.Array) -> jax.Array:
+        inputs = {"token_ids": tokens[None], "padding_mask": jnp.ones_like(tokens)[None]}
+        logits, _ = net.stateless_call([params[v] for v in names], fixed, inputs, training=False)
+        return _next_token(logits[0], tokens)
+
+    return params, loss, _texts(64)
+
+
 MODELS: dict[str, Callable[[], tuple[PyTree, Any, Any]]] = {
     "nnx": nnx_transformer,
     "linen": linen_transformer,
@@ -233,5 +261,6 @@ MODELS: dict[str, Callable[[], tuple[PyTree, Any, Any]]] = {
     "tunix-llama3": tunix_llama3,
     "tunix-gemma3": tunix_gemma3,
     "qwix-lora": qwix_lora,
+    "keras-gpt2": keras_gpt2,
 }
 TRAINED = {"qwix-lora": lambda name: "lora" in name}

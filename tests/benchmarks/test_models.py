@@ -37,6 +37,7 @@ def test_sums_and_norms_are_those_of_plain_gradients(capsys):
         ("tunix-llama3", 1e-5),
         ("tunix-gemma3", 3e-2),  # bfloat16, as it comes
         ("qwix-lora", 1e-5),
+        ("keras-gpt2", 1e-5),
     ],
 )
 def test_models_of_other_libraries(capsys, name, tolerance):
