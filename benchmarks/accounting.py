@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import pathlib
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dp_accounting
@@ -30,13 +31,14 @@ each answer on the finest grid. Seconds are CPU seconds of this process. The bas
 in all; --no-baseline leaves it out. --group-table adds how many times smaller the noise is than
 under black-box group privacy, for users of 2 to 128 examples. --planner times what a planner asks
 for instead: single calibrations of rare and large losses, all cells of a compute budget (Stack
-Overflow's size), federations of unequal silos, and `dpfl plan` in a process of its own, imports
-and all. Put another checkout first in PYTHONPATH to time that one.
+Overflow's size), federations of 42 and 1,000 unequal silos by each mechanism, and `dpfl plan` in a
+process of its own, imports and all. Put another checkout first in PYTHONPATH to time that one.
 
 examples:
   dpfl bench accounting
   dpfl bench accounting --no-baseline --group-table --json
   dpfl bench accounting --planner --repeats 5
+  dpfl bench accounting --planner --cases 10 11 12 13      # LocalGroupDP, 42 and 1,000 silos
 """
 
 MakeEvent = Callable[[float], dp_accounting.DpEvent]
@@ -85,7 +87,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     console = Console(stderr=args.json)
     if args.planner:
-        found = planner_rows(args.repeats)
+        found = planner_rows(args.repeats, args.cases)
         table = Table("what", "CPU seconds", "seconds")
         for row in found:
             table.add_row(row["what"], f"{row['cpu_seconds']:.2f}", f"{row['seconds']:.2f}")
@@ -160,14 +162,18 @@ def _row(case: Case, repeats: int, baseline: bool) -> dict[str, Any]:
     return row
 
 
-def _unequal(reach: int, count: int = 42) -> Any:
-    from dpfl_jax.federation.federation import Federation, SiloPlan
-    from dpfl_jax.federation.mechanisms import HiGradAvgDP, SiloFacts
+MECHANISMS = ("LocalItemDP", "LocalGroupDP", "HiGradAvgDP", "SubjectULS", "UserLDP")
 
-    mechanism = HiGradAvgDP(batch_size=32, max_items_per_subject=2)
+
+def _unequal(kind: str, count: int, reach: int) -> Any:
+    from dpfl_jax.federation import mechanisms
+    from dpfl_jax.federation.federation import Federation, SiloPlan
+
+    options = {"group_size": 2} if kind == "SubjectULS" else {}
+    mechanism = getattr(mechanisms, kind)(batch_size=32, max_items_per_subject=2, **options)
     sizes = range(200, 200 + count * 97, 97)
-    silos = tuple(SiloPlan(mechanism, SiloFacts(n, n // 3), 5) for n in sizes)
-    return Federation(silos, 20, reach, None)
+    facts = [mechanisms.SiloFacts(n, n // 3) for n in sizes]
+    return Federation(tuple(SiloPlan(mechanism, f, 5) for f in facts), 20, reach, None)
 
 
 def _plan(budget: int) -> Any:
@@ -178,8 +184,13 @@ def _plan(budget: int) -> Any:
     return Planner(users, norms, epsilon=4.0, delta=1.13e-9, steps=10_000).plan(budget)
 
 
-def planner_rows(repeats: int) -> list[dict[str, Any]]:
-    """Medians of CPU seconds (children included) and seconds, without any cache on disk."""
+def planner_rows(repeats: int, chosen: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Medians of CPU seconds (children included) and seconds, without any cache on disk.
+
+    Args:
+      repeats: of each row.
+      chosen: numbers of rows; None: all.
+    """
     from dpfl_jax.accounting import accountant
     from dpfl_jax.federation.accountant import calibrate_federation
 
@@ -200,25 +211,21 @@ def planner_rows(repeats: int) -> list[dict[str, Any]]:
         "calibration, q = 0.001, 25 steps": lambda: calibrate(0.001, 25),
         "cells of budget 1,024": lambda: _plan(1024),
         "cells of budget 4,096": lambda: _plan(4096),
-        "42 unequal silos, a subject in one": lambda: calibrate_federation(_unequal(1), 4.0, 1e-5),
-        "42 unequal silos, a subject in all": lambda: calibrate_federation(_unequal(42), 4.0, 1e-5),
-        "1,000 unequal silos, a subject in one": lambda: calibrate_federation(
-            _unequal(1, 1000), 4.0, 1e-5
-        ),
-        "1,000 unequal silos, a subject in all": lambda: calibrate_federation(
-            _unequal(1000, 1000), 4.0, 1e-5
-        ),
         "dpfl plan, budget 1,024, cold": lambda: command(1024),
         "dpfl plan, budget 4,096, cold": lambda: command(4096),
     }
-    rows = []
-    for name, run_it in cases.items():
+    for kind, count, everywhere in itertools.product(MECHANISMS, (42, 1000), (False, True)):
+        name = f"{kind}, {count:,} unequal silos, a person in {'all' if everywhere else 'one'}"
+        federation = _unequal(kind, count, count if everywhere else 1)
+        cases[name] = functools.partial(calibrate_federation, federation, 4.0, 1e-5)
+    rows, names = [], list(cases)
+    for name in names if not chosen else [names[i] for i in chosen]:
         times = []
         for _ in range(max(1, repeats)):
             if hasattr(accountant, "_flat_epsilon"):
                 accountant._flat_epsilon.cache_clear()
             start, used = time.perf_counter(), sum(os.times()[:4])
-            run_it()
+            cases[name]()
             times.append((sum(os.times()[:4]) - used, time.perf_counter() - start))
         cpu, wall = (sorted(column)[len(times) // 2] for column in zip(*times))
         rows.append({"what": name, "cpu_seconds": cpu, "seconds": wall})

@@ -201,7 +201,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     console.print(Panel(report["guarantee"], title="guarantee"))
     for line in (report.get("audit") or {}).get("summary", ()):
         console.print(f"audit of {line}", highlight=False, soft_wrap=True)
-    if line := _in_one_line(report):
+    for line in filter(None, (_in_one_line(report), _got_worse(report))):
         console.print(line, highlight=False)
     console.print(
         f"{report['status']} after {taken(report)} {_steps(report)}: "
@@ -220,6 +220,17 @@ def _in_one_line(report: dict[str, Any]) -> str:
         f"held-out loss {losses['initial']:.3f} before, [bold]{losses['final']:.3f} with privacy "
         f"(epsilon {privacy['epsilon']:.3g} for each {privacy['unit']})[/bold], "
         f"{beside[-1]['loss']:.3f} without (for comparison only)"
+    )
+
+
+def _got_worse(report: dict[str, Any]) -> str:
+    """What to change where the held-out loss rose; nothing where it did not."""
+    losses = {name: value["loss"] for name, value in report.get("eval", {}).items()}
+    if losses.keys() != {"initial", "final"} or losses["final"] <= losses["initial"]:
+        return ""
+    return (
+        "[bold yellow]warning:[/bold yellow] training made the held-out loss larger: take a "
+        "smaller learning rate, or, where a table's columns are not of order 1, declare data.scale"
     )
 
 

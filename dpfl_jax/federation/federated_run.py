@@ -24,7 +24,7 @@ from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.guidance import Balance, Knobs, advice, balance_of, doubled
+from dpfl_jax.federation.guidance import balance_of
 from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism, SubjectULS
 from dpfl_jax.federation.personal.personalise import (
     personal_guarantee,
@@ -41,6 +41,7 @@ from dpfl_jax.federation.silo_statement import federated_statement, personal_sta
 from dpfl_jax.federation.subjects import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import build_by_name
+from dpfl_jax.run.balance import Balance, Knobs, advice, doubled
 from dpfl_jax.run.beside import BASELINE_CAVEAT, show_beside, without_privacy
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
@@ -167,7 +168,10 @@ class FederatedRun(Prepared):
         """Noise beside signal (``guidance``)."""
         if not self.federation.mechanism.private:
             return []
-        return advice(self.balance, _knobs(self))
+        facts = [plan.facts for plan in self.federation.silos]
+        privacy = self.config.privacy.model_copy(update={"delta": self.delta})
+        config = self.config.model_copy(update={"privacy": privacy})
+        return advice(self.balance, knobs(config, facts, self.model.num_params))
 
     @property
     def balance(self) -> Balance:
@@ -256,13 +260,15 @@ class FederatedRun(Prepared):
         )
 
 
-def _knobs(prepared: FederatedRun) -> Knobs:
-    """What may be changed where noise swamps signal, and what it would do."""
-    config, mechanism = prepared.config, prepared.config.mechanism
-    facts = [plan.facts for plan in prepared.federation.silos]
-    config = config.model_copy(
-        update={"privacy": config.privacy.model_copy(update={"delta": prepared.delta})}
-    )
+def knobs(config: FederatedConfig, facts: Sequence[SiloFacts], dim: int) -> Knobs:
+    """What may be changed where noise swamps signal, and what it would do.
+
+    Args:
+      config: with its ``privacy.delta``.
+      facts: public sizes of all silos.
+      dim: number of parameters.
+    """
+    mechanism = config.mechanism
 
     def would(section: str, key: str, value: Any) -> Callable[[], Balance]:
         def ask() -> Balance:
@@ -272,7 +278,7 @@ def _knobs(prepared: FederatedRun) -> Knobs:
             else:
                 new = old.model_copy(update={key: value})
             federation, _ = noised(config.model_copy(update={section: new}), facts)
-            return balance_of(federation, prepared.model.num_params)
+            return balance_of(federation, dim)
 
         return ask
 
@@ -299,7 +305,7 @@ def _knobs(prepared: FederatedRun) -> Knobs:
 
         def by_subject() -> Balance:
             federation, _ = noised(config.model_copy(update={"mechanism": uls}), facts)
-            return balance_of(federation, prepared.model.num_params)
+            return balance_of(federation, dim)
 
         yield "mechanism.kind", [(uls.kind, by_subject)]
     yield knob("federation", "rounds", [int(r) for r in doubled(config.federation.rounds, 1e6, 3)])

@@ -160,8 +160,9 @@ def _end_with(parent: int) -> None:
 def server_app() -> ServerApp:
     """A ServerApp that runs the study its run configuration names.
 
-    ``config``: the configuration; ``run-dir``: of the server; ``wait``: seconds until a silo that
-    is gone is left out. How it ended is in ``outcome.json`` beside the run directory.
+    ``config``: the configuration; ``run-dir``: of the server; ``log``: file for what it says;
+    ``wait``: seconds until a silo that is gone is left out. How it ended is in ``outcome.json``
+    beside the run directory.
     """
     app = ServerApp()
 
@@ -169,17 +170,23 @@ def server_app() -> ServerApp:
     def main(grid: Grid, context: Context) -> None:
         told = context.run_config
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-        run_dir, console = pathlib.Path(str(told["run-dir"])), Console()
+        run_dir, log = pathlib.Path(str(told["run-dir"])), pathlib.Path(str(told["log"]))
         outcome: dict[str, Any] = {}
-        try:
-            transport = GridTransport(grid, float(told["wait"]), console)
-            config = load_config(str(told["config"]))
-            outcome = {"status": run_study(config, run_dir, transport, console)["status"]}
-        except (BadInputError, StoppedError) as error:
-            outcome = {"status": "failed", "why": str(error)}
-            console.print(str(error), markup=False, highlight=False)
-        finally:
-            outcome = outcome or {"status": "failed", "why": "see the log of the server"}
-            run_dir.with_name(run_dir.name + ".outcome.json").write_text(json.dumps(outcome))
+        # Flower keeps what an app prints to itself. Whoever reads this breaks its lines.
+        with log.open("a", buffering=1) as file:
+            console = Console(file=file, width=1000)
+            try:
+                transport = GridTransport(grid, float(told["wait"]), console)
+                config = load_config(str(told["config"]))
+                outcome = {"status": run_study(config, run_dir, transport, console)["status"]}
+            except (BadInputError, StoppedError) as error:
+                outcome = {"status": "failed", "why": str(error)}
+            except Exception:
+                console.print(traceback.format_exc(), markup=False, highlight=False)
+                raise
+            finally:
+                outcome = outcome or {"status": "failed", "why": f"the server failed: see {log}"}
+                place = run_dir.with_name(run_dir.name + ".outcome.json")
+                place.write_text(json.dumps(outcome))
 
     return app

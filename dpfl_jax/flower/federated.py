@@ -24,9 +24,16 @@ from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon, w
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Released
 from dpfl_jax.federation.federated import Federated, FederatedSteps, add_released
-from dpfl_jax.federation.federated_run import federation_of, identity, noised, read_subjects
+from dpfl_jax.federation.federated_run import (
+    federation_of,
+    identity,
+    knobs,
+    noised,
+    read_subjects,
+)
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import federated_guarantee
+from dpfl_jax.federation.guidance import balance_of
 from dpfl_jax.federation.mechanisms import SiloFacts
 from dpfl_jax.federation.partition import cap_per_subject
 from dpfl_jax.federation.personal.personalise import (
@@ -45,6 +52,7 @@ from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.models import build_by_name
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Steps, Taken
+from dpfl_jax.run.balance import advice
 from dpfl_jax.run.driver import Pace
 from dpfl_jax.run.prepared import Charge
 from dpfl_jax.run.state import TrainState
@@ -331,6 +339,12 @@ class SubjectServer:
         self.noise = [plan.mechanism.sigma for plan in self.federation.silos]
         self.rounds, self.num_params = self.federation.rounds, self.model.num_params
         self.pace = Pace.of(config.train)
+
+    def advice(self) -> list[str]:
+        """Noise beside signal (``guidance``)."""
+        facts = [plan.facts for plan in self.federation.silos]
+        balance = balance_of(self.federation, self.num_params)
+        return advice(balance, knobs(self.config, facts, self.num_params))
 
     @property
     def message_like(self) -> Released:

@@ -23,7 +23,7 @@ from dpfl_jax.config import IsrlConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.arms import SiloNoise, silo_guarantee, worst_guarantee
 from dpfl_jax.federation.isrl.message import SiloData
-from dpfl_jax.federation.isrl.runs.isrl_run import dataset_task
+from dpfl_jax.federation.isrl.runs.isrl_run import advice_for, dataset_task
 from dpfl_jax.federation.isrl.runs.messages import Messages, Round, make_method
 from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose
 from dpfl_jax.federation.isrl.runs.silos import load_silos
@@ -211,6 +211,11 @@ class MessageServer:
         self.rounds, self.num_params = self.parameters.rounds, self.task.dim
         self.message_like = np.zeros(self.task.shape, np.float32)
         self.pace = Pace.of(config.train, config.execution.rounds_per_block)
+
+    def advice(self) -> list[str]:
+        """Noise beside signal (``guidance``)."""
+        sizes = np.array([row["num_records"] for row in self.rows])
+        return advice_for(self.config, self.task, self.parameters, sizes)
 
     def algorithm(self, ask: Ask) -> RemoteMessages:
         """Rounds whose silos are asked."""

@@ -18,11 +18,11 @@ from typing import Any
 
 from rich.console import Console
 
-from dpfl_jax.config import load_config
+from dpfl_jax.config import config_fingerprint, load_config
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower.front import front
 from dpfl_jax.flower.plan import study_of
-from dpfl_jax.run.directory import finished_report
+from dpfl_jax.run.directory import RunDirectory, finished_report
 
 _APP = """\
 [build-system]
@@ -46,6 +46,7 @@ clientapp = "study:nobody"
 [tool.flwr.app.config]
 config = {config}
 run-dir = {run_dir}
+log = {log}
 wait = {wait}
 """
 # Silos run what is installed with them (``flower.node``): this app is the server's alone.
@@ -84,10 +85,11 @@ def serve(
       wait: seconds until a silo that is gone is left out of a round.
 
     Raises:
-      BadInputError: a silo refuses, or anything is wrong with the configuration.
-      StoppedError: nobody answers, or the server was stopped.
+      BadInputError: anything is wrong with the configuration or the run directory.
+      StoppedError: a silo refuses, nobody answers, or the server was stopped.
     """
-    study_of(load_config(config))
+    study_of(study := load_config(config))
+    RunDirectory.check(run_dir, config_fingerprint(study))
     directory = pathlib.Path(run_dir).absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
     outcome = directory.with_name(directory.name + ".outcome.json")
@@ -95,8 +97,10 @@ def serve(
     home = directory.with_name(directory.name + ".flower")
     app = home / "app"
     app.mkdir(parents=True, exist_ok=True)
-    told = {"config": json.dumps(str(pathlib.Path(config).absolute())), "wait": float(wait)}
-    (app / "pyproject.toml").write_text(_APP.format(run_dir=json.dumps(str(directory)), **told))
+    told = home / "study.log"
+    files = {"config": pathlib.Path(config).absolute(), "run_dir": directory, "log": told}
+    quoted = {name: json.dumps(str(path)) for name, path in files.items()}
+    (app / "pyproject.toml").write_text(_APP.format(wait=float(wait), **quoted))
     (app / "study.py").write_text(_STUDY)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -117,46 +121,34 @@ def serve(
     command += ["--disable-runtime-dependency-installation"]
     log = home / "superlink.log"
     _wait_for_another(directory)
+    seen = told.stat().st_size if told.exists() else 0
     with (
         log.open("ab") as file,
         _running(command, environment, file),
         front(host, port, link, tls, silos),
     ):
         _start(environment, app, log, console)
-        console.print(f"serving {config} at {host}:{port}; log: {log}", markup=False)
-        seen = _rounds(directory)
-        while not outcome.exists():
+        console.print(f"serving {config} at {host}:{port}; logs: {home}", markup=False)
+        ended = False
+        while not ended:
             time.sleep(0.2)
-            seen = _tell(directory, seen, console)
-    ended = json.loads(outcome.read_text())
-    if ended["status"] == "failed":
-        raise StoppedError(ended["why"])
+            ended = outcome.exists()
+            seen = _tell(told, seen, console)
+    how = json.loads(outcome.read_text())
+    if how["status"] == "failed":
+        raise StoppedError(how["why"])
     report = finished_report(directory)
     if report is None:
         raise StoppedError("the server was stopped; the same command goes on")
     return report
 
 
-def _rounds(directory: pathlib.Path) -> list[dict[str, Any]]:
-    """The rows of metrics that are whole."""
-    path, found = directory / "metrics.jsonl", []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):
-            found.append(json.loads(line))
-    return found
-
-
-def _tell(
-    directory: pathlib.Path, told: list[dict[str, Any]], console: Console
-) -> list[dict[str, Any]]:
-    """Says what is new since ``told``."""
-    rows = _rounds(directory)
-    for row in rows[len(told) :]:
-        who = f"{row['silos']} silos" if "silos" in row else f"{row['messages']} messages"
-        spent = row["epsilon_spent"]
-        epsilon = "" if spent is None else f", epsilon <= {spent:.4g}"
-        console.print(f"round {row['step']}: {who}{epsilon}", highlight=False)
-    return rows
+def _tell(log: pathlib.Path, told: int, console: Console) -> int:
+    """Says what a log holds after so many bytes, in whole lines; returns how many are told now."""
+    whole, _, _ = (log.read_bytes()[told:] if log.exists() else b"").rpartition(b"\n")
+    for line in whole.decode().splitlines():
+        console.print(line, markup=False, highlight=False)
+    return told + len(whole) + bool(whole)
 
 
 def _start(

@@ -72,9 +72,13 @@ class RemoteRun(Prepared):
         return dataclasses.replace(self, server=made)
 
     def headline(self) -> list[str]:
-        """Silos, model."""
+        """Silos, model, noise beside signal."""
         told = ", ".join(f"{row['name']} ({row['num_records']} records)" for row in self.rows)
-        return [f"silos: {told}", f"{self.server.num_params:,} parameters"]
+        return [
+            f"silos: {told}",
+            f"{self.server.num_params:,} parameters",
+            *self.server.advice(),
+        ]
 
     def charge(self) -> Charge:
         """Each silo charges its own ledger."""
@@ -194,9 +198,9 @@ def prepare(
         raise BadInputError("the configuration has no section `federation` or `isrl`")
     study = study_of(config)
     count = silos_in(config)
-    with console.status(f"waiting for {count} silos"):
-        most_s = math.inf if known is None else _RETURN_S
-        replies = transport.hello(pack({"kind": "hello", "study": study}), count, most_s)
+    console.print(f"waiting for {count} silos", highlight=False)
+    most_s = math.inf if known is None else _RETURN_S
+    replies = transport.hello(pack({"kind": "hello", "study": study}), count, most_s)
     headers = {}
     for name, reply in sorted(replies.items(), key=_in_order(replies)):
         header, _ = unpack(reply)

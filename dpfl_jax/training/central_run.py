@@ -35,6 +35,7 @@ from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_rep
 from dpfl_jax.training.beside import check_prompt, plain, samples
 from dpfl_jax.training.canaries import WithCanaries, check_fit
 from dpfl_jax.training.central import Central, FitResult, train
+from dpfl_jax.training.central_balance import advice_on_steps, balance_of_steps
 from dpfl_jax.training.evaluate import Evaluator, summarize
 from dpfl_jax.training.personalize import Personalization, check_users, personalize
 from dpfl_jax.training.pretrain import Pretrained, begin_from
@@ -144,7 +145,16 @@ class CentralRun(Prepared):
                 f"{self.mechanism.noise_multiplier:.5g}, delta {self.delta:.3g}, "
                 f"{self.config.train.steps} steps"
             )
-        return lines
+        return [*lines, *self.advice()]
+
+    def advice(self) -> list[str]:
+        """Noise beside signal (``central_balance``)."""
+        trained = check_trainable(self.config.model, self.model)
+        return advice_on_steps(self.config, self.mechanism, self.count, self.delta, trained)
+
+    def count(self, other: Mechanism) -> Population:
+        """What another mechanism would sample from."""
+        return other.count(other.bounded(self.data.train))
 
     def charge(self) -> Charge:
         """All steps, to the users."""
@@ -416,7 +426,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
     if config.population is None:
         prepared = prepare(config, console)
         mechanism, population, delta = prepared.mechanism, prepared.population, prepared.delta
-        known = prepared.data.known
+        known, count = prepared.data.known, prepared.count
         model, source = prepared.model, prepared.data.description
         text = prepared.data.tokenizer is not None
         seq_len = math.prod(prepared.data.task.input_shape) if text else 1
@@ -426,9 +436,13 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         if config.pretrain is not None:
             make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
         declared = config.population
-        population = mechanism.declared_population(
-            declared.num_users, declared.num_examples, declared.limited_examples
-        )
+
+        def count(other: Mechanism) -> Population:
+            return other.declared_population(
+                declared.num_users, declared.num_examples, declared.limited_examples
+            )
+
+        population = count(mechanism)
         model = _declared_model(config)
         mechanism, delta = _calibrated(config, mechanism, population)
         source, seq_len, known = "declared in the config", config.data.seq_len, False
@@ -437,13 +451,16 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         population, config.train.steps, delta, run_caveats(config, mechanism, known)
     )
     steps, budget = config.train.steps, mechanism.compute_budget
-    pretraining = config.pretrain
+    pretraining, trained = config.pretrain, check_trainable(config.model, model)
+    for line in advice_on_steps(config, mechanism, count, delta, trained):
+        console.print(line, highlight=False)
+    balance = balance_of_steps(mechanism, steps, trained)
     return {
         "status": "dry-run",
         "name": config.name,
         "population": {**population.to_json(), "source": source},
         "parameters": model.num_params,
-        "trained_parameters": check_trainable(config.model, model),
+        "trained_parameters": trained,
         "steps": steps,
         "examples_per_step": budget,
         "tokens": budget * seq_len * steps,
@@ -459,6 +476,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         "sampling_prob": mechanism.sampling_probability(population),
         "noise_multiplier": mechanism.noise_multiplier,
         "noise_on_mean": mechanism.noise_stddev / mechanism.divisor,
+        "noise_over_signal": None if balance is None else balance.to_json(),
         "epsilon": guarantee.epsilon if math.isfinite(guarantee.epsilon) else None,
         "delta": delta,
         "privacy": guarantee.to_json(),

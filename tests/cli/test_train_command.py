@@ -322,3 +322,14 @@ def test_bad_arguments_exit_with_2(capsys):
     assert dpfl("train") == 2
     assert dpfl("trian", "x") == 2
     assert "dpfl: error:" in capsys.readouterr().err
+
+
+def test_a_run_that_made_things_worse_says_what_to_change():
+    from dpfl_jax.cli.train import _got_worse
+
+    def told(before, after):
+        return _got_worse({"eval": {"initial": {"loss": before}, "final": {"loss": after}}})
+
+    assert "smaller learning rate" in told(1.5, 293816.9)
+    assert "data.scale" in told(1.5, float("nan"))
+    assert told(1.5, 1.4) == told(1.5, 1.5) == _got_worse({"eval": {}}) == ""

@@ -15,7 +15,6 @@ from rich.console import Console
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config.isrl import IsrlConfig
-from dpfl_jax.federation.guidance import Balance, Knobs, advice, doubled
 from dpfl_jax.federation.isrl import bounds
 from dpfl_jax.federation.isrl.arms import (
     SiloNoise,
@@ -29,6 +28,7 @@ from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose, effecti
 from dpfl_jax.federation.isrl.runs.silos import SiloRecords, load_silos
 from dpfl_jax.federation.isrl.runs.tasks import Task, make_task
 from dpfl_jax.federation.silo_statement import isrl_statement
+from dpfl_jax.run.balance import Balance, Knobs, advice, doubled
 from dpfl_jax.run.beside import BASELINE_CAVEAT, show_beside, without_privacy
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import RunResult
@@ -81,7 +81,8 @@ class IsrlRun(Prepared):
         """Noise beside signal (``guidance``)."""
         if self.parameters.noise is None:
             return []
-        return advice(balance_of_messages(self.config, self.task, self.parameters), _knobs(self))
+        sizes = np.asarray(self.records.train.sizes)
+        return advice_for(self.config, self.task, self.parameters, sizes)
 
     def headline(self) -> list[str]:
         """Data, algorithm."""
@@ -159,10 +160,16 @@ def balance_of_messages(config: IsrlConfig, task: Task, parameters: Parameters) 
     return Balance(noise, float((shares * parameters.clip_norms).sum()), parameters.rounds)
 
 
-def _knobs(prepared: IsrlRun) -> Knobs:
+def advice_for(
+    config: IsrlConfig, task: Task, parameters: Parameters, sizes: np.ndarray
+) -> list[str]:
+    """Noise beside signal (``guidance``), for silos with so many records."""
+    balance = balance_of_messages(config, task, parameters)
+    return advice(balance, _knobs(config, task, parameters, sizes))
+
+
+def _knobs(config: IsrlConfig, task: Task, parameters: Parameters, sizes: np.ndarray) -> Knobs:
     """What may be changed where noise swamps signal, and what it would do."""
-    config, task = prepared.config, prepared.task
-    sizes = np.asarray(prepared.records.train.sizes)
 
     def would(section: str, key: str, value: Any) -> Callable[[], Balance]:
         def ask() -> Balance:
@@ -172,14 +179,14 @@ def _knobs(prepared: IsrlRun) -> Knobs:
 
         return ask
 
-    share = prepared.parameters.sources["batch_fraction"][0]
+    share = parameters.sources["batch_fraction"][0]
     values = [] if share >= 1.0 else doubled(share, 1.0)
     yield "isrl.batch_fraction", [(v, would("isrl", "batch_fraction", v)) for v in values]
     if isinstance(config.privacy.epsilon, float):
         values = doubled(config.privacy.epsilon, math.inf, 4)
         yield "privacy.epsilon", [(v, would("privacy", "epsilon", v)) for v in values]
     if config.isrl.sampling != "disjoint":
-        rounds = [int(r) for r in doubled(prepared.parameters.rounds, 1e5, 3)]
+        rounds = [int(r) for r in doubled(parameters.rounds, 1e5, 3)]
         yield "isrl.rounds", [(v, would("isrl", "rounds", v)) for v in rounds]
 
 

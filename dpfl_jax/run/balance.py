@@ -1,0 +1,85 @@
+"""Noise beside signal before anything is trained, and what helps where noise swamps signal."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from dpfl_jax.errors import BadInputError
+
+# (the key to change, its value, what the balance would be); the values of a key in order.
+Knobs = Iterable[tuple[str, Sequence[tuple[Any, Callable[[], "Balance"]]]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    """Expected size of the noise, and the largest of the signal, in units of the learning rate.
+
+    Attributes:
+      noise: norm of the noise on a round's averaged update.
+      signal: most that a round's averaged update can be.
+      rounds: R.
+      called: what a round is called: of central training, a step.
+    """
+
+    noise: float
+    signal: float
+    rounds: int
+    called: str = "round"
+
+    @property
+    def ratio(self) -> float:
+        """Noise over signal of the whole run; above 1 noise swamps signal."""
+        if not self.noise:
+            return 0.0
+        return self.noise / (self.signal * math.sqrt(self.rounds))
+
+    def to_json(self) -> dict[str, float]:
+        """Plain numbers."""
+        found = {self.called: self.noise / self.signal, "run": self.ratio}
+        return {f"over_a_{name}": float(f"{value:.4g}") for name, value in found.items()}
+
+    def __str__(self) -> str:
+        """In one sentence."""
+        return (
+            f"noise on a {self.called}'s averaged update is about "
+            f"{self.noise / self.signal:.3g} times the largest that the update itself can be, and "
+            f"over {self.rounds} {self.called}s {self.ratio:.3g} times"
+        )
+
+
+def advice(balance: Balance, knobs: Knobs) -> list[str]:
+    """Sentences to print: the balance, and where noise swamps signal the values that would do.
+
+    Args:
+      balance: of what is configured.
+      knobs: see ``Knobs``; asked for only if needed.
+    """
+    if balance.ratio <= 1.0:
+        return [str(balance)]
+    found, tried = [], []
+    for key, values in knobs:
+        tried += [key] if values else []
+        for value, would_be in values:
+            try:
+                ratio = would_be().ratio
+            except BadInputError:  # no such mechanism, or no noise that meets the target
+                continue
+            if ratio <= 1.0:
+                found.append(f"{key}={value} ({ratio:.2g})")
+                break
+    better = (
+        f"one of these would do, the noise then being so many times the signal: {', '.join(found)}"
+        if found
+        else "no single change of these would do: "
+        f"{', '.join(tried)}; take a smaller model, or more people"
+    )
+    return [f"[bold yellow]warning:[/bold yellow] noise swamps signal: {balance}; {better}"]
+
+
+def doubled(start: float, most: float, times: int = 6) -> list[float]:
+    """2, 4, ... times ``start``, up to ``most``, rounded to three digits."""
+    found = [float(f"{start * 2**k:.3g}") for k in range(1, times + 1)]
+    return [*dict.fromkeys(min(value, most) for value in found)]
