@@ -104,7 +104,7 @@ class ChatTemplate:
         Raises:
           BadInputError: the template does not take these messages, or does not tell their answers.
         """
-        written = json.dumps(messages, ensure_ascii=False)
+        written = json.dumps(messages, ensure_ascii=False, default=str)
         if _BEGIN in written or _END in written:
             raise BadInputError(f"{where}: a message holds U+FDD0 or U+FDD1: leave them out")
         assistant = [i for i, message in enumerate(messages) if message["role"] == "assistant"]

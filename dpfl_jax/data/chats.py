@@ -73,14 +73,21 @@ class Conversations:
         Raises:
           BadInputError: naming ``where``, what is wrong with the row.
         """
-        if self.messages is not None:
-            found = _messages(row, self.messages, where)
-            _need_assistant(found, self.messages, where)
-            sequences = [(*self._rendered(found, where), False)]
-        elif self.completion is not None:
-            sequences = [self._answer(row, self.completion, where)]
-        else:
-            sequences = [self._answer(row, name, where) for name in self._both]
+        try:
+            if self.messages is not None:
+                found = _messages(row, self.messages, where)
+                _need_assistant(found, self.messages, where)
+                sequences = [(*self._rendered(found, where), False)]
+            elif self.completion is not None:
+                sequences = [self._answer(row, self.completion, where)]
+            else:
+                sequences = [self._answer(row, name, where) for name in self._both]
+            # Half of a character, escaped in JSON text: a tokenizer would stop at it, for all.
+            json.dumps(sequences, ensure_ascii=False).encode()
+        except BadInputError:
+            raise
+        except (TypeError, ValueError, RecursionError) as error:  # a row's own: no other's reading
+            raise BadInputError(f"{where}: it cannot be written as text ({error})") from error
         return json.dumps(sequences)
 
     def _rendered(self, messages: Messages, where: str) -> tuple[str, Spans]:
@@ -176,7 +183,7 @@ def _message(found: Any, where: str) -> dict[str, Any]:
     held = {name: value for name, value in found.items() if value is not None}
     if "from" in held and "value" in held:
         role = held.pop("from")
-        held = {"role": _ALSO.get(role, role), "content": held.pop("value")} | held
+        held = {"role": _ALSO.get(str(role), role), "content": held.pop("value")} | held
     if held.get("role") not in ROLES:
         raise BadInputError(f"{where}: the role is {held.get('role')!r}, not one of {ROLES}")
     if not isinstance(held.setdefault("content", None), str) and not held.get("tool_calls"):

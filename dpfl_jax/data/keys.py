@@ -17,6 +17,7 @@ import functools
 import importlib
 import math
 import re
+import unicodedata
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,6 +42,7 @@ FUNCTIONS: dict[str, Callable[[str], str]] = {
     "domain": base_domain,
     "lower": str.lower,
     "strip": str.strip,
+    "nfc": functools.partial(unicodedata.normalize, "NFC"),
 }
 
 

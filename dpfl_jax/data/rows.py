@@ -207,8 +207,10 @@ def _json_object(line: bytes, where: str) -> dict[str, Any]:
             json.dumps(row, ensure_ascii=False).encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise BadInputError(f"{where}: the text is not UTF-8 ({error.reason})") from error
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = getattr(error, "msg", "nested too deeply")
+    except (ValueError, RecursionError) as error:  # also of a number with thousands of digits
+        reason = getattr(
+            error, "msg", "nested too deeply" if isinstance(error, RecursionError) else error
+        )
         raise BadInputError(f"{where}: not a JSON object ({reason})") from error
     if not isinstance(row, dict):
         raise BadInputError(f"{where}: not a JSON object but {type(row).__name__}")

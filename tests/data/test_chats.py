@@ -1,6 +1,7 @@
 """Chats, instructions and preferences: which tokens are answers, and rows that are none."""
 
 import csv
+import datetime
 import json
 import re
 
@@ -14,6 +15,7 @@ import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
 from dpfl_jax.data import DataConfig, load_dataset, load_examples, load_tokenizer
 from dpfl_jax.data.chat_template import ChatTemplate, load_chat_template
+from dpfl_jax.data.chats import conversations_in
 from dpfl_jax.data.shards import open_store
 
 CHATML = (
@@ -299,3 +301,47 @@ def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path, template):
         np.testing.assert_array_equal(held["mask"][0][: len(ids)], found["assistant_masks"][1:])
     assert not held["mask"][0][len(ids) :].any()
     assert re.sub(r"\s", "", text[slice(*spans[1])]) == "Ende<|im_end|>"
+
+
+HUGE = b'{"user": "z", "n": ' + b"9" * 5000 + b', "m": [{"role": "assistant", "content": "a"}]}'
+NO_ROWS = {
+    "half a character in JSON text": {"m": '[{"role": "assistant", "content": "a\\ud800"}]'},
+    "half a character in an answer": {"m": [{"role": "assistant", "content": "a\ud800"}]},
+    "a role that is a list": {"m": [{"from": ["x"], "value": "y"}]},
+    "a number of thousands of digits": HUGE,
+}
+
+
+@pytest.mark.parametrize("what", NO_ROWS)
+def test_a_row_that_is_no_conversation_stops_nobody_elses(what, tmp_path):
+    good = [{"user": f"u{i % 3}", "m": [ASKS, {**SAYS, "content": f"No {i}"}]} for i in range(9)]
+    bad = NO_ROWS[what]
+    bad = bad if isinstance(bad, bytes) else json.dumps({"user": "z", **bad}).encode()
+    lines = [json.dumps(row).encode() for row in good]
+    (tmp_path / "t.jinja").write_text(CHATML)
+
+    def config(name, rows, **more):
+        (tmp_path / name).write_bytes(b"\n".join(rows))
+        given = {"source": "jsonl", "path": str(tmp_path / name), "messages_column": "m"}
+        given |= {"chat_template": str(tmp_path / "t.jinja"), "seq_len": 64}
+        return DataConfig(**given, **more)
+
+    mixed = [*lines[:4], bad, *lines[4:]]
+    found = load_examples(config("mixed.jsonl", mixed, on_bad_row="drop"))
+    wanted = load_examples(config("good.jsonl", lines))
+    assert found.store.fingerprint == wanted.store.fingerprint
+    assert found.dropped == 1
+    with pytest.raises(dpfl.BadInputError, match=r"mixed\.jsonl, line 5") as caught:
+        load_examples(config("mixed.jsonl", mixed))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_field_that_json_cannot_hold_is_no_reason_to_refuse_a_message(tmp_path):
+    at = datetime.datetime(2026, 1, 1)
+    rows = [{"user": "a", "m": [SAYS]}, {"user": "b", "m": [{**SAYS, "timestamp": at}]}]
+    pq.write_table(pa.Table.from_pylist(rows[::-1]), tmp_path / "x.parquet")
+    (tmp_path / "t.jinja").write_text(CHATML)
+    conversations = conversations_in({"messages": "m"}, "bytes", str(tmp_path / "t.jinja"))
+    table = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    first, second = (conversations.document(row, "here") for row in table)
+    assert first == second
