@@ -96,18 +96,21 @@ def self_check(
 
             watched = _Watched(**_fields(inner), watch=judge)
             solution = solve_vmap(watched) if vmap else bounded.solve(watched, microbatches=False)
-            return seen[-1], solution.sums  # `auto` looks first, then runs
+            return seen[-1], solution.sums, solution.weights  # `auto` looks first, then runs
 
         return jax.jit(go, out_shardings=places)(params, batch)
 
-    got, got_sums = run(vmap=False)
-    want, want_sums = run(vmap=True)
+    got, got_sums, _ = run(vmap=False)
+    want, want_sums, weights = run(vmap=True)
     whole = np.sqrt(np.maximum(np.asarray(want, np.float64).sum(0), 1e-60))
     error = np.abs(np.sqrt(np.maximum(got, 0.0)) - np.sqrt(want)) / whole
     error = np.where(np.isfinite(np.asarray(want)) & np.isfinite(np.asarray(got)), error, 0.0)
     odd = np.isfinite(np.asarray(want)) != np.isfinite(np.asarray(got))
     error = np.where(odd, np.inf, error)
-    size = np.sqrt(sum(float(jnp.sum(jnp.square(w))) for w in want_sums)) or 1.0
+    # Over what the units add at most: their sum itself may be nothing, where two cancel.
+    norms = np.sqrt(np.where(np.isfinite(np.asarray(want)), np.asarray(want, np.float64), 0.0))
+    added = norms * np.reshape(np.asarray(weights, np.float64).T, (-1, len(chosen)))
+    size = float(np.linalg.norm(added.sum(axis=1))) or 1.0
     off = [float(jnp.linalg.norm((g - w).ravel())) / size for g, w in zip(got_sums, want_sums)]
     per_leaf = np.maximum(error.max(axis=1), off)
     worst = int(np.argmax(per_leaf))

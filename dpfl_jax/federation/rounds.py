@@ -113,9 +113,20 @@ class RoundBuilder:
     @functools.cached_property
     def silo_bytes(self) -> int:
         """Bytes of the records of one silo in a round's buffer."""
+        return self._bytes(self.capacity * self.row)
+
+    @functools.cached_property
+    def public_bytes(self) -> int:
+        """No fewer than ``silo_bytes``, by public numbers alone: personal rates enter no shape."""
+        plans = self.federation.silos
+        most = [plans[i].mechanism.most_units(plans[i].facts) for i in self._members]
+        return self._bytes(max([*most, self._usual]) + self.row)
+
+    def _bytes(self, units: int) -> int:
+        """Of so many units in each local step."""
         one = self.data.read(np.zeros(1, np.int64)) if self.data.num_records else {}
         record = sum(np.asarray(v).nbytes for v in one.values())
-        slots = self.federation.max_local_steps * self.capacity * self.row * (self.unit_size or 1)
+        slots = self.federation.max_local_steps * units * (self.unit_size or 1)
         return record * slots
 
     @property

@@ -21,7 +21,7 @@ from rich.console import Console
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower.server import run_study
-from dpfl_jax.flower.silo import Silo
+from dpfl_jax.flower.silo import UNSAID, Silo
 from dpfl_jax.flower.wire import pack, unpack
 
 _RECORD, _BODY = "dpfl", "body"
@@ -60,7 +60,7 @@ def client_app(silo: Silo) -> ClientApp:
             reply = silo.answer(body_of(message))
         except Exception:  # what went wrong may tell of the data: it stays here
             silo.console.print(traceback.format_exc(), markup=False, highlight=False)
-            reply = pack({"kind": "refused", "silo": silo.name, "why": "it failed (see its log)"})
+            reply = pack({"kind": "refused", "silo": silo.name, "why": UNSAID})
         return Message(content_of(reply), reply_to=message)
 
     return app

@@ -245,7 +245,7 @@ class SubjectWork:
     def asked(self, policy: Policy) -> Asked:
         """What the plan asks, as this silo computes it."""
         data = self.config.data
-        check_memory(self._steps.builder.silo_bytes)
+        check_memory(self._steps.builder.public_bytes)
         if policy.unit == "subject" and data.target_column is not None and data.user_column is None:
             raise RefusedError(
                 "data.user_column is null, so that nobody knows which rows are one person's: name "

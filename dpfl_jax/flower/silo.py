@@ -22,6 +22,7 @@ import json
 import os
 import pathlib
 import secrets
+import traceback
 from typing import Any
 
 import yaml
@@ -44,6 +45,8 @@ from dpfl_jax.run.prepared import Charge
 from dpfl_jax.run.report import environment
 
 CONFIG, KEY, LEDGER, LOG = "silo.yaml", "private/root_key", "ledger.jsonl", "log.jsonl"
+# All that a server hears of what may tell of the silo's data: of every failure the same.
+UNSAID = "its operator knows why (its log says so)"
 _MOST_TOLD = 500  # characters of a request that are written down
 _HELD: dict[Any, Any] = {FederatedConfig: federated.Subjects, IsrlConfig: isrl.Records}
 
@@ -215,29 +218,38 @@ class Silo:
         """
         header: dict[str, Any] = {}
         try:
-            header, arrays = unpack(request)
-            kind = header.get("kind")
-            if read_silo_config(self.folder) != self.config:
-                raise RefusedError(f"{CONFIG} has changed since this silo began: start it again")
-            if kind == "hello":
-                return self._hello(header)
-            if kind == "plan":
-                return self._plan(header)
-            if kind == "round":
-                return self._round(header, arrays, hashlib.sha256(request).hexdigest())
-            if kind == "done":
-                return self._done(header)
-            raise RefusedError(f"this silo does not know the request {kind!r}")
-        except (BadInputError, RecursionError) as error:
+            return self._answer(request, header)
+        except Exception as error:
             kept = {key: header.get(key) for key in ("kind", "run", "round")}
             told = {k: str(v)[:_MOST_TOLD] for k, v in kept.items() if isinstance(v, str | int)}
+            expected = isinstance(error, BadInputError | RecursionError)
             # A server's words move no cursor on the operator's screen, and fill no disk.
-            why = "".join(c if c.isprintable() else "?" for c in str(error))[:_MOST_TOLD]
+            why = str(error) if expected else f"it failed with {type(error).__name__}"
+            why = "".join(c if c.isprintable() else "?" for c in why)[:_MOST_TOLD]
             self.log.append("refused", asked=told, why=why)
             self.console.print(f"refused: {why}", markup=False, highlight=False)
+            if not expected:
+                self.console.print(traceback.format_exc(), markup=False, highlight=False)
             if not isinstance(error, RefusedError | MessageError):
-                why = "its operator knows why (its log says so)"
+                why = UNSAID
             return pack({"kind": "refused", "silo": self.name, "why": why})
+
+    def _answer(self, request: bytes, header: dict[str, Any]) -> bytes:
+        """The reply; ``header`` is filled in as soon as it is known."""
+        found, arrays = unpack(request)
+        header |= found
+        kind = header.get("kind")
+        if read_silo_config(self.folder) != self.config:
+            raise RefusedError(f"{CONFIG} has changed since this silo began: start it again")
+        if kind == "hello":
+            return self._hello(header)
+        if kind == "plan":
+            return self._plan(header)
+        if kind == "round":
+            return self._round(header, arrays, hashlib.sha256(request).hexdigest())
+        if kind == "done":
+            return self._done(header)
+        raise RefusedError(f"this silo does not know the request {kind!r}")
 
     def _hello(self, header: dict[str, Any]) -> bytes:
         different = first_difference(self.study, header.get("study"))
@@ -265,7 +277,6 @@ class Silo:
         """Everything that is irrevocable, in an order in which a crash can only over-report."""
         plan, work = run.plan, run.work
         guarantee = work.guarantee()
-        work.check()
         self._check_ledger()  # somebody may have removed it since this process began
         (charge, account), most = self._charge(work), self.policy.total_epsilon
         others = [other for other in self.ledger.accounts() if other != account]
@@ -284,6 +295,7 @@ class Silo:
         if begun is None:
             self.log.append("accepting", **told)  # if it dies now, the same plan goes on
         found = self.ledger.reserve(account, plan.run, charge.event, charge.delta, most)
+        work.check()  # looks at drawn records: what it says, by failing or not, is paid for by now
         write_atomically(run.folder / "plan.json", json.dumps(plan.to_json()), mode=0o600)
         self.log.append(
             "accepted",

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from zoo import ZOO
 
@@ -38,6 +39,20 @@ def test_self_check_finds_a_wrong_norm_and_names_the_parameter(monkeypatch):
     monkeypatch.setattr(leaves, "squared_norm", wrong)
     with pytest.raises(SelfCheckError, match="'wh'"):
         self_check(f, params, batch)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ghost"])
+def test_units_that_cancel_are_no_error(strategy):
+    def loss(params, example):
+        x, y = example
+        return jnp.logaddexp(0.0, -y * jnp.sum(x * params["w"]))
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=33), jnp.float32)
+    batch = (jnp.stack([x, x]), jnp.asarray([1.0, -1.0]))  # opposite, and of one norm when clipped
+    f = bounded_grad(loss, clip_norm=0.1, strategy=strategy)
+    params = {"w": 0.1 * x}
+    assert float(jnp.linalg.norm(f(params, batch).sum["w"])) < 1e-6
+    assert self_check(f, params, batch).max_relative_error < 1e-5
 
 
 @pytest.mark.privacy

@@ -12,7 +12,7 @@ from safetensors.numpy import save
 from dpfl_jax.accounting import epsilon, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federation import Federation
-from dpfl_jax.flower import Plan
+from dpfl_jax.flower import Plan, federated
 from dpfl_jax.flower import silo as silo_module
 from dpfl_jax.flower.federated import Subjects, facts_of, guarantee_of, noised
 from dpfl_jax.flower.log import Log
@@ -175,8 +175,8 @@ def test_a_round_that_was_sent_counts_although_the_log_could_not_say_so(made, mo
     agree(silo, plan)
     with monkeypatch.context() as patch:
         patch.setattr(Silo, "_answered", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
-        with pytest.raises(OSError, match="disk full"):
-            ask(silo, plan)
+        assert why(ask(silo, plan)) == silo_module.UNSAID
+        assert silo.log.rows[-1]["why"] == "it failed with OSError"
     silo = again(silo)
     # Work asserts that the second turn is given out, with the state after the first.
     assert kind_of(ask(silo, plan, 1)) == "message"
@@ -610,6 +610,46 @@ def test_budgets_that_changed_end_the_run(tmp_path):
         return work.fingerprint
 
     assert fingerprint(0.2) == fingerprint(0.2) != fingerprint(0.1)
+
+
+def test_memory_is_judged_without_budgets(tmp_path, monkeypatch):
+    mechanism = {"kind": "rpdp", "clip_norm": 1.0, "expected_batch": 0.01}
+    budgets = {"kind": "column", "column": "eps", "path": str(tmp_path / "budgets.csv")}
+    privacy = {"epsilon": 10.0, "delta": 1e-3, "budgets": budgets, "unreachable": "exclude"}
+    policy = {**POLICY, "unit": "record", "mechanisms": ["rpdp"]}
+    folder = make_silos(tmp_path, study(mechanism=mechanism, privacy=privacy), policy)["bern"]
+    people = {row.split(",")[1] for row in (tmp_path / "bern.csv").read_text().splitlines()[1:]}
+    rows = [f"{name},2.0" for name in sorted(people)]
+    (tmp_path / "budgets.csv").write_text("\n".join(["record,eps", *rows]))
+    silo = Silo(folder)
+    work = silo.held.work(plan_of(silo, noise=3.0), 1, silo._key.child("run"))
+    looked: list[float] = []
+    monkeypatch.setattr(federated, "check_memory", looked.append)
+    work.asked(silo.policy)
+    taken = []
+    for rate in (0.0, 1.0):
+        silos = list(work.federation.silos)
+        rates = np.full_like(silos[1].mechanism.rates, rate)
+        own = dataclasses.replace(silos[1].mechanism, rates=rates)
+        silos[1] = dataclasses.replace(silos[1], mechanism=own)
+        federation = dataclasses.replace(work.federation, silos=silos)
+        builder = dataclasses.replace(work._steps.builder, federation=federation)
+        taken.append(builder.silo_bytes)
+        assert builder.public_bytes == looked[0]
+    assert taken[0] < taken[1] <= looked[0]
+
+
+def test_what_looks_at_records_is_paid_for_before_it_can_fail(made, monkeypatch):
+    def fails(self):
+        raise RuntimeError("patient 17")
+
+    monkeypatch.setattr(Work, "check", fails)
+    silo = Silo(made)
+    plan = plan_of(silo)
+    reply = silo.answer(pack({"kind": "plan", "plan": plan.to_json()}))
+    assert why(reply) == silo_module.UNSAID
+    assert plan.run in silo._charged()
+    assert silo.log.rows[-1]["why"] == "it failed with RuntimeError"
 
 
 def test_a_key_is_secret_and_no_other_takes_its_place(tmp_path):

@@ -193,6 +193,10 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         """A number of units, public, that draws of a silo with these facts seldom exceed."""
         return binomial_bound(facts.num_records, self.probability(facts), tail)
 
+    def most_units(self, facts: SiloFacts) -> int:
+        """A public number, no smaller than ``size_bound`` of any silo with these facts."""
+        return self.usual_size(facts)
+
     def size_bound(self, silo: Silo, tail: float = 1e-15) -> int:
         """A number of units that a draw exceeds with probability at most ``tail``."""
         return self.usual_size(SiloFacts.of(silo), tail)

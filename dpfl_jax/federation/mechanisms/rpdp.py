@@ -114,6 +114,10 @@ class RPDP(SiloMechanism):
         rate = min(1.0, self.divisor(facts) / max(facts.num_records, 1))
         return binomial_bound(facts.num_records, rate, tail)
 
+    def most_units(self, facts: SiloFacts) -> int:
+        """All records: what the silo's own rates allow is nobody else's to know."""
+        return facts.num_records
+
     def size_bound(self, silo: Silo, tail: float = 1e-15) -> int:
         """A batch size that a draw exceeds with probability at most ``tail``."""
         if silo.num_records == 0:
