@@ -22,6 +22,7 @@ from dpfl_jax.noise import (
     inverse_column,
     inverse_multiplied,
     inverse_strategy,
+    workload_of,
 )
 
 
@@ -32,7 +33,8 @@ class BandedInverse(InTurns):
     Attributes:
       bands: b, of K^-1.
       taken: of the noise of a step, the parts that are taken back in each of the next b - 1 steps,
-        0 or more, which add up to 1 at most; default the best for the number of steps.
+        0 or more, which add up to 1 at most; default the best for the number of steps and
+        the optimiser.
     """
 
     bands: int = 3
@@ -62,12 +64,18 @@ class BandedInverse(InTurns):
             )
         return self.taken
 
-    def for_steps(self, population: Population, steps: int) -> BandedInverse:
-        """With the bands that are best for these steps, unless it has some."""
+    def for_steps(
+        self,
+        population: Population,
+        steps: int,
+        optimizer: optax.GradientTransformation | None = None,
+    ) -> BandedInverse:
+        """With the bands that are best for these steps and optimiser, unless it has some."""
         made = dataclasses.replace(self, horizon=self.horizon or steps)
         if self.taken is not None:
             return made
-        taken = inverse_strategy(self.bands, steps, self.once_in(population))
+        separation, workload = self.once_in(population), workload_of(optimizer, steps)
+        taken = inverse_strategy(self.bands, steps, separation, workload)
         return dataclasses.replace(made, taken=taken)
 
     def column(self, steps: int) -> np.ndarray:

@@ -111,6 +111,7 @@ class Plan:
         delta: float | None = None,
         execution: Execution | None = None,
         mesh: Mesh | None = None,
+        optimizer: optax.GradientTransformation | None = None,
     ) -> Plan:
         """See ``Mechanism.plan``."""
         try:
@@ -127,10 +128,12 @@ class Plan:
             expect(execution, Execution, "execution", "a dpfl_jax.Execution(...)")
         if mesh is not None:
             expect(mesh, Mesh, "mesh", "a jax.sharding.Mesh, by dpfl_jax.mesh.make_mesh")
+        if optimizer is not None:
+            expect(optimizer, optax.GradientTransformation, "optimizer", "an Optax optimiser")
         data = mechanism.bounded(data)
         check_offsets(data.user_offsets)
         population = mechanism.count(data)
-        mechanism, delta = mechanism.calibrated(population, steps, epsilon, delta)
+        mechanism, delta = mechanism.calibrated(population, steps, epsilon, delta, optimizer)
         execution = Execution() if execution is None else execution
         mesh = make_mesh(**execution.mesh.axes) if mesh is None else mesh
         if DATA_AXIS not in mesh.axis_names:

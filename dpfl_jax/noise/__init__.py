@@ -18,13 +18,16 @@ from dpfl_jax.noise.buffered import (
 )
 from dpfl_jax.noise.gaussian import GaussianNoise
 from dpfl_jax.noise.transform import MOST_NOISE, Noise, NoiseState, transformation
+from dpfl_jax.noise.workload import PREFIX_SUMS, Workload, workload_of
 
 __all__ = [
     "MOST_NOISE",
+    "PREFIX_SUMS",
     "Buffers",
     "GaussianNoise",
     "Noise",
     "NoiseState",
+    "Workload",
     "banded",
     "banded_inverse",
     "buffered",
@@ -39,4 +42,5 @@ __all__ = [
     "prefix_error",
     "strategy",
     "transformation",
+    "workload_of",
 ]
