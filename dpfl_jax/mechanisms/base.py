@@ -335,6 +335,11 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         """
         return False
 
+    @property
+    def noise_keys(self) -> int:
+        """Steps whose noise is drawn at a step: its own, and those before it."""
+        return 1
+
     # ---- what is accounted -----------------------------------------------------------------
 
     def filter(self, population: Population) -> RenyiFilter | None:

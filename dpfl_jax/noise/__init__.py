@@ -7,6 +7,8 @@ from dpfl_jax.noise.banded_inverse import (
     inverse_error,
     inverse_multiplied,
     inverse_strategy,
+    redrawn,
+    redrawn_rows,
 )
 from dpfl_jax.noise.buffered import (
     Buffers,
@@ -40,6 +42,8 @@ __all__ = [
     "inverse_strategy",
     "multiplied",
     "prefix_error",
+    "redrawn",
+    "redrawn_rows",
     "strategy",
     "transformation",
     "workload_of",

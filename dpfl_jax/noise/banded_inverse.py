@@ -9,13 +9,19 @@ triangular and Toeplitz; with f_1, ..., f_{b-1} of 0 or more, C^-1 has the first
     y_t = h_t + z_t                                                    # independent noise
     x_t = y_t - f_1 y_{t-1} - ... - f_{b-1} y_{t-b+1}                  # = g_t + (C^-1 Z)_t
 
-So 3 (b - 1) numbers are kept for each parameter (the h are pairs), as for b - 1 buffers.
+So 3 (b - 1) numbers are kept for each parameter (the h are pairs), as for b - 1 buffers. Or none:
+
+    x_t = g_t + (z_t - floor(f_1 z_{t-1} + ... + f_{b-1} z_{t-b+1}))   # all of it in integers
+
+with past noise drawn again from its keys (``redrawn``). It is next to people's data only as
+integers; docs/theory/banded_inverse.md says why what is rounded down tells nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +32,7 @@ from scipy import optimize, signal, special
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise.correlated import correlated
 from dpfl_jax.noise.pairs import plus, plus_products
-from dpfl_jax.noise.transform import Noise
+from dpfl_jax.noise.transform import Noise, NoiseState, divided
 from dpfl_jax.noise.workload import PREFIX_SUMS, Workload
 
 MOST_BANDS = 64
@@ -168,6 +174,51 @@ def banded_inverse(
         return jnp.concatenate([row[None], large, rest[None], small])
 
     return correlated(noise, divisor, (2 * window, window), encode, decode, keep)
+
+
+def redrawn(
+    noise: Noise, taken: tuple[float, ...], divisor: float
+) -> optax.GradientTransformationExtraArgs:
+    """As ``banded_inverse``, with noise of b steps drawn at every step, and nothing kept.
+
+    Args:
+      noise: of each row of C G; its ``rows`` are ``redrawn_rows``.
+      taken: f, multiples of 2^-16.
+      divisor: expected number of units, a constant.
+
+    Returns:
+      As ``transformation``. ``noise_key`` is uint32 [8 b + 1]: the keys of the step and of the
+      b - 1 steps before it, the latest first, and the step.
+    """
+    parts = np.asarray(taken, float) * 2**16
+    whole = parts.astype(np.uint32)
+    assert (whole == parts).all()
+
+    def init(params: Any) -> NoiseState:
+        del params
+        return NoiseState(jnp.zeros((), jnp.int32))
+
+    def update(
+        total: Any, state: NoiseState, params: Any = None, *, noise_key: jax.Array, **others: Any
+    ) -> tuple[Any, NoiseState]:
+        del others
+        keys, step = noise_key[:-1].reshape(-1, 8), noise_key[-1]
+        there = jnp.arange(1, len(keys), dtype=jnp.uint32) <= step  # no step is before the first
+        # proof: redrawn-noise-1
+        noised = noise.add(keys[0], total, earlier=(keys[1:], jnp.where(there, whole, 0)))
+        return divided(noised, divisor, params), NoiseState(state.step + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def redrawn_rows(column: np.ndarray) -> int:
+    """Rows of noise for rounding that C passes on: 2 at every step, and C is no more than its sum.
+
+    Args:
+      column: first of C, [T], numbers of 0 or more.
+    """
+    # proof: redrawn-rows-1
+    return math.ceil(4 * len(column) * column.sum() ** 2)
 
 
 def _bands(taken: tuple[float, ...]) -> np.ndarray:
