@@ -176,7 +176,7 @@ def _central(config: RunConfig, own: bool, console: Console) -> Attacked:
         used = trains(inside)
         # Calibrated again: there are fewer users now.
         population, steps = config.mechanism.population(used.user_offsets), config.train.steps
-        target = (config.privacy.epsilon, ready.delta)
+        target = (config.privacy.epsilon, ready.delta, ready.optimizer)
         mechanism: Any = config.mechanism
         if mechanism.noise_multiplier is None:
             mechanism, _ = mechanism.calibrated(population, steps, *target)

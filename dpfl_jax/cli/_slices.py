@@ -229,6 +229,7 @@ class Step:
             noise=jax.eval_shape(self.mechanism.noise_transform().init, params).memory,
         )
         lead = (capacity, units.parts * units.microbatch)
+        words = 8 * self.mechanism.noise_keys + self.mechanism.remembers
         arguments = (
             jax.tree.map(
                 lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -238,7 +239,7 @@ class Step:
             place(units.shapes(*lead), rows),
             place(jax.ShapeDtypeStruct(lead, jnp.bool_), rows),
             place(jax.ShapeDtypeStruct((), jnp.int32), whole),
-            place(jax.ShapeDtypeStruct((8 + self.mechanism.remembers,), jnp.uint32), whole),
+            place(jax.ShapeDtypeStruct((words,), jnp.uint32), whole),
             frozen,
         )
         step = make_train_step(

@@ -242,6 +242,7 @@ def _planner(
 ) -> Any:
     import numpy as np
 
+    from dpfl_jax.noise import workload_of
     from dpfl_jax.planning import (
         Planner,
         Sensitivities,
@@ -250,6 +251,7 @@ def _planner(
         private_median_group_size,
     )
     from dpfl_jax.randomness import RootKey
+    from dpfl_jax.training.start import make_optimizer
 
     declared = config.population
     largest = max(1, args.max_group_size)
@@ -295,6 +297,7 @@ def _planner(
         )
     delta = config.privacy.delta
     delta = float(examples) ** -1.1 if delta is None else delta
+    optimizer = make_optimizer(config.optimizer, config.train.steps)
     return Planner(
         users,
         sensitivities if law is None else law.sensitivities,
@@ -302,6 +305,7 @@ def _planner(
         delta=delta,
         steps=config.train.steps,
         els_group=median,
+        workload=workload_of(optimizer, config.train.steps),
     )
 
 

@@ -32,7 +32,7 @@ from dpfl_jax import accounting
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import Population
 from dpfl_jax.mechanisms.uls import ULS
-from dpfl_jax.noise import Noise, banded, strategy
+from dpfl_jax.noise import Noise, banded, strategy, workload_of
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import CyclicPoisson, Sampler, UserSampler, check_probability
 
@@ -53,7 +53,7 @@ class BandMF(ULS):
         (number of users).
       bands: b, of the noise's matrix, and number of groups. 1 is ULS.
       strategy: first column of that matrix, one number for each band; default the best for the
-        number of steps.
+        number of steps and the optimiser.
     """
 
     bands: int = 4
@@ -94,11 +94,17 @@ class BandMF(ULS):
             "which chooses one for its number of steps"
         )
 
-    def for_steps(self, population: Population, steps: int) -> BandMF:
-        """With the strategy that is best for these steps, unless it has one."""
+    def for_steps(
+        self,
+        population: Population,
+        steps: int,
+        optimizer: optax.GradientTransformation | None = None,
+    ) -> BandMF:
+        """With the strategy that is best for these steps and optimiser, unless it has one."""
         if self.strategy is not None or self.bands == 1:
             return self
-        return dataclasses.replace(self, strategy=strategy(self.bands, steps))
+        chosen = strategy(self.bands, steps, workload_of(optimizer, steps))
+        return dataclasses.replace(self, strategy=chosen)
 
     # ---- what runs -------------------------------------------------------------------------
 

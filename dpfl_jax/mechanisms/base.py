@@ -310,7 +310,9 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
           steps: number of steps T.
           **options: ``epsilon`` (the target, unless the mechanism has a noise multiplier),
             ``delta`` (default: number of examples ** -1.1), ``execution`` (``config.Execution``:
-            how steps are computed), ``mesh`` (default: that of the execution over all devices).
+            how steps are computed), ``mesh`` (default: that of the execution over all devices),
+            ``optimizer`` (that will train: if it is SGD, noise that is correlated between steps is
+            made for its schedule and momentum; default, and of others, for sums of gradients).
 
         Raises:
           BadInputError: no target, or one that is out of reach; data without examples.
@@ -332,6 +334,11 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         noise ends with the step, against which the noise's state is held.
         """
         return False
+
+    @property
+    def noise_keys(self) -> int:
+        """Steps whose noise is drawn at a step: its own, and those before it."""
+        return 1
 
     # ---- what is accounted -----------------------------------------------------------------
 
@@ -372,13 +379,29 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         sigma = accounting.calibrate_noise_multiplier(event, epsilon, delta)
         return dataclasses.replace(chosen, noise_multiplier=sigma)
 
-    def for_steps(self: Self, population: Population, steps: int) -> Self:
-        """A copy with all that follows from these: of correlated noise, what it takes back."""
-        del population, steps
+    def for_steps(
+        self: Self,
+        population: Population,
+        steps: int,
+        optimizer: optax.GradientTransformation | None = None,
+    ) -> Self:
+        """A copy with all that follows from these: of correlated noise, what it takes back.
+
+        Args:
+          population: what is sampled from.
+          steps: T.
+          optimizer: that will train; see ``noise.workload_of``.
+        """
+        del population, steps, optimizer
         return self
 
     def calibrated(
-        self: Self, population: Population, steps: int, epsilon: float | None, delta: float | None
+        self: Self,
+        population: Population,
+        steps: int,
+        epsilon: float | None,
+        delta: float | None,
+        optimizer: optax.GradientTransformation | None = None,
     ) -> tuple[Self, float]:
         """The mechanism with a noise multiplier, its own or the target's; and delta.
 
@@ -398,10 +421,11 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
                     "both epsilon and the mechanism's noise_multiplier are set: keep one, the "
                     "other follows from it"
                 )
-            return self.for_steps(population, steps), delta
+            return self.for_steps(population, steps, optimizer), delta
         if epsilon is None:
             raise BadInputError("neither epsilon nor the mechanism's noise_multiplier is set")
-        return self.calibrate(population, steps, float(epsilon), delta), delta
+        chosen = self.for_steps(population, steps, optimizer)
+        return chosen.calibrate(population, steps, float(epsilon), delta), delta
 
     @abc.abstractmethod
     def told_sampling(self, population: Population) -> str:

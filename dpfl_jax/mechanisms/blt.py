@@ -23,6 +23,7 @@ from dpfl_jax.noise import (
     buffered_column,
     buffered_strategy,
     multiplied,
+    workload_of,
 )
 
 
@@ -32,7 +33,8 @@ class BLT(InTurns):
 
     Attributes:
       buffers: B, of the noise.
-      decays: of the buffers, in [0, 1]; default, with scales, the best for the number of steps.
+      decays: of the buffers, in [0, 1]; default, with scales, the best for the number of steps and
+        the optimiser.
       scales: of the buffers, 0 or more, which add up to 1 at most.
     """
 
@@ -61,12 +63,18 @@ class BLT(InTurns):
             )
         return self.decays, self.scales
 
-    def for_steps(self, population: Population, steps: int) -> BLT:
-        """With the buffers that are best for these steps, unless it has some."""
+    def for_steps(
+        self,
+        population: Population,
+        steps: int,
+        optimizer: optax.GradientTransformation | None = None,
+    ) -> BLT:
+        """With the buffers that are best for these steps and optimiser, unless it has some."""
         made = dataclasses.replace(self, horizon=self.horizon or steps)
         if self.decays is not None:
             return made
-        decays, scales = buffered_strategy(self.buffers, steps, self.once_in(population))
+        separation, workload = self.once_in(population), workload_of(optimizer, steps)
+        decays, scales = buffered_strategy(self.buffers, steps, separation, workload)
         return dataclasses.replace(made, decays=decays, scales=scales)
 
     def column(self, steps: int) -> np.ndarray:

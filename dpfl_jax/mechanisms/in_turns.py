@@ -35,6 +35,9 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Sampler, Turns, UserSampler
 
 Self = TypeVar("Self", bound="InTurns")
+KEPT_SUMS = (
+    "checkpoints are as secret as the root key: they hold sums of earlier steps without noise"
+)
 _LARGEST_CLIP = 1e20  # float32 ends at 3e38: for 1e9 people in 1e9 steps
 
 
@@ -59,7 +62,7 @@ class InTurns(Allocation, abc.ABC, kinds=CENTRAL):
         "it is may be known",
         "the number of turns and the matrix of the noise are public constants, fixed before "
         "looking at one user's data",
-        "checkpoints are as secret as the root key: they hold sums of earlier steps without noise",
+        KEPT_SUMS,
     )
 
     def __post_init__(self) -> None:

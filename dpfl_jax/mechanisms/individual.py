@@ -28,6 +28,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 import numpy as np
+import optax
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting.accountant import Accountant
@@ -131,7 +132,12 @@ class Individual(ULS):
 
     # ---- what is accounted -----------------------------------------------------------------
 
-    def for_steps(self, population: Population, steps: int) -> Individual:
+    def for_steps(
+        self,
+        population: Population,
+        steps: int,
+        optimizer: optax.GradientTransformation | None = None,
+    ) -> Individual:
         """With the budget of half the steps, unless it has one; the best order, once it has noise.
 
         Raises:
@@ -146,10 +152,15 @@ class Individual(ULS):
         return dataclasses.replace(self, least_steps=least)
 
     def calibrated(
-        self, population: Population, steps: int, epsilon: float | None, delta: float | None
+        self,
+        population: Population,
+        steps: int,
+        epsilon: float | None,
+        delta: float | None,
+        optimizer: optax.GradientTransformation | None = None,
     ) -> tuple[Individual, float]:
         """As every mechanism; then the order at which a budget costs least."""
-        made, delta = super().calibrated(population, steps, epsilon, delta)
+        made, delta = super().calibrated(population, steps, epsilon, delta, optimizer)
         if made.order is None:
             prob = made.sampling_probability(population)
             order = best_order(made.sigma, prob, made.least_steps or 1, delta)

@@ -66,7 +66,7 @@ class Batch:
     Attributes:
       step: its number.
       units: what ``Plan.clipped_grad`` takes.
-      noise_key: uint32 [8], what ``Plan.noise`` takes. Secret.
+      noise_key: uint32 [8] or more, what ``Plan.noise`` takes. Secret.
       plan: digest of the plan that it belongs to.
     """
 
@@ -111,6 +111,7 @@ class Plan:
         delta: float | None = None,
         execution: Execution | None = None,
         mesh: Mesh | None = None,
+        optimizer: optax.GradientTransformation | None = None,
     ) -> Plan:
         """See ``Mechanism.plan``."""
         try:
@@ -127,10 +128,12 @@ class Plan:
             expect(execution, Execution, "execution", "a dpfl_jax.Execution(...)")
         if mesh is not None:
             expect(mesh, Mesh, "mesh", "a jax.sharding.Mesh, by dpfl_jax.mesh.make_mesh")
+        if optimizer is not None:
+            expect(optimizer, optax.GradientTransformation, "optimizer", "an Optax optimiser")
         data = mechanism.bounded(data)
         check_offsets(data.user_offsets)
         population = mechanism.count(data)
-        mechanism, delta = mechanism.calibrated(population, steps, epsilon, delta)
+        mechanism, delta = mechanism.calibrated(population, steps, epsilon, delta, optimizer)
         execution = Execution() if execution is None else execution
         mesh = make_mesh(**execution.mesh.axes) if mesh is None else mesh
         if DATA_AXIS not in mesh.axis_names:
@@ -334,9 +337,11 @@ class Plan:
     def noise_key(self, key: RootKey, step: int) -> np.ndarray:
         """uint32 [8]: of the noise of a step, under the key of a run.
 
-        And the step, if noise remembers: [9].
+        And those of steps before it, if their noise is drawn again; and the step, if noise
+        remembers: [9] or more.
         """
-        words = key.words("noise", step)
+        steps = range(step, step - self.mechanism.noise_keys, -1)
+        words = np.concatenate([key.words("noise", max(s, 0)) for s in steps])
         return np.append(words, np.uint32(step)) if self.mechanism.remembers else words
 
     def _refuse_own_loop(self) -> None:

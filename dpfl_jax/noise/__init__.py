@@ -7,6 +7,8 @@ from dpfl_jax.noise.banded_inverse import (
     inverse_error,
     inverse_multiplied,
     inverse_strategy,
+    redrawn,
+    redrawn_rows,
 )
 from dpfl_jax.noise.buffered import (
     Buffers,
@@ -18,13 +20,16 @@ from dpfl_jax.noise.buffered import (
 )
 from dpfl_jax.noise.gaussian import GaussianNoise
 from dpfl_jax.noise.transform import MOST_NOISE, Noise, NoiseState, transformation
+from dpfl_jax.noise.workload import PREFIX_SUMS, Workload, workload_of
 
 __all__ = [
     "MOST_NOISE",
+    "PREFIX_SUMS",
     "Buffers",
     "GaussianNoise",
     "Noise",
     "NoiseState",
+    "Workload",
     "banded",
     "banded_inverse",
     "buffered",
@@ -37,6 +42,9 @@ __all__ = [
     "inverse_strategy",
     "multiplied",
     "prefix_error",
+    "redrawn",
+    "redrawn_rows",
     "strategy",
     "transformation",
+    "workload_of",
 ]

@@ -9,13 +9,19 @@ triangular and Toeplitz; with f_1, ..., f_{b-1} of 0 or more, C^-1 has the first
     y_t = h_t + z_t                                                    # independent noise
     x_t = y_t - f_1 y_{t-1} - ... - f_{b-1} y_{t-b+1}                  # = g_t + (C^-1 Z)_t
 
-So 3 (b - 1) numbers are kept for each parameter (the h are pairs), as for b - 1 buffers.
+So 3 (b - 1) numbers are kept for each parameter (the h are pairs), as for b - 1 buffers. Or none:
+
+    x_t = g_t + (z_t - floor(f_1 z_{t-1} + ... + f_{b-1} z_{t-b+1}))   # all of it in integers
+
+with past noise drawn again from its keys (``redrawn``). It is next to people's data only as
+integers; docs/theory/banded_inverse.md says why what is rounded down tells nothing.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +30,10 @@ import optax
 from scipy import optimize, signal, special
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise.correlated import correlated, error_of_sums
+from dpfl_jax.noise.correlated import correlated
 from dpfl_jax.noise.pairs import plus, plus_products
-from dpfl_jax.noise.transform import Noise
+from dpfl_jax.noise.transform import Noise, NoiseState, divided
+from dpfl_jax.noise.workload import PREFIX_SUMS, Workload
 
 MOST_BANDS = 64
 
@@ -53,14 +60,16 @@ def inverse_multiplied(taken: tuple[float, ...], rows: np.ndarray) -> np.ndarray
     return np.asarray(signal.lfilter([1.0], _bands(taken), rows))
 
 
-def inverse_error(taken: tuple[float, ...], steps: int) -> float:
-    """``error_of_sums`` of these bands, in ``steps`` steps."""
-    return error_of_sums(signal.lfilter(_bands(taken), [1.0], np.ones(steps)))
+def inverse_error(taken: tuple[float, ...], steps: int, workload: Workload = PREFIX_SUMS) -> float:
+    """``Workload.error`` of these bands, in ``steps`` steps."""
+    return workload.error(signal.lfilter(_bands(taken), [1.0], workload.response(steps)))
 
 
 @functools.lru_cache(maxsize=256)
-def inverse_strategy(bands: int, steps: int, separation: int) -> tuple[float, ...]:
-    """The bands whose noise has the least mean square in prefix sums, at one sensitivity.
+def inverse_strategy(
+    bands: int, steps: int, separation: int, workload: Workload = PREFIX_SUMS
+) -> tuple[float, ...]:
+    """The bands whose noise has the least mean square in a workload, at one sensitivity.
 
     That of a user who takes part at every ``separation``-th step from the first on.
 
@@ -68,6 +77,7 @@ def inverse_strategy(bands: int, steps: int, separation: int) -> tuple[float, ..
       bands: b, at least 2.
       steps: T.
       separation: s.
+      workload: what an optimiser makes of the noise.
 
     Returns:
       b - 1 numbers that float32 has, all 0 or more, which add up to less than 1.
@@ -79,7 +89,7 @@ def inverse_strategy(bands: int, steps: int, separation: int) -> tuple[float, ..
         raise BadInputError(
             f"mechanism.bands is {bands}, but it must be at least 2 and at most {MOST_BANDS}"
         )
-    remaining = np.arange(steps, 0.0, -1.0)
+    columns, responses = workload.columns(steps), workload.response(steps)
     turns = np.full(steps, 1e-100)  # not 0, on which filters end in subnormal numbers: slow
     turns[::separation] = 1.0
     delays = np.arange(1, bands)
@@ -88,25 +98,34 @@ def inverse_strategy(bands: int, steps: int, separation: int) -> tuple[float, ..
         """What is taken back in all, and the share of each step in it."""
         return float(special.expit(given[0])), special.softmax(given[1:])
 
+    def reached(weighted: np.ndarray) -> np.ndarray:
+        """-d noise / d f_j, of all noise together."""
+        if workload == PREFIX_SUMS:
+            return np.r_[np.cumsum(weighted[::-1])[::-1], np.zeros(bands)][delays]
+        return np.array([(weighted[j:] * responses[: max(steps - j, 0)]).sum() for j in delays])
+
     def loss(given: np.ndarray) -> tuple[float, np.ndarray]:
         """Logarithm of error times sensitivity, squared, and its gradient."""
         whole, shares = taken_of(given)
         filtered = _bands(tuple(whole * shares))
-        first = signal.lfilter(filtered, [1.0], np.ones(steps))
+        noise = columns.moved(signal.lfilter(filtered, [1.0], responses))
         moved = signal.lfilter([1.0], filtered, turns)
         change = signal.lfilter([1.0], filtered, moved)  # d moved / d f_j, delayed by j
-        error, reach = (remaining * first**2).sum(), (moved**2).sum()
-        left = np.r_[np.cumsum((remaining * first)[::-1])[::-1], np.zeros(bands)]
+        error, reach = (columns.weights * noise**2).sum(), (moved**2).sum()
+        weighted = columns.pulled(columns.weights * noise)
+        left = reached(weighted)
         gained = [(moved[j:] * change[: steps - j]).sum() for j in delays]
-        slope = 2 * (np.array(gained) / reach - left[delays] / error)
+        slope = 2 * (np.array(gained) / reach - left / error)
         mean = (slope * shares).sum()
         own = mean * whole * (1 - whole)
         return math.log(error * reach), np.r_[own, whole * shares * (slope - mean)]
 
-    root = np.cumprod((2 * delays - 1) / (2 * delays)) / (2 * delays - 1)  # of BISR
+    start = np.cumprod((2 * delays - 1) / (2 * delays)) / (2 * delays - 1)  # of BISR
+    if workload != PREFIX_SUMS:  # than the best of which it is never worse
+        start = np.maximum(inverse_strategy(bands, steps, separation), 1e-6)
     best = optimize.minimize(
         loss,
-        np.r_[special.logit(root.sum()), np.log(root)],
+        np.r_[special.logit(min(start.sum(), 0.999)), np.log(start)],
         jac=True,
         method="L-BFGS-B",
         options={"ftol": 1e-13, "gtol": 1e-8, "maxiter": 1000, "maxcor": 20},
@@ -155,6 +174,51 @@ def banded_inverse(
         return jnp.concatenate([row[None], large, rest[None], small])
 
     return correlated(noise, divisor, (2 * window, window), encode, decode, keep)
+
+
+def redrawn(
+    noise: Noise, taken: tuple[float, ...], divisor: float
+) -> optax.GradientTransformationExtraArgs:
+    """As ``banded_inverse``, with noise of b steps drawn at every step, and nothing kept.
+
+    Args:
+      noise: of each row of C G; its ``rows`` are ``redrawn_rows``.
+      taken: f, multiples of 2^-16.
+      divisor: expected number of units, a constant.
+
+    Returns:
+      As ``transformation``. ``noise_key`` is uint32 [8 b + 1]: the keys of the step and of the
+      b - 1 steps before it, the latest first, and the step.
+    """
+    parts = np.asarray(taken, float) * 2**16
+    whole = parts.astype(np.uint32)
+    assert (whole == parts).all()
+
+    def init(params: Any) -> NoiseState:
+        del params
+        return NoiseState(jnp.zeros((), jnp.int32))
+
+    def update(
+        total: Any, state: NoiseState, params: Any = None, *, noise_key: jax.Array, **others: Any
+    ) -> tuple[Any, NoiseState]:
+        del others
+        keys, step = noise_key[:-1].reshape(-1, 8), noise_key[-1]
+        there = jnp.arange(1, len(keys), dtype=jnp.uint32) <= step  # no step is before the first
+        # proof: redrawn-noise-1
+        noised = noise.add(keys[0], total, earlier=(keys[1:], jnp.where(there, whole, 0)))
+        return divided(noised, divisor, params), NoiseState(state.step + 1)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def redrawn_rows(column: np.ndarray) -> int:
+    """Rows of noise for rounding that C passes on: 2 at every step, and C is no more than its sum.
+
+    Args:
+      column: first of C, [T], numbers of 0 or more.
+    """
+    # proof: redrawn-rows-1
+    return math.ceil(4 * len(column) * column.sum() ** 2)
 
 
 def _bands(taken: tuple[float, ...]) -> np.ndarray:

@@ -25,9 +25,10 @@ import optax
 from scipy import optimize, signal, special
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise.correlated import correlated, error_of_sums
+from dpfl_jax.noise.correlated import correlated
 from dpfl_jax.noise.pairs import plus, plus_products, times
 from dpfl_jax.noise.transform import Noise
+from dpfl_jax.noise.workload import PREFIX_SUMS, Workload
 
 MOST_BUFFERS = 16
 
@@ -55,15 +56,17 @@ def multiplied(buffers: Buffers, rows: np.ndarray) -> np.ndarray:
     return rows + sum(w * _delayed(d, rows) for d, w in zip(*buffers, strict=True))
 
 
-def buffered_error(buffers: Buffers, steps: int) -> float:
-    """``error_of_sums`` of these buffers, in ``steps`` steps."""
+def buffered_error(buffers: Buffers, steps: int, workload: Workload = PREFIX_SUMS) -> float:
+    """``Workload.error`` of these buffers, in ``steps`` steps."""
     decays, scales = map(np.asarray, buffers)
-    return error_of_sums(_divided(decays, scales, np.ones(steps)))
+    return workload.error(_divided(decays, scales, workload.response(steps)))
 
 
 @functools.lru_cache(maxsize=256)
-def buffered_strategy(buffers: int, steps: int, separation: int) -> Buffers:
-    """The buffers whose noise has the least mean square in prefix sums, at one sensitivity.
+def buffered_strategy(
+    buffers: int, steps: int, separation: int, workload: Workload = PREFIX_SUMS
+) -> Buffers:
+    """The buffers whose noise has the least mean square in a workload, at one sensitivity.
 
     That of a user who takes part at every ``separation``-th step from the first on (McMahan et al.
     2024, section 3). All is computed by filters, in O(steps buffers).
@@ -72,6 +75,7 @@ def buffered_strategy(buffers: int, steps: int, separation: int) -> Buffers:
       buffers: B, at least 1.
       steps: T.
       separation: s.
+      workload: what an optimiser makes of the noise.
 
     Raises:
       BadInputError: too few or too many buffers.
@@ -82,7 +86,7 @@ def buffered_strategy(buffers: int, steps: int, separation: int) -> Buffers:
         )
     if steps == 1:
         return (0.5,) * buffers, (0.0,) * buffers
-    remaining = np.arange(steps, 0.0, -1.0)
+    columns, responses = workload.columns(steps), workload.response(steps)
     turns = np.full(steps, 1e-100)  # not 0, on which filters end in subnormal numbers: slow
     turns[::separation] = 1.0
 
@@ -90,12 +94,14 @@ def buffered_strategy(buffers: int, steps: int, separation: int) -> Buffers:
         """Logarithm of error times sensitivity, squared, and its gradient."""
         decays, odds = special.expit(given[:buffers]), np.exp(given[buffers:])
         scales = odds / (1 + odds.sum())
-        first = _divided(decays, scales, np.ones(steps))
+        first = _divided(decays, scales, responses)
         change = _divided(decays, scales, first)  # -d first / d column_j, delayed by j
         parts = [_delayed(decay, turns) for decay in decays]
         moved = turns + sum(scale * part for scale, part in zip(scales, parts, strict=True))
         # Sums, not products of vectors: threads for so little work only wait for each other.
-        error, reach = (remaining * first**2).sum(), (moved**2).sum()
+        noise = columns.moved(first)
+        error, reach = (columns.weights * noise**2).sum(), (moved**2).sum()
+        weighted = columns.pulled(columns.weights * noise)
         slopes = np.zeros((2, buffers))
         for i, (decay, part) in enumerate(zip(decays, parts, strict=True)):
             late = _delayed(decay, change)
@@ -103,23 +109,27 @@ def buffered_strategy(buffers: int, steps: int, separation: int) -> Buffers:
                 (1, late, part),
                 (0, _delayed(decay, late), _delayed(decay, part)),
             ):
-                gained, paid = (moved * down).sum() / reach, (remaining * first * up).sum() / error
+                gained, paid = (moved * down).sum() / reach, (weighted * up).sum() / error
                 slopes[row, i] = 2 * (gained - paid)
         slopes[0] *= scales * decays * (1 - decays)
         slopes[1] = scales * (slopes[1] - (scales * slopes[1]).sum())
         return math.log(error * reach), slopes.ravel()
 
+    # Users who come back soon want short memories.
+    spans = sorted({min(separation, steps), min(10 * separation, steps)})
+    starts = [_start(buffers, steps, span) for span in spans]
+    if workload != PREFIX_SUMS:  # than the best of which it is never worse
+        starts.append(_searched(buffered_strategy(buffers, steps, separation)))
     best = min(
         (
             optimize.minimize(
                 loss,
-                _start(buffers, steps, span),
+                start,
                 jac=True,
                 method="L-BFGS-B",
                 options={"ftol": 1e-13, "gtol": 1e-8, "maxiter": 1000, "maxcor": 20},
             )
-            # Users who come back soon want short memories.
-            for span in sorted({min(separation, steps), min(10 * separation, steps)})
+            for start in starts
         ),
         key=lambda found: float(found.fun),
     )
@@ -133,10 +143,7 @@ def buffered_strategy(buffers: int, steps: int, separation: int) -> Buffers:
 
 
 def _start(buffers: int, steps: int, span: int) -> np.ndarray:
-    """Buffers near the best column for one participation (Fichtenberger et al. 2023).
-
-    As what is searched over: logits of decays, and logarithms of scales over what they leave of 1.
-    """
+    """Buffers near the best column for one participation (Fichtenberger et al. 2023)."""
     decays = 1 - np.geomspace(0.6, 1 / max(span, 2), buffers)
     if buffers == 1:
         decays = np.array([1 - max(span, 2) ** -0.5])
@@ -146,6 +153,14 @@ def _start(buffers: int, steps: int, span: int) -> np.ndarray:
     scales, _ = optimize.nnls(decays ** (j[:, None] - 1) / weight, weight[:, 0])
     scales = np.maximum(scales, 1e-3 / buffers)
     scales *= min(1.0, 0.9 / scales.sum())
+    return np.r_[special.logit(decays), np.log(scales / (1 - scales.sum()))]
+
+
+def _searched(found: Buffers) -> np.ndarray:
+    """As what is searched over: logits of decays, and logarithms of scales over what they leave."""
+    decays = np.clip(found[0], 1e-6, 1 - 1e-9)
+    scales = np.maximum(found[1], 1e-6)
+    scales *= min(1.0, 0.999 / scales.sum())
     return np.r_[special.logit(decays), np.log(scales / (1 - scales.sum()))]
 
 

@@ -6,7 +6,6 @@ were independent. What is released of a row is computed from noised rows alone.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +17,6 @@ import optax
 from dpfl_jax.noise.transform import Noise, NoiseState, divided
 
 PyTree = Any
-
-
-def error_of_sums(first: np.ndarray) -> float:
-    """Root mean square of the noise in prefix sums, over that of independent noise.
-
-    Both for noise of standard deviation 1 in C G (independent: in G).
-
-    Args:
-      first: C^-1 times ones, [T]: the first column of the matrix that makes the noise of the sums,
-        which is Toeplitz too.
-    """
-    return math.sqrt(np.cumsum(first**2).mean() / ((len(first) + 1) / 2))
 
 
 def correlated(

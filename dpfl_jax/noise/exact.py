@@ -34,6 +34,7 @@ def add_exact(
     sensitivity: Any,
     rows: int = 1,
     rest: PyTree | None = None,
+    earlier: tuple[jax.Array, jax.Array] | None = None,
 ) -> PyTree:
     """``tree`` plus Gaussian noise, both on one integer grid, as float32.
 
@@ -51,6 +52,8 @@ def add_exact(
         is at most a million over its root times the sensitivity.
       rest: to be added to the tree, likewise; where there is one, every sum counts as four rows, as
         it is cut off twice.
+      earlier: noise that is taken back: keys, uint32 [n, 8], and of the noise of each of them the
+        part, in 2^-16, uint32 [n]; in all 1 at most. The whole of it is rounded down to the grid.
 
     Raises:
       BadInputError: more coordinates than are accounted for.
@@ -78,7 +81,7 @@ def add_exact(
         parts = [leaves[n] for n in numbers]
         names = jnp.asarray(numbers if shape else [2**32 - 1], jnp.uint32)
         small = None if rest is None else _together([left[n] for n in numbers], shape)
-        noised: Any = _noised(key, _together(parts, shape), names, scale, small)
+        noised: Any = _noised(key, _together(parts, shape), names, scale, small, earlier)
         if not shape:
             noised = jnp.split(noised[0], np.cumsum([x.size for x in parts])[:-1])
         for n, x, part in zip(numbers, noised, parts, strict=True):
@@ -99,17 +102,18 @@ def grid(stddev: Any, sensitivity: Any, coordinates: int) -> jax.Array:
 
 
 def _noised(
-    key: jax.Array, x: jax.Array, numbers: jax.Array, scale: jax.Array, rest: jax.Array | None
+    key: jax.Array,
+    x: jax.Array,
+    numbers: jax.Array,
+    scale: jax.Array,
+    rest: jax.Array | None,
+    earlier: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
+    places = _places(x.shape, numbers)
+
     def once(_: jax.Array, before: jax.Array) -> jax.Array:
         del before
-        words = chacha.block(key, _places(x.shape, numbers))
-        high, low = integers(x, scale)
-        if rest is not None:
-            some_high, some_low = integers(_within(x, rest, _CLAMP / scale), scale)
-            high, low = _plus(high + some_high, low, some_low)
-        more_high, more_low = draw(words)
-        high, low = _plus(high + more_high, low, more_low)
+        high, low = noised_integers(key, x, places, scale, rest, earlier)
         # From here on everything is a function of the noised integers.
         value = high.astype(jnp.int32).astype(jnp.float32) * 2.0**32 + low.astype(jnp.float32)
         return value / scale
@@ -118,6 +122,50 @@ def _noised(
     # each of its uses (moments of an optimiser, parts of an array).
     times = 1 + (key == 0).all().astype(jnp.int32)
     return jax.lax.fori_loop(0, times, once, x + 0 * key[0].astype(jnp.float32))
+
+
+def noised_integers(
+    key: jax.Array,
+    x: jax.Array,
+    places: list[jax.Array],
+    scale: jax.Array,
+    rest: jax.Array | None = None,
+    earlier: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Sum and noise, on the grid: 64-bit integers, as (high, low) uint32; see ``add_exact``."""
+    words = chacha.block(key, places)
+    high, low = integers(x, scale)
+    if rest is not None:
+        some_high, some_low = integers(_within(x, rest, _CLAMP / scale), scale)
+        high, low = _plus(high + some_high, low, some_low)
+    more_high, more_low = draw(words)
+    high, low = _plus(high + more_high, low, more_low)
+    if earlier is None:
+        return high, low
+    back_high, back_low = _taken_back(*earlier, places)
+    high, low = _plus(high + ~back_high, low, ~back_low)
+    return _plus(high, low, jnp.uint32(1))  # minus it: its complement, and 1
+
+
+def _taken_back(
+    keys: jax.Array, parts: jax.Array, places: list[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Of the noise of some keys these parts, rounded down: as (high, low); one draw at a time."""
+
+    def more(i: jax.Array, total: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        # Noise has 44 bits and parts 16: nothing overflows. Of the product 64 bits are kept.
+        high, low = draw(chacha.block(keys[i], places))
+        part = jnp.where(i < len(keys), parts[i], 0)
+        middle = (low >> 16) * part
+        top, bottom = _plus(high * part + (middle >> 16), (low & 0xFFFF) * part, middle << 16)
+        return _plus(total[0] + top, total[1], bottom)
+
+    nothing = jnp.zeros_like(places[0]) + 0 * keys[0, 0]
+    # As in ``_noised``: of one turn, which a compiler would know, it would draw again and again.
+    turns = len(keys) + (keys == 0).all().astype(jnp.int32)
+    high, low = jax.lax.fori_loop(0, turns, more, (nothing, nothing))
+    below = (low >> 16) | (high << 16)
+    return (high.astype(jnp.int32) >> 16).astype(jnp.uint32), below
 
 
 def _within(x: jax.Array, rest: jax.Array, most: jax.Array) -> jax.Array:

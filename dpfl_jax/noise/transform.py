@@ -61,13 +61,20 @@ class Noise:
     law: NoiseLaw = "exact"
     rows: int = 1
 
-    def add(self, key: jax.Array, tree: PyTree, rest: PyTree | None = None) -> PyTree:
+    def add(
+        self,
+        key: jax.Array,
+        tree: PyTree,
+        rest: PyTree | None = None,
+        earlier: tuple[jax.Array, jax.Array] | None = None,
+    ) -> PyTree:
         """``tree`` plus noise: the same numbers for every layout.
 
         Args:
           key: uint32 [8] (``RootKey.words``), of this sum alone.
           tree: pytree of float32 arrays.
           rest: what is left of the sum where float32 has no room for it; likewise.
+          earlier: noise that is drawn again, and parts of it that are taken back (``add_exact``).
         """
         # In lower precision noise would be rounded away with the sum.
         chex.assert_type(jax.tree.leaves(tree), jnp.float32)
@@ -95,15 +102,22 @@ class Noise:
                 "deviations; set noise=float"
             )
         if self.law == "exact":
-            noised = add_exact(key, tree, self.stddev, self.sensitivity, self.rows, rest)
+            noised = add_exact(key, tree, self.stddev, self.sensitivity, self.rows, rest, earlier)
         else:
-            threefry = jax.random.wrap_key_data(key[:2], impl="threefry2x32")
-            drawn = GaussianNoise(1.0).sample(threefry, tree)
+            drawn = _drawn(key, tree)
+            for again, part in () if earlier is None else zip(*earlier, strict=True):
+                taken = part.astype(jnp.float32) * 2.0**-16
+                drawn = jax.tree.map(lambda z, y, f=taken: z - f * y, drawn, _drawn(again, tree))
             tree = tree if rest is None else jax.tree.map(jnp.add, tree, rest)
             noised = jax.tree.map(lambda x, z: x + self.stddev * z, tree, drawn)
         if known:
             return noised
         return jax.tree.map(lambda x, y: jnp.where(self.stddev == 0, y, x), noised, tree)
+
+
+def _drawn(key: jax.Array, tree: PyTree) -> PyTree:
+    threefry = jax.random.wrap_key_data(key[:2], impl="threefry2x32")
+    return GaussianNoise(1.0).sample(threefry, tree)
 
 
 def transformation(noise: Noise, divisor: float) -> optax.GradientTransformationExtraArgs:

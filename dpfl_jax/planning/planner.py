@@ -25,6 +25,8 @@ from dpfl_jax.accounting import events
 from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise import (
+    PREFIX_SUMS,
+    Workload,
     buffered_column,
     buffered_error,
     buffered_strategy,
@@ -226,6 +228,7 @@ class Planner:
         delta: float,
         steps: int,
         els_group: int | None = None,
+        workload: Workload = PREFIX_SUMS,
     ) -> None:
         """Prepares; nothing is calibrated yet.
 
@@ -237,8 +240,9 @@ class Planner:
           steps: T.
           els_group: ELS's group size by the median heuristic, if it was found otherwise than from
             ``users.sizes`` (a private median).
+          workload: what an optimiser makes of noise, with rates of T steps if they differ.
         """
-        self.els_group = els_group
+        self.els_group, self.workload = els_group, workload
         if steps < 1:
             raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
         self.users, self.sensitivities = users, sensitivities
@@ -280,7 +284,7 @@ class Planner:
         bands = self._bands(cohort, epsilon)
         if bands == 1:
             return None
-        prob, column = bands * cohort / self.users.num_users, strategy(bands, self.steps)
+        prob, column = bands * cohort / self.users.num_users, self._strategy(bands)
         known = (bands, cohort, epsilon)
         if known not in self._bandmf:
             self._bandmf[known] = accounting.calibrate_noise_multiplier(
@@ -293,7 +297,7 @@ class Planner:
         rough: dict[int, float] = {}
         most = min(self.steps, self.users.num_users // cohort, MOST_BANDS)
         while (bands := 2 ** len(rough)) <= most:
-            column, prob = strategy(bands, self.steps), bands * cohort / self.users.num_users
+            column, prob = self._strategy(bands), bands * cohort / self.users.num_users
             try:
                 sigma = noise_near(
                     lambda s, c=column, p=prob: events.banded(s, p, c, self.steps),  # type: ignore[misc]
@@ -302,12 +306,15 @@ class Planner:
                 )
             except BadInputError:
                 break
-            rough[bands] = sigma * prefix_error(column, self.steps)
+            rough[bands] = sigma * prefix_error(column, self.steps, self.workload)
         return min(rough, key=lambda b: rough[b], default=1)
+
+    def _strategy(self, bands: int) -> tuple[float, ...]:
+        return strategy(bands, self.steps, self.workload)
 
     def _banded(self, group: int, cohort: int, bands: int, sigma: float) -> Option:
         norm, prob = self.sensitivities.at(group), bands * cohort / self.users.num_users
-        error = prefix_error(strategy(bands, self.steps), self.steps)
+        error = prefix_error(self._strategy(bands), self.steps, self.workload)
         return Option("bandmf", group, cohort, prob, sigma, norm, bands, error)
 
     def in_turns(
@@ -339,10 +346,12 @@ class Planner:
     def _taken_back(self, kind: str, separation: int) -> tuple[np.ndarray, float]:
         """First column of the noise's matrix, and the error that it leaves in prefix sums."""
         if kind == "blt":
-            buffers = buffered_strategy(BUFFERS, self.steps, separation)
-            return buffered_column(buffers, self.steps), buffered_error(buffers, self.steps)
-        taken = inverse_strategy(BANDS, self.steps, separation)
-        return inverse_column(taken, self.steps), inverse_error(taken, self.steps)
+            buffers = buffered_strategy(BUFFERS, self.steps, separation, self.workload)
+            error = buffered_error(buffers, self.steps, self.workload)
+            return buffered_column(buffers, self.steps), error
+        taken = inverse_strategy(BANDS, self.steps, separation, self.workload)
+        error = inverse_error(taken, self.steps, self.workload)
+        return inverse_column(taken, self.steps), error
 
     def allocation(self, group: int, cohort: int, epsilon: float | None = None) -> Option | None:
         """Random allocation of G examples of M users; None if everybody is in every step.
@@ -558,7 +567,7 @@ class Planner:
         elif option.kind == "allocation":
             event = events.allocated(sigma, round(1 / prob), self.steps)
         else:
-            event = events.banded(sigma, prob, strategy(option.bands, self.steps), self.steps)
+            event = events.banded(sigma, prob, self._strategy(option.bands), self.steps)
         try:
             return accounting.epsilon(event, self.delta)
         except BadInputError:  # far too little noise for any guarantee

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import optax
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -239,7 +240,7 @@ def prepare(config: RunConfig, console: Console, load: LoadData = load_dataset) 
     data = dataclasses.replace(data, train=mechanism.bounded(data.train))
     population = mechanism.count(data.train)
     with console.status("calibrating noise"):
-        mechanism, delta = _calibrated(config, mechanism, population)
+        mechanism, delta = _calibrated(config, mechanism, population, optimizer)
     held_out: Store | None = by_set(getattr(data, config.eval.split))
     if held_out is not None:
         held_out = limit_store(held_out, config.eval.max_users, config.eval.max_examples_per_user)
@@ -315,11 +316,14 @@ def run_experiment(
 
 
 def _calibrated(
-    config: RunConfig, mechanism: Mechanism, population: Population
+    config: RunConfig,
+    mechanism: Mechanism,
+    population: Population,
+    optimizer: optax.GradientTransformation,
 ) -> tuple[Mechanism, float]:
     """The mechanism with its noise multiplier, and delta."""
-    privacy = config.privacy
-    return mechanism.calibrated(population, config.train.steps, privacy.epsilon, privacy.delta)
+    steps, privacy = config.train.steps, config.privacy
+    return mechanism.calibrated(population, steps, privacy.epsilon, privacy.delta, optimizer)
 
 
 def _shared(config: RunConfig, known: bool) -> bool:
@@ -432,7 +436,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         seq_len = math.prod(prepared.data.task.input_shape) if text else 1
     else:
         mechanism = config.mechanism
-        make_optimizer(config.optimizer, config.train.steps)
+        optimizer = make_optimizer(config.optimizer, config.train.steps)
         if config.pretrain is not None:
             make_optimizer(config.pretrain.optimizer, config.pretrain.steps)
         declared = config.population
@@ -444,7 +448,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
 
         population = count(mechanism)
         model = _declared_model(config)
-        mechanism, delta = _calibrated(config, mechanism, population)
+        mechanism, delta = _calibrated(config, mechanism, population, optimizer)
         source, seq_len, known = "declared in the config", config.data.seq_len, False
         seq_len *= 1 if config.model.dpo is None else 2
     guarantee = mechanism.guarantee(

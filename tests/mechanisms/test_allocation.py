@@ -12,6 +12,7 @@ from runs import went_on_bit_for_bit
 
 from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon
+from dpfl_jax.data import from_arrays
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import ULS, Allocation, Population
@@ -115,3 +116,17 @@ def test_a_user_in_every_step_is_seen(monkeypatch):
     monkeypatch.setattr(RandomAllocation, "indices", indices)
     found = audit(bench.SOUND["allocation"](4.0, 7, 4000), 0.999)
     assert found.proved > found.claimed, str(found)
+
+
+def test_an_example_that_is_a_user_is_in_one_step_of_every_stretch():
+    """As of a table whose rows are people of their own: the unit is a row."""
+    rows = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
+    data = from_arrays({"x": rows}, range(60))
+    made = Allocation(group_size=1, cohort_size=20)
+    plan = made.plan(data, steps=6, epsilon=4.0, delta=1e-5)
+    assert plan.population.num_users == plan.population.num_examples == 60
+    sampler = plan.sampler(RootKey.from_seed(0))
+    drawn = [set(sampler.draw(step).units.tolist()) for step in range(6)]
+    for stretch in (drawn[:3], drawn[3:]):
+        assert sum(len(step) for step in stretch) == 60
+        assert set.union(*stretch) == set(range(60))

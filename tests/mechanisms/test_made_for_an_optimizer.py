@@ -1,0 +1,152 @@
+"""Noise made for an optimiser, from YAML and in plans, and what it does to the last parameters."""
+
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from neighbours import people
+from noising import banded_matrix, buffered_matrix, inverse_banded_matrix
+from rich.console import Console
+
+from dpfl_jax import Hooks, Pace, fit
+from dpfl_jax.cli.main import main
+from dpfl_jax.config import load_config
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms import BLT, ULS, BandedInverse, BandMF
+from dpfl_jax.noise import PREFIX_SUMS, inverse_strategy, strategy, workload_of
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.training.central_run import prepare
+from dpfl_jax.training.optimizers import build_optimizer
+
+pytestmark = pytest.mark.privacy
+STEPS = 12
+KINDS = {
+    "bandmf": (BandMF, {"bands": 3}, lambda m: banded_matrix(m.column, STEPS)),
+    "blt": (BLT, {}, lambda m: buffered_matrix(m.chosen, STEPS)),
+    "banded_inverse": (BandedInverse, {}, lambda m: inverse_banded_matrix(m.chosen, STEPS)),
+}
+
+
+def optimizer_of(steps=STEPS):
+    return build_optimizer("sgd", 0.5, steps, "linear", 0, {"momentum": 0.9})
+
+
+def nothing(params, example):
+    """A loss without a gradient: parameters move by noise alone."""
+    return 0.0 * jnp.sum(params["w"]) + 0.0 * jnp.sum(example["x"])
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "bandmf")) for k in KINDS]
+)
+def test_noise_of_the_last_parameters_is_what_is_foretold(kind):
+    """Their variance over 40,000 coordinates, within 5 standard errors: by luck 6e-7 of the time.
+
+    Foretold by dense matrices: parameters are - sum over s of rate_s times the sum over i <= s of
+    .9^(s - i) x_i, with x = C sigma / M times K^-1 Z.
+    """
+    cls, more, matrix = KINDS[kind]
+    mechanism = cls(group_size=1, cohort_size=20, noise_multiplier=1.5, clip_norm=0.5, **more)
+    plan = mechanism.plan(people(60), steps=STEPS, delta=1e-5, optimizer=optimizer_of())
+    assert plan.mechanism != mechanism.plan(people(60), steps=STEPS, delta=1e-5).mechanism
+    size, key = 40_000, RootKey.from_seed(1)
+    found = fit(nothing, {"w": jnp.zeros(size)}, plan, optimizer_of(), key=key).params["w"]
+    rates = 0.5 * (1 - np.arange(STEPS) / STEPS)
+    memory = np.tril(0.9 ** np.maximum(np.subtract.outer(np.arange(STEPS), np.arange(STEPS)), 0))
+    last = rates @ memory @ np.linalg.inv(matrix(plan.mechanism))
+    wanted = (0.5 * 1.5 / 20) ** 2 * (last @ last)
+    assert np.mean(np.square(found)) == pytest.approx(wanted, rel=5 * math.sqrt(2 / size))
+
+
+def test_a_plan_has_the_noise_of_its_optimiser_and_others_have_that_of_sums():
+    made = BandedInverse(group_size=1, cohort_size=20, noise_multiplier=1.0)
+    data = people(60)
+
+    def taken(**given):
+        return made.plan(data, steps=STEPS, delta=1e-5, **given).mechanism.taken
+
+    plain = inverse_strategy(3, STEPS, 3)
+    own = inverse_strategy(3, STEPS, 3, workload_of(optimizer_of(), STEPS))
+    assert own != plain
+    assert taken(optimizer=optimizer_of()) == own
+    for other in ({}, {"optimizer": optax.adam(0.1)}, {"optimizer": optax.sgd(0.1)}):
+        assert taken(**other) == plain
+    # A strategy that is given stays; independent noise has none.
+    given = BandMF(group_size=1, cohort_size=10, bands=2, strategy=(1.0, 0.5), noise_multiplier=1.0)
+    plan = given.plan(data, steps=STEPS, delta=1e-5, optimizer=optimizer_of())
+    assert plan.mechanism == given
+    uls = ULS(group_size=1, cohort_size=10, noise_multiplier=1.0)
+    assert uls.plan(data, steps=STEPS, delta=1e-5, optimizer=optimizer_of()).mechanism == uls
+    with pytest.raises(BadInputError, match="optimizer"):
+        uls.plan(data, steps=STEPS, delta=1e-5, optimizer="sgd")
+
+
+def test_the_strategy_is_in_what_a_plan_states_and_epsilon_is_what_was_asked_for():
+    made = BLT(group_size=1, cohort_size=20)
+    data = people(60)
+    plans = [
+        made.plan(data, steps=STEPS, epsilon=3.0, delta=1e-5, optimizer=optimizer)
+        for optimizer in (None, optimizer_of())
+    ]
+    assert plans[0].digest != plans[1].digest
+    assert plans[1].stated["mechanism"]["decays"] == list(plans[1].mechanism.decays)
+    for plan in plans:
+        assert 2.99 < plan.guarantee().epsilon <= 3.0
+
+
+def test_a_run_goes_on_with_its_schedule_alone(tmp_path):
+    """Another schedule is another strategy, and another computation: both are refused."""
+    data, params = people(60), {"w": jnp.zeros(4)}
+    made = BandMF(group_size=1, cohort_size=15, bands=3)
+
+    def go_on(optimizer, planned, hooks=None):
+        plan = made.plan(data, steps=STEPS, epsilon=3.0, delta=1e-3, optimizer=planned)
+        pace = Pace(checkpoint_every=4)
+        return fit(nothing, params, plan, optimizer, run_dir=tmp_path, pace=pace, hooks=hooks)
+
+    def die(row):
+        if row["step"] == 6:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        go_on(optimizer_of(), optimizer_of(), Hooks(on_step=die))
+    other = build_optimizer("sgd", 0.5, STEPS, "cosine", 0, {"momentum": 0.9})
+    for optimizer, planned in ((other, other), (other, optimizer_of()), (optimizer_of(), None)):
+        with pytest.raises(BadInputError):
+            go_on(optimizer, planned)
+    assert go_on(optimizer_of(), optimizer_of()).steps == STEPS
+
+
+CONFIG = {
+    "data": {
+        "source": "python_source", "seq_len": 16, "max_users": 30, "max_examples_per_user": 2,
+        "validation_fraction": 0.0, "test_fraction": 0.0,
+    },
+    "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
+    "mechanism": {"kind": "bandmf", "group_size": 2, "cohort_size": 6, "bands": 3},
+    "privacy": {"epsilon": 8.0, "delta": 1e-4},
+    "train": {"steps": STEPS},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_file_need_not_say_twice_what_its_optimiser_is(tmp_path, capsys):
+    """What trains, what --dry-run prices and what ``dpfl plan`` compares are of one workload."""
+    own = {
+        "name": "sgd", "learning_rate": 0.5, "schedule": "linear", "options": {"momentum": 0.9},
+    }  # fmt: skip
+    file = tmp_path / "own.yaml"
+    for optimizer, workload in (
+        (own, workload_of(optimizer_of(), STEPS)),
+        ({"name": "adam", "schedule": "linear"}, PREFIX_SUMS),
+    ):
+        file.write_text(yaml.safe_dump(CONFIG | {"optimizer": optimizer}))
+        ready = prepare(load_config(str(file)), Console(quiet=True))
+        assert ready.mechanism.strategy == strategy(3, STEPS, workload)
+        assert main(["train", str(file), "--dry-run", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert told["noise_multiplier"] == ready.mechanism.noise_multiplier
