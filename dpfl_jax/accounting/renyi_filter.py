@@ -104,10 +104,10 @@ class RenyiFilter:
 
     def epsilons(self, spent: np.ndarray, delta: float) -> np.ndarray:
         """Float64 [n]: what each unit has spent as an epsilon, at the filter's order; secret."""
-        a, delta = self.order, delta * (1 - RESERVED)
-        renyi = np.asarray(spent) * (self.step / _UNITS)
-        found = renyi + math.log1p(-1 / a) - (math.log(delta) + math.log(a)) / (a - 1)
-        return np.where(renyi > 0, np.maximum(found, 0.0), 0.0)
+        order, delta = np.array([self.order]), delta * (1 - RESERVED)
+        amounts, which = np.unique(np.asarray(spent), return_inverse=True)
+        divergences = amounts[:, None] * (self.step / _UNITS)
+        return np.array([epsilon_from_renyi(d, order, delta) for d in divergences])[which]
 
 
 @functools.lru_cache(maxsize=64)

@@ -68,6 +68,7 @@ class Individual(ULS):
     order: float | None = None
 
     kind: ClassVar[str] = "individual"
+    own_budgets: ClassVar[bool] = True
     accountant: ClassVar[str] = (
         "Renyi filter over Poisson-subsampled Gaussians of each user's own bound (rounded "
         "upwards); PLD until anybody can have spent a budget"

@@ -34,7 +34,7 @@ from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.training.beside import check_prompt, plain, samples
 from dpfl_jax.training.canaries import WithCanaries, check_fit
-from dpfl_jax.training.central import Central, FitResult, train
+from dpfl_jax.training.central import FitResult, algorithm_of, train
 from dpfl_jax.training.evaluate import Evaluator, summarize
 from dpfl_jax.training.personalize import Personalization, check_users, personalize
 from dpfl_jax.training.pretrain import Pretrained, begin_from
@@ -172,7 +172,7 @@ class CentralRun(Prepared):
             right = self.model.right if isinstance(self.model, PreferenceModel) else None
             evaluator = Evaluator(self.model.loss, mesh, config.eval.batch_size, predict, right)
             evaluate = evaluator.of(self.held_out)
-        algorithm = Central(self.model.loss, params, plan, self.optimizer, trainable)
+        algorithm = algorithm_of(self.model.loss, params, plan, self.optimizer, trainable)
         if config.model.module is not None and jax.tree.leaves(algorithm.frozen):
             # Whoever exports it builds it anew.
             directory.note("base", {"digest": content_digest(params)})
