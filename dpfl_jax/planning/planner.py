@@ -324,7 +324,7 @@ class Planner:
         if kind in ("blt", "banded_inverse"):
             return self.in_turns(kind, group, cohort)  # type: ignore[arg-type]
         alone = {"uls": self.uls, "bandmf": self.bandmf, "allocation": self.allocation}
-        return alone[kind](group, cohort)  # type: ignore[operator]
+        return alone[kind](group, cohort)
 
     def in_turns(
         self, kind: Literal["blt", "banded_inverse"], group: int, cohort: int,
