@@ -364,7 +364,7 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
     if mechanism.own_budgets:
         raise BadInputError(
             "canaries are drawn beside people, who leave when budgets of their own are spent "
-            f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls"
+            f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls or els"
         )
     if whole_of(data) is not None:
         raise BadInputError(

@@ -30,7 +30,7 @@ from dpfl_jax.run.directory import SPENT, RunDirectory, write_atomically
 from dpfl_jax.run.driver import RunResult
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, value_digest
-from dpfl_jax.sampling import Draw, UserSampler, choose_within_users
+from dpfl_jax.sampling import Draw, ExampleSampler, UserSampler, choose_within_users
 from dpfl_jax.training.central import Central, CentralSteps
 
 # Of a part of a look, whoever the people are: another shape may round in another way.
@@ -76,11 +76,17 @@ def _pad(key: RootKey, stretch: int, shape: tuple[int, ...]) -> np.ndarray:
 
 def check_filtered(plan: Plan) -> None:
     """Raises BadInputError where steps are computed in a way that looks cannot be."""
-    kind, how = plan.mechanism.kind, plan.execution
+    mechanism, how = plan.mechanism, plan.execution
+    kind = mechanism.kind
     if splits_parameters(plan.mesh):
         raise BadInputError(
             f"mechanism.kind={kind} looks at everybody's gradients on devices that hold all "
             "parameters: use execution.mesh with data alone"
+        )
+    if mechanism.unit_examples is None and "bound" in plan.example:
+        raise BadInputError(
+            f"the data have a column 'bound', which is the name of what mechanism.kind={kind} "
+            "adds to an example: rename it"
         )
     # proof: individual-bound-4
     if how.packing or how.group_buckets:
@@ -107,6 +113,7 @@ class Filtered(Central):
         self.filter: RenyiFilter = mechanism.filter(self.plan.population)
         self.bounds = bounds(mechanism.clip_norm)
         self.users, self.every = self.plan.population.num_users, mechanism.refresh
+        self.parts: np.ndarray = mechanism.units_of_users(np.asarray(self.data.user_offsets))
 
     def terms(self) -> Terms:
         """As every run's; and what bounds are computed with, whose rounding could move a level."""
@@ -135,7 +142,8 @@ class Filtered(Central):
 
     def after(self, held: Spending, steps: int) -> Spending:
         """What users have spent after so many steps of a stretch."""
-        return dataclasses.replace(held, spent=self.filter.after(held.spent, held.levels, steps))
+        spent = self.filter.after(held.spent, held.levels, steps, self.parts)
+        return dataclasses.replace(held, spent=spent)
 
     def seen(self, state: TrainState) -> Spending:
         """What every user has spent after the last step that was taken, and their bounds in it."""
@@ -160,30 +168,42 @@ class Filtered(Central):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Everybody:
-    """All users in turns, ``width`` at a time, with examples of their own as a step would draw."""
+    """All units in turns, ``width`` at a time: users with examples of their own as a step draws."""
 
-    offsets: np.ndarray
-    group_size: int
+    sampler: UserSampler | ExampleSampler
     width: int
     key: RootKey
 
     def draw(self, part: int) -> Draw:
-        users = np.arange(part * self.width, min((part + 1) * self.width, len(self.offsets) - 1))
+        last = min((part + 1) * self.width, self.sampler.law.population)
+        units = np.arange(part * self.width, last)
+        if isinstance(self.sampler, ExampleSampler):
+            return Draw(units, self.sampler.positions[units])
         # proof: individual-bound-2
         rng = self.key.numpy("within-user", part)
-        return Draw(users, choose_within_users(rng, self.offsets, users, self.group_size))
+        given = (self.sampler.user_offsets, units, self.sampler.group_size)
+        return Draw(units, choose_within_users(rng, *given))
+
+
+def _owners(sampler: UserSampler | ExampleSampler, user_offsets: np.ndarray) -> np.ndarray:
+    """int64 [units]: whose each is."""
+    if isinstance(sampler, UserSampler):
+        return np.arange(len(user_offsets) - 1)
+    return np.searchsorted(user_offsets, sampler.positions, side="right") - 1
 
 
 class FilteredSteps(CentralSteps):
     """Batches of those who can pay, each with a bound of their own."""
 
     run: Filtered
-    sampler: UserSampler
+    sampler: UserSampler | ExampleSampler
 
     def __init__(self, run: Filtered, key: RootKey, start: int) -> None:
         super().__init__(run, key, start)
+        self.owners = _owners(self.sampler, np.asarray(run.data.user_offsets))
         # The check before the first step is of units with all kinds of bounds.
-        some = run.bounds[np.arange(run.users) % LEVELS]
+        units = max(len(self.owners), run.plan.population.num_examples)
+        some = run.bounds[np.arange(units) % LEVELS]
         self.pipeline = dataclasses.replace(self.pipeline, per_unit=some)
         self.params, self.hidden = run.trained, run.placed(run.nobody)
         norms = unit_norms(run.mechanism, self.loss_fn, run.mesh, **self.options, **self.pieces)
@@ -209,12 +229,12 @@ class FilteredSteps(CentralSteps):
             self.hidden = run.placed(spending.hidden(self.key, stretch))
             law: Any = self.sampler.law
             # proof: individual-sampling-1
-            until = first + run.filter.steps_left(spending.spent, spending.levels, run.every)
-            staying = dataclasses.replace(law, until=until)
+            left = run.filter.steps_left(spending.spent, spending.levels, run.every, run.parts)
+            staying = dataclasses.replace(law, until=first + left[self.owners])
             pipeline = dataclasses.replace(
                 self.pipeline,
                 sampler=dataclasses.replace(self.sampler, law=staying),
-                per_unit=run.bounds[spending.levels],
+                per_unit=run.bounds[spending.levels][self.owners],
             )
             for batch in pipeline.iterate(at, end):
                 yield batch.step + 1, batch
@@ -239,23 +259,26 @@ class FilteredSteps(CentralSteps):
         return dataclasses.replace(spending, levels=levels)
 
     def _norms(self, stretch: int) -> np.ndarray:
-        """Float32 [n]: of everybody's gradient."""
+        """Float32 [users]: of everybody's gradient, the largest of what may be drawn of them."""
         key, pipeline = self.key.child("look-at-everybody", stretch), self.pipeline
         width = pipeline.row * _LOOK_ROWS
-        everybody = _Everybody(self.sampler.user_offsets, self.sampler.group_size, width, key)
+        everybody, units = _Everybody(self.sampler, width, key), len(self.owners)
         reader = dataclasses.replace(
             pipeline,
             sampler=everybody,
             # proof: individual-bound-3
             capacities=(_LOOK_ROWS,),
             loss_key=None if pipeline.loss_key is None else key,
-            per_unit=np.arange(self.run.users, dtype=np.int32),
+            per_unit=np.arange(units, dtype=np.int32),
         )
-        found = np.full(self.run.users, np.nan, np.float32)
-        for batch in reader.iterate(0, math.ceil(self.run.users / width)):
+        found = np.full(units, np.nan, np.float32)
+        for batch in reader.iterate(0, math.ceil(units / width)):
             for bucket in batch.buckets:
-                units = units_of(self.run.mechanism, dataclasses.replace(bucket, per_unit=None))
-                given = (units, bucket.unit_mask, bucket.per_unit, self.run.frozen)
+                own = units_of(self.run.mechanism, dataclasses.replace(bucket, per_unit=None))
+                given = (own, bucket.unit_mask, bucket.per_unit, self.run.frozen)
                 norms, there, who = map(np.asarray, self.look(self.params, *given))
                 found[who[there]] = norms[there]
-        return found
+        largest = np.zeros(self.run.users, np.float32)
+        # proof: individual-els-bound-1
+        np.maximum.at(largest, self.owners, found)
+        return largest

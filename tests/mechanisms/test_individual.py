@@ -21,7 +21,7 @@ from dpfl_jax.clipping import OwnBound
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ULS, Individual, Population
+from dpfl_jax.mechanisms import ULS, Individual, IndividualELS, Population
 from dpfl_jax.mechanisms.batches import step_arguments
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
@@ -52,10 +52,13 @@ def of_sizes(users, sizes=SIZES):
     return store, own[order]
 
 
-def made(data, steps=40, key=0, execution=None, loss=loss_fn, width=2, **fields):
+def made(data, steps=40, key=0, execution=None, loss=loss_fn, width=2, kind=Individual, **fields):
     """The steps of a run, and its plan; nothing is taken."""
-    fields = {"group_size": 2, "cohort_size": len(data.user_offsets) / 4, "refresh": 5} | fields
-    mechanism = Individual(**{"noise_multiplier": 1.0, "least_steps": 6} | fields)
+    size = {"cohort_size": len(data.user_offsets) / 4}
+    if kind is IndividualELS:
+        size = {"batch_size": data.user_offsets[-1] / 4}
+    fields = {"group_size": 2, "refresh": 5} | size | fields
+    mechanism = kind(**{"noise_multiplier": 1.0, "least_steps": 6} | fields)
     execution = execution or Execution(microbatch_size=8)
     plan = mechanism.plan(data, steps=steps, delta=1e-3, execution=execution)
     run = Filtered(loss, {"w": jnp.zeros(width)}, plan, optax.set_to_zero())
