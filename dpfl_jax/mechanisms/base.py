@@ -320,6 +320,11 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         return Plan.make(self, data, steps=steps, **options)
 
     @property
+    def passes(self) -> int:
+        """How often a step evaluates the gradient of each example that it has."""
+        return 1
+
+    @property
     def takes_local_steps(self) -> bool:
         """Whether users are devices of a federated round, whose updates are clipped."""
         return False

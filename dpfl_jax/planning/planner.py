@@ -464,7 +464,7 @@ class Planner:
             for literal in (False, True)
         ]
         heuristic, literal = (self.uls(*found) for found in pair)
-        els = self._median_els(budget)
+        els = None if els_groups is not None and not els_groups else self._median_els(budget)
         best = min(options, key=lambda option: option.noise)
         return Plan(
             budget,

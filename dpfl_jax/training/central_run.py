@@ -437,6 +437,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         population, config.train.steps, delta, run_caveats(config, mechanism, known)
     )
     steps, budget = config.train.steps, mechanism.compute_budget
+    computed = budget * mechanism.passes * seq_len * steps
     pretraining = config.pretrain
     return {
         "status": "dry-run",
@@ -446,16 +447,12 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         "trained_parameters": check_trainable(config.model, model),
         "steps": steps,
         "examples_per_step": budget,
-        "tokens": budget * seq_len * steps,
+        "tokens": computed,
         "pretrain_tokens": 0
         if pretraining is None
         else pretraining.steps * pretraining.batch_size * config.data.seq_len,
         # The reference of pairs is evaluated, too.
-        "training_flops": (6.0 if config.model.dpo is None else 8.0)
-        * model.num_params
-        * budget
-        * seq_len
-        * steps,
+        "training_flops": (6.0 if config.model.dpo is None else 8.0) * model.num_params * computed,
         "sampling_prob": mechanism.sampling_probability(population),
         "noise_multiplier": mechanism.noise_multiplier,
         "noise_on_mean": mechanism.noise_stddev / mechanism.divisor,

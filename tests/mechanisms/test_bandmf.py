@@ -140,7 +140,7 @@ def test_bad_fields_are_one_sentence(fields, message):
 
 def test_too_large_a_cohort_and_no_strategy_are_one_sentence():
     mechanism = BandMF(group_size=1, cohort_size=30, bands=4, noise_multiplier=1.0)
-    with pytest.raises(BadInputError, match="bands times cohort_size to at most 100"):
+    with pytest.raises(BadInputError, match=r"bands times mechanism\.cohort_size to at most 100"):
         mechanism.sampling_probability(Population(100, 100, 100))
     with pytest.raises(BadInputError, match="no strategy yet"):
         mechanism.noise_transform()
