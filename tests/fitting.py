@@ -7,7 +7,7 @@ from typing import Any
 
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.run.driver import Pace
-from dpfl_jax.training.central import Central, fit, train
+from dpfl_jax.training.central import algorithm_of, fit, train
 
 _PLAN = ("epsilon", "delta", "mesh")
 _PACE = tuple(field.name for field in dataclasses.fields(Pace))
@@ -24,5 +24,5 @@ def fit_given(*, loss_fn, params, data, mechanism, optimizer, steps, charge=None
     pace = Pace(**taken(_PACE))
     if charge is None:
         return fit(loss_fn, params, plan, optimizer, pace=pace, **given)
-    algorithm = Central(loss_fn, params, plan, optimizer, given.pop("trainable", None))
+    algorithm = algorithm_of(loss_fn, params, plan, optimizer, given.pop("trainable", None))
     return train(algorithm, pace=pace, charge=charge, **given)

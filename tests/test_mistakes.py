@@ -54,7 +54,9 @@ PLANS = {
     "number of steps is 2.5": {"steps": 2.5},
     r"execution is \{.*give a dpfl_jax.Execution": {"execution": {"microbatch_size": 2}},
     r"mesh is 3 .*make_mesh": {"mesh": 3},
-    "set cohort_size to at most 20": {"mechanism": dpfl.ULS(group_size=2, cohort_size=500)},
+    "set mechanism.cohort_size to at most 20": {
+        "mechanism": dpfl.ULS(group_size=2, cohort_size=500)
+    },
 }
 
 

@@ -86,25 +86,32 @@ def uls(noise_multiplier: float, sampling_prob: float, steps: int) -> DpEvent:
 
 
 def filtered(
-    noise_multiplier: float, sampling_prob: float, least_steps: int, order: float, steps: int
+    noise_multiplier: float,
+    sampling_prob: float,
+    least_steps: int,
+    order: float,
+    steps: int,
+    *,
+    group_size: int = 1,
 ) -> DpEvent:
-    """User-level sampling with a Renyi filter: who has spent a budget of their own leaves.
+    """User- or example-level sampling with a Renyi filter: who has spent an own budget leaves.
 
     Unit: user; add-or-remove. Feldman and Zrnic 2021. Until anybody can have spent it, it is
-    user-level sampling; where everybody takes part in every step, one Gaussian of the budget
+    the same without a filter; where everybody takes part in every step, one Gaussian of the budget
     (Koskela, Tobaben and Honkela 2023, arXiv 2209.15596).
 
     Args:
       noise_multiplier: sigma.
-      sampling_prob: q, of each user in each step.
-      least_steps: whose cost at the clip norm is the budget of every user.
+      sampling_prob: of each user, or each example, in each step.
+      least_steps: whose cost at the clip norm (of ``group_size`` examples) is everybody's budget.
       order: Renyi order of the filter, above 1; one of ``renyi.ORDERS``, to be told without slack.
       steps: T.
+      group_size: most examples of a user; 1: users are drawn.
     """
     # proof: individual-event-1
     if steps <= check_count(least_steps, "number of least_steps", 1):
-        return uls(noise_multiplier, sampling_prob, steps)
-    budget = uls(noise_multiplier, sampling_prob, least_steps)
+        return els(noise_multiplier, sampling_prob, group_size, steps)
+    budget = els(noise_multiplier, sampling_prob, group_size, least_steps)
     return budget if sampling_prob == 1 else FilteredDpEvent(order, budget)
 
 

@@ -6,6 +6,10 @@ bounded by one of a few public levels, C 2^(-j/4); a step costs a unit the Renyi
 public order and the larger of both directions, of a Poisson-sampled Gaussian of its level. It is
 charged whether or not it is drawn. Its budget is that of ``least_steps`` steps at the clip norm.
 
+Where what is drawn are parts of units (examples of users), each part is bounded by the unit's
+level, and the Gaussian moves by a binomial number of them; numbers of parts, too, are rounded up to
+public ones.
+
 Costs are whole numbers, rounded up, and so are exact when they are added.
 """
 
@@ -14,11 +18,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import numpy as np
 
 from dpfl_jax.accounting.drawn import RESERVED
-from dpfl_jax.accounting.events import uls
+from dpfl_jax.accounting.events import els
 from dpfl_jax.accounting.renyi import ORDERS, epsilon_from_renyi, renyi_divergences
 from dpfl_jax.errors import BadInputError
 
@@ -42,9 +47,15 @@ def levels_of(norms: np.ndarray, clip_norm: float) -> np.ndarray:
     return np.clip(steps, 0, LEVELS - 1).astype(np.uint8)
 
 
-def best_order(sigma: float, prob: float, steps: int, delta: float) -> float:
-    """The order at which so many steps at the clip norm cost least: of ``renyi.ORDERS``."""
-    found, delta = renyi_divergences(uls(sigma, prob, steps)), delta * (1 - RESERVED)
+def sizes(most: int) -> tuple[int, ...]:
+    """Numbers of parts that costs are known for: all up to 8, then four per doubling; the most."""
+    steps = range(PER_HALF * most.bit_length() + 1)
+    return tuple(sorted({min(most, math.ceil(2 ** (i / PER_HALF))) for i in steps}))
+
+
+def best_order(event: Any, delta: float) -> float:
+    """The order at which an event costs least: of ``renyi.ORDERS``."""
+    found, delta = renyi_divergences(event), delta * (1 - RESERVED)
     each = [epsilon_from_renyi(found[[i]], ORDERS[[i]], delta) for i in range(len(ORDERS))]
     return float(ORDERS[int(np.argmin(each))])
 
@@ -54,72 +65,97 @@ class RenyiFilter:
     """What steps cost, and what every unit has.
 
     Attributes:
-      costs: of a step at each level, in units of 2^-30 of one at the clip norm.
+      costs: of a step, by number of parts (``sizes``) and level, in units of 2^-30 of the
+        largest: of one at the clip norm, with the most parts.
       least_steps: that everybody can pay for.
       order: Renyi order.
-      step: divergence of a step at the clip norm, nats.
+      step: divergence of the costliest step, nats.
+      most: parts of a unit.
     """
 
-    costs: tuple[int, ...]
+    costs: tuple[tuple[int, ...], ...]
     least_steps: int
     order: float
     step: float
+    most: int = 1
 
     @classmethod
-    def of(cls, sigma: float, prob: float, least_steps: int, order: float) -> RenyiFilter:
+    def of(
+        cls, sigma: float, prob: float, least_steps: int, order: float, most: int = 1
+    ) -> RenyiFilter:
         """The filter of Poisson-sampled Gaussians.
 
         Args:
           sigma: noise multiplier, > 0.
-          prob: of a unit in a step.
-          least_steps: whose cost at the clip norm is the budget.
+          prob: of a part in a step.
+          least_steps: whose cost at the clip norm, with the most parts, is the budget.
           order: one of ``renyi.ORDERS``.
+          most: parts of a unit.
 
         Raises:
           BadInputError: there is so little noise that no cost can be computed.
         """
-        costs, step = _costs(sigma, prob, order)
-        return cls(costs, least_steps, order, step)
+        costs, step = _costs(sigma, prob, order, most)
+        return cls(costs, least_steps, order, step, most)
 
     @property
     def budget(self) -> int:
         """What every unit may spend, in units of ``costs``."""
         return self.least_steps * _UNITS
 
-    def steps_left(self, spent: np.ndarray, levels: np.ndarray, most: int) -> np.ndarray:
+    def steps_left(
+        self, spent: np.ndarray, levels: np.ndarray, most: int, parts: np.ndarray | int = 1
+    ) -> np.ndarray:
         """int64 [n]: steps that each unit can pay for at its level, up to ``most``.
 
         Args:
           spent: int64 [n].
           levels: uint8 [n].
           most: at least 0.
+          parts: int64 [n], at most ``self.most``; units without any pay as with one.
         """
         # proof: individual-filter-1
-        return np.minimum((self.budget - spent) // np.asarray(self.costs)[levels], most)
+        return np.minimum((self.budget - spent) // self._costs_of(levels, parts), most)
 
-    def after(self, spent: np.ndarray, levels: np.ndarray, steps: int) -> np.ndarray:
+    def after(
+        self, spent: np.ndarray, levels: np.ndarray, steps: int, parts: np.ndarray | int = 1
+    ) -> np.ndarray:
         """int64 [n]: what units have spent after so many steps, those taken that they can pay."""
         # proof: individual-filter-2
-        return spent + self.steps_left(spent, levels, steps) * np.asarray(self.costs)[levels]
+        taken = self.steps_left(spent, levels, steps, parts)
+        return spent + taken * self._costs_of(levels, parts)
+
+    def _costs_of(self, levels: np.ndarray, parts: np.ndarray | int) -> np.ndarray:
+        """int64 [n]: of a step."""
+        return np.asarray(self.costs)[np.searchsorted(sizes(self.most), parts), levels]
 
     def epsilons(self, spent: np.ndarray, delta: float) -> np.ndarray:
         """Float64 [n]: what each unit has spent as an epsilon, at the filter's order; secret."""
-        a, delta = self.order, delta * (1 - RESERVED)
-        renyi = np.asarray(spent) * (self.step / _UNITS)
-        found = renyi + math.log1p(-1 / a) - (math.log(delta) + math.log(a)) / (a - 1)
-        return np.where(renyi > 0, np.maximum(found, 0.0), 0.0)
+        order, delta = np.array([self.order]), delta * (1 - RESERVED)
+        amounts, which = np.unique(np.asarray(spent), return_inverse=True)
+        divergences = amounts[:, None] * (self.step / _UNITS)
+        return np.array([epsilon_from_renyi(d, order, delta) for d in divergences])[which]
 
 
 @functools.lru_cache(maxsize=64)
-def _costs(sigma: float, prob: float, order: float) -> tuple[tuple[int, ...], float]:
-    """Costs of a step at each level; and the divergence of one at the clip norm."""
+def _costs(
+    sigma: float, prob: float, order: float, most: int
+) -> tuple[tuple[tuple[int, ...], ...], float]:
+    """Costs of a step by parts and level; and the divergence of the costliest."""
     multipliers = sigma * 2.0 ** (np.arange(LEVELS) / PER_HALF)
-    found = [renyi_divergences(uls(s, prob, 1), np.array([order]))[0] for s in multipliers]
+    array = np.array([order])
+    found = np.array(
+        [
+            [renyi_divergences(els(s, prob, n, 1), array)[0] for s in multipliers]
+            for n in sizes(most)
+        ]
+    )
+    largest = float(found[-1, 0])
     if not np.isfinite(found).all():
         raise BadInputError(
             f"with the noise multiplier {sigma:g} a step costs more than can be computed at the "
             f"Renyi order {order:g}: raise the noise"
         )
     # proof: individual-filter-3
-    safe = [(rho + _ROUNDING / (order - 1)) * (1 + _RELATIVE) / found[0] for rho in found]
-    return (_UNITS, *(min(math.ceil(_UNITS * share), _UNITS) for share in safe[1:])), found[0]
+    safe = np.ceil(_UNITS * ((found + _ROUNDING / (order - 1)) * (1 + _RELATIVE) / largest))
+    return tuple(tuple(row) for row in np.minimum(safe, _UNITS).astype(int).tolist()), largest

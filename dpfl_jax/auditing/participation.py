@@ -159,7 +159,7 @@ def _central(config: RunConfig, own: bool, console: Console) -> Attacked:
     if not config.mechanism.private:
         raise BadInputError("mechanism.kind=none is not private: there is nothing to audit")
     ready, mesh = prepare(config, console), make_mesh(**config.execution.mesh.axes)
-    refuse_filtered(ready.mechanism, ready.population)
+    refuse_filtered(ready.mechanism)
     if ready.population.shared:
         raise BadInputError(
             "people who take part or do not are attacked, but records of the data have several "

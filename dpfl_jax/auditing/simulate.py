@@ -68,13 +68,13 @@ def _runs(trials: int, each: int) -> int:
     return math.ceil(trials / each)
 
 
-def refuse_filtered(mechanism: Mechanism, population: Population) -> None:
+def refuse_filtered(mechanism: Mechanism) -> None:
     """Raises BadInputError if users have budgets of their own, of which no loss is known."""
-    if mechanism.filter(population) is not None:
+    if mechanism.own_budgets:
         raise BadInputError(
             f"of mechanism.kind={mechanism.kind} a Renyi divergence is known, and no loss that an "
-            "attack could be held against: audit mechanism.kind=uls with as much noise, for the "
-            "least_steps steps that everybody takes part in"
+            "attack could be held against: audit mechanism.kind=uls or els with as much noise, for "
+            "the least_steps steps that everybody takes part in"
         )
 
 
@@ -108,7 +108,7 @@ def central(
       mesh: default: one device.
       execution: how steps are computed.
     """
-    refuse_filtered(mechanism, population)
+    refuse_filtered(mechanism)
     rate = mechanism.sampling_probability(population)
     if "sampling_prob" in {f.name for f in dataclasses.fields(mechanism)}:
         mechanism = dataclasses.replace(mechanism, sampling_prob=rate)  # type: ignore[call-arg]

@@ -62,16 +62,15 @@ class Units:
         import jax
         import jax.numpy as jnp
 
+        own = {"bound": jax.ShapeDtypeStruct(lead, jnp.float32)} if self.bounds else {}
         lead = lead if self.group is None else (*lead, self.group)
         example = {
             "tokens": jax.ShapeDtypeStruct((*lead, self.length), jnp.int32),
             "mask": jax.ShapeDtypeStruct((*lead, self.length), jnp.bool_),
         }
         if self.group is None:
-            return example
-        users = {"examples": example, "mask": jax.ShapeDtypeStruct(lead, jnp.bool_)}
-        own = {"bound": jax.ShapeDtypeStruct(lead[:-1], jnp.float32)}
-        return users | own if self.bounds else users
+            return example | own
+        return {"examples": example, "mask": jax.ShapeDtypeStruct(lead, jnp.bool_)} | own
 
 
 def kind_of(topology: str) -> str:

@@ -192,10 +192,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.ask is not None:
         return _predict.answer(args, outlooks or {"noise": Outlook(planner, gradients)}, console)
     with console.status("calibrating noise"):
-        plan = planner.plan(budget, every=True)
+        # Nobody takes local steps over examples that are drawn one by one.
+        alone = () if config.mechanism.takes_local_steps else None
+        plan = planner.plan(budget, els_groups=alone, every=True)
     result: dict[str, Any] = {
         "status": "planned",
         "sensitivities": planner.sensitivities.source,
+        "notes": _notes(config.mechanism, budget),
         **plan.to_json(),
     }
     if outlooks:
@@ -323,6 +326,25 @@ def _inverse(planner: Any, noise: float, budget: int) -> dict[str, Any]:
     return answers
 
 
+def _notes(mechanism: Any, budget: int) -> list[str]:
+    """What the table has no number for."""
+    floor = ""
+    if mechanism.own_budgets and mechanism.least_steps is not None:
+        floor = f" ({mechanism.least_steps} here)"
+    notes = [
+        "individual and individual_els are not priced: how long users stay follows from private "
+        f"gradients; everybody takes part in the first mechanism.least_steps{floor} steps, at the "
+        "noise that uls or els has in a run of about as many"
+    ]
+    if mechanism.takes_local_steps:
+        notes.append(
+            f"devices take local steps in {mechanism.passes} epochs over their examples: the "
+            f"budget counts examples, and a round evaluates {budget * mechanism.passes} gradients; "
+            "noise is compared for updates as large as one step on the mean gradient"
+        )
+    return notes
+
+
 def _print(console: Any, result: dict[str, Any]) -> None:
     from rich.table import Table
 
@@ -381,6 +403,8 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         f"M={literal['size']} (noise {literal['noise']:.4g})"
     )
     console.print(f"gradient norms: {result['sensitivities']}")
+    for note in result["notes"]:
+        console.print(note, highlight=False)
     if lossy:
         _predict.print_prediction(console, result["prediction"])
     if "overtake" in result:

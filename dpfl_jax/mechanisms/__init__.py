@@ -10,6 +10,7 @@ from dpfl_jax.mechanisms.base import Mechanism, Population, mean_of_examples
 from dpfl_jax.mechanisms.blt import BLT
 from dpfl_jax.mechanisms.els import ELS
 from dpfl_jax.mechanisms.individual import Individual
+from dpfl_jax.mechanisms.individual_els import IndividualELS
 from dpfl_jax.mechanisms.non_private import NonPrivate
 from dpfl_jax.mechanisms.owner_sets import OwnerSets
 from dpfl_jax.mechanisms.truncated import Truncated
@@ -23,6 +24,7 @@ __all__ = [
     "BandMF",
     "BandedInverse",
     "Individual",
+    "IndividualELS",
     "Mechanism",
     "NonPrivate",
     "OwnerSets",

@@ -117,7 +117,8 @@ class BandMF(ULS):
             self.bands * self.cohort_size / users,
             f"expected cohort of {self.cohort_size:g} from one of {self.bands} groups of "
             f"{population.num_users} users",
-            f"set bands times cohort_size to at most {population.num_users}, or use more data",
+            "set mechanism.bands times mechanism.cohort_size to at most "
+            f"{population.num_users}, or use more data",
         )
 
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:

@@ -17,7 +17,6 @@ import numpy as np
 import optax
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting.renyi_filter import RenyiFilter
 from dpfl_jax.clipping import Normalized, PerLayer, Rule, Standard, bounded_grad
 from dpfl_jax.config.kinds import CENTRAL, Named
 from dpfl_jax.data.owners import BoundedStore, by_set, whole_of
@@ -114,6 +113,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
     accountant: ClassVar[str] = "PLD of the mechanism's event (rounded upwards)"
     private: ClassVar[bool] = True
     several_owners: ClassVar[bool] = False  # whether it protects all of an example
+    own_budgets: ClassVar[bool] = False  # whether users leave when budgets of their own are spent
 
     def __post_init__(self) -> None:
         """Validates what all mechanisms share."""
@@ -322,6 +322,11 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         return Plan.make(self, data, steps=steps, **options)
 
     @property
+    def passes(self) -> int:
+        """How often a step evaluates the gradient of each example that it has."""
+        return 1
+
+    @property
     def takes_local_steps(self) -> bool:
         """Whether users are devices of a federated round, whose updates are clipped."""
         return False
@@ -341,11 +346,6 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         return 1
 
     # ---- what is accounted -----------------------------------------------------------------
-
-    def filter(self, population: Population) -> RenyiFilter | None:
-        """What lets users take part as long as they can pay for it; None: all of them always do."""
-        del population
-        return None
 
     def along(self, seen: np.ndarray, inside: np.ndarray, sampler: Sampler) -> np.ndarray:
         """What tells an audit most of each unit: a column for each step of the event, in its order.

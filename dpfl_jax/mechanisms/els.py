@@ -61,7 +61,7 @@ class ELS(Mechanism):
         """Validates the fields."""
         super().__post_init__()
         check_group_size(self.group_size)
-        require_positive("batch_size", self.batch_size)
+        require_positive("mechanism.batch_size", self.batch_size)
         if self.sampling_prob is not None:
             check_probability(self.sampling_prob, "given as sampling_prob")
 
@@ -109,7 +109,7 @@ class ELS(Mechanism):
             self.batch_size / max(population.num_units, 1),
             f"expected batch of {self.batch_size:g} examples from the {population.num_units} left "
             f"with at most {self.group_size} per user",
-            f"set batch_size to at most {population.num_units}, or use more data",
+            f"set mechanism.batch_size to at most {population.num_units}, or use more data",
         )
 
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> ExampleSampler:

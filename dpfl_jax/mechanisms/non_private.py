@@ -37,7 +37,7 @@ class NonPrivate(Mechanism):
     def __post_init__(self) -> None:
         """Validates the fields."""
         super().__post_init__()
-        require_positive("batch_size", self.batch_size)
+        require_positive("mechanism.batch_size", self.batch_size)
 
     @property
     def divisor(self) -> float:
@@ -59,7 +59,7 @@ class NonPrivate(Mechanism):
         return check_probability(
             self.batch_size / max(population.num_units, 1),
             f"expected batch of {self.batch_size:g} from {population.num_units} examples",
-            f"set batch_size to at most {population.num_units}, or use more data",
+            f"set mechanism.batch_size to at most {population.num_units}, or use more data",
         )
 
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> ExampleSampler:

@@ -75,7 +75,7 @@ class OwnerSets(ULS):
     def at_budget(cls, compute_budget: float, group_size: int, **common: Any) -> OwnerSets:
         """Refused: a budget does not say how many sets of a user are used."""
         raise BadInputError(
-            "mechanism.kind=owner_sets is not chosen by a compute budget: set cohort_size"
+            "mechanism.kind=owner_sets is not chosen by a compute budget: set mechanism.cohort_size"
         )
 
     def sampling_probability(self, population: Population) -> float:
@@ -85,7 +85,7 @@ class OwnerSets(ULS):
         return check_probability(
             self.cohort_size / max(population.num_units, 1),
             f"expected cohort of {self.cohort_size:g} from {population.num_units} sets of owners",
-            f"set cohort_size to at most {population.num_units}, or use more data",
+            f"set mechanism.cohort_size to at most {population.num_units}, or use more data",
         )
 
     def event(self, population: Population, steps: int) -> Any:

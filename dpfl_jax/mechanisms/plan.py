@@ -345,7 +345,7 @@ class Plan:
         return np.append(words, np.uint32(step)) if self.mechanism.remembers else words
 
     def _refuse_own_loop(self) -> None:
-        if self.mechanism.filter(self.population) is not None:
+        if self.mechanism.own_budgets:
             raise BadInputError(
                 f"mechanism.kind={self.mechanism.kind} keeps what each user has spent, and looks "
                 "at everybody's gradients, which a loop of one's own does not: use fit"

@@ -48,7 +48,7 @@ class Truncated(ULS):
         if not self.cohort_cap >= self.cohort_size:
             raise BadInputError(
                 f"cohort_cap is {self.cohort_cap}, less than the expected {self.cohort_size:g} "
-                "users: set it 4 standard deviations above, or lower cohort_size"
+                "users: set it 4 standard deviations above, or lower mechanism.cohort_size"
             )
 
     @classmethod

@@ -71,7 +71,7 @@ class ULS(Mechanism):
         """Validates the fields."""
         super().__post_init__()
         check_group_size(self.group_size)
-        require_positive("cohort_size", self.cohort_size)
+        require_positive("mechanism.cohort_size", self.cohort_size)
         if self.sampling_prob is not None:
             check_probability(self.sampling_prob, "given as sampling_prob")
         for name, least in (
@@ -92,6 +92,11 @@ class ULS(Mechanism):
     def takes_local_steps(self) -> bool:
         """Whether users are devices of a federated round."""
         return self.local_learning_rate is not None
+
+    @property
+    def passes(self) -> int:
+        """Epochs of local steps."""
+        return self.local_epochs
 
     @property
     def divisor(self) -> float:
@@ -131,7 +136,7 @@ class ULS(Mechanism):
         return check_probability(
             self.cohort_size / max(population.num_users, 1),
             f"expected cohort of {self.cohort_size:g} from {population.num_users} users",
-            f"set cohort_size to at most {population.num_users}, or use more data",
+            f"set mechanism.cohort_size to at most {population.num_users}, or use more data",
         )
 
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:

@@ -19,7 +19,7 @@ from dpfl_jax.mesh import make_mesh
 from dpfl_jax.planning.bill import Chip
 from dpfl_jax.planning.sweep import at_budget
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training.central import Central
+from dpfl_jax.training.central import algorithm_of
 from dpfl_jax.training.start import make_optimizer, trained_by_name
 
 _WARM = 2  # first steps, which compile
@@ -35,13 +35,13 @@ def time_steps(
     """
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
     population = mechanism.population(data.train.user_offsets)
-    mechanism = mechanism.for_steps(population, steps + _WARM)
     mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)
+    mechanism, _ = mechanism.calibrated(population, steps + _WARM, None, 1e-5)
     mesh = make_mesh(**config.execution.mesh.axes)
     plan = Plan(mechanism, data.train, steps + _WARM, 1e-5, config.execution.unpacked, mesh)
     optimizer = make_optimizer(config.optimizer, steps + _WARM)
     trainable = trained_by_name(config.model, model)
-    algorithm = Central(model.loss, params, plan, optimizer, trainable)
+    algorithm = algorithm_of(model.loss, params, plan, optimizer, trainable)
     state, running = algorithm.init(), algorithm.begin(RootKey.from_seed(0), 0)
     rows, start = 0, 0.0
     for number, batch in running.inputs():

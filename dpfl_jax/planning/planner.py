@@ -317,6 +317,22 @@ class Planner:
         error = prefix_error(self._strategy(bands), self.steps, self.workload)
         return Option("bandmf", group, cohort, prob, sigma, norm, bands, error)
 
+    def of_users(self, kind: str, group: int, cohort: int) -> Option | None:
+        """Any mechanism that draws users; None if it would be no other than ULS.
+
+        Args:
+          kind: "uls", "bandmf", "blt", "banded_inverse" or "allocation".
+          group: G.
+          cohort: M.
+
+        Raises:
+          BadInputError: as ``uls``.
+        """
+        if kind in ("blt", "banded_inverse"):
+            return self.in_turns(kind, group, cohort)  # type: ignore[arg-type]
+        alone = {"uls": self.uls, "bandmf": self.bandmf, "allocation": self.allocation}
+        return alone[kind](group, cohort)
+
     def in_turns(
         self, kind: Literal["blt", "banded_inverse"], group: int, cohort: int,
         epsilon: float | None = None,
@@ -429,14 +445,9 @@ class Planner:
         for group in sorted(self.sensitivities.user):
             cohort = budget // group
             if cohort >= 1 and cohort <= self.users.num_users:
-                options.append(self.uls(group, cohort))
-                if every:
-                    made = (
-                        self.bandmf(group, cohort),
-                        self.in_turns("blt", group, cohort),
-                        self.in_turns("banded_inverse", group, cohort),
-                    )
-                    options += [option for option in made if option is not None]
+                kinds = ("uls", "bandmf", "blt", "banded_inverse") if every else ("uls",)
+                made = [self.of_users(kind, group, cohort) for kind in kinds]
+                options += [option for option in made if option is not None]
         if every and options:
             uls = min((o for o in options if o.kind == "uls"), key=lambda o: o.noise)
             allocated = self.allocation(uls.group_size, uls.size)
@@ -462,7 +473,7 @@ class Planner:
             for literal in (False, True)
         ]
         heuristic, literal = (self.uls(*found) for found in pair)
-        els = self._median_els(budget)
+        els = None if els_groups is not None and not els_groups else self._median_els(budget)
         best = min(options, key=lambda option: option.noise)
         return Plan(
             budget,

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from dpfl_jax.accounting import LedgerError
 from dpfl_jax.config import RunConfig, config_fingerprint, load_config
-from dpfl_jax.config.kinds import CENTRAL
+from dpfl_jax.config.kinds import CENTRAL, configured
 from dpfl_jax.data import load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.run.directory import finished_report, write_atomically
@@ -56,7 +56,9 @@ def at_budget(chosen: Any, kind: str, budget: float, group_size: int, **more: An
         made = cls.at_budget(budget, group_size)
         sizes = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
         return dataclasses.replace(chosen, **{name: getattr(made, name) for name in sizes}, **more)
-    common = ("clip_norm", "clipping", "noise_multiplier")
+    common = ["clip_norm", "clipping", "noise_multiplier"]
+    if chosen.takes_local_steps and "local_learning_rate" in configured(cls):
+        common += ["local_learning_rate", "local_batch_size", "local_epochs"]
     return cls.at_budget(
         budget, group_size, **{name: getattr(chosen, name) for name in common}, **more
     )

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import Mechanism, NonPrivate
+from dpfl_jax.mechanisms import ULS, Mechanism, NonPrivate
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.generate import generate
@@ -47,7 +47,10 @@ def plain(
     mechanism: Mechanism = NonPrivate(batch_size=budget)
     if plan.mechanism.takes_local_steps:
         # Its optimiser is the server's, which is given updates. It clips, too.
-        mechanism = dataclasses.replace(plan.mechanism, noise_multiplier=0.0)
+        given = plan.mechanism
+        if given.own_budgets:  # nobody leaves, as nobody pays
+            given = ULS(**{f.name: getattr(given, f.name) for f in dataclasses.fields(ULS)})
+        mechanism = dataclasses.replace(given, noise_multiplier=0.0)
     beside = Plan(mechanism, plan.data, plan.steps, plan.delta, execution, plan.mesh)
     return train(
         Central(run.loss_fn, run.given, beside, run.optimizer, run.trainable),

@@ -361,10 +361,10 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
             "(mechanism.local_learning_rate) have none: remove the section audit; dpfl audit "
             "--simulate attacks the mechanism"
         )
-    if mechanism.filter(mechanism.count(data)) is not None:
+    if mechanism.own_budgets:
         raise BadInputError(
             "canaries are drawn beside people, who leave when budgets of their own are spent "
-            f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls"
+            f"(mechanism.kind={mechanism.kind}): remove the section audit, or use uls or els"
         )
     if whole_of(data) is not None:
         raise BadInputError(

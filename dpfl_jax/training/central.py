@@ -24,7 +24,7 @@ from dpfl_jax.evidence.kept import RunAudit
 from dpfl_jax.mechanisms.batches import check_packed_loss, draw_digest, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import in_pieces
-from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, replicated, splits_parameters
+from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
@@ -42,7 +42,7 @@ from dpfl_jax.run.report import (
     write_report,
 )
 from dpfl_jax.run.state import TrainState, init_state
-from dpfl_jax.run.terms import Terms, training_digest, value_digest
+from dpfl_jax.run.terms import Terms, training_digest
 from dpfl_jax.training import convolutions
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.modules import check_one_example, functional, named_loss, of_arrays
@@ -90,11 +90,6 @@ class Central(Algorithm):
         self.mesh, self.trainable, self.given = plan.mesh, trainable, params
         self.private = plan.mechanism.private
         self.movable = not plan.mechanism.remembers
-        self.filtered = plan.mechanism.filter(plan.population) is not None
-        if self.filtered:
-            from dpfl_jax.training.filtered import check_filtered  # which is made of this
-
-            check_filtered(plan)
         self.random, self.shipped = plan.random(loss_fn), plan.shipped(loss_fn)
         if plan.execution.packing:
             check_packed_loss(loss_fn, plan.data, params)
@@ -121,8 +116,7 @@ class Central(Algorithm):
         """Mechanism, population, delta, steps; data, frozen parameters and computation."""
         return Terms(
             stated=self.plan.stated,
-            secret=self._execution
-            | {
+            secret={
                 "data": self.plan.data_digest,
                 "frozen": content_digest(self.frozen),
                 "computation": training_digest(
@@ -131,22 +125,10 @@ class Central(Algorithm):
             },
         )
 
-    @property
-    def _execution(self) -> dict[str, str]:
-        """What a bound is computed with, which other rounding would move by a level."""
-        # proof: individual-event-3
-        return {"execution": value_digest(self.layout)} if self.filtered else {}
-
     def init(self) -> TrainState:
         """First parameters and optimiser state, split over the mesh."""
         noise = self.mechanism.noise_transform().init(self.trained)
-        state = init_state(self.trained, self.optimizer, self.mesh, self.copied, noise.memory)
-        if not self.filtered:
-            return state
-        from dpfl_jax.training.filtered import no_spending  # which is made of this
-
-        units = place(no_spending(self.plan.population.num_units), replicated(self.mesh))
-        return dataclasses.replace(state, units=units)
+        return init_state(self.trained, self.optimizer, self.mesh, self.copied, noise.memory)
 
     def params(self, state: TrainState) -> PyTree:
         """All parameters, frozen ones too."""
@@ -166,20 +148,11 @@ class Central(Algorithm):
 
     def begin(self, key: RootKey, start: int) -> CentralSteps:
         """The steps after the first ``start``."""
-        self._key = key
-        if not self.filtered:
-            return CentralSteps(self, key, start)
-        from dpfl_jax.training.filtered import FilteredSteps  # likewise
+        return CentralSteps(self, key, start)
 
-        return FilteredSteps(self, key, start)
-
-    def seen(self, state: TrainState) -> Any:
-        """What every user has spent, where they have budgets of their own."""
-        if not self.filtered:
-            return None
-        from dpfl_jax.training.filtered import spending_of  # likewise
-
-        return spending_of(self, state, self._key)
+    def write_private(self, directory: RunDirectory, result: RunResult) -> None:
+        """Writes under ``private/`` what is kept of a run: nothing (``filtered.Filtered``)."""
+        del directory, result
 
     def audited(self, result: RunResult) -> RunAudit | None:
         """What an attack on a finished run saw (``canaries.WithCanaries``)."""
@@ -270,6 +243,22 @@ class CentralSteps(Steps):
         return state, Taken(stats, inputs.num_examples, *tokens, read)
 
 
+def algorithm_of(
+    loss_fn: Callable[..., jax.Array],
+    params: PyTree,
+    plan: Plan,
+    optimizer: optax.GradientTransformation,
+    trainable: Trainable = None,
+) -> Central:
+    """What takes the steps of a plan; arguments as of ``fit``."""
+    kind: type[Central] = Central
+    if plan.mechanism.own_budgets:
+        from dpfl_jax.training.filtered import Filtered  # which is made of this
+
+        kind = Filtered
+    return kind(loss_fn, params, plan, optimizer, trainable)
+
+
 VALIDATION_CAVEAT = (
     "losses on validation are computed without noise: the guarantee covers nobody's examples there"
 )
@@ -349,7 +338,7 @@ def fit(
     evaluate = None
     if validation is not None:
         evaluate = Evaluator(loss, plan.mesh).of(by_set(validation))
-    algorithm = Central(loss, arrays, plan, optimizer, trainable)
+    algorithm = algorithm_of(loss, arrays, plan, optimizer, trainable)
     console = console or default_console()
     if plan.bounding is not None and console is not None:
         console.print(str(plan.bounding), highlight=False)
@@ -428,10 +417,8 @@ def train(algorithm: Central, *, caveats: tuple[str, ...] = (), **options: Any) 
     )
     result = drive(algorithm, **options)
     run_dir = options.get("run_dir")
-    if algorithm.filtered and run_dir is not None and run_dir.writes:
-        from dpfl_jax.training.filtered import write_spent  # which is made of this
-
-        write_spent(run_dir.path, algorithm, result.seen)
+    if run_dir is not None and run_dir.writes:
+        algorithm.write_private(run_dir, result)
     initial, final = result.evaluation(0), result.last
     return FitResult(
         **{field.name: getattr(result, field.name) for field in dataclasses.fields(result)},

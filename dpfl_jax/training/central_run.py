@@ -35,7 +35,7 @@ from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.training.beside import check_prompt, plain, samples
 from dpfl_jax.training.canaries import WithCanaries, check_fit
-from dpfl_jax.training.central import Central, FitResult, train
+from dpfl_jax.training.central import FitResult, algorithm_of, train
 from dpfl_jax.training.central_balance import advice_on_steps, balance_of_steps
 from dpfl_jax.training.evaluate import Evaluator, summarize
 from dpfl_jax.training.personalize import Personalization, check_users, personalize
@@ -183,7 +183,7 @@ class CentralRun(Prepared):
             right = self.model.right if isinstance(self.model, PreferenceModel) else None
             evaluator = Evaluator(self.model.loss, mesh, config.eval.batch_size, predict, right)
             evaluate = evaluator.of(self.held_out)
-        algorithm = Central(self.model.loss, params, plan, self.optimizer, trainable)
+        algorithm = algorithm_of(self.model.loss, params, plan, self.optimizer, trainable)
         if config.model.module is not None and jax.tree.leaves(algorithm.frozen):
             # Whoever exports it builds it anew.
             directory.note("base", {"digest": content_digest(params)})
@@ -455,6 +455,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         population, config.train.steps, delta, run_caveats(config, mechanism, known)
     )
     steps, budget = config.train.steps, mechanism.compute_budget
+    computed = budget * mechanism.passes * seq_len * steps
     pretraining, trained = config.pretrain, check_trainable(config.model, model)
     for line in advice_on_steps(config, mechanism, count, delta, trained):
         console.print(line, highlight=False)
@@ -467,16 +468,12 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         "trained_parameters": trained,
         "steps": steps,
         "examples_per_step": budget,
-        "tokens": budget * seq_len * steps,
+        "tokens": computed,
         "pretrain_tokens": 0
         if pretraining is None
         else pretraining.steps * pretraining.batch_size * config.data.seq_len,
         # The reference of pairs is evaluated, too.
-        "training_flops": (6.0 if config.model.dpo is None else 8.0)
-        * model.num_params
-        * budget
-        * seq_len
-        * steps,
+        "training_flops": (6.0 if config.model.dpo is None else 8.0) * model.num_params * computed,
         "sampling_prob": mechanism.sampling_probability(population),
         "noise_multiplier": mechanism.noise_multiplier,
         "noise_on_mean": mechanism.noise_stddev / mechanism.divisor,

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import io
 import math
-import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,9 +26,11 @@ from dpfl_jax.mechanisms.sums import unit_norms
 from dpfl_jax.mesh import place, replicated, splits_parameters
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Taken
-from dpfl_jax.run.directory import SPENT, write_atomically
+from dpfl_jax.run.directory import SPENT, RunDirectory, write_atomically
+from dpfl_jax.run.driver import RunResult
 from dpfl_jax.run.state import TrainState
-from dpfl_jax.sampling import Draw, UserSampler, choose_within_users
+from dpfl_jax.run.terms import Terms, value_digest
+from dpfl_jax.sampling import Draw, ExampleSampler, UserSampler, choose_within_users
 from dpfl_jax.training.central import Central, CentralSteps
 
 # Of a part of a look, whoever the people are: another shape may round in another way.
@@ -73,18 +74,19 @@ def _pad(key: RootKey, stretch: int, shape: tuple[int, ...]) -> np.ndarray:
     return key.numpy("spent-by-users", stretch).integers(1 << 32, size=shape, dtype=np.uint32)
 
 
-def no_spending(users: int) -> np.ndarray:
-    """What a state holds before the first look: uint32 [n, 3]."""
-    return np.zeros((users, 3), np.uint32)
-
-
 def check_filtered(plan: Plan) -> None:
     """Raises BadInputError where steps are computed in a way that looks cannot be."""
-    kind, how = plan.mechanism.kind, plan.execution
+    mechanism, how = plan.mechanism, plan.execution
+    kind = mechanism.kind
     if splits_parameters(plan.mesh):
         raise BadInputError(
             f"mechanism.kind={kind} looks at everybody's gradients on devices that hold all "
             "parameters: use execution.mesh with data alone"
+        )
+    if mechanism.unit_examples is None and "bound" in plan.example:
+        raise BadInputError(
+            f"the data have a column 'bound', which is the name of what mechanism.kind={kind} "
+            "adds to an example: rename it"
         )
     # proof: individual-bound-4
     if how.packing or how.group_buckets:
@@ -96,38 +98,114 @@ def check_filtered(plan: Plan) -> None:
         )
 
 
+class Filtered(Central):
+    """A run whose users have budgets of their own."""
+
+    def __init__(self, loss_fn: Any, params: Any, plan: Plan, *rest: Any) -> None:
+        """See ``fit``.
+
+        Raises:
+          BadInputError: as of ``check_filtered``.
+        """
+        check_filtered(plan)
+        super().__init__(loss_fn, params, plan, *rest)
+        mechanism: Any = self.mechanism
+        self.filter: RenyiFilter = mechanism.filter(self.plan.population)
+        self.bounds = bounds(mechanism.clip_norm)
+        self.users, self.every = self.plan.population.num_users, mechanism.refresh
+        self.parts: np.ndarray = mechanism.units_of_users(np.asarray(self.data.user_offsets))
+
+    def terms(self) -> Terms:
+        """As every run's; and what bounds are computed with, whose rounding could move a level."""
+        terms = super().terms()
+        # proof: individual-event-3
+        secret = {"execution": value_digest(self.layout), **terms.secret}
+        return dataclasses.replace(terms, secret=secret)
+
+    def init(self) -> TrainState:
+        """As every run's, before the first look."""
+        return dataclasses.replace(super().init(), units=self.placed(self.nobody))
+
+    @property
+    def nobody(self) -> np.ndarray:
+        """What a state holds before the first look: uint32 [users, 3]."""
+        return np.zeros((self.users, 3), np.uint32)
+
+    def placed(self, hidden: np.ndarray) -> Any:
+        """What a state holds of users, on every device."""
+        return place(hidden, replicated(self.mesh))
+
+    def begin(self, key: RootKey, start: int) -> FilteredSteps:
+        """The steps after the first ``start``."""
+        self._key = key
+        return FilteredSteps(self, key, start)
+
+    def after(self, held: Spending, steps: int) -> Spending:
+        """What users have spent after so many steps of a stretch."""
+        spent = self.filter.after(held.spent, held.levels, steps, self.parts)
+        return dataclasses.replace(held, spent=spent)
+
+    def seen(self, state: TrainState) -> Spending:
+        """What every user has spent after the last step that was taken, and their bounds in it."""
+        if not (step := int(state.step)):
+            return Spending.none(self.users)
+        stretch, into = divmod(step - 1, self.every)
+        return self.after(Spending.shown(state.units, self._key, stretch), into + 1)
+
+    def write_private(self, directory: RunDirectory, result: RunResult) -> None:
+        """Writes what every user has spent (owner only)."""
+        spending, users = result.seen, np.arange(self.users)
+        names = getattr(self.data, "user_ids", lambda users: users)(users)
+        columns = (
+            self.bounds[spending.levels].tolist(),
+            (spending.spent / self.filter.budget).tolist(),
+            self.filter.epsilons(spending.spent, self.delta).tolist(),
+        )
+        text = io.StringIO()
+        csv.writer(text).writerows([COLUMNS, *zip(names, *columns)])
+        write_atomically(directory.path / SPENT, text.getvalue(), mode=0o600)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Everybody:
-    """All users in turns, ``width`` at a time, with examples of their own as a step would draw."""
+    """All units in turns, ``width`` at a time: users with examples of their own as a step draws."""
 
-    offsets: np.ndarray
-    group_size: int
+    sampler: UserSampler | ExampleSampler
     width: int
     key: RootKey
 
     def draw(self, part: int) -> Draw:
-        users = np.arange(part * self.width, min((part + 1) * self.width, len(self.offsets) - 1))
+        last = min((part + 1) * self.width, self.sampler.law.population)
+        units = np.arange(part * self.width, last)
+        if isinstance(self.sampler, ExampleSampler):
+            return Draw(units, self.sampler.positions[units])
         # proof: individual-bound-2
         rng = self.key.numpy("within-user", part)
-        return Draw(users, choose_within_users(rng, self.offsets, users, self.group_size))
+        given = (self.sampler.user_offsets, units, self.sampler.group_size)
+        return Draw(units, choose_within_users(rng, *given))
+
+
+def _owners(sampler: UserSampler | ExampleSampler, user_offsets: np.ndarray) -> np.ndarray:
+    """int64 [units]: whose each is."""
+    if isinstance(sampler, UserSampler):
+        return np.arange(len(user_offsets) - 1)
+    return np.searchsorted(user_offsets, sampler.positions, side="right") - 1
 
 
 class FilteredSteps(CentralSteps):
     """Batches of those who can pay, each with a bound of their own."""
 
-    sampler: UserSampler
+    run: Filtered
+    sampler: UserSampler | ExampleSampler
 
-    def __init__(self, run: Central, key: RootKey, start: int) -> None:
+    def __init__(self, run: Filtered, key: RootKey, start: int) -> None:
         super().__init__(run, key, start)
-        mechanism: Any = run.mechanism
-        self.filter: RenyiFilter = mechanism.filter(run.plan.population)
-        self.every: int = mechanism.refresh
-        self.bounds = bounds(run.mechanism.clip_norm)
-        self.users = len(run.data.user_offsets) - 1
+        self.owners = _owners(self.sampler, np.asarray(run.data.user_offsets))
         # The check before the first step is of units with all kinds of bounds.
-        some = self.bounds[np.arange(self.users) % LEVELS]
+        units = max(len(self.owners), run.plan.population.num_examples)
+        some = run.bounds[np.arange(units) % LEVELS]
         self.pipeline = dataclasses.replace(self.pipeline, per_unit=some)
-        self.params, self.hidden = run.trained, no_spending(self.users)
+        self.params, self.hidden = run.trained, run.placed(run.nobody)
         norms = unit_norms(run.mechanism, self.loss_fn, run.mesh, **self.options, **self.pieces)
 
         @functools.partial(jax.jit, out_shardings=replicated(run.mesh))
@@ -143,20 +221,20 @@ class FilteredSteps(CentralSteps):
 
     def inputs(self) -> Iterator[tuple[int, StepBatch]]:
         """Batches of one stretch after the other; none is read before its look is taken."""
-        at, last = self.start, self.run.steps
-        while at < last:
-            stretch, into = divmod(at, self.every)
-            first, end = at - into, min(at - into + self.every, last)
+        run, at = self.run, self.start
+        while at < run.steps:
+            stretch, into = divmod(at, run.every)
+            first, end = at - into, min(at - into + run.every, run.steps)
             spending = self._before(stretch) if not into else self._restored(stretch)
-            self.hidden = place(spending.hidden(self.key, stretch), replicated(self.run.mesh))
+            self.hidden = run.placed(spending.hidden(self.key, stretch))
             law: Any = self.sampler.law
             # proof: individual-sampling-1
-            until = first + self.filter.steps_left(spending.spent, spending.levels, self.every)
-            staying = dataclasses.replace(law, until=until)
+            left = run.filter.steps_left(spending.spent, spending.levels, run.every, run.parts)
+            staying = dataclasses.replace(law, until=first + left[self.owners])
             pipeline = dataclasses.replace(
                 self.pipeline,
                 sampler=dataclasses.replace(self.sampler, law=staying),
-                per_unit=self.bounds[spending.levels],
+                per_unit=run.bounds[spending.levels][self.owners],
             )
             for batch in pipeline.iterate(at, end):
                 yield batch.step + 1, batch
@@ -173,64 +251,34 @@ class FilteredSteps(CentralSteps):
 
     def _before(self, stretch: int) -> Spending:
         """What users have spent before a stretch, and their bounds at the model as it is now."""
-        spent = np.zeros(self.users, np.int64)
+        spending = Spending.none(self.run.users)
         if stretch:
-            before = self._restored(stretch - 1)
-            spent = self.filter.after(before.spent, before.levels, self.every)
+            spending = self.run.after(self._restored(stretch - 1), self.run.every)
         # proof: individual-bound-1
         levels = levels_of(self._norms(stretch), self.run.mechanism.clip_norm)
-        return Spending(spent, levels)
+        return dataclasses.replace(spending, levels=levels)
 
     def _norms(self, stretch: int) -> np.ndarray:
-        """Float32 [n]: of everybody's gradient."""
+        """Float32 [users]: of everybody's gradient, the largest of what may be drawn of them."""
         key, pipeline = self.key.child("look-at-everybody", stretch), self.pipeline
         width = pipeline.row * _LOOK_ROWS
-        everybody = _Everybody(self.sampler.user_offsets, self.sampler.group_size, width, key)
+        everybody, units = _Everybody(self.sampler, width, key), len(self.owners)
         reader = dataclasses.replace(
             pipeline,
             sampler=everybody,
             # proof: individual-bound-3
             capacities=(_LOOK_ROWS,),
             loss_key=None if pipeline.loss_key is None else key,
-            per_unit=np.arange(self.users, dtype=np.int32),
+            per_unit=np.arange(units, dtype=np.int32),
         )
-        found = np.full(self.users, np.nan, np.float32)
-        for batch in reader.iterate(0, math.ceil(self.users / width)):
+        found = np.full(units, np.nan, np.float32)
+        for batch in reader.iterate(0, math.ceil(units / width)):
             for bucket in batch.buckets:
-                units = units_of(self.run.mechanism, dataclasses.replace(bucket, per_unit=None))
-                given = (units, bucket.unit_mask, bucket.per_unit, self.run.frozen)
+                own = units_of(self.run.mechanism, dataclasses.replace(bucket, per_unit=None))
+                given = (own, bucket.unit_mask, bucket.per_unit, self.run.frozen)
                 norms, there, who = map(np.asarray, self.look(self.params, *given))
                 found[who[there]] = norms[there]
-        return found
-
-
-def spending_of(run: Central, state: TrainState, key: RootKey) -> Spending:
-    """What every user has spent by a state, and their bounds in its stretch.
-
-    Args:
-      run: whose users these are.
-      state: after the last step that was taken.
-      key: of the run's steps.
-    """
-    mechanism: Any = run.mechanism
-    filter_, step = mechanism.filter(run.plan.population), int(state.step)
-    if not step:
-        return Spending.none(len(state.units))
-    stretch, into = divmod(step - 1, mechanism.refresh)
-    held = Spending.shown(state.units, key, stretch)
-    return dataclasses.replace(held, spent=filter_.after(held.spent, held.levels, into + 1))
-
-
-def write_spent(directory: pathlib.Path, run: Central, spending: Spending) -> None:
-    """Writes what every user has spent under ``private/`` (owner only)."""
-    filter_: Any = run.mechanism.filter(run.plan.population)
-    users = np.arange(len(spending.spent))
-    names = getattr(run.data, "user_ids", lambda users: users)(users)
-    columns = (
-        bounds(run.mechanism.clip_norm)[spending.levels].tolist(),
-        (spending.spent / filter_.budget).tolist(),
-        filter_.epsilons(spending.spent, run.delta).tolist(),
-    )
-    text = io.StringIO()
-    csv.writer(text).writerows([COLUMNS, *zip(names, *columns)])
-    write_atomically(directory / SPENT, text.getvalue(), mode=0o600)
+        largest = np.zeros(self.run.users, np.float32)
+        # proof: individual-els-bound-1
+        np.maximum.at(largest, self.owners, found)
+        return largest

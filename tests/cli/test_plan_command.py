@@ -81,3 +81,32 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments):
     config = str(CONFIGS / "userlevel" / "stackoverflow_uls.yaml")
     assert main(["plan", config, *arguments]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_of_devices_it_counts_local_epochs_and_leaves_examples_out(capsys, tmp_path):
+    """From statistics alone: no data are read."""
+    out = tmp_path / "planned.yaml"
+    local = {"local_learning_rate": 0.5, "local_batch_size": 2, "local_epochs": 3}
+    mechanism = {"kind": "uls", "group_size": 2, "cohort_size": 32, **local}
+    file = tmp_path / "devices.yaml"
+    base = yaml.safe_load((CONFIGS / "userlevel" / "stackoverflow_uls.yaml").read_text())
+    file.write_text(yaml.safe_dump(base | {"mechanism": mechanism}))
+    found = plan(capsys, file, "--max-group-size", 2, "--out", out)
+    assert found["budget"] == 64
+    assert {o["kind"] for o in found["options"]} >= {"uls", "bandmf", "blt"}
+    assert "els" not in {o["kind"] for o in found["options"]}
+    assert found["heuristic_els"] is None
+    private, devices = found["notes"]
+    assert private.startswith("individual and individual_els are not priced")
+    assert "in 3 epochs" in devices
+    assert "a round evaluates 192 gradients" in devices
+    written = yaml.safe_load(out.read_text())["mechanism"]
+    assert written["kind"] == found["best"]["kind"]
+    assert {name: written[name] for name in local} == local
+    flops = []
+    for epochs in (1, 3):
+        change = [f"mechanism.local_epochs={epochs}", "--dry-run", "--json"]
+        assert main(["train", str(file), *change]) == 0
+        flops.append(json.loads(capsys.readouterr().out.splitlines()[-1])["training_flops"])
+    assert flops[1] == 3 * flops[0]

@@ -41,6 +41,7 @@ from dpfl_jax.mechanisms import (
     BandedInverse,
     BandMF,
     Individual,
+    IndividualELS,
     NonPrivate,
     OwnerSets,
     Population,
@@ -138,6 +139,11 @@ SOUND = {
     "individual": lambda: central(
         Individual(
             group_size=3, cohort_size=20, noise_multiplier=1.0, refresh=4, least_steps=9, order=4.0
+        )
+    ),
+    "individual_els": lambda: central(
+        IndividualELS(
+            group_size=3, batch_size=20, noise_multiplier=3.0, refresh=4, least_steps=9, order=4.0
         )
     ),
     "selection": lambda: selection().statement(EXTRA),

@@ -26,7 +26,12 @@ KINDS = {
         "checkpoints are as secret",
     ),
     "banded_inverse": ({}, "at every 5-th step", "checkpoints are as secret"),
-    "individual": ({"refresh": 2}, "who leaves when a budget", "what each user has spent"),
+    "individual": ({"refresh": 2}, "who leaves when a budget", "private/users.csv is told"),
+    "individual_els": (
+        {"refresh": 2, "batch_size": 12},
+        "of users who leave when a budget",
+        "private/users.csv is told",
+    ),
     "blt": ({}, "at every 5-th step", "checkpoints are as secret"),
 }
 
@@ -38,7 +43,8 @@ KINDS = {
 )
 def test_a_run_from_yaml_is_verified_read_priced_and_compiled(kind, tmp_path, capsys):
     fields, sampling, last = KINDS[kind]
-    mechanism = {"kind": kind, "group_size": 2, "cohort_size": 6, **fields}
+    size = {} if "batch_size" in fields else {"cohort_size": 6}
+    mechanism = {"kind": kind, "group_size": 2, **size, **fields}
     file, place = tmp_path / "own.yaml", tmp_path / "run"
     file.write_text(yaml.safe_dump(CONFIG | {"mechanism": mechanism}))
     assert main(["train", str(file), "--json", "--run-dir", str(place)]) == 0

@@ -21,15 +21,14 @@ from dpfl_jax.clipping import OwnBound
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ULS, Individual, Population
+from dpfl_jax.mechanisms import ULS, Individual, IndividualELS, Population
 from dpfl_jax.mechanisms.batches import step_arguments
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import SPENT, RunDirectory
 from dpfl_jax.sampling import Staying
-from dpfl_jax.training.central import Central
-from dpfl_jax.training.filtered import FilteredSteps, Spending
+from dpfl_jax.training.filtered import Filtered, FilteredSteps, Spending
 
 pytestmark = pytest.mark.privacy
 SIZES = np.array([0.02, 0.1, 0.3, 0.6, 0.95, 5.0])  # of gradients, over the clip norm
@@ -53,13 +52,16 @@ def of_sizes(users, sizes=SIZES):
     return store, own[order]
 
 
-def made(data, steps=40, key=0, execution=None, loss=loss_fn, width=2, **fields):
+def made(data, steps=40, key=0, execution=None, loss=loss_fn, width=2, kind=Individual, **fields):
     """The steps of a run, and its plan; nothing is taken."""
-    fields = {"group_size": 2, "cohort_size": len(data.user_offsets) / 4, "refresh": 5} | fields
-    mechanism = Individual(**{"noise_multiplier": 1.0, "least_steps": 6} | fields)
+    size = {"cohort_size": len(data.user_offsets) / 4}
+    if kind is IndividualELS:
+        size = {"batch_size": data.user_offsets[-1] / 4}
+    fields = {"group_size": 2, "refresh": 5} | size | fields
+    mechanism = kind(**{"noise_multiplier": 1.0, "least_steps": 6} | fields)
     execution = execution or Execution(microbatch_size=8)
     plan = mechanism.plan(data, steps=steps, delta=1e-3, execution=execution)
-    run = Central(loss, {"w": jnp.zeros(width)}, plan, optax.set_to_zero())
+    run = Filtered(loss, {"w": jnp.zeros(width)}, plan, optax.set_to_zero())
     run.begin(RootKey.from_seed(key), 0)
     return FilteredSteps(run, RootKey.from_seed(key), 0), plan
 
@@ -77,7 +79,7 @@ def taken(steps):
         for number, batch in steps.inputs():
             arguments = step_arguments(steps.run.mechanism, batch)
             total, _ = steps.compiled.sum(steps.params, *arguments, steps.run.frozen)
-            levels = Spending.shown(steps.hidden, steps.key, (number - 1) // steps.every).levels
+            levels = Spending.shown(steps.hidden, steps.key, (number - 1) // steps.run.every).levels
             found.append((drawn[number - 1], levels, np.asarray(total["w"])))
     return found
 
@@ -169,7 +171,7 @@ def test_small_gradients_stay_for_longer_and_are_drawn_as_often_as_is_paid_for()
     levels = found[0][1]
     assert (bounds(1.0)[levels] >= np.minimum(own, 1.0)).all()
     assert all((now == levels).all() for _, now, _ in found)
-    may = steps.filter.steps_left(np.zeros(600, np.int64), levels, 60)
+    may = steps.run.filter.steps_left(np.zeros(600, np.int64), levels, 60)
     assert may[own > 0.9].max() == 6  # nobody is there who cannot pay
     assert 6 < may[(own > 0.5) & (own < 0.9)].max() < 60
     assert (may[own < 0.2] == 60).all()
@@ -197,7 +199,7 @@ def test_a_user_who_stays_after_the_budget_is_spent_is_seen(monkeypatch):
     data, _ = of_sizes(60)
     steps, _ = made(data)
     found = taken(steps)
-    may = steps.filter.steps_left(np.zeros(60, np.int64), found[0][1], 40)
+    may = steps.run.filter.steps_left(np.zeros(60, np.int64), found[0][1], 40)
     assert len(owing(found, may)) > 20
 
 
@@ -243,9 +245,9 @@ def test_bounds_do_not_tell_who_was_drawn(monkeypatch):
     norms = FilteredSteps._norms
 
     def of_those_drawn(self, stretch):
-        law = dataclasses.replace(self.sampler.law, until=np.full(self.users, 10))
+        law = dataclasses.replace(self.sampler.law, until=np.full(self.run.users, 10))
         drawn = law.indices(self.key, max(5 * stretch - 1, 0))
-        found = np.full(self.users, np.inf, np.float32)
+        found = np.full(self.run.users, np.inf, np.float32)
         found[drawn] = norms(self, stretch)[drawn]
         return found
 

@@ -17,7 +17,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.beside import BASELINE_CAVEAT, WITHOUT_PRIVACY, without_privacy
 from dpfl_jax.run.driver import Pace
 from dpfl_jax.training.beside import plain
-from dpfl_jax.training.central import Central
+from dpfl_jax.training.central import Central, algorithm_of
 
 QUIET = Console(quiet=True)
 
@@ -146,3 +146,20 @@ def test_what_cannot_be_shown_is_refused_before_training(
     assert message in error
     assert len(error.splitlines()) == 1
     assert not (tmp_path / "bad").exists()
+
+
+def test_beside_users_with_budgets_of_their_own_nobody_leaves():
+    """Users who take local steps: updates are clipped as in the private run, and not noised."""
+    users = [(f"u{i}", {"x": np.full((1, 3), i, "f4")}) for i in range(4)]
+
+    def loss(params, example):
+        return 0.5 * ((example["x"] - params["w"]) ** 2).sum()
+
+    mechanism = dpfl.Individual(
+        group_size=1, cohort_size=4, clip_norm=9.0, noise_multiplier=1.0, local_learning_rate=0.5
+    )
+    plan = mechanism.plan(dpfl.ArrayStore.from_users(users), steps=6, delta=1e-3)
+    run = algorithm_of(loss, {"w": np.zeros(3, "f4")}, plan, optax.sgd(1.0))
+    told = {"loss": 1.0, "loss_by_user": 1.0, "examples": 1, "users": 1}
+    found = plain(run, RootKey.from_seed(0), lambda _: told, Pace(), QUIET)
+    np.testing.assert_allclose(found.params["w"], 1.5 * (1 - 0.5**6), rtol=1e-5)

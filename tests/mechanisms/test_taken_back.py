@@ -1,0 +1,191 @@
+"""Noise that later steps take back: what a user adds to rows, what it costs, how a run goes on."""
+
+import dataclasses
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from fitting import fit_given as fit
+from neighbours import people
+from noising import banded_matrix, buffered_matrix, inverse_banded_matrix
+from runs import went_on_bit_for_bit
+
+from benchmarks import audit as bench
+from dpfl_jax.accounting import epsilon, events
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.evidence import audit
+from dpfl_jax.mechanisms import BLT, BandedInverse, BandMF, Population
+from dpfl_jax.mesh import make_mesh
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.directory import RunDirectory
+
+pytestmark = pytest.mark.privacy
+COLUMN = (0.75, 0.5, 0.4375)
+DECAYS, SCALES = (0.75, 0.25), (0.5, 0.125)
+TAKEN = (0.5, 0.25)
+PEOPLE = Population(100, 200, 100)
+MADE = {
+    "bandmf": (BandMF, {"bands": 3, "strategy": COLUMN}),
+    "blt": (BLT, {"decays": DECAYS, "scales": SCALES}),
+    "banded_inverse": (BandedInverse, {"taken": TAKEN}),
+}
+MATRIX = {
+    "bandmf": lambda steps: banded_matrix(COLUMN, steps),
+    "blt": lambda steps: buffered_matrix((DECAYS, SCALES), steps),
+    "banded_inverse": lambda steps: inverse_banded_matrix(TAKEN, steps),
+}
+IN_TURNS = ("blt", "banded_inverse")
+
+
+def made(kind, **fields):
+    cls, own = MADE[kind]
+    return cls(**{"group_size": 2, "cohort_size": 20} | own | fields)
+
+
+def loss_fn(params, example):
+    return jnp.sum(params["w"] * example["x"]) + 0.5 * jnp.sum(params["w"] ** 2)
+
+
+def run(mechanism, directory, key, loss=loss_fn, **given):
+    held = RunDirectory(directory, {}, "f", key)
+    try:
+        return fit(
+            loss_fn=loss, params={"w": jnp.zeros(4)}, data=people(60), optimizer=optax.adam(0.1),
+            mechanism=mechanism, run_dir=held, steps=8, epsilon=4.0, delta=1e-3,
+            microbatch_size=8, checkpoint_every=3, **given,
+        )  # fmt: skip
+    finally:
+        held.close()
+
+
+@pytest.mark.parametrize("kind", IN_TURNS)
+def test_epsilon_midway_is_that_of_the_turns_so_far(kind):
+    """Of who takes part first, and of rows that were released: by the matrix itself."""
+    mechanism = made(kind, cohort_size=25, noise_multiplier=3.0, horizon=11)
+    matrix, before = MATRIX[kind](11), 0.0
+    for steps in range(1, 12):
+        norms = [
+            np.linalg.norm(matrix[:steps, first:steps:4].sum(axis=1))
+            for first in range(min(4, steps))
+        ]
+        assert max(norms) == norms[0]
+        found = epsilon(mechanism.event(PEOPLE, steps), 1e-5)
+        assert found == pytest.approx(epsilon(events.gaussian(3.0 / norms[0], 1), 1e-5), rel=1e-9)
+        assert found > before
+        before = found
+
+
+def rows_of(kind, data, steps, devices):
+    """What is noised at each step, [steps, 4]: the library's release without noise, times K."""
+    # BandMF draws within the group whose turn it is: here all of it.
+    prob = 1.0 if kind == "bandmf" else 1 / 3
+    mechanism = made(kind, sampling_prob=prob, clip_norm=0.5, noise_multiplier=0.0)
+    mesh = make_mesh(data=devices, devices=jax.devices()[:devices])
+    plan = mechanism.plan(data, steps=steps, delta=1e-5, mesh=mesh)
+    params = {"w": jnp.zeros(4)}
+    grad, noise = plan.clipped_grad(loss_fn), plan.noise()
+    state, released = noise.init(params), []
+    for batch in plan.batches(RootKey.from_seed(0)):
+        x, state = noise.update(grad(params, batch).sum, state, noise_key=batch.noise_key)
+        released.append(np.asarray(x["w"]) * mechanism.divisor)
+    return MATRIX[kind](steps) @ np.stack(released)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    [*((kind, 1) for kind in MADE), pytest.param("banded_inverse", 8, marks=pytest.mark.release)],
+)
+def test_a_user_moves_rows_from_its_first_turn_on_and_no_further_than_accounted(kind, devices):
+    """The last user is removed, and has other data: turns of the others are what they were."""
+    steps = 8
+    without, one, other = (rows_of(kind, people(60, x), steps, devices) for x in (0.0, 3.0, -7.0))
+    column = MATRIX[kind](steps)[:, 0]
+    # All gradients of this user point one way: it is as bad as it can be, from its turn on.
+    turns = [
+        sum(np.r_[np.zeros(j), column[: steps - j]] for j in range(i, steps, 3)) for i in (0, 1, 2)
+    ]
+    for moved in (one - without, other - without):
+        norms = np.linalg.norm(moved, axis=1) / 0.5
+        first = int(np.argmax(norms > 1e-4))
+        assert first in (0, 1, 2)
+        np.testing.assert_allclose(norms, turns[first], rtol=1e-4, atol=1e-5)
+    if kind != "bandmf":  # of which each turn is accounted for by itself
+        stated = made(kind, noise_multiplier=1.0, horizon=steps).event(
+            Population(60, 120, 60), steps
+        )
+        # Who takes part first moves most; that is what is accounted.
+        assert 1 / stated.noise_multiplier == pytest.approx(np.linalg.norm(turns[0]), rel=1e-9)
+        assert np.linalg.norm(norms) <= np.linalg.norm(turns[0]) * (1 + 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "own", "kept"),
+    [
+        ("bandmf", {}, {"sums": (2, 4), "released": (2, 4)}),
+        ("blt", {}, {"sums": (4, 4), "released": (2, 4)}),
+        ("banded_inverse", {"taken": None}, {"sums": (4, 4), "released": (2, 4)}),
+    ],
+)
+def test_a_run_that_died_goes_on_with_its_noise_bit_for_bit(tmp_path, monkeypatch, kind, own, kept):
+    mechanism = made(kind, **own)
+
+    def start(name):
+        return run(mechanism, tmp_path / name, RootKey.from_seed(0))
+
+    whole, state = went_on_bit_for_bit(tmp_path, monkeypatch, start)
+    assert {name: tree["w"].shape for name, tree in state["noise"].items()} == kept
+    assert np.abs(state["noise"]["released"]["w"]).min() > 0
+    spent = [row["epsilon_spent"] for row in whole.metrics if "epsilon_spent" in row]
+    assert (np.diff(spent) > 0).all()
+    assert spent[-1] <= 4.0
+
+
+@pytest.mark.parametrize("kind", ["bandmf", pytest.param("blt", marks=pytest.mark.slow)])
+def test_a_run_goes_on_elsewhere_only_as_the_same_computation(tmp_path, kind):
+    """Another would draw turns anew: those of a user would come closer than accounted."""
+    mechanism, key = made(kind), RootKey.generate()
+
+    def other(params, example):
+        return jnp.sum(params["w"] * example["x"]) + 0.25 * (2 * jnp.sum(params["w"] ** 2))
+
+    def start(**given):
+        return run(mechanism, tmp_path / "run", key, **given)
+
+    start(mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)))
+    assert (tmp_path / "run" / "checkpoints").stat().st_mode & 0o077 == 0  # sums without noise
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")
+    with pytest.raises(BadInputError, match="began with"):
+        start(loss=other)
+    assert start().steps == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "seen"), [("bandmf", 0.4), ("blt", 0.5)])
+def test_a_release_under_attack_stands_and_is_seen_through_its_noise(kind, seen):
+    """By the likelihood ratio of what the columns of the matrix say of all turns together."""
+    found = audit(bench.SOUND[kind](4.0, 7, 4000), 0.999)
+    assert not found.exceeds, str(found)
+    assert found.proved >= seen * found.claimed, str(found)
+
+
+def test_a_plan_chooses_what_is_taken_back_and_keeps_it():
+    for kind, chosen in (("blt", "decays"), ("banded_inverse", "taken")):
+        empty = dataclasses.replace(made(kind, cohort_size=21), **dict.fromkeys(MADE[kind][1]))
+        assert empty.once_in(PEOPLE) == 5
+        assert empty.remembers
+        with pytest.raises(BadInputError, match="or horizon yet"):
+            empty.noise_transform()
+        planned = empty.calibrate(PEOPLE, 40, 4.0, 1e-5)
+        assert (planned.horizon, len(getattr(planned, chosen))) == (40, 2)
+        assert 3.99 < epsilon(planned.event(PEOPLE, 40), 1e-5) <= 4.0
+        # It stays when it is planned again; another separation has another.
+        assert planned.for_steps(PEOPLE, 30) == planned
+        elsewhere = empty.for_steps(Population(1000, 2000, 1000), 40)
+        assert getattr(elsewhere, chosen) != getattr(planned, chosen)
+        with pytest.raises(BadInputError, match="horizon is 40: raise it"):
+            planned.event(PEOPLE, 41)
