@@ -111,6 +111,8 @@ def build_synthetic(
             starts = rng.integers(0, len(text) - seq_len, count)
             records["tokens"] = text[starts[:, None] + np.arange(seq_len)]
             records["length"] = rng.integers(seq_len // 2, seq_len + 1, count)
+            padding = np.arange(seq_len) >= records["length"][:, None]
+            records["tokens"][padding] = 0  # as data have it: it takes no place in a ragged store
             yield name, [records.tobytes()]
 
     for shard in range(shards):

@@ -168,6 +168,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Compiles every row that is not known yet, and prints the table."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # beside libtpu, JAX would look for chips here
     from rich.console import Console
 
     from dpfl_jax.cli._slices import kind_of

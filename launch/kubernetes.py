@@ -90,6 +90,7 @@ def manifest(args: argparse.Namespace) -> dict[str, Any]:
             {"name": "DPFL_COORDINATOR", "value": f"{args.name}-run-0-0.{args.name}:{PORT}"},
             {"name": "DPFL_NUM_PROCESSES", "value": str(args.hosts)},
             {"name": "DPFL_PROCESS_ID", "valueFrom": {"fieldRef": index}},
+            {"name": "JAX_COMPILATION_CACHE_DIR", "value": f"{args.run_dir}.compiled"},
         ],
         "ports": [{"containerPort": PORT}],
         "resources": {"limits": resources},

@@ -30,6 +30,8 @@ import threading
 import time
 from typing import IO
 
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
+
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The arguments."""
@@ -66,6 +68,8 @@ def environment(args: argparse.Namespace, process: int, port: int) -> dict[str, 
         "DPFL_COORDINATOR": f"127.0.0.1:{port}",
         "DPFL_NUM_PROCESSES": str(args.processes),
         "DPFL_PROCESS_ID": str(process),
+        # A start after an interruption finds the programs that the first one compiled.
+        _CACHE: os.environ.get(_CACHE, f"{args.run_dir}.compiled"),
     }
     if args.cpu_devices:
         variables["JAX_PLATFORMS"] = "cpu"

@@ -44,6 +44,7 @@ for number in "$nodes" "$gpus_per_node" "$cpus_per_gpu" "$restarts"; do
   case "$number" in '' | *[!0-9]*) echo "slurm: $number is no whole number" >&2; exit 2 ;; esac
 done
 printf -v train '%q ' dpfl train "$1" "${@:3}" --run-dir "$2"
+printf -v compiled '%q' "${JAX_COMPILATION_CACHE_DIR:-$2.compiled}" # programs, for later starts
 
 script() {
   cat <<TEXT
@@ -62,6 +63,7 @@ TEXT
     if [ -n "${!option}" ]; then echo "#SBATCH --$option=${!option}"; fi
   done
   echo 'set -uo pipefail'
+  echo "export JAX_COMPILATION_CACHE_DIR=$compiled"
   if [ -n "$setup" ]; then echo "$setup"; fi
   cat <<TEXT
 srun --kill-on-bad-exit=1 --wait=60 --label $train

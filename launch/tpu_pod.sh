@@ -9,7 +9,8 @@ usage: launch/tpu_pod.sh --tpu NAME --zone ZONE [options] CONFIG RUN_DIR [key=va
 Runs `dpfl train CONFIG key=value ... --run-dir RUN_DIR` on every worker of the slice NAME at once.
 The workers find each other by the slice's own metadata; each reads its share of every batch; worker
 0 writes the report. CONFIG, the data and RUN_DIR are paths on the workers: RUN_DIR (and
-pretrain.cache_dir) must be on storage that all of them share, such as a Filestore mount. If a worker
+pretrain.cache_dir) must be on storage that all of them share, such as a Filestore mount. Compiled
+programs are kept in RUN_DIR.compiled (or JAX_COMPILATION_CACHE_DIR) for later starts. If a worker
 is lost the job ends on all of them; it is started again, at most --restarts times.
 
   --tpu NAME          the TPU VM (also a queued resource's node)
@@ -44,8 +45,10 @@ where=(--zone "$zone" --worker=all)
 if [ -n "$project" ]; then where+=(--project "$project"); fi
 vm=(gcloud compute tpus tpu-vm)
 printf -v train '%q ' dpfl train "$1" "${@:3}" --run-dir "$2"
+printf -v compiled '%q' "${JAX_COMPILATION_CACHE_DIR:-$2.compiled}"
 # The tilde must reach the workers' shell.
-remote="cd $workdir && export PATH=\$HOME/.local/bin:\$PATH DPFL_PROCESSES=detect && $train"
+remote="cd $workdir && export PATH=\$HOME/.local/bin:\$PATH DPFL_PROCESSES=detect \
+JAX_COMPILATION_CACHE_DIR=$compiled && $train"
 
 do_it() {
   if [ "$dry_run" = 1 ]; then printf '%q ' "$@"; echo; else "$@"; fi

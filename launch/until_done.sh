@@ -27,6 +27,8 @@ if [ $# -lt 2 ]; then usage >&2; exit 2; fi
 command=(dpfl train "$1" "${@:3}" --run-dir "$2")
 if [ "$dry_run" = 1 ]; then printf '%q ' "${command[@]}"; echo; exit 0; fi
 
+# A start after an interruption finds the programs that the first one compiled.
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$2.compiled}"
 for attempt in $(seq 0 "${DPFL_MAX_RESTARTS:-100}"); do
   "${command[@]}"
   status=$?

@@ -28,6 +28,7 @@ a run directory:
                   blt, banded_inverse)
   report.json, report.md, curves.png
   attacks.png     what an attacker may find out
+  profile/        with --profile: what the devices did, for xprof; as private as the data
   guarantee.json  what is promised, for `dpfl verify`
   audit.json      what an attack proved, if the configuration asks for one (a section `audit`)
 
@@ -67,6 +68,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="validate and price (parameters, tokens, noise multiplier, epsilon); train nothing",
     )
+    parser.add_argument(
+        "--profile",
+        type=int,
+        metavar="STEPS",
+        help="execution.profile=STEPS: write what the devices did in these steps to profile/",
+    )
     add_json_flag(parser)
 
 
@@ -75,7 +82,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     from dpfl_jax.config import load_config
 
     console = RunConsole(stderr=args.json)
-    config = load_config(args.config, args.overrides)
+    profile = [] if args.profile is None else [f"execution.profile={args.profile}"]
+    config = load_config(args.config, [*args.overrides, *profile])
     return train_or_price(config, args.run_dir, args.dry_run, console)
 
 

@@ -35,8 +35,20 @@ class MeshConfig(Section):
         return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
 
 
-class Execution(Section):
-    """How central training computes its steps.
+class Traced(Section):
+    """What every kind of run knows.
+
+    Attributes:
+      profile: of so many turns of the loop (steps, rounds, blocks), after the first one, what the
+        devices did is written to ``profile/`` of the run directory, for xprof or Perfetto. It tells
+        how long each took, and is outside the guarantee.
+    """
+
+    profile: int = Field(0, ge=0)
+
+
+class Execution(Traced):
+    """How central training computes its steps; see ``Traced``, too.
 
     Attributes:
       microbatch_size: units per device processed at once.
@@ -80,8 +92,8 @@ class Execution(Section):
         return {"examples_at_once": self.examples_at_once, "split_users": self.split_users}
 
 
-class RoundExecution(Section):
-    """How a federation computes its rounds.
+class RoundExecution(Traced):
+    """How a federation computes its rounds; see ``Traced``, too.
 
     Attributes:
       microbatch_size: units processed at once in a silo.
@@ -96,7 +108,7 @@ class RoundExecution(Section):
     strategy: Strategy = "auto"
 
 
-class BlockExecution(Section):
+class BlockExecution(Traced):
     """How ISRL computes its rounds: ``rounds_per_block`` from one row of metrics to the next."""
 
     rounds_per_block: int = Field(5, gt=0)

@@ -193,7 +193,7 @@ class FederatedRun(Prepared):
         config, model = self.config, self.model
         predict = model.predict if self.subjects.task.kind == "classes" else None
         evaluator = Evaluator(model.loss, data_parallel_mesh(), config.eval.batch_size, predict)
-        evaluate, pace = evaluator.of(self.held_out), Pace.of(config.train)
+        evaluate, pace = evaluator.of(self.held_out), Pace.of(config)
         result = self.rounds(
             evaluate=evaluate, pace=pace, run_dir=directory, charge=charge, console=console
         )

@@ -338,7 +338,7 @@ class SubjectServer:
         self.federation, self.groups = noised(config, facts_of(rows), noise)
         self.noise = [plan.mechanism.sigma for plan in self.federation.silos]
         self.rounds, self.num_params = self.federation.rounds, self.model.num_params
-        self.pace = Pace.of(config.train)
+        self.pace = Pace.of(config)
 
     def advice(self) -> list[str]:
         """Noise beside signal (``guidance``)."""

@@ -210,7 +210,7 @@ class MessageServer:
         self.noise = [float(z.noise_multiplier) for z in self.parameters.noise]
         self.rounds, self.num_params = self.parameters.rounds, self.task.dim
         self.message_like = np.zeros(self.task.shape, np.float32)
-        self.pace = Pace.of(config.train, config.execution.rounds_per_block)
+        self.pace = Pace.of(config, config.execution.rounds_per_block)
 
     def advice(self) -> list[str]:
         """Noise beside signal (``guidance``)."""

@@ -1,5 +1,8 @@
 """Checkpoints of a run, by Orbax: parameters, optimiser state, step and what was spent.
 
+They are copied to the host at once and written beside the next steps. One is there when it is
+complete; only then is an older one removed.
+
 The root key is not in them (it stays in the run's ``private/``), only its fingerprint: a
 checkpoint must not let others recompute the noise. With the key and the step, all sampler and noise
 state is known, but for noise that remembers (``mechanisms/bandmf.py``): then checkpoints hold sums
@@ -24,6 +27,9 @@ from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import refuse_other
 
+# How long processes wait for each other's parts of one checkpoint.
+_SLOW_STORAGE_S = 7200
+
 
 class Checkpoints:
     """The checkpoints of one run; finished ones survive a kill at any moment.
@@ -38,8 +44,10 @@ class Checkpoints:
         """Opens (or creates) ``directory``, keeping the newest ``keep`` checkpoints."""
         self.directory, self._keep = directory.absolute(), keep
         self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The state is donated to the next step. JAX reuses no buffer that a copy on the host still
+        # shows, and every checkpoint holds a digest of what it should be.
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self, enable_async_checkpointing=False
+            preservation_policy=self, async_options=ocp.AsyncOptions(timeout_secs=_SLOW_STORAGE_S)
         )
         self._manager = ocp.CheckpointManager(self.directory, options=options)
 
@@ -54,7 +62,7 @@ class Checkpoints:
         return processes.broadcast(sorted(map(int, self._manager.all_steps())))
 
     def latest_step(self) -> int | None:
-        """The step of the newest finished checkpoint, or None."""
+        """The step of the newest checkpoint, or None; of this object's own, perhaps unfinished."""
         return self._manager.latest_step()
 
     def resumed_step(self) -> int | None:
@@ -64,7 +72,9 @@ class Checkpoints:
     def save(
         self, state: TrainState, key: RootKey, spent: dict[str, Any], terms: dict[str, Any]
     ) -> None:
-        """Saves the state after ``state.step`` steps.
+        """Saves the state after ``state.step`` steps: returns once it is copied to the host.
+
+        Waits for the one before, whose failure it raises.
 
         Args:
           state: what a step changes.
@@ -154,9 +164,26 @@ class Checkpoints:
         state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
         return TrainState(**state), restored["progress"]
 
+    def __enter__(self) -> Checkpoints:
+        """Itself, until the run ends."""
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Closes, unless it would wait for other processes that may be gone."""
+        if kind is None or not processes.many():
+            self.close()
+
+    def finish(self) -> None:
+        """Waits until all are complete.
+
+        Raises:
+          Exception: the last one could not be written.
+        """
+        self._manager.wait_until_finished()
+
     def close(self) -> None:
         """Waits for writing to finish."""
-        self._manager.wait_until_finished()
+        self.finish()
         self._manager.close()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import pathlib
 import signal
 import time
 import warnings
@@ -30,6 +32,7 @@ from dpfl_jax.run.choice import (
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.interrupt import StopRequest
+from dpfl_jax.run.profile import Profile
 from dpfl_jax.run.progress import StepProgress
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
 
@@ -55,6 +58,7 @@ class Pace:
       log_every: steps between rows of metrics.
       keep_best: the checkpoint with the lowest held-out loss is kept, too.
       patience: the run stops once so many evaluations in a row found no lower held-out loss.
+      profile: turns of the loop that are traced (``profile.Profile``).
     """
 
     checkpoint_every: int = 50
@@ -63,6 +67,7 @@ class Pace:
     log_every: int = 1
     keep_best: bool = False
     patience: int | None = None
+    profile: int = 0
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -80,8 +85,9 @@ class Pace:
         return self.keep_best or self.patience is not None
 
     @classmethod
-    def of(cls, section: Any, steps: int = 1) -> Pace:
-        """What a section ``train`` says, whose numbers are of so many steps each."""
+    def of(cls, config: Any, steps: int = 1) -> Pace:
+        """What a configuration says, whose numbers are of so many steps each."""
+        section = config.train
         return cls(
             section.checkpoint_every * steps,
             section.keep_checkpoints,
@@ -89,6 +95,7 @@ class Pace:
             getattr(section, "log_every", 1),
             section.keep_best,
             section.patience,
+            config.execution.profile,
         )
 
 
@@ -189,6 +196,8 @@ def drive(
         raise BadInputError("keep_best and patience look at held-out loss: hold somebody out")
     if pace.keep_best and run_dir is None:
         raise BadInputError("keep_best needs run_dir, where the best parameters are kept")
+    if pace.profile and run_dir is None:
+        raise BadInputError("profile needs run_dir, where the trace is written")
     root = run_dir.root_key if run_dir is not None else key or processes.fresh_key()
     caveats = (PUBLIC_KEY_CAVEAT,) if root.public and algorithm.private else ()
     state = algorithm.init()
@@ -255,10 +264,14 @@ def drive(
         StopRequest() as stop,
         StepProgress(console or Console(quiet=True), algorithm.word, steps, start) as bar,
         too_little_memory("training", algorithm.smaller),
+        Profile(log.folder and log.folder / "profile", pace.profile) as trace,
+        checkpoints or contextlib.nullcontext(),
     ):
         done, stopping = start, None
         for after, inputs in () if ended else work.inputs():
+            trace.before()
             state, taken = work.step(state, inputs)
+            trace.after(state)
             before, done = done, after
             meter.count(taken, done - before)
             last = done == steps
@@ -281,12 +294,11 @@ def drive(
                 told = {"epsilon": costs(done), "delta": algorithm.delta}
                 checkpoints.save(state, root, told, terms)
                 if log.hooks.on_checkpoint is not None:
+                    checkpoints.finish()
                     log.hooks.on_checkpoint(done)
                 meter.restart()
             if stopping or ended:
                 break
-    if checkpoints is not None:
-        checkpoints.close()
     ended |= done == steps
     if ended:
         evaluated(done)
@@ -433,6 +445,11 @@ class _Log:
     def __init__(self, run_dir: RunDirectory | None, hooks: Hooks) -> None:
         self._run_dir, self.hooks = run_dir, hooks
         self.rows: list[dict[str, Any]] = []
+
+    @property
+    def folder(self) -> pathlib.Path | None:
+        """Where this process writes, if it does."""
+        return self._run_dir.path if self._run_dir is not None and self._run_dir.writes else None
 
     def start_at(self, step: int) -> None:
         """Goes on from what the run's directory holds.

@@ -22,9 +22,9 @@ from dpfl_jax.run.driver import RunResult
 from dpfl_jax.run.picture import plot_curves, plot_meaning
 
 PRIVATE_METRICS_CAVEAT = (
-    "what metrics.jsonl and report.json hold under `outside_guarantee`, all timings and rates, and "
-    "any training loss in curves.png are computed from private data without noise: do not publish "
-    "them"
+    "what metrics.jsonl and report.json hold under `outside_guarantee`, all timings and rates "
+    "(profile/), and any training loss in curves.png are computed from private data without noise: "
+    "do not publish them"
 )
 PACKING_CAVEAT = (
     "texts are packed (execution.packing): the time, the memory and the compilations of steps tell "

@@ -187,7 +187,7 @@ class CentralRun(Prepared):
         if config.model.module is not None and jax.tree.leaves(algorithm.frozen):
             # Whoever exports it builds it anew.
             directory.note("base", {"digest": content_digest(params)})
-        pace, run = Pace.of(config.train), algorithm
+        pace, run = Pace.of(config), algorithm
         if config.audit is not None:
             run = WithCanaries(algorithm, config.audit, directory.root_key.child("audit"))
         result = train(

@@ -260,3 +260,20 @@ def test_kubernetes_refuses_what_does_not_divide():
 def test_a_run_is_repeated_until_it_is_done(tmp_path):
     done = launch("until_done.sh", "--dry-run", "job.yaml", "runs/a b", "train.steps=3")
     understood(shlex.split(done.stdout), "job.yaml", "runs/a b")
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("local.py", ("--processes", "2")),
+        ("slurm.sh", ()),
+        ("tpu_pod.sh", ("--tpu", "mine", "--zone", "here")),
+        ("kubernetes.py", ("--name", "mine", "--image", "i", "--claim", "c", "--tpu", "v5e:4x4")),
+    ],
+)
+def test_programs_are_kept_beside_the_run_for_later_starts(name, options, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    done = launch(name, *options, "--dry-run", "job.yaml", "/shared/run")
+    assert done.returncode == 0, done.stderr
+    assert "JAX_COMPILATION_CACHE_DIR" in done.stdout
+    assert "/shared/run.compiled" in done.stdout

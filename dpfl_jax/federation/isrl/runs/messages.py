@@ -328,7 +328,7 @@ def run_rounds(
     mesh = data_parallel_mesh(None if processes.many() else jax.devices()[:1])
     return drive(
         Messages(config, task, data, parameters, mesh),
-        pace=Pace.of(config.train, config.execution.rounds_per_block),
+        pace=Pace.of(config, config.execution.rounds_per_block),
         **options,
     )
 
