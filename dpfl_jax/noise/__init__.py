@@ -16,6 +16,7 @@ from dpfl_jax.noise.buffered import (
     buffered_strategy,
     multiplied,
 )
+from dpfl_jax.noise.exact import compiler_options
 from dpfl_jax.noise.gaussian import GaussianNoise
 from dpfl_jax.noise.transform import MOST_NOISE, Noise, NoiseState, transformation
 
@@ -31,6 +32,7 @@ __all__ = [
     "buffered_column",
     "buffered_error",
     "buffered_strategy",
+    "compiler_options",
     "inverse_column",
     "inverse_error",
     "inverse_multiplied",
