@@ -20,6 +20,8 @@ from dpfl_jax.clipping.result import unit_where, vary, varying_axes
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any
+# So few gradients are weighted and added up in one loop over entries; of more it is a product.
+_ONE_LOOP = 8
 
 
 def squared_norms(gradients: Sequence[jax.Array]) -> list[jax.Array]:
@@ -33,6 +35,11 @@ def squared_norms(gradients: Sequence[jax.Array]) -> list[jax.Array]:
 
 def weighted_sum(gradient: jax.Array, weights: jax.Array, keep: jax.Array) -> jax.Array:
     """Sum over units of weight times gradient, in float32; units outside ``keep`` add exactly 0."""
+    if len(gradient) <= _ONE_LOOP:
+        parts = [
+            jnp.where(k, w * g.astype(jnp.float32), 0.0) for k, w, g in zip(keep, weights, gradient)
+        ]
+        return sum(parts[1:], start=parts[0])
     clean = unit_where(keep, gradient.astype(jnp.float32))
     return jnp.einsum("n,n...->...", weights, clean, precision=jax.lax.Precision.HIGHEST)
 
