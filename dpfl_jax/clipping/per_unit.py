@@ -33,13 +33,16 @@ def squared_norms(gradients: Sequence[jax.Array]) -> list[jax.Array]:
     return [one(g) for g in gradients]
 
 
-def weighted_sum(gradient: jax.Array, weights: jax.Array, keep: jax.Array) -> jax.Array:
-    """Sum over units of weight times gradient, in float32; units outside ``keep`` add exactly 0."""
-    if len(gradient) <= _ONE_LOOP:
-        parts = [
+def weighted_sum(gradient: jax.Array, weights: jax.Array, keep: jax.Array, parts: int) -> jax.Array:
+    """Sum over units of weight times gradient, in float32; units outside ``keep`` add exactly 0.
+
+    ``parts``: into how many the unit axis is split over devices.
+    """
+    if parts == 1 and len(gradient) <= _ONE_LOOP:
+        terms = [
             jnp.where(k, w * g.astype(jnp.float32), 0.0) for k, w, g in zip(keep, weights, gradient)
         ]
-        return sum(parts[1:], start=parts[0])
+        return sum(terms[1:], start=terms[0])
     clean = unit_where(keep, gradient.astype(jnp.float32))
     return jnp.einsum("n,n...->...", weights, clean, precision=jax.lax.Precision.HIGHEST)
 
@@ -48,7 +51,7 @@ def solve_vmap(problem: Problem) -> Solution:
     """Per-unit gradients all at once; memory n x parameters."""
     (losses, aux), gradients = problem.every_gradient()
     decided = problem.judge(squared_norms(gradients))
-    sums = [weighted_sum(*x) for x in zip(gradients, decided.weights, decided.keeps)]
+    sums = [weighted_sum(*x, problem.parts) for x in zip(gradients, decided.weights, decided.keeps)]
     return Solution(
         sums=sums,
         norms=decided.norms,
