@@ -20,6 +20,8 @@ from dpfl_jax.clipping.result import unit_where, vary, varying_axes
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any
+# So few gradients are weighted and added up in one loop over entries; of more it is a product.
+_ONE_LOOP = 8
 
 
 def squared_norms(gradients: Sequence[jax.Array]) -> list[jax.Array]:
@@ -31,8 +33,16 @@ def squared_norms(gradients: Sequence[jax.Array]) -> list[jax.Array]:
     return [one(g) for g in gradients]
 
 
-def weighted_sum(gradient: jax.Array, weights: jax.Array, keep: jax.Array) -> jax.Array:
-    """Sum over units of weight times gradient, in float32; units outside ``keep`` add exactly 0."""
+def weighted_sum(gradient: jax.Array, weights: jax.Array, keep: jax.Array, parts: int) -> jax.Array:
+    """Sum over units of weight times gradient, in float32; units outside ``keep`` add exactly 0.
+
+    ``parts``: into how many the unit axis is split over devices.
+    """
+    if parts == 1 and len(gradient) <= _ONE_LOOP:
+        terms = [
+            jnp.where(k, w * g.astype(jnp.float32), 0.0) for k, w, g in zip(keep, weights, gradient)
+        ]
+        return sum(terms[1:], start=terms[0])
     clean = unit_where(keep, gradient.astype(jnp.float32))
     return jnp.einsum("n,n...->...", weights, clean, precision=jax.lax.Precision.HIGHEST)
 
@@ -41,7 +51,7 @@ def solve_vmap(problem: Problem) -> Solution:
     """Per-unit gradients all at once; memory n x parameters."""
     (losses, aux), gradients = problem.every_gradient()
     decided = problem.judge(squared_norms(gradients))
-    sums = [weighted_sum(*x) for x in zip(gradients, decided.weights, decided.keeps)]
+    sums = [weighted_sum(*x, problem.parts) for x in zip(gradients, decided.weights, decided.keeps)]
     return Solution(
         sums=sums,
         norms=decided.norms,

@@ -27,7 +27,7 @@ from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.federation.mechanisms import SiloMechanism
 from dpfl_jax.mesh import DATA_AXIS
-from dpfl_jax.noise import Noise
+from dpfl_jax.noise import Noise, compiler_options
 
 PyTree = Any
 
@@ -258,7 +258,8 @@ def make_release(
             in_specs=(PartitionSpec(), silo_axis, silo_axis),
             out_specs=(PartitionSpec(), silo_axis, PartitionSpec()),
             axis_names={DATA_AXIS},
-        )
+        ),
+        compiler_options=compiler_options(mesh),
     )
 
 

@@ -18,6 +18,7 @@ from dpfl_jax.noise.buffered import (
     buffered_strategy,
     multiplied,
 )
+from dpfl_jax.noise.exact import compiler_options
 from dpfl_jax.noise.gaussian import GaussianNoise
 from dpfl_jax.noise.transform import MOST_NOISE, Noise, NoiseState, transformation
 from dpfl_jax.noise.workload import PREFIX_SUMS, Workload, workload_of
@@ -36,6 +37,7 @@ __all__ = [
     "buffered_column",
     "buffered_error",
     "buffered_strategy",
+    "compiler_options",
     "inverse_column",
     "inverse_error",
     "inverse_multiplied",

@@ -28,7 +28,7 @@ from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
 from dpfl_jax.mesh import parameter_shardings
-from dpfl_jax.noise import NoiseState
+from dpfl_jax.noise import NoiseState, compiler_options
 from dpfl_jax.run.state import TrainState, shardings_of
 
 PyTree = Any
@@ -42,9 +42,11 @@ class TrainStep:
       update: compiled ``(state, sum, noise_key) -> state``; the state given to it is donated.
     """
 
-    def __init__(self, summed: Callable[..., Any], update: Callable[..., TrainState]) -> None:
+    def __init__(
+        self, summed: Callable[..., Any], update: Callable[..., TrainState], mesh: Mesh
+    ) -> None:
         self.sum = jax.jit(summed)
-        self.update = jax.jit(update, donate_argnums=0)
+        self.update = jax.jit(update, donate_argnums=0, compiler_options=compiler_options(mesh))
 
     def __call__(
         self,
@@ -105,4 +107,4 @@ def make_train_step(
         return jax.lax.with_sharding_constraint(new, places)
 
     summed = bounded_sum_over_microbatches(mechanism, loss_fn, mesh, whole=whole, **options)
-    return TrainStep(summed, update)
+    return TrainStep(summed, update, mesh)

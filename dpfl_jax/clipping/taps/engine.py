@@ -95,7 +95,7 @@ def solve_ghost(
         shape, uses = tuple(leaf.shape), sites.get(i, [])
         if i in analysis.copied:
             squared[i] = squared_norms([copies[i]])[0]
-            finish[i] = functools.partial(weighted_sum, copies[i])
+            finish[i] = functools.partial(weighted_sum, copies[i], parts=problem.parts)
             seconds = machine.seconds(0.0, 12.0 * leaf.size)
             entry = LeafReport(name, shape, COPIES, 0, analysis.copied[i], seconds, 4.0 * leaf.size)
         elif not uses:

@@ -103,14 +103,30 @@ class Windows:
         """Sets the units outside ``units`` (bool [n]) to zero."""
         return self.on(unit_where(units, self.array, self.labels.index(UNIT)))
 
-    def dense(self) -> Dense:
-        """The windows, formed."""
-        windows = _windows(self.site, self.array, self.lead)
+    def dense(self, positions_last: bool = False) -> Dense:
+        """The windows, formed.
+
+        Args:
+          positions_last: in the order in which a product over positions reads them one after the
+            other, on a CPU in two thirds of the time; else in the order of the data.
+        """
+        array, labels, feature = self.array, list(self.labels), self.feature
+        places = list(self.site.params["dimension_numbers"].lhs_spec[2:])
+        if positions_last:
+            at, kernel = self.lead + feature, len(places) + 2
+            array = jnp.moveaxis(array, at, self.lead)
+            labels[self.lead : at + kernel] = [
+                *labels[at : at + kernel],
+                *labels[self.lead : at],
+            ]
+            places = [p + 1 if p < feature else p for p in places]
+            feature = 0
+        windows = _windows(self.site, array, [self.lead + p for p in places], self.lead + feature)
         # Channels come in groups: a group's outputs see the inputs of that group only.
-        at = self.lead + self.feature + len(self.site.out.shape) - 2
+        at = self.lead + feature + len(places)
         groups, shape = self.site.params["feature_group_count"], windows.shape
         split = (groups, shape[at] // groups)
-        return Dense(windows.reshape(*shape[:at], *split, *shape[at + 1 :]), self.labels)
+        return Dense(windows.reshape(*shape[:at], *split, *shape[at + 1 :]), tuple(labels))
 
     @property
     def feature(self) -> int:
@@ -301,13 +317,18 @@ def _convolution(site: Site, x: jax.Array, d: jax.Array, lead: tuple[Label, ...]
     return windows, Dense(d, (*lead, *right)), positions, tuple(coordinates)
 
 
-def _windows(site: Site, x: jax.Array, skip: int) -> jax.Array:
-    """What each entry of the kernel sees: [*lead, *lhs], at the places of the output.
+def _windows(site: Site, x: jax.Array, places: Sequence[int], feature: int) -> jax.Array:
+    """What each entry of the kernel sees, at the places of the output.
 
     The kernel's places come before the features: what is copied lies together.
+
+    Args:
+      site: the convolution.
+      x: its data, with leading axes.
+      places: its spatial axes.
+      feature: its axis of channels.
     """
     params, numbers = site.params, site.params["dimension_numbers"]
-    places = [skip + i for i in numbers.lhs_spec[2:]]
     kernel = [site.inputs[1].shape[i] for i in numbers.rhs_spec[2:]]
     outputs = [site.out.shape[i] for i in numbers.out_spec[2:]]
     config = [(0, 0, 0)] * x.ndim
@@ -324,9 +345,8 @@ def _windows(site: Site, x: jax.Array, skip: int) -> jax.Array:
             stop = start + (count - 1) * stride + 1 if count else 0
             cut = jax.lax.slice_in_dim(cut, start, stop, stride, axis=place)
         cuts.append(cut)
-    at = skip + numbers.lhs_spec[1]
-    stacked = jnp.stack(cuts, axis=at)
-    return stacked.reshape(*stacked.shape[:at], *kernel, *stacked.shape[at + 1 :])
+    stacked = jnp.stack(cuts, axis=feature)
+    return stacked.reshape(*stacked.shape[:feature], *kernel, *stacked.shape[feature + 1 :])
 
 
 def formed(left: Dense | OneHot | Windows) -> Dense | OneHot:

@@ -81,7 +81,8 @@ def bounded(
         extra = [None if x is None else pick(x) for x in rounded]
         decided = mine.judge([squares[k] for k in sorted(squares)], extra)
         return decided, {
-            k: weighted_sum(g, decided.weights[k], decided.keeps[k]) for k, g in gradients.items()
+            k: weighted_sum(g, decided.weights[k], decided.keeps[k], problem.parts)
+            for k, g in gradients.items()
         }
 
     if steps == 1:

@@ -426,21 +426,24 @@ def _as_formed(pairs: Sequence[Pair], parts: int) -> bool:
 
 
 def _fast_order(pair: Pair) -> tuple[Label, ...]:
-    """Coordinates of both factors, of the narrower one, of the wider one.
+    """Coordinates of both factors, of one, of the other.
 
-    What comes first is transposed before a product of matrices.
+    What comes first is transposed before a product of matrices: windows, which are formed that way,
+    or else the narrower one.
     """
     shared, sizes = _shared(pair), _sizes(pair)
     sides = [
         tuple(x for x in labels if x not in shared)
         for labels in (_left_coordinates(pair), _right_coordinates(pair))
     ]
-    sides.sort(key=lambda labels: math.prod(sizes[x] for x in labels))
+    if not isinstance(pair.left, Windows):
+        sides.sort(key=lambda labels: math.prod(sizes[x] for x in labels))
     return (*(x for x in pair.coordinates if x in shared), *sides[0], *sides[1])
 
 
 def _fastest(pair: Pair) -> jax.Array:
-    left, order = formed(pair.left), _fast_order(pair)
+    order, left = _fast_order(pair), pair.left
+    left = left.dense(positions_last=True) if isinstance(left, Windows) else left
     assert isinstance(left, Dense)
     sides = [left, pair.right]  # of two, einsum puts the last one first
     if order[-1:] and order[-1] in pair.right.labels:
