@@ -167,6 +167,7 @@ OTHER = {
     "width": 2,
     "chunk_silos": 3,
     "rounds_per_block": 9,
+    "profile": 2,
 }
 
 
