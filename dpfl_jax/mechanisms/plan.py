@@ -337,12 +337,14 @@ class Plan:
     def noise_key(self, key: RootKey, step: int) -> np.ndarray:
         """uint32 [8]: of the noise of a step, under the key of a run.
 
-        And those of steps before it, if their noise is drawn again; and the step, if noise
-        remembers: [9] or more.
+        And those of steps before it, if their noise is drawn again; and, if a mechanism remembers,
+        the step and two words of the run: [11] or more.
         """
         steps = range(step, step - self.mechanism.noise_keys, -1)
         words = np.concatenate([key.words("noise", max(s, 0)) for s in steps])
-        return np.append(words, np.uint32(step)) if self.mechanism.remembers else words
+        if not self.mechanism.remembers:
+            return words
+        return np.concatenate([words, np.full(1, step, np.uint32), key.words("run-of-noise")[:2]])
 
     def _refuse_own_loop(self) -> None:
         if self.mechanism.own_budgets:

@@ -74,6 +74,9 @@ def unit_norms(
 ) -> Callable[..., jax.Array]:
     """Returns ``(params, units, mask, frozen) -> float32 [rows, row]``: norms before any bound.
 
+    One unit after the other: a norm is a function of the unit and the model alone, to the bit. Of
+    several at once, the same unit rounds in another way at another place of the row.
+
     Args:
       mechanism: whose units these are.
       loss_fn: ``(params, example) -> scalar`` for one example.
@@ -87,11 +90,14 @@ def unit_norms(
     rows, anything = PartitionSpec(None, DATA_AXIS), Standard(mechanism.clip_norm)
 
     def local(params: PyTree, units: PyTree, mask: jax.Array, frozen: PyTree) -> jax.Array:
-        def one(row: tuple[PyTree, jax.Array]) -> jax.Array:
-            bounded = bounded_grad(join(params, frozen), row[0], mask=row[1], rule=anything)
-            return jnp.where(bounded.nonfinite, jnp.inf, bounded.norms)
+        def alone(unit: tuple[PyTree, jax.Array]) -> jax.Array:
+            example, there = jax.tree.map(lambda x: x[None], unit)
+            bounded = bounded_grad(join(params, frozen), example, mask=there, rule=anything)
+            return jnp.where(bounded.nonfinite, jnp.inf, bounded.norms)[0]
 
-        return jax.lax.map(one, (units, mask))
+        every = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (units, mask))
+        # proof: individual-bound-5
+        return jax.lax.map(alone, every).reshape(mask.shape)
 
     return jax.shard_map(
         local,

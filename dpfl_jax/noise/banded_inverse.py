@@ -32,7 +32,7 @@ from scipy import optimize, signal, special
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise.correlated import correlated
 from dpfl_jax.noise.pairs import plus, plus_products
-from dpfl_jax.noise.transform import Noise, NoiseState, divided
+from dpfl_jax.noise.transform import Noise, NoiseState, divided, goes_on
 from dpfl_jax.noise.workload import PREFIX_SUMS, Workload
 
 MOST_BANDS = 64
@@ -187,8 +187,9 @@ def redrawn(
       divisor: expected number of units, a constant.
 
     Returns:
-      As ``transformation``. ``noise_key`` is uint32 [8 b + 1]: the keys of the step and of the
-      b - 1 steps before it, the latest first, and the step.
+      As ``transformation``. ``noise_key`` is uint32 [8 b + 3]: the keys of the step and of the
+      b - 1 steps before it, the latest first, its step and its run, which alone the state's memory
+      is. If the state's are others, what is released is NaN (``correlated``).
     """
     parts = np.asarray(taken, float) * 2**16
     whole = parts.astype(np.uint32)
@@ -196,17 +197,19 @@ def redrawn(
 
     def init(params: Any) -> NoiseState:
         del params
-        return NoiseState(jnp.zeros((), jnp.int32))
+        return NoiseState(jnp.zeros((), jnp.int32), {"run": np.zeros(2, np.uint32)})
 
     def update(
         total: Any, state: NoiseState, params: Any = None, *, noise_key: jax.Array, **others: Any
     ) -> tuple[Any, NoiseState]:
         del others
-        keys, step = noise_key[:-1].reshape(-1, 8), noise_key[-1]
-        there = jnp.arange(1, len(keys), dtype=jnp.uint32) <= step  # no step is before the first
+        keys, told = noise_key[:-3].reshape(-1, 8), noise_key[-3:]
+        alike, run = goes_on(state.step, state.memory["run"], told)
+        there = jnp.arange(1, len(keys), dtype=jnp.uint32) <= told[0]  # none is before the first
         # proof: redrawn-noise-1
         noised = noise.add(keys[0], total, earlier=(keys[1:], jnp.where(there, whole, 0)))
-        return divided(noised, divisor, params), NoiseState(state.step + 1)
+        noised = jax.tree.map(lambda x: jnp.where(alike, x, jnp.nan), noised)
+        return divided(noised, divisor, params), NoiseState(state.step + 1, {"run": run})
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from dpfl_jax.noise.transform import Noise, NoiseState, divided
+from dpfl_jax.noise.transform import Noise, NoiseState, divided, goes_on
 
 PyTree = Any
 
@@ -40,9 +40,9 @@ def correlated(
 
     Returns:
       As ``transformation``. The state's memory is {"sums", "released"}, trees like the parameters
-      of float32 [length, ...]. ``noise_key`` is uint32 [9]: the last is the step. If the state's is
-      another, a step was left out or the state lost, and what would be released could show sums
-      without noise: it is NaN.
+      of float32 [length, ...], and {"run"}. ``noise_key`` is uint32 [11]: behind the key its step
+      and run. If the state's are others, a step was left out, the state lost or the plan changed,
+      and what would be released could show sums without noise: it is NaN.
     """
 
     def init(params: PyTree) -> NoiseState:
@@ -50,6 +50,7 @@ def correlated(
             return jax.tree.map(lambda p: np.zeros((length, *p.shape), np.float32), params)
 
         memory = {"sums": empty(lengths[0]), "released": empty(lengths[1])}
+        memory["run"] = np.zeros(2, np.uint32)
         return NoiseState(jnp.zeros((), jnp.int32), memory)
 
     def update(
@@ -62,7 +63,7 @@ def correlated(
     ) -> tuple[PyTree, NoiseState]:
         del others
         step, sums, released = state.step, state.memory["sums"], state.memory["released"]
-        alike = noise_key[8] == step.astype(jnp.uint32)
+        alike, run = goes_on(step, state.memory["run"], noise_key[8:])
         # What is kept begins at zero, so that rows before the first step add nothing.
         both = jax.tree.map(lambda g, kept: encode(g, kept, step), total, sums)
         encoded = jax.tree.map(lambda _, pair: pair[0], total, both)
@@ -75,6 +76,7 @@ def correlated(
         memory = {
             "sums": jax.tree.map(lambda kept, g: keep(kept, g, step), sums, total),
             "released": jax.tree.map(lambda kept, x: keep(kept, x, step), released, plain),
+            "run": run,
         }
         return divided(plain, divisor, params), NoiseState(step + 1, memory)
 

@@ -43,6 +43,21 @@ class NoiseState(NamedTuple):
     memory: PyTree = ()
 
 
+def goes_on(step: jax.Array, known: jax.Array, told: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Whether a state goes on as the run that it began with; and that run.
+
+    Another run (of the same code on another machine, even) draws users and noise anew, so that
+    what correlated noise assumes of both does not hold.
+
+    Args:
+      step: int32, steps that the state has seen.
+      known: uint32 [2], the run that it knows; of any value before the first step.
+      told: uint32 [3], at the end of a ``noise_key``: its step, and two words of its run.
+    """
+    known = jnp.where(step == 0, told[1:], known)
+    return (told[0] == step.astype(jnp.uint32)) & (known == told[1:]).all(), known
+
+
 @dataclasses.dataclass(frozen=True)
 class Noise:
     """Independent Gaussian noise on every coordinate of a bounded sum: every system's.

@@ -28,6 +28,7 @@ from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import SPENT, RunDirectory
 from dpfl_jax.sampling import Staying
+from dpfl_jax.training import filtered
 from dpfl_jax.training.filtered import Filtered, FilteredSteps, Spending
 
 pytestmark = pytest.mark.privacy
@@ -295,6 +296,28 @@ def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
     assert found[2].items() < found[0].items()
 
 
+@pytest.mark.parametrize("kind", [Individual, IndividualELS])
+@pytest.mark.parametrize("width", [24, 784])
+def test_a_bound_is_the_same_bits_wherever_its_user_stands(kind, width):
+    """Rows of 13 have columns left over, which a product of all of them would round otherwise."""
+    rng = np.random.default_rng(2)
+    rows = [(f"u{u:03d}", {"x": np.float32(rng.normal(size=(2, width)))}) for u in range(41)]
+    at, found = {"w": jnp.float32(rng.normal(size=width) / width**0.5)}, []
+
+    def loss(params, example):
+        return jnp.square(example["x"] @ params["w"] - 1.0)
+
+    for users in (rows, rows[1:], rows[7:]):
+        data = ArrayStore.from_users(users)
+        given = {"execution": Execution(microbatch_size=13), "kind": kind}
+        steps, _ = made(data, loss=loss, width=width, **given)
+        steps.params = at
+        names = data.user_ids(np.arange(len(users)))
+        found.append(dict(zip(names, steps._norms(0).tolist(), strict=True)))
+    assert found[1].items() < found[0].items()
+    assert found[2].items() < found[0].items()
+
+
 def test_rounding_moves_a_sum_by_less_than_the_smallest_bound():
     """Without compensation by many times as much: removing the first user shifts all others."""
     row, rows, smallest = 64, 128, bounds(1.0)[-1]
@@ -392,6 +415,15 @@ def test_a_run_does_not_go_on_computed_in_another_way(tmp_path, monkeypatch):
     for given in ({"strategy": "ghost"}, {"strategy": "vmap", "microbatch_size": 4}):
         with pytest.raises(BadInputError, match=r"how steps are computed .* is not what the run"):
             run(tmp_path, checkpoint_every=4, **given)
+
+
+def test_a_run_does_not_go_on_where_numbers_round_otherwise(tmp_path, monkeypatch):
+    """Devices of one kind may: a look taken again would find other levels behind the same noise."""
+    with death_after_a_checkpoint(monkeypatch):
+        run(tmp_path, checkpoint_every=4)
+    monkeypatch.setattr(filtered, "_rounding", lambda: "another")
+    with pytest.raises(BadInputError, match=r"how steps are computed .* is not what the run"):
+        run(tmp_path, checkpoint_every=4)
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def test_rows_with_long_memory_move_as_accounted_among_far_larger_sums():
     with_one = jnp.float32(others + own / np.linalg.norm(own))
 
     def moved(states, step):
-        key = jnp.zeros(9, jnp.uint32).at[8].set(step.astype(jnp.uint32))
+        key = jnp.zeros(11, jnp.uint32).at[8].set(step.astype(jnp.uint32))
         totals = without, jnp.where(step == 0, with_one, without)
         states = tuple(
             transform.update({"w": total}, state, noise_key=key)[1]

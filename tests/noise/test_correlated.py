@@ -23,6 +23,7 @@ from dpfl_jax.noise import (
     inverse_error,
     prefix_error,
 )
+from dpfl_jax.noise.banded_inverse import redrawn
 
 pytestmark = pytest.mark.privacy
 COLUMN = (0.75, 0.5, 0.4375)  # exact in float32
@@ -129,3 +130,23 @@ def test_nothing_is_released_of_a_lost_state_or_after_a_step_left_out(kind):
         assert np.isnan(gradient["w"]).all()
         gradient, _ = transform.update(total, broken, params, noise_key=key_of(int(broken.step)))
         assert np.isnan(gradient["w"]).all()  # and nothing after it
+
+
+MADE = [*((kind[0], kind[-1], 1) for kind in KINDS.values()), (redrawn, TAKEN, len(TAKEN) + 1)]
+
+
+@pytest.mark.parametrize(("make", "given", "keys"), MADE)
+def test_nothing_is_released_of_another_run_or_of_a_step_taken_twice(make, given, keys):
+    """Another run draws others under other noise: what is kept of this one is not its past."""
+    transform, params = make(Noise(2.0, 1.0, "float", rows=3), given, 1.0), {"w": jnp.zeros(4)}
+    total = {"w": jnp.ones(4)}
+
+    def key(step, run=7):
+        return np.concatenate([np.tile(KEY.words("noise", step), keys), np.uint32([step, run, 9])])
+
+    _, state = transform.update(total, transform.init(params), params, noise_key=key(0))
+    gradient, after = transform.update(total, state, params, noise_key=key(1))
+    assert np.isfinite(gradient["w"]).all()
+    for again, noise_key in ((state, key(1, run=8)), (after, key(1))):
+        gradient, _ = transform.update(total, again, params, noise_key=noise_key)
+        assert np.isnan(gradient["w"]).all()
