@@ -245,7 +245,7 @@ class Step:
             self.mechanism, self.model.loss, self.optimizer, self.mesh, **self.options
         )
         # A run's step is two programs, the sum and the update; their costs are those of one.
-        return jax.jit(step, donate_argnums=0), arguments
+        return jax.jit(step.whole, donate_argnums=0), arguments
 
 
 def _readable(compiled: Any, read: Callable[[str], list[Any]]) -> list[dict[str, Any]] | None:

@@ -32,7 +32,7 @@ def compiler_options(mesh: Mesh) -> dict[str, int] | None:
     """For ``jax.jit`` of a program that draws noise on the devices of a mesh.
 
     Vectors of 512 bits, where a CPU has them: noise takes two thirds of the time. (Of 256 bits is
-    LLVM's choice; nothing else of a step is slower for it.)
+    LLVM's choice; the rest of a round took as long with either.)
     """
     on_cpu = all(device.platform == "cpu" for device in mesh.devices.flat)
     return {"xla_cpu_prefer_vector_width": 512} if on_cpu else None

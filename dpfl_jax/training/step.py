@@ -40,6 +40,7 @@ class TrainStep:
     Attributes:
       sum: compiled ``(params, units, mask, num_microbatches, frozen) -> (sum, StepStats)``.
       update: compiled ``(state, sum, noise_key) -> state``; the state given to it is donated.
+      whole: both as one program, as the call; not compiled: for what a step costs.
     """
 
     def __init__(
@@ -47,6 +48,14 @@ class TrainStep:
     ) -> None:
         self.sum = jax.jit(summed)
         self.update = jax.jit(update, donate_argnums=0, compiler_options=compiler_options(mesh))
+
+        def whole(
+            state: TrainState, units: PyTree, mask: Any, rows: Any, noise_key: Any, frozen: PyTree
+        ) -> tuple[TrainState, StepStats]:
+            total, stats = summed(state.params, units, mask, rows, frozen)
+            return update(state, total, noise_key), stats
+
+        self.whole = whole
 
     def __call__(
         self,
