@@ -334,7 +334,10 @@ def _notes(mechanism: Any, budget: int) -> list[str]:
     notes = [
         "individual and individual_els are not priced: how long users stay follows from private "
         f"gradients; everybody takes part in the first mechanism.least_steps{floor} steps, at the "
-        "noise that uls or els has in a run of about as many"
+        "noise that uls or els has in a run of about as many",
+        "mechanism.clipping=per_layer has the noise of these rows: parameters share the clip norm, "
+        "so that more of a gradient is clipped away for the same noise; what that costs only runs "
+        "tell (--ask variants, with fits of both)",
     ]
     if mechanism.takes_local_steps:
         notes.append(

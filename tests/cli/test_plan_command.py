@@ -97,8 +97,9 @@ def test_of_devices_it_counts_local_epochs_and_leaves_examples_out(capsys, tmp_p
     assert {o["kind"] for o in found["options"]} >= {"uls", "bandmf", "blt"}
     assert "els" not in {o["kind"] for o in found["options"]}
     assert found["heuristic_els"] is None
-    private, devices = found["notes"]
+    private, by_layer, devices = found["notes"]
     assert private.startswith("individual and individual_els are not priced")
+    assert by_layer.startswith("mechanism.clipping=per_layer has the noise of these rows")
     assert "in 3 epochs" in devices
     assert "a round evaluates 192 gradients" in devices
     written = yaml.safe_load(out.read_text())["mechanism"]
