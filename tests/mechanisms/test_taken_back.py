@@ -138,8 +138,7 @@ def test_a_run_that_died_goes_on_with_its_noise_bit_for_bit(tmp_path, monkeypatc
         return run(mechanism, tmp_path / name, RootKey.from_seed(0))
 
     whole, state = went_on_bit_for_bit(tmp_path, monkeypatch, start)
-    run = state["noise"].pop("run")  # of which it goes on
-    assert run.shape == (2,)
+    assert state["noise"].pop("run").shape == (2,)
     assert {name: tree["w"].shape for name, tree in state["noise"].items()} == kept
     assert np.abs(state["noise"]["released"]["w"]).min() > 0
     spent = [row["epsilon_spent"] for row in whole.metrics if "epsilon_spent" in row]
