@@ -43,7 +43,7 @@ class TrainState:
 
 
 def hardware(mesh: Mesh) -> str:
-    """What the steps of a run are computed with: the same string rounds the same way."""
+    """What the steps of a run are computed with; CPUs of two makes may round apart all the same."""
     device = mesh.devices.flat[0]
     layout = ""
     if splits_parameters(mesh):

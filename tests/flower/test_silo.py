@@ -593,13 +593,19 @@ def test_data_that_changed_end_the_run(made):
     assert ("not those that run" in told) != ("but it holds" in why(reply))
 
 
-def test_budgets_that_changed_end_the_run(tmp_path):
-    mechanism = {"kind": "rpdp", "clip_norm": 1.0, "expected_batch": 8.0}
+def with_budgets(tmp_path, expected_batch):
+    """A silo whose people have epsilons of their own, in budgets.csv; and those people."""
+    mechanism = {"kind": "rpdp", "clip_norm": 1.0, "expected_batch": expected_batch}
     budgets = {"kind": "column", "column": "eps", "path": str(tmp_path / "budgets.csv")}
     privacy = {"epsilon": 10.0, "delta": 1e-3, "budgets": budgets, "unreachable": "exclude"}
     policy = {**POLICY, "unit": "record", "mechanisms": ["rpdp"]}
     folder = make_silos(tmp_path, study(mechanism=mechanism, privacy=privacy), policy)["bern"]
     people = {row.split(",")[1] for row in (tmp_path / "bern.csv").read_text().splitlines()[1:]}
+    return folder, people
+
+
+def test_budgets_that_changed_end_the_run(tmp_path):
+    folder, people = with_budgets(tmp_path, 8.0)
 
     def fingerprint(least):
         rows = [f"{name},{least if name == 'bern-3' else 2.0}" for name in sorted(people)]
@@ -613,12 +619,7 @@ def test_budgets_that_changed_end_the_run(tmp_path):
 
 
 def test_memory_is_judged_without_budgets(tmp_path, monkeypatch):
-    mechanism = {"kind": "rpdp", "clip_norm": 1.0, "expected_batch": 0.01}
-    budgets = {"kind": "column", "column": "eps", "path": str(tmp_path / "budgets.csv")}
-    privacy = {"epsilon": 10.0, "delta": 1e-3, "budgets": budgets, "unreachable": "exclude"}
-    policy = {**POLICY, "unit": "record", "mechanisms": ["rpdp"]}
-    folder = make_silos(tmp_path, study(mechanism=mechanism, privacy=privacy), policy)["bern"]
-    people = {row.split(",")[1] for row in (tmp_path / "bern.csv").read_text().splitlines()[1:]}
+    folder, people = with_budgets(tmp_path, 0.01)
     rows = [f"{name},2.0" for name in sorted(people)]
     (tmp_path / "budgets.csv").write_text("\n".join(["record,eps", *rows]))
     silo = Silo(folder)
