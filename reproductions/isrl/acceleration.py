@@ -175,6 +175,9 @@ def run(settings: Settings) -> Outcome:
 
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
     with panel(file, size=(5, 4)) as ax:
-        for name in ("plain", "accelerated"):
-            ax.loglog(*columns(rows, "kappa", name), "o-", label=name)
+        for at, (name, power) in enumerate((("plain", 1.0), ("accelerated", 0.5))):
+            x, y = map(np.asarray, columns(rows, "kappa", name))
+            ax.loglog(x, y, "o-", label=name)
+            paper = f"the paper's slope, {power:g}"
+            ax.loglog(x, y[0] * (x / x[0]) ** power, ":", color=f"C{at}", label=paper)
         ax.set(xlabel="condition number", ylabel="rounds")

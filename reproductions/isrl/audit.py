@@ -211,7 +211,9 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
         names = list(dict.fromkeys(r["silo"] for r in rows))
         for at, epsilon in enumerate(EPSILONS):
             part = [r["attack"] for r in rows if r["target"] == epsilon]
-            ax.barh(np.arange(len(names)) + 0.4 * at, part, 0.38, label=f"target {epsilon:g}")
+            places = np.arange(len(names)) + 0.4 * at
+            bars = ax.barh(places, part, 0.38, label=f"target {epsilon:g}")
+            ax.bar_label(bars, fmt="%.2g", padding=3, fontsize=8)
             ax.axvline(epsilon, color=f"C{at}", linewidth=0.8, linestyle="--")
         ax.set(xlabel="epsilon that the attack proves")
         ax.set_yticks(np.arange(len(names)) + 0.2, [name.replace("_", " ") for name in names])

@@ -158,5 +158,6 @@ def _draw(rows: list[dict[str, Any]], file: Any) -> None:
         axes[0].axhline(1.0, color="grey", linewidth=0.8)
         axes[0].set(xlabel="n epsilon^2 / d", ylabel="risk / non-private risk")
         part = [r for r in rows if r["part"] == "user-level"]
-        axes[1].loglog(*columns(part, "n", "private_risk"), "o-")
-        axes[1].set(xlabel="records of a silo", ylabel="price of user-level privacy")
+        axes[1].semilogx(*columns(part, "n", "private_risk"), "o-")
+        axes[1].set(xlabel="records of a silo", ylabel="risk that user-level privacy adds")
+        axes[1].set_ylim(0, 1.2 * max(r["private_risk"] for r in part))

@@ -15,7 +15,7 @@ from dpfl_jax.federation.isrl.runs.isrl_run import make_evaluation, prepare
 from dpfl_jax.federation.isrl.runs.messages import solve
 from dpfl_jax.federation.isrl.smoothing import plain, smoothed
 from dpfl_jax.randomness import RootKey
-from reproductions._plots import columns, panel
+from reproductions._plots import band, columns, panel
 from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, less
 
@@ -115,6 +115,6 @@ def run(settings: Settings) -> Outcome:
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
     with panel(file, size=(5, 3.5)) as ax:
         part = [r for r in rows if math.isfinite(r["epsilon"])]
-        ax.plot(*columns(part, "epsilon", "hinge_loss"), "o-", label="private")
+        band(ax, *columns(part, "epsilon", "losses"), label="private")
         ax.axhline(rows[-1]["hinge_loss"], color="grey", label="no privacy")
         ax.set(xscale="log", xlabel="epsilon", ylabel="held-out hinge loss")
