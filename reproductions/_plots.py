@@ -115,7 +115,10 @@ def band(axes: Any, x: ArrayLike, by_seed: Sequence[ArrayLike], **style: Any) ->
     values = [np.asarray(v, float) for v in by_seed]
     mean = np.array([v.mean() for v in values])
     if len(mean) == 1:  # one interval beside the other
-        x = np.asarray(x, float) * 1.04 ** sum(len(line.get_xdata()) == 1 for line in axes.lines)
+        taken = {float(line.get_xdata()[0]) for line in axes.lines if len(line.get_xdata()) == 1}
+        x = np.asarray(x, float)
+        while float(x[0]) in taken:
+            x = np.where(x == 0, 0.04, 1.04 * x)
     (line,) = axes.plot(x, mean, **{"marker": "o"} | style)
     if all(len(v) > 1 for v in values):
         half = [stats.t.ppf(0.975, len(v) - 1) * v.std(ddof=1) / np.sqrt(len(v)) for v in values]

@@ -165,8 +165,13 @@ def run(settings: Settings) -> Outcome:
 def _draw(rows: list[dict[str, Any]], file: Any) -> None:
     with panel(file, 1, 4, size=(14, 3.4)) as axes:
         for ax, name in zip(axes, SWEEPS, strict=True):
-            for kind in ("convex", "strongly convex"):
+            for at, (kind, slopes) in enumerate(
+                {"convex": CONVEX, "strongly convex": STRONGLY}.items()
+            ):
                 part = [r for r in rows if r["loss"] == kind and r["varied"] == name]
-                ax.loglog(*columns(part, "value", "risk"), "o-", label=kind)
+                x, y = map(np.asarray, columns(part, "value", "risk"))
+                ax.loglog(x, y, "o-", label=kind)
+                paper = y[0] * (x / x[0]) ** slopes[name]
+                ax.loglog(x, paper, ":", color=f"C{at}", label=f"{kind}, the paper's slope")
             words = {"n": "records of a silo", "dim": "parameters"}
             ax.set(xlabel=words.get(name, name), ylabel="private excess risk")

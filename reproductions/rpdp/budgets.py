@@ -171,7 +171,7 @@ def _draw(rows: list[dict[str, Any]], file: pathlib.Path) -> None:
                 band(left, [place + k * width], values, color=f"C{k}", linestyle="", label=label)
         left.axhline(at["all", "non-private"]["accuracy"], color="black", lw=0.8, ls=":")
         left.set_xticks(np.arange(len(LAWS)) + 0.32, list(LAWS), fontsize=7)
-        left.set(ylabel="test accuracy", ylim=(0.3, 1.0), title="patients (dotted: non-private)")
+        left.set(ylabel="test accuracy", title="patients (dotted: non-private)")
         for r in rows:
             if r["budgets"].startswith("digits"):
                 band(
