@@ -156,4 +156,5 @@ def draw(found: list[Trained], file: Any, title: str) -> None:
             at = [c[0] for c in curve]
             colour = {"color": f"C{i}"} if i < 10 else {"color": "black"}
             band(axes, at, by_seed, linestyle=style, label=label, marker="", **colour)
-        axes.set(xlabel="round", ylabel="held-out accuracy", ylim=(0, 1), title=title)
+        axes.set(xlabel="round", ylabel="held-out accuracy", title=title)
+        axes.set_ylim(bottom=0)
