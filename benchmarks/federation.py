@@ -158,7 +158,14 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
         builder = RoundBuilder(
             federation(mechanism), data, key, mesh, args.width, args.microbatch_size
         )
-        release = make_release(mechanism, model.loss, optimizer, mesh, width=args.width)
+        release = make_release(
+            mechanism,
+            model.loss,
+            optimizer,
+            mesh,
+            width=args.width,
+            examples_at_once=args.microbatch_size,
+        )
         variants[name] = (builder, release)
         if mechanism.private:
             variants[f"{name}{_SILENT}"] = variants[name]
@@ -215,7 +222,7 @@ def _python_loop(
     from dpfl_jax.noise import Noise
 
     if "step" not in _COMPILED:
-        summed = bounded_sum(mechanism, model.loss)
+        summed = bounded_sum(mechanism, model.loss, examples_at_once=args.microbatch_size)
 
         def step(local: Any, state: Any, x: Any, rows: Any, scale: Any) -> Any:
             units, mask, group, noise_key = x
