@@ -21,6 +21,7 @@ def measure_convex(args: argparse.Namespace) -> list[dict[str, Any]]:
     variants: dict[str, tuple[Callable[[int], Any], int]] = {
         "vmapped silos": (_vmapped(args, x, y, 1), 1),
         f"vmapped silos and {args.trials} trials": (_vmapped(args, x, y, args.trials), args.trials),
+        "no privacy": (_vmapped(args, x, y, 1, private=False), 1),
         "numpy loop over silos": (lambda seed: numpy_loop(args, x, y, seed), 1),
     }
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
@@ -47,7 +48,7 @@ def measure_convex(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _vmapped(
-    args: argparse.Namespace, x: np.ndarray, y: np.ndarray, trials: int
+    args: argparse.Namespace, x: np.ndarray, y: np.ndarray, trials: int, private: bool = True
 ) -> Callable[[int], Any]:
     import jax
     import jax.numpy as jnp
@@ -55,6 +56,7 @@ def _vmapped(
     from dpfl_jax.federation.isrl import MessageSpec, SiloData, iterate, make_oracle, minibatch_sgd
     from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
     from dpfl_jax.federation.isrl.runs.tasks import logistic
+    from dpfl_jax.noise.chacha import uniform
 
     silos, rounds = args.silos, args.rounds
     sizes = jnp.full(silos, args.records, jnp.int32)
@@ -71,6 +73,18 @@ def _vmapped(
             stddev=jnp.full(silos, NOISE),
         )
 
+        def plain(w: jax.Array, row: Any) -> jax.Array:
+            def of_silo(x: jax.Array, y: jax.Array, keys: jax.Array) -> jax.Array:
+                drawn = uniform(keys[0], args.records) < args.batch_size / args.records
+
+                def total(w: jax.Array) -> jax.Array:
+                    losses = jax.vmap(lambda x, y: logistic(w, {"x": x, "y": y}))(x, y)
+                    return jnp.where(drawn, losses, 0.0).sum() / args.batch_size
+
+                return jax.grad(total)(w)
+
+            return jax.vmap(of_silo)(data.examples["x"], data.examples["y"], row["keys"]).mean(0)
+
         def one(seed: jax.Array) -> jax.Array:
             keys = jax.random.bits(jax.random.key(seed), (rounds, silos, 2, 8), jnp.uint32)
             rows = {
@@ -79,7 +93,7 @@ def _vmapped(
                 "keys": keys,
             }
             sgd = minibatch_sgd(jnp.full(rounds, STEP), last_weights(rounds), ball(None))
-            return iterate(sgd, oracle, rows, jnp.zeros(args.dim))
+            return iterate(sgd, oracle if private else plain, rows, jnp.zeros(args.dim))
 
         return jax.vmap(one)(seeds)
 

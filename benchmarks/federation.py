@@ -17,17 +17,17 @@ DESCRIPTION = """\
 Times one round of a federation of silos with a small CNN on images of 28 x 28: every silo takes its
 local steps of private SGD on Poisson batches of its own records. In the same process, in turn:
 
-  private        the engine, with the mechanism
-  clipped        the same without its noise
-  no privacy     the same engine and sampling, plain gradients, no noise
-  python loop    the private local step compiled once, called from Python for each silo and step, as
-                 a simulator does that handles one client after the other (on --loop-silos of the
-                 silos, scaled up)
+  MECHANISM      the engine, with each --mechanism
+  ..., no noise  the same without its noise
+  no privacy     the same engine, as many records, plain gradients by the same convolutions
+  python loop    the first mechanism's local step compiled once, called from Python for each silo
+                 and step, as a simulator does that handles one client after the other (on
+                 --loop-silos of the silos, scaled up)
   host           drawing, reading and padding the round's batches (a thread does it during a round)
 
 With --convex: rounds of ISRL-DP minibatch SGD of a logistic regression instead, all of them in one
-compiled loop, silos vmapped, and trials too; against a NumPy loop over silos (in float32, on the
-drawn records only). Seconds are of --rounds rounds of one trial.
+compiled loop, silos vmapped, and trials too; against the same without privacy, and a NumPy loop
+over silos (in float32, on the drawn records only). Seconds are of --rounds rounds of one trial.
 
 Images are random: only the time is of interest. Seconds are wall time; ratios are of the CPU
 seconds beside them.
@@ -35,9 +35,15 @@ seconds beside them.
 examples:
   dpfl bench federation
   dpfl bench federation --silos 100 --mechanism subject_uls --json
+  dpfl bench federation --silos 4 --local-steps 1 --records 1024 --batch-size 256 \\
+    --microbatch-size 1 --loop-silos 0 \\
+    --mechanism user_ldp hi_grad_avg local_group local_item subject_uls rpdp
   dpfl bench federation --convex --silos 1000 --rounds 100
   dpfl bench federation --convex --silos 25 --records 1238 --batch-size 443 --rounds 35  # MNIST's
 """
+
+
+_SILENT = ", no noise"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=float, default=8.0, help="expected records per step")
     parser.add_argument("--channels", type=int, nargs="*", default=[8, 16], help="of the CNN")
     parser.add_argument("--hidden", type=int, default=32, help="dense units of the CNN")
-    parser.add_argument("--mechanism", default="hi_grad_avg", help="of the silos")
+    parser.add_argument("--mechanism", nargs="+", default=["hi_grad_avg"], help="of the silos")
     parser.add_argument("--width", type=int, default=1, help="silos of a device that are vmapped")
     parser.add_argument("--devices", type=int, default=1, help="devices the silos are split over")
     parser.add_argument("--microbatch-size", type=int, default=8)
@@ -71,8 +77,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.convex:
         from benchmarks._isrl import measure_convex
 
-        rows, one = measure_convex(args), "vmapped silos"
-        table = Table("what", "seconds a trial", "CPU seconds", "x vmapped silos", "records/s")
+        rows, one = measure_convex(args), "no privacy"
+        table = Table("what", "seconds a trial", "CPU seconds", f"x {one}", "records/s")
     else:
         rows, one = measure(args), "no privacy"
         table = Table("what", "seconds a round", "CPU seconds", "x no privacy", "records/s")
@@ -101,6 +107,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     import optax
 
     from dpfl_jax.config.kinds import SILOS
+    from dpfl_jax.errors import BadInputError
     from dpfl_jax.federation.data import ArrayRecords, FederatedData
     from dpfl_jax.federation.engine import make_release
     from dpfl_jax.federation.federation import Federation, SiloPlan
@@ -121,16 +128,24 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     silos = np.repeat(np.arange(args.silos), args.records)
     subjects = np.arange(total) // 2  # two records each
     data = FederatedData.from_assignment(records, subjects, silos, args.silos)
-    private = SILOS[args.mechanism](
-        batch_size=args.batch_size,
-        max_items_per_subject=2,
-        noise_multiplier=None if args.mechanism == "fed_avg" else 1.0,
-    )
+    for kind in args.mechanism:
+        if not SILOS[kind].private:
+            raise BadInputError(f"--mechanism {kind} is without privacy: it is the baseline")
     plain = FedAvg(batch_size=args.batch_size, max_items_per_subject=2)
     model = LeafCNN(10, tuple(args.channels), args.hidden)
     params = model.init(jax.random.key(0))
     mesh = data_parallel_mesh(jax.devices()[: args.devices])
     optimizer = optax.sgd(0.1)
+
+    def made(kind: str) -> Any:
+        if kind == "rpdp":  # half of the records at a third of the others' rate
+            rate = args.batch_size / args.records
+            rates = np.where(np.arange(args.records) % 2, 1.5 * rate, 0.5 * rate)
+            options = {"rates": np.minimum(rates, 1.0), "expected_batch": args.batch_size}
+        else:
+            more = {"group_size": 2} if kind == "subject_uls" else {}
+            options = {"batch_size": args.batch_size, "max_items_per_subject": 2, **more}
+        return SILOS[kind](noise_multiplier=1.0, **options)
 
     def federation(mechanism: Any) -> Federation:
         plans = (SiloPlan(mechanism, SiloFacts(args.records, args.records // 2), args.local_steps),)
@@ -138,14 +153,24 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     key = RootKey.from_seed(0)
     variants: dict[str, tuple[Any, Any]] = {}
-    for name, mechanism in (("private", private), ("no privacy", plain)):
+    mechanisms = {**{kind: made(kind) for kind in args.mechanism}, "no privacy": plain}
+    for name, mechanism in mechanisms.items():
         builder = RoundBuilder(
             federation(mechanism), data, key, mesh, args.width, args.microbatch_size
         )
-        release = make_release(mechanism, model.loss, optimizer, mesh, width=args.width)
+        release = make_release(
+            mechanism,
+            model.loss,
+            optimizer,
+            mesh,
+            width=args.width,
+            examples_at_once=args.microbatch_size,
+        )
         variants[name] = (builder, release)
+        if mechanism.private:
+            variants[f"{name}{_SILENT}"] = variants[name]
     found: dict[str, list[tuple[float, float, int]]] = {}
-    variants["clipped"] = variants["private"]
+    first = args.mechanism[0]
     for r in range(args.rounds + 1):  # the first one compiles
         for name, (builder, release) in variants.items():
             host, taken, drawn = (0.0, 0.0), (0.0, 0.0), 0
@@ -154,7 +179,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 piece = builder.build(r, part)
                 jax.block_until_ready(piece.chunk)
                 host = _plus(host, _since(start))
-                if name == "clipped":
+                if name.endswith(_SILENT):
                     still = piece.chunk.stddev * 0.0
                     piece = dataclasses.replace(
                         piece, chunk=dataclasses.replace(piece.chunk, stddev=still)
@@ -165,15 +190,15 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
                 drawn += piece.num_records
             if r:
                 found.setdefault(name, []).append((*taken, drawn))
-                if name == "private":
+                if name == first:
                     found.setdefault("host", []).append((*host, drawn))
-        if r and args.loop_silos:
-            loop = _python_loop(variants["private"][0], private, model, params, optimizer, args, r)
-            found.setdefault("python loop", []).append(loop)
-        elif args.loop_silos:
-            _python_loop(variants["private"][0], private, model, params, optimizer, args, r)
+        if args.loop_silos:
+            builder, mechanism = variants[first][0], mechanisms[first]
+            loop = _python_loop(builder, mechanism, model, params, optimizer, args, r)
+            if r:
+                found.setdefault("python loop", []).append(loop)
     rows = []
-    for name in ("private", "clipped", "no privacy", "python loop", "host"):
+    for name in (*variants, "python loop", "host"):
         if name in found:
             seconds, cpu, count = (float(np.median(x)) for x in zip(*found[name]))
             rows.append({"what": name, "seconds": seconds, "cpu_seconds": cpu, "records": count})
@@ -197,7 +222,7 @@ def _python_loop(
     from dpfl_jax.noise import Noise
 
     if "step" not in _COMPILED:
-        summed = bounded_sum(mechanism, model.loss)
+        summed = bounded_sum(mechanism, model.loss, examples_at_once=args.microbatch_size)
 
         def step(local: Any, state: Any, x: Any, rows: Any, scale: Any) -> Any:
             units, mask, group, noise_key = x

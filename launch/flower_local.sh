@@ -93,8 +93,8 @@ if [ ! -f "$certificates/server.pem" ]; then
   )
 fi
 
-started=()
-trap 'kill "${started[@]}" 2>/dev/null || true; wait' EXIT
+started=() server=
+trap 'kill $server "${started[@]}" 2>/dev/null || true; wait' EXIT
 for silo in "$@"; do
   name=${silo%%=*}
   if [ ! -f "$dir/silo-$name/silo.yaml" ]; then
@@ -104,9 +104,24 @@ for silo in "$@"; do
   dpfl silo run "$dir/silo-$name" --finish > "$dir/silo-$name.out" 2>&1 &
   started+=($!)
 done
-"${serve[@]}"
-wait "${started[@]}"
-started=()
+"${serve[@]}" &
+server=$!
+names=("$@")
+while kill -0 "$server" 2>/dev/null; do
+  for i in "${!started[@]}"; do
+    kill -0 "${started[$i]}" 2>/dev/null && continue
+    if ! wait "${started[$i]}"; then # the server would wait for it
+      echo "silo ${names[$i]%%=*} has ended:" >&2
+      tail -n 5 "$dir/silo-${names[$i]%%=*}.out" >&2
+      exit 1
+    fi
+    unset "started[$i]"
+  done
+  sleep 1
+done
+wait "$server"
+[ ${#started[@]} -eq 0 ] || wait "${started[@]}"
+started=() server=
 for silo in "$@"; do
   dpfl silo check "$dir/silo-${silo%%=*}"
 done

@@ -9,6 +9,7 @@ losses of two cell ends the divergence becomes its chord, which lies above it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -171,6 +172,7 @@ def mixture_step(upper: Mixture, lower: Mixture, spacing: float, log_tail: float
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def binomial_weights(trials: int, prob: float) -> tuple[np.ndarray, np.ndarray]:
     """Support and probabilities of Binomial(trials, prob), the negligible tail moved upwards.
 
@@ -183,23 +185,23 @@ def binomial_weights(trials: int, prob: float) -> tuple[np.ndarray, np.ndarray]:
       prob: probability of each example, in (0, 1].
 
     Returns:
-      counts: float64 [n], ascending; weights: float64 [n], summing to 1.
+      counts: float64 [n], ascending; weights: float64 [n], summing to 1; neither can be written to.
     """
     if prob >= 1.0:
-        return np.array([float(trials)]), np.array([1.0])
-    law = stats.binom(trials, prob)
+        return _frozen(np.array([float(trials)]), np.array([1.0]))
+    law = (trials, prob)
     mean, sd = trials * prob, math.sqrt(trials * prob * (1 - prob))
     low = max(0, math.floor(mean - 16 * sd - 130))
     high = min(trials, math.ceil(mean + 16 * sd + 130))
     counts = np.arange(low, high + 1)
-    weights = law.pmf(counts)
+    weights = stats.binom.pmf(counts, *law)
     keep = np.flatnonzero(weights > 1e-48)
     counts, weights = counts[keep[0] : keep[-1] + 1], weights[keep[0] : keep[-1] + 1]
     # Mass below the window moves up to its first count; mass above, up to ``trials``.
     if counts[0] > 0:
-        weights[0] += law.cdf(counts[0] - 1)
+        weights[0] += stats.binom.cdf(counts[0] - 1, *law)
     if counts[-1] < trials:
-        tail = max(float(law.sf(counts[-1])), 0.0)
+        tail = max(float(stats.binom.sf(counts[-1], *law)), 0.0)
         if tail > 0:
             counts = np.append(counts, trials)
             weights = np.append(weights, tail)
@@ -207,7 +209,13 @@ def binomial_weights(trials: int, prob: float) -> tuple[np.ndarray, np.ndarray]:
         if len(counts) % 2:
             counts, weights = np.append(counts, counts[-1]), np.append(weights, 0.0)
         counts, weights = counts[1::2], weights[::2] + weights[1::2]
-    return counts.astype(float), weights / weights.sum()
+    return _frozen(counts.astype(float), weights / weights.sum())
+
+
+def _frozen(counts: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Arrays that many may share."""
+    counts.flags.writeable = weights.flags.writeable = False
+    return counts, weights
 
 
 def mixed(first: Atoms, second: Atoms, share: float) -> Atoms:

@@ -72,6 +72,13 @@ class _Profile:
         return make(self.plan.facts, self.steps * rounds)
 
 
+def _together(profiles: Sequence[_Profile], rounds: int, subject: bool) -> Any:
+    """The event of all these silos; those that are alike have one, made once."""
+    kinds = {p.key: p for p in profiles}
+    made = {key: p.event(rounds, subject) for key, p in kinds.items()}
+    return events.horizontal([made[p.key] for p in profiles])
+
+
 def _coarse(profiles: list[_Profile]) -> list[_Profile]:
     if len({p.key for p in profiles}) <= _MOST_KINDS:
         return profiles
@@ -150,12 +157,12 @@ def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> l
     profiles = _coarse(profiles)
     # proof: silos-2
     together = min(reach, federation.silos_per_round)
-    everything = events.horizontal([p.event(rounds, subject) for p in profiles])
+    everything = _together(profiles, rounds, subject)
     if together >= len(profiles):
         return [[everything]]
     order = sorted(profiles, key=lambda p: (-p.prob, p.sigma, -p.cap, -p.steps))
     if _is_chain(order):
-        return [[events.horizontal([p.event(rounds, subject) for p in order[:together]])]]
+        return [[_together(order[:together], rounds, subject)]]
     worst = _envelope(order).event(rounds, subject)
     return [[events.horizontal([worst] * together)], [everything]]
 

@@ -153,7 +153,7 @@ def make_release(
         fastest on a CPU, where XLA has no good convolutions with a batch of kernels.
       keep_state: whether a silo's optimiser state lives on between its rounds. If not,
         ``opt_states`` is None and every round starts afresh.
-      **options: passed to ``clipping.bounded_grad``.
+      **options: of ``SiloMechanism.bounded_grad``.
 
     The chunk's number of silos must be a multiple of devices times width; opt_states has a leading
     silo axis.

@@ -183,6 +183,7 @@ class FederatedSteps(Steps):
             width=how.width,
             keep_state=run.keep,
             strategy=how.strategy,
+            examples_at_once=how.microbatch_size,
         )
         self.apply = run.compiled_apply()
         self.builder = builder(

@@ -179,3 +179,9 @@ def test_when_a_record_leaves_does_not_depend_on_how_many_others_there_are():
     # Interrupted after any number of rounds, nobody is over its budget.
     for rounds in range(3):
         assert np.all(solve.spent_after(rates, more, rounds) <= budgets)
+
+
+def test_a_curve_that_cannot_be_fitted_is_one_sentence():
+    """Few steps: epsilon along the rates is no exponential, and least squares find none."""
+    with pytest.raises(BadInputError, match="no exponential was found"):
+        rpdp.fit_curve(1.0, 2, 3, 1.0, 1e-4)

@@ -15,15 +15,18 @@ def test_the_rows_are_those_of_the_manual(capsys):
     code = main(
         ["bench", "federation", "--silos", "3", "--local-steps", "2", "--records", "8",
          "--batch-size", "4", "--channels", "2", "--hidden", "4", "--rounds", "1",
-         "--loop-silos", "2", "--json"]
+         "--loop-silos", "2", "--mechanism", "user_ldp", "rpdp", "--json"]
     )  # fmt: skip
     assert code == 0
     result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     rows = {row["what"]: row for row in result["rows"]}
-    assert set(rows) == {"private", "no privacy", "python loop", "host"}
+    assert set(rows) == {
+        "user_ldp", "user_ldp, no noise", "rpdp", "rpdp, no noise", "no privacy", "python loop",
+        "host",
+    }  # fmt: skip
     assert all(row["seconds"] > 0 and row["cpu_seconds"] > 0 for row in rows.values())
     assert rows["no privacy"]["ratio"] == 1.0
-    assert 3 * 2 <= rows["private"]["records"] <= 3 * 2 * 8
+    assert 3 * 2 <= rows["user_ldp"]["records"] <= 3 * 2 * 8
     assert result["settings"]["silos"] == 3
 
 
@@ -36,7 +39,9 @@ def test_convex_rows_are_those_of_the_manual(capsys):
     assert code == 0
     result = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     names = [row["what"] for row in result["rows"]]
-    assert names == ["vmapped silos", "vmapped silos and 2 trials", "numpy loop over silos"]
+    assert names == [
+        "vmapped silos", "vmapped silos and 2 trials", "no privacy", "numpy loop over silos",
+    ]  # fmt: skip
     assert all(row["seconds"] > 0 for row in result["rows"])
 
 

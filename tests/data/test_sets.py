@@ -120,7 +120,16 @@ def test_heart_disease_follows_flamby(data_dir):
     assert batch["x"].shape == (740, 13)
     assert np.isfinite(batch["x"]).all()
     assert set(batch["label"].tolist()) == {0, 1}
-    assert store.user_ids([0])[0].split("/")[0] in ("cleveland", "hungarian", "switzerland", "va")
+    hospitals = ("cleveland", "hungarian", "switzerland", "va")
+    ids = store.user_ids(range(740))
+    for name in hospitals:  # a hospital's own file is its part of the four, and one silo
+        path = data_dir / "heart_disease" / f"processed.{name}.data"
+        own = load_set("heart_disease", path, 1).store
+        found = own.read(np.arange(own.num_users))
+        expected = store.read(np.array([ids.index(i) for i in own.user_ids(range(own.num_users))]))
+        for field in ("x", "label"):
+            np.testing.assert_array_equal(found[field], expected[field])
+        assert set(found["silo"].tolist()) == {0}
 
 
 def test_medical_cost(data_dir):

@@ -92,7 +92,9 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def sums():
-    return {name: jax.jit(bounded_sum(m, loss_fn)) for name, (m, _) in CASES.items()}
+    return {
+        name: jax.jit(bounded_sum(m, loss_fn, examples_at_once=3)) for name, (m, _) in CASES.items()
+    }
 
 
 def without(mechanism, draw, data, subject):
@@ -136,6 +138,23 @@ def test_removing_a_subject_moves_the_real_sum_by_at_most_its_bound(
         "user_ldp": 2 * CLIP,
     }.get(name, min(count, 1) * CLIP)
     assert np.linalg.norm(a - b) <= bound * (1 + 1e-4) + 1e-4
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 64])
+@pytest.mark.parametrize("counts", [[1], [5, 2, 4, 5]])
+def test_a_batch_that_is_added_up_is_the_batch(at_once, counts):
+    """UserLDP, some records after others, against ``vmap(grad)`` of the mean; an empty one is 0."""
+    mechanism, unit_size = CASES["user_ldp"]
+    data = one_silo(np.random.default_rng(3), counts, 1.0, 0, None)
+    plain = jax.jit(bounded_sum(mechanism, loss_fn, strategy="vmap"))
+    pieces = jax.jit(bounded_sum(mechanism, loss_fn, examples_at_once=at_once))
+    for chosen in (np.arange(sum(counts)), np.zeros(0, np.int64)):
+        draw = mechanism.assemble(data.silos[0], chosen, KEY, 0)
+        batch = (make_params(), *packed(data, draw, unit_size), CLIP)
+        (a, seen), (b, told) = plain(*batch), pieces(*batch)
+        np.testing.assert_allclose(flat(b), flat(a), rtol=2e-5, atol=1e-7)
+        np.testing.assert_allclose(flat(told), flat(seen), rtol=2e-5, atol=1e-7)
+        assert (np.abs(flat(b)).max() > 0) == bool(len(chosen))
 
 
 def linear_loss(params, example):

@@ -277,3 +277,41 @@ def test_programs_are_kept_beside_the_run_for_later_starts(name, options, monkey
     assert done.returncode == 0, done.stderr
     assert "JAX_COMPILATION_CACHE_DIR" in done.stdout
     assert "/shared/run.compiled" in done.stdout
+
+
+# What the launcher's four commands do here: nothing, except that a silo may fail.
+DPFL = """#!/bin/bash
+case "$2" in
+  init) mkdir -p "$3"; touch "$3/silo.yaml" ;;
+  run) if [[ "$3" == *$FAILS ]]; then echo "no such table"; exit 2; fi ;;
+  serve) exec sleep "$SERVES" ;;
+  check) echo "checked $3" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(("fails", "serves"), [("bern", "60"), ("nobody", "2")])
+def test_a_silo_that_cannot_begin_ends_the_federation_and_is_named(fails, serves, tmp_path):
+    """The server would wait for it; who finishes ends nothing."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "dpfl").write_text(DPFL)
+    (folder / "dpfl").chmod(0o755)
+    certificates = tmp_path / "run" / "certificates"
+    certificates.mkdir(parents=True)
+    (certificates / "server.pem").touch()
+    path = f"{folder}:{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["bash", LAUNCH / "flower_local.sh", tmp_path / "run", "study.yaml", "aarau=a", "bern=b"],
+        env={**os.environ, "PATH": path, "FAILS": fails, "SERVES": serves},
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    if fails == "bern":
+        assert ended.returncode == 1
+        assert "silo bern has ended:\nno such table" in ended.stderr
+        assert "checked" not in ended.stdout
+    else:
+        assert ended.returncode == 0, ended.stderr
+        assert ended.stdout.count("checked") == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -204,7 +205,11 @@ def fit_curve(
     rates: np.ndarray | None = None,
     conversion: Conversion = "balle",
 ) -> CurveFit:
-    """Algorithm 2: samples epsilon(q) and fits the exponential by least squares."""
+    """Algorithm 2: samples epsilon(q) and fits the exponential by least squares.
+
+    Raises:
+      BadInputError: there is no fit.
+    """
     points = authors_rates() if rates is None else np.asarray(rates, dtype=float)
     values = np.array(
         [
@@ -218,7 +223,16 @@ def fit_curve(
     def model(q: np.ndarray, a: float, b: float, c: float) -> np.ndarray:
         return np.exp(np.clip(a * q + b, -700, 700)) + c
 
-    (a, b, c), _ = optimize.curve_fit(model, points, values, maxfev=5000)
+    try:
+        with warnings.catch_warnings():  # of deviations that nobody asks for
+            warnings.simplefilter("ignore", optimize.OptimizeWarning)
+            (a, b, c), _ = optimize.curve_fit(model, points, values, maxfev=5000)
+    except RuntimeError:
+        raise BadInputError(
+            f"no exponential was found that follows epsilon along sampling rates (noise multiplier "
+            f"{sigma:g}, {rounds} rounds of {local_steps} steps): set privacy.policy to certified "
+            "or bisection, which fit none"
+        ) from None
     residual = values - model(points, a, b, c)
     r_squared = 1 - float(residual @ residual) / float(np.sum((values - values.mean()) ** 2))
     top = epsilon_two_stage(

@@ -24,6 +24,8 @@ from dpfl_jax.errors import BadInputError
 User = tuple[str, dict[str, np.ndarray]]
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+# Kinds of chest pain and of resting ECG, by UCI's description.
+_CODES = {2: (1, 2, 3, 4), 6: (0, 1, 2)}
 
 
 def read_leaf(path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -117,11 +119,15 @@ def read_heart_disease(path: pathlib.Path, split: str) -> Iterator[User]:
     FLamby's rules (Ogier du Terrail et al. 2022, Fed-Heart-Disease): columns 10 to 12 are dropped,
     then rows with a missing value; chest pain (column 2) and resting ECG (column 6) become
     indicators, the first value left out; the label is whether the last column is above 0. 740
-    patients remain: 303, 261, 46, 130.
+    patients remain: 303, 261, 46, 130. ``path`` holds all four files, or is the one of a hospital,
+    which then is silo 0.
     """
     rows: list[tuple[int, int, list[float]]] = []
     for silo, hospital in enumerate(HOSPITALS):
-        file = path / f"processed.{hospital}.data"
+        name = f"processed.{hospital}.data"
+        if path.is_file() and path.name != name:
+            continue
+        file = path if path.is_file() else path / name
         if not file.is_file():
             raise BadInputError(
                 f"{path} holds no {file.name}: put UCI's four processed files there"
@@ -140,12 +146,14 @@ def read_heart_disease(path: pathlib.Path, split: str) -> Iterator[User]:
                 rows.append((silo, number, [float(c) for c in kept]))
             except ValueError as error:
                 raise BadInputError(f"{file}, line {number}: {error}") from error
+    if not rows:
+        raise BadInputError(f"{path} is no file of a hospital: processed.va.data, or another's")
     table = np.array([r[2] for r in rows])
     features: list[np.ndarray] = []
     for column in range(10):
         values = table[:, column]
-        if column in (2, 6):
-            features += [values == v for v in np.unique(values)[1:]]
+        if column in _CODES:
+            features += [values == v for v in _CODES[column][1:]]
         else:
             features.append(values)
     x = np.stack(features, axis=1).astype(np.float32)
@@ -155,7 +163,7 @@ def read_heart_disease(path: pathlib.Path, split: str) -> Iterator[User]:
             {
                 "x": x[i : i + 1],
                 "label": np.array([cells_kept[-1] > 0], np.int32),
-                "silo": np.array([silo], np.int32),
+                "silo": np.array([0 if path.is_file() else silo], np.int32),
             },
         )
 

@@ -209,14 +209,23 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         """Turns the loss of one record into the loss of one unit."""
         return loss_fn
 
-    def bounded_grad(self, loss_fn: LossFn, **options: Any) -> SumFn:
+    def bounded_grad(
+        self, loss_fn: LossFn, *, examples_at_once: int | None = None, **options: Any
+    ) -> SumFn:
         """Returns ``(params, units, mask, group, clip_norm) -> BoundedSum``.
 
         Args:
           loss_fn: ``(params, record) -> scalar``.
+          examples_at_once: records of a unit whose gradient is formed at once, where a unit is a
+            whole batch; None: all.
           **options: passed to ``clipping.bounded_grad``.
         """
-        bounded = bounded_grad(self.unit_loss(loss_fn), rule=self.rule(self.clip_norm), **options)
+        del examples_at_once
+        return self.bounded_units(self.unit_loss(loss_fn), **options)
+
+    def bounded_units(self, unit_loss: LossFn, **options: Any) -> SumFn:
+        """The same for the loss of a unit."""
+        bounded = bounded_grad(unit_loss, rule=self.rule(self.clip_norm), **options)
 
         def summed(
             params: PyTree, units: PyTree, mask: jax.Array, group: jax.Array, clip_norm: jax.Array
