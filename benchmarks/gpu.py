@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -37,12 +38,13 @@ Memory is the compiled program's, arguments and results included (Opacus: what t
 allocated). MFU is the products that a step without privacy needs, over the GPU's stated peak.
 
 Cells come in order of importance; none is begun that --minutes do not pay for, and what runs then
-is ended. Rows are printed, and written to --out, as they come; what needs too much memory is a row
-that says so. --lower needs no GPU: every program is traced and lowered for CUDA, with its FLOPs.
+is ended. A cell's rows are printed, and written to --out, when it is done; what needs too much
+memory is a row that says so. With JAX_COMPILATION_CACHE_DIR set, a second call compiles nothing
+again. --lower needs no GPU: every program is traced and lowered for CUDA, with its FLOPs.
 
 examples:
   dpfl bench gpu --out gpu.jsonl --json
-  dpfl bench gpu --tiny --seq-lens 16 --models 350m      # ready? on any machine, in minutes
+  dpfl bench gpu --tiny                                  # ready? on any machine, in minutes
   dpfl bench gpu --lower                                 # the real sizes, without a GPU
 """
 
@@ -51,13 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("--minutes", type=float, default=8.5, help="of everything (default 8.5)")
     parser.add_argument("--models", nargs="+", default=list(SIZES), choices=list(SIZES))
-    parser.add_argument("--seq-lens", nargs="+", type=int, default=[1024, 4096, 128])
+    parser.add_argument(
+        "--seq-lens", nargs="+", type=int, help="default 1024 4096 128; with --tiny 16"
+    )
     parser.add_argument("--train", nargs="+", default=["full", "lora"], choices=["full", "lora"])
     parser.add_argument("--units", nargs="+", default=["els", "uls"], choices=["els", "uls"])
     parser.add_argument(
-        "--tokens", type=int, help="of a step, about (default 16,384; with --tiny 128)"
+        "--tokens", type=int, help="of a step, about (default 8,192; with --tiny 128)"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="measurements of each variant")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each variant")
     parser.add_argument("--tiny", action="store_true", help="models of some thousand parameters")
     parser.add_argument("--lower", action="store_true", help="lower for CUDA, and run nothing")
     parser.add_argument("--out", type=pathlib.Path, help="write rows here as JSON lines, too")
@@ -66,13 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measures in processes of their own, and prints."""
-    tokens = (128 if args.tiny else 16_384) if args.tokens is None else args.tokens
-    if min(args.seq_lens) < 2 or args.rounds < 1 or tokens < 1 or not args.minutes > 0:
+    tokens = (128 if args.tiny else 8192) if args.tokens is None else args.tokens
+    lengths = args.seq_lens or ([16] if args.tiny else [1024, 4096, 128])
+    if min(lengths) < 2 or args.rounds < 1 or tokens < 1 or not args.minutes > 0:
         raise BadInputError(
             "bench gpu: --rounds and --tokens must be at least 1, --seq-lens 2, --minutes above 0"
         )
     begun = time.monotonic()
-    wanted = cells(args.models, args.seq_lens, args.train, args.units, tokens)
+    wanted = cells(args.models, lengths, args.train, args.units, tokens)
     missing = [name for name in ("torch", "opacus") if importlib.util.find_spec(name) is None]
     if importlib.util.find_spec("jax_privacy") is None:
         missing.append("jax_privacy")
@@ -119,6 +124,7 @@ def _lines(module: str, asked: Measuring, seconds: float) -> Iterator[dict[str, 
         stdout=subprocess.PIPE,
         text=True,
         cwd=pathlib.Path(__file__).parents[1],
+        env={"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", **os.environ},
     )
     late = threading.Timer(max(seconds, 1.0), child.kill)
     late.start()

@@ -46,6 +46,23 @@ def test_what_does_not_fit_is_a_sentence(capsys):
     assert "--minutes above 0" in capsys.readouterr().err
 
 
+def test_a_variant_that_cannot_be_built_is_a_row_that_says_so(monkeypatch):
+    whole = benchmarks.variants
+
+    def fails(trained, data):
+        raise ValueError("no such kernel\nand more")
+
+    def one_fails(*cell):
+        return {"non-private": whole(*cell)["non-private"], "flat": (fails, 1)}
+
+    monkeypatch.setattr(benchmarks, "variants", one_fails)
+    cell = benchmarks.Cell("350m", 16, "full", "els", 8)
+    rows = list(benchmarks.rows(benchmarks.Measuring((cell,), True, 1, 1.0, compile_only=True)))
+    assert [row.get("error") for row in rows] == [None, "no such kernel"]
+    assert rows[0]["lowered_bytes"] > 0
+    assert "lowered_bytes" not in rows[1]
+
+
 @pytest.mark.slow
 @pytest.mark.ci
 def test_a_tiny_cell_runs_to_its_end(capsys, tmp_path):

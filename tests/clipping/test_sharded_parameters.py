@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from neighbours import removed
 
 from dpfl_jax.cli._hlo import collectives
 from dpfl_jax.clipping import bounded_grad
-from dpfl_jax.models import LanguageModel, TransformerConfig
+from dpfl_jax.models import LanguageModel, TransformerConfig, attention
 
 MODEL = LanguageModel(
     TransformerConfig(num_layers=2, embed_dim=64, num_heads=4, vocab_size=128, remat="none")
@@ -66,3 +67,42 @@ def test_sharded_parameters(sizes, method):
 
     public = jax.jit(plain, out_shardings=places).lower(params, batch).compile()
     assert sent(compiled) <= 1.1 * sent(public)
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+def test_packed_rows_split_along_the_sequence(monkeypatch):
+    """A user's own layout: no axis of ours splits tokens, but their compiler may be told to."""
+    monkeypatch.setattr(attention, "BLOCK", 8)
+    clip = 0.1
+    fields = {"num_layers": 1, "embed_dim": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_dim": 32}
+    config = TransformerConfig(vocab_size=32, max_seq_len=LENGTH, attention="blockwise", **fields)
+    model = LanguageModel(config)
+    mesh = jax.make_mesh((2, 4), ("data", "sequence"), axis_types=(AxisType.Auto,) * 2)
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    cut = NamedSharding(mesh, PartitionSpec("data", "sequence"))
+    rng = np.random.default_rng(0)
+    ends = np.sort(rng.integers(1, LENGTH + 1, (8, 3)), axis=1)  # of three sequences a row
+    places = np.arange(LENGTH)
+    segments = (ends[:, :, None] <= places).sum(axis=1) + 1
+    segments = np.where(places < ends[:, -1:], segments, 0).astype("i4")
+    tokens = rng.integers(0, 32, segments.shape).astype("i4")
+    batch = {"tokens": tokens, "mask": segments > 0, "segments": segments}
+    params, mask = model.init(jax.random.key(0)), np.arange(8) < 7
+
+    whole = bounded_grad(model.loss, clip_norm=clip, strategy="vmap")
+    want = jax.jit(whole)(params, batch, mask=mask)
+    split = jax.jit(bounded_grad(model.loss, clip_norm=clip, unit_sharding=rows))
+
+    def placed(batch, mask):
+        return split(params, jax.device_put(batch, cut), mask=jax.device_put(mask, rows))
+
+    got = placed(batch, mask)
+    np.testing.assert_allclose(got.norms, want.norms, rtol=2e-5)
+    pairs = zip(jax.tree.leaves(got.sum), jax.tree.leaves(want.sum))
+    assert all(np.allclose(a, b, atol=2e-6) for a, b in pairs)
+    for unit in (0, 6):
+        less = placed(*removed(batch, mask, unit))
+        both = zip(jax.tree.leaves(got.sum), jax.tree.leaves(less.sum))
+        moved = np.sqrt(sum(np.square(a - b).sum() for a, b in both))
+        assert clip * (1 - 1e-2) <= moved <= clip * (1 + 1e-4)

@@ -169,7 +169,7 @@ def sums(kind, packing, data, params, axes, change=None, how_seen="plain", **opt
         ("els", {"fsdp": 2, "tensor": 2}, "plain"),
         pytest.param("els", {}, "blockwise", marks=pytest.mark.release),
         pytest.param("uls", {"fsdp": 4}, "blockwise", marks=pytest.mark.release),
-        pytest.param("uls", {"fsdp": 2, "tensor": 2}, "plain", marks=pytest.mark.release),
+        pytest.param("uls", {"fsdp": 2, "tensor": 2}, "blockwise", marks=pytest.mark.release),
     ],
     ids=str,
 )

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow  # each run is a process of its own
 pytest.importorskip("sklearn")
 
 STEPS = 12
+PAIR = ("prompt", "chosen", "rejected")
 # `dpfl`, whose process is killed as soon as it has written so many rows of metrics.
 KILLED = """
 import os, sys
@@ -45,6 +46,8 @@ def central(folder):
     rng = np.random.default_rng(0)
     words = ["river", "stone", "lamp", "green", "quiet", "seven", "horse", "under"]
     rows = [{"user": f"u{i % 40}", "text": " ".join(rng.choice(words, 12))} for i in range(120)]
+    for i, row in enumerate(rows):
+        row |= dict(zip(PAIR, (words[i % 8], words[i % 3], words[3 + i % 5])))
     (folder / "posts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     return {
         "data": {
@@ -80,7 +83,7 @@ IN_CI = ("central", "federated")
     "name",
     [
         pytest.param(name, marks=[pytest.mark.release] * (name not in IN_CI))
-        for name in ("central", *SILOS, "bandmf", "blt", "individual")
+        for name in ("central", *SILOS, "bandmf", "blt", "individual", "dpo")
     ],
 )
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path, name):
@@ -95,6 +98,9 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, name):
         config["mechanism"] = config["mechanism"] | more
     if name == "blt":  # likewise
         config["mechanism"] = config["mechanism"] | {"kind": "blt"}
+    if name == "dpo":  # the reference is in no checkpoint, and is made again
+        config["data"] = config["data"] | {f"{column}_column": column for column in PAIR}
+        config["model"] = config["model"] | {"dpo": {"beta": 0.5}}
     for section in ("federation", "isrl"):
         if section in config:
             config[section] = config[section] | {"rounds": STEPS}
