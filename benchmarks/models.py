@@ -90,6 +90,7 @@ def _one(name: str, size: int, rounds: int) -> dict[str, Any]:
     def over(row: Row) -> dict[str, float]:
         return {
             "time_ratio": round(seconds(row) / seconds(best), 3),
+            "least_time_ratio": round(min(row.times) / min(min(x.times) for x in plain), 3),
             "memory_ratio": round(row.memory / max(best.memory, 1), 3),
         }
 

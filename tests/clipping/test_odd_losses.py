@@ -79,6 +79,37 @@ def narrow_indices_out_of_range():
 
 
 @odd
+def a_row_of_each_unit():
+    """Of a table of, say, users; an index out of range reads the last row."""
+
+    def loss(p, i):
+        return jnp.sum(jnp.sin(p["e"][i]) * jnp.cos(p["e"].T[:, i])) + jnp.sum(p["f"][:, i] ** 2)
+
+    return loss, {"e": normal(0, 7, 3), "f": normal(1, 2, 7, 3)}, jnp.array([0, 6, -2, 9])
+
+
+@odd
+def rows_looked_up_one_by_one():
+    def loss(p, i):
+        a = jax.vmap(lambda j: p["e"][j])(i)
+        b = jax.vmap(lambda j: p["f"][:, j])(i)
+        return jnp.sum(jnp.sin(a) ** 2) + jnp.sum(jnp.tanh(b) ** 2)
+
+    return loss, {"e": normal(0, 7, 3), "f": normal(1, 2, 7, 3)}, ids(1, -9, 9, 4, 6)
+
+
+@odd
+def parts_of_one_table():
+    """Uses of different entries."""
+
+    def loss(p, x):
+        y = sum(jnp.tanh(x @ p["w"][k]) @ p["v"][:, 2 * k : 2 * k + 2].T for k in range(3))
+        return jnp.sum(jnp.sin(y))
+
+    return loss, {"w": 2 * normal(0, 3, 4, 2), "v": normal(1, 3, 6)}, normal(2, 4, 5, 4)
+
+
+@odd
 def looked_up_along_the_last_axis_and_twice():
     def loss(p, i):
         return jnp.sum(jnp.sin(p["e"][:, i]) @ jnp.cos(p["e"].T[i]))

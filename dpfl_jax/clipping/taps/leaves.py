@@ -381,32 +381,42 @@ def _reduced(pair: Pair) -> bool:
 
 def formed_gradients(
     pairs: Sequence[Pair], leaf_shape: tuple[int, ...], parts: int = 1
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[list[jax.Array], jax.Array]:
     """Per-unit gradients, for ``as_leaf`` to bring in order, and their squared norms; float32.
 
-    A single use has its axes in the order in which a product forms them fastest, unless units are
-    split into ``parts``: a leaf in another order would be sent over devices once more.
+    Uses of different entries stay apart, each with its axes in the order in which a product forms
+    them fastest, unless units are split into ``parts``: a leaf in another order would be sent over
+    devices once more.
     """
-    if not _as_formed(pairs, parts):
-        gradients, scale = unit_gradients(pairs, leaf_shape), 1.0
+    if _as_formed(pairs, parts):
+        gradients = [_fastest(p) for p in pairs]
     else:
-        gradients, scale = _fastest(pairs[0]), pairs[0].scale
+        gradients = [unit_gradients(pairs, leaf_shape)]
     if parts > 1:  # whose other axes may be split as well, and must stay so
-        return gradients, squared_norms([gradients])[0]
-    flat = gradients.reshape(len(gradients), -1)
-    squared = jnp.einsum("nk,nk->n", flat, flat, precision=jax.lax.Precision.HIGHEST)
-    return gradients, squared * (scale * scale)
+        return gradients, squared_norms(gradients)[0]
+    squares = []
+    for k, gradient in enumerate(gradients):
+        flat = gradient.reshape(len(gradient), -1)
+        square = jnp.einsum("nk,nk->n", flat, flat, precision=jax.lax.Precision.HIGHEST)
+        scale = pairs[k].scale if _as_formed(pairs, parts) else 1.0
+        squares.append(square * (scale * scale))
+    return gradients, sum(squares[1:], start=squares[0])
 
 
 def as_leaf(
-    pairs: Sequence[Pair], leaf_shape: tuple[int, ...], summed: jax.Array, parts: int = 1
+    pairs: Sequence[Pair],
+    leaf_shape: tuple[int, ...],
+    summed: Sequence[jax.Array],
+    parts: int = 1,
 ) -> jax.Array:
-    """A sum of what ``formed_gradients`` returns, as the leaf; float32."""
+    """Sums of what ``formed_gradients`` returns, as the leaf; float32."""
     if not _as_formed(pairs, parts):
-        return summed
-    (pair,) = pairs
-    ordered = _aligned(summed, _fast_order(pair), pair.coordinates)
-    return pair.site.view.to_leaf(ordered.reshape(pair.shape), leaf_shape)
+        return summed[0]
+    leaves = []
+    for pair, x in zip(pairs, summed, strict=True):
+        ordered = _aligned(x, _fast_order(pair), pair.coordinates)
+        leaves.append(pair.site.view.to_leaf(ordered.reshape(pair.shape), leaf_shape))
+    return sum(leaves[1:], start=leaves[0])
 
 
 def formed_bytes(pairs: Sequence[Pair], windows: bool = False) -> float:
@@ -420,9 +430,14 @@ def formed_bytes(pairs: Sequence[Pair], windows: bool = False) -> float:
 
 
 def _as_formed(pairs: Sequence[Pair], parts: int) -> bool:
-    """Whether the entries of the view's gradient are those of the leaf's, up to a factor."""
-    single = parts == len(pairs) == 1 and not isinstance(pairs[0].left, OneHot)
-    return single and pairs[0].site.view.faithful
+    """Whether the views' gradients have each entry of the leaf's once at most, up to a factor."""
+    views = [p.site.view for p in pairs]
+    return (
+        parts == 1
+        and not any(isinstance(p.left, OneHot) for p in pairs)
+        and all(view.faithful for view in views)
+        and all(a.apart_from(b) for a, b in itertools.combinations(views, 2))
+    )
 
 
 def _fast_order(pair: Pair) -> tuple[Label, ...]:

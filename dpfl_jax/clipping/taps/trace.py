@@ -12,6 +12,7 @@ from jax.extend.core import Literal
 
 from dpfl_jax.clipping.taps.views import View, extend_view
 
+LOOKUPS = frozenset({"gather", "dynamic_slice"})
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 _ELEMENTWISE = frozenset({"add", "add_any", "mul", "sub", "div"})
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
@@ -248,12 +249,12 @@ def inner_jaxpr(eqn: Any) -> Any:
 def has_rule(eqn: Any, where: int) -> bool:
     """Whether the gradient of operand ``where`` factors (see ``factors``)."""
     name, params = eqn.primitive.name, eqn.params
-    floats = [v for i, v in enumerate(eqn.invars) if name != "gather" or i == 0]
+    floats = [v for i, v in enumerate(eqn.invars) if name not in LOOKUPS or i == 0]
     if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*floats, *eqn.outvars)):
         return False
     if name == "dot_general":
         return True
-    if name == "gather":
+    if name in LOOKUPS:
         return where == 0 and embedding_axis(eqn.invars[0].aval.shape, params) is not None
     if name == "conv_general_dilated":
         return where == 1 and params["batch_group_count"] == 1
@@ -261,13 +262,19 @@ def has_rule(eqn: Any, where: int) -> bool:
 
 
 def embedding_axis(shape: tuple[int, ...], params: dict[str, Any]) -> int | None:
-    """The axis along which a gather looks up whole slices, or None if it does something else."""
-    numbers, sizes = params["dimension_numbers"], tuple(params["slice_sizes"])
-    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
-        return None
-    axis = numbers.start_index_map[0]
-    whole = all(sizes[i] == (1 if i == axis else shape[i]) for i in range(len(shape)))
-    return axis if whole and tuple(numbers.collapsed_slice_dims) == (axis,) else None
+    """The axis along which a lookup takes whole slices, or None if it does something else."""
+    numbers, sizes = params.get("dimension_numbers"), tuple(params["slice_sizes"])
+    cut = [i for i, size in enumerate(shape) if size != sizes[i]]
+    if numbers is not None:  # a gather
+        looked = tuple(numbers.start_index_map)
+        if numbers.operand_batching_dims or not set(numbers.collapsed_slice_dims) <= set(looked):
+            return None
+        if len(looked) > 1 and "CLIP" not in str(params["mode"]):  # what is whole may be out of it
+            return None
+        cut = cut or list(looked)
+        if not set(cut) <= set(looked) or not set(numbers.collapsed_slice_dims) <= set(cut):
+            return None
+    return cut[0] if len(cut) == 1 and sizes[cut[0]] == 1 else None
 
 
 def _has_gradient(v: Any) -> bool:
