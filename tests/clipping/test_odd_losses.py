@@ -99,6 +99,36 @@ def rows_looked_up_one_by_one():
 
 
 @odd
+def bags_of_embeddings():
+    """Sums of rows, repeated or out of range (dropped), of tables that are read elsewhere, too."""
+
+    def loss(p, i):
+        a = jnp.take(p["e"], i, axis=0, mode="fill", fill_value=0).sum(0)
+        b = p["f"][:, i].mean(1)
+        c = p["g"][i[:3]].sum(0) + p["g"][i[3:]].sum(0) * p["g"][i[0]]
+        both = p["h"][i]
+        d = both.sum(0) + jnp.sin(both).sum(0)
+        part = p["h"][i[:4].reshape(2, 2)].sum(1)[0]
+        return jnp.sum(jnp.sin(a) * jnp.cos(b @ p["e"].T)[:3]) + jnp.sum(jnp.tanh(c * d) * part)
+
+    sizes = {"e": (7, 3), "f": (3, 7), "g": (7, 4), "h": (7, 4)}
+    return loss, {k: normal(n, *s) for n, (k, s) in enumerate(sizes.items())}, ids(1, -9, 9, 4, 6)
+
+
+@odd
+def a_sum_of_rows_under_loops():
+    def loss(p, i):
+        def step(h, x):
+            w, j = x
+            return jnp.tanh(h + w[j].sum(0) + p["e"][j].mean(0)), None
+
+        h, _ = jax.lax.scan(step, jnp.ones(3), (p["w"], i))
+        return jnp.sum(h**3)
+
+    return loss, {"w": normal(0, 2, 7, 3), "e": normal(1, 7, 3)}, ids(2, 0, 7, 4, 2, 6)
+
+
+@odd
 def parts_of_one_table():
     """Uses of different entries."""
 

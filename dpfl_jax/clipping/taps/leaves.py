@@ -145,7 +145,10 @@ def choose(
         sizes = _sizes(p)
         left, right, shared = (math.prod(sizes[x] for x in part) for part in _form(p))
         positions = math.prod(sizes[x] for x in p.positions)
-        counted.append((positions, 0 if isinstance(p.left, OneHot) else left, left, right, shared))
+        if isinstance(p.left, OneHot):
+            left = 0
+        of_all = set(p.positions).isdisjoint(p.right.labels)  # one vector for all positions
+        counted.append((positions, left, right, right / positions if of_all else right, shared))
     costs: dict[str, float] = {}
     if gram_possible(pairs):
         flops = moved = 0.0
@@ -153,7 +156,7 @@ def choose(
             flops += 2.0 * s * k * m * (a + b)
             moved += 16.0 * s * k * m
         costs["gram"] = machine.seconds(flops, moved)
-    flops = sum(2.0 * s * k * (b if a == 0 else a * b) for k, a, _, b, s in counted)
+    flops = sum(2.0 * s * k * (b if a == 0 else a * b) for k, a, b, _, s in counted)
     costs["direct"] = machine.seconds(flops, 8.0 * size)
     # Unlike the others this also makes the weighted sum; only the traffic is extra.
     kept = 4.0 * size
@@ -240,6 +243,7 @@ def _scatter(pair: Pair, left: OneHot, lead: tuple[Label, ...]) -> jax.Array:
     rows = math.prod(sizes[x] for x in kept)
     indices = _aligned(left.indices, left.labels, (*kept, *summed)).reshape(rows, -1)
     values = _aligned(pair.right.array, pair.right.labels, (*kept, *summed, *rest))
+    values = jnp.broadcast_to(values, [sizes[x] for x in (*kept, *summed, *rest)])
     values = values.reshape(rows, indices.shape[1], -1).astype(jnp.float32)
 
     def one(index: jax.Array, value: jax.Array) -> jax.Array:
@@ -444,15 +448,15 @@ def _fast_order(pair: Pair) -> tuple[Label, ...]:
     """Coordinates of both factors, of one, of the other.
 
     What comes first is transposed before a product of matrices: windows, which are formed that way,
-    or else the narrower one.
+    or else what comes first in the leaf, which then needs no transposition of its own.
     """
-    shared, sizes = _shared(pair), _sizes(pair)
+    shared = _shared(pair)
     sides = [
         tuple(x for x in labels if x not in shared)
         for labels in (_left_coordinates(pair), _right_coordinates(pair))
     ]
     if not isinstance(pair.left, Windows):
-        sides.sort(key=lambda labels: math.prod(sizes[x] for x in labels))
+        sides.sort(key=lambda labels: [pair.coordinates.index(x) for x in labels])
     return (*(x for x in pair.coordinates if x in shared), *sides[0], *sides[1])
 
 
@@ -490,7 +494,16 @@ def pick(array: jax.Array, axis: int, i: jax.Array, shards: int, count: int) -> 
     return part.reshape(*before, shards * count, *after)
 
 
+def _one_product(pairs: Sequence[Pair]) -> bool:
+    """Whether a unit's gradient is the outer product of two vectors."""
+    sizes = _sizes(pairs[0])
+    summed = (*pairs[0].positions, *_shared(pairs[0]))
+    return len(pairs) == 1 and all(sizes[x] == 1 for x in summed)
+
+
 def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
+    if _one_product(pairs):  # nothing cancels
+        return jnp.square(_absolute(pairs[0])) + jnp.square(_order(pairs))
     pairs = [dataclasses.replace(p, left=formed(p.left)) for p in pairs]
     total: jax.Array | None = None
     own: list[jax.Array] = []
@@ -526,7 +539,7 @@ def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
 
     def size(side: Dense | OneHot | Windows) -> tuple[jax.Array, jax.Array]:
         if isinstance(side, OneHot):
-            one = jnp.ones((1,) * len(out), jnp.float32)
+            one = _aligned(jnp.ones(side.indices.shape, jnp.float32), side.labels, out)
             return one, one
         axes = tuple(i for i, x in enumerate(side.labels) if x not in out)
         kept = tuple(x for x in side.labels if x in out)
@@ -575,10 +588,11 @@ def _inner(
 ) -> jax.Array:
     y = dataclasses.replace(y, labels=tuple(rename.get(label, label) for label in y.labels))
     if isinstance(x, Dense) and isinstance(y, Dense):
-        return einsum([x, y], out, precision)
+        there = [label for label in out if label in x.labels or label in y.labels]
+        return _aligned(einsum([x, y], there, precision), there, out)
     if isinstance(x, OneHot) and isinstance(y, OneHot):
-        same = _aligned(x.indices, x.labels, out) == _aligned(y.indices, y.labels, out)
-        return same.astype(jnp.float32)
+        ours, theirs = (_aligned(side.indices, side.labels, out) for side in (x, y))
+        return ((ours == theirs) & (ours < x.size)).astype(jnp.float32)
     if isinstance(x, OneHot) and isinstance(y, Dense):
         hot, dense = x, y
     else:
@@ -599,4 +613,5 @@ def _inner(
         table, jnp.broadcast_to(index, (n, table.shape[1], index.shape[2])), axis=2, mode="clip"
     )
     found = found.reshape(n, *sizes).astype(jnp.float32)
-    return _aligned(found, (UNIT, *rows, *places), out)
+    inside = _aligned(hot.indices < hot.size, hot.labels, out)
+    return jnp.where(inside, _aligned(found, (UNIT, *rows, *places), out), 0.0)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ class Site:
       inputs: abstract values of all operands, inside the loops.
       out: abstract value of the output, inside the loops.
       lengths: lengths of the enclosing scans, outermost first.
+      summed: whether what was looked up is summed over its positions before the tap: all of them
+        then have one gradient.
     """
 
     index: int
@@ -43,6 +46,7 @@ class Site:
     inputs: tuple[Any, ...]
     out: Any
     lengths: tuple[int, ...]
+    summed: bool = False
 
 
 @dataclasses.dataclass
@@ -56,6 +60,8 @@ class Plan:
       number: tells plans apart.
       depth: number of enclosing scans.
       recomputed: whether this is the inside of a ``jax.checkpoint`` that keeps nothing.
+      looked_up: variables that gathers made (in the end: that are read once), with the plan and the
+        position of the gather.
     """
 
     number: int
@@ -64,6 +70,7 @@ class Plan:
     sites: dict[int, Site] = dataclasses.field(default_factory=dict)
     inner: dict[int, Plan] = dataclasses.field(default_factory=dict)
     records: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
+    looked_up: dict[Any, tuple[Plan, int]] = dataclasses.field(default_factory=dict)
 
     def all_sites(self) -> list[Site]:
         """The sites of this plan and of those within."""
@@ -153,7 +160,12 @@ class _Walker:
         def view_of(v: Any) -> View | None:
             return None if isinstance(v, Literal) else views.get(v)
 
+        reads = collections.Counter(v for v in jaxpr.outvars if not isinstance(v, Literal))
+        for eqn in jaxpr.eqns:
+            reads.update(v for v in eqn.invars if not isinstance(v, Literal))
         for position, eqn in enumerate(jaxpr.eqns):
+            if eqn.primitive.name == "reduce_sum" and view_of(eqn.invars[0]) is None:
+                _tap_the_sum(plan, position, eqn, reads)
             seen = [view_of(v) for v in eqn.invars]
             used = [(i, view) for i, view in enumerate(seen) if view is not None]
             # An equation with an effect may hand a parameter on through what it writes to (a Ref).
@@ -167,6 +179,9 @@ class _Walker:
                 inner, outputs = self.walk(inner_jaxpr(eqn), seen, lengths)
                 inner.recomputed = name in REMAT and eqn.params["policy"] is None
                 plan.inner[position] = inner
+                for v, w in zip(eqn.outvars, inner_jaxpr(eqn).outvars):
+                    if name in INLINED and not isinstance(w, Literal) and w in inner.looked_up:
+                        plan.looked_up[v] = inner.looked_up[w]
             elif name == "scan":
                 plan.inner[position] = self._scan(eqn, seen, lengths)
                 outputs = None
@@ -179,7 +194,10 @@ class _Walker:
                     why = "is elementwise: copies cost no more" if small else "has no rule"
                     self._copy(used, f"`{name}` {why}")
                 plan.sites[position] = self._site(plan, eqn, where, view, lengths)
+                if name == "gather":
+                    plan.looked_up[eqn.outvars[0]] = plan, position
             views.update((v, w) for v, w in zip(eqn.outvars, outputs or ()) if w is not None)
+        plan.looked_up = {v: x for v, x in plan.looked_up.items() if reads[v] == 1}
         return plan, [view_of(v) for v in jaxpr.outvars]
 
     def _site(self, plan: Plan, eqn: Any, where: int, view: View, lengths: tuple[int, ...]) -> Site:
@@ -230,6 +248,19 @@ class _Walker:
 
     def _copy(self, used: Sequence[tuple[int, View]], reason: str) -> NoReturn:
         raise _NeedsCopyError(min((v.leaf for _, v in used), key=lambda i: self.sizes[i]), reason)
+
+
+def _tap_the_sum(plan: Plan, position: int, eqn: Any, reads: Mapping[Any, int]) -> None:
+    """Taps this sum instead of the gather that it alone reads and sums over all positions."""
+    (v,) = eqn.invars
+    if isinstance(v, Literal) or v not in plan.looked_up or reads[v] != 1:
+        return
+    holder, at = plan.looked_up[v]
+    site = holder.sites[at]
+    slices = site.params["dimension_numbers"].offset_dims
+    if {*eqn.params["axes"]} == {*range(len(site.out.shape))} - {*slices}:
+        del holder.sites[at]
+        plan.sites[position] = dataclasses.replace(site, out=eqn.outvars[0].aval, summed=True)
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
