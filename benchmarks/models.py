@@ -154,6 +154,8 @@ def _print(result: dict[str, Any], to_stderr: bool) -> None:
             f"{row['vmap']['memory_ratio']:.2f}",
         )
     console = Console(stderr=to_stderr)
+    if not console.is_terminal:
+        console.width = 140
     console.print(table)
     for name, why in result["not_installed"].items():
         console.print(f"{name}: left out ({why})")

@@ -109,9 +109,10 @@ def bags_of_embeddings():
         both = p["h"][i]
         d = both.sum(0) + jnp.sin(both).sum(0)
         part = p["h"][i[:4].reshape(2, 2)].sum(1)[0]
+        part += jnp.take(p["k"], i[:1], axis=0, mode="fill", fill_value=0).sum(0)
         return jnp.sum(jnp.sin(a) * jnp.cos(b @ p["e"].T)[:3]) + jnp.sum(jnp.tanh(c * d) * part)
 
-    sizes = {"e": (7, 3), "f": (3, 7), "g": (7, 4), "h": (7, 4)}
+    sizes = {"e": (7, 3), "f": (3, 7), "g": (7, 4), "h": (7, 4), "k": (7, 4)}
     return loss, {k: normal(n, *s) for n, (k, s) in enumerate(sizes.items())}, ids(1, -9, 9, 4, 6)
 
 

@@ -539,8 +539,8 @@ def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
 
     def size(side: Dense | OneHot | Windows) -> tuple[jax.Array, jax.Array]:
         if isinstance(side, OneHot):
-            one = _aligned(jnp.ones(side.indices.shape, jnp.float32), side.labels, out)
-            return one, one
+            ones = (side.indices < side.size).astype(jnp.float32)
+            return (one := _aligned(ones, side.labels, out)), one
         axes = tuple(i for i, x in enumerate(side.labels) if x not in out)
         kept = tuple(x for x in side.labels if x in out)
         width = math.prod(side.shape[i] for i in axes)
