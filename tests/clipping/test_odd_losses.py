@@ -407,6 +407,26 @@ def test_odd_losses_equal_vmap(name):
     compare(loss, params, batch, METHODS)
 
 
+@pytest.mark.parametrize(
+    "name", ["a_row_of_each_unit", "rows_looked_up_one_by_one", "a_sum_of_rows_under_loops"]
+)
+def test_tables_are_not_copied(name):
+    loss, params, batch = ODD[name]()
+    told = bounded_grad(loss, clip_norm=1.0, strategy="ghost").explain(params, batch)
+    assert [leaf.method for leaf in told.leaves if leaf.method == "per-unit copies"] == []
+
+
+def test_the_tokens_of_a_bag_share_one_gradient():
+    """What is held of a unit is that gradient: 4 bytes for each of the 8 columns."""
+
+    def loss(table, i):
+        return jnp.sum(jnp.sin(table[i].mean(0)))
+
+    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    told = f.explain(jnp.ones((50, 8)), jnp.zeros((4, 6), jnp.int32))
+    assert told.leaves[0].recorded == 4 * 8
+
+
 @pytest.mark.privacy
 def test_norm_at_zero_is_reported_not_hidden():
     """The gradient of a norm at zero is NaN in JAX: such a unit must not pass as a small one."""

@@ -269,7 +269,8 @@ def _lookup(
     view, numbers = site.view, site.params.get("dimension_numbers")
     axis = embedding_axis(site.inputs[0].shape, site.params)
     assert axis is not None
-    size, slices, mode = view.shape[axis], range(len(view.shape)), "CLIP"
+    size, mode = view.shape[axis], "CLIP"
+    slices: Sequence[int] = range(len(view.shape))
     if numbers is None:  # dynamic_slice
         indices, collapsed = operands[axis], ()
     else:
