@@ -14,6 +14,7 @@ from benchmarks._clipping_models import images
 
 PyTree = Any
 VOCAB, WIDTH, HEADS = 512, 128, 4
+BAG = 20_000  # tokens that an embedding bag knows
 
 
 def _next_token(logits: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -145,6 +146,30 @@ def haiku_mlp() -> tuple[PyTree, Any, Any]:
     return net.init(jax.random.key(0), jnp.zeros(784)), loss, batch
 
 
+def embedding_bag() -> tuple[PyTree, Any, Any]:
+    """Flax NNX: texts of 64 tokens by the mean of their embeddings, 20,000 of width 128."""
+    from flax import nnx
+
+    class Net(nnx.Module):
+        def __init__(self, rngs: Any) -> None:
+            self.embed, self.out = nnx.Embed(BAG, WIDTH, rngs=rngs), nnx.Linear(WIDTH, 4, rngs=rngs)
+
+        def __call__(self, tokens: jax.Array) -> jax.Array:
+            return self.out(self.embed(tokens).mean(0))
+
+    def run(net: Any, example: PyTree) -> jax.Array:
+        logits = net(example["tokens"])
+        return optax.softmax_cross_entropy_with_integer_labels(logits, example["label"])
+
+    def batch(key: jax.Array, n: int) -> PyTree:
+        return {
+            "tokens": jax.random.randint(key, (n, 64), 0, BAG),
+            "label": jax.random.randint(key, (n,), 0, 4),
+        }
+
+    return (*_nnx(Net(nnx.Rngs(0)), run), batch)
+
+
 def _tunix(net: Any) -> tuple[PyTree, Any]:
     def run(net: Any, tokens: jax.Array) -> jax.Array:
         places = jnp.arange(len(tokens))
@@ -256,6 +281,7 @@ MODELS: dict[str, Callable[[], tuple[PyTree, Any, Any]]] = {
     "linen": linen_transformer,
     "equinox": equinox_transformer,
     "haiku": haiku_mlp,
+    "embedding-bag": embedding_bag,
     "tunix-qwen3": tunix_qwen3,
     "tunix-qwen3-moe": tunix_qwen3_moe,
     "tunix-llama3": tunix_llama3,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import math
 import platform
 import random
 import statistics
@@ -263,17 +264,26 @@ def _errors(rows: list[Row], work: Any, params: PyTree, batch: PyTree, units: in
         )
 
 
+# What is shorter is run again and again: clocks, caches and other work move a few milliseconds.
+_SLICE = 0.05
+
+
 def measure(rows: list[Row], rounds: int, seed: int) -> None:
-    """Times each row so many times, in random order."""
+    """Times each row so many times, in random order, each time for long enough to be told apart."""
     order = random.Random(seed)
+    calls = []
     for row in rows:
         row.run()
+        start = time.perf_counter()
+        row.run()
+        calls.append(max(1, math.ceil(_SLICE / (time.perf_counter() - start))))
     for _ in range(rounds):
-        for row in order.sample(rows, len(rows)):
+        for row, count in order.sample(list(zip(rows, calls)), len(rows)):
             wall, cpu = time.perf_counter(), time.process_time()
-            row.run()
-            row.cpu.append(time.process_time() - cpu)
-            row.wall.append(time.perf_counter() - wall)
+            for _ in range(count):
+                row.run()
+            row.cpu.append((time.process_time() - cpu) / count)
+            row.wall.append((time.perf_counter() - wall) / count)
 
 
 def _report(rows: list[Row], args: argparse.Namespace) -> dict[str, Any]:

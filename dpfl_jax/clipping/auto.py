@@ -167,13 +167,13 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
 
     def beyond(units: int) -> float:  # a unit's time for memory, and for the sum so far beside it
         sums = 0.0 if units == n else 2.0 * size
-        return machine.afresh(units * held / parts + sums) / n + adding(units)
+        return machine.holding(units * held / parts + sums) / n + adding(units)
 
     units, products = min(fitting, key=beyond), machine.seconds(jaxpr_flops(traced.jaxpr, 1), 0.0)
     # Fewer rows make products slower: what a smaller microbatch saves must be worth it.
     if beyond(fitting[0]) - beyond(units) < _WORTH * products / n:
         units = fitting[0]
-    book = per_unit + adding(units)  # memory afresh takes a scan as long
+    book = per_unit + adding(units)
     numbers = (
         f"book-keeping costs {book * 1e6:.0f} us a unit over the non-private gradient and holds "
         f"{n / parts * held / 1e6:.1f} MB, a scan over units {scan * 1e6:.0f} us (estimates)"

@@ -28,8 +28,10 @@ class Machine:
         each unit, beyond what a batch does.
       rounding: relative rounding of a float32 operand in a product of default precision (bfloat16
         on TPUs, TensorFloat-32 on GPUs).
-      working_set: bytes of temporary memory at a time that are fast; None: the more the better. The
-        C library takes a larger block from the system anew at each call, and page by page.
+      working_set: bytes of temporary memory at a time that the C library keeps between calls: a
+        larger block it takes from the system anew each time, and page by page; None: any.
+      near: bytes of temporary memory at a time that are as fast as products are, even though they
+        do not fit in ``cache``; None: any.
       cache: bytes that are fast to write and read again; None: as any other.
     """
 
@@ -39,21 +41,25 @@ class Machine:
     scan_traffic: float
     rounding: float
     working_set: float | None
+    near: float | None
     cache: float | None
 
     def seconds(self, flops: float, moved: float) -> float:
         """Time for so many operations and so many bytes, one after the other."""
         return flops / self.flops + moved / self.bandwidth
 
-    def afresh(self, held: float) -> float:
-        """Time to get so many bytes of temporary memory from the system in each call."""
-        if self.working_set is None or held <= self.working_set:
-            return 0.0
-        return held / _PAGES
+    def holding(self, held: float) -> float:
+        """Time that a call takes longer because it holds so many bytes of temporary memory."""
+        if self.working_set is not None and held > self.working_set:
+            return held / _PAGES
+        return 0.0 if self.near is None else max(0.0, held - self.near) / _FAR
 
 
 # Bytes a second of memory that the system hands out page by page (measured: 2.2e9 to 2.7e9).
 _PAGES = 2.5e9
+# Bytes of memory that is not near, over the seconds that a step takes longer for them (measured: a
+# transformer's step, 12 to 24 MiB at a time: 5e9 to 7e9; that of an LSTM gains nothing below 11).
+_FAR = 6e9
 
 # Settings of jax_default_matmul_precision that round no more than the default does.
 _AS_USUAL = (None, "default", "high", "highest", "float32", "tensorfloat32", "bfloat16_3x")
@@ -66,6 +72,7 @@ MACHINES = {
         scan_traffic=7.0,
         rounding=0.0,
         working_set=2.0**25,  # glibc's DEFAULT_MMAP_THRESHOLD_MAX
+        near=1.2e7,
         cache=1.2e6,
     ),
     "gpu": Machine(
@@ -75,6 +82,7 @@ MACHINES = {
         scan_traffic=7.0,
         rounding=2.0**-10,  # TensorFloat-32; some units cut operands off instead of rounding them
         working_set=None,
+        near=None,
         cache=None,
     ),
     "tpu": Machine(
@@ -84,6 +92,7 @@ MACHINES = {
         scan_traffic=7.0,
         rounding=2.0**-8,
         working_set=None,
+        near=None,
         cache=None,
     ),
 }

@@ -61,7 +61,10 @@ class Dense:
 
 @dataclasses.dataclass(frozen=True)
 class OneHot:
-    """Rows that are one at ``indices`` along the axis ``hot`` of length ``size``, else zero."""
+    """Rows that are one at ``indices`` along the axis ``hot`` of length ``size``, else zero.
+
+    An index of ``size`` makes a row of zeros.
+    """
 
     indices: jax.Array
     labels: tuple[Label, ...]
@@ -147,7 +150,7 @@ class Pair:
 
     Attributes:
       left: from the data.
-      right: from the output's gradient.
+      right: from the output's gradient; without labels of positions, it is the same at all.
       positions: labels summed over.
       coordinates: labels of the view's gradient, in the order of its axes (stacked ones first).
       shape: shape of the view's gradient (its axes may split into several coordinates).
@@ -217,10 +220,11 @@ def factorise(site: Site, operands: Sequence[jax.Array], gradient: jax.Array) ->
     lengths = tuple(n for n, sliced in zip(site.lengths, view.loops) if sliced)
     make = {
         "dot_general": _dot_general,
-        "gather": _gather,
+        "gather": _lookup,
+        "dynamic_slice": _lookup,
         "conv_general_dilated": _convolution,
     }[site.primitive.name]
-    left, right, positions, axes = make(site, operands[0], gradient, lead)
+    left, right, positions, axes = make(site, operands, gradient, lead)
     return Pair(
         left=left,
         right=right,
@@ -235,7 +239,10 @@ def factorise(site: Site, operands: Sequence[jax.Array], gradient: jax.Array) ->
 _Parts = tuple[Dense | OneHot | Windows, Dense, tuple[Label, ...], tuple[Label, ...]]
 
 
-def _dot_general(site: Site, x: jax.Array, d: jax.Array, lead: tuple[Label, ...]) -> _Parts:
+def _dot_general(
+    site: Site, operands: Sequence[jax.Array], d: jax.Array, lead: tuple[Label, ...]
+) -> _Parts:
+    (x,) = operands
     contract, batch = site.params["dimension_numbers"]
     mine, other = site.position, 1 - site.position
     view, rank = site.view, len(site.inputs[other].shape)
@@ -256,38 +263,47 @@ def _dot_general(site: Site, x: jax.Array, d: jax.Array, lead: tuple[Label, ...]
     return Dense(x, (*lead, *labels)), Dense(d, (*lead, *out)), free, view.axes
 
 
-def _gather(site: Site, indices: jax.Array, d: jax.Array, lead: tuple[Label, ...]) -> _Parts:
-    view, numbers = site.view, site.params["dimension_numbers"]
+def _lookup(
+    site: Site, operands: Sequence[jax.Array], d: jax.Array, lead: tuple[Label, ...]
+) -> _Parts:
+    view, numbers = site.view, site.params.get("dimension_numbers")
     axis = embedding_axis(site.inputs[0].shape, site.params)
     assert axis is not None
-    size = view.shape[axis]
-    indices = indices[..., 0]
+    size, mode = view.shape[axis], "CLIP"
+    slices: Sequence[int] = range(len(view.shape))
+    if numbers is None:  # dynamic_slice
+        indices, collapsed = operands[axis], ()
+    else:
+        indices = operands[0][..., numbers.start_index_map.index(axis)]
+        slices, collapsed = numbers.offset_dims, numbers.collapsed_slice_dims
+        mode = str(site.params["mode"])
+    if site.summed:  # one gradient for all positions: the axes of slices alone are left
+        slices = range(len(slices))
+    if not collapsed:  # an axis of one is left where slices were taken
+        d = d.squeeze(len(lead) + slices[axis])
+        slices = [i - (i > slices[axis]) for i in slices if i != slices[axis]]
     if jnp.iinfo(indices.dtype).bits < 32:  # too narrow to be compared with the size
         indices = indices.astype(jnp.int32)
-    mode = str(site.params["mode"])
     inside = (indices >= 0) & (indices < size)
-    rank = len(site.out.shape)
-    rest = iter(label for i, label in enumerate(view.axes) if i != axis)
-    labels: list[Label] = []
-    positions: list[Label] = []
-    for i in range(rank):
-        if i in numbers.offset_dims:
-            labels.append(next(rest))
-        else:
-            positions.append(("position", site.index, i))
-            labels.append(positions[-1])
-    if "CLIP" not in mode:  # out of range: no gradient, whatever was read
+    positions = tuple(("position", site.index, i) for i in range(indices.ndim - len(lead)))
+    rest, places = iter(x for i, x in enumerate(view.axes) if i != axis), iter(positions)
+    labels = [next(rest if i in slices else places) for i in range(d.ndim - len(lead))]
+    hot = jnp.clip(indices, 0, size - 1)
+    if "CLIP" not in mode and site.summed:
+        hot = jnp.where(inside, hot, size)
+    elif "CLIP" not in mode:  # out of range: no gradient, whatever was read
         shape = iter(indices.shape[len(lead) :])
-        spread = [1 if i in numbers.offset_dims else next(shape) for i in range(rank)]
+        spread = [1 if i in slices else next(shape) for i in range(d.ndim - len(lead))]
         found = inside.reshape(*indices.shape[: len(lead)], *spread)
         d = jnp.where(found, d, jnp.zeros((), d.dtype))
-    hot = OneHot(
-        jnp.clip(indices, 0, size - 1), (*lead, *positions), hot=view.axes[axis], size=size
-    )
-    return hot, Dense(d, (*lead, *labels)), tuple(positions), view.axes
+    left = OneHot(hot, (*lead, *positions), hot=view.axes[axis], size=size)
+    return left, Dense(d, (*lead, *labels)), positions, view.axes
 
 
-def _convolution(site: Site, x: jax.Array, d: jax.Array, lead: tuple[Label, ...]) -> _Parts:
+def _convolution(
+    site: Site, operands: Sequence[jax.Array], d: jax.Array, lead: tuple[Label, ...]
+) -> _Parts:
+    (x,) = operands
     view, params = site.view, site.params
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     out_axis, in_axis, *spatial = numbers.rhs_spec
@@ -382,6 +398,7 @@ def same_form(a: Site, b: Site) -> bool:
     return (
         a.primitive is b.primitive
         and str(a.params) == str(b.params)
+        and a.summed == b.summed
         and a.position == b.position
         and a.lengths == b.lengths
         and [v.shape for v in a.inputs] == [v.shape for v in b.inputs]

@@ -64,7 +64,7 @@ def bounded(
     steps = n // (shards * at_once)
     shapes = {k: tuple(problem.leaves[k].shape) for k in formed}
 
-    def some(i: jax.Array | None) -> tuple[Judgement, dict[int, jax.Array]]:
+    def some(i: jax.Array | None) -> tuple[Judgement, dict[int, list[jax.Array]]]:
         def pick(x: jax.Array) -> jax.Array:
             return x if i is None else leaves.pick(x, 0, i, shards, at_once)
 
@@ -81,8 +81,8 @@ def bounded(
         extra = [None if x is None else pick(x) for x in rounded]
         decided = mine.judge([squares[k] for k in sorted(squares)], extra)
         return decided, {
-            k: weighted_sum(g, decided.weights[k], decided.keeps[k], problem.parts)
-            for k, g in gradients.items()
+            k: [weighted_sum(x, decided.weights[k], decided.keeps[k], problem.parts) for x in uses]
+            for k, uses in gradients.items()
         }
 
     if steps == 1:

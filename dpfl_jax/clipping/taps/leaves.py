@@ -145,7 +145,10 @@ def choose(
         sizes = _sizes(p)
         left, right, shared = (math.prod(sizes[x] for x in part) for part in _form(p))
         positions = math.prod(sizes[x] for x in p.positions)
-        counted.append((positions, 0 if isinstance(p.left, OneHot) else left, left, right, shared))
+        if isinstance(p.left, OneHot):
+            left = 0
+        of_all = set(p.positions).isdisjoint(p.right.labels)  # one vector for all positions
+        counted.append((positions, left, right, right / positions if of_all else right, shared))
     costs: dict[str, float] = {}
     if gram_possible(pairs):
         flops = moved = 0.0
@@ -153,7 +156,7 @@ def choose(
             flops += 2.0 * s * k * m * (a + b)
             moved += 16.0 * s * k * m
         costs["gram"] = machine.seconds(flops, moved)
-    flops = sum(2.0 * s * k * (b if a == 0 else a * b) for k, a, _, b, s in counted)
+    flops = sum(2.0 * s * k * (b if a == 0 else a * b) for k, a, b, _, s in counted)
     costs["direct"] = machine.seconds(flops, 8.0 * size)
     # Unlike the others this also makes the weighted sum; only the traffic is extra.
     kept = 4.0 * size
@@ -240,6 +243,7 @@ def _scatter(pair: Pair, left: OneHot, lead: tuple[Label, ...]) -> jax.Array:
     rows = math.prod(sizes[x] for x in kept)
     indices = _aligned(left.indices, left.labels, (*kept, *summed)).reshape(rows, -1)
     values = _aligned(pair.right.array, pair.right.labels, (*kept, *summed, *rest))
+    values = jnp.broadcast_to(values, [sizes[x] for x in (*kept, *summed, *rest)])
     values = values.reshape(rows, indices.shape[1], -1).astype(jnp.float32)
 
     def one(index: jax.Array, value: jax.Array) -> jax.Array:
@@ -381,32 +385,42 @@ def _reduced(pair: Pair) -> bool:
 
 def formed_gradients(
     pairs: Sequence[Pair], leaf_shape: tuple[int, ...], parts: int = 1
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[list[jax.Array], jax.Array]:
     """Per-unit gradients, for ``as_leaf`` to bring in order, and their squared norms; float32.
 
-    A single use has its axes in the order in which a product forms them fastest, unless units are
-    split into ``parts``: a leaf in another order would be sent over devices once more.
+    Uses of different entries stay apart, each with its axes in the order in which a product forms
+    them fastest, unless units are split into ``parts``: a leaf in another order would be sent over
+    devices once more.
     """
-    if not _as_formed(pairs, parts):
-        gradients, scale = unit_gradients(pairs, leaf_shape), 1.0
+    if _as_formed(pairs, parts):
+        gradients = [_fastest(p) for p in pairs]
     else:
-        gradients, scale = _fastest(pairs[0]), pairs[0].scale
+        gradients = [unit_gradients(pairs, leaf_shape)]
     if parts > 1:  # whose other axes may be split as well, and must stay so
-        return gradients, squared_norms([gradients])[0]
-    flat = gradients.reshape(len(gradients), -1)
-    squared = jnp.einsum("nk,nk->n", flat, flat, precision=jax.lax.Precision.HIGHEST)
-    return gradients, squared * (scale * scale)
+        return gradients, squared_norms(gradients)[0]
+    squares = []
+    for k, gradient in enumerate(gradients):
+        flat = gradient.reshape(len(gradient), -1)
+        square = jnp.einsum("nk,nk->n", flat, flat, precision=jax.lax.Precision.HIGHEST)
+        scale = pairs[k].scale if _as_formed(pairs, parts) else 1.0
+        squares.append(square * (scale * scale))
+    return gradients, sum(squares[1:], start=squares[0])
 
 
 def as_leaf(
-    pairs: Sequence[Pair], leaf_shape: tuple[int, ...], summed: jax.Array, parts: int = 1
+    pairs: Sequence[Pair],
+    leaf_shape: tuple[int, ...],
+    summed: Sequence[jax.Array],
+    parts: int = 1,
 ) -> jax.Array:
-    """A sum of what ``formed_gradients`` returns, as the leaf; float32."""
+    """Sums of what ``formed_gradients`` returns, as the leaf; float32."""
     if not _as_formed(pairs, parts):
-        return summed
-    (pair,) = pairs
-    ordered = _aligned(summed, _fast_order(pair), pair.coordinates)
-    return pair.site.view.to_leaf(ordered.reshape(pair.shape), leaf_shape)
+        return summed[0]
+    leaves = []
+    for pair, x in zip(pairs, summed, strict=True):
+        ordered = _aligned(x, _fast_order(pair), pair.coordinates)
+        leaves.append(pair.site.view.to_leaf(ordered.reshape(pair.shape), leaf_shape))
+    return sum(leaves[1:], start=leaves[0])
 
 
 def formed_bytes(pairs: Sequence[Pair], windows: bool = False) -> float:
@@ -420,24 +434,29 @@ def formed_bytes(pairs: Sequence[Pair], windows: bool = False) -> float:
 
 
 def _as_formed(pairs: Sequence[Pair], parts: int) -> bool:
-    """Whether the entries of the view's gradient are those of the leaf's, up to a factor."""
-    single = parts == len(pairs) == 1 and not isinstance(pairs[0].left, OneHot)
-    return single and pairs[0].site.view.faithful
+    """Whether the views' gradients have each entry of the leaf's once at most, up to a factor."""
+    views = [p.site.view for p in pairs]
+    return (
+        parts == 1
+        and not any(isinstance(p.left, OneHot) for p in pairs)
+        and all(view.faithful for view in views)
+        and all(a.apart_from(b) for a, b in itertools.combinations(views, 2))
+    )
 
 
 def _fast_order(pair: Pair) -> tuple[Label, ...]:
     """Coordinates of both factors, of one, of the other.
 
     What comes first is transposed before a product of matrices: windows, which are formed that way,
-    or else the narrower one.
+    or else what comes first in the leaf, which then needs no transposition of its own.
     """
-    shared, sizes = _shared(pair), _sizes(pair)
+    shared = _shared(pair)
     sides = [
         tuple(x for x in labels if x not in shared)
         for labels in (_left_coordinates(pair), _right_coordinates(pair))
     ]
     if not isinstance(pair.left, Windows):
-        sides.sort(key=lambda labels: math.prod(sizes[x] for x in labels))
+        sides.sort(key=lambda labels: [pair.coordinates.index(x) for x in labels])
     return (*(x for x in pair.coordinates if x in shared), *sides[0], *sides[1])
 
 
@@ -475,7 +494,16 @@ def pick(array: jax.Array, axis: int, i: jax.Array, shards: int, count: int) -> 
     return part.reshape(*before, shards * count, *after)
 
 
+def _one_product(pairs: Sequence[Pair]) -> bool:
+    """Whether a unit's gradient is the outer product of two vectors."""
+    sizes = _sizes(pairs[0])
+    summed = (*pairs[0].positions, *_shared(pairs[0]))
+    return len(pairs) == 1 and all(sizes[x] == 1 for x in summed)
+
+
 def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
+    if _one_product(pairs):  # nothing cancels
+        return jnp.square(_absolute(pairs[0])) + jnp.square(_order(pairs))
     pairs = [dataclasses.replace(p, left=formed(p.left)) for p in pairs]
     total: jax.Array | None = None
     own: list[jax.Array] = []
@@ -511,8 +539,8 @@ def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
 
     def size(side: Dense | OneHot | Windows) -> tuple[jax.Array, jax.Array]:
         if isinstance(side, OneHot):
-            one = jnp.ones((1,) * len(out), jnp.float32)
-            return one, one
+            ones = (side.indices < side.size).astype(jnp.float32)
+            return (one := _aligned(ones, side.labels, out)), one
         axes = tuple(i for i, x in enumerate(side.labels) if x not in out)
         kept = tuple(x for x in side.labels if x in out)
         width = math.prod(side.shape[i] for i in axes)
@@ -560,10 +588,11 @@ def _inner(
 ) -> jax.Array:
     y = dataclasses.replace(y, labels=tuple(rename.get(label, label) for label in y.labels))
     if isinstance(x, Dense) and isinstance(y, Dense):
-        return einsum([x, y], out, precision)
+        there = [label for label in out if label in x.labels or label in y.labels]
+        return _aligned(einsum([x, y], there, precision), there, out)
     if isinstance(x, OneHot) and isinstance(y, OneHot):
-        same = _aligned(x.indices, x.labels, out) == _aligned(y.indices, y.labels, out)
-        return same.astype(jnp.float32)
+        ours, theirs = (_aligned(side.indices, side.labels, out) for side in (x, y))
+        return ((ours == theirs) & (ours < x.size)).astype(jnp.float32)
     if isinstance(x, OneHot) and isinstance(y, Dense):
         hot, dense = x, y
     else:
@@ -584,4 +613,5 @@ def _inner(
         table, jnp.broadcast_to(index, (n, table.shape[1], index.shape[2])), axis=2, mode="clip"
     )
     found = found.reshape(n, *sizes).astype(jnp.float32)
-    return _aligned(found, (UNIT, *rows, *places), out)
+    inside = _aligned(hot.indices < hot.size, hot.labels, out)
+    return jnp.where(inside, _aligned(found, (UNIT, *rows, *places), out), 0.0)

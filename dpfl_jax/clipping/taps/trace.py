@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jax.extend.core import Literal
 
 from dpfl_jax.clipping.taps.views import View, extend_view
 
+LOOKUPS = frozenset({"gather", "dynamic_slice"})
 INLINED = frozenset({"jit", "pjit", "closed_call", "core_call"})
 _ELEMENTWISE = frozenset({"add", "add_any", "mul", "sub", "div"})
 REMAT = frozenset({"checkpoint", "remat", "remat2"})
@@ -31,6 +33,8 @@ class Site:
       inputs: abstract values of all operands, inside the loops.
       out: abstract value of the output, inside the loops.
       lengths: lengths of the enclosing scans, outermost first.
+      summed: whether what was looked up is summed over its positions before the tap: all of them
+        then have one gradient.
     """
 
     index: int
@@ -42,6 +46,7 @@ class Site:
     inputs: tuple[Any, ...]
     out: Any
     lengths: tuple[int, ...]
+    summed: bool = False
 
 
 @dataclasses.dataclass
@@ -55,6 +60,8 @@ class Plan:
       number: tells plans apart.
       depth: number of enclosing scans.
       recomputed: whether this is the inside of a ``jax.checkpoint`` that keeps nothing.
+      looked_up: variables that gathers made (in the end: that are read once), with the plan and the
+        position of the gather.
     """
 
     number: int
@@ -63,6 +70,7 @@ class Plan:
     sites: dict[int, Site] = dataclasses.field(default_factory=dict)
     inner: dict[int, Plan] = dataclasses.field(default_factory=dict)
     records: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
+    looked_up: dict[Any, tuple[Plan, int]] = dataclasses.field(default_factory=dict)
 
     def all_sites(self) -> list[Site]:
         """The sites of this plan and of those within."""
@@ -152,7 +160,12 @@ class _Walker:
         def view_of(v: Any) -> View | None:
             return None if isinstance(v, Literal) else views.get(v)
 
+        reads = collections.Counter(v for v in jaxpr.outvars if not isinstance(v, Literal))
+        for eqn in jaxpr.eqns:
+            reads.update(v for v in eqn.invars if not isinstance(v, Literal))
         for position, eqn in enumerate(jaxpr.eqns):
+            if eqn.primitive.name == "reduce_sum" and view_of(eqn.invars[0]) is None:
+                _tap_the_sum(plan, position, eqn, reads)
             seen = [view_of(v) for v in eqn.invars]
             used = [(i, view) for i, view in enumerate(seen) if view is not None]
             # An equation with an effect may hand a parameter on through what it writes to (a Ref).
@@ -166,6 +179,9 @@ class _Walker:
                 inner, outputs = self.walk(inner_jaxpr(eqn), seen, lengths)
                 inner.recomputed = name in REMAT and eqn.params["policy"] is None
                 plan.inner[position] = inner
+                for v, w in zip(eqn.outvars, inner_jaxpr(eqn).outvars):
+                    if name in INLINED and not isinstance(w, Literal) and w in inner.looked_up:
+                        plan.looked_up[v] = inner.looked_up[w]
             elif name == "scan":
                 plan.inner[position] = self._scan(eqn, seen, lengths)
                 outputs = None
@@ -178,7 +194,10 @@ class _Walker:
                     why = "is elementwise: copies cost no more" if small else "has no rule"
                     self._copy(used, f"`{name}` {why}")
                 plan.sites[position] = self._site(plan, eqn, where, view, lengths)
+                if name == "gather":
+                    plan.looked_up[eqn.outvars[0]] = plan, position
             views.update((v, w) for v, w in zip(eqn.outvars, outputs or ()) if w is not None)
+        plan.looked_up = {v: x for v, x in plan.looked_up.items() if reads[v] == 1}
         return plan, [view_of(v) for v in jaxpr.outvars]
 
     def _site(self, plan: Plan, eqn: Any, where: int, view: View, lengths: tuple[int, ...]) -> Site:
@@ -231,6 +250,19 @@ class _Walker:
         raise _NeedsCopyError(min((v.leaf for _, v in used), key=lambda i: self.sizes[i]), reason)
 
 
+def _tap_the_sum(plan: Plan, position: int, eqn: Any, reads: Mapping[Any, int]) -> None:
+    """Taps this sum instead of the gather that it alone reads and sums over all positions."""
+    (v,) = eqn.invars
+    if isinstance(v, Literal) or v not in plan.looked_up or reads[v] != 1:
+        return
+    holder, at = plan.looked_up[v]
+    site = holder.sites[at]
+    slices = site.params["dimension_numbers"].offset_dims
+    if {*eqn.params["axes"]} == {*range(len(site.out.shape))} - {*slices}:
+        del holder.sites[at]
+        plan.sites[position] = dataclasses.replace(site, out=eqn.outvars[0].aval, summed=True)
+
+
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     """How many operands of a scan are constants, and how many are carried."""
     if "ft_in" in params:  # JAX 0.12
@@ -248,12 +280,12 @@ def inner_jaxpr(eqn: Any) -> Any:
 def has_rule(eqn: Any, where: int) -> bool:
     """Whether the gradient of operand ``where`` factors (see ``factors``)."""
     name, params = eqn.primitive.name, eqn.params
-    floats = [v for i, v in enumerate(eqn.invars) if name != "gather" or i == 0]
+    floats = [v for i, v in enumerate(eqn.invars) if name not in LOOKUPS or i == 0]
     if not all(jnp.issubdtype(v.aval.dtype, jnp.floating) for v in (*floats, *eqn.outvars)):
         return False
     if name == "dot_general":
         return True
-    if name == "gather":
+    if name in LOOKUPS:
         return where == 0 and embedding_axis(eqn.invars[0].aval.shape, params) is not None
     if name == "conv_general_dilated":
         return where == 1 and params["batch_group_count"] == 1
@@ -261,13 +293,19 @@ def has_rule(eqn: Any, where: int) -> bool:
 
 
 def embedding_axis(shape: tuple[int, ...], params: dict[str, Any]) -> int | None:
-    """The axis along which a gather looks up whole slices, or None if it does something else."""
-    numbers, sizes = params["dimension_numbers"], tuple(params["slice_sizes"])
-    if len(numbers.start_index_map) != 1 or numbers.operand_batching_dims:
-        return None
-    axis = numbers.start_index_map[0]
-    whole = all(sizes[i] == (1 if i == axis else shape[i]) for i in range(len(shape)))
-    return axis if whole and tuple(numbers.collapsed_slice_dims) == (axis,) else None
+    """The axis along which a lookup takes whole slices, or None if it does something else."""
+    numbers, sizes = params.get("dimension_numbers"), tuple(params["slice_sizes"])
+    cut = [i for i, size in enumerate(shape) if size != sizes[i]]
+    if numbers is not None:  # a gather
+        looked = tuple(numbers.start_index_map)
+        if numbers.operand_batching_dims or not set(numbers.collapsed_slice_dims) <= set(looked):
+            return None
+        if len(looked) > 1 and "CLIP" not in str(params["mode"]):  # what is whole may be out of it
+            return None
+        cut = cut or list(looked)
+        if not set(cut) <= set(looked) or not set(numbers.collapsed_slice_dims) <= set(cut):
+            return None
+    return cut[0] if len(cut) == 1 and sizes[cut[0]] == 1 else None
 
 
 def _has_gradient(v: Any) -> bool:
