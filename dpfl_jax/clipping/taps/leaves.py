@@ -448,15 +448,15 @@ def _fast_order(pair: Pair) -> tuple[Label, ...]:
     """Coordinates of both factors, of one, of the other.
 
     What comes first is transposed before a product of matrices: windows, which are formed that way,
-    or else what comes first in the leaf, which then needs no transposition of its own.
+    or else the narrower one.
     """
-    shared = _shared(pair)
+    shared, sizes = _shared(pair), _sizes(pair)
     sides = [
         tuple(x for x in labels if x not in shared)
         for labels in (_left_coordinates(pair), _right_coordinates(pair))
     ]
     if not isinstance(pair.left, Windows):
-        sides.sort(key=lambda labels: [pair.coordinates.index(x) for x in labels])
+        sides.sort(key=lambda labels: math.prod(sizes[x] for x in labels))
     return (*(x for x in pair.coordinates if x in shared), *sides[0], *sides[1])
 
 
