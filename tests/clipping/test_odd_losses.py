@@ -400,6 +400,71 @@ def a_parameter_written_into_a_ref():
     return loss, {"w": normal(0, 5, 3), "v": normal(1, 3)}, normal(2, 4, 6, 5)
 
 
+def of_parameters_alone(inside):
+    """What meets no data, in the body of a loop or a checkpoint, times data."""
+
+    def found(p):
+        some = jnp.sin(jnp.ones(5) @ p["w"]) + p["e"][2] + lax.dynamic_index_in_dim(p["e"], 1)[0]
+        kernel = p["k"][..., None, None]
+        seen = lax.conv_general_dilated(jnp.ones((1, 2, 3, 3)), kernel, (1, 1), "VALID")
+        return some + jnp.tanh(jnp.sum(p["e"][jnp.arange(4)], axis=0)) + jnp.sum(seen)
+
+    def loss(p, x):
+        y = inside(found, p)
+        return jnp.sum(jnp.tanh(x @ p["w"]) * y) + x[0, 0] * jnp.sum(y)
+
+    params = {"w": 0.3 * normal(0, 5, 3), "e": normal(1, 7, 3), "k": normal(2, 3, 2)}
+    return loss, params, normal(3, 4, 6, 5)
+
+
+@odd
+def parameters_alone_in_a_checkpoint():
+    return of_parameters_alone(lambda f, p: jax.checkpoint(f)(p))
+
+
+@odd
+def parameters_alone_in_a_loop():
+    def inside(f, p):
+        return lax.scan(lambda h, t: (h, t * f(p)), 0.0, jnp.arange(3.0))[1].sum(0)
+
+    return of_parameters_alone(inside)
+
+
+@odd
+def parameters_alone_in_a_checkpoint_in_a_loop_that_carries_them():
+    def inside(f, p):
+        body = jax.checkpoint(lambda h, t: (jnp.sin(h) + t * f(p), None))
+        return lax.scan(body, jnp.zeros(3), jnp.arange(3.0))[0]
+
+    return of_parameters_alone(inside)
+
+
+@odd
+def a_table_with_an_axis_of_one_looked_up_and_multiplied():
+    def loss(p, e):
+        x, i = e
+        return jnp.sum(jnp.sin(p["e"][i])) + jnp.sum(jnp.einsum("td,vod->tvo", x, p["e"]) ** 2)
+
+    return loss, {"e": normal(0, 7, 1, 3)}, (normal(1, 4, 2, 3), ids(2, 0, 7, 4, 2))
+
+
+@pytest.mark.privacy
+def test_a_unit_whose_gradient_follows_from_parameters_alone_moves_the_sum_by_its_bound():
+    """Its data are a factor: quiet units once had no gradient, and all others its own."""
+
+    def loss(w, x):
+        return x * jax.checkpoint(lambda w: jnp.sum(w[jnp.array([0, 2])]))(w)
+
+    w, x = jnp.ones((5, 3)), jnp.concatenate([jnp.tile(jnp.array([1e-3, -1e-3]), 32), jnp.ones(1)])
+    for strategy in ("ghost", "auto"):
+        bounded = bounded_grad(loss, clip_norm=1.0, strategy=strategy)
+        with_it, without, other = bounded(w, x), bounded(w, x[:-1]), bounded(w, x.at[-1].set(-7.0))
+        np.testing.assert_allclose(with_it.norms, 6**0.5 * jnp.abs(x), rtol=1e-5)
+        assert with_it.losses.shape == x.shape
+        assert jnp.linalg.norm(with_it.sum - without.sum) == pytest.approx(1.0, rel=1e-5)
+        assert jnp.linalg.norm(other.sum - without.sum) == pytest.approx(1.0, rel=1e-5)
+
+
 @pytest.mark.privacy
 @pytest.mark.parametrize("name", list(ODD))
 def test_odd_losses_equal_vmap(name):

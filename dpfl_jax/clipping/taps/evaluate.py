@@ -25,13 +25,22 @@ def tap(y: jax.Array, token: jax.Array) -> jax.Array:
 
     Adding an array of zeros would do the same, but inside loops it would be stored and read.
     """
-    del token
-    return y
+    return _of_each_unit(y, token)
 
 
 @tap.defjvp
 def _tap_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return primals[0], tangents[0] + tangents[1]
+    return _of_each_unit(*primals), tangents[0] + tangents[1]
+
+
+def _of_each_unit(y: jax.Array, token: jax.Array) -> jax.Array:
+    """``y``, mapped over whatever the token is mapped over.
+
+    What follows from parameters alone has no axis of units, but its gradient has one: of a
+    ``custom_jvp`` whose output has none, JAX adds up the tangents of all units in scans and
+    checkpoints. A choice that is never made costs nothing: compilers see that it is not.
+    """
+    return jax.lax.select(jax.numpy.zeros((), bool), token, y)
 
 
 def evaluate(

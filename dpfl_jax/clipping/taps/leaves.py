@@ -602,9 +602,10 @@ def _inner(
     # <one-hot(i), row> = row[i]: look up, for every row, the entries the other side points at.
     rows = tuple(label for label in dense.labels if label not in (UNIT, hot.hot) and label in out)
     places = tuple(label for label in hot.labels if label != UNIT)
-    table = _aligned(dense.array, dense.labels, (UNIT, *rows, hot.hot))
-    extra = [label for label in dense.labels if label not in (UNIT, hot.hot, *rows)]
-    assert all(dense.array.shape[dense.labels.index(label)] == 1 for label in extra)
+    # A label of one side alone is of an axis of length 1.
+    one = [i for i, label in enumerate(dense.labels) if label not in (UNIT, hot.hot, *rows)]
+    kept = tuple(label for i, label in enumerate(dense.labels) if i not in one)
+    table = _aligned(dense.array.squeeze(one), kept, (UNIT, *rows, hot.hot))
     n, width = table.shape[0], hot.size
     sizes = [*table.shape[1:-1], *[hot.indices.shape[hot.labels.index(x)] for x in places]]
     table = table.reshape(n, -1, width)
