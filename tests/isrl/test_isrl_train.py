@@ -178,9 +178,10 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, override, words):
     assert not (tmp_path / "run").exists()
 
 
-def test_the_shipped_configurations_are_valid():
+def test_the_shipped_configurations_are_valid(monkeypatch):
+    monkeypatch.setenv("DPFL_DATA_DIR", "/data")
     names = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-    assert names == ["accelerated", "multi_stage", "one_pass", "quickstart"]
+    assert names == ["accelerated", "heart", "multi_stage", "one_pass", "quickstart"]
     for name in names:
         assert load_config(CONFIGS / f"{name}.yaml").isrl is not None
 
