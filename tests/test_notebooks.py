@@ -68,7 +68,7 @@ def test_a_notebook_says_again_what_is_stored(path, capsys, tmp_path, monkeypatc
         said, stored = capsys.readouterr().out, printed(cell)
         drawn = len(plt.get_fignums())
         plt.close("all")
-        # What follows what is installed; or noise that is another one wherever a model rounds otherwise.
+        # It follows what is installed, or noise that changes where a model rounds otherwise.
         if "not-compared" in cell["metadata"].get("tags", []):
             continue
         assert NUMBER.sub("#", said) == NUMBER.sub("#", stored)
