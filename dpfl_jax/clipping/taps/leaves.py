@@ -494,16 +494,7 @@ def pick(array: jax.Array, axis: int, i: jax.Array, shards: int, count: int) -> 
     return part.reshape(*before, shards * count, *after)
 
 
-def _one_product(pairs: Sequence[Pair]) -> bool:
-    """Whether a unit's gradient is the outer product of two vectors."""
-    sizes = _sizes(pairs[0])
-    summed = (*pairs[0].positions, *_shared(pairs[0]))
-    return len(pairs) == 1 and all(sizes[x] == 1 for x in summed)
-
-
 def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
-    if _one_product(pairs):  # nothing cancels
-        return jnp.square(_absolute(pairs[0])) + jnp.square(_order(pairs))
     pairs = [dataclasses.replace(p, left=formed(p.left)) for p in pairs]
     total: jax.Array | None = None
     own: list[jax.Array] = []
