@@ -68,8 +68,7 @@ def test_a_notebook_says_again_what_is_stored(path, capsys, tmp_path, monkeypatc
         said, stored = capsys.readouterr().out, printed(cell)
         drawn = len(plt.get_fignums())
         plt.close("all")
-        # It follows what is installed, or noise that changes where a model rounds otherwise.
-        if "not-compared" in cell["metadata"].get("tags", []):
+        if "not-compared" in cell["metadata"].get("tags", []):  # follows what is installed
             continue
         assert NUMBER.sub("#", said) == NUMBER.sub("#", stored)
         assert numbers(said) == pytest.approx(numbers(stored), rel=0.05, abs=0.02)
