@@ -37,7 +37,9 @@ def train(coordinator: str, processes: int, process: int, steps: int = 20) -> No
     plan = dpfl.ULS(group_size=4, cohort_size=64).plan(people(400), steps=steps, epsilon=8.0)
     result = dpfl.fit(loss, {"w": jax.numpy.zeros(8)}, plan, optax.adam(0.1))
     weights = np.round(np.asarray(result.params["w"], float), 3).tolist()
-    print(f"process {process} of {processes}, {jax.device_count()} devices: {weights}", flush=True)
+    # In one piece: the other processes write to the same terminal.
+    said = f"process {process} of {processes}, {jax.device_count()} devices: {weights}\n"
+    print(said, end="", flush=True)
 
 
 def main(processes: int = 2) -> None:

@@ -107,7 +107,7 @@ def test_two_processes_end_with_the_same_parameters():
         timeout=600,
     )
     assert found.returncode == 0, found.stderr
-    said = re.findall(r"process (\d) of 2, 4 devices: (\[.*\])", found.stdout)
+    said = re.findall(r"process (\d) of 2, 4 devices: (\[[^]]*\])", found.stdout)
     assert sorted(process for process, _ in said) == ["0", "1"]
     assert said[0][1] == said[1][1]
     assert any(abs(w) > 0.1 for w in eval(said[0][1]))
