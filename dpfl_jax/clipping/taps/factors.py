@@ -351,18 +351,17 @@ def _windows(site: Site, x: jax.Array, places: Sequence[int], feature: int) -> j
     for place, (low, high), dilation in zip(places, params["padding"], params["lhs_dilation"]):
         config[place] = (low, high, dilation - 1)
     x = jax.lax.pad(x, jnp.zeros((), x.dtype), config)
-    cuts = []
-    for offset in itertools.product(*[range(k) for k in kernel]):
-        cut = x
-        for place, k, step, stride, count in zip(
-            places, offset, params["rhs_dilation"], params["window_strides"], outputs
-        ):
-            start = k * step if count else 0
+    # One axis after the other: what two places of the kernel share is copied once.
+    ways = zip(places, kernel, params["rhs_dilation"], params["window_strides"], outputs)
+    for done, (place, k, step, stride, count) in enumerate(reversed(list(ways))):
+        axis = place + done if place > feature else place
+        cuts = []
+        for offset in range(k):
+            start = offset * step if count else 0
             stop = start + (count - 1) * stride + 1 if count else 0
-            cut = jax.lax.slice_in_dim(cut, start, stop, stride, axis=place)
-        cuts.append(cut)
-    stacked = jnp.stack(cuts, axis=feature)
-    return stacked.reshape(*stacked.shape[:feature], *kernel, *stacked.shape[feature + 1 :])
+            cuts.append(jax.lax.slice_in_dim(x, start, stop, stride, axis=axis))
+        x = jnp.stack(cuts, axis=feature)
+    return x
 
 
 def formed(left: Dense | OneHot | Windows) -> Dense | OneHot:
