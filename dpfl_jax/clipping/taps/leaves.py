@@ -445,19 +445,12 @@ def _as_formed(pairs: Sequence[Pair], parts: int) -> bool:
 
 
 def _fast_order(pair: Pair) -> tuple[Label, ...]:
-    """Coordinates of both factors, of one, of the other.
-
-    What comes first is transposed before a product of matrices: windows, which are formed that way,
-    or else the narrower one.
-    """
-    shared, sizes = _shared(pair), _sizes(pair)
-    sides = [
-        tuple(x for x in labels if x not in shared)
-        for labels in (_left_coordinates(pair), _right_coordinates(pair))
-    ]
+    """Coordinates in the leaf's order, in which they are added up, or, of windows, in theirs."""
     if not isinstance(pair.left, Windows):
-        sides.sort(key=lambda labels: math.prod(sizes[x] for x in labels))
-    return (*(x for x in pair.coordinates if x in shared), *sides[0], *sides[1])
+        return pair.coordinates
+    shared = tuple(x for x in pair.coordinates if x in _shared(pair))
+    sides = (*_left_coordinates(pair), *_right_coordinates(pair))
+    return (*shared, *(x for x in sides if x not in shared))
 
 
 def _fastest(pair: Pair) -> jax.Array:
