@@ -108,6 +108,9 @@ def every_number_is_noised(silo):
     key, held = drawn(silo)[number], silo.held
     more = [2 * sigma for sigma in run.plan.noise]
     if isinstance(run.work, MessageWork):
+        # Sample and noise are drawn anew where anything differs: only all records are the same.
+        every = held.config.isrl.model_copy(update={"sampling": "full"})
+        held.config = held.config.model_copy(update={"isrl": every})
         loud = dataclasses.replace(run.plan, noise=more)
         works = [held.work(plan, run.work.index, run.work.key) for plan in (run.plan, loud)]
     else:
