@@ -238,7 +238,8 @@ def _got_worse(report: dict[str, Any]) -> str:
         return ""
     return (
         "[bold yellow]warning:[/bold yellow] training made the held-out loss larger: take a "
-        "smaller learning rate, or, where a table's columns are not of order 1, declare data.scale"
+        "smaller learning rate, or less noise (--dry-run names the key), or, where a table's "
+        "columns are not of order 1, declare data.scale"
     )
 
 

@@ -98,7 +98,13 @@ def is_number(text: str) -> bool:
 
 def no_column(where: str, column: str, names: Sequence[str]) -> BadInputError:
     """Returns the error for a column that is not there."""
-    return BadInputError(f"{where}: there is no column {column!r}; the columns are {names}")
+    more = ""
+    if column == "text":  # the name that nobody chose: perhaps there is no text
+        more = (
+            ": name the text's as text_column (--text-column); of a table of numbers name the "
+            "target as data.target_column (`dpfl train` reads it as it is, no store is needed)"
+        )
+    return BadInputError(f"{where}: there is no column {column!r}; the columns are {names}{more}")
 
 
 class BadRows:

@@ -217,7 +217,7 @@ def _number(
     if not math.isfinite(value):
         raise BadInputError(
             f"{where}: the column {name!r} holds {row[name]!r}, not a number: mend the row, or "
-            "name the columns to use in data.input_columns"
+            "name the columns to use in data.input_columns (who holds a record: data.silo_column)"
         )
     middle, half_width = (scale or {}).get(name, (0.0, 1.0))
     if not abs((value - middle) / half_width) <= _LARGEST:

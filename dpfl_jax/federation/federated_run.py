@@ -444,7 +444,9 @@ def _kept(prepared: FederatedRun) -> dict[str, Any]:
     if before - after <= _MANY * before:
         return found
     cap = prepared.config.mechanism.max_items_per_subject
-    advice = "raise it, or spread subjects over more silos"
+    advice = "raise it"
+    if prepared.config.federation.partition != "natural":  # where records lie is ours to say
+        advice += ", or spread subjects over more silos"
     if prepared.personal is not None:
         advice = "rpdp uses one record of a person in a silo, so give each record an id of its own"
     found["warning"] = (

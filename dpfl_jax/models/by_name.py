@@ -55,10 +55,10 @@ def build_by_name(kind: str, task: Task, options: Mapping[str, Any]) -> Any:
         if len(shape) == 1:
             fitting["linear"] = lambda **more: LinearRegression(shape[0], **more)
     if kind not in fitting:
-        labels = f" of {classes} classes" if classes else ""
+        learned = f"{classes} classes" if classes else task.kind
         raise BadInputError(
-            f"model.kind={kind} does not fit these data, {task.kind}{labels} of inputs "
-            f"{list(shape)}: use {' or '.join(fitting)}"
+            f"model.kind={kind} does not fit these data ({learned}, inputs of shape "
+            f"{list(shape)}): use {' or '.join(fitting)}"
         )
     try:
         return fitting[kind](**options)

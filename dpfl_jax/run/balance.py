@@ -9,6 +9,10 @@ from typing import Any
 
 from dpfl_jax.errors import BadInputError
 
+# Noise over signal that advice must reach. Gradients are never all at the clip norm and aligned: of
+# configs/subject/digits.yaml the held-out loss, 2.40 before, is 3.20 after a run at 0.75
+# (privacy.epsilon=0.8), 1.56 at 0.43 and 1.08 at 0.24.
+_ENOUGH = 0.5
 # (the key to change, its value, what the balance would be); the values of a key in order.
 Knobs = Iterable[tuple[str, Sequence[tuple[Any, Callable[[], "Balance"]]]]]
 
@@ -67,7 +71,7 @@ def advice(balance: Balance, knobs: Knobs) -> list[str]:
                 ratio = would_be().ratio
             except BadInputError:  # no such mechanism, or no noise that meets the target
                 continue
-            if ratio <= 1.0:
+            if ratio <= _ENOUGH:
                 found.append(f"{key}={value} ({ratio:.2g})")
                 break
     better = (

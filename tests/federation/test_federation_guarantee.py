@@ -12,7 +12,7 @@ from dpfl_jax.accounting import IDEALISED
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import calibrate_federation, subject_epsilon
-from dpfl_jax.federation.federated_run import dry_run, prepare
+from dpfl_jax.federation.federated_run import _kept, dry_run, prepare
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.recipes import Claim, apply_recipe, claim_of
 from dpfl_jax.run.report import claim_rows
@@ -112,4 +112,9 @@ def test_what_a_cap_leaves_out_is_counted_and_warned_of(federation, mechanism, w
         assert f"leaves out {before - after} of {before} records" in told["warning"]
         assert warned in told["warning"]
         assert "warning:" in output.getvalue()
+        # Where records lie as they do, nobody can spread them.
+        natural = prepared.config.federation.model_copy(update={"partition": "natural"})
+        there = config.model_copy(update={"federation": natural})
+        said = _kept(dataclasses.replace(prepared, config=there))["warning"]
+        assert "over more silos" not in said
     assert any("before and after the cap" in a for a in price["privacy"]["assumptions"])

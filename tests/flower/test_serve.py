@@ -1,6 +1,11 @@
-"""What the server's process says, and when it does not begin."""
+"""What the server's process says, when it does not begin, and what it ends."""
 
 import io
+import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import yaml
@@ -33,3 +38,58 @@ def test_a_finished_study_is_not_served_again(tmp_path):
     (done / "report.json").write_text('{"status": "finished"}')
     with pytest.raises(BadInputError, match="is finished and is not overwritten"):
         serve(tmp_path / "study.yaml", done, QUIET)
+
+
+# Flower's commands are looked for beside the interpreter.
+BESIDE = """
+import sys
+from dpfl_jax.cli.main import main
+sys.executable = sys.argv[1]
+sys.exit(main(sys.argv[2:]))
+"""
+# As a SuperLink does, it starts what goes on without it; the pipe is open as long as that lives.
+LINK = """#!/bin/sh
+sleep 60 > "$FLWR_HOME/alive" &
+wait
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_a_server_that_is_told_to_end_ends_what_it_started(tmp_path):
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study()))
+    for name, text in {"flower-superlink": LINK, "flwr": "#!/bin/sh\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    home = tmp_path / "run.flower"
+    home.mkdir()
+    os.mkfifo(home / "alive")
+    pipe = os.open(home / "alive", os.O_RDONLY | os.O_NONBLOCK)
+
+    def alive():
+        try:
+            return os.read(pipe, 1) != b""
+        except BlockingIOError:  # somebody may still write
+            return True
+
+    def waits_for(condition, what):
+        end = time.monotonic() + 120
+        while not condition():
+            assert server.poll() is None, what
+            assert time.monotonic() < end, what
+            time.sleep(0.05)
+
+    words = ["silo", "serve", "study.yaml", "--run-dir", "run", "--port", "0", "--insecure"]
+    server = subprocess.Popen(
+        [sys.executable, "-c", BESIDE, str(tmp_path / "python"), *words], cwd=tmp_path
+    )
+    try:
+        waits_for(alive, "the server did not begin")
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 143
+        end = time.monotonic() + 10
+        while alive():
+            assert time.monotonic() < end, "what it started goes on"
+    finally:
+        server.kill()
+        os.close(pipe)

@@ -1,8 +1,18 @@
-"""Silos in processes of their own train what the simulation trains, to the last bit."""
+"""Silos in processes of their own train what the simulation trains, to the last bit; what crosses
+the wire is their noised messages and nothing else."""
 
+import dataclasses
+
+import jax
+import numpy as np
 import pytest
 
+from dpfl_jax.federation.engine import Released
 from dpfl_jax.flower import run_study
+from dpfl_jax.flower.isrl import MessageWork
+from dpfl_jax.flower.wire import pack, tree_of, unpack
+from dpfl_jax.run.report import environment
+from dpfl_jax.task import Task
 from tests.flower.studies import (
     ISRL,
     NAMES,
@@ -11,6 +21,7 @@ from tests.flower.studies import (
     Here,
     bits,
     config_of,
+    drawn,
     make_silos,
     opened,
     simulated,
@@ -55,6 +66,69 @@ def in_ci(kinds, *chosen):
     return [pytest.param(k, marks=[pytest.mark.privacy] * (k in chosen)) for k in kinds]
 
 
+ROUND = {"kind", "run", "plan", "silo", "round"}
+SAID = {
+    "hello": {"kind", "name", "facts", "environment", "task"},
+    "accepted": {"kind", "silo", "plan"},
+    "message": ROUND,
+    "absent": ROUND,
+    "done": {"kind", "silo"},
+}
+
+
+def only_noised_messages_crossed(seen, silos):
+    """Every reply, byte for byte: public words, and the arrays of one release."""
+    kinds = set()
+    for name, _, reply in seen:
+        header, arrays = unpack(reply)
+        assert set(header) == SAID[header["kind"]]
+        kinds.add(header["kind"])
+        released = {}
+        if header["kind"] == "hello":
+            assert header["facts"] == silos[name].held.facts
+            assert set(header["facts"]) <= {"num_records", "num_subjects"}
+            assert header["environment"] == environment()
+            assert Task.of(header["task"]) == silos[name].held.task
+        if header["kind"] == "message":
+            work = silos[name]._runs[header["run"]].work
+            like = work.like
+            if not isinstance(work, MessageWork):
+                floats = jax.tree.map(lambda p: np.zeros(p.shape, np.float32), work.like)
+                like = Released(floats, np.float32(0), np.int32(0), np.int32(0))
+            released = {"released": tree_of(arrays, "released", like)}
+        assert reply == pack(header, **released)
+    assert {"hello", "accepted", "message", "done"} <= kinds
+
+
+def every_number_is_noised(silo):
+    """One step's message from the same key, parameters and records, with the noise and with twice
+    as much: no number of it stays (false alarms: the same float twice, about 1e-6 a number)."""
+    run = next(iter(silo._runs.values()))
+    number = silo._rounds(run.plan.run, "answered", sent=True)[0]
+    key, held = drawn(silo)[number], silo.held
+    more = [2 * sigma for sigma in run.plan.noise]
+    if isinstance(run.work, MessageWork):
+        # Sample and noise are drawn anew where anything differs: only all records are the same.
+        every = held.config.isrl.model_copy(update={"sampling": "full"})
+        held.config = held.config.model_copy(update={"isrl": every})
+        loud = dataclasses.replace(run.plan, noise=more)
+        works = [held.work(plan, run.work.index, run.work.key) for plan in (run.plan, loud)]
+    else:
+        one = held.config.federation.model_copy(update={"local_steps": 1})
+        held.config = held.config.model_copy(update={"federation": one})
+        works = [held.work(run.plan, run.work.index, run.work.key) for _ in range(2)]
+        builder = works[1]._steps.builder
+        louder = builder.federation.with_noise(more)
+        works[1]._steps.builder = dataclasses.replace(builder, federation=louder)
+    sent = []
+    for work in works:
+        params = jax.tree.map(lambda x: np.full(x.shape, 0.1, x.dtype), work.like)
+        found, _ = work.message(number, key, params, work.start(), 0)
+        sent.append(jax.tree.leaves(getattr(found, "update", found)))
+    for once, twice in zip(*sent, strict=True):
+        assert (once != twice).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", in_ci(KINDS, "subject_uls", "rpdp"))
 def test_a_study_equals_the_simulation_to_the_last_bit(tmp_path, kind):
@@ -63,13 +137,16 @@ def test_a_study_equals_the_simulation_to_the_last_bit(tmp_path, kind):
     policy = {**POLICY, "mechanisms": [kind], "epsilon": 30.0, "unit": unit}
     folders = make_silos(tmp_path, raw, policy)
     silos = opened(folders)
-    report = run_study(config_of(tmp_path), tmp_path / "server", Here(silos), QUIET)
+    wire = Here(silos)
+    report = run_study(config_of(tmp_path), tmp_path / "server", wire, QUIET)
     assert report["status"] == "finished"
+    only_noised_messages_crossed(wire.seen, silos)
     noise = next(iter(silos[NAMES[0]]._runs.values())).plan.noise
     there = final_state(tmp_path / "server")["params"]
     assert bits(there) == bits(simulated(tmp_path, silos, noise))
     sent = [row for silo in silos.values() for row in silo.log.rows if row.get("sent")]
     assert len(sent) > len(silos)  # and they were trained
+    every_number_is_noised(silos["bern"])
 
 
 MESSAGES = {
@@ -93,8 +170,11 @@ def test_messages_equal_the_simulation_to_the_last_bit(tmp_path, kind):
     raw = study(ISRL, **MESSAGES[kind])
     policy = {**POLICY, "unit": "record", "mechanisms": [f"isrl/{raw['isrl']['algorithm']}"]}
     silos = opened(make_silos(tmp_path, raw, policy))
-    report = run_study(config_of(tmp_path), tmp_path / "server", Here(silos), QUIET)
+    wire = Here(silos)
+    report = run_study(config_of(tmp_path), tmp_path / "server", wire, QUIET)
     assert report["status"] == "finished"
+    only_noised_messages_crossed(wire.seen, silos)
     there = final_state(tmp_path / "server")["params"]
     assert bits(there) == bits(simulated_messages(tmp_path, silos))
     assert abs(there).max() > 0
+    every_number_is_noised(silos["bern"])

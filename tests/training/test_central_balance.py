@@ -61,11 +61,11 @@ def test_what_is_advised_would_do(tmp_path, kind):
     assert dry_run(validate_config(raw), console)["noise_over_signal"]["over_a_run"] > 1
     line = next(x for x in console.export_text().splitlines() if "swamps" in x)
     advised = line.split("so many times the signal: ")[1].split(", ")
-    assert len(advised) > 1
+    assert advised
     for item in advised:
         key, value = item.split(" (")[0].split("=")
         section, name = key.split(".")
         kept = raw[section].get(name, 0)
         part = {**raw[section], name: type(kept)(float(value))}
         better = dry_run(validate_config({**raw, section: part}), QUIET)
-        assert better["noise_over_signal"]["over_a_run"] <= 1
+        assert better["noise_over_signal"]["over_a_run"] <= 0.5
