@@ -33,8 +33,8 @@ class Problem:
       group: int or float [n], or None.
       rule: the clip rule.
       sharding: how the unit axis is split under automatic sharding; None: as the compiler likes.
-      pieces: cuts a unit into pieces (a pytree of arrays [pieces, ...]) whose losses add up to the
-        unit's; None: a unit's gradient is formed at once.
+      pieces: cuts a unit into pieces whose losses add up to its own, see ``bounded_grad``; None:
+        a unit's gradient is formed at once.
       gradient_sharding: ``(name, shape) -> NamedSharding``, how a unit's gradient is split over
         devices while it is accumulated; None: as the compiler likes.
     """
@@ -59,19 +59,23 @@ class Problem:
             return units(whole)(self.leaves, self.units)
         examples, keys = self.units
         pieces = jax.tree.map(self.place, jax.vmap(self.pieces)(examples))
+        turns: Any = jax.tree.leaves(pieces)[0].shape[1]
+        if isinstance(pieces, dict) and "there" in pieces:  # of all units at once: no batched loop
+            turns = jnp.where(pieces.pop("there").any(axis=0), jnp.arange(turns) + 1, 0).max()
 
         def one(leaves: Sequence[jax.Array], unit: PyTree) -> Any:
             pieces, key = unit
 
-            def body(carry: Any, piece: PyTree) -> tuple[Any, None]:
+            def body(i: jax.Array, carry: Any) -> Any:
+                piece = jax.tree.map(lambda x: x[i], pieces)
                 (value, _), gradient = whole(leaves, (piece, key))
                 total, sums = carry
                 more = [a + g.astype(jnp.float32) for a, g in zip(sums, gradient, strict=True)]
-                return (total + value, self._split(more)), None
+                return total + value, self._split(more)
 
             zeros = [jnp.zeros(p.shape, jnp.float32) for p in leaves]
             start = vary((jnp.zeros(()), self._split(zeros)), varying_axes(leaves, pieces))
-            (value, gradient), _ = jax.lax.scan(body, start, pieces)
+            value, gradient = jax.lax.fori_loop(0, turns, body, start)
             return (value, None), gradient
 
         return units(one)(self.leaves, (pieces, keys))

@@ -96,7 +96,8 @@ class RoundExecution(Traced):
     """How a federation computes its rounds; see ``Traced``, too.
 
     Attributes:
-      microbatch_size: units processed at once in a silo.
+      microbatch_size: units processed at once in a silo; of a unit with more records (a person, a
+        batch), so many records one after the other.
       width: silos of a device that are vmapped (1 is fastest on a CPU).
       chunk_silos: silos whose data are on the devices at once; default by size.
       strategy: how clipped gradients are computed.

@@ -93,7 +93,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def sums():
     return {
-        name: jax.jit(bounded_sum(m, loss_fn, examples_at_once=3)) for name, (m, _) in CASES.items()
+        name: jax.jit(bounded_sum(m, loss_fn, examples_at_once=2)) for name, (m, _) in CASES.items()
     }
 
 
@@ -141,20 +141,33 @@ def test_removing_a_subject_moves_the_real_sum_by_at_most_its_bound(
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 64])
-@pytest.mark.parametrize("counts", [[1], [5, 2, 4, 5]])
-def test_a_batch_that_is_added_up_is_the_batch(at_once, counts):
-    """UserLDP, some records after others, against ``vmap(grad)`` of the mean; an empty one is 0."""
-    mechanism, unit_size = CASES["user_ldp"]
-    data = one_silo(np.random.default_rng(3), counts, 1.0, 0, None)
+@pytest.mark.parametrize("name", ["user_ldp", "average_then_clip", "subject_uls"])
+def test_units_that_are_added_up_are_the_units(name, at_once):
+    """Some records after others, against ``vmap(grad)`` of the mean; without any unit, 0.
+
+    What fills units up is not looked at: numbers there that are none change no bit.
+    """
+    mechanism, unit_size = CASES[name]
+    data = one_silo(np.random.default_rng(3), [5, 1, 2, 4, 5], 1.0, 0, None)
     plain = jax.jit(bounded_sum(mechanism, loss_fn, strategy="vmap"))
     pieces = jax.jit(bounded_sum(mechanism, loss_fn, examples_at_once=at_once))
-    for chosen in (np.arange(sum(counts)), np.zeros(0, np.int64)):
+    everybody = np.arange(5 if name == "subject_uls" else 17)
+    for chosen in (everybody, everybody[:1], everybody[:0]):
         draw = mechanism.assemble(data.silos[0], chosen, KEY, 0)
-        batch = (make_params(), *packed(data, draw, unit_size), CLIP)
+        units, *more = packed(data, draw, unit_size)
+        x, there = units["examples"]["x"], units["mask"]
+        holes = x.copy()
+        holes[~there] = np.nan
+        batch = (make_params(), units, *more, CLIP)
+        bad = {"examples": {**units["examples"], "x": holes}, "mask": there}
         (a, seen), (b, told) = plain(*batch), pieces(*batch)
         np.testing.assert_allclose(flat(b), flat(a), rtol=2e-5, atol=1e-7)
         np.testing.assert_allclose(flat(told), flat(seen), rtol=2e-5, atol=1e-7)
         assert (np.abs(flat(b)).max() > 0) == bool(len(chosen))
+        if len(chosen):
+            np.testing.assert_array_equal(
+                flat(pieces(make_params(), bad, *more, CLIP)), flat((b, told))
+            )
 
 
 def linear_loss(params, example):

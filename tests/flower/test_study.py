@@ -46,7 +46,8 @@ KINDS = {
         "federation": {"weights": [1.0, 2.0, 0.7], "max_silos_per_subject": 2},
     },
     "user_ldp": {
-        "mechanism": {"kind": "user_ldp", "sampling_prob": 0.3, "max_items_per_subject": 3}
+        "mechanism": {"kind": "user_ldp", "sampling_prob": 0.3, "max_items_per_subject": 3},
+        "execution": {"microbatch_size": 2},
     },
     "subject_uls": {
         "mechanism": {"kind": "subject_uls", "batch_size": 6, "group_size": 2},
@@ -54,7 +55,7 @@ KINDS = {
             "local_state": "keep", "server_optimizer": {"name": "adam", "learning_rate": 0.1},
             "local_optimizer": {"name": "sgd", "learning_rate": 0.5, "options": {"momentum": 0.9}},
         },
-        "execution": {"microbatch_size": 4},
+        "execution": {"microbatch_size": 1},  # of a unit one record after the other
     },
     "local_item": {"mechanism": {"kind": "local_item", "batch_size": 8}},
     "rpdp": RPDP,

@@ -23,6 +23,7 @@ from dpfl_jax.mechanisms.base import (
     check_noise_law,
     check_noise_multiplier,
     mean_of_examples,
+    pieces_of_user,
     require_positive,
 )
 from dpfl_jax.randomness import RootKey
@@ -206,7 +207,10 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         return Standard(clip_norm)
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
-        """Turns the loss of one record into the loss of one unit."""
+        """Turns the loss of one record into the loss of one unit.
+
+        Of a unit of several records: one that also takes pieces of it (``mean_of_examples``).
+        """
         return loss_fn
 
     def bounded_grad(
@@ -216,21 +220,27 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
 
         Args:
           loss_fn: ``(params, record) -> scalar``.
-          examples_at_once: records of a unit whose gradient is formed at once, where a unit is a
-            whole batch; None: all.
-          **options: passed to ``clipping.bounded_grad``.
+          examples_at_once: of a unit that holds more records, so many are processed at once, and
+            gradients are added up before the norm is taken: padding takes no time. None: all.
+          **options: passed to ``clipping.bounded_grad``; strategies other than ``"auto"`` and
+            ``"scan"`` process a unit at once.
         """
-        del examples_at_once
-        return self.bounded_units(self.unit_loss(loss_fn), **options)
+        unit_loss = self.unit_loss(loss_fn)
+        formed = options.get("strategy", "auto") in ("auto", "scan")
+        at_once = examples_at_once if formed and unit_loss is not loss_fn else None
 
-    def bounded_units(self, unit_loss: LossFn, **options: Any) -> SumFn:
-        """The same for the loss of a unit."""
-        bounded = bounded_grad(unit_loss, rule=self.rule(self.clip_norm), **options)
+        def cut(unit: PyTree) -> PyTree:
+            assert at_once is not None
+            pieces = pieces_of_user(unit, at_once)
+            return {**pieces, "there": pieces["mask"].any(axis=1)}
 
         def summed(
             params: PyTree, units: PyTree, mask: jax.Array, group: jax.Array, clip_norm: jax.Array
         ) -> BoundedSum:
-            return bounded(params, units, mask=mask, group=group, rule=self.rule(clip_norm))
+            large = at_once is not None and units["mask"].shape[-1] > at_once
+            how = {**options, "pieces": cut} if large else options
+            bounded = bounded_grad(unit_loss, rule=self.rule(clip_norm), **how)
+            return bounded(params, units, mask=mask, group=group)
 
         return summed
 

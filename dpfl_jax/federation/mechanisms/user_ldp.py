@@ -15,24 +15,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.accounting import events
-from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.mechanisms.base import (
     LossFn,
-    PyTree,
     SiloDraw,
     SiloFacts,
     SiloMechanism,
-    SumFn,
     mean_of_examples,
 )
-from dpfl_jax.mechanisms.base import pieces_of_user
-from dpfl_jax.mechanisms.local_steps import with_slope
 from dpfl_jax.randomness import RootKey
 
 
@@ -67,17 +60,6 @@ class UserLDP(SiloMechanism):
         """The mean over the records of the batch."""
         return mean_of_examples(loss_fn)
 
-    def bounded_grad(
-        self, loss_fn: LossFn, *, examples_at_once: int | None = None, **options: Any
-    ) -> SumFn:
-        """The mean's gradient is added up, some records at once: padding takes no time."""
-        loss = self.unit_loss(loss_fn)
-        if examples_at_once is None or options.get("strategy", "auto") not in ("auto", "scan"):
-            return self.bounded_units(loss, **options)
-        return self.bounded_units(
-            _added_up(loss, examples_at_once), **{**options, "strategy": "scan"}
-        )
-
     def event(self, facts: SiloFacts, steps: int) -> Any:
         """A Gaussian of sensitivity 2C at every step."""
         del facts
@@ -86,25 +68,3 @@ class UserLDP(SiloMechanism):
     def unsound(self) -> tuple[str, ...]:
         """A batch of any kind is hidden entirely: its sampling does not matter."""
         return ()
-
-
-def _added_up(loss_fn: LossFn, at_once: int) -> LossFn:
-    """A loss whose gradient is that of ``loss_fn``, of so many of a unit's records after others."""
-
-    def loss(params: PyTree, unit: PyTree) -> jax.Array:
-        start = jax.lax.stop_gradient(params)
-        pieces = pieces_of_user(unit, min(at_once, unit["mask"].shape[0]))
-        filled = pieces["mask"].any(axis=1)
-        turns = jnp.where(filled, jnp.arange(1, len(filled) + 1), 0).max()
-
-        def more(i: jax.Array, so_far: PyTree) -> PyTree:
-            piece = jax.tree.map(lambda x: x[i], pieces)
-            found = jax.value_and_grad(loss_fn)(start, piece)
-            return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), so_far, found)
-
-        zeros = (jnp.zeros(()), jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), start))
-        nothing = vary(zeros, varying_axes(start, pieces))
-        value, slope = jax.lax.fori_loop(0, turns, more, nothing)
-        return with_slope(value, params, start, slope)
-
-    return loss
