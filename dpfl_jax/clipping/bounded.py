@@ -388,8 +388,8 @@ def bounded_grad(
       pieces: cuts one unit that is too large to be processed at once into pieces (a pytree of
         arrays [pieces, ...]) whose losses add up to the unit's: their gradients are accumulated in
         float32 before the norm is taken. Units are then formed (``"scan"`` or ``"vmap"``). A
-        dictionary may have an entry ``"there"``, bool [pieces]: pieces behind the last one that is
-        take no time.
+        dictionary may have an entry ``"there"``, bool [pieces]: where units are taken one at a
+        time, pieces behind the last one that is take no time.
       gradient_sharding: ``(name, shape) -> NamedSharding``, how the gradient of a unit in pieces is
         split under automatic sharding, where all devices work on one unit.
 

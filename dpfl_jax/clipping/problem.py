@@ -60,8 +60,11 @@ class Problem:
         examples, keys = self.units
         pieces = jax.tree.map(self.place, jax.vmap(self.pieces)(examples))
         turns: Any = jax.tree.leaves(pieces)[0].shape[1]
-        if isinstance(pieces, dict) and "there" in pieces:  # of all units at once: no batched loop
-            turns = jnp.where(pieces.pop("there").any(axis=0), jnp.arange(turns) + 1, 0).max()
+        there = pieces.pop("there", None) if isinstance(pieces, dict) else None
+        # Of several units at once all take all: how many pieces one takes must not follow from
+        # another (a loss's own backward pass may give an absent record a gradient).
+        if there is not None and self.num_units == 1:
+            turns = jnp.where(there[0], jnp.arange(turns) + 1, 0).max()
 
         def one(leaves: Sequence[jax.Array], unit: PyTree) -> Any:
             pieces, key = unit

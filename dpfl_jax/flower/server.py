@@ -152,8 +152,9 @@ class _Asking:
         found, absent = {}, 0
         for place, name in enumerate(names):
             header, arrays = unpack(replies[name]) if name in replies else ({"kind": "late"}, {})
-            if header["kind"] == "message":
+            if header["kind"] in ("message", "absent"):
                 self._check(header, name, number)
+            if header["kind"] == "message":
                 released = tree_of(arrays, "released", self.like)
                 if is_finite(released):
                     found[place] = released

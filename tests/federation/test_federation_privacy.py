@@ -170,6 +170,38 @@ def test_units_that_are_added_up_are_the_units(name, at_once):
             )
 
 
+@jax.custom_vjp
+def with_more(y, more):
+    """``y``; going back, ``more`` gets a gradient of 1, whatever comes (a loss beside the loss)."""
+    return y
+
+
+with_more.defvjp(lambda y, more: (y, None), lambda _, d: (d, jnp.ones_like(d)))
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_subject_of_many_records_moves_no_other(at_once):
+    """Absent records may have a gradient: how many of them one unit is taken through must not
+    follow from another, also where several are taken at once."""
+
+    def loss(params, record):
+        return with_more(record["x"] @ params["w"], -0.8 * jnp.sum(params["w"] * record["z"]))
+
+    mechanism, _ = CASES["subject_uls"]
+    mask = np.ones((8, 4), bool)
+    mask[:7, 1:] = False
+    x, z = np.zeros((2, 8, 4, 4), np.float32)
+    x[:7, :, 0] = z[:7, :, 0] = x[7, :, 1] = 1
+    summed = jax.jit(mechanism.bounded_grad(loss, examples_at_once=at_once, microbatch_size=8))
+
+    def of(there):
+        units = {"examples": {"x": x, "z": z}, "mask": mask & there[:, None]}
+        return summed({"w": jnp.ones(4)}, units, there, np.ones(8, np.float32), CLIP).sum["w"]
+
+    moved = np.linalg.norm(of(np.arange(8) < 8) - of(np.arange(8) < 7))
+    assert 0.5 * CLIP < moved <= CLIP * (1 + 1e-5)
+
+
 def linear_loss(params, example):
     """The gradient is the record itself."""
     return jnp.dot(params["w"], example["x"])

@@ -80,10 +80,15 @@ SAID = {
 def only_noised_messages_crossed(seen, silos):
     """Every reply, byte for byte: public words, and the arrays of one release."""
     kinds = set()
-    for name, _, reply in seen:
+    for name, request, reply in seen:
+        asked, _ = unpack(request)
         header, arrays = unpack(reply)
         assert set(header) == SAID[header["kind"]]
         kinds.add(header["kind"])
+        assert header.get("silo", name) == header.get("name", name) == name
+        digests = {run.plan.digest for run in silos[name]._runs.values()}
+        for word in set(header) & {"run", "plan", "round"}:
+            assert header[word] == asked[word] or (word == "plan" and header[word] in digests)
         released = {}
         if header["kind"] == "hello":
             assert header["facts"] == silos[name].held.facts
@@ -96,7 +101,10 @@ def only_noised_messages_crossed(seen, silos):
             if not isinstance(work, MessageWork):
                 floats = jax.tree.map(lambda p: np.zeros(p.shape, np.float32), work.like)
                 like = Released(floats, np.float32(0), np.int32(0), np.int32(0))
-            released = {"released": tree_of(arrays, "released", like)}
+            sent = tree_of(arrays, "released", like)
+            if not isinstance(work, MessageWork):
+                assert (sent.weight, sent.silos, sent.dropped) == (1, 1, 0)
+            released = {"released": sent}
         assert reply == pack(header, **released)
     assert {"hello", "accepted", "message", "done"} <= kinds
 
