@@ -103,7 +103,9 @@ def only_noised_messages_crossed(seen, silos):
                 like = Released(floats, np.float32(0), np.int32(0), np.int32(0))
             sent = tree_of(arrays, "released", like)
             if not isinstance(work, MessageWork):
-                assert (sent.weight, sent.silos, sent.dropped) == (1, 1, 0)
+                public = silos[name].held.config.federation.weights
+                weight = 1 if public is None else public[work.index]
+                assert (sent.weight, sent.silos, sent.dropped) == (weight, 1, 0)
             released = {"released": sent}
         assert reply == pack(header, **released)
     assert {"hello", "accepted", "message", "done"} <= kinds
