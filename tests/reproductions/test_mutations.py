@@ -38,6 +38,7 @@ def flips(module, claim, name, fault, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.privacy
 def test_noise_that_is_not_averaged_has_another_rate_in_the_number_of_silos(tmp_path, monkeypatch):
     """Each silo's noise times sqrt(N): what the server averages is as noisy as one message."""
     made = rates.make_oracle
@@ -65,6 +66,7 @@ def test_noise_for_half_the_sensitivity_spends_more_than_stated(tmp_path, monkey
 
 
 @pytest.mark.slow
+@pytest.mark.privacy
 def test_noise_of_the_strictest_silo_for_all_is_not_that_of_the_average(tmp_path, monkeypatch):
     def strictest(made):
         def federation_noise(*args, **options):
@@ -90,6 +92,7 @@ def test_an_attack_sees_a_quarter_of_the_noise_of_sound_mechanisms(tmp_path, mon
 
 
 @pytest.mark.slow
+@pytest.mark.privacy
 def test_the_fitted_curve_in_place_of_certified_rates_overruns(tmp_path, monkeypatch):
     monkeypatch.setattr(curve, "certified_rates", curve.fitted_rates)
     found = verdicts(curve, tmp_path)
