@@ -445,12 +445,24 @@ def _as_formed(pairs: Sequence[Pair], parts: int) -> bool:
 
 
 def _fast_order(pair: Pair) -> tuple[Label, ...]:
-    """Coordinates in the leaf's order, in which they are added up, or, of windows, in theirs."""
+    """Coordinates of both factors, of one, of the other.
+
+    What comes first is transposed before a product of matrices: windows, which are formed that way.
+    Else the leaf's order is kept, in which sums are added up, unless transposing its first factor
+    at all positions takes longer than the transposed gradient, slower by number, when it is added.
+    """
+    shared, sizes = _shared(pair), _sizes(pair)
+    sides = [
+        tuple(x for x in labels if x not in shared)
+        for labels in (_left_coordinates(pair), _right_coordinates(pair))
+    ]
     if not isinstance(pair.left, Windows):
-        return pair.coordinates
-    shared = tuple(x for x in pair.coordinates if x in _shared(pair))
-    sides = (*_left_coordinates(pair), *_right_coordinates(pair))
-    return (*shared, *(x for x in sides if x not in shared))
+        widths = [math.prod(sizes[x] for x in labels) for labels in sides]
+        more = math.prod(sizes[x] for x in pair.positions) * (max(widths) - min(widths))
+        if more <= 2 * math.prod(widths):
+            return pair.coordinates
+        sides.sort(key=lambda labels: math.prod(sizes[x] for x in labels))
+    return (*(x for x in pair.coordinates if x in shared), *sides[0], *sides[1])
 
 
 def _fastest(pair: Pair) -> jax.Array:
