@@ -113,17 +113,12 @@ def _loss_of_update(
         update, values = jax.lax.scan(epoch, nothing, length=epochs)
         value = values.sum() / (epochs * jnp.maximum(jnp.sum(user["mask"]), 1))
 
+        def along(p: jax.Array, at: jax.Array, u: jax.Array) -> jax.Array:
+            return jnp.sum((p - at).astype(jnp.float32) * jax.lax.stop_gradient(u))
+
+        # A loss that is linear in the parameters, with the update for its gradient.
         # proof: local-steps-sensitivity-1
-        return with_slope(value, trained, start, update)
+        slopes = jax.tree.map(along, trained, start, update)
+        return jax.lax.stop_gradient(value) + sum(jax.tree.leaves(slopes))
 
     return loss
-
-
-def with_slope(value: jax.Array, trained: PyTree, start: PyTree, slope: PyTree) -> jax.Array:
-    """``value`` as a function of ``trained`` that is linear about ``start``, with this gradient."""
-
-    def along(p: jax.Array, at: jax.Array, u: jax.Array) -> jax.Array:
-        return jnp.sum((p - at).astype(jnp.float32) * jax.lax.stop_gradient(u))
-
-    slopes = jax.tree.map(along, trained, start, slope)
-    return jax.lax.stop_gradient(value) + sum(jax.tree.leaves(slopes))

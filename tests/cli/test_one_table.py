@@ -108,7 +108,11 @@ def test_a_tab_separated_one_is_shown_beside_a_run_without_privacy(
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("uls", "model.kind=transformer", "fit these data (regression, inputs of shape [20])"),
+        (
+            "uls",
+            "model.kind=transformer",
+            "model.kind=transformer does not fit these data (regression, inputs of shape [20])",
+        ),
         ("uls", "model.lora.rank=4", "model.lora does not go with model.kind=linear"),
         ("uls", "model.trainable=last_layers", "is for model.kind=transformer"),
         ("uls", "model.options.hidden=[3]", "model.options do not fit model.kind=linear"),

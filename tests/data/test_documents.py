@@ -74,7 +74,10 @@ def test_globs_and_lists(tmp_path):
 
 BAD = {
     "missing column.jsonl": (b'{"user": "a", "txt": "b"}\n', "line 1: there is no column 'text'"),
-    "missing column.csv": (b"user,txt\na,b\n", "no column 'text'; .*data.target_column"),
+    "missing column.csv": (
+        b"user,txt\na,b\n",
+        "no column 'text'; the columns are .*data.target_column",
+    ),
     "null user.jsonl": (b'{"user":"a","text":"x"}\n{"user":null,"text":"x"}\n', "line 2"),
     "nan user.jsonl": (b'{"user": NaN, "text": "x"}\n', "a user id is nan .*line 1"),
     "true user.jsonl": (b'{"user": true, "text": "x"}\n', "a user id is True"),

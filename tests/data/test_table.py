@@ -94,7 +94,7 @@ def test_numbers_of_silos_follow_their_value(tmp_path):
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        ({"a": "much"}, {}, r"row 3: the column 'a' holds 'much', .*data.silo_column"),
+        ({"a": "much"}, {}, r"row 3: the column 'a' holds 'much', not a number.*data.silo_column"),
         ({"y": "nan"}, {}, r"row 3: the column 'y' holds 'nan', not a number"),
         ({"y": "1.5"}, {"classes": 3}, r"row 3: y is 1.5, but .*whole numbers from 0 to 2"),
         ({"y": "3"}, {"classes": 3}, r"row 3: y is 3, but"),

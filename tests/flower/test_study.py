@@ -97,12 +97,12 @@ def only_noised_messages_crossed(seen, silos):
             assert Task.of(header["task"]) == silos[name].held.task
         if header["kind"] == "message":
             work = silos[name]._runs[header["run"]].work
-            like = work.like
-            if not isinstance(work, MessageWork):
+            if isinstance(work, MessageWork):
+                sent = tree_of(arrays, "released", work.like)
+            else:
                 floats = jax.tree.map(lambda p: np.zeros(p.shape, np.float32), work.like)
                 like = Released(floats, np.float32(0), np.int32(0), np.int32(0))
-            sent = tree_of(arrays, "released", like)
-            if not isinstance(work, MessageWork):
+                sent = tree_of(arrays, "released", like)
                 public = silos[name].held.config.federation.weights
                 weight = 1 if public is None else public[work.index]
                 assert (sent.weight, sent.silos, sent.dropped) == (weight, 1, 0)

@@ -24,8 +24,8 @@ SWAMPED = {
     "train": {"steps": 20},
 }  # fmt: skip
 MECHANISMS = {
-    "uls": {"kind": "uls", "cohort_size": 4, "group_size": 2},
-    "els": {"kind": "els", "batch_size": 4, "group_size": 3},
+    "uls": {"kind": "uls", "cohort_size": 1, "group_size": 2},
+    "els": {"kind": "els", "batch_size": 1, "group_size": 3},
 }
 
 
@@ -55,13 +55,13 @@ def test_noise_that_is_taken_back_is_not_judged():
 @pytest.mark.parametrize("kind", MECHANISMS)
 def test_what_is_advised_would_do(tmp_path, kind):
     write_tables(tmp_path)
-    raw = {**SWAMPED, "mechanism": MECHANISMS[kind], "privacy": {"epsilon": 1.0}}
+    raw = {**SWAMPED, "mechanism": MECHANISMS[kind], "privacy": {"epsilon": 8.0}}
     raw["data"] = {**raw["data"], "path": str(tmp_path / "all.csv")}
     console = Console(width=1000, record=True, file=io.StringIO())
     assert dry_run(validate_config(raw), console)["noise_over_signal"]["over_a_run"] > 1
     line = next(x for x in console.export_text().splitlines() if "swamps" in x)
     advised = line.split("so many times the signal: ")[1].split(", ")
-    assert advised
+    assert len(advised) > 1
     for item in advised:
         key, value = item.split(" (")[0].split("=")
         section, name = key.split(".")

@@ -445,11 +445,11 @@ def _as_formed(pairs: Sequence[Pair], parts: int) -> bool:
 
 
 def _fast_order(pair: Pair) -> tuple[Label, ...]:
-    """Coordinates of both factors, of one, of the other.
+    """Coordinates of a use's gradient, in the order in which forming and adding it up take least.
 
-    What comes first is transposed before a product of matrices: windows, which are formed that way.
-    Else the leaf's order is kept, in which sums are added up, unless transposing its first factor
-    at all positions takes longer than the transposed gradient, slower by number, when it is added.
+    What comes first is transposed before a product of matrices, at all positions: windows, which
+    are formed that way, or else the narrower factor. But in another order than the leaf's the sum
+    is transposed as it is added up, which takes longer a number: at few positions that is more.
     """
     shared, sizes = _shared(pair), _sizes(pair)
     sides = [
@@ -457,11 +457,12 @@ def _fast_order(pair: Pair) -> tuple[Label, ...]:
         for labels in (_left_coordinates(pair), _right_coordinates(pair))
     ]
     if not isinstance(pair.left, Windows):
-        widths = [math.prod(sizes[x] for x in labels) for labels in sides]
-        more = math.prod(sizes[x] for x in pair.positions) * (max(widths) - min(widths))
-        if more <= 2 * math.prod(widths):
+        left, right = (math.prod(sizes[x] for x in labels) for labels in sides)
+        positions = math.prod(sizes[x] for x in pair.positions)
+        if positions * abs(left - right) <= 2 * left * right:
             return pair.coordinates
-        sides.sort(key=lambda labels: math.prod(sizes[x] for x in labels))
+        if right < left:
+            sides.reverse()
     return (*(x for x in pair.coordinates if x in shared), *sides[0], *sides[1])
 
 
