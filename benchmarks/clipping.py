@@ -68,6 +68,11 @@ def seconds(row: Row) -> float:
     return statistics.median(row.times)
 
 
+def wall(row: Row) -> float:
+    """Median wall time."""
+    return statistics.median(row.wall)
+
+
 def machine() -> dict[str, str]:
     """What was measured on."""
     return {
@@ -307,7 +312,7 @@ def _report(rows: list[Row], args: argparse.Namespace) -> dict[str, Any]:
                 "flops_ratio": round(row.flops / one_batch.flops, 4),
                 "max_rel_err": row.error,
                 "seconds": round(seconds(row), 5),
-                "wall_seconds": round(statistics.median(row.wall), 5),
+                "wall_seconds": round(wall(row), 5),
                 "spread": round((quartiles[2] - quartiles[0]) / seconds(row), 4),
                 "temp_bytes": row.memory,
             }

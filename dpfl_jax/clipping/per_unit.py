@@ -43,8 +43,8 @@ def weighted_sum(gradient: jax.Array, weights: jax.Array, keep: jax.Array, parts
             jnp.where(k, w * g.astype(jnp.float32), 0.0) for k, w, g in zip(keep, weights, gradient)
         ]
         return sum(terms[1:], start=terms[0])
-    clean = unit_where(keep, gradient.astype(jnp.float32))
-    return jnp.einsum("n,n...->...", weights, clean, precision=jax.lax.Precision.HIGHEST)
+    scale = weights.reshape(-1, *[1] * (gradient.ndim - 1))
+    return unit_where(keep, scale * gradient.astype(jnp.float32)).sum(0)
 
 
 def solve_vmap(problem: Problem) -> Solution:

@@ -53,20 +53,42 @@ def test_equals_vmap(name):
 
 
 @pytest.mark.privacy
-@pytest.mark.parametrize(("x_size", "d_size"), [(1e18, 1e-20), (1e-20, 1e18), (1e-12, 1e-12)])
-def test_gram_norm_does_not_lose_what_underflows(x_size, d_size):
+@pytest.mark.parametrize("positions", [1, 2])
+@pytest.mark.parametrize("width", [4, 4096])
+@pytest.mark.parametrize(
+    ("x_size", "d_size"), [(1e18, 1e-20), (1e-20, 1e18), (1e-17, 1e14), (1e-12, 1e-12)]
+)
+def test_gram_norm_does_not_lose_what_underflows(x_size, d_size, width, positions):
     """Squares of one factor underflow while the gradient itself is of ordinary size."""
 
     def loss(params, x):
         return d_size * jnp.sum((x @ params["w"]) * jnp.arange(1.0, 4.0))
 
-    params, x = {"w": jnp.ones((4, 3))}, x_size * jax.random.normal(jax.random.key(0), (3, 2, 4))
+    x = x_size * jax.random.normal(jax.random.key(0), (3, positions, width))
+    params = {"w": jnp.ones((width, 3))}
     true = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="direct")(params, x)
     f = bounded_grad(loss, clip_norm=1e-3, strategy="ghost", norm_method="gram")
     got = f(params, x)
     assert np.all(got.norms >= 0.999 * true.norms)
     alone = [float(jnp.linalg.norm(f(params, x[i : i + 1]).sum["w"])) for i in range(3)]
     assert max(alone) <= 1e-3 * (1 + 1e-5)
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("positions", [1, 2])
+def test_gram_norm_of_zeros(positions):
+    """Exactly zero where the loss does not count; next to nothing where the data is zero."""
+
+    def loss(params, x):
+        return x[0, 0] * jnp.sum(x[:, 1:] @ params["w"])
+
+    x = np.ones((3, positions, 5), np.float32)
+    x[0, :, 0], x[1, :, 1:] = 0.0, 0.0
+    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    norms = f({"w": jnp.ones((4, 3))}, x).norms
+    assert norms[0] == 0.0
+    assert norms[1] < 1e-17
+    np.testing.assert_allclose(norms[2], np.sqrt(12.0) * positions, rtol=1e-6)
 
 
 @pytest.mark.privacy

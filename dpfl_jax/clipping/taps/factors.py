@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,10 @@ class Dense:
     def bits(self) -> int:
         """Width of an entry."""
         return 8 * self.array.dtype.itemsize
+
+    def squares(self) -> jax.Array:
+        """The entries' squares in float32."""
+        return jnp.square(self.array.astype(jnp.float32))
 
     def keep(self, units: jax.Array) -> Dense:
         """Sets the units outside ``units`` (bool [n]) to zero."""
@@ -135,12 +139,12 @@ class Windows:
         """The data's axis of channels, after the leading ones."""
         return self.site.params["dimension_numbers"].lhs_spec[1]
 
-    def folded(self, each: Callable[..., jax.Array], fold: Callable[..., jax.Array]) -> jax.Array:
-        """The windows of ``each`` entry in float32, each group's channels joined by ``fold``."""
+    def squares(self) -> jax.Array:
+        """The windows' squares in float32, each group's channels added up."""
         at, shape = self.lead + self.feature, self.array.shape
         groups = self.site.params["feature_group_count"]
         split = self.array.reshape(*shape[:at], groups, shape[at] // groups, *shape[at + 1 :])
-        return self.on(fold(each(split.astype(jnp.float32)), axis=at + 1)).dense().array
+        return self.on(jnp.square(split.astype(jnp.float32)).sum(at + 1)).dense().array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,10 @@ Three methods, by cost; n units, K positions, factors of widths a and b, P = a*b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -52,6 +53,8 @@ _ABSORBED = 16 * float(jnp.finfo(jnp.float32).eps)
 # Inner products of vectors smaller than this lose their squares to underflow, while their product
 # with the other factor may be of any size: such positions are counted by an upper bound.
 _UNDERFLOW = 1e-15
+# The square of a smaller number may be lost.
+_LOST = 2.0**-63
 # Gradients that are summed at once go before those of the next leaf are formed: what the taps have
 # recorded for the other leaves, which is held meanwhile, is at least about as much more.
 _WHILE_OTHERS_WAIT = 4.0
@@ -501,6 +504,9 @@ def pick(array: jax.Array, axis: int, i: jax.Array, shards: int, count: int) -> 
 
 
 def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
+    if len(pairs) == 1 and all(_sizes(pairs[0])[x] == 1 for x in pairs[0].positions):
+        seen, lost = _bounds(pairs[0])  # nothing cancels
+        return jnp.square(seen + lost)
     pairs = [dataclasses.replace(p, left=formed(p.left)) for p in pairs]
     total: jax.Array | None = None
     own: list[jax.Array] = []
@@ -531,31 +537,35 @@ def _at_least_zero(x: jax.Array) -> jax.Array:
 
 
 def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
-    """For each unit: sum over positions of |L| |R|, and the part that underflow may hide; [n]."""
+    """For each unit: sum over positions of |L| |R|, and the part that underflow may hide; [n].
+
+    Nothing is hidden where the right factor is zero, as it is where a loss does not count. A left
+    one of zeros could have lost its squares: up to 1e-19 times the right one's norm, or so.
+    """
     out = (UNIT, *(x for x in pair.coordinates if x in _shared(pair)), *pair.positions)
 
-    def size(side: Dense | OneHot | Windows) -> tuple[jax.Array, jax.Array]:
-        if isinstance(side, OneHot):
-            ones = (side.indices < side.size).astype(jnp.float32)
-            return (one := _aligned(ones, side.labels, out)), one
-        axes = tuple(i for i, x in enumerate(side.labels) if x not in out)
-        kept = tuple(x for x in side.labels if x in out)
-        width = math.prod(side.shape[i] for i in axes)
-        if isinstance(side, Windows):
-            squares, sizes = side.folded(jnp.square, jnp.sum), side.folded(jnp.abs, jnp.max)
-        else:
-            array = side.array.astype(jnp.float32)
-            squares, sizes = jnp.square(array), jnp.abs(array)
-        norm = jnp.sqrt(jnp.sum(squares, axis=axes))
-        largest = jnp.max(sizes, axis=axes, initial=0.0) * math.sqrt(width)
-        return _aligned(norm, kept, out), _aligned(largest, kept, out)
+    def over(x: jax.Array, side: Dense | Windows, reduce: Callable[..., jax.Array]) -> jax.Array:
+        axes = tuple(i for i, label in enumerate(side.labels) if label not in out)
+        return _aligned(reduce(x, axis=axes), [y for y in side.labels if y in out], out)
 
-    (left, left_max), (right, right_max) = size(pair.left), size(pair.right)
-    tiny = (left_max < _UNDERFLOW) | (right_max < _UNDERFLOW)
-    hidden = jnp.where(tiny, left_max * right_max, 0.0)
+    def width(side: Dense | Windows) -> float:
+        return math.sqrt(math.prod(n for n, x in zip(side.shape, side.labels) if x not in out))
+
+    norm = jnp.sqrt(over(pair.right.squares(), pair.right, jnp.sum))
+    size = jnp.abs(pair.right.array.astype(jnp.float32))
+    most = over(size, pair.right, functools.partial(jnp.max, initial=0.0))
+    most *= width(pair.right)
+    if isinstance(pair.left, OneHot):
+        left = (pair.left.indices < pair.left.size).astype(jnp.float32)
+        left, lost = _aligned(left, pair.left.labels, out), 0.0
+    else:
+        squares = pair.left.squares()
+        left, lost = jnp.sqrt(over(squares, pair.left, jnp.sum)), width(pair.left)
+    tiny = (left < _UNDERFLOW * lost) | (most < _UNDERFLOW)
+    hidden = jnp.where(tiny, (left + _LOST * lost) * most, 0.0)
     axes = tuple(range(1, len(out)))
     scale = abs(pair.scale)
-    return scale * (left * right).sum(axes), scale * hidden.sum(axes)
+    return scale * (left * norm).sum(axes), scale * hidden.sum(axes)
 
 
 def _inner_products(p: Pair, q: Pair, machine: Machine) -> jax.Array:
