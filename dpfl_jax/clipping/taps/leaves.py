@@ -504,9 +504,11 @@ def pick(array: jax.Array, axis: int, i: jax.Array, shards: int, count: int) -> 
 
 
 def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
-    if len(pairs) == 1 and all(_sizes(pairs[0])[x] == 1 for x in pairs[0].positions):
-        seen, lost = _bounds(pairs[0])  # nothing cancels
-        return jnp.square(seen + lost)
+    if len(pairs) == 1:
+        joined = _joined(pairs[0])
+        if all(_sizes(joined)[x] == 1 for x in joined.positions):
+            seen, lost = _bounds(joined)  # nothing cancels
+            return jnp.square(seen + lost)
     pairs = [dataclasses.replace(p, left=formed(p.left)) for p in pairs]
     total: jax.Array | None = None
     own: list[jax.Array] = []
@@ -529,6 +531,21 @@ def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
         return squared
     uses = sum(own[1:], start=own[0])
     return squared + jnp.square(_absorbed(pairs, len(total)) * uses)
+
+
+def _joined(pair: Pair) -> Pair:
+    """One position where all rows of a table take one vector: it counts how often they meet."""
+    left, right = pair.left, pair.right
+    of_all = set(pair.positions).isdisjoint(right.labels)
+    if not isinstance(left, OneHot) or not of_all or _shared(pair):
+        return pair
+    rows = _aligned(left.indices, left.labels, (UNIT, *pair.positions))
+    rows = rows.reshape(len(rows), -1)
+    same = (rows[:, :, None] == rows[:, None]) & (rows < left.size)[:, None]
+    times = jnp.sqrt(same.sum((1, 2), dtype=jnp.float32))
+    # Equal numbers are added up one by one: their rounding may go one way.
+    times *= 1.0 + float(jnp.finfo(jnp.float32).eps) * rows.shape[1]
+    return dataclasses.replace(pair, left=Dense(times[:, None], (UNIT, left.hot)), positions=())
 
 
 def _at_least_zero(x: jax.Array) -> jax.Array:
