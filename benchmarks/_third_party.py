@@ -133,10 +133,10 @@ def equinox_transformer() -> tuple[PyTree, Any, Any]:
 
 
 def haiku_mlp() -> tuple[PyTree, Any, Any]:
-    """Haiku: 784-256-256-10."""
+    """Haiku: 784-512-512-10, the network of `mlp`."""
     import haiku as hk
 
-    net: Any = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([256, 256, 10])(x)))
+    net: Any = hk.without_apply_rng(hk.transform(lambda x: hk.nets.MLP([512, 512, 10])(x)))
 
     def loss(params: PyTree, example: PyTree) -> jax.Array:
         logits = net.apply(params, example["x"])
