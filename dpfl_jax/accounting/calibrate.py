@@ -323,12 +323,6 @@ def _largest_count(
     return low
 
 
-def gaussian_signal(epsilon: float, delta: float) -> float:
-    """Mu such that a Gaussian of sensitivity mu and unit noise is exactly (epsilon, delta)-DP."""
-    with np.errstate(divide="ignore"):
-        return 1.0 / float(dp_accounting.get_sigma_gaussian(epsilon, delta))
-
-
 def _round_up(value: float, digits: int = 7) -> float:
     """Rounds up to ``digits`` significant digits: the answer prints as it is."""
     scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
