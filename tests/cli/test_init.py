@@ -35,13 +35,11 @@ def test_what_is_written_is_what_is_shipped_and_valid(name, capsys, monkeypatch)
     load_config(written)
 
 
-ROUNDS = ("federation.rounds=2", "train.eval_every=2")
 BUNDLED = {  # whose data come with a package, and which no other test trains
     "isrl/accelerated": (),
     "isrl/multi_stage": (),
     "isrl/one_pass": (),
-    "rpdp/digits": ROUNDS,
-    "subject/digits": ROUNDS,
+    "subject/digits": ("federation.rounds=2", "train.eval_every=2"),
 }
 
 
