@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import pathlib
+import re
 
 ROOT = pathlib.Path(__file__).parents[1] / "dpfl_jax"
 # From the ground up: whoever is in a line imports from lines above it alone.
@@ -22,6 +23,7 @@ FLOORS = (
     ("cli",),
     ("__main__",),
 )
+PAGE = (ROOT.parent / "docs" / "extending.md").read_text()
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names}
 MODULES = {
     ".".join(("dpfl_jax", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
@@ -85,3 +87,22 @@ def test_what_needs_no_jax_imports_none():
             names = {n.name for x in ast.walk(ast.parse(path.read_text()))
                      if isinstance(x, ast.Import) for n in x.names}  # fmt: skip
             assert not any(n.split(".")[0] in ("jax", "flax", "optax") for n in names), module
+
+
+def test_the_page_shows_these_floors():
+    told = [set(re.findall(r"`(\w+)`", row)) for row in re.findall(r"^\| (`.*?) \|", PAGE, re.M)]
+    *floors, last, top = map(set, FLOORS)
+    assert told == [*floors, last | top]
+
+
+def test_three_walks_have_ten_stops_at_most():
+    """Files that are there; one named alone lies beside the one before it."""
+    walks = PAGE.split("## Three walks\n\n")[1].split("\n## ")[0].strip().split("\n\n")
+    assert len(walks) == 3
+    for walk in walks:
+        folder, stops = ROOT, re.findall(r"`([\w/]+\.py)`", walk)
+        assert 5 < len(stops) <= 10
+        for stop in stops:
+            path = ROOT / stop if "/" in stop else folder / stop
+            assert path.is_file(), stop
+            folder = path.parent

@@ -32,6 +32,7 @@ from dpfl_jax.errors import BadInputError
 
 MakeEvent = Callable[[float], dp_accounting.DpEvent]
 SMALLEST_NOISE, LARGEST_NOISE = 1e-3, 1e9
+LEAST_PROB = 1e-9
 COARSE = 0.2
 
 
@@ -203,35 +204,33 @@ def calibrate_sampling_prob(
     delta: float,
     *,
     relation: NeighboringRelation = ADD_OR_REMOVE,
-    least: float = 1e-9,
-    relative_tolerance: float = 1e-5,
 ) -> float:
     """Largest sampling probability that satisfies (epsilon, delta), rounded down.
+
+    It falls short of the largest by about 1e-5 of it, and nothing below ``LEAST_PROB`` is tried.
 
     Args:
       make_event: probability in (0, 1] -> event of the whole run; epsilon must grow with it.
       epsilon: target, > 0.
       delta: target, in (0, 1).
       relation: adjacency.
-      least: smallest probability considered.
-      relative_tolerance: most by which the answer falls short of the largest.
 
     Returns:
-      A probability in [least, 1], certified on the finest grid.
+      A probability in [LEAST_PROB, 1], certified on the finest grid.
 
     Raises:
-      BadInputError: if even ``least`` exceeds the target.
+      BadInputError: if even ``LEAST_PROB`` exceeds the target.
     """
     fits = _fits(make_event, epsilon, delta, relation)
-    if not _certified(make_event(least), epsilon, delta, relation):
+    if not _certified(make_event(LEAST_PROB), epsilon, delta, relation):
         raise BadInputError(
-            f"even a sampling probability of {least:g} exceeds epsilon {epsilon:g} at delta "
+            f"even a sampling probability of {LEAST_PROB:g} exceeds epsilon {epsilon:g} at delta "
             f"{delta:g}: raise the noise multiplier or lower the number of steps"
         )
     if fits(1.0, 0.1) and _certified(make_event(1.0), epsilon, delta, relation):
         return 1.0
-    low, high = least, 1.0
-    for grid, tolerance in ((0.1, 1e-2), (FINE, relative_tolerance)):
+    low, high = LEAST_PROB, 1.0
+    for grid, tolerance in ((0.1, 1e-2), (FINE, 1e-5)):
         while high / low > 1 + tolerance:
             middle = math.sqrt(low * high)
             if fits(middle, grid):
@@ -239,15 +238,15 @@ def calibrate_sampling_prob(
             else:
                 high = middle
         # The next grid may disagree a little about either end.
-        low, high = max(low / 1.01, least), min(high * 1.01, 1.0)
+        low, high = max(low / 1.01, LEAST_PROB), min(high * 1.01, 1.0)
     low, high = low * 1.01, high / 1.01
     scale = 10.0 ** (6 - math.floor(math.log10(low)))
     answer = math.floor(low * scale) / scale
-    step = relative_tolerance
+    step = 1e-5
     while not _certified(make_event(answer), epsilon, delta, relation):
         answer, step = answer * (1 - step), 2 * step
-        if answer < least or step > 0.5:
-            return least
+        if answer < LEAST_PROB or step > 0.5:
+            return LEAST_PROB
     return answer
 
 
@@ -323,15 +322,9 @@ def _largest_count(
     return low
 
 
-def gaussian_signal(epsilon: float, delta: float) -> float:
-    """Mu such that a Gaussian of sensitivity mu and unit noise is exactly (epsilon, delta)-DP."""
-    with np.errstate(divide="ignore"):
-        return 1.0 / float(dp_accounting.get_sigma_gaussian(epsilon, delta))
-
-
-def _round_up(value: float, digits: int = 7) -> float:
-    """Rounds up to ``digits`` significant digits: the answer prints as it is."""
-    scale = 10.0 ** (digits - 1 - math.floor(math.log10(value)))
+def _round_up(value: float) -> float:
+    """Rounds up to seven significant digits: the answer prints as it is."""
+    scale = 10.0 ** (6 - math.floor(math.log10(value)))
     return math.ceil(value * scale * (1 - 1e-15)) / scale
 
 

@@ -232,18 +232,6 @@ def els(noise_multiplier: float, sampling_prob: float, group_size: int, steps: i
     return mixture(sigma, counts, weights, steps)
 
 
-def els_worst_user(
-    noise_multiplier: float, sampling_prob: float, contributions: Sequence[int], steps: int
-) -> DpEvent:
-    """Users with known, different contribution counts: the one with the most governs.
-
-    ``contributions`` must be public (a declared table, not the private data's own counts).
-    """
-    if len(contributions) == 0:
-        raise BadInputError("the table of contributions is empty")
-    return els(noise_multiplier, sampling_prob, int(max(contributions)), steps)
-
-
 def shuffled_epochs(noise_multiplier: float, group_size: int, epochs: int) -> DpEvent:
     """Batches cut from shuffled passes: no amplification; zero-out adjacency.
 

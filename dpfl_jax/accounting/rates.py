@@ -336,23 +336,17 @@ def _fit(setting: TwoStage) -> rpdp.CurveFit:
     return rpdp.fit_curve(*setting.closed_form())
 
 
-def fitted_rates(
-    budgets: np.ndarray,
-    setting: TwoStage,
-    fit: rpdp.CurveFit | None = None,
-    exact_up_to: int = 512,
-) -> FittedRates:
+def fitted_rates(budgets: np.ndarray, setting: TwoStage, exact_up_to: int = 512) -> FittedRates:
     """Simulation-CurveFitting (Liu et al. 2024, Algorithm 2): NOT CERTIFIED; counts violations.
 
     Args:
       budgets: float [n], > 0.
       setting: of the run.
-      fit: a curve fitted before; default fits one as the authors do.
       exact_up_to: with more distinct budgets than this, costs are those of the next grid rates,
         half a percent larger, and Renyi costs (an accounting for each) are left out: NaN.
     """
     budgets = check_budgets(budgets)
-    fit = _fit(setting) if fit is None else fit
+    fit = _fit(setting)
     distinct, inverse = np.unique(budgets, return_inverse=True)
     rates = np.array([fit.rate(float(b)) for b in distinct])
     costs = solver(setting).spent(rates, exact_up_to=exact_up_to)

@@ -12,6 +12,7 @@ from typing import Any
 
 from dpfl_jax.errors import BadInputError
 
+MOST_UNITS = 256  # of a microbatch: no more are tried
 # Memory of one device, in GiB. A v3 chip has two devices, which JAX shows apart.
 HBM = {"v2": 8, "v3": 16, "v4": 32, "v5e": 16, "v5p": 95, "v6e": 32, "tpu7x": 96}
 
@@ -259,7 +260,7 @@ def _readable(compiled: Any, read: Callable[[str], list[Any]]) -> list[dict[str,
 
 
 def largest_that_fits(
-    peak: Callable[[int], int | None], limit: int, start: int = 1, most: int = 256
+    peak: Callable[[int], int | None], limit: int, start: int = 1
 ) -> tuple[int, dict[int, int | None]]:
     """The largest power of two at which a step fits, by few trials.
 
@@ -267,7 +268,6 @@ def largest_that_fits(
       peak: memory at a microbatch size; None where it cannot be had.
       limit: bytes of one device.
       start: where to begin.
-      most: where to stop looking.
 
     Returns:
       The size (0 if not even one unit fits), and what was tried. Every size returned was tried and
@@ -281,7 +281,7 @@ def largest_that_fits(
         found = tried[size]
         return found is not None and found <= limit
 
-    size = start
+    size, most = start, MOST_UNITS
     if fits(size):
         while size * 2 <= most:
             jump = _guess(tried, limit, size, most)

@@ -26,34 +26,31 @@ def user_uniforms(store: Store, seed: int = 0, purpose: str = "split") -> np.nda
     return (integers >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def split_by_user(
-    store: Store, fractions: Mapping[str, float], seed: int = 0, rest: str = "train"
-) -> dict[str, Store]:
+def split_by_user(store: Store, fractions: Mapping[str, float], seed: int = 0) -> dict[str, Store]:
     """Splits users at random, each independently of all others.
 
     Args:
       store: what is split.
       fractions: expected share of the users per named part, e.g. ``{"validation": 0.1}``.
       seed: chooses the hash key; the split is public, not part of the mechanism.
-      rest: name of the part that gets the remaining users.
 
     Returns:
-      ``rest`` and the named parts, as views. A part may be empty by chance. A record whose owners
-      are not all on one side is in none.
+      The named parts and "train", the remaining users, as views. A part may be empty by chance. A
+      record whose owners are not all on one side is in none.
 
     Raises:
-      BadInputError: if a fraction is outside [0, 1) or they leave nothing for ``rest``.
+      BadInputError: if a fraction is outside [0, 1) or they leave nothing to train on.
     """
     for name, fraction in fractions.items():
         if not 0.0 <= fraction < 1.0:
             raise BadInputError(f"{name}_fraction is {fraction}, but it must be in [0, 1)")
     if sum(fractions.values()) >= 1.0:
         raise BadInputError(
-            f"the fractions {dict(fractions)} leave no users for {rest!r}: lower them"
+            f"the fractions {dict(fractions)} leave no users for 'train': lower them"
         )
     uniforms = user_uniforms(store, seed)
     side = np.searchsorted(np.cumsum(list(fractions.values())), uniforms, side="right")
-    names = {rest: len(fractions), **{name: i for i, name in enumerate(fractions)}}
+    names = {"train": len(fractions), **{name: i for i, name in enumerate(fractions)}}
     if isinstance(store, SharedStore):
         all_in = np.array([_one_side(side[list(members)]) for members in store.owners])
         return {

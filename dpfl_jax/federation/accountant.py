@@ -223,9 +223,8 @@ def subject_epsilon(
         return math.inf
 
 
-def silo_epsilons(federation: Federation, delta: float, rounds: int | None = None) -> list[float]:
+def silo_epsilons(federation: Federation, delta: float) -> list[float]:
     """Epsilon of one unit in each silo alone: 0 where it takes no part, inf where there is none."""
-    rounds = federation.rounds if rounds is None else rounds
     members = set(federation.participants.tolist())
     known: dict[Any, float] = {}
     out = []
@@ -238,7 +237,7 @@ def silo_epsilons(federation: Federation, delta: float, rounds: int | None = Non
             continue
         profile = _Profile.of(plan)
         if profile.key not in known:
-            known[profile.key] = accounting.epsilon(profile.event(rounds, False), delta)
+            known[profile.key] = accounting.epsilon(profile.event(federation.rounds, False), delta)
         out.append(known[profile.key])
     return out
 

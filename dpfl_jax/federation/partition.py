@@ -64,7 +64,6 @@ def assign_to_silos(
     *,
     alpha: float = 1.0,
     order: Literal["per_subject", "common"] = "per_subject",
-    seed: int = 0,
 ) -> np.ndarray:
     """Chooses the silo of each record.
 
@@ -76,7 +75,6 @@ def assign_to_silos(
         (all records of a subject in one silo).
       alpha: a >= 1 of the power law; 1 is uniform.
       order: of the silos that the power law ranks: one per subject, or the same for all.
-      seed: chooses the spread; public.
 
     Returns:
       int64 [n], silo of each record.
@@ -91,9 +89,9 @@ def assign_to_silos(
     subjects = np.asarray(subjects, np.int64)
     keys = np.asarray(subject_keys, np.uint64)
     if how == "confined":
-        return np.floor(num_silos * uniforms(keys, seed, 1)).astype(np.int64)[subjects]
+        return np.floor(num_silos * uniforms(keys, 0, 1)).astype(np.int64)[subjects]
     numbers = record_numbers(subjects)
-    x = uniforms(keys[subjects], numbers, seed, 2)
+    x = uniforms(keys[subjects], numbers, 0, 2)
     if how == "uniform":
         return np.floor(num_silos * x).astype(np.int64)
     if how != "power":
@@ -109,7 +107,7 @@ def assign_to_silos(
     ordered = subjects[by_subject]
     for low in range(0, len(keys), step):
         block = keys[low : low + step]
-        tickets = uniforms(block[:, None], np.arange(num_silos)[None, :], seed, 3)
+        tickets = uniforms(block[:, None], np.arange(num_silos)[None, :], 0, 3)
         permuted = np.argsort(tickets, axis=1, kind="stable")
         begin, end = np.searchsorted(ordered, [low, low + len(block)])
         some = by_subject[begin:end]
@@ -123,7 +121,6 @@ def assign_by_labels(
     labels: np.ndarray,
     num_silos: int,
     num_classes: int,
-    seed: int = 0,
 ) -> np.ndarray:
     """Chooses the silo of each record so that each silo holds half of the classes.
 
@@ -137,7 +134,6 @@ def assign_by_labels(
       labels: int [n], in 0..num_classes-1.
       num_silos: number of silos.
       num_classes: number of classes.
-      seed: chooses the hash; public.
 
     Returns:
       int64 [n], silo of each record.
@@ -161,7 +157,7 @@ def assign_by_labels(
     counts = held.sum(axis=1)
     table = np.argsort(~held, axis=1, kind="stable")  # silos of each class first
     subjects = np.asarray(subjects, np.int64)
-    x = uniforms(np.asarray(subject_keys, np.uint64)[subjects], record_numbers(subjects), seed, 6)
+    x = uniforms(np.asarray(subject_keys, np.uint64)[subjects], record_numbers(subjects), 0, 6)
     return table[labels, np.floor(x * counts[labels]).astype(np.int64)].astype(np.int64)
 
 
@@ -170,7 +166,6 @@ def cap_per_subject(
     silos: np.ndarray,
     subject_keys: np.ndarray,
     cap: int,
-    seed: int = 0,
 ) -> np.ndarray:
     """Which records stay when a subject may have at most ``cap`` in each silo.
 
@@ -183,7 +178,6 @@ def cap_per_subject(
       silos: int [n], silo of each record.
       subject_keys: uint64 [num_subjects], a hash of each subject's id.
       cap: K, at least 1.
-      seed: chooses the hash; public.
 
     Returns:
       bool [n].
@@ -196,7 +190,7 @@ def cap_per_subject(
     # Of its place in this silo: a silo knows no other one's records.
     numbers = record_numbers(subjects * (int(silos.max()) + 1) + silos)
     # proof: cap-1
-    ticket = mixed(np.asarray(subject_keys, np.uint64)[subjects], numbers, seed, 4)
+    ticket = mixed(np.asarray(subject_keys, np.uint64)[subjects], numbers, 0, 4)
     order = np.lexsort((ticket, subjects, silos))
     new = np.diff(subjects[order], prepend=-1) != 0
     new |= np.diff(silos[order], prepend=-1) != 0

@@ -289,17 +289,15 @@ class RoundBuilder:
         cohort = self.cohort(round_index)
         return [cohort[k : k + self.size] for k in range(0, len(cohort), self.size)]
 
-    def prefetch(
-        self, start: int, stop: int, ahead: int = 1
-    ) -> Iterator[tuple[int, Iterator[Piece]]]:
-        """Yields (round, its pieces), building ``ahead`` pieces in advance."""
+    def prefetch(self, start: int, stop: int) -> Iterator[tuple[int, Iterator[Piece]]]:
+        """Yields (round, its pieces), building one piece in advance."""
         work = ((r, part) for r in range(start, stop) for part in self.pieces(r))
         counts = {r: len(self.pieces(r)) for r in range(start, stop)}
         with concurrent.futures.ThreadPoolExecutor(1, "dpfl-rounds") as pool:
             pending: list[concurrent.futures.Future[Piece]] = []
 
             def refill() -> None:
-                while len(pending) <= ahead:
+                while len(pending) < 2:
                     following = next(work, None)
                     if following is None:
                         return

@@ -117,7 +117,6 @@ def estimate_sensitivities(
     groups: Sequence[int],
     *,
     users: int = 128,
-    key: RootKey | None = None,
     batch: int = 8,
     trainable: Trainable = None,
 ) -> Sensitivities:
@@ -132,11 +131,10 @@ def estimate_sensitivities(
       store: ``user_offsets`` and ``read``.
       groups: group sizes G.
       users: sampled (the paper: 128).
-      key: of the sample.
       batch: users at a time.
       trainable: which parameters are trained, as in ``fit``: norms are of these alone.
     """
-    key = RootKey.from_seed(0) if key is None else key
+    key = RootKey.from_seed(0)
     rng = key.numpy("planning-users")
     offsets = np.asarray(store.user_offsets)
     if len(offsets) < 2:

@@ -249,7 +249,7 @@ class Planner:
         self.epsilon, self.delta, self.steps = epsilon, delta, steps
         self._uls: dict[tuple[int, float], float] = {}
         self._els: dict[tuple[int, int, float], float] = {}
-        self._bandmf: dict[tuple[int, int, float], float] = {}
+        self._bandmf: dict[tuple[int, int], float] = {}
 
     # ---- single options --------------------------------------------------------------------
 
@@ -274,25 +274,24 @@ class Planner:
         prob = cohort / self.users.num_users
         return Option("uls", group, cohort, prob, sigma, self.sensitivities.at(group))
 
-    def bandmf(self, group: int, cohort: int, epsilon: float | None = None) -> Option | None:
+    def bandmf(self, group: int, cohort: int) -> Option | None:
         """BandMF with G examples of M users, at the best number of bands; None if that is one.
 
         Raises:
           BadInputError: as ``uls``.
         """
-        epsilon = self.epsilon if epsilon is None else epsilon
-        bands = self._bands(cohort, epsilon)
+        bands = self._bands(cohort)
         if bands == 1:
             return None
         prob, column = bands * cohort / self.users.num_users, self._strategy(bands)
-        known = (bands, cohort, epsilon)
+        known = (bands, cohort)
         if known not in self._bandmf:
             self._bandmf[known] = accounting.calibrate_noise_multiplier(
-                lambda s: events.banded(s, prob, column, self.steps), epsilon, self.delta
+                lambda s: events.banded(s, prob, column, self.steps), self.epsilon, self.delta
             )
         return self._banded(group, cohort, bands, self._bandmf[known])
 
-    def _bands(self, cohort: int, epsilon: float) -> int:
+    def _bands(self, cohort: int) -> int:
         """The power of two of least noise, about: by rough noises."""
         rough: dict[int, float] = {}
         most = min(self.steps, self.users.num_users // cohort, MOST_BANDS)
@@ -301,7 +300,7 @@ class Planner:
             try:
                 sigma = noise_near(
                     lambda s, c=column, p=prob: events.banded(s, p, c, self.steps),  # type: ignore[misc]
-                    epsilon,
+                    self.epsilon,
                     self.delta,
                 )
             except BadInputError:
@@ -334,9 +333,8 @@ class Planner:
         return alone[kind](group, cohort)
 
     def in_turns(
-        self, kind: Literal["blt", "banded_inverse"], group: int, cohort: int,
-        epsilon: float | None = None,
-    ) -> Option | None:  # fmt: skip
+        self, kind: Literal["blt", "banded_inverse"], group: int, cohort: int
+    ) -> Option | None:
         """BLT or banded inverse with G examples of M users; None if everybody is in every step.
 
         Raises:
@@ -345,9 +343,8 @@ class Planner:
         separation = self._once_in(cohort)
         if separation < 2:
             return None
-        epsilon = self.epsilon if epsilon is None else epsilon
         alone = accounting.calibrate_noise_multiplier(
-            lambda s: events.gaussian(s, 1), epsilon, self.delta
+            lambda s: events.gaussian(s, 1), self.epsilon, self.delta
         )
         norm = self.sensitivities.at(group)
         column, error = self._taken_back(kind, separation)
@@ -369,7 +366,7 @@ class Planner:
         error = inverse_error(taken, self.steps, self.workload)
         return inverse_column(taken, self.steps), error
 
-    def allocation(self, group: int, cohort: int, epsilon: float | None = None) -> Option | None:
+    def allocation(self, group: int, cohort: int) -> Option | None:
         """Random allocation of G examples of M users; None if everybody is in every step.
 
         Raises:
@@ -380,9 +377,9 @@ class Planner:
             return None
         sigma = accounting.calibrate_noise_multiplier(
             lambda s: events.allocated(s, once_in, self.steps),
-            self.epsilon if epsilon is None else epsilon,
+            self.epsilon,
             self.delta,
-            near=self.uls_noise_multiplier(cohort, epsilon),
+            near=self.uls_noise_multiplier(cohort),
         )
         norm = self.sensitivities.at(group)
         return Option("allocation", group, cohort, 1 / once_in, sigma, norm)

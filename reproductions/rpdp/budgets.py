@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.config.federated import FederatedDataConfig
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
@@ -20,6 +19,7 @@ from reproductions._plots import band, panel
 from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, between
 from reproductions.rpdp._cells import Cell, always, train
+from reproductions.rpdp._noise import noise_for_cap
 from reproductions.rpdp._tables import above, orders
 from reproductions.rpdp._training import Bench
 
@@ -43,7 +43,7 @@ BY_CLASS = (0.5, 0.75, 2.0, 2.6, 4.1, 2.1, 2.05, 3.0, 3.1, 6.1)
 def run(settings: Settings) -> Outcome:
     """Trains all policies under all distributions, then with budgets by class."""
     seeds = settings.seeds or 20
-    sigma = rpdp.noise_for_cap(CAP, TAU, ROUNDS, 1.0, DELTA)
+    sigma = noise_for_cap(CAP, TAU, ROUNDS, 1.0, DELTA)
     cells = _by_law(sigma, settings.quick) + _by_class()
     rows, finished = train("rpdp-budgets", cells, seeds, settings)
     if len(rows) < len(cells):
@@ -92,7 +92,7 @@ def _by_law(sigma: float, quick: bool) -> list[Cell]:
     three = LAWS["ThreeLevels"]
     cells.append(cell(setting, "ThreeLevels", three, "bisection"))
     for cap in () if quick else (5.0, 20.0):  # a smaller and a larger public cap
-        noise = rpdp.noise_for_cap(cap, TAU, ROUNDS, 1.0, DELTA)
+        noise = noise_for_cap(cap, TAU, ROUNDS, 1.0, DELTA)
         other = TwoStage(noise, TAU, ROUNDS, 1.0, DELTA)
         cells.append(cell(other, f"ThreeLevels, cap {cap:g}", three, "certified"))
     return [*cells, Cell(bench, "non-private", "all", always(bench.non_private(16)))]
@@ -112,7 +112,7 @@ def _by_class() -> list[Cell]:
     model = MLP((8, 8), 10, (32,))
     held = {"x": x[test], "label": label[test]}
     bench = Bench(model, data, held, ("sgd", 0.5), 10, 10, 1.0, (1.0,))
-    setting = TwoStage(rpdp.noise_for_cap(CAP, 1, 100, 1.0, DELTA), 10, 10, 1.0, DELTA)
+    setting = TwoStage(noise_for_cap(CAP, 1, 100, 1.0, DELTA), 10, 10, 1.0, DELTA)
     mine = data.read(np.arange(cut))["label"]
     public = np.asarray(BY_CLASS)
     cells = []

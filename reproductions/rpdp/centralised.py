@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.personal import budgets as laws
@@ -17,6 +16,7 @@ from dpfl_jax.models import LogisticRegression
 from reproductions._plots import panel
 from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings
+from reproductions.rpdp._noise import noise_for_cap
 from reproductions.rpdp._renyi_filter import (
     epsilon_of_norms,
     filtered_descent,
@@ -88,7 +88,7 @@ def _compare(
     model = LogisticRegression(records["x"].shape[1])
     bench = Bench(model, one, test, ("sgd", RATE), TAU, ROUNDS, 1.0, (1.0,))
     cap = 11.8
-    sigma = rpdp.noise_for_cap(cap, TAU, ROUNDS, 1.0, DELTA)
+    sigma = noise_for_cap(cap, TAU, ROUNDS, 1.0, DELTA)
     setting = TwoStage(sigma, TAU, ROUNDS, 1.0, DELTA)
     start = model.init(jax.random.key(0))
     held = jax.tree.map(jnp.asarray, test)

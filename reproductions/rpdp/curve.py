@@ -12,6 +12,7 @@ from dpfl_jax.accounting.rates import RateSolver, TwoStage, certified_rates, fit
 from reproductions._plots import panel
 from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings
+from reproductions.rpdp._noise import noise_for_cap
 
 TITLE = "epsilon of a sampling rate, the fitted curve, and its overruns"
 SOURCE = "Liu et al. 2024, section 6, figures 2, 5 and 6, Algorithm 2"
@@ -96,7 +97,7 @@ def _fits(rows: list[dict[str, Any]]) -> list[Claim]:
 def _noise() -> list[Claim]:
     out = []
     for setting, sigma in SIGMAS.items():
-        found = rpdp.noise_for_cap(10.0, *setting)
+        found = noise_for_cap(10.0, *setting)
         tau, rounds, lam, delta = setting
         name = f"authors' sigma for a cap of 10 at tau {tau}, T {rounds}, lambda {lam}, {delta:g}"
         out.append(

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.data.sets.arrays import HEART_SCALE, HOSPITALS, read_heart_disease
 from dpfl_jax.errors import BadInputError
@@ -20,6 +19,7 @@ from dpfl_jax.models import LogisticRegression
 from reproductions._plots import band, panel
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.rpdp._cells import Cell, always, train
+from reproductions.rpdp._noise import noise_for_cap
 from reproductions.rpdp._tables import orders
 from reproductions.rpdp._training import Bench
 
@@ -148,7 +148,7 @@ def run(settings: Settings) -> Outcome:
 def _cells(folder: pathlib.Path, tau: int) -> list[Cell]:
     data, test = hospitals(folder)
     table = bench(data, test, tau)
-    sigma = rpdp.noise_for_cap(CAP, tau, ROUNDS, 1.0, DELTA)
+    sigma = noise_for_cap(CAP, tau, ROUNDS, 1.0, DELTA)
     setting = TwoStage(sigma, tau, ROUNDS, 1.0, DELTA)
     cells, more = [], {"tau": tau}
     for name, law in LAWS.items():

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.data.sets.arrays import read_idx
 from dpfl_jax.errors import BadInputError
@@ -25,6 +24,7 @@ from reproductions._plots import band, panel
 from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, Source
 from reproductions.rpdp._cells import Cell, always, train
+from reproductions.rpdp._noise import noise_for_cap
 from reproductions.rpdp._tables import above, orders
 from reproductions.rpdp._training import Bench
 
@@ -90,7 +90,7 @@ def run(settings: Settings) -> Outcome:
     quick = settings.quick
     tau, rounds, seeds = (10, 4, 3) if quick else (50, 15, 5)
     seeds = settings.seeds or seeds
-    sigma = rpdp.noise_for_cap(CAP, tau, rounds, PARTICIPATION, DELTA)
+    sigma = noise_for_cap(CAP, tau, rounds, PARTICIPATION, DELTA)
     setting = TwoStage(sigma, tau, rounds, PARTICIPATION, DELTA)
     benches = {}
     for split in SPLITS:

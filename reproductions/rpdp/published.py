@@ -25,7 +25,6 @@ from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
-from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import TwoStage, fitted_rates
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import FederatedData
@@ -37,6 +36,7 @@ from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.rpdp import heart, mnist
 from reproductions.rpdp._cells import Cell, always, train
+from reproductions.rpdp._noise import noise_for_cap
 from reproductions.rpdp._tables import Beside, beside
 from reproductions.rpdp._training import Bench, Made
 
@@ -80,7 +80,7 @@ class Published:
     def setting(self) -> TwoStage:
         """What is accounted."""
         about = (TAU, ROUNDS, self.participation, self.delta)
-        return TwoStage(rpdp.noise_for_cap(heart.CAP, *about), *about)
+        return TwoStage(noise_for_cap(heart.CAP, *about), *about)
 
     def line(self, run: str, budgets: str) -> tuple[float, float]:
         """Mean and deviation of a run (a method, or ``non-private``) under a distribution."""

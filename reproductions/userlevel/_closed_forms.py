@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
+import dp_accounting
 import numpy as np
 from scipy import special, stats
-
-from dpfl_jax.accounting.calibrate import gaussian_signal
 
 
 def large_noise_els(batch: float, users: float, steps: int, epsilon: float, delta: float) -> float:
@@ -15,7 +14,7 @@ def large_noise_els(batch: float, users: float, steps: int, epsilon: float, delt
 
     Explains why Figure 2(a) is flat. A rule of thumb, NOT A BOUND: the true noise is larger.
     """
-    return batch / users * math.sqrt(steps) / gaussian_signal(epsilon, delta)
+    return batch / users * math.sqrt(steps) * dp_accounting.get_sigma_gaussian(epsilon, delta)
 
 
 def large_noise_uls(cohort: float, users: float, steps: int, epsilon: float, delta: float) -> float:

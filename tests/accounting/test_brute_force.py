@@ -1,6 +1,7 @@
 """Against numerical integration written here from the definition, Monte Carlo, and exact cases."""
 
 import math
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -186,10 +187,10 @@ def test_log_space_black_box_is_finite_where_floating_point_is_not():
 
 
 def test_group_lemma_by_hand():
-    epsilon, delta = group.group_guarantee(0.5, 1e-8, 3)
-    assert (epsilon, delta) == pytest.approx((1.5, 1e-8 * (1 + math.exp(0.5) + math.exp(1.0))))
-    assert group.group_guarantee(0.5, 1e-8, 3, "marathe")[1] == pytest.approx(3e-8 * math.e)
-    assert group.group_guarantee(0.5, 1e-8, 3, "vadhan")[1] == pytest.approx(3e-8 * math.exp(1.5))
+    factor = {form: math.exp(group.log_delta_factor(0.5, 3, form)) for form in get_args(group.Form)}
+    assert factor["geometric"] == pytest.approx(1 + math.exp(0.5) + math.exp(1.0))
+    assert factor["marathe"] == pytest.approx(3 * math.e)
+    assert factor["vadhan"] == pytest.approx(3 * math.exp(1.5))
 
 
 @pytest.mark.slow

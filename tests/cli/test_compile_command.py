@@ -21,6 +21,7 @@ execution: {microbatch_size: 2}
 
 @pytest.fixture
 def config(tmp_path):
+    assert len(jax.devices()) == 8  # started: no command takes devices from the tests after it
     path = tmp_path / "small.yaml"
     path.write_text(CONFIG)
     return str(path)
@@ -78,7 +79,6 @@ def test_adapters_alone_are_reduced(config, tmp_path, capsys):
 
 @pytest.mark.parametrize("topology", ["v5e", "abacus:3", "cpu:0", "cpu:4096"])
 def test_bad_topologies(config, topology, capsys):
-    assert len(jax.devices()) == 8  # started: no more can be had
     assert main(["compile", config, "--topology", topology]) == 2
     assert "compile" in capsys.readouterr().err
 

@@ -35,6 +35,26 @@ def test_what_is_written_is_what_is_shipped_and_valid(name, capsys, monkeypatch)
     load_config(written)
 
 
+BUNDLED = {  # whose data come with a package, and which no other test trains
+    "isrl/accelerated": (),
+    "isrl/multi_stage": (),
+    "isrl/one_pass": (),
+    "subject/digits": ("federation.rounds=2", "train.eval_every=2"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", BUNDLED)
+def test_what_is_shipped_trains_within_its_epsilon(name, capsys):
+    pytest.importorskip("sklearn")
+    path = CONFIGS / f"{name}.yaml"
+    assert main(["train", str(path), *BUNDLED[name], "--run-dir", "run", "--json"]) == 0
+    report = said(capsys)
+    assert report["status"] == "finished"
+    assert 0 < report["privacy"]["epsilon"] <= load_config(path).privacy.epsilon
+
+
 def test_the_quickstart_unless_told(capsys):
     assert main(["init", "--out", "mine.yaml"]) == 0
     assert "dpfl train mine.yaml" in capsys.readouterr().out

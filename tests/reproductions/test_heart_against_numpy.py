@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from jax import random
 
-from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.federation.mechanisms import RPDP
 from dpfl_jax.federation.personal.budgets import ThreeLevels
+from reproductions.rpdp._noise import noise_for_cap
 from reproductions.rpdp._training import torch_init
 from reproductions.rpdp.heart import CAP, DELTA, ROUNDS, bench, hospitals
 
@@ -61,7 +61,7 @@ def test_both_reach_the_same_accuracy(data_dir, how):
     """Means over 20 seeds, within 3.3 standard errors: one false alarm in 1,000."""
     data, test = hospitals(data_dir / "heart_disease")
     table = bench(data, test, TAU)
-    setting = TwoStage(rpdp.noise_for_cap(CAP, TAU, ROUNDS, 1.0, DELTA), TAU, ROUNDS, 1.0, DELTA)
+    setting = TwoStage(noise_for_cap(CAP, TAU, ROUNDS, 1.0, DELTA), TAU, ROUNDS, 1.0, DELTA)
     sizes = np.diff(data.silo_offsets)
 
     def both(seed):

@@ -38,6 +38,7 @@ def rows_of(name, tmp_path, data_dir=None, quick=True, seeds=None):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_noise_of_figure_2(tmp_path):
     rows = rows_of("userlevel/figure-2", tmp_path)
     flat = {r["group_size"]: r["noise_multiplier"] for r in rows if "group_size" in r}
@@ -102,6 +103,7 @@ def test_the_experiments_without_trust(tmp_path, data_dir):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_how_often_the_fitted_curve_overruns(tmp_path):
     rows = {r["preset"]: r for r in rows_of("rpdp/curve", tmp_path) if "preset" in r}
     for preset, (share, worst) in FITTED_CURVE.items():

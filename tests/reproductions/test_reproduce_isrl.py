@@ -49,14 +49,14 @@ def test_without_files_and_without_scikit_learn_it_is_one_sentence(tmp_path, mon
 @pytest.mark.parametrize(
     "name",
     [
-        "isrl/acceleration",
-        "isrl/audit",
-        "isrl/heterogeneity",
-        "isrl/privacy-for-free",
+        pytest.param("isrl/acceleration", marks=pytest.mark.ci),
+        pytest.param("isrl/audit", marks=pytest.mark.ci),
+        pytest.param("isrl/heterogeneity", marks=pytest.mark.ci),
+        pytest.param("isrl/privacy-for-free", marks=pytest.mark.ci),
         "isrl/rates",
         "isrl/trust-ladder",
-        "isrl/unbalanced",
-        "isrl/vector-protocol",
+        pytest.param("isrl/unbalanced", marks=pytest.mark.ci),
+        pytest.param("isrl/vector-protocol", marks=pytest.mark.ci),
     ],
 )
 def test_claims_on_synthetic_silos(tmp_path, name):
@@ -66,6 +66,7 @@ def test_claims_on_synthetic_silos(tmp_path, name):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_hinge_and_absolute_loss(tmp_path):
     pytest.importorskip("sklearn")
     claims = outcome("isrl/smoothing", tmp_path).claims

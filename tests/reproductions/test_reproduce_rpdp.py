@@ -75,6 +75,7 @@ def test_distributions_of_budgets_on_embedded_data(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
 def test_one_silo_against_the_filter(tmp_path):
     pytest.importorskip("sklearn")
     found = outcome("rpdp/centralised", tmp_path, seeds=5)

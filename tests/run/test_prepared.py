@@ -2,11 +2,13 @@
 
 import json
 
+import jax
 import pytest
 import yaml
 from silo_configs import SILOS
 
 from dpfl_jax.cli.main import main
+from dpfl_jax.run.directory import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.privacy]
 pytest.importorskip("sklearn")
@@ -16,8 +18,26 @@ KEYS = {
 }  # fmt: skip
 
 
+@pytest.fixture
+def traced(monkeypatch):
+    """How many functions were traced before each row of metrics: the list grows with the run."""
+    count, rows, write = [0], [], RunDirectory.append_metrics
+
+    def heard(event, duration, **_):
+        count[0] += event == "/jax/core/compile/jaxpr_trace_duration"
+
+    def append(self, row):
+        rows.append(count[0])
+        write(self, row)
+
+    monkeypatch.setattr(RunDirectory, "append_metrics", append)
+    jax.monitoring.register_event_duration_secs_listener(heard)
+    yield rows
+    jax.monitoring.unregister_event_duration_listener(heard)
+
+
 @pytest.mark.parametrize("name", SILOS)
-def test_two_runs_on_one_ledger_beyond_its_budget(tmp_path, capsys, name):
+def test_two_runs_on_one_ledger_beyond_its_budget(tmp_path, capsys, name, traced):
     """The first is charged and reported like any run; the second is refused before it begins."""
     config = SILOS[name] | {"name": name}
     config["privacy"] = config["privacy"] | {
@@ -31,6 +51,7 @@ def test_two_runs_on_one_ledger_beyond_its_budget(tmp_path, capsys, name):
     assert report.keys() >= KEYS
     assert {"examples_per_s", "tokens_per_s"} == report["throughput"].keys()
     assert report["privacy"]["epsilon"] <= 8.0
+    assert 0 < traced[0] < traced[2] == traced[-1]  # no later round traces anything again
     assert main([*run, str(tmp_path / "second")]) == 2
     assert "beyond the budget of 9" in capsys.readouterr().err
     assert not (tmp_path / "second" / "metrics.jsonl").exists()

@@ -14,7 +14,6 @@ from dpfl_jax.sampling import (
     FixedSize,
     PersonalizedPoisson,
     Poisson,
-    Shuffle,
     UserSampler,
     limit_contributions,
     share_of,
@@ -31,7 +30,6 @@ PROBS = np.linspace(0.0, 0.5, N)
 LAWS = {
     "poisson": (Poisson(N, 0.2), np.full(N, 0.2)),
     "fixed": (FixedSize(N, 7), np.full(N, 7 / N)),
-    "shuffle": (Shuffle(N, 7), np.full(N, 7 / N)),
     "personalized": (PersonalizedPoisson(PROBS), PROBS),
 }
 
@@ -57,7 +55,7 @@ def test_marginal_probability_of_every_unit(drawn, name):
     assert abs(counts.sum() / STEPS - law.expected_size) < 5 * np.sqrt(N / STEPS)
 
 
-@pytest.mark.parametrize("name", [n for n in LAWS if n != "shuffle"])
+@pytest.mark.parametrize("name", LAWS)
 def test_steps_are_independent(drawn, name):
     z = drawn[name] - drawn[name].mean(axis=0)
     lagged = (z[1:] * z[:-1]).sum(axis=0)
@@ -79,7 +77,6 @@ def pairs(drawn):
     [
         ("poisson", 0.2**2, 0.2**2),
         ("fixed", 7 * 6 / (40 * 39), 7 * 6 / (40 * 39)),
-        ("shuffle", 7 * 6 / (40 * 39), 7 * 6 / (40 * 39)),
         ("personalized", PROBS[4] * PROBS[5], PROBS[4] * PROBS[30]),
     ],
 )
@@ -94,21 +91,8 @@ def test_sizes(drawn, name):
     law, _ = LAWS[name]
     sizes = drawn[name].sum(axis=1)
     assert sizes.max() <= law.size_bound(1e-12)
-    if name in ("fixed", "shuffle"):
+    if name == "fixed":
         assert (sizes == 7).all()
-
-
-def test_shuffle_takes_every_unit_at_most_once_a_pass():
-    law = Shuffle(N, 7)
-    assert law.steps_per_pass == 5
-    assert [law.participations(t) for t in (1, 5, 6, 10)] == [1, 1, 2, 2]
-    drawn = inclusion(law, 50)
-    passes = drawn.reshape(10, 5, N).sum(axis=1)
-    assert passes.max() == 1
-    assert (passes.sum(axis=1) == 35).all()
-    assert "not Poisson" in law.describe("users")
-    left_out = passes == 0
-    assert left_out.any(axis=0).sum() > 20  # another remainder each pass
 
 
 @pytest.mark.parametrize("name", LAWS)
@@ -124,7 +108,7 @@ def test_any_step_without_the_steps_before_it(name):
     assert any(len(a) != len(b) or (a != b).any() for a, b in zip(forward, other))
 
 
-@pytest.mark.parametrize("law", [Poisson(5, 0.5), FixedSize(5, 2), Shuffle(5, 2)])
+@pytest.mark.parametrize("law", [Poisson(5, 0.5), FixedSize(5, 2)])
 def test_users_hold_their_own_examples_up_to_the_group_size(law):
     sampler = UserSampler(law, OFFSETS, 4, KEY)
     seen = np.zeros(40, int)
@@ -192,7 +176,7 @@ def test_bad_settings():
         (lambda: Poisson(10, 1.5), "sampling probability is 1.5"),
         (lambda: Poisson(0, 0.5), "nothing to sample"),
         (lambda: FixedSize(10, 0), "batch size is 0"),
-        (lambda: Shuffle(10, 11), "batch size is 11"),
+        (lambda: FixedSize(10, 11), "batch size is 11"),
         (lambda: PersonalizedPoisson(np.array([0.5, 1.1])), r"in \[0, 1\]"),
         (lambda: PersonalizedPoisson(np.array([0.5, np.nan])), r"in \[0, 1\]"),
         (lambda: ExampleSampler(Poisson(9, 0.5), np.arange(10), KEY), "for 9 units"),

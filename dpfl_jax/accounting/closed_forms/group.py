@@ -45,14 +45,6 @@ def log_delta_factor(epsilon: Any, size: int, form: Form = "geometric") -> Any:
     return float(out) if np.ndim(epsilon) == 0 else out
 
 
-def group_guarantee(
-    epsilon: float, delta: float, size: int, form: Form = "geometric"
-) -> tuple[float, float]:
-    """(G eps, G-fold delta) of an (eps, delta)-DP mechanism; delta may exceed 1 (no guarantee)."""
-    log_delta = math.log(delta) + log_delta_factor(epsilon, size, form)
-    return size * epsilon, math.exp(min(log_delta, 700.0))
-
-
 def black_box_epsilon(
     example_event: dp_accounting.DpEvent,
     group_size: int,

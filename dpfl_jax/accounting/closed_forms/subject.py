@@ -11,7 +11,7 @@ import math
 from typing import Literal
 
 from dpfl_jax.accounting import events
-from dpfl_jax.accounting.calibrate import calibrate_noise_multiplier, gaussian_signal
+from dpfl_jax.accounting.calibrate import calibrate_noise_multiplier
 from dpfl_jax.errors import BadInputError
 
 
@@ -65,52 +65,9 @@ def hi_grad_fraction(
     return min(1.0, items_per_subject * sampling_prob) if variant == "A" else sampling_prob
 
 
-def user_ldp_least_sigma(epsilon: float, delta: float) -> float:
-    """A, Theorem 3.11: sigma > 1 / (sqrt(2 pi) eps delta e^eps), as printed.
-
-    Meaningless: its proof drops a square. 182.7 at (4, 1e-5).
-    """
-    return 1.0 / (math.sqrt(2 * math.pi) * epsilon * delta * math.exp(epsilon))
-
-
 def rounds_printed(rounds: int, silos: int) -> int:
     """A, Theorem 3.13 / B, Theorem 4.2: train R / sqrt(s) rounds to pay for s silos. NOT A BOUND.
 
     The loss of s silos over R rounds grows as sqrt(R s), so it takes R / s.
     """
     return math.floor(rounds / math.sqrt(silos))
-
-
-def rounds_sound(rounds: int, silos: int) -> int:
-    """Rounds with as many compositions over s silos as R rounds of one: floor(R / s).
-
-    Raises:
-      BadInputError: if that is no round at all.
-    """
-    left = rounds // silos
-    if left == 0:
-        raise BadInputError(
-            f"{rounds} rounds cannot be shared by {silos} silos: use at least {silos} rounds or "
-            "more noise"
-        )
-    return left
-
-
-def moments_noise(
-    sampling_prob: float, steps: int, epsilon: float, delta: float, constant: float = 1.0
-) -> float:
-    """Theorem 3.1 (Abadi et al. 2016): c2 q sqrt(T log(1/delta)) / eps; c2 is not specified.
-
-    An asymptotic statement: NOT A BOUND for any particular constant.
-    """
-    return constant * sampling_prob * math.sqrt(steps * math.log(1 / delta)) / epsilon
-
-
-def large_noise(
-    participation: float, steps: int, silos: int, epsilon: float, delta: float
-) -> float:
-    """P sqrt(T R s) / mu(eps, delta): about the noise each mechanism needs when it is large.
-
-    P = q (records), K q (LocalGroupDP), 1 - (1-q)^K (HiGradAvgDP), 2 (UserLDP). NOT A BOUND.
-    """
-    return participation * math.sqrt(steps * silos) / gaussian_signal(epsilon, delta)
