@@ -92,6 +92,40 @@ def test_gram_norm_of_zeros(positions):
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("length", [512, 516, 514])
+def test_gram_norms_of_long_units(length):
+    """Positions along one axis and along two, tokens of a table, one weight used twice."""
+
+    def loss(params, x):
+        h = jnp.tanh(params["table"][x] @ params["w"])
+        h = jnp.tanh(h @ params["w"] + params["table"][x[::-1]])
+        pairs = h.reshape(length // 2, 2, 6).swapaxes(0, 1)
+        return jnp.sum((jnp.arange(1, length // 2 + 1)[:, None] * pairs @ params["v"]) ** 2)
+
+    shapes = {"table": (9, 6), "w": (6, 6), "v": (6, 3)}
+    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), 3)))
+    params = {name: jax.random.normal(keys[name], shape) for name, shape in shapes.items()}
+    compare(loss, params, jax.random.randint(jax.random.key(1), (3, length), 0, 9), ["gram"])
+
+
+def test_gram_matrices_of_long_units_are_half_formed():
+    """Of four parts of the positions, each meets itself and those behind it: ten of sixteen."""
+
+    def norms(length):
+        def loss(params, x):
+            return jnp.sum(jnp.sin(x @ params["w"]))
+
+        f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+        args = {"w": jnp.ones((64, 64))}, jnp.ones((1, length, 64))
+        return jax.jit(lambda p, x: f(p, x).norms).lower(*args).compile().cost_analysis()["flops"]
+
+    # One product forward and both Gram matrices; elementwise work is 1 to 3 %.
+    whole, parts = (2.0 * n * 64 * (64 + 2 * n * share) for n, share in ((508, 1), (512, 0.625)))
+    assert norms(508) == pytest.approx(whole, rel=0.05)
+    assert norms(512) == pytest.approx(parts, rel=0.05)
+
+
+@pytest.mark.privacy
 def test_gram_norm_is_not_too_small_where_everything_cancels():
     """Two positions whose gradients cancel but for a little: the sum still has norm at most C."""
 

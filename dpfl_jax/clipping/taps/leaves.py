@@ -55,6 +55,9 @@ _ABSORBED = 16 * float(jnp.finfo(jnp.float32).eps)
 _UNDERFLOW = 1e-15
 # The square of a smaller number may be lost.
 _LOST = 2.0**-63
+# Gram matrices are symmetric: of so many positions, each of four parts meets those behind it alone,
+# ten of sixteen products. Narrower products would take a TPU's units as long.
+_LONG, _PARTS = 512, 4
 # Gradients that are summed at once go before those of the next leaf are formed: what the taps have
 # recorded for the other leaves, which is held meanwhile, is at least about as much more.
 _WHILE_OTHERS_WAIT = 4.0
@@ -155,9 +158,11 @@ def choose(
     costs: dict[str, float] = {}
     if gram_possible(pairs):
         flops = moved = 0.0
-        for (k, a, _, b, s), (m, *_) in itertools.combinations_with_replacement(counted, 2):
-            flops += 2.0 * s * k * m * (a + b)
-            moved += 16.0 * s * k * m
+        for i, j in itertools.combinations_with_replacement(range(len(pairs)), 2):
+            (k, a, _, b, s), m = counted[i], counted[j][0]
+            met = (0.5 + 0.5 / _parts(pairs[i])[1] if i == j else 1.0) * k * m
+            flops += 2.0 * s * met * (a + b)
+            moved += 16.0 * s * met
         costs["gram"] = machine.seconds(flops, moved)
     flops = sum(2.0 * s * k * (b if a == 0 else a * b) for k, a, b, _, s in counted)
     costs["direct"] = machine.seconds(flops, 8.0 * size)
@@ -481,10 +486,11 @@ def _fastest(pair: Pair) -> jax.Array:
 
 def units_of(pair: Pair, i: jax.Array, shards: int, count: int = 1) -> Pair:
     """The ``count`` units from ``i * count`` of each of the ``shards`` parts of the unit axis."""
+    return _of_both(pair, lambda x, labels: pick(x, tuple(labels).index(UNIT), i, shards, count))
 
-    def of(array: jax.Array, labels: Sequence[Label]) -> jax.Array:
-        return pick(array, tuple(labels).index(UNIT), i, shards, count)
 
+def _of_both(pair: Pair, of: Callable[[jax.Array, Sequence[Label]], jax.Array]) -> Pair:
+    """Part of what both factors hold."""
     left, right = pair.left, pair.right
     right = Dense(of(right.array, right.labels), right.labels)
     if isinstance(left, OneHot):
@@ -516,8 +522,7 @@ def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
         if i != j and p.site.view.apart_from(q.site.view):
             continue
         factor = p.scale * q.scale * (1.0 if i == j else 2.0)
-        terms = factor * _inner_products(p, q, machine)
-        signed = terms.sum(tuple(range(1, terms.ndim)))
+        signed = factor * (_own_product(p, machine) if i == j else _inner_product(p, q, machine))
         total = signed if total is None else total + signed
         if i == j:
             own.append(jnp.sqrt(_at_least_zero(signed)))
@@ -585,8 +590,41 @@ def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
     return scale * (left * norm).sum(axes), scale * hidden.sum(axes)
 
 
-def _inner_products(p: Pair, q: Pair, machine: Machine) -> jax.Array:
-    """[n, ...]: for each pair of positions, the product of the factors' inner products."""
+def _parts(pair: Pair) -> tuple[Label, int]:
+    """The position that a use is cut along to meet itself, and into how many parts."""
+    sizes = _sizes(pair)
+    along = max(pair.positions, key=lambda x: sizes[x], default=None)
+    long = along is not None and sizes[along] >= _LONG and sizes[along] % _PARTS == 0
+    return along, _PARTS if long else 1
+
+
+def _own_product(pair: Pair, machine: Machine) -> jax.Array:
+    """[n]: the product of a use's gradient with itself."""
+    along, parts = _parts(pair)
+    if parts == 1:
+        return _inner_product(pair, pair, machine)
+    step = _sizes(pair)[along] // parts
+    cuts = [_cut(pair, along, step * i, step) for i in range(parts)]
+    products = [_inner_product(cut, cut, machine) for cut in cuts]
+    for i, cut in enumerate(cuts[:-1]):
+        behind = _cut(pair, along, step * (i + 1), step * (parts - i - 1))
+        products.append(2.0 * _inner_product(cut, behind, machine))
+    return sum(products[1:], start=products[0])
+
+
+def _cut(pair: Pair, along: Label, start: int, count: int) -> Pair:
+    """So many of the positions of one axis."""
+
+    def of(array: jax.Array, labels: Sequence[Label]) -> jax.Array:
+        if along not in labels:
+            return array
+        return jax.lax.slice_in_dim(array, start, start + count, axis=tuple(labels).index(along))
+
+    return _of_both(pair, of)
+
+
+def _inner_product(p: Pair, q: Pair, machine: Machine) -> jax.Array:
+    """[n]: over pairs of positions, the sum of the products of the factors' inner products."""
     shared = tuple(x for x in p.coordinates if x in _shared(p))
     straight = _form(p)[0] == _form(q)[0]
     p_left, q_left = formed(p.left), formed(q.left)
@@ -600,7 +638,8 @@ def _inner_products(p: Pair, q: Pair, machine: Machine) -> jax.Array:
     # (Products of bfloat16 operands are exact whatever the precision.)
     exact = machine.rounding > 0.0 and _reduced(p)
     precision = jax.lax.Precision.HIGHEST if exact else precision_of(p.site)
-    return _inner(*first, rename, out, precision) * _inner(*second, rename, out, precision)
+    terms = _inner(*first, rename, out, precision) * _inner(*second, rename, out, precision)
+    return terms.sum(tuple(range(1, terms.ndim)))
 
 
 def _inner(
