@@ -64,7 +64,7 @@ class Linear(nn.Module):
 
 
 def _product(x: jax.Array, kernel: jax.Array, apart: bool) -> jax.Array:
-    """x @ kernel; where there is one for each expert, theirs ``apart`` or their sum."""
+    """One product, or one for each expert, theirs ``apart`` or their sum."""
     if kernel.ndim == 2:
         return x @ kernel
     read, made = "te" if x.ndim == 3 else "t", "te" if apart else "t"
