@@ -222,8 +222,9 @@ def family_of(config: TransformerConfig) -> Family:
     if name is None:
         raise BadInputError(
             f"a model with norm {config.norm}, positions {config.positions}, activation "
-            f"{config.activation}, biases {config.use_bias} and experts {config.num_experts} belongs "
-            f"to none of the families {', '.join(FAMILIES)}, so it has no place in their layout"
+            f"{config.activation}, biases {config.use_bias} and experts {config.num_experts} "
+            f"belongs to none of the families {', '.join(FAMILIES)}, so it has no place in their "
+            "layout"
         )
     return FAMILIES[name]
 
