@@ -26,6 +26,12 @@ GEMMA3 = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 GEMMA = LLAMA | {"head_dim": 16, "num_key_value_heads": 1, "num_attention_heads": 4}
+MOE = LLAMA | {
+    "head_dim": 8,
+    "moe_intermediate_size": 20,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
 # Large weights, so that an error in any of them shows in the logits.
 FAMILIES = {
     "gpt2": {
@@ -79,6 +85,8 @@ FAMILIES = {
     "qwen2_tied": LLAMA | {"tie_word_embeddings": True},
     "qwen3": LLAMA | {"head_dim": 8},
     "qwen3_tied": LLAMA | {"head_dim": 8, "tie_word_embeddings": True},
+    "qwen3moe": MOE,
+    "qwen3moe_tied": MOE | {"norm_topk_prob": True, "tie_word_embeddings": True},
     "phi3": LLAMA | {"pad_token_id": 0},
     "phi3_window": LLAMA | {"pad_token_id": 0, "sliding_window": 9},
 }
@@ -98,6 +106,7 @@ def saved_by_transformers(name, path, **options):
         "mistral": (transformers.MistralConfig, transformers.MistralForCausalLM),
         "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForCausalLM),
         "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForCausalLM),
+        "qwen3moe": (transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM),
         "phi3": (transformers.Phi3Config, transformers.Phi3ForCausalLM),
     }[name.split("_")[0]]
     torch.manual_seed(0)

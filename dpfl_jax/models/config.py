@@ -97,6 +97,10 @@ class TransformerConfig:
       mlp_dim: hidden width of the MLP; default 4 x embed_dim, or 8/3 of it (rounded up to a
         multiple of 32) for the gated activations.
       activation: gelu, swiglu or geglu.
+      num_experts: MLPs of mlp_dim in every block, of which each token chooses some by itself (and
+        all of which are computed); None: one MLP, which no token chooses.
+      experts_per_token: how many it chooses; needed with num_experts, and only there.
+      experts_sum_to_one: the weights of those that it chooses are divided by their sum.
       norm: rms or layer.
       norm_eps: added to the variance.
       norm_plus_one: norms multiply by 1 + scale, not by scale (Gemma).
@@ -139,6 +143,9 @@ class TransformerConfig:
     head_dim: int | None = None
     mlp_dim: int | None = None
     activation: Activation = "gelu"
+    num_experts: int | None = None
+    experts_per_token: int | None = None
+    experts_sum_to_one: bool = False
     norm: Norm = "rms"
     norm_eps: float = 1e-6
     norm_plus_one: bool = False
@@ -176,6 +183,7 @@ class TransformerConfig:
             if isinstance(value, dict):
                 object.__setattr__(self, name, _parsed(name, kind, value))
         optional = ("num_kv_heads", "head_dim", "mlp_dim", "sliding_window", "global_every")
+        optional = (*optional, "num_experts", "experts_per_token")
         for name in (
             "vocab_size",
             "max_seq_len",
@@ -225,6 +233,15 @@ class TransformerConfig:
                     f"model: {name} is {value}, but no layer is local: set sliding_window, or "
                     f"leave {name} out"
                 )
+        if (self.experts_per_token or 0) > (self.num_experts or 0) or (
+            self.num_experts is not None and self.experts_per_token is None
+        ):
+            raise BadInputError(
+                f"model: a token cannot choose {self.experts_per_token} of {self.num_experts} "
+                "experts: set num_experts and experts_per_token, or neither"
+            )
+        if self.num_experts is not None and self.use_bias:
+            raise BadInputError("model: experts have no biases: leave use_bias or num_experts out")
         if self.head_dim is None and self.embed_dim % self.num_heads:
             raise BadInputError(
                 f"model: embed_dim {self.embed_dim} is not a multiple of num_heads "

@@ -31,30 +31,44 @@ _LOGITS_AT_ONCE = 2**28
 
 
 class Linear(nn.Module):
-    """x @ kernel (+ bias) in the compute dtype; x [..., i] -> [..., features]."""
+    """x @ kernel (+ bias) in the compute dtype; x [..., i] -> [..., features].
+
+    With ``experts`` there are so many kernels: x [length, i] -> [length, experts, features], and
+    x [length, experts, i] -> [length, features], summed over experts.
+    """
 
     features: int
     config: TransformerConfig
     stddev: float = _STDDEV
     bias: bool = False
+    experts: int | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the projection."""
-        kernel = self.param(
-            "kernel", nn.initializers.normal(self.stddev), (x.shape[-1], self.features)
-        )
-        y = x @ kernel.astype(x.dtype)
+        lead = () if self.experts is None else (self.experts,)
+        init = nn.initializers.normal(self.stddev)
+        kernel = self.param("kernel", init, (*lead, x.shape[-1], self.features))
+        y = _product(x, kernel.astype(x.dtype), x.ndim == 2)
         if self.config.use_bias or self.bias:
             bias = self.param("bias", nn.initializers.zeros, (self.features,))
             y = y + bias.astype(x.dtype)
         lora = self.config.lora
         if lora is not None and lora.covers("/".join(self.path)):
             down = nn.initializers.normal(x.shape[-1] ** -0.5)
-            a = self.param("lora_a", down, (x.shape[-1], lora.rank))
-            b = self.param("lora_b", nn.initializers.zeros, (lora.rank, self.features))
-            y = y + (x @ a.astype(x.dtype)) @ b.astype(x.dtype) * lora.scale
+            a = self.param("lora_a", down, (*lead, x.shape[-1], lora.rank))
+            b = self.param("lora_b", nn.initializers.zeros, (*lead, lora.rank, self.features))
+            inner = _product(x, a.astype(x.dtype), True)
+            y = y + _product(inner, b.astype(x.dtype), x.ndim == 2) * lora.scale
         return pinned(y)
+
+
+def _product(x: jax.Array, kernel: jax.Array, apart: bool) -> jax.Array:
+    """One product, or one for each expert, theirs ``apart`` or their sum."""
+    if kernel.ndim == 2:
+        return x @ kernel
+    read, made = "te" if x.ndim == 3 else "t", "te" if apart else "t"
+    return jnp.einsum(f"{read}i,eif->{made}f", x, kernel)
 
 
 class Norm(nn.Module):
@@ -185,7 +199,12 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two or (gated) three projections."""
+    """Two or (gated) three projections, or as many for each of the experts.
+
+    All experts are computed for all positions, and those that a position has not chosen have weight
+    zero: no position is left out, whatever others choose, and all products are those of parameters
+    with data. It takes num_experts / experts_per_token times the arithmetic of the chosen ones.
+    """
 
     config: TransformerConfig
 
@@ -193,13 +212,36 @@ class Mlp(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """X [length, embed_dim] -> the same shape."""
         c = self.config
-        y = Linear(c.hidden, c, name="up")(x)
+        linear = functools.partial(Linear, config=c, experts=c.num_experts)
+        y = linear(c.hidden, name="up")(x)
         if c.gated:
-            gate = Linear(c.hidden, c, name="gate")(x)
+            gate = linear(c.hidden, name="gate")(x)
             y = y * (jax.nn.silu(gate) if c.activation == "swiglu" else jax.nn.gelu(gate))
         else:
             y = jax.nn.gelu(y)
-        return Linear(c.embed_dim, c, _STDDEV / math.sqrt(2 * c.num_layers), name="down")(y)
+        if c.num_experts is not None:
+            scores = Linear(c.num_experts, c, name="router")(x)
+            y = y * shares(scores, c).astype(y.dtype)[..., None]
+        return linear(c.embed_dim, stddev=_STDDEV / math.sqrt(2 * c.num_layers), name="down")(y)
+
+
+def shares(scores: jax.Array, config: TransformerConfig) -> jax.Array:
+    """How much each position takes of each expert, zero of those that it does not choose.
+
+    Args:
+      scores: of experts, [length, num_experts].
+      config: says how many are chosen, and whether their weights sum to one.
+
+    Returns:
+      float32 [length, num_experts].
+    """
+    assert config.experts_per_token is not None
+    weights = jax.nn.softmax(scores.astype(jnp.float32))
+    chosen = jax.lax.top_k(weights, config.experts_per_token)[1]
+    weights = weights * jax.nn.one_hot(chosen, scores.shape[-1]).sum(axis=-2)
+    if config.experts_sum_to_one:
+        weights = weights / weights.sum(axis=-1, keepdims=True)
+    return weights
 
 
 class Block(nn.Module):

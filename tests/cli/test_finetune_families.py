@@ -15,8 +15,8 @@ from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config
 
 TINY = (
-    "gpt2", "llama_tied_scaled", "mistral", "qwen2", "qwen3_tied", "phi3_window",
-    "gemma", "gemma2_window", "gemma3", "vaultgemma",
+    "gpt2", "llama_tied_scaled", "mistral", "qwen2", "qwen3_tied", "qwen3moe_tied",
+    "phi3_window", "gemma", "gemma2_window", "gemma3", "vaultgemma",
 )  # fmt: skip
 assert set(TINY) <= set(FAMILIES)
 ADAPTERS = {"rank": 2, "alpha": 4.0, "targets": ["*/attention/*", "*/mlp/*"]}

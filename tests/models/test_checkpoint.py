@@ -78,7 +78,7 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "phi3", "gemma3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3moe", "phi3", "gemma3"])
 def test_files_and_stacks_of_any_number_hold_the_same_model(name, tmp_path):
     saved_by_transformers(name, tmp_path / "one")
     saved_by_transformers(name, tmp_path / "many", max_shard_size="20KB")
@@ -184,6 +184,12 @@ def edit_config(path, **changes):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
+OF_EXPERTS = {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
@@ -217,7 +223,12 @@ def test_a_tensor_that_does_not_fit_is_named(damage, message, tmp_path):
         ({"attention_bias": True}, "biases in attention or in the MLP"),
         ({"hidden_size": None}, "no number hidden_size"),
         ({"bos_token_id": None}, "no bos_token_id"),
-        ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe', but only"),
+        ({"model_type": "mixtral"}, "model_type 'mixtral', but only .*, qwen3_moe"),
+        ({"model_type": "qwen3_moe"}, "no number moe_intermediate_size"),
+        (OF_EXPERTS | {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\], but only \[\]"),
+        (OF_EXPERTS | {"decoder_sparse_step": 2}, "decoder_sparse_step 2, but only 1"),
+        (OF_EXPERTS | {"output_router_logits": True}, "output_router_logits True, but only False"),
+        (OF_EXPERTS | {"num_experts_per_tok": 5}, "cannot choose 5 of 4 experts"),
         ({"model_type": "gemma3"}, "model_type 'gemma3', but only .*, gemma3_text"),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope"}}, "rope scaling 'longrope'"),
         ({"model_type": "phi3", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -365,6 +376,26 @@ KNOWN = {
             "bos_token_id": 151643,
         },
         596_049_920,
+    ),
+    "Qwen 3 30B-A3B": (
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rope_theta": 1e6,
+            "bos_token_id": 151643,
+        },
+        30_532_122_624,
     ),
     "Phi-3 mini": (
         {

@@ -87,8 +87,7 @@ def save_adapter(
 
 
 def _row(leaf: Any, entry: Entry) -> np.ndarray:
-    part = leaf if entry.row is None else leaf[entry.row]
-    return np.asarray(jax.device_get(part), np.float32)
+    return np.asarray(jax.device_get(leaf[entry.row]), np.float32)
 
 
 def _config(lora: Lora, together: Mapping[str, int], layers: int) -> dict[str, Any]:

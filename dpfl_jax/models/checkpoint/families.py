@@ -10,6 +10,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.config import TransformerConfig
 
@@ -19,7 +21,7 @@ class Tensor:
     """Where one of our parameters (of one block) is found.
 
     Attributes:
-      name: of the checkpoint's tensor, ``{}`` for the block's number.
+      name: of the checkpoint's tensor, ``{}`` for the block's number, and another for the expert's.
       transposed: its axes are in the other order.
       beside: the parameters of the block that it holds side by side along our last axis, ours
         among them; empty: ours alone.
@@ -70,6 +72,12 @@ _LLAMA_BLOCK = _projections(
         "mlp/gate": "mlp.gate_proj",
         "mlp/up": "mlp.up_proj",
         "mlp/down": "mlp.down_proj",
+    }
+)
+_EXPERTS = _projections(
+    {
+        "mlp/router": "mlp.gate",
+        **{f"mlp/{name}": f"mlp.experts.{{}}.{name}_proj" for name in ("gate", "up", "down")},
     }
 )
 _LLAMA_TOP = {
@@ -152,6 +160,11 @@ FAMILIES = {
                 ("mistral", "Mistral", _LLAMA_BLOCK | _LLAMA_NORMS),
                 ("qwen2", "Qwen2", _LLAMA_BLOCK | _LLAMA_NORMS),
                 ("qwen3", "Qwen3", _LLAMA_BLOCK | _LLAMA_NORMS | _HEAD_NORMS),
+                (
+                    "qwen3_moe",
+                    "Qwen3Moe",
+                    _LLAMA_BLOCK | _EXPERTS | _LLAMA_NORMS | _HEAD_NORMS,
+                ),
                 ("phi3", "Phi3", _phi3_block() | _LLAMA_NORMS),
                 ("gemma", "Gemma", _LLAMA_BLOCK | _LLAMA_NORMS),
                 ("gemma2", "Gemma2", _LLAMA_BLOCK | _GEMMA2_NORMS),
@@ -204,11 +217,14 @@ def family_of(config: TransformerConfig) -> Family:
             name = ("gemma2" if c.post_norms else "vaultgemma") if fits else None
         else:
             name = "gemma"
+    if c.num_experts is not None:
+        name = "qwen3_moe" if name == "qwen3" else None
     if name is None:
         raise BadInputError(
             f"a model with norm {config.norm}, positions {config.positions}, activation "
-            f"{config.activation} and biases {config.use_bias} belongs to none of the families "
-            f"{', '.join(FAMILIES)}, so it has no place in their layout"
+            f"{config.activation}, biases {config.use_bias} and experts {config.num_experts} "
+            f"belongs to none of the families {', '.join(FAMILIES)}, so it has no place in their "
+            "layout"
         )
     return FAMILIES[name]
 
@@ -223,18 +239,18 @@ def has_family(config: TransformerConfig) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One of our parameters (of one block) and its tensor.
+    """One of our parameters (of one block, of one expert) and its tensor.
 
     Attributes:
       path: our parameter, e.g. ``blocks/mlp/up/kernel``.
-      row: of the stack, or None.
+      row: of each stack that it is in, of blocks and of experts; empty for what is whole.
       tensor: with its full name.
       start: where ours begins in it, along our last axis.
       width: of all that it holds, along our last axis.
     """
 
     path: str
-    row: int | None
+    row: tuple[int, ...]
     tensor: Tensor
     start: int
     width: int
@@ -252,27 +268,30 @@ def entries(
       prefix: the family's, or nothing.
     """
 
-    def entry(path: str, row: int | None, tensor: Tensor, block: str = "") -> Entry:
+    def entry(path: str, row: tuple[int, ...], tensor: Tensor, block: str = "") -> Entry:
         held = [block + name for name in tensor.beside] or [path]
         widths = [ours[name].shape[-1] for name in held]
         return Entry(path, row, tensor, sum(widths[: held.index(path)]), sum(widths))
 
     for path, tensor in family.top.items():
         if path in ours:
-            yield entry(path, None, dataclasses.replace(tensor, name=prefix + tensor.name))
+            yield entry(path, (), dataclasses.replace(tensor, name=prefix + tensor.name))
     if "head" in ours:
-        yield entry("head", None, Tensor(family.head, transposed=True))
+        yield entry("head", (), Tensor(family.head, transposed=True))
     for block in range(config.num_layers):
         where, row = config.place_of_block(block)
         for path, tensor in family.block.items():
-            if f"{where}/{path}" in ours:
-                name = prefix + tensor.name.format(block)
+            if f"{where}/{path}" not in ours:
+                continue
+            of_experts = tensor.name.count("{}") > 1
+            for at in np.ndindex(config.num_experts or 0) if of_experts else [()]:
+                name = prefix + tensor.name.format(block, *at)
                 named = dataclasses.replace(tensor, name=name)
-                yield entry(f"{where}/{path}", row, named, f"{where}/")
+                rows = at if row is None else (row, *at)
+                yield entry(f"{where}/{path}", rows, named, f"{where}/")
 
 
 def full_shape(entry: Entry, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape of an entry's tensor, from that of our (perhaps stacked) parameter."""
-    own = shape[1:] if entry.row is not None else shape
-    own = (*own[:-1], entry.width)
+    own = (*shape[len(entry.row) : -1], entry.width)
     return own[::-1] if entry.tensor.transposed else own

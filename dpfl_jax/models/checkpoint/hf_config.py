@@ -91,7 +91,14 @@ def from_transformer(config: TransformerConfig, dtype: str) -> dict[str, Any]:
         return written | {"mlp_bias": config.use_bias}
     if kind == "mistral":
         return written | {"sliding_window": config.sliding_window}
-    if kind in ("qwen2", "qwen3"):
+    if kind == "qwen3_moe":
+        written |= {
+            "moe_intermediate_size": config.hidden,
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "norm_topk_prob": config.experts_sum_to_one,
+        }
+    if kind in ("qwen2", "qwen3", "qwen3_moe"):
         return written | {"use_sliding_window": False}
     written["hidden_activation"] = "gelu_pytorch_tanh"
     if kind == "gemma":
@@ -159,7 +166,7 @@ def _llama_like(kind: str, found: Json, where: str) -> dict[str, Any]:
     for given in (rope, found):
         _require(given, where, partial_rotary_factor=(1.0, None))
     _require(near, where, rope_type=("default", None))
-    layers = _int(found, where, "num_hidden_layers")
+    layers, experts = _int(found, where, "num_hidden_layers"), kind == "qwen3_moe"
     width = 256 if gemma else 128 if kind == "qwen3" else size // heads
     fields: dict[str, Any] = {
         "vocab_size": _int(found, where, "vocab_size"),
@@ -169,7 +176,7 @@ def _llama_like(kind: str, found: Json, where: str) -> dict[str, Any]:
         "num_heads": heads,
         "num_kv_heads": found.get("num_key_value_heads") or heads,
         "head_dim": found.get("head_dim") or width,
-        "mlp_dim": _int(found, where, "intermediate_size"),
+        "mlp_dim": _int(found, where, "moe_" * experts + "intermediate_size"),
         "activation": "geglu" if gemma else "swiglu",
         "norm": "rms",
         "norm_eps": found.get("rms_norm_eps", 1e-6),
@@ -178,9 +185,19 @@ def _llama_like(kind: str, found: Json, where: str) -> dict[str, Any]:
         "rope_scaling": _scaling(rope, where),
         "use_bias": kind == "llama" and bool(found.get("attention_bias")),
         "qkv_bias": kind == "qwen2",
-        "head_norms": kind in ("qwen3", "gemma3_text"),
+        "head_norms": kind in ("qwen3", "qwen3_moe", "gemma3_text"),
         "tie_embeddings": found.get("tie_word_embeddings", gemma),
     }
+    if experts:
+        # Another MLP in some layers, and a loss of routing over a batch, in which one unit's
+        # gradient would depend on the others.
+        _require(found, where, decoder_sparse_step=(1, None), mlp_only_layers=([], None))
+        _require(found, where, output_router_logits=(False, None))
+        fields |= {
+            "num_experts": _int(found, where, "num_experts", "num_local_experts"),
+            "experts_per_token": _int(found, where, "num_experts_per_tok"),
+            "experts_sum_to_one": found.get("norm_topk_prob", False),
+        }
     if gemma:
         fields |= {"norm_plus_one": True, "scale_embeddings": True}
     fields |= _windows(kind, found, where, layers, fields["max_seq_len"])

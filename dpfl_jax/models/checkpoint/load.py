@@ -152,14 +152,13 @@ class _Reader:
         whole = index or ()
         cut = [slice(*s.indices(n)) for s, n in zip(whole, self.shape)]
         cut += [slice(0, n) for n in self.shape[len(cut) :]]
-        if self.entries[0].row is None:
+        if not self.entries[0].row:
             return self._one(self.entries[0], cut)
-        rows = cut[0]
         out = np.empty([s.stop - s.start for s in cut], self.dtype)
         for entry in self.entries:
-            assert entry.row is not None
-            if rows.start <= entry.row < rows.stop:
-                out[entry.row - rows.start] = self._one(entry, cut[1:])
+            if all(s.start <= row < s.stop for row, s in zip(entry.row, cut)):
+                at = tuple(row - s.start for row, s in zip(entry.row, cut))
+                out[at] = self._one(entry, cut[len(at) :])
         return out
 
     def _one(self, entry: Entry, cut: list[slice]) -> np.ndarray:

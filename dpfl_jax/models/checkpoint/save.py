@@ -82,7 +82,7 @@ def save_checkpoint(
 
 
 def _value(leaf: jax.Array, entry: Entry) -> np.ndarray:
-    return np.asarray(jax.device_get(leaf if entry.row is None else leaf[entry.row]))
+    return np.asarray(jax.device_get(leaf[entry.row]))
 
 
 def _kept_config(like: str | os.PathLike[str], dtype: str) -> dict[str, Any]:
