@@ -182,8 +182,10 @@ class TransformerConfig:
             value = getattr(self, name)
             if isinstance(value, dict):
                 object.__setattr__(self, name, _parsed(name, kind, value))
-        optional = ("num_kv_heads", "head_dim", "mlp_dim", "sliding_window", "global_every")
-        optional = (*optional, "num_experts", "experts_per_token")
+        optional = (
+            *("num_kv_heads", "head_dim", "mlp_dim", "sliding_window", "global_every"),
+            *("num_experts", "experts_per_token"),
+        )
         for name in (
             "vocab_size",
             "max_seq_len",

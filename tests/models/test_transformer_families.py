@@ -20,6 +20,14 @@ VARIANTS = {
     "gpt2": dataclasses.replace(SMALL, positions="learned", norm="layer", use_bias=True),
     "llama": dataclasses.replace(SMALL, activation="swiglu", num_kv_heads=2, tie_embeddings=False),
     "gemma": dataclasses.replace(SMALL, activation="geglu", head_dim=6, num_kv_heads=1),
+    "experts": dataclasses.replace(
+        SMALL,
+        activation="swiglu",
+        mlp_dim=12,
+        num_experts=5,
+        experts_per_token=2,
+        experts_sum_to_one=True,
+    ),
 }
 
 
@@ -95,6 +103,17 @@ def numpy_logits(config, params, tokens):
     def mlp(w, x):
         if config.activation == "gelu":
             return dense(w["down"], gelu(dense(w["up"], x)))
+        if config.num_experts is not None and "router" in w:
+            out = np.zeros_like(x)
+            for t, scores in enumerate(dense(w["router"], x)):
+                chosen = np.argsort(-scores)[: config.experts_per_token]
+                shares = np.exp(scores[chosen]) / np.exp(scores[chosen]).sum()
+                for e, share in zip(chosen, shares):
+                    one = {
+                        name: {"kernel": w[name]["kernel"][e]} for name in ("gate", "up", "down")
+                    }
+                    out[t] += share * mlp(one, x[t])
+            return out
         gate = dense(w["gate"], x)
         gate = gelu(gate) if config.activation == "geglu" else gate / (1 + np.exp(-gate))
         return dense(w["down"], gate * dense(w["up"], x))
@@ -228,7 +247,8 @@ def test_initialisation():
 @pytest.mark.parametrize(
     "remat", ["none", *(pytest.param(r, marks=pytest.mark.slow) for r in ("light", "full"))]
 )
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.privacy
+@pytest.mark.parametrize("name", ["gpt2", "llama", "experts"])
 def test_bounded_gradients_know_every_layer(name, remat):
     """Book-keeping needs no per-unit copy of any parameter, and agrees with plain vmap."""
     model = LanguageModel(dataclasses.replace(VARIANTS[name], remat=remat))
@@ -239,6 +259,22 @@ def test_bounded_gradients_know_every_layer(name, remat):
     )
     np.testing.assert_allclose(ghost.norms, plain.norms, rtol=1e-5)
     assert_trees_close(ghost.sum, plain.sum, rtol=1e-4)
+
+
+@pytest.mark.privacy
+def test_nobody_moves_the_experts_of_others():
+    """Of one unit gone and its data changed, all else is what it was."""
+    model = LanguageModel(VARIANTS["experts"])
+    params, examples = perturbed(model), batch(4)
+    f = jax.jit(bounded_grad(model.loss, clip_norm=0.5, strategy="ghost"))
+    others = np.array([True, False, True, True])
+    without = f(params, examples, mask=others)
+    for data in (examples, batch(6)):
+        changed = jax.tree.map(lambda x, y: x.at[1].set(y[-1]), examples, data)
+        moved = jax.tree.map(jnp.subtract, f(params, changed).sum, without.sum)
+        size = np.sqrt(sum(float((x**2).sum()) for x in jax.tree.leaves(moved)))
+        assert 0.49 < size <= 0.5 * (1 + 1e-5)
+        np.testing.assert_array_equal(f(params, changed).norms[others], without.norms[others])
 
 
 def test_parameters_are_plain_float32_dicts():
