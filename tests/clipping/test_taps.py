@@ -92,6 +92,25 @@ def test_gram_norm_of_zeros(positions):
 
 
 @pytest.mark.privacy
+def test_gram_norms_of_one_position_in_each_of_several_parts():
+    """Batched products, channels apart, stacked layers: squares add up over parts, not norms."""
+
+    def loss(params, x):
+        h = jnp.einsum("gi,gio->go", x, params["batched"])
+        apart = jax.lax.conv_general_dilated(
+            h.reshape(1, 3, 8), params["apart"], (1,), "VALID",
+            dimension_numbers=("NHC", "HIO", "NHC"), feature_group_count=8,
+        )  # fmt: skip
+        body = lambda h, w: (jnp.tanh(w @ h), None)  # noqa: E731
+        return jnp.sum(jax.lax.scan(body, apart.ravel(), params["stacked"])[0] ** 2)
+
+    shapes = {"batched": (8, 5, 3), "apart": (3, 1, 8), "stacked": (6, 8, 8)}
+    keys = dict(zip(shapes, jax.random.split(jax.random.key(0), 3)))
+    params = {name: jax.random.normal(keys[name], shape) for name, shape in shapes.items()}
+    compare(loss, params, jax.random.normal(jax.random.key(1), (3, 8, 5)), ["gram"])
+
+
+@pytest.mark.privacy
 @pytest.mark.parametrize("length", [512, 516, 514])
 def test_gram_norms_of_long_units(length):
     """Positions along one axis and along two, tokens of a table, one weight used twice."""

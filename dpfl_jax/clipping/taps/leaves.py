@@ -512,7 +512,7 @@ def pick(array: jax.Array, axis: int, i: jax.Array, shards: int, count: int) -> 
 def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
     if len(pairs) == 1:
         joined = _joined(pairs[0])
-        if all(_sizes(joined)[x] == 1 for x in joined.positions):
+        if not _shared(joined) and all(_sizes(joined)[x] == 1 for x in joined.positions):
             seen, lost = _bounds(joined)  # nothing cancels
             return jnp.square(seen + lost)
     pairs = [dataclasses.replace(p, left=formed(p.left)) for p in pairs]
