@@ -1,8 +1,9 @@
 """The mesh of devices a run lives on, and how parameters and units are split over it.
 
-Three axes, each of any length: ``data`` (units split, parameters copied), ``fsdp`` (units and
-parameters split), ``tensor`` (parameters split, every device sees all units of its row). What is
-trained, and the guarantee, are the same on every mesh.
+Four axes, each of any length: ``data`` (units split, parameters copied), ``fsdp`` (units and
+parameters split), ``tensor`` (parameters split, every device sees all units of its row) and
+``sequence`` (each example's positions split). What is trained, and the guarantee, are the same on
+every mesh.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dpfl_jax.errors import BadInputError
 
 PyTree = Any
 
-DATA_AXIS, FSDP_AXIS, TENSOR_AXIS = "data", "fsdp", "tensor"
+DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, SEQUENCE_AXIS = "data", "fsdp", "tensor", "sequence"
 
 # Layers whose product is summed over the tensor axis take it on their inputs; all others on their
 # outputs, so that one reduction is needed for two layers (Shoeybi et al. 2019, "Megatron-LM").
@@ -43,6 +44,7 @@ def make_mesh(
     data: int | None = None,
     fsdp: int = 1,
     tensor: int = 1,
+    sequence: int = 1,
     devices: Sequence[jax.Device] | None = None,
 ) -> Mesh:
     """A mesh over all devices.
@@ -51,30 +53,32 @@ def make_mesh(
       data: copies of the (split) parameters; None: as many as there are devices for.
       fsdp: parts of parameters, optimiser state, sums and noise.
       tensor: parts of each layer's products.
+      sequence: parts of each example's positions.
       devices: default all.
 
     Returns:
-      The one-axis data mesh if nothing else is asked for, else one with axes data, fsdp, tensor.
+      The one-axis data mesh if nothing else is asked for, else one with all four axes.
 
     Raises:
       BadInputError: the devices do not divide up.
     """
     chosen = list(jax.devices() if devices is None else devices)
-    parts = fsdp * tensor
+    parts = fsdp * tensor * sequence
     if data is None:
         data = max(1, len(chosen) // parts)
     if data * parts != len(chosen):
         raise BadInputError(
-            f"mesh: data {data} x fsdp {fsdp} x tensor {tensor} are {data * parts} devices, but "
-            f"there are {len(chosen)}: change the mesh section"
+            f"mesh: data {data} x fsdp {fsdp} x tensor {tensor} x sequence {sequence} are "
+            f"{data * parts} devices, but there are {len(chosen)}: change the mesh section"
         )
     if parts == 1:
         return data_parallel_mesh(chosen)
     # An axis may be a part of a side of the slice (fsdp 2 of a 4 x 4), which is not the default.
     grid = mesh_utils.create_device_mesh(
-        (data, fsdp, tensor), chosen, allow_split_physical_axes=True
+        (data, fsdp, tensor, sequence), chosen, allow_split_physical_axes=True
     )
-    return Mesh(grid, (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS), axis_types=(AxisType.Auto,) * 3)
+    axes = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, SEQUENCE_AXIS)
+    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * 4)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -105,8 +109,8 @@ def place(tree: PyTree, shardings: PyTree, copy: bool = True) -> PyTree:
 
 
 def splits_parameters(mesh: Mesh) -> bool:
-    """Whether parameters are split, not only units."""
-    return any(mesh.shape.get(axis, 1) > 1 for axis in (FSDP_AXIS, TENSOR_AXIS))
+    """Whether parameters or positions are split, not only units."""
+    return any(mesh.shape.get(axis, 1) > 1 for axis in (FSDP_AXIS, TENSOR_AXIS, SEQUENCE_AXIS))
 
 
 def unit_axes(mesh: Mesh) -> tuple[str, ...]:

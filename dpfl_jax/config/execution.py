@@ -23,16 +23,19 @@ class MeshConfig(Section):
       data: copies of the parameters, each with its share of the units; default as many as fit.
       fsdp: parts of parameters, optimiser state, sums and noise; units are split over them too.
       tensor: parts of each layer's products.
+      sequence: parts of each example's positions, where not even one example fits on a device
+        (language models).
     """
 
     data: int | None = Field(None, gt=0)
     fsdp: int = Field(1, gt=0)
     tensor: int = Field(1, gt=0)
+    sequence: int = Field(1, gt=0)
 
     @property
     def axes(self) -> dict[str, Any]:
         """Arguments of ``mesh.make_mesh``."""
-        return {"data": self.data, "fsdp": self.fsdp, "tensor": self.tensor}
+        return self.model_dump()
 
 
 class Traced(Section):

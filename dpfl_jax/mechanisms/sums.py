@@ -17,10 +17,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import Standard, accumulate, join
 from dpfl_jax.clipping.stats import StepStats
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.mesh import (
     DATA_AXIS,
     FSDP_AXIS,
+    SEQUENCE_AXIS,
     parameter_sharding,
     parameter_shardings,
     replicated,
@@ -137,16 +139,34 @@ def in_pieces(
 
 
 def _in_place(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:
-    """A loss whose activations stay with their example, wherever the parameters are."""
+    """A loss whose activations stay with their example, wherever the parameters are.
 
-    def pin(x: jax.Array) -> jax.Array:
-        # The axes of examples and units are added by those who map over them.
-        free = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, free))
+    Positions, the first axis of a language model's activations, are split over ``sequence``.
+
+    Raises:
+      BadInputError: by the loss, if there are no positions to be split.
+    """
+    sequence = mesh.shape.get(SEQUENCE_AXIS, 1)
 
     def loss(params: PyTree, example: PyTree, **kwargs: Any) -> jax.Array:
+        split = sequence == 1
+
+        def pin(x: jax.Array) -> jax.Array:
+            nonlocal split
+            # The axes of examples and units are added by those who map over them.
+            axes: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+            if sequence > 1 and x.shape[0] % sequence == 0:
+                axes[0], split = SEQUENCE_AXIS, True
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*axes)))
+
         with activations_pinned(pin):
-            return loss_fn(params, example, **kwargs)
+            found = loss_fn(params, example, **kwargs)
+        if not split:
+            raise BadInputError(
+                f"execution.mesh.sequence={sequence} splits the positions of a language model into "
+                f"equal parts: take a multiple of it as data.seq_len; for another model, 1"
+            )
+        return found
 
     return loss
 

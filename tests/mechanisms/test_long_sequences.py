@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from neighbours import removed
 
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
@@ -56,7 +57,11 @@ def total(unit, how, params, axes, units, mask, **options):
 
 @pytest.mark.slow
 @pytest.mark.privacy
-@pytest.mark.parametrize("axes", [{}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "axes",
+    [{}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"sequence": 4}, {"fsdp": 2, "sequence": 2}],
+    ids=str,
+)
 @pytest.mark.parametrize("unit", UNITS)
 def test_sums_and_sensitivity_on_every_layout(unit, axes, monkeypatch):
     params = jax.tree.map(lambda x: 4 * x, model("plain").init(jax.random.key(0)))
@@ -71,3 +76,20 @@ def test_sums_and_sensitivity_on_every_layout(unit, axes, monkeypatch):
     less, _ = total(unit, "blockwise", params, axes, *removed(units, mask, where))
     moved = sum(np.square(a - b).sum() for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(less)))
     assert CLIP * (1 - 1e-2) <= np.sqrt(moved) <= CLIP * (1 + 1e-4)
+
+
+def product(params, example):
+    return (params["w"] * example["tokens"]).sum()
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_what_cannot_be_split_is_refused(parts):
+    """A loss without positions, and 20 of them over 8 devices."""
+    units, mask = buffers("els")
+    params, loss = {"w": np.ones(LENGTH, "f4")}, product
+    if parts == 8:
+        params, loss = model("plain").init(jax.random.key(0)), model("plain").loss
+    mesh = make_mesh(sequence=parts)
+    summed = jax.jit(bounded_sum_over_microbatches(UNITS["els"], loss, mesh))
+    with pytest.raises(BadInputError, match=rf"mesh.sequence={parts} splits .* as data.seq_len"):
+        summed(params, units, mask, np.int32(2))
