@@ -1,5 +1,7 @@
 """Parameters split over devices: the same result, and no more sent than without privacy."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,9 @@ from dpfl_jax.models import LanguageModel, TransformerConfig, attention
 
 MODEL = LanguageModel(
     TransformerConfig(num_layers=2, embed_dim=64, num_heads=4, vocab_size=128, remat="none")
+)
+EXPERTS = dataclasses.replace(
+    MODEL.config, activation="swiglu", mlp_dim=32, num_experts=8, experts_per_token=2
 )
 UNITS, LENGTH = 16, 32
 MESHES = {"fully sharded": {"fsdp": 8}, "mixed": {"data": 2, "fsdp": 2, "tensor": 2}}
@@ -32,20 +37,21 @@ def split(mesh, path, x):
 @pytest.mark.privacy
 @pytest.mark.parametrize("method", ["gram", "direct", "keep"])
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
-def test_sharded_parameters(sizes, method):
+@pytest.mark.parametrize("model", [MODEL, LanguageModel(EXPERTS)], ids=["one MLP", "experts"])
+def test_sharded_parameters(model, sizes, method):
     kinds = (AxisType.Auto,) * len(sizes)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
     split_units = tuple(axis for axis in sizes if axis != "tensor")
     rows = NamedSharding(mesh, PartitionSpec(split_units))
-    params = MODEL.init(jax.random.key(0))
+    params = model.init(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (UNITS, LENGTH), 0, 128)
     batch = {"tokens": tokens, "mask": jnp.ones((UNITS, LENGTH), bool)}
-    want = jax.jit(bounded_grad(MODEL.loss, clip_norm=0.1, strategy="vmap"))(params, batch)
+    want = jax.jit(bounded_grad(model.loss, clip_norm=0.1, strategy="vmap"))(params, batch)
 
     places = jax.tree_util.tree_map_with_path(lambda path, x: split(mesh, path, x), params)
     params, batch = jax.device_put(params, places), jax.device_put(batch, rows)
     f = bounded_grad(
-        MODEL.loss, clip_norm=0.1, strategy="ghost", norm_method=method, unit_sharding=rows
+        model.loss, clip_norm=0.1, strategy="ghost", norm_method=method, unit_sharding=rows
     )
 
     def private(params, batch):
@@ -53,7 +59,7 @@ def test_sharded_parameters(sizes, method):
         return out.sum, out.norms
 
     def plain(params, batch):
-        return jax.grad(lambda p: jax.vmap(MODEL.loss, (None, 0))(p, batch).sum())(params)
+        return jax.grad(lambda p: jax.vmap(model.loss, (None, 0))(p, batch).sum())(params)
 
     compiled = jax.jit(private, out_shardings=(places, rows)).lower(params, batch).compile()
     total, norms = compiled(params, batch)

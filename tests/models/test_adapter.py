@@ -20,6 +20,7 @@ LLAMA = {"activation": "swiglu", "num_kv_heads": 2, "tie_embeddings": False}
 GEMMA3 = {"activation": "geglu", "norm_plus_one": True, "scale_embeddings": True}
 GEMMA3 |= {"post_norms": True, "head_norms": True, "head_dim": 16, "query_scale": 0.25}
 GEMMA3 |= {"sliding_window": 9, "global_every": 2, "local_rope_theta": 1e4, "num_kv_heads": 1}
+EXPERTS = LLAMA | {"head_norms": True, "mlp_dim": 16, "num_experts": 4, "experts_per_token": 2}
 EVERYWHERE = ("*/attention/*", "*/mlp/*")
 CASES = {
     "gpt2": (GPT2, EVERYWHERE),
@@ -29,6 +30,8 @@ CASES = {
     "llama some blocks": ({**LLAMA, "scan_layers": False}, ("block_1/*", "*/query")),
     "llama last layers": ({**LLAMA, "last_layers": 1}, ("last_blocks/mlp/*", "*/attention/out")),
     "gemma3": (GEMMA3, EVERYWHERE),
+    "experts": (EXPERTS, EVERYWHERE),
+    "experts' router alone": (EXPERTS, ("*/mlp/router",)),
 }
 
 
@@ -89,6 +92,14 @@ def test_peft_opens_them_and_gives_the_same_logits(case, tmp_path):
     ours = jax.jit(model.logits)(params, jnp.asarray([*tokens[1:], 0], jnp.int32))
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
     assert np.abs(theirs - before).max() > 0.1
+
+
+@pytest.mark.parametrize("some", ["up", "down", "[gu]*"])
+def test_adapters_of_a_part_of_an_expert_are_refused(some, tmp_path, monkeypatch):
+    monkeypatch.setitem(CASES, "part", (EXPERTS, ("*/attention/*", f"*/mlp/{some}")))
+    with pytest.raises(BadInputError, match="only where gate, up and down all have one"):
+        written("part", tmp_path)
+    assert not (tmp_path / "adapter").exists()
 
 
 def test_a_model_without_adapters_has_none_to_write(tmp_path):

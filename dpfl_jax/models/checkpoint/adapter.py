@@ -54,7 +54,7 @@ def save_adapter(
       The directory.
 
     Raises:
-      BadInputError: there are no adapters, or the directory is in use.
+      BadInputError: there are no adapters, or of experts some alone; or the directory is in use.
     """
     lora, flat = model.config.lora, flat_paths(params)
     shapes = flat_paths(jax.eval_shape(model.init, jax.random.key(0)))
@@ -66,6 +66,13 @@ def save_adapter(
             held[entry.tensor.name.removesuffix(".weight")].append((entry, projection))
     if lora is None or not held:
         raise BadInputError("the model has no adapters: export it as a whole")
+    # `transformers` joins an expert's gate and up; `peft` opens what is left of one wrongly.
+    experts = collections.Counter(m.rpartition(".")[0] for m in held if ".experts." in m)
+    if any(count < 3 for count in experts.values()):
+        raise BadInputError(
+            "peft opens adapters of experts only where gate, up and down all have one: leave out "
+            "--adapter, and they are merged"
+        )
     writer = TensorWriter(pathlib.Path(path), 2**62)
     for module, found in held.items():
         parts = [[_row(flat[f"{name}/{kind}"], e) for kind in ADAPTERS] for e, name in found]
