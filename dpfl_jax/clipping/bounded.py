@@ -27,7 +27,7 @@ from dpfl_jax.clipping.problem import (
 )
 from dpfl_jax.clipping.result import BoundedSum, leaf_name, real_units, vary, varying_axes
 from dpfl_jax.clipping.rules import PerGroup, Rule, Standard
-from dpfl_jax.clipping.taps.engine import solve_ghost
+from dpfl_jax.clipping.taps.engine import MIXED, mixed_by_convolutions, solve_ghost
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any
@@ -157,6 +157,13 @@ class BoundedGrad:
         return solve_ghost(problem, machine_for(self.platform), self.norm_method)
 
     def _choose(self, problem: Problem) -> Explanation:
+        chosen = self._wanted(problem)
+        units = chosen.microbatch_size or problem.num_units
+        if units > problem.parts and mixed_by_convolutions(problem, chosen.strategy == "ghost"):
+            return Explanation("scan", problem.parts, MIXED)
+        return chosen
+
+    def _wanted(self, problem: Problem) -> Explanation:
         if self.pieces is not None and self.strategy == "auto":
             at_a_time = self.microbatch_size or problem.parts
             return Explanation("scan", at_a_time, "units are formed piece by piece")

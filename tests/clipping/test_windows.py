@@ -103,3 +103,32 @@ def test_what_is_empty_is_zero(unit, kernel, method):
     params = {"w": jnp.ones(kernel), "b": jnp.ones(2)}
     f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method=method)
     assert not jnp.any(f(params, normal(6, 5, *unit)).sum["w"])
+
+
+@pytest.mark.privacy
+@pytest.mark.parametrize("strategy", ["auto", "ghost", "vmap", "scan"])
+@pytest.mark.parametrize(("groups", "how"), [(1, "plain"), (1, "standardised"), (2, "plain")])
+def test_a_unit_that_is_not_finite_takes_no_other_with_it(strategy, groups, how):
+    """A kernel for each unit is a group for each; XLA multiplies groups with each other by zero."""
+
+    def loss(params, unit):
+        w = params["w"]
+        if how == "standardised":
+            w = (w - w.mean((0, 1, 2))) / w.std((0, 1, 2))
+        y = jax.lax.conv_general_dilated(
+            unit["x"][None], w, (1, 1), "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"), feature_group_count=groups,
+        )  # fmt: skip
+        return jnp.square(y.mean((0, 1, 2)) @ params["h"] - unit["y"]).sum()
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = {"w": (3, 3, 4 // groups, 8), "h": (8, 2)}
+    params = {name: jax.random.normal(k, s) for k, (name, s) in zip(keys, shapes.items())}
+    x, y = jax.random.normal(keys[2], (8, 8, 8, 4)), jax.random.normal(keys[3], (8, 2))
+    f = jax.jit(bounded_grad(loss, clip_norm=1.0, strategy=strategy))
+    without = f(params, {"x": x, "y": y}, mask=jnp.arange(8) != 1)
+    for bad in ({"x": x.at[1].set(jnp.nan), "y": y}, {"x": x, "y": y.at[1].set(1e38)}):
+        got = f(params, bad)
+        np.testing.assert_array_equal(got.nonfinite, np.arange(8) == 1)
+        moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), got.sum, without.sum)
+        assert max(jax.tree.leaves(moved)) < 1e-5

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.clipping.cost import Machine
+from dpfl_jax.clipping.isolation import every_program
 from dpfl_jax.clipping.per_unit import squared_norms, weighted_sum
 from dpfl_jax.clipping.problem import Problem, Solution
 from dpfl_jax.clipping.result import axes_of, unit_where, vary
@@ -24,6 +25,7 @@ from dpfl_jax.clipping.taps.factors import Pair, factorise, formed, merge, same_
 from dpfl_jax.clipping.taps.trace import Analysis, Site, analyse
 
 COPIES = "per-unit copies"
+MIXED = "a convolution's kernel is computed, or has groups: XLA may mix units that are not finite"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,29 @@ def trace_loss(problem: Problem) -> tuple[Any, Any]:
         return out
 
     return jax.make_jaxpr(flat_loss)(problem.leaves, unit), tree[-1]
+
+
+def mixed_by_convolutions(problem: Problem, ghost: bool) -> bool:
+    """Whether units must be taken one by one lest one that is not finite take others with it.
+
+    A convolution whose kernel is another for each unit (it, or its gradient, is computed) is one
+    with a group for each. XLA computes some of these on a CPU as one of all groups with all, times
+    zero, and zero times NaN is NaN: one unit would then remove all others from the sum.
+
+    Args:
+      problem: whose loss is looked at.
+      ghost: whether gradients of kernels that are parameters are formed by book-keeping.
+    """
+    jaxpr = trace_loss(problem)[0].jaxpr
+    name = jax.lax.conv_general_dilated_p.name
+    found = [e for p in every_program(jaxpr) for e in p.eqns if e.primitive.name == name]
+    if not found:
+        return False
+    sites = analyse(jaxpr, len(problem.leaves)).plan.all_sites()
+    grouped = any(
+        e.params["feature_group_count"] * e.params["batch_group_count"] > 1 for e in found
+    )
+    return sum(s.primitive.name == name for s in sites) < len(found) or (grouped and not ghost)
 
 
 def solve_ghost(
