@@ -130,9 +130,9 @@ def _traced(
 
 
 # How often a scan moves all gradients beyond the gradient without privacy, where it takes a single
-# turn: read for the norm, and once more where the weights are not fused into what follows. By the
-# compiler's count (libtpu, one unit of 1,024 tokens) it moves as much as book-keeping does.
-_SINGLE_TURN = 2.0
+# turn: read for the norm. (By the compiler's count (libtpu, one unit of 1,024 tokens) it then moves
+# as much memory in all as book-keeping does.)
+_SINGLE_TURN = 1.0
 # Of the time of all products, which a smaller microbatch must save.
 _WORTH = 0.1
 
