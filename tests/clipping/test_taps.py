@@ -75,6 +75,25 @@ def test_gram_norm_does_not_lose_what_underflows(x_size, d_size, width, position
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("side", ["x", "d"])
+@pytest.mark.parametrize("positions", [1, 2])
+def test_gram_norm_does_not_lose_many_small_entries_beside_one(side, positions):
+    """The one is large enough for its square; of the others, all squares underflow."""
+    small = np.full((1, positions, 100_000), 1e-19, np.float32)
+    small[..., 0] = 1.02e-15 / np.sqrt(100_000)
+    large = np.zeros((1, positions, 2), np.float32)
+    large[0, 0, 0] = 1e18
+    x, d = (small, large) if side == "x" else (large, small)
+
+    def loss(params, unit):
+        return jnp.sum((unit["x"] @ params["w"]) * unit["d"])
+
+    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    got = f({"w": jnp.zeros((x.shape[-1], d.shape[-1]))}, {"x": x, "d": d})
+    assert np.linalg.norm(np.asarray(got.sum["w"], np.float64)) <= 1.0 + 1e-5
+
+
+@pytest.mark.privacy
 @pytest.mark.parametrize("positions", [1, 2])
 def test_gram_norm_of_zeros(positions):
     """Exactly zero where the loss does not count; next to nothing where the data is zero."""

@@ -50,8 +50,8 @@ _ORDER = 64 * float(jnp.finfo(jnp.float32).eps)
 # in float32: of n units and K positions at most n K eps/2 of its size. Uses are therefore taken not
 # to cancel below the size at which that is a 32nd of the bound.
 _ABSORBED = 16 * float(jnp.finfo(jnp.float32).eps)
-# Inner products of vectors smaller than this lose their squares to underflow, while their product
-# with the other factor may be of any size: such positions are counted by an upper bound.
+# Inner products of vectors smaller than this, an entry, lose their squares to underflow, while
+# their product with the other factor may be of any size: such positions are counted by a bound.
 _UNDERFLOW = 1e-15
 # The square of a smaller number may be lost.
 _LOST = 2.0**-63
@@ -573,21 +573,20 @@ def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
     def width(side: Dense | Windows) -> float:
         return math.sqrt(math.prod(n for n, x in zip(side.shape, side.labels) if x not in out))
 
-    norm = jnp.sqrt(over(pair.right.squares(), pair.right, jnp.sum))
+    right, most = jnp.sqrt(over(pair.right.squares(), pair.right, jnp.sum)), width(pair.right)
     size = jnp.abs(pair.right.array.astype(jnp.float32))
-    most = over(size, pair.right, functools.partial(jnp.max, initial=0.0))
-    most *= width(pair.right)
+    there = over(size, pair.right, functools.partial(jnp.max, initial=0.0)) > 0
     if isinstance(pair.left, OneHot):
         left = (pair.left.indices < pair.left.size).astype(jnp.float32)
         left, lost = _aligned(left, pair.left.labels, out), 0.0
     else:
         squares = pair.left.squares()
         left, lost = jnp.sqrt(over(squares, pair.left, jnp.sum)), width(pair.left)
-    tiny = (left < _UNDERFLOW * lost) | (most < _UNDERFLOW)
-    hidden = jnp.where(tiny, (left + _LOST * lost) * most, 0.0)
+    tiny = (left < _UNDERFLOW * lost) | (right < _UNDERFLOW * most)
+    hidden = jnp.where(tiny & there, (left + _LOST * lost) * (right + _LOST * most), 0.0)
     axes = tuple(range(1, len(out)))
     scale = abs(pair.scale)
-    return scale * (left * norm).sum(axes), scale * hidden.sum(axes)
+    return scale * (left * right).sum(axes), scale * hidden.sum(axes)
 
 
 def _parts(pair: Pair) -> tuple[Label, int]:
