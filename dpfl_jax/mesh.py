@@ -44,8 +44,8 @@ def make_mesh(
     data: int | None = None,
     fsdp: int = 1,
     tensor: int = 1,
-    sequence: int = 1,
     devices: Sequence[jax.Device] | None = None,
+    sequence: int = 1,
 ) -> Mesh:
     """A mesh over all devices.
 
@@ -53,11 +53,12 @@ def make_mesh(
       data: copies of the (split) parameters; None: as many as there are devices for.
       fsdp: parts of parameters, optimiser state, sums and noise.
       tensor: parts of each layer's products.
-      sequence: parts of each example's positions.
       devices: default all.
+      sequence: parts of each example's positions.
 
     Returns:
-      The one-axis data mesh if nothing else is asked for, else one with all four axes.
+      The one-axis data mesh if nothing else is asked for, else one with axes data, fsdp, tensor,
+      and sequence if that is asked for.
 
     Raises:
       BadInputError: the devices do not divide up.
@@ -73,12 +74,13 @@ def make_mesh(
         )
     if parts == 1:
         return data_parallel_mesh(chosen)
+    shape = {DATA_AXIS: data, FSDP_AXIS: fsdp, TENSOR_AXIS: tensor}
+    shape |= {SEQUENCE_AXIS: sequence} if sequence > 1 else {}
     # An axis may be a part of a side of the slice (fsdp 2 of a 4 x 4), which is not the default.
     grid = mesh_utils.create_device_mesh(
-        (data, fsdp, tensor, sequence), chosen, allow_split_physical_axes=True
+        tuple(shape.values()), chosen, allow_split_physical_axes=True
     )
-    axes = (DATA_AXIS, FSDP_AXIS, TENSOR_AXIS, SEQUENCE_AXIS)
-    return Mesh(grid, axes, axis_types=(AxisType.Auto,) * 4)
+    return Mesh(grid, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -269,7 +269,7 @@ def test_an_axis_may_be_a_part_of_a_side_of_a_slice():
 
     chips = [Chip(x, y) for y in range(4) for x in range(4)]
     grid = make_mesh(fsdp=2, devices=chips).devices
-    assert grid.shape == (8, 2, 1, 1)
+    assert grid.shape == (8, 2, 1)
     assert len({chip.id for chip in grid.flat}) == 16
-    for left, right in grid[:, :, 0, 0]:
+    for left, right in grid[:, :, 0]:
         assert sum(abs(a - b) for a, b in zip(left.coords, right.coords)) == 1
