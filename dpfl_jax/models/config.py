@@ -183,8 +183,13 @@ class TransformerConfig:
             if isinstance(value, dict):
                 object.__setattr__(self, name, _parsed(name, kind, value))
         optional = (
-            *("num_kv_heads", "head_dim", "mlp_dim", "sliding_window", "global_every"),
-            *("num_experts", "experts_per_token"),
+            "num_kv_heads",
+            "head_dim",
+            "mlp_dim",
+            "num_experts",
+            "experts_per_token",
+            "sliding_window",
+            "global_every",
         )
         for name in (
             "vocab_size",
