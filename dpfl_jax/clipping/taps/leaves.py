@@ -511,7 +511,7 @@ def pick(array: jax.Array, axis: int, i: jax.Array, shards: int, count: int) -> 
 
 def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
     if len(pairs) == 1:
-        joined = _joined(pairs[0])
+        joined = _joined(pairs[0], machine)
         if not _shared(joined) and all(_sizes(joined)[x] == 1 for x in joined.positions):
             seen, lost = _bounds(joined)  # nothing cancels
             return jnp.square(seen + lost)
@@ -538,7 +538,7 @@ def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
     return squared + jnp.square(_absorbed(pairs, len(total)) * uses)
 
 
-def _joined(pair: Pair) -> Pair:
+def _joined(pair: Pair, machine: Machine) -> Pair:
     """One position where all rows of a table take one vector: it counts how often they meet."""
     left, right = pair.left, pair.right
     of_all = set(pair.positions).isdisjoint(right.labels)
@@ -546,8 +546,15 @@ def _joined(pair: Pair) -> Pair:
         return pair
     rows = _aligned(left.indices, left.labels, (UNIT, *pair.positions))
     rows = rows.reshape(len(rows), -1)
-    same = (rows[:, :, None] == rows[:, None]) & (rows < left.size)[:, None]
-    times = jnp.sqrt(same.sum((1, 2), dtype=jnp.float32))
+    if machine.cache is None:
+        met = (rows[:, :, None] == rows[:, None]).sum(1, dtype=jnp.float32)
+    else:  # a CPU takes less than half the time where it compares with one position after another
+
+        def one(i: jax.Array, met: jax.Array) -> jax.Array:
+            return met + (jax.lax.dynamic_slice_in_dim(rows, i, 1, axis=1) == rows)
+
+        met = jax.lax.fori_loop(0, rows.shape[1], one, 0.0 * rows)
+    times = jnp.sqrt(jnp.where(rows < left.size, met, 0.0).sum(1))
     # Equal numbers are added up one by one: their rounding may go one way.
     times *= 1.0 + float(jnp.finfo(jnp.float32).eps) * rows.shape[1]
     return dataclasses.replace(pair, left=Dense(times[:, None], (UNIT, left.hot)), positions=())
