@@ -59,6 +59,10 @@ class Dense:
         # float16 and less would underflow or overflow, so they stay float32.
         if self.array.dtype == jnp.bfloat16:
             product = product.astype(jnp.bfloat16)
+        if len(weights) == 1:
+            # Changes nothing. But LLVM unrolls the outer product of one unit's factors along an
+            # axis of 32 unless there is a comparison: 6 us instead of 1 at 784 x 32.
+            product = jnp.where(self.array == 0, jnp.zeros((), product.dtype), product)
         return Dense(unit_where(units, product, axis), self.labels)
 
 
