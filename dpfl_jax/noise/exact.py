@@ -90,7 +90,9 @@ def add_exact(
         shapes.setdefault(leaf.shape if leaf.size >= _SMALL else (), []).append(number)
     for shape, numbers in shapes.items():
         parts = [leaves[n] for n in numbers]
-        names = jnp.asarray(numbers if shape else [2**32 - 1], jnp.uint32)
+        # Not as one constant: that of a loop differs over devices as soon as the loop is mapped.
+        each = [jnp.full((1,), n, jnp.uint32) for n in (numbers if shape else [2**32 - 1])]
+        names = jnp.concatenate(each)
         small = None if rest is None else _together([left[n] for n in numbers], shape)
         noised: Any = _noised(key, _together(parts, shape), names, scale, small, earlier)
         if not shape:

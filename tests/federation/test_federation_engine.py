@@ -27,6 +27,7 @@ from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import LocalItemDP, SiloFacts
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mesh import data_parallel_mesh
+from dpfl_jax.noise import exact
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import FixedSize, Poisson
 
@@ -87,6 +88,14 @@ def test_devices_width_and_chunks_change_nothing(kind, devices, width, chunk):
     other, dropped, silos, *_ = run_round(federation, data, devices, width, chunk_silos=chunk)
     assert (dropped, silos) == (0, 10)
     assert_close(one, other)
+
+
+def test_vmapped_silos_of_large_arrays(monkeypatch):
+    """Arrays that draw their noise by themselves."""
+    monkeypatch.setattr(exact, "_SMALL", 4)
+    data = make_data(silos=4, records=100)
+    federation = make_federation(data, MECHANISMS["local_item"])
+    assert_close(run_round(federation, data)[0], run_round(federation, data, width=2)[0])
 
 
 @pytest.mark.parametrize("devices", [1, 8])
