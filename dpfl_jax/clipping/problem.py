@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping.result import leaf_name, unit_where, vary, varying_axes
+from dpfl_jax.clipping.result import leaf_name, pinned, unit_where, vary, varying_axes
 from dpfl_jax.clipping.rules import Rule
 from dpfl_jax.errors import BadInputError
 
@@ -56,7 +56,8 @@ class Problem:
         # What a loss places (``models.placement``) stays on the devices that hold the unit.
         units = functools.partial(jax.vmap, in_axes=(None, 0), spmd_axis_name=self._unit_axes())
         if self.pieces is None:
-            return units(whole)(self.leaves, self.units)
+            values, gradients = units(whole)(self.leaves, self.units)
+            return values, [pinned(g) for g in gradients]
         examples, keys = self.units
         pieces = jax.tree.map(self.place, jax.vmap(self.pieces)(examples))
         turns: Any = jax.tree.leaves(pieces)[0].shape[1]

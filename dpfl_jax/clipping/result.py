@@ -79,6 +79,19 @@ def vary(tree: PyTree, axes: frozenset[str]) -> PyTree:
     return jax.tree.map(one, tree)
 
 
+def pinned(x: jax.Array) -> jax.Array:
+    """``x`` so that all who read it read the same numbers, if it has fewer bits than float32.
+
+    XLA may leave out a rounding to bfloat16 or float16 for one reader and not for another: the norm
+    would not be that of what is summed. ``reduce_precision`` it never leaves out. What is not
+    bfloat16 becomes float32, for it has too few exponents to be rounded to once more unchanged.
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
+        return x
+    rounded = jax.lax.reduce_precision(x.astype(jnp.float32), 8, jnp.finfo(x.dtype).nmant)
+    return rounded.astype(x.dtype) if x.dtype == jnp.bfloat16 else rounded
+
+
 def real_units(mask: jax.Array) -> jax.Array:
     """Bool [n]: the units that a mask (bool, int or float [n]) counts: not those of zero or NaN."""
     mask = jnp.asarray(mask)

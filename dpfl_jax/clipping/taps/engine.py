@@ -18,7 +18,7 @@ from dpfl_jax.clipping.cost import Machine
 from dpfl_jax.clipping.isolation import every_program
 from dpfl_jax.clipping.per_unit import squared_norms, weighted_sum
 from dpfl_jax.clipping.problem import Problem, Solution
-from dpfl_jax.clipping.result import axes_of, unit_where, vary
+from dpfl_jax.clipping.result import axes_of, pinned, unit_where, vary
 from dpfl_jax.clipping.taps import kept, leaves
 from dpfl_jax.clipping.taps.evaluate import Records, Tokens, evaluate
 from dpfl_jax.clipping.taps.factors import Pair, factorise, formed, merge, same_form
@@ -212,9 +212,11 @@ def _passes(
     flat = {}
     for depth, group in records.items():
         for key, value in group.items():
-            flat[key] = problem.place(value, depth)
-    gradients = {key: problem.place(value, depth_of[key]) for key, value in gradients.items()}
-    return losses, aux, copied, flat, gradients
+            flat[key] = problem.place(pinned(value), depth)
+    gradients = {
+        key: problem.place(pinned(value), depth_of[key]) for key, value in gradients.items()
+    }
+    return losses, aux, {i: pinned(g) for i, g in copied.items()}, flat, gradients
 
 
 def _pairs(
