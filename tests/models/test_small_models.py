@@ -18,6 +18,7 @@ from dpfl_jax.models import (
     SmallCNN,
     StackedLSTM,
 )
+from dpfl_jax.models.cnn import _PatchConv
 from dpfl_jax.models.functional import Classifier
 
 MODELS = {
@@ -201,6 +202,17 @@ def test_the_small_network_is_the_one_of_convolutions_and_pooling():
             return nn.Dense(10)(x)
 
     assert_same(SmallCNN(), Classifier(Plain(), (28, 28)), (28, 28))
+
+
+@pytest.mark.parametrize("first", [0.5, np.inf, np.nan])
+def test_a_convolution_by_patches_is_one_whatever_its_kernel_holds(first):
+    """Patches are formed under a condition on the kernel's first number, which must always hold."""
+    image = 1.0 + jax.random.uniform(jax.random.key(0), (6, 6, 2))
+    plain, ours = nn.Conv(3, (3, 3), padding="VALID"), _PatchConv(3, 3, 1)
+    params = plain.init(jax.random.key(1), image)["params"]
+    params["kernel"] = params["kernel"].at[0, 0, 0, 0].set(first)
+    wanted, got = (jax.jit(m.apply)({"params": params}, image) for m in (plain, ours))
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
 
 
 def assert_same(ours, plain, shape):
