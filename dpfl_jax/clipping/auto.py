@@ -134,7 +134,7 @@ def _traced(
 # as much memory in all as book-keeping does.)
 _SINGLE_TURN = 1.0
 # Of the time of all products, which a smaller microbatch must save.
-_WORTH = 0.035
+_WORTH = 0.1
 
 
 def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Explanation:
@@ -169,9 +169,10 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
         sums = 0.0 if units == n else 2.0 * size
         return machine.holding(units * held / parts + sums) / n + adding(units)
 
-    # Fewer rows make products slower and keep fewer cores busy: what is saved must be worth it.
-    worth = _WORTH * machine.seconds(jaxpr_flops(traced.jaxpr, 1), 0.0) / n
-    units = next(u for u in fitting if beyond(u) <= min(map(beyond, fitting)) + worth)
+    units, products = min(fitting, key=beyond), machine.seconds(jaxpr_flops(traced.jaxpr, 1), 0.0)
+    # Fewer rows make products slower: what a smaller microbatch saves must be worth it.
+    if beyond(fitting[0]) - beyond(units) < _WORTH * products / n:
+        units = fitting[0]
     book = per_unit + adding(units)
     numbers = (
         f"book-keeping costs {book * 1e6:.0f} us a unit over the non-private gradient and holds "
