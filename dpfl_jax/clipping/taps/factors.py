@@ -358,17 +358,36 @@ def _windows(site: Site, x: jax.Array, places: Sequence[int], feature: int) -> j
     for place, (low, high), dilation in zip(places, params["padding"], params["lhs_dilation"]):
         config[place] = (low, high, dilation - 1)
     x = jax.lax.pad(x, jnp.zeros((), x.dtype), config)
+    ways = list(zip(places, kernel, params["rhs_dilation"], params["window_strides"], outputs))
+    if len(ways) == 2 and max(kernel) <= _FUSED:
+        return _in_one_pass(x, ways, feature)
     # One axis after the other: what two places of the kernel share is copied once.
-    ways = zip(places, kernel, params["rhs_dilation"], params["window_strides"], outputs)
-    for done, (place, k, step, stride, count) in enumerate(reversed(list(ways))):
+    for done, (place, *way) in enumerate(reversed(ways)):
         axis = place + done if place > feature else place
-        cuts = []
-        for offset in range(k):
-            start = offset * step if count else 0
-            stop = start + (count - 1) * stride + 1 if count else 0
-            cuts.append(jax.lax.slice_in_dim(x, start, stop, stride, axis=axis))
-        x = jnp.stack(cuts, axis=feature)
+        x = jnp.stack(_shifted(x, axis, *way), axis=feature)
     return x
+
+
+# XLA fuses a stack of so many arrays at most, on a CPU.
+_FUSED = 8
+_Way = tuple[int, int, int, int, int]  # a spatial axis, and the arguments of ``_shifted``
+
+
+def _in_one_pass(x: jax.Array, ways: Sequence[_Way], feature: int) -> jax.Array:
+    if not ways:
+        return x
+    (place, *way), *rest = ways
+    cuts = [_in_one_pass(cut, rest, feature) for cut in _shifted(x, place, *way)]
+    return jnp.stack(cuts, axis=feature)
+
+
+def _shifted(
+    x: jax.Array, axis: int, size: int, dilation: int, stride: int, count: int
+) -> list[jax.Array]:
+    """What each of the ``size`` entries of a kernel sees along an axis, at ``count`` places."""
+    starts = [k * dilation if count else 0 for k in range(size)]
+    length = (count - 1) * stride + 1 if count else 0
+    return [jax.lax.slice_in_dim(x, a, a + length, stride, axis=axis) for a in starts]
 
 
 def formed(left: Dense | OneHot | Windows) -> Dense | OneHot:

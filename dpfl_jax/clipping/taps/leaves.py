@@ -553,7 +553,7 @@ def _joined(pair: Pair, machine: Machine) -> Pair:
         def one(i: jax.Array, met: jax.Array) -> jax.Array:
             return met + (jax.lax.dynamic_slice_in_dim(rows, i, 1, axis=1) == rows)
 
-        met = jax.lax.fori_loop(0, rows.shape[1], one, 0.0 * rows)
+        met = jax.lax.fori_loop(0, rows.shape[1], one, 0.0 * rows, unroll=8)
     times = jnp.sqrt(jnp.where(rows < left.size, met, 0.0).sum(1))
     # Equal numbers are added up one by one: their rounding may go one way.
     times *= 1.0 + float(jnp.finfo(jnp.float32).eps) * rows.shape[1]
