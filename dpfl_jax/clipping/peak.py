@@ -21,6 +21,7 @@ _FREE = frozenset(
         "name",
         "pcast",
         "pvary",
+        "reduce_precision",
         "reshape",
         "squeeze",
         "transpose",

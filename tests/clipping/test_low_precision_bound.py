@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping.peak import peak_bytes
+from dpfl_jax.clipping.result import pinned
 
 
 @pytest.mark.privacy
@@ -165,3 +167,13 @@ def test_compiled_low_precision_gradients_are_no_longer_than_told(loss, dtype, s
         told = float(bounded.norms[0] * bounded.weights[0])
         assert length <= clip * (1 + 1e-6)
         np.testing.assert_allclose(length, told, rtol=1e-6 if strategy != "ghost" else 2.0**-7)
+
+
+def test_rounding_once_takes_no_memory_of_its_own():
+    """Compilers fuse it; counted as stored, it would halve the microbatches that fit."""
+    x = jax.ShapeDtypeStruct((64, 1024), jnp.bfloat16)
+    plain, rounded = (
+        peak_bytes(jax.make_jaxpr(lambda x, f=f: jnp.sum(f(jnp.sin(x)) ** 2))(x).jaxpr)
+        for f in (lambda x: x, pinned)
+    )
+    assert rounded == plain
