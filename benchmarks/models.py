@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import dataclasses
+import multiprocessing
 from typing import Any
 
 import jax
@@ -25,8 +27,9 @@ takes it (without each parameter's own norms), over the fastest non-private grad
 that is zero up to rounding, such as that of an attention's key biases, counts as 1e-5 of all of
 them together.) Time is CPU seconds on a CPU, wall time elsewhere; `wall` is wall time everywhere,
 which leaves out what threads do while others wait for them, and which other work disturbs more.
-All variants of a model but vmap run in random order, in one process. Models whose library is not
-installed are left out: the group `models` has tunix, qwix and keras-hub (uv sync --group models).
+Each model has a process of its own, in which all variants but vmap run in random order. Models
+whose library is not installed are left out: the group `models` has tunix, qwix and keras-hub (uv
+sync --group models).
 
 examples:
   dpfl bench models
@@ -50,9 +53,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if unknown := set(names) - {*MODELS, *OWN}:
         raise BadInputError(f"bench models: --only has {min(unknown)!r}, which is none of these")
     rows, absent = [], {}
+    # A process for each: what one model leaves of the heap would make the next one's steps slower.
+    alone = multiprocessing.get_context("spawn")
     for name in names:
         try:
-            rows.append(_one(name, args.batch, args.rounds))
+            with concurrent.futures.ProcessPoolExecutor(1, alone) as pool:
+                rows.append(pool.submit(_one, name, args.batch, args.rounds).result())
         except ImportError as missing:
             absent[name] = str(missing)
     result = {"machine": machine(), "batch": args.batch, "rows": rows, "not_installed": absent}
@@ -79,7 +85,6 @@ def _one(name: str, size: int, rounds: int) -> dict[str, Any]:
 
     gradient = bounded_grad(loss, clip_norm=1.0, trainable=trainable)
     reference = bounded_grad(loss, clip_norm=1.0, trainable=trainable, strategy="vmap")
-    got, want = jax.jit(gradient)(params, batch), jax.jit(reference)(params, batch)
     sizes = [m for m in (1, 4, 16) if m < size and size % m == 0]
     plain = [
         prepare(str(m), False, non_private(part, m), trained, batch, 1) for m in (None, *sizes)
@@ -87,7 +92,9 @@ def _one(name: str, size: int, rounds: int) -> dict[str, Any]:
     private = prepare("private", True, _as_taken(gradient), params, batch, 1)
     formed = prepare("vmap", True, _as_taken(reference), params, batch, 1)
     measure([*plain, private], rounds, 0)
-    measure([formed], rounds, 0)  # apart: how it fills the heap would move what is faster
+    # Behind: what copies of all parameters leave of the heap makes every later step slower.
+    measure([formed], rounds, 0)
+    got, want = jax.jit(gradient)(params, batch), jax.jit(reference)(params, batch)
     best = min(plain, key=seconds)
     told = gradient.explain(params, batch)
 
