@@ -85,7 +85,7 @@ def _one(name: str, size: int, rounds: int) -> dict[str, Any]:
 
     gradient = bounded_grad(loss, clip_norm=1.0, trainable=trainable)
     reference = bounded_grad(loss, clip_norm=1.0, trainable=trainable, strategy="vmap")
-    sizes = [m for m in (1, 4, 16) if m < size and size % m == 0]
+    sizes = [m for m in (1, 4, 8, 16) if m < size and size % m == 0]
     plain = [
         prepare(str(m), False, non_private(part, m), trained, batch, 1) for m in (None, *sizes)
     ]

@@ -82,6 +82,8 @@ def in_microbatches(solve: Any, problem: Problem, microbatch_size: int) -> Solut
             f"{problem.parts} parts of unit_sharding; take a multiple"
         )
     steps = -(-n // size)
+    if steps == 1:  # a loop of one turn is one to XLA's CPU compiler: convolutions are slow in it
+        return solve(problem)
 
     def split(x: jax.Array) -> jax.Array:
         # Padding repeats real units rather than inventing zeros, which a loss may choke on.

@@ -493,6 +493,26 @@ def test_the_tokens_of_a_bag_share_one_gradient():
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("mode", ["clip", "fill", "wrap"])
+def test_equal_tokens_of_a_bag_are_counted(mode):
+    """Every pair once, whether their number is even or odd; some are out of range."""
+
+    def loss(table, i):
+        return jnp.sum(jnp.sin(jnp.take(table, i, axis=0, mode=mode, fill_value=0).mean(0)))
+
+    table = normal(0, 7, 3)
+    for count in (1, 2, 3, 8, 15, 16, 17, 32, 33):
+        tokens = jax.random.randint(jax.random.key(count), (6, count), -2, 9)
+        got, want = (
+            bounded_grad(loss, clip_norm=0.1, strategy=s, norm_method="gram")(table, tokens)
+            for s in ("ghost", "vmap")
+        )
+        np.testing.assert_allclose(got.sum, want.sum, atol=2e-5)
+        np.testing.assert_allclose(got.norms, want.norms, rtol=2e-5)
+        assert np.all(got.norms >= want.norms * (1 - 1e-6)), count
+
+
+@pytest.mark.privacy
 def test_norm_at_zero_is_reported_not_hidden():
     """The gradient of a norm at zero is NaN in JAX: such a unit must not pass as a small one."""
 

@@ -37,7 +37,7 @@ def units_at_once(uses: Sequence[Sequence[Pair]], units: int, machine: Machine) 
     gradients = sum(leaves.formed_bytes(pairs) for pairs in uses)
     most = machine.cache / max(1.0, *(leaves.formed_bytes(p, windows=True) for p in uses))
     if gradients > machine.cache:  # then they leave it anyway, and sums are best added up seldom
-        most = max(most, (machine.working_set or gradients) / (2.0 * gradients))
+        most = max(most, (machine.working_set or gradients) / gradients)
     return max(k for k in range(1, units + 1) if units % k == 0 and k <= max(1.0, most))
 
 
