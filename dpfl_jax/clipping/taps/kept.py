@@ -66,12 +66,12 @@ def bounded(
 
     def some(i: jax.Array | None) -> tuple[Judgement, dict[int, list[jax.Array]]]:
         def pick(x: jax.Array) -> jax.Array:
-            return x if i is None else leaves.pick(x, 0, i, shards, at_once)
+            return x if i is None else leaves.pick(x, 0, i, shards, at_once, bits=True)
 
         gradients, squares = {}, {k: pick(x) for k, x in squared.items()}
         for k, pairs in formed.items():
             if i is not None:
-                pairs = [leaves.units_of(p, i, shards, at_once) for p in pairs]
+                pairs = [leaves.units_of(p, i, shards, at_once, bits=True) for p in pairs]
             gradients[k], squares[k] = leaves.formed_gradients(pairs, shapes[k], problem.parts)
         mine = dataclasses.replace(
             problem,

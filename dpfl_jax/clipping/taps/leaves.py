@@ -319,7 +319,9 @@ def squared_norm(
         return _gram(pairs, machine)
 
     def one(i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        parts = _gradients_of_uses([units_of(p, i, shards) for p in pairs], leaf_shape)
+        parts = _gradients_of_uses(
+            [units_of(p, i, shards, 1, machine.cache is not None) for p in pairs], leaf_shape
+        )
         whole = sum(parts[1:], start=parts[0])
         if len(parts) == 1:
             return (square := squared_norms([whole])[0]), 0.0 * square
@@ -484,9 +486,21 @@ def _fastest(pair: Pair) -> jax.Array:
     return einsum(sides, (UNIT, *order), precision_of(pair.site))
 
 
-def units_of(pair: Pair, i: jax.Array, shards: int, count: int = 1) -> Pair:
-    """The ``count`` units from ``i * count`` of each of the ``shards`` parts of the unit axis."""
-    return _of_both(pair, lambda x, labels: pick(x, tuple(labels).index(UNIT), i, shards, count))
+def units_of(pair: Pair, i: jax.Array, shards: int, count: int, bits: bool) -> Pair:
+    """The ``count`` units from ``i * count`` of each of the ``shards`` parts of the unit axis.
+
+    Args:
+      pair: of all units.
+      i: which.
+      shards: parts of the unit axis.
+      count: units of each part.
+      bits: as ``pick`` takes it.
+    """
+
+    def some(x: jax.Array, labels: Sequence[Label]) -> jax.Array:
+        return pick(x, tuple(labels).index(UNIT), i, shards, count, bits)
+
+    return _of_both(pair, some)
 
 
 def _of_both(pair: Pair, of: Callable[[jax.Array, Sequence[Label]], jax.Array]) -> Pair:
@@ -500,13 +514,19 @@ def _of_both(pair: Pair, of: Callable[[jax.Array, Sequence[Label]], jax.Array]) 
     return dataclasses.replace(pair, left=left, right=right)
 
 
-def pick(array: jax.Array, axis: int, i: jax.Array, shards: int, count: int) -> jax.Array:
-    """Entries ``i * count`` and on, ``count`` of them, of each of the equal parts of an axis."""
+def pick(
+    array: jax.Array, axis: int, i: jax.Array, shards: int, count: int, bits: bool
+) -> jax.Array:
+    """Entries ``i * count`` and on, ``count`` of them, of each of the equal parts of an axis.
+
+    With ``bits``, bfloat16 is picked as integers. As what it is, a CPU would pick from a copy of
+    all in float32; but a TPU would not fuse what is picked with a product.
+    """
     before, after = array.shape[:axis], array.shape[axis + 1 :]
     rest = array.shape[axis] // (shards * count)
     split = array.reshape(*before, shards, rest, count, *after)
-    narrow = array.dtype == jnp.bfloat16
-    if narrow:  # as what it is, a CPU picks from a copy in float32, made of all units before
+    narrow = bits and array.dtype == jnp.bfloat16
+    if narrow:
         split = jax.lax.bitcast_convert_type(split, jnp.uint16)
     part = jax.lax.dynamic_index_in_dim(split, i, axis + 1, keepdims=False)
     if narrow:
