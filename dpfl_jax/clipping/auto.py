@@ -134,7 +134,7 @@ def _traced(
 # as much memory in all as book-keeping does.)
 _SINGLE_TURN = 1.0
 # Of the time of all products, which a smaller microbatch must save: over all units at once, and
-# over another microbatch. (Measured on two cores: Gemma 3 takes a tenth longer with 4 than with 8.)
+# over another one. (On two cores Gemma 3 takes a tenth longer with 4 units at a time than with 8.)
 _WORTH_ALL, _WORTH = 0.1, 0.03
 
 
@@ -166,15 +166,19 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
     def adding(units: int) -> float:  # less than all add the sum up once for each microbatch
         return 0.0 if units == n else machine.seconds(0.0, 3.0 * size / units)
 
-    def beyond(units: int) -> float:  # a unit's time for memory, and for the sum so far beside it
-        sums = 0.0 if units == n else 2.0 * size
-        return machine.holding(units * held / parts + sums) / n + adding(units)
+    def memory(units: int) -> float:  # temporary, and the sum so far beside it
+        return units * held / parts + (0.0 if units == n else 2.0 * size)
 
-    products = machine.seconds(jaxpr_flops(traced.jaxpr, 1), 0.0) / n
+    def beyond(units: int) -> float:  # a unit's time for memory, and for adding up
+        return machine.holding(memory(units)) / n + adding(units)
+
+    units, products = min(fitting, key=beyond), machine.seconds(jaxpr_flops(traced.jaxpr, 1), 0.0)
     # Fewer rows make products slower: what a smaller microbatch saves must be worth it.
-    least = min(map(beyond, fitting))
-    worth = _WORTH_ALL if beyond(fitting[0]) - least < _WORTH_ALL * products else _WORTH
-    units = next(u for u in fitting if beyond(u) - least <= worth * products)
+    if n * (beyond(fitting[0]) - beyond(units)) < _WORTH_ALL * products:
+        units = fitting[0]
+    elif machine.near is not None and memory(units) > machine.near:  # what is near stays so
+        most = beyond(units) + _WORTH * products / n
+        units = next(u for u in fitting if beyond(u) <= most)
     book = per_unit + adding(units)
     numbers = (
         f"book-keeping costs {book * 1e6:.0f} us a unit over the non-private gradient and holds "
