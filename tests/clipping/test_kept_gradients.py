@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_taken_in_microbatches():
 
 
 def test_of_what_is_far_anyway_more_is_taken_at_a_time():
-    """Two at a time would hold 22 MiB, which are not near, and save less than a 30th of the products' time."""
+    """Two at a time would hold 22 MiB, not near either, and save a 30th of the products at most."""
     params = {"h": jnp.zeros((256, 256)), "x": jnp.zeros((16, 256)), "out": jnp.zeros((256, 3))}
     unit = jax.ShapeDtypeStruct((32, 2200, 16), jnp.float32)
     f = bounded_grad(recurrent, clip_norm=1.0)
