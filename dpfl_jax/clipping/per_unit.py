@@ -82,7 +82,7 @@ def in_microbatches(solve: Any, problem: Problem, microbatch_size: int) -> Solut
             f"{problem.parts} parts of unit_sharding; take a multiple"
         )
     steps = -(-n // size)
-    if steps == 1:  # a loop of one turn is one to XLA's CPU compiler: convolutions are slow in it
+    if steps == 1:  # XLA's CPU compiler keeps a loop of one turn, where convolutions are slow
         return solve(problem)
 
     def split(x: jax.Array) -> jax.Array:

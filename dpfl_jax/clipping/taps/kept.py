@@ -70,7 +70,7 @@ def bounded(
 
         gradients, squares = {}, {k: pick(x) for k, x in squared.items()}
         for k, pairs in formed.items():
-            if i is not None:
+            if i is not None:  # only a CPU takes some at a time
                 pairs = [leaves.units_of(p, i, shards, at_once, bits=True) for p in pairs]
             gradients[k], squares[k] = leaves.formed_gradients(pairs, shapes[k], problem.parts)
         mine = dataclasses.replace(
