@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import multiprocessing
-from typing import Any
+import random
+import statistics
+import time
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from benchmarks._clipping_models import workload
 from benchmarks._third_party import MODELS, TRAINED
-from benchmarks.clipping import Row, machine, measure, non_private, prepare, seconds, wall
+from benchmarks.clipping import machine, non_private, prepare
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.clipping import BoundedSum, bounded_grad, join, split
 from dpfl_jax.errors import BadInputError
@@ -25,25 +29,30 @@ For each model: the bounded sum with the strategy that `auto` takes, against pla
 of norms and of the sum, the largest of any parameter), and its time and memory, as a training step
 takes it (without each parameter's own norms), over the fastest non-private gradient. (A gradient
 that is zero up to rounding, such as that of an attention's key biases, counts as 1e-5 of all of
-them together.) Time is CPU seconds on a CPU, wall time elsewhere; `wall` is wall time everywhere,
-which leaves out what threads do while others wait for them, and which other work disturbs more.
-Each model has a process of its own, in which all variants but vmap run in random order. Models
-whose library is not installed are left out: the group `models` has tunix, qwix and keras-hub (uv
-sync --group models).
+them together.) `time` is wall time. `cpu` is CPU seconds, of which some are threads that wait for
+others: where the program may use one core alone (`taskset -c 0`), neither counts any waiting.
+
+Each variant has a process of its own, in which it is compiled and called once before anything is
+timed; then they take turns, in random order. Ratios are medians over the rounds. Models whose
+library is not installed are left out: the group `models` has tunix, qwix and keras-hub (uv sync
+--group models).
 
 examples:
   dpfl bench models
+  taskset -c 0 dpfl bench models
   dpfl bench models --only nnx,tunix-qwen3,qwix-lora --json
 """
 OWN = ("cnn", "lstm", "mlp")
+SIZES = (None, 1, 4, 8, 16)  # examples at a time without privacy
 PyTree = Any
+How = int | Literal["auto", "vmap"] | None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options."""
     parser.add_argument("--only", help=f"of {', '.join([*MODELS, *OWN])} (comma between)")
     parser.add_argument("--batch", type=int, default=32, help="examples a step (default 32)")
-    parser.add_argument("--rounds", type=int, default=7, help="measurements of each variant")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each variant (default 9)")
     add_json_flag(parser)
 
 
@@ -53,12 +62,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if unknown := set(names) - {*MODELS, *OWN}:
         raise BadInputError(f"bench models: --only has {min(unknown)!r}, which is none of these")
     rows, absent = [], {}
-    # A process for each: what one model leaves of the heap would make the next one's steps slower.
-    alone = multiprocessing.get_context("spawn")
     for name in names:
         try:
-            with concurrent.futures.ProcessPoolExecutor(1, alone) as pool:
-                rows.append(pool.submit(_one, name, args.batch, args.rounds).result())
+            rows.append(_one(name, args.batch, args.rounds))
         except ImportError as missing:
             absent[name] = str(missing)
     result = {"machine": machine(), "batch": args.batch, "rows": rows, "not_installed": absent}
@@ -75,52 +81,108 @@ def _model(name: str, batch: int) -> tuple[PyTree, Any, PyTree]:
     return params, loss, make(key, batch)
 
 
+class Variant:
+    """What a process of its own times. What another leaves of the heap makes a step slower."""
+
+    here: Variant  # in that process
+
+    def __init__(self, name: str, size: int, how: How) -> None:
+        params, loss, batch = _model(name, size)
+        trainable = TRAINED.get(name)
+        trained, frozen = split(params, trainable)
+        self.told: dict[str, Any] = {}
+        if isinstance(how, str):
+            gradient = bounded_grad(loss, clip_norm=1.0, trainable=trainable, strategy=how)
+            self.row = prepare(how, True, _as_taken(gradient), params, batch, 1)
+            told = gradient.explain(params, batch)
+            self.told = {
+                "parameters": sum(x.size for x in jax.tree.leaves(params)),
+                "trained": sum(x.size for x in jax.tree.leaves(trained)),
+                "strategy": told.strategy,
+                "microbatch_size": told.microbatch_size,
+                "methods": dict(collections.Counter(leaf.method for leaf in told.leaves)),
+            }
+        else:
+            part = lambda trained, example: loss(join(trained, frozen), example)  # noqa: E731
+            self.row = prepare(str(how), False, non_private(part, how), trained, batch, 1)
+
+    @staticmethod
+    def begin(name: str, size: int, how: How) -> tuple[int, dict[str, Any]]:
+        """Prepares this process; bytes of memory and what ``explain`` tells."""
+        Variant.here = Variant(name, size, how)
+        Variant.here.row.run()
+        return Variant.here.row.memory, Variant.here.told
+
+    @staticmethod
+    def turn() -> tuple[float, float]:
+        """Wall and CPU seconds of a call, among as many as make a slice."""
+        row = Variant.here.row
+        row.run()  # what the others left of the cache is not of this one's time
+        calls, start, used = 0, time.perf_counter(), time.process_time()
+        while (taken := time.perf_counter() - start) < _SLICE:
+            row.run()
+            calls += 1
+        return taken / calls, (time.process_time() - used) / calls
+
+    @staticmethod
+    def result() -> tuple[Any, list[Any]]:
+        """The norms and the sums of a private variant."""
+        out = Variant.here.row.run()
+        return np.asarray(out.norms), [np.asarray(x) for x in jax.tree.leaves(out.sum)]
+
+
+# Of some milliseconds one call says little, and a process that was waiting takes some to be fast.
+_SLICE = 0.3
+
+
 def _one(name: str, size: int, rounds: int) -> dict[str, Any]:
-    params, loss, batch = _model(name, size)
-    trainable = TRAINED.get(name)
-    trained, frozen = split(params, trainable)
+    plain = [m for m in SIZES if m is None or (m < size and size % m == 0)]
+    variants: list[How] = [*plain, "auto", "vmap"]
+    with contextlib.ExitStack() as stack:
+        alone = multiprocessing.get_context("forkserver")
+        alone.set_forkserver_preload(["dpfl_jax", __name__])  # or each would import them again
+        pools = {
+            how: stack.enter_context(concurrent.futures.ProcessPoolExecutor(1, alone))
+            for how in variants
+        }
+        begun = {how: pool.submit(Variant.begin, name, size, how) for how, pool in pools.items()}
+        memory = {how: future.result()[0] for how, future in begun.items()}
+        turns: dict[Any, list[tuple[float, float]]] = {how: [] for how in variants}
+        order = random.Random(0)
+        for _ in range(rounds):
+            for how in order.sample(variants, len(variants)):
+                turns[how].append(pools[how].submit(Variant.turn).result())
+        norms, sums = pools["auto"].submit(Variant.result).result()
+        want_norms, want_sums = pools["vmap"].submit(Variant.result).result()
+    wall = {how: [t[0] for t in taken] for how, taken in turns.items()}
+    cpu = {how: [t[1] for t in taken] for how, taken in turns.items()}
+    median = statistics.median
+    fastest = min(plain, key=lambda how: median(wall[how]))
 
-    def part(trained: PyTree, example: PyTree) -> jax.Array:
-        return loss(join(trained, frozen), example)
-
-    gradient = bounded_grad(loss, clip_norm=1.0, trainable=trainable)
-    reference = bounded_grad(loss, clip_norm=1.0, trainable=trainable, strategy="vmap")
-    sizes = [m for m in (1, 4, 8, 16) if m < size and size % m == 0]
-    plain = [
-        prepare(str(m), False, non_private(part, m), trained, batch, 1) for m in (None, *sizes)
-    ]
-    private = prepare("private", True, _as_taken(gradient), params, batch, 1)
-    formed = prepare("vmap", True, _as_taken(reference), params, batch, 1)
-    measure([*plain, private], rounds, 0)
-    # Behind: what copies of all parameters leave of the heap makes every later step slower.
-    measure([formed], rounds, 0)
-    got, want = jax.jit(gradient)(params, batch), jax.jit(reference)(params, batch)
-    best = min(plain, key=seconds)
-    told = gradient.explain(params, batch)
-
-    def over(row: Row) -> dict[str, float]:
+    def over(how: How) -> dict[str, float]:
         return {
-            "time_ratio": round(seconds(row) / seconds(best), 3),
-            "wall_ratio": round(wall(row) / min(wall(x) for x in plain), 3),
-            "memory_ratio": round(row.memory / max(best.memory, 1), 3),
+            "time_ratio": round(_ratio(wall[how], wall[fastest]), 3),
+            "cpu_ratio": round(_ratio(cpu[how], min((cpu[m] for m in plain), key=median)), 3),
+            "memory_ratio": round(memory[how] / max(memory[fastest], 1), 3),
         }
 
+    quartiles = np.percentile(wall["auto"], [25, 75])
     return {
         "model": name,
-        "parameters": sum(x.size for x in jax.tree.leaves(params)),
-        "trained": sum(x.size for x in jax.tree.leaves(trained)),
-        "strategy": told.strategy,
-        "microbatch_size": told.microbatch_size,
-        "methods": dict(collections.Counter(leaf.method for leaf in told.leaves)),
-        "norm_error": float(np.max(np.abs(got.norms / want.norms - 1))),
-        "sum_error": _error(jax.tree.leaves(got.sum), jax.tree.leaves(want.sum)),
-        **over(private),
-        "vmap": over(formed),
-        "seconds": seconds(private),
-        "spread": round(
-            float(np.subtract(*np.percentile(private.times, [75, 25]))) / seconds(private), 3
-        ),
+        **begun["auto"].result()[1],
+        "norm_error": float(np.max(np.abs(norms / want_norms - 1))),
+        "sum_error": _error(sums, want_sums),
+        "fastest_non_private": fastest,
+        **over("auto"),
+        "vmap": over("vmap"),
+        "seconds": median(wall["auto"]),
+        "spread": round(float(np.diff(quartiles)[0]) / median(wall["auto"]), 3),
     }
+
+
+def _ratio(times: list[float], others: list[float]) -> float:
+    """Of turns side by side, because the machine's speed changes from one round to another."""
+    return statistics.median(a / b for a, b in zip(times, others, strict=True))
 
 
 def _as_taken(gradient: Any) -> Any:
@@ -154,7 +216,7 @@ def _print(result: dict[str, Any], to_stderr: bool) -> None:
         "norms",
         "sums",
         "time",
-        "wall",
+        "cpu",
         "memory",
         "vmap: time",
         "memory",
@@ -170,7 +232,7 @@ def _print(result: dict[str, Any], to_stderr: bool) -> None:
             f"{row['norm_error']:.0e}",
             f"{row['sum_error']:.0e}",
             f"{row['time_ratio']:.2f}",
-            f"{row['wall_ratio']:.2f}",
+            f"{row['cpu_ratio']:.2f}",
             f"{row['memory_ratio']:.2f}",
             f"{row['vmap']['time_ratio']:.2f}",
             f"{row['vmap']['memory_ratio']:.2f}",
