@@ -254,7 +254,9 @@ def keras_gpt2() -> tuple[PyTree, Any, Any]:
 
     os.environ.setdefault("KERAS_BACKEND", "jax")
     import keras_hub
+    from keras import utils
 
+    utils.set_random_seed(0)  # every process that makes it must get the same parameters
     net = keras_hub.models.GPT2CausalLM(
         backbone=keras_hub.models.GPT2Backbone(
             vocabulary_size=VOCAB,
