@@ -36,7 +36,9 @@ def compare(loss, params, batch, methods, mask=None):
     for method in methods:
         got = run(strategy="ghost", norm_method=method)(params, batch, mask, clip_norm)
         np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5, err_msg=str(method))
-        np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5)
+        # Losses whose terms cancel are as exact as the terms: one such differs by machine.
+        least = float(np.finfo(np.float32).eps * np.max(np.abs(want.losses)))
+        np.testing.assert_allclose(got.losses, want.losses, rtol=1e-5, atol=least)
         np.testing.assert_allclose(got.weights, want.weights, rtol=1e-5)
         assert relative_error(got.sum, want.sum) < 1e-5, method
 
