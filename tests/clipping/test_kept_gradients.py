@@ -124,16 +124,18 @@ def test_what_does_not_fit_is_taken_in_microbatches():
         assert (taken < cost.MACHINES["cpu"].working_set) is fits
         assert 0.6 * taken < guess < 1.7 * taken
     f = bounded_grad(recurrent, clip_norm=1.0)
-    assert f.explain(params, unit).microbatch_size == 8  # which is near
+    assert f.explain(params, unit).microbatch_size == 8
     small = jax.ShapeDtypeStruct((8, 1100, 16), jnp.float32)
     assert f.explain(params, small).microbatch_size is None
     limited = bounded_grad(recurrent, clip_norm=1.0, memory_limit=6e6)
     assert limited.explain(params, unit).microbatch_size in (2, 4)
 
 
-def test_of_what_is_far_anyway_more_is_taken_at_a_time():
-    """Two at a time would hold 22 MiB, not near either, and save a 30th of the products at most."""
-    params = {"h": jnp.zeros((256, 256)), "x": jnp.zeros((16, 256)), "out": jnp.zeros((256, 3))}
-    unit = jax.ShapeDtypeStruct((32, 2200, 16), jnp.float32)
+@pytest.mark.parametrize(("width", "steps", "taken"), [(256, 2200, 4), (128, 1200, 8)])
+def test_of_microbatches_that_cost_about_the_same_the_largest_is_taken(width, steps, taken):
+    """Half as many units hold 22 and 12 MB, and save a 30th of the products at most."""
+    shapes = {"h": (width, width), "x": (16, width), "out": (width, 3)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    unit = jax.ShapeDtypeStruct((32, steps, 16), jnp.float32)
     f = bounded_grad(recurrent, clip_norm=1.0)
-    assert f.explain(params, unit).microbatch_size == 4
+    assert f.explain(params, unit).microbatch_size == taken
