@@ -11,6 +11,7 @@ Three methods, by cost; n units, K positions, factors of widths a and b, P = a*b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -607,12 +608,9 @@ def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
     def width(side: Dense | Windows) -> float:
         return math.sqrt(math.prod(n for n, x in zip(side.shape, side.labels) if x not in out))
 
-    # What is not zero has a square that is not: one pass tells both the norm and what is there.
-    zero = pair.right.array.astype(jnp.float32) == 0
-    least = jnp.where(zero, 0.0, float(jnp.finfo(jnp.float32).tiny))
-    squares = jnp.maximum(pair.right.squares(), least)
-    right, most = jnp.sqrt(over(squares, pair.right, jnp.sum)), width(pair.right)
-    there = right > 0
+    right, most = jnp.sqrt(over(pair.right.squares(), pair.right, jnp.sum)), width(pair.right)
+    size = jnp.abs(pair.right.array.astype(jnp.float32))
+    there = over(size, pair.right, functools.partial(jnp.max, initial=0.0)) > 0
     if isinstance(pair.left, OneHot):
         left = (pair.left.indices < pair.left.size).astype(jnp.float32)
         left, lost = _aligned(left, pair.left.labels, out), 0.0
