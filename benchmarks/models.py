@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import ctypes
 import multiprocessing
+import os
 import random
 import statistics
 import sys
@@ -34,9 +35,9 @@ them together.) `time` is wall time. `cpu` is CPU seconds, of which some are thr
 others: where the program may use one core alone (`taskset -c 0`), neither counts any waiting.
 
 Each variant has a process of its own, in which it is compiled and called once before anything is
-timed; then they take turns, in random order. Ratios are medians over the rounds. Models whose
-library is not installed are left out: the group `models` has tunix, qwix and keras-hub (uv sync
---group models).
+timed; then they take turns, in random order. Ratios are medians over the rounds. (A TPU, which one
+process takes for itself, cannot be measured so.) Models whose library is not installed are left
+out: the group `models` has tunix, qwix and keras-hub (uv sync --group models).
 
 examples:
   dpfl bench models
@@ -113,6 +114,7 @@ class Variant:
     def begin(name: str, size: int, how: How) -> tuple[int, dict[str, Any]]:
         """Prepares this process; bytes of memory and what ``explain`` tells."""
         _keep_pages()
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU is shared
         Variant.here = Variant(name, size, how)
         Variant.here.row.run()
         return Variant.here.row.memory, Variant.here.told
