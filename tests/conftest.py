@@ -34,21 +34,24 @@ def _compile_quickly(request: pytest.FixtureRequest) -> None:
     jax.config.update("jax_disable_most_optimizations", quickly)
 
 
-# Tests that are slow for what they compile, not for what they are: left to CI.
-_LISTED = pathlib.Path(__file__).with_name("slow.txt")
+# Tests that are slow for what they compile, not for what they are; those that protect privacy are
+# left to CI, and to a release where CI runs others of their kind.
+_LISTED = {"slow.txt": ("slow", "ci"), "release.txt": ("release",)}
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of slow.txt ``slow`` and ``ci``."""
-    listed = {line for line in _LISTED.read_text().splitlines() if line and line[0] != "#"}
-    for item in items:
-        if item.nodeid in listed:
-            item.add_marker("slow")
-            item.add_marker("ci")
-    everything = config.args == [str(config.rootpath / "tests")] or config.args == ["tests"]
-    if everything and (gone := listed - {item.nodeid for item in items}):
-        raise pytest.UsageError(f"tests/slow.txt names tests that are not there: {sorted(gone)}")
+    """Marks the tests of slow.txt ``slow`` and ``ci``, those of release.txt ``release``."""
+    for file, marks in _LISTED.items():
+        lines = pathlib.Path(__file__).with_name(file).read_text().splitlines()
+        listed = {line for line in lines if line and line[0] != "#"}
+        for item in items:
+            if item.nodeid in listed:
+                for mark in marks:
+                    item.add_marker(mark)
+        everything = config.args == [str(config.rootpath / "tests")] or config.args == ["tests"]
+        if everything and (gone := listed - {item.nodeid for item in items}):
+            raise pytest.UsageError(f"tests/{file} names tests that are not there: {sorted(gone)}")
 
 
 @pytest.fixture(scope="session")

@@ -133,10 +133,10 @@ def _traced(
 # turn: read for the norm. (By the compiler's count (libtpu, one unit of 1,024 tokens) it then moves
 # as much memory in all as book-keeping does.)
 _SINGLE_TURN = 1.0
-# Of the time of all products, which a smaller microbatch must save: over all units at once, and
-# over another one. Cores share fewer rows worse: on two, with half as many units at a time, Gemma
-# 3, an Equinox transformer and an LSTM took a tenth to a fifth longer, of as much CPU time.
-_WORTH_ALL, _WORTH = 0.1, 0.03
+# Fewer rows make products slower and cores wait more often: the share of the time of all products
+# that one unit at a time costs, half of it two, and so on. (Measured on two cores: with four units
+# instead of eight, transformers took 3 to 4 % more CPU time, and 7 to 10 % longer.)
+_FEW = 0.25
 
 
 def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Explanation:
@@ -170,16 +170,13 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
     def memory(units: int) -> float:  # temporary, and the sum so far beside it
         return units * held / parts + (0.0 if units == n else 2.0 * size)
 
-    def beyond(units: int) -> float:  # a unit's time for memory, and for adding up
-        return machine.holding(memory(units)) / n + adding(units)
+    products = machine.seconds(jaxpr_flops(traced.jaxpr, 1), 0.0)
 
-    units, products = min(fitting, key=beyond), machine.seconds(jaxpr_flops(traced.jaxpr, 1), 0.0)
-    # Fewer rows make products slower: what a smaller microbatch saves must be worth it.
-    if n * (beyond(fitting[0]) - beyond(units)) < _WORTH_ALL * products:
-        units = fitting[0]
-    else:
-        most = beyond(units) + _WORTH * products / n
-        units = next(u for u in fitting if beyond(u) <= most)
+    def beyond(units: int) -> float:  # a unit's time for memory, for adding up, and for few rows
+        few = _FEW * products / units  # of one device, where each has its part of them
+        return (machine.holding(memory(units)) + few) / n + adding(units)
+
+    units = min(fitting, key=beyond)
     book = per_unit + adding(units)
     numbers = (
         f"book-keeping costs {book * 1e6:.0f} us a unit over the non-private gradient and holds "

@@ -50,9 +50,9 @@ class Machine:
 
     def holding(self, held: float) -> float:
         """Time that a call takes longer because it holds so many bytes of temporary memory."""
-        kept = held if self.working_set is None else min(held, self.working_set)
-        far = 0.0 if self.near is None else max(0.0, kept - self.near)
-        return far / _FAR + (held - kept) / _PAGES
+        if self.working_set is not None and held > self.working_set:  # one block, all of it
+            return held / _PAGES
+        return 0.0 if self.near is None else max(0.0, held - self.near) / _FAR
 
 
 # Bytes a second of memory that the system hands out page by page (measured: 2.2e9 to 2.7e9).

@@ -124,16 +124,16 @@ def test_what_does_not_fit_is_taken_in_microbatches():
         assert (taken < cost.MACHINES["cpu"].working_set) is fits
         assert 0.6 * taken < guess < 1.7 * taken
     f = bounded_grad(recurrent, clip_norm=1.0)
-    assert f.explain(params, unit).microbatch_size == 8
+    assert f.explain(params, unit).microbatch_size == 16
     small = jax.ShapeDtypeStruct((8, 1100, 16), jnp.float32)
     assert f.explain(params, small).microbatch_size is None
     limited = bounded_grad(recurrent, clip_norm=1.0, memory_limit=6e6)
     assert limited.explain(params, unit).microbatch_size in (2, 4)
 
 
-@pytest.mark.parametrize(("width", "steps", "taken"), [(256, 2200, 4), (128, 1200, 8)])
-def test_of_microbatches_that_cost_about_the_same_the_largest_is_taken(width, steps, taken):
-    """Half as many units hold 22 and 12 MB, and save a 30th of the products at most."""
+@pytest.mark.parametrize(("width", "steps", "taken"), [(256, 1100, 4), (128, 1200, 8)])
+def test_memory_and_few_rows_are_weighed(width, steps, taken):
+    """Twice as many units hold 37 and 39 MB, half as many 9.6 and 10: neither is worth it."""
     shapes = {"h": (width, width), "x": (16, width), "out": (width, 3)}
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     unit = jax.ShapeDtypeStruct((32, steps, 16), jnp.float32)

@@ -7,6 +7,7 @@ import pytest
 from zoo import ZOO
 
 from dpfl_jax.clipping import Standard, bounded_grad
+from dpfl_jax.clipping.isolation import every_program
 from dpfl_jax.errors import BadInputError
 
 
@@ -52,6 +53,22 @@ def test_equals_vmap(name):
     every = not name.startswith("transformer_")
     methods = ["gram", "direct", "keep"] if every else ["gram"]
     compare(loss, params, batch, methods, mask=np.arange(n) != 1)
+
+
+def test_a_loop_stores_one_gradient_of_products_that_are_only_added_up():
+    """An LSTM's two matrices have the gradient of its gates; its bias has the sum over time."""
+    loss, params, batch = ZOO["lstm"]()
+    program = jax.make_jaxpr(bounded_grad(loss, clip_norm=1.0, strategy="ghost"))(params, batch)
+    steps, units, gates = 7, 5, 16
+    stored = [
+        v
+        for jaxpr in every_program(program.jaxpr)
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "scan"
+        for v in eqn.outvars
+        if sorted(v.aval.shape) == sorted((steps, units, gates))
+    ]
+    assert len(stored) == 1
 
 
 @pytest.mark.privacy

@@ -172,6 +172,29 @@ def lstm():
 
 
 @entry
+def products_that_are_added():
+    """Only to one another (one gradient), and not: read twice, of other shapes, to themselves."""
+
+    def loss(p, e):
+        def cell(h, x):
+            three = x @ p["a"] + h @ p["b"] + (x**2) @ p["a"]  # p["a"] twice, with one gradient
+            read_twice = x @ p["c"]
+            mixed = read_twice + h @ p["d"] + jnp.tanh(read_twice)
+            doubled = x @ p["e"]
+            wide = (x @ p["f"])[:1] + h @ p["g"]  # one number, added to each
+            h = jnp.tanh(three + mixed + (doubled + doubled) + wide - h @ p["h"])
+            return h, read_twice
+
+        h, seen = lax.scan(cell, jnp.zeros(4), e)
+        return jnp.sum(h**2) + jnp.sum(seen * e[:, :1])
+
+    shapes = {"a": (3, 4), "b": (4, 4), "c": (3, 4), "d": (4, 4), "e": (3, 4), "f": (3, 2)}
+    shapes |= {"g": (4, 4), "h": (4, 4)}
+    params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    return loss, params, normal(9, 5, 6, 3)
+
+
+@entry
 def gru_reversed_with_carried_weights():
     def loss(p, e):
         def cell(carry, x):

@@ -79,7 +79,7 @@ def evaluate(
                 functions, params = params if isinstance(params, tuple) else ((), params)
                 outs = eqn.primitive.bind(*functions, *args, **params)
                 outs = list(outs) if eqn.primitive.multiple_results else [outs]
-        if position in plan.sites:
+        if position in plan.sites and plan.sites[position].tapped:
             outs = [tap(outs[0], tokens[plan.sites[position].index])]
         values.update(zip(eqn.outvars, outs))
     if plan.records:

@@ -24,7 +24,7 @@ class Site:
     """One equation in which a parameter meets data, with its tap.
 
     Attributes:
-      index: number of the tap.
+      index: number of the tap; sites whose outputs are only added to one another have one tap.
       view: the parameter, as this equation sees it.
       primitive: the equation's primitive.
       params: its parameters.
@@ -35,6 +35,7 @@ class Site:
       lengths: lengths of the enclosing scans, outermost first.
       summed: whether what was looked up is summed over its positions before the tap: all of them
         then have one gradient.
+      tapped: whether the tap is here, not at the site that it is shared with.
     """
 
     index: int
@@ -47,6 +48,7 @@ class Site:
     out: Any
     lengths: tuple[int, ...]
     summed: bool = False
+    tapped: bool = True
 
 
 @dataclasses.dataclass
@@ -198,6 +200,7 @@ class _Walker:
                     plan.looked_up[eqn.outvars[0]] = plan, position
             views.update((v, w) for v, w in zip(eqn.outvars, outputs or ()) if w is not None)
         plan.looked_up = {v: x for v, x in plan.looked_up.items() if reads[v] == 1}
+        _share_taps(plan, jaxpr, reads)
         return plan, [view_of(v) for v in jaxpr.outvars]
 
     def _site(self, plan: Plan, eqn: Any, where: int, view: View, lengths: tuple[int, ...]) -> Site:
@@ -261,6 +264,28 @@ def _tap_the_sum(plan: Plan, position: int, eqn: Any, reads: Mapping[Any, int]) 
     if {*eqn.params["axes"]} == {*range(len(site.out.shape))} - {*slices}:
         del holder.sites[at]
         plan.sites[position] = dataclasses.replace(site, out=eqn.outvars[0].aval, summed=True)
+
+
+def _share_taps(plan: Plan, jaxpr: Any, reads: Mapping[Any, int]) -> None:
+    """One tap for products that are only added up (``x @ A + h @ B``): they have one gradient.
+
+    A loop would store it once for each tap; elsewhere compilers see that it is the same.
+    """
+    made = {
+        jaxpr.eqns[at].outvars[0]: [at] for at in plan.sites if len(jaxpr.eqns[at].outvars) == 1
+    }
+    for eqn in jaxpr.eqns:
+        terms = [v for v in eqn.invars if not isinstance(v, Literal)]
+        if eqn.primitive.name not in ("add", "add_any") or len({*terms}) < 2:
+            continue
+        alike = len({(v.aval.shape, v.aval.dtype) for v in [*terms, *eqn.outvars]}) == 1
+        if alike and all(v in made and reads[v] == 1 for v in terms):
+            first, *others = [at for v in terms for at in made[v]]
+            for at in others:
+                plan.sites[at] = dataclasses.replace(
+                    plan.sites[at], index=plan.sites[first].index, tapped=False
+                )
+            made[eqn.outvars[0]] = [first, *others]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
