@@ -137,6 +137,9 @@ _SINGLE_TURN = 1.0
 # that one unit at a time costs, half of it two, and so on. (Measured on two cores: with four units
 # instead of eight, transformers took 3 to 4 % more CPU time, and 7 to 10 % longer.)
 _FEW = 0.25
+# Of the same, which microbatches must save over all units at once: some operations are slower in
+# a loop (XLA's CPU compiler takes twice as long for a convolution).
+_WORTH = 0.03
 
 
 def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Explanation:
@@ -177,6 +180,8 @@ def decide(problem: Problem, machine: Machine, memory_limit: float | None) -> Ex
         return (machine.holding(memory(units)) + few) / n + adding(units)
 
     units = min(fitting, key=beyond)
+    if n * (beyond(fitting[0]) - beyond(units)) < _WORTH * products:
+        units = fitting[0]
     book = per_unit + adding(units)
     numbers = (
         f"book-keeping costs {book * 1e6:.0f} us a unit over the non-private gradient and holds "

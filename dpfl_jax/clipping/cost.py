@@ -72,7 +72,7 @@ MACHINES = {
         keep_factor=2.0,
         scan_traffic=7.0,
         rounding=0.0,
-        working_set=2.0**25,  # glibc's DEFAULT_MMAP_THRESHOLD_MAX
+        working_set=3e7,  # glibc's DEFAULT_MMAP_THRESHOLD_MAX (2^25), less what estimates leave out
         near=1.9e7,
         cache=1.2e6,
     ),
