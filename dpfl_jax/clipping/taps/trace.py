@@ -271,9 +271,7 @@ def _share_taps(plan: Plan, jaxpr: Any, reads: Mapping[Any, int]) -> None:
 
     A loop would store it once for each tap; elsewhere compilers see that it is the same.
     """
-    made = {
-        jaxpr.eqns[at].outvars[0]: [at] for at in plan.sites if len(jaxpr.eqns[at].outvars) == 1
-    }
+    made = {jaxpr.eqns[at].outvars[0]: [at] for at in plan.sites}
     for eqn in jaxpr.eqns:
         terms = [v for v in eqn.invars if not isinstance(v, Literal)]
         if eqn.primitive.name not in ("add", "add_any") or len({*terms}) < 2:
