@@ -42,6 +42,7 @@ _LISTED = {"slow.txt": ("slow", "ci"), "release.txt": ("release",)}
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the tests of slow.txt ``slow`` and ``ci``, those of release.txt ``release``."""
+    everything = config.args == [str(config.rootpath / "tests")] or config.args == ["tests"]
     for file, marks in _LISTED.items():
         lines = pathlib.Path(__file__).with_name(file).read_text().splitlines()
         listed = {line for line in lines if line and line[0] != "#"}
@@ -49,7 +50,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.nodeid in listed:
                 for mark in marks:
                     item.add_marker(mark)
-        everything = config.args == [str(config.rootpath / "tests")] or config.args == ["tests"]
         if everything and (gone := listed - {item.nodeid for item in items}):
             raise pytest.UsageError(f"tests/{file} names tests that are not there: {sorted(gone)}")
 

@@ -49,14 +49,16 @@ class Machine:
         return flops / self.flops + moved / self.bandwidth
 
     def holding(self, held: float) -> float:
-        """Time that a call takes longer because it holds so many bytes of temporary memory."""
-        if self.working_set is not None and held > self.working_set:  # one block, all of it
+        """Time that a call takes longer because it holds so many bytes (estimated) of memory."""
+        if self.working_set is not None and held > _SURE * self.working_set:  # one block, all of it
             return held / _PAGES
         return 0.0 if self.near is None else max(0.0, held - self.near) / _FAR
 
 
 # Bytes a second of memory that the system hands out page by page (measured: 2.2e9 to 2.7e9).
 _PAGES = 2.5e9
+# Of the working set: an estimate beyond it may be of more, because estimates leave some out.
+_SURE = 0.9
 # Bytes of memory that is not near, over the seconds that a step takes longer for them (measured:
 # transformers' steps, 12 to 24 MiB at a time, 5e9 to 7e9; but a transformer of 29, an LSTM of 21
 # and a network of two convolutions of 19 MB at a time were as fast as with half of it).
@@ -72,7 +74,7 @@ MACHINES = {
         keep_factor=2.0,
         scan_traffic=7.0,
         rounding=0.0,
-        working_set=3e7,  # glibc's DEFAULT_MMAP_THRESHOLD_MAX (2^25), less what estimates leave out
+        working_set=2.0**25,  # glibc's DEFAULT_MMAP_THRESHOLD_MAX
         near=1.9e7,
         cache=1.2e6,
     ),
