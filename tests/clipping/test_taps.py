@@ -8,6 +8,7 @@ from zoo import ZOO
 
 from dpfl_jax.clipping import Standard, bounded_grad
 from dpfl_jax.clipping.isolation import every_program
+from dpfl_jax.clipping.taps.evaluate import _BY_VALUE, _by_value
 from dpfl_jax.errors import BadInputError
 
 
@@ -69,6 +70,32 @@ def test_a_loop_stores_one_gradient_of_products_that_are_only_added_up():
         if sorted(v.aval.shape) == sorted((steps, units, gates))
     ]
     assert len(stored) == 1
+
+
+def test_a_loop_stores_values_of_sigmoids_alone():
+    """Of tanh and logistic JAX's own gradient has a loop store ``1 - y`` beside ``y``, too."""
+    loss, params, batch = ZOO["lstm"]()
+    program = jax.make_jaxpr(bounded_grad(loss, clip_norm=1.0, strategy="ghost"))(params, batch)
+    forward = next(e for e in program.jaxpr.eqns if e.primitive.name == "scan")
+    made = {v: e.primitive.name for e in forward.params["jaxpr"].jaxpr.eqns for v in e.outvars}
+    stored = [made.get(v) for v in forward.params["jaxpr"].jaxpr.outvars]
+    assert {name: stored.count(name) for name in ("tanh", "logistic", "sub")} == {
+        "tanh": 2,
+        "logistic": 3,
+        "sub": 0,
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("function", [jnp.tanh, jax.nn.sigmoid])
+def test_gradients_of_sigmoids_by_their_values_are_jax_s_own(function, dtype):
+    """To the last bit, from where they are flat to where they are steep."""
+    primitive = jax.make_jaxpr(function)(1.0).jaxpr.eqns[0].primitive
+    x = jnp.linspace(-20.0, 20.0, 4001, dtype=dtype)
+    g = jax.random.normal(jax.random.key(0), x.shape).astype(dtype)
+    (want,) = jax.vjp(function, x)[1](g)
+    (got,) = jax.vjp(_by_value(function, _BY_VALUE[primitive]), x)[1](g)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.privacy
