@@ -52,11 +52,11 @@ def test_without_files_and_without_scikit_learn_it_is_one_sentence(tmp_path, mon
         pytest.param("isrl/acceleration", marks=pytest.mark.ci),
         pytest.param("isrl/audit", marks=pytest.mark.ci),
         pytest.param("isrl/heterogeneity", marks=pytest.mark.ci),
-        pytest.param("isrl/privacy-for-free", marks=pytest.mark.ci),
+        "isrl/privacy-for-free",
         "isrl/rates",
         "isrl/trust-ladder",
         pytest.param("isrl/unbalanced", marks=pytest.mark.ci),
-        pytest.param("isrl/vector-protocol", marks=pytest.mark.ci),
+        "isrl/vector-protocol",
     ],
 )
 def test_claims_on_synthetic_silos(tmp_path, name):
