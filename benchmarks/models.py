@@ -13,7 +13,6 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -40,8 +39,8 @@ waiting.
 Each variant has a process of its own (three, of which the median counts, where a step takes less
 than 10 ms), in which it is compiled and called once before anything is timed; then they take turns,
 in random order. Ratios are medians over the rounds. (A TPU, which one process takes for itself,
-cannot be measured so.) Models whose library is not installed are left
-out: the group `models` has tunix, qwix and keras-hub (uv sync --group models).
+cannot be measured so.) Models whose library is not installed are left out: the group `models` has
+tunix, qwix and keras-hub (uv sync --group models).
 
 examples:
   dpfl bench models
@@ -168,20 +167,20 @@ def _one(name: str, size: int, rounds: int) -> dict[str, Any]:
         alone = multiprocessing.get_context("forkserver")
         alone.set_forkserver_preload(["dpfl_jax", __name__])  # or each would import them again
 
-        def start(how: How) -> concurrent.futures.ProcessPoolExecutor:
+        def start() -> concurrent.futures.ProcessPoolExecutor:
             return stack.enter_context(concurrent.futures.ProcessPoolExecutor(1, alone))
 
-        pools = {how: [start(how)] for how in variants}
+        pools = {how: [start()] for how in variants}
         begun = {how: pools[how][0].submit(Variant.begin, name, size, how) for how in variants}
         memory = {how: future.result()[0] for how, future in begun.items()}
         once = {how: pools[how][0].submit(Variant.turn).result()[0] for how in plain}
         if min(once.values()) < _QUICK:
             near: list[How] = [m for m in plain if m is None or once[m] < 1.5 * min(once.values())]
-            for how in [*near, "auto"]:
-                pools[how] += [start(how) for _ in range(_PROCESSES - 1)]
-            waiting = [(how, p) for how in [*near, "auto"] for p in pools[how][1:]]
-            for ready in [p.submit(Variant.begin, name, size, how) for how, p in waiting]:
+            more = [(how, start()) for how in [*near, "auto"] for _ in range(_PROCESSES - 1)]
+            for ready in [pool.submit(Variant.begin, name, size, how) for how, pool in more]:
                 ready.result()
+            for how, pool in more:
+                pools[how].append(pool)
         turns: dict[Any, list[tuple[float, float]]] = {how: [] for how in variants}
         order = random.Random(0)
         for k in range(rounds):
@@ -195,13 +194,13 @@ def _one(name: str, size: int, rounds: int) -> dict[str, Any]:
     wall = {how: [t[0] for t in taken] for how, taken in turns.items()}
     cpu = {how: [t[1] for t in taken] for how, taken in turns.items()}
     median = statistics.median
+    fastest, least = (min(plain, key=lambda m: median(of[m])) for of in (wall, cpu))
 
-    def over(how: How, others: Sequence[How]) -> dict[str, float]:
-        fastest, least = (min(others, key=lambda m: median(of[m])) for of in (wall, cpu))
+    def over(how: How, by_wall: How = None, by_cpu: How = None) -> dict[str, float]:
         return {
-            "time_ratio": round(_ratio(wall[how], wall[fastest]), 3),
-            "cpu_ratio": round(_ratio(cpu[how], cpu[least]), 3),
-            "memory_ratio": round(memory[how] / max(memory[fastest], 1), 3),
+            "time_ratio": round(_ratio(wall[how], wall[by_wall]), 3),
+            "cpu_ratio": round(_ratio(cpu[how], cpu[by_cpu]), 3),
+            "memory_ratio": round(memory[how] / max(memory[by_wall], 1), 3),
         }
 
     quartiles = np.percentile(wall["auto"], [25, 75])
@@ -210,10 +209,10 @@ def _one(name: str, size: int, rounds: int) -> dict[str, Any]:
         **begun["auto"].result()[1],
         "norm_error": float(np.max(np.abs(norms / want_norms - 1))),
         "sum_error": _error(sums, want_sums),
-        **over("auto", [None]),
-        "over_fastest": over("auto", plain),
-        "fastest_at_a_time": min(plain, key=lambda m: median(wall[m])),
-        "vmap": over("vmap", [None]),
+        **over("auto"),
+        "over_fastest": over("auto", fastest, least),
+        "fastest_at_a_time": fastest,
+        "vmap": over("vmap"),
         "seconds": median(wall["auto"]),
         "spread": round(float(np.diff(quartiles)[0]) / median(wall["auto"]), 3),
     }
