@@ -95,6 +95,13 @@ def test_gradients_of_sigmoids_by_their_values_are_jax_s_own(function, dtype):
     g = jax.random.normal(jax.random.key(0), x.shape).astype(dtype)
     (want,) = jax.vjp(function, x)[1](g)
     (got,) = jax.vjp(_by_value(function, _BY_VALUE[primitive]), x)[1](g)
+    if function is jnp.tanh and not hasattr(jax.lax, "one_minus_square"):
+        # Before 0.11 JAX takes g + g y, which cancels where y is near -1: four roundings here.
+        y = np.asarray(function(x), np.float64)
+        want = np.asarray(g, np.float64) * (1 + y) * (1 - y)
+        got, error = np.asarray(got, np.float64), 3 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(got, want, rtol=error, atol=float(jnp.finfo(dtype).tiny))
+        return
     np.testing.assert_array_equal(got, want)
 
 

@@ -93,13 +93,12 @@ def evaluate(
     return [read(v) for v in jaxpr.outvars], records
 
 
-def _of_tanh(y: jax.Array, g: jax.Array) -> jax.Array:
-    g = g * (1 - y)
-    return g + g * y
-
-
-# Gradients by values ``y``, in JAX's own order of operations.
-_BY_VALUE = {jax.lax.tanh_p: _of_tanh, jax.lax.logistic_p: lambda y, g: g * (y * (1 - y))}
+# Gradients by values ``y``, in JAX's own order of operations (that of tanh before 0.11 lost digits
+# where y is near -1).
+_BY_VALUE = {
+    jax.lax.tanh_p: lambda y, g: g * ((1 + y) * (1 - y)),
+    jax.lax.logistic_p: lambda y, g: g * (y * (1 - y)),
+}
 
 
 def _by_value(function: Any, gradient: Any) -> Any:
