@@ -21,6 +21,8 @@ class Machine:
 
     Attributes:
       flops: dense operations per second it sustains.
+      gram: the same in Gram matrices, whose products are of small blocks.
+      exact: the same in those of float32 operands, which must not be rounded.
       bandwidth: bytes per second to and from its memory.
       keep_factor: per-unit gradients may be kept where they take at most this many times the
         memory of what the taps recorded, which they replace.
@@ -36,6 +38,8 @@ class Machine:
     """
 
     flops: float
+    gram: float
+    exact: float
     bandwidth: float
     keep_factor: float
     scan_traffic: float
@@ -70,6 +74,8 @@ _AS_USUAL = (None, "default", "high", "highest", "float32", "tensorfloat32", "bf
 MACHINES = {
     "cpu": Machine(
         flops=6e10,
+        gram=6e10,
+        exact=6e10,
         bandwidth=1.5e10,
         keep_factor=2.0,
         scan_traffic=7.0,
@@ -78,10 +84,12 @@ MACHINES = {
         near=1.9e7,
         cache=1.2e6,
     ),
-    "gpu": Machine(
+    "gpu": Machine(  # an H200 (docs/results/speed.md); float32 does not run on its tensor cores
         flops=4e14,
+        gram=1.5e14,
+        exact=4e13,
         bandwidth=3e12,
-        keep_factor=1.0,
+        keep_factor=2.0,
         scan_traffic=7.0,
         rounding=2.0**-10,  # TensorFloat-32; some units cut operands off instead of rounding them
         working_set=None,
@@ -90,6 +98,8 @@ MACHINES = {
     ),
     "tpu": Machine(
         flops=1.5e14,
+        gram=1.5e14,
+        exact=1.5e14,
         bandwidth=8e11,
         keep_factor=1.0,
         scan_traffic=7.0,

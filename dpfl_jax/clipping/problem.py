@@ -137,13 +137,14 @@ class Problem:
             differ from the gradient whose norm was taken; None for not at all. It is added to the
             norm before the rule sees it, so that the bound holds for what is summed.
         """
-        total = sum(squared, start=jnp.zeros((self.num_units,), jnp.float32))
+        zeros = jnp.zeros((self.num_units,), jnp.float32)
+        total = sum(squared, start=zeros)
         bounds = list(squared)
         for i, more in enumerate(rounded or ()):
             if more is not None:
                 bounds[i] = jnp.square(jnp.sqrt(squared[i]) + more)
         # proof: clip-2
-        finite = jnp.isfinite(sum(bounds, start=total))
+        finite = jnp.isfinite(sum(bounds, start=zeros))  # then the total is: no bound is below it
         keep = self.real & finite
         keeps = [keep] * len(bounds)
         if self.rule.apart:

@@ -164,6 +164,30 @@ def test_gram_norm_of_zeros(positions):
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("positions", [1, 2])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("side", ["x", "d"])
+def test_gram_norm_of_one_side_that_is_not_finite(side, bad, positions):
+    """The unit is left out, also where the other side, or all the rest of this one, is zero."""
+
+    def loss(params, unit):
+        return jnp.sum((unit["x"] @ params["w"]) * unit["d"])
+
+    sides = {"x": np.ones((4, positions, 5)), "d": np.ones((4, positions, 3))}
+    for i, rest in enumerate([1.0, 0.0]):
+        sides[side][i] = rest
+        sides[side][i, -1, -1] = bad
+    sides["d" if side == "x" else "x"][1] = 0.0
+    batch = {name: jnp.asarray(values, jnp.float32) for name, values in sides.items()}
+    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    got = f({"w": jnp.ones((5, 3))}, batch)
+    np.testing.assert_array_equal(got.nonfinite, [True, True, False, False])
+    rest = {name: values[2:] for name, values in batch.items()}
+    want = f({"w": jnp.ones((5, 3))}, rest).sum["w"]
+    np.testing.assert_allclose(got.sum["w"], want, rtol=1e-6)
+
+
+@pytest.mark.privacy
 def test_gram_norms_of_one_position_in_each_of_several_parts():
     """Batched products, channels apart, stacked layers: squares add up over parts, not norms."""
 

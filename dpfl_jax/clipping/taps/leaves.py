@@ -157,13 +157,13 @@ def choose(
         counted.append((positions, left, right, right / positions if of_all else right, shared))
     costs: dict[str, float] = {}
     if gram_possible(pairs):
-        flops = moved = 0.0
+        costs["gram"] = 0.0
         for i, j in itertools.combinations_with_replacement(range(len(pairs)), 2):
             (k, a, _, b, s), m = counted[i], counted[j][0]
             met = (0.5 + 0.5 / _parts(pairs[i])[1] if i == j else 1.0) * k * m
-            flops += 2.0 * s * met * (a + b)
-            moved += 16.0 * s * met
-        costs["gram"] = machine.seconds(flops, moved)
+            x, d = (_gram_rate(pairs[i], side, machine) for side in (pairs[i].left, pairs[i].right))
+            costs["gram"] += 2.0 * s * met * (a / x + b / d)
+            costs["gram"] += machine.seconds(0.0, 16.0 * s * met)
     flops = sum(2.0 * s * k * (b if a == 0 else a * b) for k, a, b, _, s in counted)
     costs["direct"] = machine.seconds(flops, 8.0 * size)
     # Unlike the others this also makes the weighted sum; only the traffic is extra.
@@ -188,6 +188,13 @@ def choose(
         reason += "; its uses do not share coordinates, so no Gram matrices"
     held = recorded if method == "gram" else unformed
     return Choice(method, reason, costs, held)  # type: ignore[arg-type]
+
+
+def _gram_rate(pair: Pair, side: Dense | OneHot | Windows, machine: Machine) -> float:
+    """Operations a second for a factor's Gram matrix."""
+    short = isinstance(side, OneHot) or side.bits <= 16  # rounded by no product
+    exact = machine.rounding > 0.0 and not short and _reduced(pair)
+    return machine.exact if exact else machine.gram
 
 
 def product(pair: Pair, per_unit: bool) -> jax.Array:
@@ -538,8 +545,7 @@ def _gram(pairs: Sequence[Pair], machine: Machine) -> jax.Array:
     if len(pairs) == 1:
         joined = _joined(pairs[0], machine)
         if not _shared(joined) and all(_sizes(joined)[x] == 1 for x in joined.positions):
-            seen, lost = _bounds(joined)  # nothing cancels
-            return jnp.square(seen + lost)
+            return _of_one_position(joined)  # nothing cancels
     pairs = [dataclasses.replace(p, left=formed(p.left)) for p in pairs]
     total: jax.Array | None = None
     own: list[jax.Array] = []
@@ -593,33 +599,60 @@ def _at_least_zero(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), jnp.maximum(x, 0.0), jnp.inf)
 
 
+def _axes(pair: Pair) -> tuple[Label, ...]:
+    """Of what is known of each position: units, shared coordinates, positions."""
+    return (UNIT, *(x for x in pair.coordinates if x in _shared(pair)), *pair.positions)
+
+
+def _over(
+    x: jax.Array, labels: Sequence[Label], out: Sequence[Label], reduce: Callable[..., jax.Array]
+) -> jax.Array:
+    axes = tuple(i for i, label in enumerate(labels) if label not in out)
+    return _aligned(reduce(x, axis=axes), [y for y in labels if y in out], out)
+
+
+def _squares(pair: Pair) -> tuple[jax.Array, float, jax.Array, float]:
+    """|L|^2 at each position and how many squares it is the sum of, and the same of R."""
+    out = _axes(pair)
+
+    def count(side: Dense | Windows) -> float:
+        return float(math.prod(n for n, x in zip(side.shape, side.labels) if x not in out))
+
+    right, most = _over(pair.right.squares(), pair.right.labels, out, jnp.sum), count(pair.right)
+    if isinstance(pair.left, OneHot):  # a one, whose square is not lost
+        inside = (pair.left.indices < pair.left.size).astype(jnp.float32)
+        return _aligned(inside, pair.left.labels, out), 0.0, right, most
+    left = _over(pair.left.squares(), pair.left.labels, out, jnp.sum)
+    return left, count(pair.left), right, most
+
+
+def _there(pair: Pair) -> jax.Array:
+    """Where the right factor is not zero: nothing is lost where it is, as a loss may not count."""
+    size = jnp.abs(pair.right.array.astype(jnp.float32))
+    biggest = functools.partial(jnp.max, initial=0.0)
+    return _over(size, pair.right.labels, _axes(pair), biggest) > 0
+
+
+def _of_one_position(pair: Pair) -> jax.Array:
+    """Squared norms of units of one position, as if each square that may be lost were; [n]."""
+    left, lost, right, most = _squares(pair)
+    scale = abs(pair.scale)
+    squared = (scale * left + _LOST**2 * lost) * (scale * right + _LOST**2 * most)
+    zero = (right == 0.0) & ~_there(pair)  # NaN is not: it must be seen
+    return jnp.where(zero, 0.0 * left, squared).reshape(len(squared))
+
+
 def _bounds(pair: Pair) -> tuple[jax.Array, jax.Array]:
     """For each unit: sum over positions of |L| |R|, and the part that underflow may hide; [n].
 
-    Nothing is hidden where the right factor is zero, as it is where a loss does not count. A left
-    one of zeros could have lost its squares: up to 1e-19 times the right one's norm, or so.
+    A left factor of zeros may have lost its squares: up to about 1e-19 times the right one's norm.
     """
-    out = (UNIT, *(x for x in pair.coordinates if x in _shared(pair)), *pair.positions)
-
-    def over(x: jax.Array, side: Dense | Windows, reduce: Callable[..., jax.Array]) -> jax.Array:
-        axes = tuple(i for i, label in enumerate(side.labels) if label not in out)
-        return _aligned(reduce(x, axis=axes), [y for y in side.labels if y in out], out)
-
-    def width(side: Dense | Windows) -> float:
-        return math.sqrt(math.prod(n for n, x in zip(side.shape, side.labels) if x not in out))
-
-    right, most = jnp.sqrt(over(pair.right.squares(), pair.right, jnp.sum)), width(pair.right)
-    size = jnp.abs(pair.right.array.astype(jnp.float32))
-    there = over(size, pair.right, functools.partial(jnp.max, initial=0.0)) > 0
-    if isinstance(pair.left, OneHot):
-        left = (pair.left.indices < pair.left.size).astype(jnp.float32)
-        left, lost = _aligned(left, pair.left.labels, out), 0.0
-    else:
-        squares = pair.left.squares()
-        left, lost = jnp.sqrt(over(squares, pair.left, jnp.sum)), width(pair.left)
+    left, lost, right, most = _squares(pair)
+    left, lost, right, most = jnp.sqrt(left), math.sqrt(lost), jnp.sqrt(right), math.sqrt(most)
     tiny = (left < _UNDERFLOW * lost) | (right < _UNDERFLOW * most)
-    hidden = jnp.where(tiny & there, (left + _LOST * lost) * (right + _LOST * most), 0.0)
-    axes = tuple(range(1, len(out)))
+    hidden = (left + _LOST * lost) * (right + _LOST * most)
+    hidden = jnp.where(tiny & _there(pair), hidden, 0.0)
+    axes = tuple(range(1, left.ndim))
     scale = abs(pair.scale)
     return scale * (left * right).sum(axes), scale * hidden.sum(axes)
 
