@@ -83,6 +83,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         missing.append("jax_privacy")
     opacus = not args.lower and "els" in args.units and not {"torch", "opacus"} & {*missing}
     result: dict[str, Any] = {"machine": None, "rows": [], "not_installed": missing}
+    reached = set()
     # A process gives all its memory on the device back: one after the other.
     shares = [("_gpu_cells", 0.8 if opacus else 1.0), *([("_gpu_opacus", 1.0)] if opacus else [])]
     for module, share in shares:
@@ -93,15 +94,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 result |= row
                 continue
             result["rows"].append(row)
+            if module == "_gpu_cells":
+                reached.add(_cell(row))
             stream = sys.stderr if args.json else sys.stdout
             stream.write(_told(row) + "\n")
             stream.flush()
             if args.out is not None:
                 with args.out.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-    done = {_cell(row) for row in result["rows"] if not row["variant"].startswith("opacus")}
     result["not_reached"] = [
-        told for cell in wanted if _cell(told := dataclasses.asdict(cell)) not in done
+        told for cell in wanted if _cell(told := dataclasses.asdict(cell)) not in reached
     ]
     result["seconds"] = round(time.monotonic() - begun, 1)
     for told in result["not_reached"]:

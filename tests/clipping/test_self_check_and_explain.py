@@ -104,6 +104,19 @@ def test_auto_scans_over_long_units_that_recompute_and_books_the_rest():
         assert f.explain(params, jnp.zeros((8, length, 256))).strategy == want
 
 
+@pytest.mark.parametrize(("dtype", "want"), [("float32", "keep"), ("bfloat16", "gram")])
+def test_gram_matrices_of_float32_cost_a_gpu_more(dtype, want):
+    """A language model's head: tensor cores, with which float32 is rounded, are not for them."""
+
+    def loss(params, x):
+        return jnp.sum(jnp.tanh((x @ params["head"].astype(dtype)).astype("float32")))
+
+    params = {"head": jax.ShapeDtypeStruct((2048, 128_256), "float32")}
+    batch = jax.ShapeDtypeStruct((8, 1024, 2048), dtype)
+    (head,) = bounded_grad(loss, clip_norm=1.0, platform="gpu").explain(params, batch).leaves
+    assert head.method == want
+
+
 def test_auto_splits_the_batch_to_stay_within_memory():
     def loss(params, x):
         return jnp.sum(jnp.tanh(x @ params["w"]) ** 2)
