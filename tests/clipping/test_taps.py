@@ -128,6 +128,25 @@ def test_gram_norm_does_not_lose_what_underflows(x_size, d_size, width, position
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("scale", [-3.0, 1e6, 1e-12])
+@pytest.mark.parametrize(("x_size", "d_size"), [(1e18, 1e-20), (1e-20, 1e18), (1e-30, 1e-3)])
+def test_gram_norm_of_a_scaled_parameter_does_not_lose_what_underflows(x_size, d_size, scale):
+    """What was lost is scaled, too; and nothing overflows that need not."""
+
+    def loss(params, x):
+        return d_size * jnp.sum((x @ (params["w"] * scale)) * jnp.arange(1.0, 4.0))
+
+    x = x_size * np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    d = np.float64(np.float32(d_size)) * np.arange(1.0, 4.0)
+    true = abs(scale) * np.linalg.norm(x.astype(np.float64), axis=1) * np.linalg.norm(d)
+    f = bounded_grad(loss, clip_norm=1e-3, strategy="ghost", norm_method="gram")
+    got = f({"w": jnp.ones((64, 3))}, x)
+    assert np.all(got.norms >= 0.999 * true - 1e-18)
+    assert not np.any(got.nonfinite)
+    assert np.all(got.weights * true <= 1e-3 * (1 + 1e-5))
+
+
+@pytest.mark.privacy
 @pytest.mark.parametrize("side", ["x", "d"])
 @pytest.mark.parametrize("positions", [1, 2])
 def test_gram_norm_does_not_lose_many_small_entries_beside_one(side, positions):

@@ -636,8 +636,8 @@ def _there(pair: Pair) -> jax.Array:
 def _of_one_position(pair: Pair) -> jax.Array:
     """Squared norms of units of one position, as if each square that may be lost were; [n]."""
     left, lost, right, most = _squares(pair)
-    scale = abs(pair.scale)
-    squared = (scale * left + _LOST**2 * lost) * (scale * right + _LOST**2 * most)
+    x, d, scale = left + _LOST**2 * lost, right + _LOST**2 * most, abs(pair.scale)
+    squared = x * d if scale == 1.0 else jnp.square(scale * jnp.sqrt(x) * jnp.sqrt(d))
     zero = (right == 0.0) & ~_there(pair)  # NaN is not: it must be seen
     return jnp.where(zero, 0.0 * left, squared).reshape(len(squared))
 
