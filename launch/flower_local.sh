@@ -84,10 +84,10 @@ if [ ! -f "$certificates/server.pem" ]; then
     cd "$certificates"
     umask 077
     openssl req -x509 -newkey rsa:3072 -nodes -days 365 -keyout ca.key -out ca.pem \
-      -subj "/CN=study" 2>/dev/null
+      -subj "/CN=study" -addext keyUsage=critical,keyCertSign,cRLSign 2>/dev/null
     openssl req -newkey rsa:3072 -nodes -keyout server.key -out server.csr \
       -subj "/CN=localhost" 2>/dev/null
-    printf 'subjectAltName=IP:127.0.0.1,DNS:localhost\nbasicConstraints=CA:FALSE\n' > names
+    printf 'subjectAltName=IP:127.0.0.1,DNS:localhost\nbasicConstraints=CA:FALSE\nauthorityKeyIdentifier=keyid\n' > names
     openssl x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 365 \
       -out server.pem -extfile names 2>/dev/null
   )

@@ -2,14 +2,20 @@
 
 import os
 import pathlib
+from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Programs are compiled once for all workers, for the commands that tests start, and for the next
 # time (`pytest --cache-clear` forgets them).
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    _compiled = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_compiled)
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+_compiled = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_compiled))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+# Compiling is most of the tests' work, and none of what most of them show depends on how hard LLVM
+# tries. Commands that tests start compile quickly, too. (0: as users compile, for a release.)
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# One worker a core: threads of their matrix products would wait for one another.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import chex
 import jax
@@ -21,37 +27,32 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 # Eight devices on one busy core may wait long for one another: by default they give up, and die.
 os.environ["XLA_FLAGS"] += " --xla_cpu_collective_call_terminate_timeout_seconds=600"
 
-# Compiling is most of the tests' work. What these folders show, book-keeping and mathematics, does
-# not depend on how hard the compiler tries; rounding, and whole runs, are tested as they run.
-_QUICKLY_COMPILED = {"clipping", "models", "isrl"}
-_ABOUT_ROUNDING = {"test_float32_sums", "test_low_precision_bound", "test_isolation"}
+# What is rounded, and which units mix, is tested as it runs.
+_COMPILED_AS_IT_RUNS = {
+    *("test_float32_sums", "test_low_precision_bound", "test_isolation"),
+    *("test_exact", "test_gaussian", "test_convolutions", "test_sum_check"),
+}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _compile_quickly(request: pytest.FixtureRequest) -> None:
-    quickly = request.path.parent.name in _QUICKLY_COMPILED
-    quickly &= request.path.stem not in _ABOUT_ROUNDING
+def _compile_as_it_runs(request: pytest.FixtureRequest) -> Iterator[None]:
+    if request.path.stem not in _COMPILED_AS_IT_RUNS:
+        yield
+        return
+    quickly = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
     jax.config.update("jax_disable_most_optimizations", quickly)
 
 
-# Tests that are slow for what they compile, not for what they are; those that protect privacy are
-# left to CI, and to a release where CI runs others of their kind.
-_LISTED = {"slow.txt": ("slow", "ci"), "release.txt": ("release",)}
-
-
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks the tests of slow.txt ``slow`` and ``ci``, those of release.txt ``release``."""
-    everything = config.args == [str(config.rootpath / "tests")] or config.args == ["tests"]
-    for file, marks in _LISTED.items():
-        lines = pathlib.Path(__file__).with_name(file).read_text().splitlines()
-        listed = {line for line in lines if line and line[0] != "#"}
-        for item in items:
-            if item.nodeid in listed:
-                for mark in marks:
-                    item.add_marker(mark)
-        if everything and (gone := listed - {item.nodeid for item in items}):
-            raise pytest.UsageError(f"tests/{file} names tests that are not there: {sorted(gone)}")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Drops ``slow("a", "b")`` from the cases whose id has neither; a mark with cases wins."""
+    for item in items:
+        marks = [mark for mark in item.own_markers if mark.name in ("slow", "nightly")]
+        named = [mark for mark in marks if any(case in item.name for case in mark.args)]
+        kept = named or [mark for mark in marks if not mark.args]
+        item.own_markers = [m for m in item.own_markers if m not in marks or m in kept]
 
 
 @pytest.fixture(scope="session")

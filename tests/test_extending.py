@@ -103,7 +103,6 @@ CONFIGS = {
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_mechanism_is_one_file(kind, tmp_path, capsys, monkeypatch):
     if kind == "whole_silo":

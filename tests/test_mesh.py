@@ -29,8 +29,6 @@ from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.state import init_state
 from dpfl_jax.training.step import make_train_step
 
-pytestmark = pytest.mark.privacy
-
 LAYOUTS = {
     "data": {},
     "fsdp": {"fsdp": 8},
@@ -72,7 +70,8 @@ def close(a, b, atol):
     chex.assert_trees_all_close(a, b, atol=atol)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("els", marks=pytest.mark.slow), "uls"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["els", "uls"])
 def test_sums_and_sensitivity_are_the_same_on_every_layout(kind, params):
     mechanism = MECHANISMS[kind]
     units, mask, used = buffers(mechanism)
@@ -94,6 +93,7 @@ def test_sums_and_sensitivity_are_the_same_on_every_layout(kind, params):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("names1")
 @pytest.mark.parametrize("names", [("data", "mixed"), ("data", "fsdp", "tensor")])
 def test_a_step_draws_the_same_noise_and_trains_the_same_parameters(params, names):
     mechanism, optimizer = MECHANISMS["uls"], optax.adam(1e-2)
@@ -117,6 +117,7 @@ def test_a_step_draws_the_same_noise_and_trains_the_same_parameters(params, name
         close(results[name], results["data"], 2e-5)  # Adam's steps are 1e-2
 
 
+@pytest.mark.slow
 def test_noise_is_drawn_in_place(params):
     """The same numbers on every layout, and no device draws (or receives) all of them."""
     tree = {"w": jnp.ones((512, 320)), "like it": jnp.zeros((512, 320))}
@@ -194,7 +195,7 @@ def train(data, sizes, params, run_dir=None, **options):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_goes_on_with_another_layout(params, tmp_path, monkeypatch):
     data = store()
     want = train(data, {}, params)

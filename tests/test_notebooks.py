@@ -52,8 +52,8 @@ def test_a_notebook_is_stored_with_its_outputs(path):
         assert not re.search(r"/(?:home|root|tmp|usr|work)/|\d s\b|seconds", printed(cell))
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
+@pytest.mark.slow("4_dataframe")
 @EACH
 def test_a_notebook_says_again_what_is_stored(path, capsys, tmp_path, monkeypatch):
     """Word for word, and numbers to 5 %: seeds are fixed, rounding is not the same everywhere."""

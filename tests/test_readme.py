@@ -3,11 +3,14 @@
 import pathlib
 import re
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 PROGRAMS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_is_trained_with_a_guarantee(capsys):
     program = PROGRAMS[0]
     assert "nnx" in program

@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from dpfl_jax.clipping.isolation import inner_jaxprs
 from dpfl_jax.clipping.result import leaf_name
-from dpfl_jax.clipping.taps.trace import INLINED, REMAT
+from dpfl_jax.clipping.taps.trace import INLINED, REMAT, scan_counts
 
 PyTree = Any
 Names = frozenset[str]
@@ -71,7 +71,7 @@ def _outputs(eqn: Any, read: list[Names], found: set[str]) -> list[Names]:
         branches = [_follow(branch, read[1:], found) for branch in inner]
         return [read[0].union(*parts) for parts in zip(*branches, strict=True)]
     if name == "scan":
-        first, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+        first, carries = scan_counts(eqn.params)
         while True:
             out = _follow(inner[0], read, found)
             before = read[first : first + carries]

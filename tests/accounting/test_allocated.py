@@ -12,8 +12,6 @@ from dpfl_jax.accounting.allocation import allocated
 from dpfl_jax.accounting.event_types import AllocatedDpEvent
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
-
 
 def divergence(law, eps):
     """Hockey-stick, of a step's loss as it is."""
@@ -83,6 +81,7 @@ MONTE_CARLO = [  # sigma, once in, steps, epsilon; delta of 1e-3 to 1e-1
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("50", "60", "100")
 @pytest.mark.parametrize(("sigma", "once_in", "steps", "eps"), MONTE_CARLO)
 def test_delta_against_monte_carlo(sigma, once_in, steps, eps):
     """10^6 runs a direction: not below by 3 standard errors, not above by 3 % and these."""
@@ -109,6 +108,7 @@ def test_delta_against_monte_carlo(sigma, once_in, steps, eps):
     assert mean[k] - 3 * error[k] <= found <= 1.03 * mean[k] + 3 * error[k]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     sigma=st.floats(0.3, 5.0), once_in=st.integers(2, 300), part=st.floats(0, 1),

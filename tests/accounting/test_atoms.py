@@ -11,7 +11,6 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE
 from dpfl_jax.accounting.event_types import ApproximateDpEvent
 
-pytestmark = pytest.mark.privacy
 EXCESS = 2e-3
 # Of the closed forms' own rounding.
 BELOW = 1e-9
@@ -153,6 +152,7 @@ def test_discrete_laplace(sensitivity):
         close(accounting.epsilon(event, delta), epsilon_at(law, a, delta))
 
 
+@pytest.mark.slow
 def test_different_atoms_and_a_gaussian_together():
     """Several units without a common grid: against each alone with the finest one."""
     parts = [ApproximateDpEvent(1.0, 1e-7), ApproximateDpEvent(math.sqrt(0.3), 0.0)]

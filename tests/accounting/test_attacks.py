@@ -13,7 +13,6 @@ from dpfl_jax.accounting.event_types import ApproximateDpEvent
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
 RATES = np.array([1e-6, 1e-4, 1e-3, 1e-2, 0.05, 0.2, 0.5, 0.9])
 
 
@@ -47,6 +46,7 @@ def test_what_is_known_of_one_epsilon_and_delta(epsilon, delta):
     assert all("inf" not in sentence for sentence in plain.sentences())
 
 
+@pytest.mark.slow
 def test_the_best_attack_on_users_is_never_better_than_told():
     """40 steps of ELS, 400,000 runs each way, attacked by their likelihood ratio.
 
@@ -104,6 +104,7 @@ def test_more_noise_tells_less_and_a_bound_is_never_below_chance():
     assert accounting.meaning(events.repeated(events.gaussian(1.0, 1), 0), 1e-6).advantage == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "event",
     [

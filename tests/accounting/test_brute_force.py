@@ -14,8 +14,6 @@ from dpfl_jax.accounting.closed_forms import group
 from dpfl_jax.accounting.leaves import flatten
 from reproductions.userlevel import _closed_forms as userlevel
 
-pytestmark = pytest.mark.privacy
-
 
 class Mixture:
     """N(0, s^2) against N(Binom(G, p), s^2): the definition, by quadrature."""
@@ -85,6 +83,7 @@ def test_published_quadrature_value():
     assert truth.delta(0.3, False)[0] == pytest.approx(1.2919e-4, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_monte_carlo_of_a_subsampled_mixture():
     # 40 steps; delta(1.5) estimated from 400,000 runs. False alarms: about 6e-7 (5 sd, two sides).
     sigma, prob, size, steps, epsilon = 2.0, 0.05, 4, 40, 1.5
@@ -135,11 +134,12 @@ def test_lemma_1_on_a_grid():
                     assert userlevel.lemma_1_holds(order, sigma, size, prob)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 8, 32])
 @pytest.mark.parametrize(
     ("prob", "steps"),
     [
-        pytest.param(0.001, 100, marks=pytest.mark.slow),
+        (0.001, 100),
         (0.01, 1000),
         (0.1, 10),
         (0.5, 100),
@@ -156,13 +156,14 @@ def test_conjecture_1_noise_of_els_is_at_most_k_times_uls(size, prob, steps):
 # (sigma, G): mixture, black box on the PLD curve, black box on the RDP curve in log space.
 FIGURE_1 = [
     ((1, 1), (2.96, 2.96, 3.26)),
-    pytest.param((1, 2), (6.43, 6.98, 7.78), marks=pytest.mark.slow),
-    pytest.param((2, 2), (2.20, 2.24, 2.40), marks=pytest.mark.slow),
-    pytest.param((2, 8), (10.7, 12.5, 13.3), marks=pytest.mark.slow),
-    pytest.param((4, 4), (2.06, 2.12, 2.24), marks=pytest.mark.slow),
+    ((1, 2), (6.43, 6.98, 7.78)),
+    ((2, 2), (2.20, 2.24, 2.40)),
+    ((2, 8), (10.7, 12.5, 13.3)),
+    ((4, 4), (2.06, 2.12, 2.24)),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("setting", "golden"), FIGURE_1)
 def test_black_box_group_privacy_golden_and_looser(setting, golden):
     sigma, size = setting

@@ -37,6 +37,7 @@ def test_noise_then_epsilon(capsys):
     assert 0.999 <= back["epsilon"] <= 1.0
 
 
+@pytest.mark.nightly
 def test_compare_and_plot(capsys, tmp_path):
     plot = tmp_path / "curve.png"
     found = answer(capsys, [*ELS, "--noise-multiplier", "8.5", "--compare", "--plot", str(plot)])

@@ -12,8 +12,6 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.discretize import Mixture, mixture_step
 
-pytestmark = pytest.mark.privacy
-
 
 def divergence(losses, probs, infinity, epsilons):
     over = np.maximum(losses[None, :] - epsilons[:, None], 0.0)

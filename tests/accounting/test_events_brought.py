@@ -22,7 +22,6 @@ from dpfl_jax.accounting.renyi import ORDERS, renyi_divergences, zcdp
 from dpfl_jax.accounting.serialize import from_json, to_json
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 DELTA = 1e-5
 THREE = ComposedDpEvent([GaussianDpEvent(3.0), SelfComposedDpEvent(GaussianDpEvent(4.0), 2)])

@@ -11,7 +11,6 @@ from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.accounting.closed_forms import isrl
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
 N, R, K = 1238, 35, 443
 DELTA = 1 / N**2
 Q = K / N
@@ -116,6 +115,7 @@ def test_one_pass_constant_is_valid(epsilon, z, true, tight):
     assert needed <= found
 
 
+@pytest.mark.slow
 def test_local_sgd_constant_is_not_a_bound():
     steps = R * K
     for epsilon, true in ((0.75, 0.60), (1.5, 1.79), (3, 26.7)):

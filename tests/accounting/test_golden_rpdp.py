@@ -11,7 +11,6 @@ from dpfl_jax.accounting import events, renyi
 from dpfl_jax.accounting.closed_forms import rpdp
 from reproductions.rpdp._noise import noise_for_cap
 
-pytestmark = pytest.mark.privacy
 SHORT = np.array([2, 3, 4, 5, 8])
 
 

@@ -10,7 +10,6 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.closed_forms import subject
 
-pytestmark = pytest.mark.privacy
 DELTA = 1e-5
 # A FEMNIST-like silo: 31,719 records, batch 512, at most 9 records a subject, 62 local steps.
 Q, K, T = 512 / 31719, 9, 62

@@ -12,8 +12,6 @@ from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.accounting.drawn import RESERVED
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
-
 # dp-accounting 0.6.0 with a grid of 1e-4, bisected to 2e-5.
 GOLDEN = [
     (lambda s: events.els(s, 64 / 32768, 32, 1000), 8.44425),

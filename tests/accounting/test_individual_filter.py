@@ -23,7 +23,6 @@ from dpfl_jax.accounting.renyi_filter import (
 )
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
 SETTINGS = [(0.1, 1.2, 5.0), (0.5, 0.7, 3.0), (0.01, 1.0, 8.0), (1.0, 4.0, 6.0)]
 
 

@@ -11,7 +11,6 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import Account, BudgetExceededError, Guarantee, Ledger, events, serialize
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
 USERS = Account("fingerprint-1")
 DELTA = 1e-6
 
@@ -166,6 +165,7 @@ def _take(path, name, budget, queue):
         queue.put(0)
 
 
+@pytest.mark.slow
 def test_concurrent_runs_cannot_both_take_what_is_left(tmp_path):
     budget = accounting.epsilon(run_of(100), DELTA) * 1.001  # room for two of fifty steps
     context = multiprocessing.get_context("spawn")

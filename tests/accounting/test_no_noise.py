@@ -16,8 +16,6 @@ from dpfl_jax.accounting.event_types import (
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
-
 
 def gaussian(x):
     return dp_event.GaussianDpEvent(x)
@@ -90,6 +88,7 @@ def test_no_noise_is_no_guarantee(name, how):
     assert accounting.epsilon_curve(event, [0, 2], 1e-5, relation=relation) == [0.0, math.inf]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [1e-2, 1e-3, 1e-5, 1e-7, 1e-9, 1e-300])
 @pytest.mark.parametrize("name", [n for n in EVENTS if n != "discrete laplace, parameter 0"])
 def test_too_little_noise_is_the_answer_or_one_sentence_and_soon(name, noise):
@@ -146,7 +145,6 @@ def test_the_command_states_no_guarantee_without_noise(noise, capsys):
     assert "(0, 1e-05)" not in out
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize(
     ("sensitivities", "weights"),
     [([-1.0, 0.0], [0.5, 0.5]), ([0.0, 1.0], [0.1, 0.2]), ([0.0, 1.0], [-0.5, 1.5])],

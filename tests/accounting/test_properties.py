@@ -17,7 +17,6 @@ from dpfl_jax.accounting import cache, events
 from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
 few = settings(derandomize=True, deadline=None, max_examples=8)
 
 NOISE = st.floats(0.7, 20.0)
@@ -29,6 +28,7 @@ DELTA = st.sampled_from([1e-9, 1e-6, 1e-3])
 SLACK = 1 + 2e-3
 
 
+@pytest.mark.slow
 @few
 @given(NOISE, PROB, SIZE, STEPS, DELTA)
 def test_epsilon_is_monotone_in_every_parameter(sigma, prob, size, steps, delta):
@@ -46,6 +46,7 @@ def test_epsilon_is_monotone_in_every_parameter(sigma, prob, size, steps, delta)
     assert accounting.epsilon(events.els(sigma, prob, size, steps), delta / 3) * SLACK >= here
 
 
+@pytest.mark.slow
 @few
 @given(NOISE, PROB, SIZE, STEPS)
 def test_delta_and_epsilon_are_inverse_and_accountants_ordered(sigma, prob, size, steps):
@@ -56,6 +57,7 @@ def test_delta_and_epsilon_are_inverse_and_accountants_ordered(sigma, prob, size
     assert epsilon <= accounting.epsilon(event, 1e-6, accountant="rdp") * SLACK
 
 
+@pytest.mark.slow
 @few
 @given(NOISE, PROB, st.floats(0.1, 1.0), st.integers(1, 20), st.integers(1, 20))
 def test_two_stage_is_monotone(sigma, prob, participation, local, rounds):
@@ -68,6 +70,7 @@ def test_two_stage_is_monotone(sigma, prob, participation, local, rounds):
     assert here <= spent(sigma, prob, participation, local, rounds + 1) * SLACK
 
 
+@pytest.mark.slow
 @few
 @given(st.floats(0.2, 8.0), PROB, st.integers(1, 16), st.integers(1, 200))
 def test_calibrated_noise_is_certified_and_not_wasteful(epsilon, prob, size, steps):
@@ -79,6 +82,7 @@ def test_calibrated_noise_is_certified_and_not_wasteful(epsilon, prob, size, ste
     assert accounting.epsilon(make_event(0.997 * sigma), 1e-6, resolution=FINEST) > epsilon
 
 
+@pytest.mark.slow
 def test_steps_probability_and_group_size_are_calibrated():
     def fits(event):
         return accounting.epsilon(event, 1e-6, resolution=FINEST) <= 2.0
@@ -110,6 +114,7 @@ EXTREMES = [
 ]
 
 
+@pytest.mark.slow
 def test_extremes_give_an_answer_or_one_sentence():
     refused = []
     with warnings.catch_warnings():
@@ -221,8 +226,7 @@ def test_each_user_spends_their_own_epsilon():
         accounting.els_epsilons(2.0, 0.01, [], 200, 1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
 @settings(derandomize=True, deadline=None, max_examples=6)
 @given(st.floats(0.7, 8.0), st.floats(0.005, 0.3), st.integers(1, 8), st.integers(1, 40), DELTA)
 def test_between_the_librarys_own_optimistic_and_pessimistic_compositions(

@@ -22,11 +22,11 @@ from dpfl_jax.accounting.rates import (
 )
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
 HEART = TwoStage(12.2509765625, 50, 15, 1.0, 1e-3)
 MNIST = TwoStage(10.7483, 50, 15, 0.5, 1e-4)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=8)
 @given(
     sigma=st.floats(5.0, 30.0),
@@ -120,6 +120,7 @@ def test_leaving_keeps_the_budget_that_a_rate_overspends():
     assert solve.spent_after(rates, stay, 0) == pytest.approx(0.0)
 
 
+@pytest.mark.slow
 def test_the_fitted_curve_overruns_small_budgets_and_is_counted():
     """The error profile of the fit: shares and worst overruns measured independently."""
     budgets = np.geomspace(0.1, 9.99, 200)

@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from dpfl_jax.accounting import epsilon, events
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
-
 
 def norm_of(column, separation, steps):
     return 1 / events.toeplitz(1.0, column, separation, steps).noise_multiplier

@@ -26,8 +26,7 @@ def asked(how, name, capsys):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", RUNS)
 def test_little_training_tells_nothing_of_members(name, capsys):
     """False alarm of an area: 5 standard deviations, 6e-7 of each."""
@@ -39,8 +38,7 @@ def test_little_training_tells_nothing_of_members(name, capsys):
     assert 0 < audit["claimed"] <= 10 + 1e-6
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["central", "federated"])
 def test_users_are_ranked_by_other_records(name, capsys):
     found = asked("--user-inference", name, capsys)
@@ -60,7 +58,6 @@ privacy: {{epsilon: 1.0, delta: 1.0e-4}}
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_members_of_a_federation_are_known_without_noise_and_not_with_it(tmp_path):
     """More columns than people, labels by chance: what is learned is who was there."""
     rng = np.random.default_rng(0)

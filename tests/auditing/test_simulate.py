@@ -17,7 +17,7 @@ def small(**options):
     return bench.central(ULS, 2.0, 4, 0.5, 1, trials=2400, directions=400, **options)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_a_sound_mechanism_stands():
     trials = small()
     outside = trials.seen[~trials.inside]
@@ -28,7 +28,7 @@ def test_a_sound_mechanism_stands():
     assert found.attack == "likelihood ratio"
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", QUICK)
 def test_planted_bugs_are_seen_soon(bug):
     with bench.BUGS[bug][0]():
@@ -37,7 +37,9 @@ def test_planted_bugs_are_seen_soon(bug):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly(
+    "sampling rate off by 2", "noise once for all silos", "division by the realised batch"
+)
 @pytest.mark.parametrize("bug", [name for name in bench.BUGS if name != "none"])
 def test_planted_bugs_are_seen(bug):
     found = bench.planted(bug)
@@ -45,8 +47,16 @@ def test_planted_bugs_are_seen(bug):
     assert found.proved > found.claimed, str(found)
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
+@pytest.mark.slow(
+    "uls",
+    "els",
+    "local_item",
+    "hi_grad_avg",
+    "local steps",
+    "smallest budget",
+    "isrl",
+)
 @pytest.mark.parametrize("kind", bench.SOUND)
 def test_every_mechanism_stands_and_little_of_it_is_hidden_from_the_attack(kind):
     found = audit(bench.SOUND[kind](4.0, 7, 4000), 0.999)
@@ -58,7 +68,7 @@ def test_every_mechanism_stands_and_little_of_it_is_hidden_from_the_attack(kind)
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly("rpdp", "epsilon 1", "uls, T=1, epsilon 8", "uls, T=100, epsilon 4")
 @pytest.mark.parametrize("name", bench.TIGHTNESS)
 def test_the_attack_proves_most_of_what_is_claimed(name):
     found = audit(bench.TIGHTNESS[name]())

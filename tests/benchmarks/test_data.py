@@ -20,6 +20,7 @@ def test_counts_are_heavy_tailed_and_exact():
         heavy_tailed_counts(10, 9)
 
 
+@pytest.mark.nightly
 def test_bench_data_small(tmp_path, capsys):
     command = ["bench", "data", "--users", "300", "--examples", "5000", "--seq-len", "16"]
     command += ["--steps", "8", "--work-dir", str(tmp_path), "--batch", "64", "--cohort", "16"]

@@ -10,7 +10,7 @@ from benchmarks import _isrl
 from dpfl_jax.cli.main import main
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_rows_are_those_of_the_manual(capsys):
     code = main(
         ["bench", "federation", "--silos", "3", "--local-steps", "2", "--records", "8",
@@ -30,7 +30,7 @@ def test_the_rows_are_those_of_the_manual(capsys):
     assert result["settings"]["silos"] == 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_convex_rows_are_those_of_the_manual(capsys):
     code = main(
         ["bench", "federation", "--convex", "--silos", "4", "--records", "12", "--batch-size", "4",
@@ -45,6 +45,7 @@ def test_convex_rows_are_those_of_the_manual(capsys):
     assert all(row["seconds"] > 0 for row in result["rows"])
 
 
+@pytest.mark.nightly
 def test_the_numpy_loop_is_the_same_algorithm(monkeypatch):
     args = argparse.Namespace(
         silos=3, records=10, batch_size=10.0, rounds=4, dim=5, trials=1

@@ -63,8 +63,7 @@ def test_a_variant_that_cannot_be_built_is_a_row_that_says_so(monkeypatch):
     assert "lowered_bytes" not in rows[1]
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_tiny_cell_runs_to_its_end(capsys, tmp_path):
     out = tmp_path / "rows.jsonl"
     arguments = ["--tiny", "--seq-lens", "16", "--models", "1.2b", "--train", "lora"]
@@ -80,8 +79,7 @@ def test_a_tiny_cell_runs_to_its_end(capsys, tmp_path):
     assert not result["not_reached"]
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_what_minutes_do_not_pay_for_is_named(capsys):
     arguments = ["--tiny", "--seq-lens", "16", "--models", "350m", "--minutes", "0.02"]
     assert main(["bench", "gpu", *arguments, "--json"]) == 0

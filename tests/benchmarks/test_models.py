@@ -18,6 +18,7 @@ def rows_of(capsys, *names):
     return {row["model"]: row for row in result["rows"]}
 
 
+@pytest.mark.nightly
 def test_sums_and_norms_are_those_of_plain_gradients(capsys):
     rows = rows_of(capsys, "haiku")
     assert rows["haiku"]["norm_error"] < 1e-5
@@ -25,7 +26,7 @@ def test_sums_and_norms_are_those_of_plain_gradients(capsys):
     assert rows["haiku"]["time_ratio"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "tolerance"),
     [

@@ -89,7 +89,7 @@ def test_what_is_unknown_is_refused(bad, capsys):
     assert bad[1] in error
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("trains", ["full", "lora"])
 def test_a_row_is_compiled_in_a_process_of_its_own(monkeypatch, capsys, trains):
     monkeypatch.setitem(pods.MODELS, "small", SMALL)

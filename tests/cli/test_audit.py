@@ -12,7 +12,6 @@ ISRL = ["audit", "--simulate", "configs/isrl/quickstart.yaml", "isrl.rounds=4", 
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_a_sound_configuration_stands_and_a_bug_is_exit_status_3(capsys, tmp_path):
     picture = tmp_path / "audit.png"
     always = ["--seed", "3", "--confidence", "0.999", "--json"]
@@ -42,8 +41,7 @@ def last_json(capsys):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
 def test_a_run_is_audited_by_its_own_canaries(capsys, tmp_path):
     pytest.importorskip("sklearn")
     file, picture = tmp_path / "digits.yaml", tmp_path / "audit.png"

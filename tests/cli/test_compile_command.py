@@ -27,7 +27,7 @@ def config(tmp_path):
     return str(path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_reduction_a_step_and_nothing_in_the_loop(config, capsys):
     assert (
         main(["compile", config, "execution.strategy=ghost", "--topology", "cpu:8", "--json"]) == 0
@@ -44,6 +44,7 @@ def test_one_reduction_a_step_and_nothing_in_the_loop(config, capsys):
     assert result["strategy"][0].startswith("ghost")
 
 
+@pytest.mark.nightly
 def test_users_who_bring_their_own_bounds_are_counted(config, capsys):
     change = ["mechanism.kind=individual", "--topology", "cpu:1", "--count-only", "--json"]
     assert main(["compile", config, *change]) == 0
@@ -52,7 +53,7 @@ def test_users_who_bring_their_own_bounds_are_counted(config, capsys):
     assert result["flops"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_adapters_alone_are_reduced(config, tmp_path, capsys):
     """The step of a checkpoint, from its config.json: what is sent is the size of the adapters."""
     shape = {

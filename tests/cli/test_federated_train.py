@@ -10,7 +10,7 @@ import yaml
 
 from dpfl_jax.cli.main import main
 
-pytestmark = [pytest.mark.slow, pytest.mark.privacy]  # each run is a process of its own
+pytestmark = pytest.mark.slow  # each run is a process of its own
 
 pytest.importorskip("sklearn")
 
@@ -122,13 +122,8 @@ def test_the_papers_recipe_claims_one_thing_and_reports_another(config_file, tmp
         ("fed_avg", "none", []),
         ("local_item", "record", []),
         ("local_group", "subject", ["mechanism.batch_cap=2", "federation.silos_per_round=2"]),
-        pytest.param(
-            *("user_ldp", "subject", ["federation.partition=power", "federation.alpha=4"]),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *("subject_uls", "subject", ["federation.partition=confined"]), marks=pytest.mark.slow
-        ),
+        ("user_ldp", "subject", ["federation.partition=power", "federation.alpha=4"]),
+        ("subject_uls", "subject", ["federation.partition=confined"]),
     ],
 )
 def test_other_mechanisms_are_an_override_away(config_file, tmp_path, capsys, kind, unit, extra):

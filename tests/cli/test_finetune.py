@@ -140,7 +140,7 @@ ELS = "{kind: els, group_size: 2, batch_size: 64, clip_norm: 0.5, clipping: norm
 MECHANISM = {"uls": [], "els": [f"mechanism={ELS}"]}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["els", "uls"])
 def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp_path, capsys):
     run = tmp_path / "run"
@@ -215,7 +215,7 @@ def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp
     assert loss_in_transformers(tmp_path / "out", store) == pytest.approx(after, abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["els", "uls"])
 def test_speaking_roles_of_shakespeare(kind, tmp_path, capsys):
     """A Llama saved by ``transformers`` itself, bytes as tokens, real people of a play."""
@@ -269,7 +269,7 @@ def test_speaking_roles_of_shakespeare(kind, tmp_path, capsys):
     assert loss_in_transformers(tmp_path / "out", store) == pytest.approx(after, abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("choice", ["all", "last_layers", "[final_norm/scale, head]"])
 def test_other_choices_change_nothing_else(choice, workspace, tmp_path, capsys):
     run = tmp_path / "run"
@@ -288,7 +288,7 @@ def test_other_choices_change_nothing_else(choice, workspace, tmp_path, capsys):
             assert any(rows) == (name in ("final_norm/scale", "head")), name
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_with_the_same_base_alone(workspace, tmp_path, capsys):
     """Resumed from adapters and the base's files; refused if these have changed."""
     config = yaml.safe_load((workspace / "config.yaml").read_text())
@@ -361,8 +361,7 @@ def test_what_does_not_fit_is_one_sentence(change, message, workspace, tmp_path,
     assert not run.exists()
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_adapters_of_which_one_factor_is_frozen_are_exported(workspace, tmp_path, capsys):
     """A stays as it was drawn (Sun et al. 2024, "FFA-LoRA"): no checkpoint holds it."""
     only_b = ["model.trainable=['*/lora_b']", "train.steps=2"]
@@ -426,7 +425,6 @@ def test_the_usual_choices_of_other_data_and_of_all_parameters(workspace, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_one_command_trains_and_exports_and_never_over_another_run(workspace, capsys, tmp_path):
     arguments = ["finetune", workspace / "base", workspace / "posts.jsonl", "--steps", "2"]
     arguments += ["--out", tmp_path / "out", "mechanism.cohort_size=16", "execution.packing=2"]

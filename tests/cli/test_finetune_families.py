@@ -31,8 +31,8 @@ def write_tokenizer(path):
     made.save(str(path))
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
+@pytest.mark.slow("gpt2-lora", "llama_tied_scaled-all")
 @pytest.mark.parametrize("trained", ["lora", "all"])
 @pytest.mark.parametrize("name", TINY)
 def test_a_family_is_trained_exported_and_opened(name, trained, tmp_path, capsys):

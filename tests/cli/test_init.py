@@ -44,7 +44,6 @@ BUNDLED = {  # whose data come with a package, and which no other test trains
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 @pytest.mark.parametrize("name", BUNDLED)
 def test_what_is_shipped_trains_within_its_epsilon(name, capsys):
     pytest.importorskip("sklearn")

@@ -43,6 +43,7 @@ RUNS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", RUNS)
 def test_it_trains(name, table, tmp_path, capsys):
     command = ["train", str(CONFIGS / f"{name}.yaml"), f"data.path={table}", "seed=1", *RUNS[name]]
@@ -70,7 +71,7 @@ CLASSES = {
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly("uls-days", "isrl-days", "rpdp-long", "hi_grad_avg-long")
 @pytest.mark.parametrize("target", ["days", "long"])
 @pytest.mark.parametrize("name", RUNS)
 def test_a_tab_separated_one_is_shown_beside_a_run_without_privacy(
@@ -128,6 +129,7 @@ def test_what_does_not_fit_is_refused(name, change, message, table, tmp_path, ca
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.nightly
 def test_classes_are_scored_by_accuracy(table, tmp_path, capsys):
     """The same command on a target that is 0 or 1, with a network."""
     lines = table.read_text().splitlines()

@@ -128,6 +128,7 @@ def run(capsys, *args):
     return code, json.loads(out.splitlines()[-1]) if code == 0 else " ".join(err.split())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["nnx", "equinox", "linen", "haiku", "loss"])
 def test_every_library_is_built_and_trained(name, folder, capsys):
     file = configuration(folder, {"module": f"my_models:with_{name}"})
@@ -143,6 +144,7 @@ def test_every_library_is_built_and_trained(name, folder, capsys):
         assert before["loss"] == pytest.approx(np.log(2))
 
 
+@pytest.mark.nightly
 def test_numbers(folder, capsys):
     data = {"source": "csv", "path": "visits.csv", "target_column": "label"}
     file = configuration(folder, {"module": "my_models:with_nnx"}, data=data)
@@ -150,6 +152,7 @@ def test_numbers(folder, capsys):
     assert (code, report["model"]["parameters"]) == (0, 4)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["els", "none"])
 def test_tokens_and_some_of_the_parameters(kind, folder, capsys):
     private = kind == "els"
@@ -167,6 +170,7 @@ def test_tokens_and_some_of_the_parameters(kind, folder, capsys):
     assert report["eval"]["final"]["perplexity"] < report["eval"]["initial"]["perplexity"]
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_only_with_its_own_model(folder, capsys, monkeypatch):
     file = configuration(folder, {"module": "my_models:with_loss"})
     command = ["train", file, "--run-dir", folder / "run", "--json"]

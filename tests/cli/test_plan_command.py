@@ -16,7 +16,7 @@ def plan(capsys, *arguments):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["stackoverflow_uls", "ccnews_uls"])
 def test_the_papers_settings_from_statistics_alone(capsys, tmp_path, name):
     png, out = tmp_path / "plan.png", tmp_path / "planned.yaml"
@@ -35,7 +35,7 @@ def test_the_papers_settings_from_statistics_alone(capsys, tmp_path, name):
     assert price["noise_multiplier"] == pytest.approx(found["best"]["noise_multiplier"], rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_from_data(capsys):
     found = plan(
         capsys, CONFIGS / "quickstart.yaml", "data.max_users=300", "--compute-budget", 64,
@@ -48,7 +48,7 @@ def test_from_data(capsys):
     assert "smallest_epsilon" in found["inverse"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_private_median_chooses_the_group_of_els(capsys, tmp_path):
     png = tmp_path / "heat.png"
     found = plan(
@@ -83,7 +83,7 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys, arguments):
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_devices_it_counts_local_epochs_and_leaves_examples_out(capsys, tmp_path):
     """From statistics alone: no data are read."""
     out = tmp_path / "planned.yaml"

@@ -33,7 +33,7 @@ def test_its_data_and_model_are_those_that_come_with_the_package():
     assert "Hamlet/HAMLET" in mine | set(data.validation.user_ids(range(data.validation.num_users)))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_privacy_costs_something_and_far_from_all(run):
     _, report = run
     assert report["privacy"]["unit"] == "user"
@@ -44,7 +44,7 @@ def test_privacy_costs_something_and_far_from_all(run):
     assert before - after > 0.5 * (before - without)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_it_leaves_a_picture_and_samples(run):
     out, report = run
     assert (out / "curves.png").stat().st_size > 10_000
@@ -53,7 +53,7 @@ def test_it_leaves_a_picture_and_samples(run):
         assert text.startswith(load_config(QUICKSTART).eval.prompt.strip())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_its_export_opens_in_transformers(run, tmp_path, capsys):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -9,7 +9,6 @@ import yaml
 from dpfl_jax.cli.main import main
 from dpfl_jax.federation.personal.records import COLUMNS
 
-pytestmark = pytest.mark.privacy
 pytest.importorskip("sklearn")
 
 CONFIG = {
@@ -40,6 +39,7 @@ def finished(tmp_path_factory):
     return file, folder / "run"
 
 
+@pytest.mark.slow
 def test_every_record_is_in_the_table_and_within_its_budget(finished, capsys):
     _, run = finished
     assert dpfl("show", run, "--records", "--json") == 0
@@ -64,6 +64,7 @@ def test_every_record_is_in_the_table_and_within_its_budget(finished, capsys):
         assert stat.S_IMODE((run / "private" / name).stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 def test_the_report_states_the_personal_guarantee(finished, capsys):
     _, run = finished
     assert dpfl("show", run, "--json") == 0
@@ -80,6 +81,7 @@ def test_the_report_states_the_personal_guarantee(finished, capsys):
     assert report["claim"]["real_epsilon"] == pytest.approx(report["privacy"]["epsilon"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_tables_of_other_runs_and_dry_runs(finished, tmp_path, capsys):
     file, run = finished
     assert dpfl("show", tmp_path, "--records") == 2

@@ -11,8 +11,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.mechanisms.base import SHARED_ADJACENCY
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["els", "owner_sets"])
 def test_mails_from_yaml_with_guarantee_and_ledger(tmp_path, capsys, kind):
     rng = np.random.default_rng(0)

@@ -77,6 +77,7 @@ def command(workspace, run_dir, *args):
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_report_has_what_the_design_asks_for(finished):
     run_dir, report = finished
     assert report["status"] == "finished"
@@ -101,6 +102,7 @@ def test_report_has_what_the_design_asks_for(finished):
     assert sorted(r["step"] for r in rows if "eval" in r) == [0, 6, 12]
 
 
+@pytest.mark.nightly
 def test_a_finished_run_is_not_overwritten(finished, workspace, capsys):
     run_dir, _ = finished
     before = (run_dir / "report.json").read_bytes()
@@ -109,6 +111,7 @@ def test_a_finished_run_is_not_overwritten(finished, workspace, capsys):
     assert (run_dir / "report.json").read_bytes() == before
 
 
+@pytest.mark.nightly
 def test_show_prints_the_report_again(finished, capsys):
     run_dir, report = finished
     assert dpfl("show", run_dir, "--json") == 0
@@ -116,7 +119,6 @@ def test_show_prints_the_report_again(finished, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_sigterm_saves_and_the_run_goes_on(finished, workspace, tmp_path):
     whole, _ = finished
     run_dir = tmp_path / "stopped"
@@ -141,7 +143,7 @@ def test_sigterm_saves_and_the_run_goes_on(finished, workspace, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, final_state(run_dir), final_state(whole))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_personalisation_leaves_two_losses_and_nothing_else(finished, workspace, tmp_path):
     """What held-out users' own copies learnt is in no checkpoint, no metrics and no report."""
     whole, without = finished
@@ -173,13 +175,11 @@ def test_personalisation_leaves_two_losses_and_nothing_else(finished, workspace,
     assert sizes[0] < 1.5 * sizes[1]  # a copy more would double it; files are cut up as time has it
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "mechanism"),
     [
-        pytest.param(
-            *("els", "{kind: els, group_size: 2, batch_size: 16}"),
-            marks=[pytest.mark.slow, pytest.mark.privacy],
-        ),
+        ("els", "{kind: els, group_size: 2, batch_size: 16}"),
         ("none", "{kind: none, batch_size: 16}"),
     ],
 )
@@ -199,7 +199,6 @@ def test_other_mechanisms_are_an_override_away(workspace, tmp_path, capsys, kind
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_without_a_seed_the_key_is_secret(workspace, tmp_path, capsys):
     run_dir = tmp_path / "secret"
     code = dpfl("train", workspace / "small.yaml", "seed=null", "train.steps=1",
@@ -215,7 +214,6 @@ def test_without_a_seed_the_key_is_secret(workspace, tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_the_ledger_refuses_what_the_budget_does_not_allow(
     workspace, tmp_path, capsys, monkeypatch
 ):
@@ -301,6 +299,7 @@ def test_bad_files_are_named(workspace, tmp_path, capsys):
         assert len(errors.splitlines()) == 1
 
 
+@pytest.mark.nightly
 def test_a_run_directory_of_another_config_is_refused(finished, workspace, tmp_path, capsys):
     run_dir, _ = finished
     (run_dir / "report.json").rename(tmp_path / "report.json")

@@ -31,7 +31,7 @@ def train(tmp_path, data, capsys, name):
     return final_state(run_dir)["params"], report
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("store_format", ["arrayrecord", "ragged"])
 def test_a_built_store_trains_like_its_files(tmp_path, capsys, store_format):
     rng = np.random.default_rng(0)
@@ -53,7 +53,7 @@ def test_a_built_store_trains_like_its_files(tmp_path, capsys, store_format):
     assert first["privacy"]["epsilon"] == second["privacy"]["epsilon"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_speaking_roles_of_shakespeare_end_to_end(tmp_path, capsys):
     """Real plays: built by speaker, inspected, and trained for two steps."""
     store = tmp_path / "plays"

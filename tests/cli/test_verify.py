@@ -51,7 +51,6 @@ from dpfl_jax.mechanisms.central_statement import central_statement
 from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained
 from tests.run.silo_configs import SILOS
 
-pytestmark = pytest.mark.privacy
 EXTRA = ("a caveat of the run alone",)
 
 
@@ -605,6 +604,7 @@ RUNS = {
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("els", "user_ldp", "local_item", "local_group", "subject_uls")
 @pytest.mark.parametrize("name", RUNS)
 def test_the_report_of_a_run_holds(name, tmp_path, capsys):
     """A tiny run of each mechanism, trained: its folder, its report and its file are accepted."""

@@ -55,7 +55,7 @@ def assert_close(got, want, rtol=1e-5):
         np.testing.assert_allclose(np.asarray(g) / scale, np.asarray(w) / scale, atol=rtol)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
 @pytest.mark.parametrize("rule", [Standard(0.5), Normalized(1e4)])
 def test_equals_unit_by_unit(strategy, rule):
@@ -68,7 +68,6 @@ def test_equals_unit_by_unit(strategy, rule):
     np.testing.assert_allclose(got.losses, losses, rtol=1e-5)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("poison", [np.nan, 3.0])
 def test_padding_contributes_exactly_zero(strategy, poison):
@@ -86,7 +85,6 @@ def test_padding_contributes_exactly_zero(strategy, poison):
     assert not np.any(got.nonfinite)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("poison", [np.nan, -np.inf, 1e30])
 def test_nonfinite_unit_is_replaced_by_zero_and_reported(strategy, poison):
@@ -119,7 +117,6 @@ def test_float_mask_and_no_mask(strategy):
     )
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 1e12])
 def test_zero_tiny_and_huge_gradients(strategy, scale):
@@ -144,6 +141,8 @@ def test_sum_is_float32_whatever_the_parameters(strategy):
         assert leaf.dtype == jnp.float32
 
 
+@pytest.mark.slow
+@pytest.mark.nightly("2-scan", "2-vmap")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("microbatch_size", [2, 5])
 def test_microbatches_change_nothing(strategy, microbatch_size):
@@ -156,6 +155,8 @@ def test_microbatches_change_nothing(strategy, microbatch_size):
     np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
 
 
+@pytest.mark.nightly
+@pytest.mark.slow("ghost")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_aux_and_rng_per_unit(strategy):
     def loss(params, example, rng):
@@ -193,7 +194,7 @@ def test_frozen_parameters(strategy, how):
     np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("cast_first", [False, True])
 def test_sensitivity_on_eight_devices(strategy, cast_first):
@@ -329,7 +330,6 @@ def test_no_units_over_devices():
         )
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("rule", [Standard, Normalized, Automatic])
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, 1e-30, np.nan, np.inf])
 def test_a_clip_norm_that_turns_out_unusable_gives_zeros(rule, clip_norm):
@@ -340,7 +340,7 @@ def test_a_clip_norm_that_turns_out_unusable_gives_zeros(rule, clip_norm):
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(f(clip_norm).sum))
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_nan_in_a_mask_is_padding(strategy):
     params, batch = mlp_params(), mlp_batch(3)
@@ -352,6 +352,7 @@ def test_a_nan_in_a_mask_is_padding(strategy):
     assert_close(got.sum, want.sum)
 
 
+@pytest.mark.nightly("vmap", "ghost")
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
 def test_python_numbers_as_parameter_and_as_loss(strategy):
     params, batch = {**mlp_params(), "scale": 2.0}, mlp_batch(3)

@@ -131,14 +131,14 @@ CASES = {
 }
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=8)
 @given(**CASES)
 def test_random_compositions(**case):
     check(**case)
 
 
-@pytest.mark.slow  # CI runs fewer of them: the test above
+@pytest.mark.nightly
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(**CASES)
 def test_many_random_compositions(**case):

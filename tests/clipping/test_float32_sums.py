@@ -10,8 +10,6 @@ from dpfl_jax.clipping import GroupAverage, Normalized, Standard, bounded_grad
 from dpfl_jax.clipping.accumulate import needs_compensation
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
-
 
 def moved_by_removing(gradient, params, batch, unit, n):
     everyone = np.ones(n, bool)
@@ -84,6 +82,7 @@ def test_compensation_is_for_large_sums_alone():
     assert needs_compensation(65536, 1024)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [None, "promise_in_bounds", "fill", "clip"])
 def test_rows_that_do_not_exist_have_the_gradient_that_jax_gives_them(mode):
     table = jnp.ones((7, 3))

@@ -25,7 +25,7 @@ class LinenNet(linen.Module):
         return linen.DenseGeneral((2, 3))(jnp.concatenate([x.mean(0), y.mean((0, 1))]))
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_flax_linen():
     ids = jax.random.randint(jax.random.key(0), (3, 5), 0, 13)
     image = jax.random.normal(jax.random.key(1), (3, 6, 6, 2))
@@ -52,7 +52,7 @@ class NnxNet(nnx.Module):
         return self.out(nnx.silu(self.conv(x))[0])
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_flax_nnx():
     graph, params, rest = nnx.split(NnxNet(nnx.Rngs(0)), nnx.Param, ...)
 
@@ -62,7 +62,7 @@ def test_flax_nnx():
     compare(loss, params, jax.random.randint(jax.random.key(0), (4, 5), 0, 13), [None])
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_language_model(dtype):
     shape = {"vocab_size": 30, "embed_dim": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 8}
@@ -83,7 +83,6 @@ def test_the_language_model(dtype):
     assert all(r.method != "per-unit copies" for r in heavy), uses
 
 
-@pytest.mark.privacy
 def test_low_precision_stays_under_the_bound():
     """Rounding w * d to bfloat16 must not push one unit's contribution over C."""
 
@@ -98,7 +97,7 @@ def test_low_precision_stays_under_the_bound():
         assert 0.98e-2 < norm <= 1e-2
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", ["data", "model"])
 def test_sharded_parameters_and_units_change_nothing(axes):
     """Automatic sharding: units over one axis, parameters whole or split over another."""

@@ -14,7 +14,6 @@ from dpfl_jax.mechanisms import ELS
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 
-pytestmark = pytest.mark.privacy
 STRATEGIES = ["vmap", "scan", "ghost", "auto"]
 
 
@@ -77,6 +76,7 @@ def test_a_named_axis_of_an_outer_vmap_is_refused():
         jax.vmap(lambda x: gradient(jnp.ones(3), x).sum, axis_name="outer")(jnp.ones((4, 1, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_axes_bound_inside_the_loss_are_its_own(strategy):
     """A mean over a unit's own rows through a named axis, inside a named vmap outside."""

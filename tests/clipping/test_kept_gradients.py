@@ -66,6 +66,7 @@ def test_sums_and_norms_are_those_of_vmap(rule, compensated, monkeypatch):
     chex.assert_trees_all_close(got, want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_at_a_time")
 def test_units_of_several_devices_keep_their_places():
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:8]), ("d",)), PartitionSpec("d"))
@@ -78,7 +79,6 @@ def test_units_of_several_devices_keep_their_places():
     chex.assert_trees_all_close(got, want, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.privacy
 @pytest.mark.usefixtures("one_at_a_time")
 @pytest.mark.parametrize("method", ["keep", "direct"])
 def test_narrow_numbers_are_taken_as_they_are(method):

@@ -10,7 +10,7 @@ from dpfl_jax.clipping.peak import peak_bytes
 from dpfl_jax.clipping.result import pinned
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [None, "gram", "direct", "keep"])
 @pytest.mark.parametrize("strategy", ["auto", "ghost"])
 def test_nearly_cancelling_positions_stay_within_the_clip_norm(strategy, method):
@@ -40,7 +40,6 @@ def test_nearly_cancelling_positions_stay_within_the_clip_norm(strategy, method)
         assert float(bounded.norms[0]) == pytest.approx(norm, rel=5e-2)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 @pytest.mark.parametrize("method", ["gram", "direct"])
 def test_reduced_float32_products_are_allowed_for(platform, method):
@@ -69,7 +68,6 @@ def test_reduced_float32_products_are_allowed_for(platform, method):
     assert weight(platform) == pytest.approx(1e-3 / (own + relative * absolute), rel=1e-3)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("method", ["gram", "direct", "keep"])
 @pytest.mark.parametrize("positions", [2, 64, 4096])
 @pytest.mark.parametrize("left_over", [1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
@@ -90,7 +88,6 @@ def test_float32_positions_that_cancel_stay_within_the_clip_norm(method, positio
     assert float(jnp.linalg.norm(f(params, batch).sum["w"])) <= 1e-6 * (1 + 2e-4)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_bfloat16_beside_reduced_float32_leaves_room_for_both(platform):
     """A bfloat16 factor is weighted, its partner is float32 and rounded in the product."""
@@ -141,7 +138,6 @@ def _layer(w, e):
     return (jnp.outer(e["z"].astype(w.dtype), w).sum(1) @ e["z"]) * e["y"]
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("loss", [_dot, _bag, _scaled, _layer])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("strategy", ["vmap", "scan", "ghost"])

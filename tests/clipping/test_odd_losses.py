@@ -448,7 +448,7 @@ def a_table_with_an_axis_of_one_looked_up_and_multiplied():
     return loss, {"e": normal(0, 7, 1, 3)}, (normal(1, 4, 2, 3), ids(2, 0, 7, 4, 2))
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_a_unit_whose_gradient_follows_from_parameters_alone_moves_the_sum_by_its_bound():
     """Its data are a factor: quiet units once had no gradient, and all others its own."""
 
@@ -465,7 +465,7 @@ def test_a_unit_whose_gradient_follows_from_parameters_alone_moves_the_sum_by_it
         assert jnp.linalg.norm(other.sum - without.sum) == pytest.approx(1.0, rel=1e-5)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(ODD))
 def test_odd_losses_equal_vmap(name):
     loss, params, batch = ODD[name]()
@@ -492,7 +492,7 @@ def test_the_tokens_of_a_bag_share_one_gradient():
     assert told.leaves[0].recorded == 4 * 8
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["clip", "fill", "wrap"])
 def test_equal_tokens_of_a_bag_are_counted(mode):
     """Every pair once, whether their number is even or odd; some are out of range."""
@@ -512,7 +512,6 @@ def test_equal_tokens_of_a_bag_are_counted(mode):
         assert np.all(got.norms >= want.norms * (1 - 1e-6)), count
 
 
-@pytest.mark.privacy
 def test_norm_at_zero_is_reported_not_hidden():
     """The gradient of a norm at zero is NaN in JAX: such a unit must not pass as a small one."""
 
@@ -526,7 +525,6 @@ def test_norm_at_zero_is_reported_not_hidden():
         assert np.all(np.isfinite(got.sum["w"]))
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("method", ["gram", "direct", "keep"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(("wide", "narrow"), [(2, 64), (64, 2)])
@@ -547,7 +545,6 @@ def test_weighting_in_low_precision_stays_under_the_bound(method, dtype, wide, n
         assert float(jnp.linalg.norm(f(params, x).sum["w"])) <= clip_norm * (1 + 1e-5)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("method", ["gram", "direct", "keep"])
 def test_half_precision_gradients_that_barely_exist(method):
     """Weighting the last bits of a float16 must not round them back up, or to infinity."""
@@ -563,7 +560,6 @@ def test_half_precision_gradients_that_barely_exist(method):
         assert float(jnp.linalg.norm(f(params, x).sum["w"])) <= part * norm * (1 + 1e-3)
 
 
-@pytest.mark.privacy
 def test_norm_formed_directly_is_not_too_small_where_everything_cancels():
     """Norm and sum are accumulated in different orders: rounding alone must not pass the bound."""
     x = 1e8 * normal(0, 1, 64, 8)
@@ -577,7 +573,7 @@ def test_norm_formed_directly_is_not_too_small_where_everything_cancels():
     assert float(jnp.linalg.norm(f({"w": jnp.zeros((16, 4))}, batch).sum["w"])) <= 1e-3
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "method"),
     [("auto", None), ("scan", None), ("ghost", "gram"), ("ghost", "direct"), ("ghost", "keep")],

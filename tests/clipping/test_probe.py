@@ -10,7 +10,7 @@ from dpfl_jax.clipping.probe import probe
 from dpfl_jax.errors import BadInputError
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_less_memory_means_smaller_microbatches():
     params, (_, _, batch) = transformer_params(), ZOO["transformer"]()
     units = jax.tree.leaves(batch)[0].shape[0]
@@ -30,6 +30,7 @@ def test_less_memory_means_smaller_microbatches():
     np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_too_little_memory_is_one_sentence():
     params, (_, _, batch) = transformer_params(), ZOO["transformer"]()
     f = bounded_grad(transformer_loss, clip_norm=1.0, memory_limit=1000)

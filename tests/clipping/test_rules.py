@@ -27,7 +27,6 @@ NORMS = st.lists(st.floats(0, 2.0**60, width=32), min_size=1, max_size=6)
 POSITIVE = st.floats(1e-3, 1e3)
 
 
-@pytest.mark.privacy
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(NORMS, POSITIVE, st.sampled_from([Standard, Normalized, Automatic]))
 def test_no_contribution_exceeds_the_sensitivity(norms, clip_norm, rule):
@@ -37,7 +36,7 @@ def test_no_contribution_exceeds_the_sensitivity(norms, clip_norm, rule):
     assert moved.max() <= rule.sensitivity * (1 + 1e-6)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.floats(0, 2**20, width=32)), min_size=1, max_size=9),
@@ -86,7 +85,6 @@ def leaf_gradients(params, x):
     return jax.vmap(jax.grad(two_layers), in_axes=(None, 0))(params, x)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("strategy", ["vmap", "scan", "ghost"])
 def test_groups_of_parameters_are_clipped_apart(strategy):
     params, x = two_layer_setup()
@@ -104,7 +102,6 @@ def test_groups_of_parameters_are_clipped_apart(strategy):
     assert rule.sensitivity == pytest.approx(0.5)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("strategy", ["vmap", "ghost"])
 def test_per_layer_bounds_every_leaf(strategy):
     params, x = two_layer_setup()
@@ -113,7 +110,6 @@ def test_per_layer_bounds_every_leaf(strategy):
     np.testing.assert_allclose(norms, 0.1 / math.sqrt(3), rtol=1e-5)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("strategy", ["vmap", "scan", "ghost"])
 @pytest.mark.parametrize("method", ["gram", "direct", "keep"])
 def test_per_layer_moves_by_at_most_c_whatever_one_unit_holds(strategy, method):
@@ -133,7 +129,6 @@ def test_per_layer_moves_by_at_most_c_whatever_one_unit_holds(strategy, method):
         assert (sizes <= 0.5 / math.sqrt(3) * (1 + 1e-5)).all()
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("strategy", ["vmap", "ghost"])
 def test_per_layer_drops_the_layers_that_are_not_finite_and_no_others(strategy):
     params = {"bad": jnp.ones(3), "good": jnp.ones(3)}
@@ -180,7 +175,6 @@ def test_rules_refuse_nonsense():
         PerGroup((("a/*", 1.0),)).partition(["a/w", "z/w"])
 
 
-@pytest.mark.privacy
 def test_adaptive_clip_splits_its_noise_as_theorem_1():
     adaptive = AdaptiveClip(initial=1.0, count_noise=5.0)
     z = 1.3
@@ -193,7 +187,6 @@ def test_adaptive_clip_splits_its_noise_as_theorem_1():
     assert adaptive.gradient_noise_multiplier(0.0) == 0.0
 
 
-@pytest.mark.privacy
 def test_one_unit_moves_the_count_by_at_most_half():
     adaptive = AdaptiveClip(initial=1.0, count_noise=5.0)
     norms = jnp.array([0.5, 1.0, 2.0, jnp.inf])

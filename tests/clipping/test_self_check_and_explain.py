@@ -10,6 +10,9 @@ from dpfl_jax.clipping import SelfCheckError, bounded_grad, self_check
 from dpfl_jax.clipping.taps import leaves
 
 
+@pytest.mark.nightly(
+    "auto-lstm", "ghost-lstm", "auto-unsupported_mixture", "ghost-unsupported_mixture"
+)
 @pytest.mark.parametrize("name", ["lstm", "tied_embedding", "unsupported_mixture"])
 @pytest.mark.parametrize("strategy", ["auto", "ghost", "scan"])
 def test_self_check_passes(name, strategy):
@@ -26,7 +29,7 @@ def test_self_check_ignores_padding():
     assert self_check(f, params, batch, jnp.zeros(5)).units == 0
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_self_check_finds_a_wrong_norm_and_names_the_parameter(monkeypatch):
     loss, params, batch = ZOO["lstm"]()
     right = leaves.squared_norm
@@ -41,6 +44,7 @@ def test_self_check_finds_a_wrong_norm_and_names_the_parameter(monkeypatch):
         self_check(f, params, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", "ghost"])
 def test_units_that_cancel_are_no_error(strategy):
     def loss(params, example):
@@ -55,7 +59,6 @@ def test_units_that_cancel_are_no_error(strategy):
     assert self_check(f, params, batch).max_relative_error < 1e-5
 
 
-@pytest.mark.privacy
 def test_self_check_finds_a_wrong_sum(monkeypatch):
     loss, params, batch = ZOO["lstm"]()
     right = leaves.summed_gradient

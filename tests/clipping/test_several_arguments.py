@@ -58,7 +58,6 @@ def test_the_norms_of_each_parameter_are_told():
     assert frozen(PARAMS, X, Y).leaf_norms["z"] is None
 
 
-@pytest.mark.privacy
 def test_clip_norms_are_a_tree_that_is_a_prefix_of_the_parameters():
     gradient = dpfl.bounded_grad(loss, clip_norm={"a": 0.3, "z": 0.4})
     assert gradient.sensitivity == pytest.approx(0.5)
@@ -79,7 +78,6 @@ def test_clip_norms_are_a_tree_that_is_a_prefix_of_the_parameters():
         dpfl.bounded_grad(loss, clip_norm={"a": 0.3, "z": -1})
 
 
-@pytest.mark.privacy
 def test_normalised_sums_have_a_normalised_sensitivity():
     plain = dpfl.bounded_grad(loss, clip_norm=0.5)
     shared = dpfl.bounded_grad(loss, clip_norm=0.5, normalize_by=8.0)
@@ -94,7 +92,6 @@ def test_normalised_sums_have_a_normalised_sensitivity():
             dpfl.bounded_grad(loss, clip_norm=0.5, normalize_by=value)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("options", [{}, {"strategy": "scan", "microbatch_size": 2}])
 def test_any_function_of_a_unit_is_clipped(options):
     def statistics(params, x, y):
@@ -135,7 +132,6 @@ def test_too_many_batches_are_refused_by_name():
         dpfl.bounded_grad(loss, clip_norm=0.5)(PARAMS, X, Y, jnp.ones(6))
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize(
     "norm", [np.uint8(16), np.int8(100), np.int32(70_000), np.float16(1e-4), jnp.bfloat16(3)]
 )
@@ -160,7 +156,6 @@ def test_what_a_clipped_function_cannot_be():
         dpfl.clipped_fun(lambda p, x: x)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("strategy", ["vmap", "scan", "ghost", "auto"])
 def test_draws_that_would_be_shared_between_units_are_refused(strategy):
     key = jax.random.key(0, impl="rbg")
@@ -174,7 +169,6 @@ def test_draws_that_would_be_shared_between_units_are_refused(strategy):
         dpfl.bounded_grad(dropped, clip_norm=1.0, strategy=strategy)(jnp.zeros(8), batch)
 
 
-@pytest.mark.privacy
 def test_what_vmap_computes_otherwise_is_refused():
     mixed = jax.custom_batching.custom_vmap(lambda x: x)
     mixed.def_vmap(lambda size, batched, x: (x + x.sum(0), batched[0]))

@@ -33,8 +33,14 @@ def split(mesh, path, x):
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
+@pytest.mark.slow(
+    "experts-mixed-keep",
+    "one MLP-mixed-gram",
+    "experts-mixed-direct",
+    "one MLP-fully sharded-keep",
+    "one MLP-fully sharded-direct",
+)
 @pytest.mark.parametrize("method", ["gram", "direct", "keep"])
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
 @pytest.mark.parametrize("model", [MODEL, LanguageModel(EXPERTS)], ids=["one MLP", "experts"])
@@ -76,7 +82,6 @@ def test_sharded_parameters(model, sizes, method):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_packed_rows_split_along_the_sequence(monkeypatch):
     """A user's own layout: no axis of ours splits tokens, but their compiler may be told to."""
     monkeypatch.setattr(attention, "BLOCK", 8)

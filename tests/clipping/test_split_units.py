@@ -11,8 +11,6 @@ from neighbours import removed
 from dpfl_jax.clipping import bounded_grad
 from dpfl_jax.errors import BadInputError
 
-pytestmark = pytest.mark.privacy
-
 STRATEGIES = ("vmap", "scan", "ghost", "auto")
 SPEC = PartitionSpec("data")
 
@@ -52,6 +50,7 @@ def test_data_captured_by_the_loss_are_refused(strategy):
         sharded(PARAMS, BATCH)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_units_that_differ_by_their_keys_alone(strategy):
     """The same examples everywhere, another dropout key on each device: still 16 units."""
@@ -75,6 +74,7 @@ def test_units_that_differ_by_their_keys_alone(strategy):
     chex.assert_trees_all_close(got, want, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("size", [8, 16, 32])
 def test_microbatches_of_units_split_over_devices(strategy, size):
@@ -105,6 +105,7 @@ def test_microbatches_that_cannot_be_split_are_refused():
         f(PARAMS, BATCH)
 
 
+@pytest.mark.slow
 def test_auto_splits_the_batch_over_devices_and_microbatches():
     rows = NamedSharding(mesh(), SPEC)
     batch = jax.device_put(jnp.tile(BATCH, (8, 1, 1)), rows)
@@ -118,6 +119,7 @@ def test_auto_splits_the_batch_over_devices_and_microbatches():
     chex.assert_trees_all_close(got.sum, want.sum, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_unit_axis_left_to_the_compiler():
     free = NamedSharding(mesh(), PartitionSpec(PartitionSpec.UNCONSTRAINED))
     batch = jax.device_put(BATCH, NamedSharding(mesh(), SPEC))

@@ -45,7 +45,8 @@ def compare(loss, params, batch, methods, mask=None):
         assert relative_error(got.sum, want.sum) < 1e-5, method
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
+@pytest.mark.nightly("transformer_user", "transformer_remat", "transformer_unrolled_untied")
 @pytest.mark.parametrize("name", list(ZOO))
 def test_equals_vmap(name):
     loss, params, batch = ZOO[name]()
@@ -105,7 +106,6 @@ def test_gradients_of_sigmoids_by_their_values_are_jax_s_own(function, dtype):
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("positions", [1, 2])
 @pytest.mark.parametrize("width", [4, 4096])
 @pytest.mark.parametrize(
@@ -127,7 +127,6 @@ def test_gram_norm_does_not_lose_what_underflows(x_size, d_size, width, position
     assert max(alone) <= 1e-3 * (1 + 1e-5)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("scale", [-3.0, 1e6, 1e-12])
 @pytest.mark.parametrize(("x_size", "d_size"), [(1e18, 1e-20), (1e-20, 1e18), (1e-30, 1e-3)])
 def test_gram_norm_of_a_scaled_parameter_does_not_lose_what_underflows(x_size, d_size, scale):
@@ -146,7 +145,6 @@ def test_gram_norm_of_a_scaled_parameter_does_not_lose_what_underflows(x_size, d
     assert np.all(got.weights * true <= 1e-3 * (1 + 1e-5))
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("side", ["x", "d"])
 @pytest.mark.parametrize("positions", [1, 2])
 def test_gram_norm_does_not_lose_many_small_entries_beside_one(side, positions):
@@ -165,7 +163,6 @@ def test_gram_norm_does_not_lose_many_small_entries_beside_one(side, positions):
     assert np.linalg.norm(np.asarray(got.sum["w"], np.float64)) <= 1.0 + 1e-5
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("positions", [1, 2])
 def test_gram_norm_of_zeros(positions):
     """Exactly zero where the loss does not count; next to nothing where the data is zero."""
@@ -182,7 +179,7 @@ def test_gram_norm_of_zeros(positions):
     np.testing.assert_allclose(norms[2], np.sqrt(12.0) * positions, rtol=1e-6)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [1, 2])
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("side", ["x", "d"])
@@ -206,7 +203,6 @@ def test_gram_norm_of_one_side_that_is_not_finite(side, bad, positions):
     np.testing.assert_allclose(got.sum["w"], want, rtol=1e-6)
 
 
-@pytest.mark.privacy
 def test_gram_norms_of_one_position_in_each_of_several_parts():
     """Batched products, channels apart, stacked layers: squares add up over parts, not norms."""
 
@@ -225,7 +221,7 @@ def test_gram_norms_of_one_position_in_each_of_several_parts():
     compare(loss, params, jax.random.normal(jax.random.key(1), (3, 8, 5)), ["gram"])
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [512, 516, 514])
 def test_gram_norms_of_long_units(length):
     """Positions along one axis and along two, tokens of a table, one weight used twice."""
@@ -259,7 +255,6 @@ def test_gram_matrices_of_long_units_are_half_formed():
     assert norms(512) == pytest.approx(parts, rel=0.05)
 
 
-@pytest.mark.privacy
 def test_gram_norm_is_not_too_small_where_everything_cancels():
     """Two positions whose gradients cancel but for a little: the sum still has norm at most C."""
 
@@ -275,7 +270,6 @@ def test_gram_norm_is_not_too_small_where_everything_cancels():
     assert float(jnp.linalg.norm(got.sum["w"])) <= 1e-4
 
 
-@pytest.mark.privacy
 def test_parameters_in_complex_arithmetic():
     def loss(params, x):
         spectrum = jnp.fft.rfft(x) * jnp.fft.rfft(params["filter"])

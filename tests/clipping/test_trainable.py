@@ -97,16 +97,27 @@ STRATEGIES = {
 }
 
 
-QUICK = {("lora", "ghost"), ("lora", "scan"), ("last layers", "ghost"), ("biases", "ghost")}
 PAIRS = [
-    pytest.param(c, s, marks=[] if (c, s) in QUICK else pytest.mark.slow)
+    (c, s)
     for c in CHOICES
     for s in STRATEGIES
     if c == "lora" or s in ("ghost", "scan", "vmap", "auto")  # ways to norms: see test_taps
 ]
 
 
-@pytest.mark.privacy
+@pytest.mark.nightly
+@pytest.mark.slow(
+    "kept",
+    "direct",
+    "lora-auto",
+    "biases-auto",
+    "biases-ghost",
+    "embedding-vmap",
+    "embedding-ghost",
+    "last layers-scan",
+    "all of gemma-auto",
+    "ghost in microbatches",
+)
 @pytest.mark.parametrize(("choice", "strategy"), PAIRS)
 def test_every_strategy_bounds_the_trained_leaves_alone(choice, strategy):
     config, trainable = CHOICES[choice]
@@ -121,6 +132,7 @@ def test_every_strategy_bounds_the_trained_leaves_alone(choice, strategy):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_book_keeping_needs_no_copies_of_adapters():
     model, params, batch = problem(ADAPTED)
     bounded = bounded_grad(model.loss, clip_norm=0.5, trainable=is_adapter, strategy="ghost")
@@ -145,6 +157,7 @@ def test_a_frozen_base_is_an_argument_not_a_constant():
     assert sorted(shapes) == sorted(x.shape for x in jax.tree.leaves(trained))
 
 
+@pytest.mark.nightly
 def test_the_base_of_adapters_may_be_of_low_precision():
     model, params, batch = problem(ADAPTED)
     trained, frozen = split(params, is_adapter)
@@ -156,6 +169,7 @@ def test_the_base_of_adapters_may_be_of_low_precision():
     assert {x.dtype for x in jax.tree.leaves(a.sum)} == {jnp.dtype("float32")}
 
 
+@pytest.mark.nightly
 def test_fresh_adapters_change_nothing_and_merged_ones_compute_the_same():
     model, params, batch = problem(ADAPTED)
     example = jax.tree.map(lambda x: x[0], batch)

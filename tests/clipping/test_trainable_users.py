@@ -75,18 +75,8 @@ def by_definition(choice):
     return loss, params, users, norms, clip_norm, total, jax.tree.structure(trained)
 
 
-SLOW = {("loop_mix", "scan"), ("last", "scan")}  # a scan is vmap(grad), one unit at a time
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    ("choice", "strategy"),
-    [
-        pytest.param(c, s, marks=[pytest.mark.slow] if (c, s) in SLOW else [])
-        for c in CHOICES
-        for s in ("ghost", "scan")
-    ],
-)
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("strategy", ["ghost", "scan"])
 def test_users_are_bounded_by_their_trained_leaves(choice, strategy):
     loss, params, users, norms, clip_norm, total, structure = by_definition(choice)
     bounded = bounded_grad(

@@ -52,7 +52,6 @@ def loss_of(kind, stacked):
     return loss
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("method", ["keep", "direct", "gram"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,7 +71,6 @@ def test_sums_and_norms_are_those_of_each_unit(kind, method, stacked, monkeypatc
     chex.assert_trees_all_close(found.sum["w"], want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("method", ["direct", "gram", None])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_units_that_do_not_divide_among_devices_are_counted_once(groups, method):
@@ -105,7 +103,6 @@ def test_what_is_empty_is_zero(unit, kernel, method):
     assert not jnp.any(f(params, normal(6, 5, *unit)).sum["w"])
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("strategy", ["auto", "ghost", "vmap", "scan"])
 @pytest.mark.parametrize(("groups", "how"), [(1, "plain"), (1, "standardised"), (2, "plain")])
 def test_a_unit_that_is_not_finite_takes_no_other_with_it(strategy, groups, how):

@@ -96,7 +96,6 @@ def test_environment_variables_are_expanded(minimal, monkeypatch):
         load_config(minimal, ["data.path=${ABSENT_DIR}/x.jsonl"])
 
 
-@pytest.mark.privacy
 def test_a_relative_ledger_is_one_file_wherever_the_command_is_started(
     minimal, tmp_path, monkeypatch
 ):
@@ -117,7 +116,6 @@ def test_a_relative_ledger_is_one_file_wherever_the_command_is_started(
     assert load_config(minimal).privacy.ledger is None
 
 
-@pytest.mark.privacy
 def test_a_relative_ledger_without_a_file_is_refused(tmp_path):
     """A configuration made in Python has no folder: the working directory is no substitute."""
     config = validate_config(
@@ -168,7 +166,6 @@ OTHER = {
 }
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_execution_is_no_part_of_what_is_guaranteed(system):
     """A run goes on with another one; every field is tried."""

@@ -46,7 +46,6 @@ def test_a_class_of_a_module_of_ones_own():
         CENTRAL.parse(section | {"kind": "ulss"})
 
 
-@pytest.mark.privacy
 def test_a_class_is_run_under_its_own_name():
     """Else another algorithm could run, and go on, as its parent."""
     with pytest.raises(BadInputError, match=r"Louder has no `kind` of its own"):

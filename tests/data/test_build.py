@@ -79,6 +79,7 @@ def test_disk_and_memory_are_the_same_store(files, memory, tmp_path, format, sha
     assert_same(pickle.loads(pickle.dumps(store)), memory)
 
 
+@pytest.mark.nightly
 def test_two_processes_build_the_same_bytes(files, tmp_path):
     one = build(files, tmp_path / "one")
     two = build(files, tmp_path / "two", workers=2)
@@ -201,6 +202,7 @@ def test_changed_input_starts_over(files, tmp_path, monkeypatch):
     assert store.user_ids(range(store.num_users)) == ["only"]
 
 
+@pytest.mark.slow
 def test_killed_build_resumes(files, memory, tmp_path):
     """kill -9 between two shards, in a real process."""
     program = f"""
@@ -226,6 +228,7 @@ b.build_store(source.rows, {str(tmp_path / "store")!r}, plan, sources=source.ide
     assert_same(build(files, tmp_path / "store", 6), memory)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("format", ["arrayrecord", "ragged"])
 def test_disk_full_is_one_sentence_and_the_build_goes_on_later(files, memory, tmp_path, format):
     """A file-size limit makes every larger write fail, in C++ writers too."""

@@ -274,7 +274,7 @@ def test_pairs_are_stored_bit_for_bit():
         schema.pack({**batch, "tokens": batch["tokens"] + 69_999})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path, template):
     transformers = pytest.importorskip("transformers")

@@ -121,7 +121,6 @@ def exact_law(counts, quantile, epsilon, largest):
     return weight / weight.sum()
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("quantile", [0.5, 0.9])
 def test_private_quantile_is_drawn_from_the_exponential_mechanism(quantile):
     counts = np.array([1, 1, 2, 5, 5, 6, 9, 12])
@@ -133,7 +132,6 @@ def test_private_quantile_is_drawn_from_the_exponential_mechanism(quantile):
     assert chi2 < 54  # 14 degrees of freedom, false alarm 1e-6
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("quantile", [0.25, 0.5, 0.9])
 def test_private_quantile_bounds_the_likelihood_ratio_of_neighbours(quantile):
     rng = np.random.default_rng(1)

@@ -230,7 +230,6 @@ def launch(path, processes):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_two_processes_ship_the_global_batches_of_one(store, tmp_path):
     write_store(store, tmp_path / "store", "ragged")
     (one,) = launch(tmp_path / "store", 1)

@@ -14,6 +14,7 @@ def private():
     return installed_package_files()
 
 
+@pytest.mark.nightly
 def test_users_are_distinct_third_party_files(private):
     assert len(private) > 1000
     public = {hashlib.sha256(d).digest() for d in standard_library_files(with_tests=True).values()}
@@ -28,6 +29,7 @@ def test_users_are_distinct_third_party_files(private):
     assert sizes[-len(sizes) // 10 :].sum() > 0.4 * sizes.sum()  # heavy tail
 
 
+@pytest.mark.nightly
 def test_loads_split_and_repeats(private):
     config = DataConfig(max_users=200, max_examples_per_user=20)
     data, again = load_dataset(config), load_dataset(config)
@@ -44,5 +46,6 @@ def test_loads_split_and_repeats(private):
     assert private[user].decode().startswith(text.rstrip("\ufffd"))
 
 
+@pytest.mark.nightly
 def test_public_corpus_can_be_left_out():
     assert load_dataset(DataConfig(max_users=50, public="none")).public is None

@@ -36,6 +36,7 @@ def texts_of(store, user):
 # ---- real files -------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_shakespeare_plays_from_the_command_line(data_dir, tmp_path, capsys):
     out = tmp_path / "store"
     folder = str(data_dir / "shakespeare_plays")
@@ -100,6 +101,7 @@ def test_femnist_sample(data_dir):
     assert rows["label"][:5].tolist() == [33, 21, 1, 9, 8]
 
 
+@pytest.mark.nightly
 def test_mnist(data_dir):
     config = DataConfig(source="mnist", path=str(data_dir / "mnist"), max_examples_per_user=1)
     data = load_dataset(config)
@@ -229,6 +231,7 @@ def test_damaged_files(tmp_path):
 # ---- what comes with the package ----------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_shakespeare_needs_no_files(tmp_path, capsys):
     """36 plays' roles, as its SOURCE.txt counts them; from the command line and as windows, too."""
     store = load_set("shakespeare", None, 64).store

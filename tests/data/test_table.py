@@ -183,7 +183,6 @@ def test_ids_silos_and_targets_are_no_inputs(tmp_path):
         load_examples(config(path, user_column="os.path:basename"))
 
 
-@pytest.mark.privacy
 def test_one_row_does_not_choose_the_columns_of_all(tmp_path):
     """Neither which they are nor their order, which decides what every weight learns."""
     rows = [{"lab": 9.0, "who": "ann", "a": 1.0, "y": 0.0}, {"who": "bob", "a": 2.0, "y": 0.0}]
@@ -198,7 +197,6 @@ def test_one_row_does_not_choose_the_columns_of_all(tmp_path):
     np.testing.assert_array_equal(of_user(load_examples(named).store, "ann")["x"], [[1, 9]])
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("inputs", [None, ("*",), ("a", "b"), ("a", "[b-z]")])
 def test_the_order_of_columns_in_a_file_is_nobodys(tmp_path, inputs):
     paths = []

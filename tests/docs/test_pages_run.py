@@ -94,11 +94,7 @@ def run_page(page):
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(
-            page,
-            id=page.name,
-            marks=[] if page.name in LIGHT else [pytest.mark.slow, pytest.mark.ci],
-        )
+        pytest.param(page, id=page.name, marks=[] if page.name in LIGHT else pytest.mark.nightly)
         for page in pages.EXECUTED
     ],
 )

@@ -21,7 +21,6 @@ def packages():
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason=ABSENT)
 def test_the_site_builds_and_shows_every_public_name(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "docs")

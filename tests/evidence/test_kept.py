@@ -36,7 +36,6 @@ def seen(sigma=2.0, units=3000):
     return RunAudit(inside, values.astype("f4"), none.astype(bool), none, 0.999, cost(inside))
 
 
-@pytest.mark.privacy
 def test_what_is_stated_is_the_claim_whatever_its_event_costs():
     found, claim = seen(), stated()
     (sound,) = found.audits(claim)

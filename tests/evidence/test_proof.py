@@ -30,7 +30,6 @@ def drawn(event, rng, n, shift=1.0, relation=accounting.ADD_OR_REMOVE):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 @pytest.mark.parametrize("event", [events.gaussian(2.0, 1), events.uls(1.5, 0.3, 4)])
 def test_true_claims_are_refuted_no_more_often_than_the_confidence_says(event):
     rng = np.random.default_rng(1)
@@ -39,7 +38,6 @@ def test_true_claims_are_refuted_no_more_often_than_the_confidence_says(event):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_the_bound_for_any_mechanism_holds_where_it_is_nearly_attained():
     """Randomised response: a guess is right with e^eps / (1 + e^eps), and none may be surer."""
     rng, epsilon, over = np.random.default_rng(2), 1.5, 0
@@ -52,7 +50,6 @@ def test_the_bound_for_any_mechanism_holds_where_it_is_nearly_attained():
     assert over <= stats.binom.isf(1e-4, 100, 0.05)
 
 
-@pytest.mark.privacy
 def test_scores_that_know_nothing_prove_nothing_though_they_depend_on_each_other():
     """All share one draw; at most 5 % may be over, by a bound that few of 60 meet."""
     rng, event, over = np.random.default_rng(7), events.uls(1.5, 0.3, 4), 0
@@ -80,7 +77,6 @@ def test_what_moves_the_sum_further_than_claimed_is_refuted():
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_noise_that_comes_twice_is_seen_though_each_step_alone_looks_sound():
     event = events.uls(1.0, 0.5, 2)
     rng = np.random.default_rng(4)
@@ -94,7 +90,6 @@ def test_noise_that_comes_twice_is_seen_though_each_step_alone_looks_sound():
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_what_is_seen_beside_may_give_it_away():
     event = events.gaussian(3.0, 1)
     rng = np.random.default_rng(5)

@@ -15,7 +15,7 @@ from examples.own_train_loop import loss_fn, make_data, make_plan, train
 START = {"w": jnp.zeros(3), "b": jnp.zeros(())}
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize(
     "mechanism",
@@ -41,6 +41,7 @@ def test_it_equals_fit_bit_for_bit(mechanism, devices):
         assert np.all(np.asarray(a) != 0)
 
 
+@pytest.mark.nightly
 def test_it_learns_and_states_what_it_spent():
     plan = make_plan()
     trained = train(plan, START, optax.adam(0.1), dpfl.RootKey.from_seed(0))
@@ -51,7 +52,6 @@ def test_it_learns_and_states_what_it_spent():
     assert half >= plan.guarantee(30).epsilon * (1 - 1e-6)
 
 
-@pytest.mark.privacy
 def test_a_secret_key_gives_the_noise_of_a_step_once():
     """Two plans share no noise; one plan gives none twice, whatever is trained with it."""
     key, data = dpfl.RootKey.generate(), make_data()
@@ -74,7 +74,7 @@ def test_a_secret_key_gives_the_noise_of_a_step_once():
     np.testing.assert_array_equal(one.noise_key, two.noise_key)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_keys_are_in_no_state_and_in_no_program():
     plan = make_plan()
     noise, batch = plan.noise(), next(plan.batches(dpfl.RootKey.generate()))
@@ -96,7 +96,6 @@ def test_keys_are_in_no_state_and_in_no_program():
     np.testing.assert_allclose(chained["w"], want["w"], rtol=1e-5)
 
 
-@pytest.mark.privacy
 def test_what_a_plan_did_not_account_for_is_refused():
     data = make_data()
     small, large = (
@@ -154,7 +153,6 @@ def mixing_by_callback(params, example):
     return loss_fn(params, example | {"y": total})
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("loss", [mixing_by_vmap, mixing_by_callback])
 def test_losses_that_mix_units_are_refused_as_by_fit(loss):
     plan, key = make_plan(), dpfl.RootKey.from_seed(0)
@@ -162,7 +160,7 @@ def test_losses_that_mix_units_are_refused_as_by_fit(loss):
         plan.clipped_grad(loss)(START, next(plan.batches(key)))
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_a_loop_is_checked_like_fit():
     """Losses with keys need them in the batch; parameters that are split are for ``fit``."""
     data = make_data()
@@ -184,6 +182,7 @@ def test_a_loop_is_checked_like_fit():
         split.clipped_grad(loss_fn)
 
 
+@pytest.mark.nightly
 def test_fit_keeps_a_run_in_a_folder(tmp_path):
     """A path is enough: stopped and begun again it ends like one that was not."""
     plan, folder, calls = make_plan(), tmp_path / "run", []
@@ -221,6 +220,7 @@ def test_fit_keeps_a_run_in_a_folder(tmp_path):
         dpfl.fit(loss_fn, START, plan, optax.adam(0.1), run_dir=folder, key=other)
 
 
+@pytest.mark.nightly
 def test_some_parameters_may_be_trained():
     """The sum has none of the others, and neither has the gradient."""
     plan, key = make_plan(), dpfl.RootKey.from_seed(0)

@@ -29,7 +29,7 @@ def test_each_is_read_in_one_sitting():
 
 
 @pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly("nnx_model")
 @pytest.mark.parametrize("name", ["nnx_model", "equinox_model"])
 def test_a_module_is_trained(name, capsys):
     module = example(name)
@@ -40,8 +40,7 @@ def test_a_module_is_trained(name, capsys):
     assert np.isfinite(np.asarray(result.params(given))).all()
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_only_the_last_layer_of_the_equinox_model_moved():
     import equinox as eqx
     import jax
@@ -53,8 +52,7 @@ def test_only_the_last_layer_of_the_equinox_model_moved():
     assert np.abs(np.asarray(last[0] - last[1])).max() > 0
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_frame_of_posts(tmp_path):
     import pandas as pd
 
@@ -66,8 +64,7 @@ def test_a_frame_of_posts(tmp_path):
     assert result.guarantee.unit == "user"
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_hospitals_learn_the_line_and_say_what_a_patient_spent(capsys):
     module = example("federated_table")
     result = module.main()
@@ -76,8 +73,7 @@ def test_hospitals_learn_the_line_and_say_what_a_patient_spent(capsys):
     assert 7.9 < epsilon <= 8.0
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_an_audit_proves_much_and_no_more_than_is_promised(capsys):
     # With a key of its own each time, one run in some twenty proves less than 1.
     key = dpfl.RootKey.from_seed(1)
@@ -86,8 +82,7 @@ def test_an_audit_proves_much_and_no_more_than_is_promised(capsys):
     assert "the promise stands" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_planner_prices_every_option(capsys):
     plan = example("plan_a_run").main()
     assert plan.best.noise == min(option.noise for option in plan.options)
@@ -95,8 +90,7 @@ def test_the_planner_prices_every_option(capsys):
     assert "LS(" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_two_processes_end_with_the_same_parameters():
     found = subprocess.run(
         [sys.executable, "examples/many_processes.py"],
@@ -113,8 +107,7 @@ def test_two_processes_end_with_the_same_parameters():
     assert any(abs(w) > 0.1 for w in eval(said[0][1]))
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_a_model_of_tunix_learns_and_writes(family, capsys):
     pytest.importorskip("tunix", reason="the group models is not installed")
@@ -134,8 +127,7 @@ def test_a_model_of_tunix_learns_and_writes(family, capsys):
     assert float(said[2]) < float(said[1])
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_merged_adapters_of_qwix_compute_what_they_did_beside_the_weights():
     pytest.importorskip("tunix", reason="the group models is not installed")
     qwix = pytest.importorskip("qwix", reason="the group models is not installed")

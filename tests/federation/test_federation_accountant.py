@@ -27,7 +27,6 @@ from dpfl_jax.federation.mechanisms import (
 from dpfl_jax.federation.recipes import apply_recipe
 from dpfl_jax.sampling import FixedSize
 
-pytestmark = pytest.mark.privacy
 DELTA = 1e-5
 
 

@@ -57,6 +57,8 @@ def assert_close(a, b):
     chex.assert_trees_all_close(a, b, rtol=3e-5, atol=3e-6)
 
 
+@pytest.mark.nightly
+@pytest.mark.slow("local_group")
 @pytest.mark.parametrize("kind", MECHANISMS)
 def test_engine_equals_a_plain_loop(kind):
     """Unequal sizes, clip norms, noise and steps; a silo with one record and an empty one."""
@@ -79,6 +81,7 @@ def _alone(federation, data):
     return _KNOWN[federation.mechanism.kind]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("devices", "width", "chunk"), [(8, 1, None), (1, 3, None), (2, 2, 2)])
 @pytest.mark.parametrize("kind", ["hi_grad_avg"])
 def test_devices_width_and_chunks_change_nothing(kind, devices, width, chunk):
@@ -90,6 +93,7 @@ def test_devices_width_and_chunks_change_nothing(kind, devices, width, chunk):
     assert_close(one, other)
 
 
+@pytest.mark.slow
 def test_vmapped_silos_of_large_arrays(monkeypatch):
     """Arrays that draw their noise by themselves."""
     monkeypatch.setattr(exact, "_SMALL", 4)
@@ -98,6 +102,7 @@ def test_vmapped_silos_of_large_arrays(monkeypatch):
     assert_close(run_round(federation, data)[0], run_round(federation, data, width=2)[0])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("devices", [1, 8])
 def test_a_silo_that_returns_nan_is_dropped_and_counted(devices):
     data = make_data()
@@ -165,6 +170,7 @@ def test_keys_differ_between_silos_rounds_and_steps_and_survive_a_restart():
         np.testing.assert_array_equal(a.positions, b.positions)
 
 
+@pytest.mark.nightly
 def test_optimizer_state_is_kept_or_reset():
     data = make_data(silos=2, records=60)
     federation = make_federation(data, MECHANISMS["fed_avg"], uneven=False)
@@ -216,7 +222,7 @@ def test_a_plan_that_the_data_do_not_keep_is_refused():
         dataclasses.replace(federation, max_silos_per_subject=9)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_thousand_silos_equal_the_loop():
     data = make_data(records=6000, subjects=400, silos=1000, how="uniform")
     federation = make_federation(
@@ -229,7 +235,7 @@ def test_a_thousand_silos_equal_the_loop():
     assert_close(mean, expected)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_each_record_of_a_local_step_has_its_own_key():
     """A loss that draws at random, of units that hold several records."""
 
@@ -271,7 +277,7 @@ def test_each_record_of_a_local_step_has_its_own_key():
         assert np.any(keys[tuple(at)][:2] != steps[at[0], at[1], :2])
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local_item", "subject_uls"])
 def test_silos_in_which_units_mix_are_refused(kind, monkeypatch):
     """Whatever the strategy, in the program that runs: here one that adds a trace of all data."""

@@ -17,7 +17,6 @@ from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.recipes import Claim, apply_recipe, claim_of
 from dpfl_jax.run.report import claim_rows
 
-pytestmark = pytest.mark.privacy
 GIVEN = Claim("given", math.inf, 1e-5, math.inf, math.inf, 2, 2)
 
 

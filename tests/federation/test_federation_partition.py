@@ -43,7 +43,6 @@ def test_confined_subjects_have_one_silo():
     assert len(np.unique(silos)) == 7
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("how", ["uniform", "power", "confined"])
 def test_removing_a_subject_moves_and_drops_nothing_of_the_others(how):
     subjects, keys = population(60, 20)

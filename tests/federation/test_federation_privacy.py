@@ -25,7 +25,6 @@ from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 
-pytestmark = pytest.mark.privacy
 KEY = RootKey.from_seed(5)
 CLIP = 0.7
 UNITS, ROW, SIZE = 32, 4, 8
@@ -246,6 +245,7 @@ def test_fixed_size_batches_break_hierarchical_averaging():
     assert not mechanism.unsound()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["local_group", "hi_grad_avg", "average_then_clip", "subject_uls"])
 def test_one_record_per_subject_reduces_every_method_to_local_item(kind):
     """K = 1: the same draws, gradients, noise, event and update as LocalItemDP."""
@@ -276,6 +276,7 @@ def _sgd():
     return optax.sgd(0.1)
 
 
+@pytest.mark.slow
 def test_group_counts_are_those_of_the_whole_batch():
     """Weights do not depend on how a batch is cut into microbatches."""
     data = make_data(records=150, subjects=8, silos=1, cap=30, how="uniform")
@@ -327,6 +328,7 @@ def test_realised_frequencies_are_the_accounted_ones():
     assert mechanism.probability(SiloFacts.of(silo)) == 0.2
 
 
+@pytest.mark.slow
 def test_a_divisor_of_distinct_subjects_can_be_read_off_the_noise():
     """Text A's denominator: the number of subjects in the private batch, from pure noise."""
     data = make_data(records=400, subjects=60, silos=1, cap=10, how="uniform")

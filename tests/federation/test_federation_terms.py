@@ -21,7 +21,6 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.sampling import Poisson
 
-pytestmark = pytest.mark.privacy
 N, SIGMA, CLIP = 6, 1.3, 1.0
 
 
@@ -84,6 +83,7 @@ def noise_of(key, **changes):
     return (-moved * divisor - clean) / (mechanism.sigma * mechanism.clip_norm)
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_secret_key_share_no_noise():
     key = RootKey.generate()
     first = noise_of(key)
@@ -97,6 +97,7 @@ def test_two_runs_with_one_secret_key_share_no_noise():
     np.testing.assert_allclose(noise_of(key), first, atol=1e-5)  # the same run is the same run
 
 
+@pytest.mark.slow
 def test_a_continued_run_is_held_against_what_ran(tmp_path):
     directory = RunDirectory(tmp_path / "run", {}, "f", None)
     run_rounds(**arguments(), run_dir=directory)
@@ -125,6 +126,7 @@ class Extrapolating(OptimizerServer):
         return jax.tree.map(lambda p: p * (1 + self.factor), state["params"])
 
 
+@pytest.mark.slow
 def test_servers_and_kept_states_are_part_of_a_run(tmp_path):
     key, moved = RootKey.generate(), {}
     for factor in (0.0, 0.9):
@@ -143,6 +145,7 @@ def test_servers_and_kept_states_are_part_of_a_run(tmp_path):
     directory.close()
 
 
+@pytest.mark.slow
 def test_records_changed_in_place_are_other_data():
     data, key = make_data(), RootKey.generate()
     given = arguments(data=data)

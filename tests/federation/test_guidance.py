@@ -22,7 +22,6 @@ from tests.flower.studies import FEDERATED, ISRL, QUIET, study, write_tables
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_the_noise_is_as_large_as_it_is_said_to_be():
     """A loss without gradient: all that moves is noise, 4,000 coordinates of it (within 6 %)."""
     data = make_data(records=40, subjects=10, silos=3)

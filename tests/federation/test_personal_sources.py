@@ -206,7 +206,6 @@ def test_a_resumed_run_keeps_its_noise_and_rates_follow_it():
     assert resumed.claim.real_epsilon < prepared.claim.real_epsilon
 
 
-@pytest.mark.privacy
 def test_an_edited_budget_is_named_when_a_run_goes_on(tmp_path):
     personal = prepare(config(), Console(quiet=True)).personal
     run = tmp_path / "run"
@@ -224,7 +223,6 @@ def test_an_edited_budget_is_named_when_a_run_goes_on(tmp_path):
         dataclasses.replace(personal, budgets=edited).check_unchanged(run, "b.csv")
 
 
-@pytest.mark.privacy
 def test_a_run_does_not_go_on_with_other_budgets():
     prepared = prepare(config(), Console(quiet=True))
     same = prepare(config(), Console(quiet=True))

@@ -38,7 +38,6 @@ from dpfl_jax.federation.personal.policies import POLICIES, assign
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.sampling import FixedSize, Poisson
 
-pytestmark = pytest.mark.privacy
 DELTA, GRID, SIZE = 1e-5, 2.5e-4, 1 << 18
 
 
@@ -230,6 +229,7 @@ OPTIONS = {"derandomize": True, "deadline": None, "database": None}
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
+@pytest.mark.slow
 @settings(max_examples=5, suppress_health_check=SLOW, **OPTIONS)
 @given(federations(kinds=3))
 def test_stated_lies_between_the_truth_and_the_target(federation):
@@ -253,6 +253,7 @@ def test_every_mechanism_is_priced_tightly(make, reach):
     assert truth >= 0.98 * stated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [HiGradAvgDP, UserLDP])
 def test_more_kinds_than_are_composed_exactly_state_no_more_than_was_asked_for(make):
     sizes = [60 + 37 * i for i in range(26)]

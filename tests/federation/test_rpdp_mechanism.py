@@ -35,7 +35,6 @@ from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Poisson
 
-pytestmark = pytest.mark.privacy
 KEY = RootKey.from_seed(3)
 HEART = TwoStage(12.2509765625, 50, 15, 1.0, 1e-3)
 
@@ -144,6 +143,7 @@ def check_what_is_executed(distinct, seed, policy, sigma, steps, rounds, lam):
     return len(np.unique(mine))
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=10)
 @given(**ANY_RUN)
 def test_no_record_exceeds_its_budget_in_the_run_as_executed(**run):
@@ -151,7 +151,7 @@ def test_no_record_exceeds_its_budget_in_the_run_as_executed(**run):
     check_what_is_executed(6, **run)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_thousand_budgets_are_kept_in_runs_as_executed():
     """Distinct budgets in random settings until there are 1,000 of them."""
     checked = []
@@ -192,6 +192,7 @@ def test_silos_take_part_with_the_declared_probability_and_empty_rounds_happen()
     assert abs(empty - 343) < 4.5 * math.sqrt(1000 * 0.343 * 0.657)
 
 
+@pytest.mark.slow
 def test_equal_budgets_are_uniform_sampling():
     """The same draws, the same epsilon and the same model as DP-SGD with one rate for all."""
     data, federation, personal = build(np.full(40, 2.0), sigma=3.0)
@@ -334,6 +335,7 @@ def test_nearly_zero_infinite_and_unreachable_budgets():
     assert personal.summary(4)["never_sampled"] == 1
 
 
+@pytest.mark.slow
 def test_records_whose_budget_is_used_up_leave_and_training_goes_on():
     """The fitted curve overruns 0.1; uniform sampling overruns more: both end those records."""
     budgets = np.repeat([0.05, 0.1, 8.0], 20)
@@ -362,6 +364,7 @@ def test_records_whose_budget_is_used_up_leave_and_training_goes_on():
     assert personal.spent(gone).tolist() == personal.spent(6).tolist()
 
 
+@pytest.mark.slow
 def test_rounds_without_silos_leave_the_model_and_are_charged():
     data, federation, personal = build(
         np.full(30, 2.0), silos=2, rounds=3, sigma=1.0, participation_prob=0.05
@@ -452,7 +455,6 @@ def test_reports_hold_no_rate_and_no_budget():
     assert guarantee.epsilon == pytest.approx(personal.setting.epsilon(1.0), rel=1e-6)
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("partition", ["confined", "uniform"])
 def test_the_guarantee_does_not_tell_whether_a_person_owns_several_records(partition):
     _, _, one_each = build(np.ones(90))
@@ -486,6 +488,7 @@ def test_mechanism_refuses_what_it_cannot_keep():
         RPDP(noise_multiplier=1.0).event(federation.silos[0].facts, 3)
 
 
+@pytest.mark.slow
 def test_norms_are_compared_before_the_first_unit_whenever_that_comes(monkeypatch):
     """Rounds without a unit come first here; the check waits for none of them to be filled."""
     from dpfl_jax.clipping import SelfCheckError

@@ -35,6 +35,7 @@ def test_splitting_by_record_keeps_every_subject_on_both_sides():
     assert data.train.num_examples + data.held_out.num_examples == 1797
 
 
+@pytest.mark.nightly
 def test_the_embedded_corpus_needs_no_files_and_fits_the_transformer():
     raw = {
         "data": {

@@ -126,12 +126,13 @@ def certificates(folder, addresses=("127.0.0.1",)):
     """A certificate for the server's addresses, signed by one that the silos trust."""
     names = "subjectAltName=" + ",".join(f"IP:{a}" for a in addresses)
     for command in (
-        "req -x509 -newkey rsa:2048 -nodes -days 2 -keyout ca.key -out ca.pem -subj /CN=test",
+        "req -x509 -newkey rsa:2048 -nodes -days 2 -keyout ca.key -out ca.pem -subj /CN=test "
+        "-addext keyUsage=critical,keyCertSign,cRLSign",
         "req -newkey rsa:2048 -nodes -keyout server.key -out server.csr -subj /CN=localhost",
         "x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 "
         "-out server.pem -extfile names",
     ):
-        (folder / "names").write_text(names + "\nbasicConstraints=CA:FALSE\n")
+        (folder / "names").write_text(names + "\nbasicConstraints=CA:FALSE\nauthorityKeyIdentifier=keyid\n")
         subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
 
 
@@ -242,19 +243,15 @@ def trained(
     assert bits(final_state(tmp_path / "server")["params"]) == bits(expected)
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.release] * (k != "hi_grad_avg")) for k in STUDIES]
-)
+@pytest.mark.nightly
+@pytest.mark.slow("hi_grad_avg")
+@pytest.mark.parametrize("kind", STUDIES)
 def test_processes_over_tls_are_killed_and_equal_the_simulation(tmp_path, kind):
     needed()
     trained(tmp_path, STUDIES[kind])
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
-@pytest.mark.release
+@pytest.mark.nightly
 def test_a_table_of_ones_own_by_commands_alone_equals_the_simulation(tmp_path):
     needed(tmp_path)
     trained(tmp_path, STAYS, wards, WARDS)
@@ -290,9 +287,7 @@ def namespaces():
             ip("netns", "del", space)
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
-@pytest.mark.release
+@pytest.mark.nightly
 def test_silos_on_networks_of_their_own_equal_the_simulation(tmp_path, namespaces):
     needed()
 

@@ -79,6 +79,8 @@ def certificate(folder, name, authority=None):
     command += f" -subj /CN={name} -addext {san}"
     if authority:
         command += f" -CA {authority}.pem -CAkey {authority}.key -addext basicConstraints=CA:FALSE"
+    else:
+        command += " -addext keyUsage=critical,keyCertSign,cRLSign"
     subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
 
 

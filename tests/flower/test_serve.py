@@ -55,7 +55,6 @@ wait
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_a_server_that_is_told_to_end_ends_what_it_started(tmp_path):
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(study()))
     for name, text in {"flower-superlink": LINK, "flwr": "#!/bin/sh\n"}.items():

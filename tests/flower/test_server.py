@@ -124,7 +124,6 @@ class Unreliable(Here):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_killed_server_and_silos_go_on_and_equal_the_simulation(tmp_path, monkeypatch):
     keep = {"name": "sgd", "learning_rate": 0.5, "options": {"momentum": 0.9}}
     raw = study(federation={"local_state": "keep", "local_optimizer": keep})
@@ -160,7 +159,7 @@ def test_killed_server_and_silos_go_on_and_equal_the_simulation(tmp_path, monkey
         assert len(reply) < 4 * numbers + 2000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_silo_that_is_gone_is_left_out(tmp_path):
     silos = opened(make_silos(tmp_path, study()))
     lost = Unreliable(silos, {"chur": (1, 2)})
@@ -171,7 +170,7 @@ def test_a_silo_that_is_gone_is_left_out(tmp_path):
     assert silos["chur"].log.find("finished")["rounds"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_goes_on_although_a_silo_is_gone_for_good(tmp_path, monkeypatch):
     silos = opened(make_silos(tmp_path, study()))
     with death_after_a_checkpoint(monkeypatch):

@@ -62,11 +62,6 @@ KINDS = {
 }  # fmt: skip
 
 
-def in_ci(kinds, *chosen):
-    """All kinds; those that protect most are run by CI, too."""
-    return [pytest.param(k, marks=[pytest.mark.privacy] * (k in chosen)) for k in kinds]
-
-
 ROUND = {"kind", "run", "plan", "silo", "round"}
 SAID = {
     "hello": {"kind", "name", "facts", "environment", "task"},
@@ -140,8 +135,9 @@ def every_number_is_noised(silo):
         assert (once != twice).all()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", in_ci(KINDS, "subject_uls", "rpdp"))
+@pytest.mark.nightly
+@pytest.mark.slow("rpdp", "subject_uls")
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_study_equals_the_simulation_to_the_last_bit(tmp_path, kind):
     raw = study(**KINDS[kind])
     unit = "record" if kind == "rpdp" else "subject"
@@ -175,8 +171,9 @@ MESSAGES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", in_ci(MESSAGES, "one_pass"))
+@pytest.mark.nightly
+@pytest.mark.slow("one_pass")
+@pytest.mark.parametrize("kind", MESSAGES)
 def test_messages_equal_the_simulation_to_the_last_bit(tmp_path, kind):
     raw = study(ISRL, **MESSAGES[kind])
     policy = {**POLICY, "unit": "record", "mechanisms": [f"isrl/{raw['isrl']['algorithm']}"]}

@@ -61,6 +61,7 @@ def full_oracle(loss, data, stddev=0.0):
     )
 
 
+@pytest.mark.nightly
 def test_minibatch_sgd_without_noise_is_gradient_descent():
     data = silos([5, 8])
     rounds, eta = 12, 0.3
@@ -90,6 +91,7 @@ def test_minibatch_sgd_without_noise_is_gradient_descent():
     )
 
 
+@pytest.mark.nightly
 def test_growing_weights_are_averaged_in_logs():
     """gamma_r = (1 - mu eta)^-(r+1) overflows float32 after 2,000 rounds; the mean does not."""
     rounds = 3000
@@ -153,7 +155,6 @@ def test_accelerated_rounds_solve_the_constrained_problem_of_algorithm_1(mu, rad
     np.testing.assert_allclose(found, w_ag, atol=2e-5)
 
 
-@pytest.mark.privacy
 def test_no_round_serves_two_stages():
     """One pass over the records stays one pass: the stages' rounds are disjoint and in order."""
     seen = []
@@ -203,6 +204,7 @@ def test_acceleration_without_noise_is_fast():
     assert risk(400) < risk(100) / 6
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("rounds", "variance"), [(10, 0.01), (50, 0.3), (200, 2.0)])
 def test_risk_stays_below_the_bound_of_the_step_weights(rounds, variance):
     start, dim = jnp.ones(6), 6
@@ -243,6 +245,7 @@ def test_multi_stage_meets_its_targets():
         stages(10, 1.0, 0.0, 1.0, 1.0)
 
 
+@pytest.mark.nightly
 def test_local_sgd_without_noise_is_fedavg():
     data = silos([1, 1], dim=2)  # one record: every local step takes it
     rows = make_schedule(KEY, 3, np.array([1, 1])).rows()
@@ -259,7 +262,7 @@ def test_local_sgd_without_noise_is_fedavg():
     np.testing.assert_allclose(found, w, rtol=1e-5)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_each_local_step_and_each_use_has_noise_of_its_own():
     """Chi-square test of 4,000 normals, false-alarm rate 1e-3."""
     data = silos([2, 2], dim=2000)

@@ -41,7 +41,6 @@ def send(spec, examples, w, batch, clip, keys, stddev=0.0, turn=0, rank=None, ca
     )
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("sampling", ["poisson", "full", "disjoint"])
 def test_replacing_a_record_moves_the_message_by_at_most_2c_over_k(sampling):
     """Brute force over records, values and keys; gradients are made as far apart as can be."""
@@ -68,7 +67,7 @@ def test_replacing_a_record_moves_the_message_by_at_most_2c_over_k(sampling):
     assert worst > 1.5 * clip / batch  # the bound is reached, so that the test can fail
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_clipping_the_batch_mean_is_not_private_enough():
     """As two of the authors' scripts do it: one record moves the message by more than 2C/K."""
     rng = np.random.default_rng(1)
@@ -132,7 +131,7 @@ def test_poisson_takes_each_record_with_probability_k_over_n():
     assert np.abs(joint - np.eye(n)).max() < 4.5 / np.sqrt(draws)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_one_pass_uses_every_record_at_most_once():
     sizes, batch, rounds = np.array([10, 7, 3]), np.array([3, 3, 4]), 9
     schedule = make_schedule(KEY, rounds, sizes, available=2, one_pass_batch=batch)
@@ -166,7 +165,7 @@ def test_one_pass_uses_every_record_at_most_once():
     assert np.all(used[np.arange(n) >= sizes[:, None]] == 0)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_keys_are_distinct_and_messages_depend_on_nobody_else():
     schedule = make_schedule(KEY, 20, np.array([5, 5, 4]))
     keys = np.asarray(schedule.keys).reshape(-1, 8)
@@ -187,6 +186,7 @@ def test_keys_are_distinct_and_messages_depend_on_nobody_else():
     np.testing.assert_array_equal(make_oracle(quadratic, spec, data, **options)(w, alone), 0 * w)
 
 
+@pytest.mark.nightly
 def test_noise_has_the_stated_variance():
     """Chi-square test of 6,000 normals, false-alarm rate 1e-3; and silos are independent."""
     data = silos([4, 4], dim=3000)
@@ -206,7 +206,7 @@ def test_noise_has_the_stated_variance():
     assert abs(np.corrcoef(found)[0, 1]) < 4 / np.sqrt(3000)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_noise_is_that_of_the_one_implementation(monkeypatch):
     """A silo's, and a trusted server's: its tails are tested there."""
     for module in (message, baselines):  # the keys as they are in the schedule
@@ -244,6 +244,7 @@ def test_random_availability_follows_its_law():
             make_schedule(KEY, 5, np.full(5, 3), available=law)
 
 
+@pytest.mark.nightly
 def test_unequal_silos_and_weights_equal_a_loop():
     sizes = [6, 1, 4]
     data, w = silos(sizes), jnp.asarray([0.5, 0.1, -1.0])

@@ -55,7 +55,6 @@ from reproductions.isrl._shuffle_protocol import (
     protocol_guarantee,
 )
 
-pytestmark = pytest.mark.privacy
 N, R, K = 1238, 35, 443
 DELTA = 1 / N**2
 
@@ -183,6 +182,7 @@ def test_poisson_draws_no_more_often_than_accounted(share, n):
     assert noise.rate <= batch / n + 3 / 2**23
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sampling", ["full", "poisson"])
 def test_a_trusted_server_adds_noise_once_and_enough(sampling, monkeypatch):
     """Brute force: a record moves the mean of N silos by at most 2 C / (N K_min)."""
@@ -267,6 +267,7 @@ def test_vector_protocol_epsilon_bounds_the_exact_divergence():
     assert np.maximum(shifted - math.exp(claimed / 2.5) * law, 0).sum() > delta
 
 
+@pytest.mark.slow
 def test_vector_protocol_is_calibrated_and_runs():
     protocol = calibrate_protocol(2.0, 1e-6, reports=200, dim=5, bound=1.0)
     assert protocol_epsilon(protocol, 200, 5, 1e-6) <= 2.0
@@ -418,7 +419,7 @@ def test_a_guarantee_for_silos_of_different_deltas_holds_for_each():
     assert (central["epsilon"], central["delta"]) == (found.epsilon, found.delta)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_one_schedule_gives_two_uses_no_common_noise():
     """Else the difference of two messages would be a difference of clipped gradients."""
     rounds, sizes = 6, [5, 4]
@@ -473,7 +474,6 @@ def test_one_schedule_gives_two_uses_no_common_noise():
     np.testing.assert_array_equal(by_sgd(messages()), uses["sgd"])  # the same use again
 
 
-@pytest.mark.privacy
 def test_schedules_of_one_key_that_differ_share_no_key():
     """From the second round on, other silos answered in one of them: the models differ."""
     key, sizes = RootKey.generate(), np.array([6, 5, 4, 3])
@@ -491,6 +491,7 @@ def test_schedules_of_one_key_that_differ_share_no_key():
     np.testing.assert_array_equal(made[0], np.asarray(make_schedule(key, 5, sizes).keys))
 
 
+@pytest.mark.slow
 def test_what_other_silos_hold_and_weigh_is_another_use_of_a_schedule():
     """A silo's message depends on it through the model: its noise must not be the same then."""
     rounds, sizes = 3, [5, 4]

@@ -58,13 +58,13 @@ class StopAtOnce(driver.StopRequest):
         return self
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "isrl",
     [
         pytest.param(None, id="minibatch"),
-        pytest.param(ACCELERATED, id="one-pass", marks=pytest.mark.slow),
-        pytest.param(STAGES, id="multi-stage", marks=pytest.mark.slow),
+        pytest.param(ACCELERATED, id="one-pass"),
+        pytest.param(STAGES, id="multi-stage"),
     ],
 )
 def test_a_run_reports_its_guarantee_and_goes_on_where_it_stopped(
@@ -117,7 +117,6 @@ def test_a_run_reports_its_guarantee_and_goes_on_where_it_stopped(
     assert dpfl("train", config, "--run-dir", tmp_path / "whole") == 2
 
 
-@pytest.mark.privacy
 def test_multi_stage_runs_the_rounds_that_it_pays_for(capsys):
     """Its stages follow from the noise, and the noise from the rounds: none is left over."""
     overrides = ("isrl.rounds=300", "privacy.epsilon=6", "--dry-run", "--json")
@@ -130,7 +129,6 @@ def test_multi_stage_runs_the_rounds_that_it_pays_for(capsys):
     assert all(5.99 < s["epsilon"] <= 6.0 for s in price["silos"])
 
 
-@pytest.mark.privacy
 def test_silos_may_grant_different_budgets(tmp_path, capsys):
     config = written(tmp_path, privacy={"epsilon": [8, 8, 8, 8, 2]})
     assert dpfl("train", config, "--dry-run", "--json") == 0
@@ -186,7 +184,6 @@ def test_the_shipped_configurations_are_valid(monkeypatch):
         assert load_config(CONFIGS / f"{name}.yaml").isrl is not None
 
 
-@pytest.mark.privacy
 def test_no_record_is_written_into_a_compiled_program(tmp_path):
     """Programs are kept where JAX is told to, outside of the run and its private folder."""
     config = load_config(written(tmp_path))
@@ -203,7 +200,6 @@ def test_no_record_is_written_into_a_compiled_program(tmp_path):
     assert all(records not in np.shape(c) for c in traced.consts)
 
 
-@pytest.mark.privacy
 def test_a_run_goes_on_with_another_execution(tmp_path):
     """And under another name; what it computes is the same."""
     found = []

@@ -42,7 +42,6 @@ def records(found, silo):
     return {tuple(row) for row in np.concatenate([x, y[:, None]], axis=1).round(5).tolist()}
 
 
-@pytest.mark.privacy
 def test_one_record_changes_one_record(tmp_path):
     """The guarantee is for replacing a record; whoever it is of must not move the others."""
     before = silos(tmp_path)

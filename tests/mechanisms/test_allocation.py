@@ -20,8 +20,6 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.sampling import CyclicPoisson, RandomAllocation
 
-pytestmark = pytest.mark.privacy
-
 
 def loss_fn(params, example):
     return jnp.sum(params["w"] * example["x"]) + 0.5 * jnp.sum(params["w"] ** 2)

@@ -13,12 +13,10 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import BLT, BandedInverse, Population
 
-pytestmark = pytest.mark.privacy
 PEOPLE = Population(100, 200, 100)
 
 
-@pytest.mark.slow
-@pytest.mark.release
+@pytest.mark.nightly
 def test_half_the_noise_is_seen(monkeypatch):
     own = BandedInverse.noise_stddev.fget
     monkeypatch.setattr(BandedInverse, "noise_stddev", property(lambda m: own(m) / 2))

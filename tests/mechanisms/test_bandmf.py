@@ -19,7 +19,6 @@ from dpfl_jax.mechanisms import ULS, BandMF, Population
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Poisson, UserSampler
 
-pytestmark = pytest.mark.privacy
 COLUMN = (0.75, 0.5, 0.4375)
 
 

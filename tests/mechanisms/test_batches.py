@@ -119,6 +119,7 @@ def test_a_draw_larger_than_the_buffer_gets_a_larger_one(store):
         Pipeline(store, sampler, 8, (2, 4), capacities=(1,))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", MECHANISMS)
 def test_raw_records_train_to_the_parameters_that_examples_train_to(store, kind):
     raw = run(store, MECHANISMS[kind])
@@ -127,7 +128,7 @@ def test_raw_records_train_to_the_parameters_that_examples_train_to(store, kind)
     assert raw.tokens == plain.tokens > 0
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["auto", "vmap"])
 def test_buckets_of_group_sizes_change_the_work_and_not_the_result(store, strategy):
     whole = run(store, MECHANISMS["uls"], strategy=strategy)

@@ -15,7 +15,6 @@ from dpfl_jax.noise import buffered_column, multiplied
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Turns
 
-pytestmark = pytest.mark.privacy
 BUFFERS = {"decays": (0.75, 0.25), "scales": (0.5, 0.125)}
 PEOPLE = Population(100, 200, 100)
 

@@ -36,11 +36,9 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.release] * (k != "blt")) for k in KINDS]
-)
+@pytest.mark.nightly
+@pytest.mark.slow("blt")
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_from_yaml_is_verified_read_priced_and_compiled(kind, tmp_path, capsys):
     fields, sampling, last = KINDS[kind]
     size = {} if "batch_size" in fields else {"cohort_size": 6}

@@ -31,7 +31,6 @@ from dpfl_jax.sampling import Staying
 from dpfl_jax.training import filtered
 from dpfl_jax.training.filtered import Filtered, FilteredSteps, Spending
 
-pytestmark = pytest.mark.privacy
 SIZES = np.array([0.02, 0.1, 0.3, 0.6, 0.95, 5.0])  # of gradients, over the clip norm
 
 
@@ -256,6 +255,7 @@ def test_bounds_do_not_tell_who_was_drawn(monkeypatch):
     assert (levels_under(0, people(40)) != levels_under(1, people(40))).any()
 
 
+@pytest.mark.slow
 def test_bounds_are_norms_of_plain_gradients_however_they_are_computed():
     rng = np.random.default_rng(1)
     rows = {f"u{u:03d}": {"x": np.float32(rng.normal(size=(1 + u % 3, 4)))} for u in range(50)}
@@ -382,6 +382,7 @@ def run(directory=None, loss=curved, **given):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_users_have_spent_is_private(tmp_path):
     """It stands in private/, and in checkpoints as what nobody reads without the root key."""
     result = run(tmp_path / "run", checkpoint_every=5)
@@ -456,8 +457,7 @@ def test_on_eight_devices_the_same_users_take_part(tmp_path):
     np.testing.assert_allclose(found[0][0].params["w"], found[1][0].params["w"], rtol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.release
+@pytest.mark.nightly
 def test_who_is_learnt_soon_stays_for_five_times_as_long(tmp_path):
     """At one epsilon and clip norm: docs/guides/guarantee.md has these numbers."""
     rng, users, rate, target = np.random.default_rng(0), 400, 0.25, {"epsilon": 2.0, "delta": 1e-4}

@@ -22,7 +22,6 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import SPENT, RunDirectory
 from tests.mechanisms.test_individual import curved, loss_fn, made, of_sizes, taken
 
-pytestmark = pytest.mark.privacy
 KIND = {"kind": IndividualELS}
 
 

@@ -27,7 +27,6 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.beside import WITHOUT_PRIVACY
 from dpfl_jax.run.directory import RunDirectory
 
-pytestmark = pytest.mark.privacy
 GROUP, CLIP = 5, 0.4
 STEPS = {"local_learning_rate": 0.3, "local_batch_size": 2, "local_epochs": 2}
 BUFFERS = {"decays": (0.75, 0.25), "scales": (0.5, 0.125)}
@@ -102,6 +101,7 @@ def test_a_sum_is_that_of_clipped_updates_by_hand(strategy):
         np.testing.assert_allclose(found.sum[name], wanted[name], atol=2e-6)
 
 
+@pytest.mark.slow
 def test_one_local_step_at_rate_one_is_uls():
     """Sums, norms and losses, whatever is trained."""
     params, units = params_of(), units_of()
@@ -118,8 +118,7 @@ def test_one_local_step_at_rate_one_is_uls():
     np.testing.assert_array_equal(frozen(params, units).sum["w"], frozen(other, units).sum["w"])
 
 
-@pytest.mark.slow
-@pytest.mark.release
+@pytest.mark.nightly
 def test_a_run_of_one_local_step_is_a_run_of_uls():
     """The same draws and noise: parameters to rounding, from plans to the optimiser."""
 
@@ -137,8 +136,9 @@ def test_a_run_of_one_local_step_is_a_run_of_uls():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("vmap")
 @pytest.mark.parametrize("devices", [1, 8])
-@pytest.mark.parametrize("strategy", ["auto", pytest.param("vmap", marks=pytest.mark.release)])
+@pytest.mark.parametrize("strategy", ["auto", "vmap"])
 def test_a_device_moves_a_round_by_no_more_than_the_clip_norm(devices, strategy):
     """Removed, with other data in its place, on the layout that runs; long updates reach it."""
     mesh = make_mesh(data=devices, devices=jax.devices()[:devices])
@@ -227,7 +227,8 @@ def test_local_steps_cost_what_steps_cost(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["blt", pytest.param("bandmf", marks=pytest.mark.release)])
+@pytest.mark.nightly("bandmf")
+@pytest.mark.parametrize("kind", ["blt", "bandmf"])
 def test_the_noise_of_rounds_on_eight_devices_is_that_of_its_matrix(kind):
     """What a server on 8 devices adds to nothing: covariances over 40,000 coordinates.
 
@@ -264,7 +265,8 @@ def test_the_noise_of_rounds_on_eight_devices_is_that_of_its_matrix(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["blt", pytest.param("bandmf", marks=pytest.mark.release)])
+@pytest.mark.nightly("bandmf")
+@pytest.mark.parametrize("kind", ["blt", "bandmf"])
 def test_rounds_that_died_go_on_bit_for_bit(kind, tmp_path, monkeypatch):
     cls, fields = KINDS[kind]
 

@@ -55,8 +55,10 @@ def total(unit, how, params, axes, units, mask, **options):
     return jax.device_get(summed(placed, units, mask, np.int32(2)))
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
+@pytest.mark.slow(
+    "uls-{'sequence': 4}", "uls-{'fsdp': 2, 'tensor': 2}", "els-{'fsdp': 2, 'sequence': 2}"
+)
 @pytest.mark.parametrize(
     "axes",
     [{}, {"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"sequence": 4}, {"fsdp": 2, "sequence": 2}],
@@ -82,6 +84,7 @@ def product(params, example):
     return (params["w"] * example["tokens"]).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [2, 8])
 def test_what_cannot_be_split_is_refused(parts):
     """A loss without positions, and 20 of them over 8 devices."""

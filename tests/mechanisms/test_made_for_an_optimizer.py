@@ -22,7 +22,6 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.central_run import prepare
 from dpfl_jax.training.optimizers import build_optimizer
 
-pytestmark = pytest.mark.privacy
 STEPS = 12
 KINDS = {
     "bandmf": (BandMF, {"bands": 3}, lambda m: banded_matrix(m.column, STEPS)),
@@ -40,9 +39,8 @@ def nothing(params, example):
     return 0.0 * jnp.sum(params["w"]) + 0.0 * jnp.sum(example["x"])
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=[pytest.mark.slow] * (k != "bandmf")) for k in KINDS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_noise_of_the_last_parameters_is_what_is_foretold(kind):
     """Their variance over 40,000 coordinates, within 5 standard errors: by luck 6e-7 of the time.
 
@@ -98,6 +96,7 @@ def test_the_strategy_is_in_what_a_plan_states_and_epsilon_is_what_was_asked_for
         assert 2.99 < plan.guarantee().epsilon <= 3.0
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_schedule_alone(tmp_path):
     """Another schedule is another strategy, and another computation: both are refused."""
     data, params = people(60), {"w": jnp.zeros(4)}

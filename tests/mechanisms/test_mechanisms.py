@@ -47,6 +47,7 @@ def test_declared_probabilities_do_not_depend_on_the_data():
     assert mechanism.divisor == 3.0
 
 
+@pytest.mark.nightly("els")
 @pytest.mark.parametrize(
     "mechanism",
     [ELS(group_size=3, batch_size=4), ULS(group_size=2, cohort_size=2)],

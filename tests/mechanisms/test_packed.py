@@ -53,21 +53,17 @@ def store(answers=False):
     )
 
 
+@pytest.mark.nightly
+@pytest.mark.slow("{'positions': 'learned'")
 @pytest.mark.parametrize(
     "options",
     [
         {"num_kv_heads": 2},
-        pytest.param(
-            {"positions": "learned", "attention": "blockwise"},
-            marks=[pytest.mark.slow, pytest.mark.privacy],
-        ),
-        pytest.param(
-            {"sliding_window": 5, "attention": "blockwise"},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({"attention_softcap": 2.0, "logit_softcap": 3.0}, marks=pytest.mark.slow),
-        pytest.param({"scan_layers": False}, marks=pytest.mark.slow),
-        pytest.param({"remat": "light"}, marks=pytest.mark.slow),
+        {"positions": "learned", "attention": "blockwise"},
+        {"sliding_window": 5, "attention": "blockwise"},
+        {"attention_softcap": 2.0, "logit_softcap": 3.0},
+        {"scan_layers": False},
+        {"remat": "light"},
     ],
     ids=str,
 )
@@ -94,7 +90,6 @@ def test_a_row_costs_what_its_sequences_cost(options, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_rows_longer_than_any_sequence_may_be_empty():
     """Learned positions end before such a row does."""
     own = model(positions="learned", num_layers=1)
@@ -161,15 +156,15 @@ def sums(kind, packing, data, params, axes, change=None, how_seen="plain", **opt
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly("blockwise")
 @pytest.mark.parametrize(
     ("kind", "axes", "form"),
     [
         ("uls", {}, "blockwise"),
         ("els", {"fsdp": 2, "tensor": 2}, "plain"),
-        pytest.param("els", {}, "blockwise", marks=pytest.mark.release),
-        pytest.param("uls", {"fsdp": 4}, "blockwise", marks=pytest.mark.release),
-        pytest.param("uls", {"fsdp": 2, "tensor": 2}, "blockwise", marks=pytest.mark.release),
+        ("els", {}, "blockwise"),
+        ("uls", {"fsdp": 4}, "blockwise"),
+        ("uls", {"fsdp": 2, "tensor": 2}, "blockwise"),
     ],
     ids=str,
 )
@@ -197,8 +192,7 @@ def test_sums_and_sensitivity_on_every_layout(kind, axes, form, monkeypatch):
     assert CLIP * (1 - 1e-2) <= np.sqrt(moved) <= CLIP * (1 + 1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", MECHANISMS)
 def test_a_run_is_that_of_unpacked_units_and_goes_on(kind, tmp_path):
     """The same draws and noise under a public key; its shapes are chosen again by a resume."""

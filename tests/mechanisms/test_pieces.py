@@ -34,14 +34,13 @@ def linear(params, example):
     return jnp.tanh(params["w"] @ example["x"]) + params["b"] * example["x"][0]
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=15)
 @given(
     size=st.integers(1, 7),
     at_once=st.integers(1, 9),
     seed=st.integers(0, 2**16),
 )
-@pytest.mark.slow
-@pytest.mark.privacy
 def test_any_cut_gives_the_same_norms_and_sums(size, at_once, seed):
     rng = np.random.default_rng(seed)
     mechanism = ULS(group_size=size, cohort_size=3, clip_norm=0.4, noise_multiplier=1.0)
@@ -64,6 +63,7 @@ def test_any_cut_gives_the_same_norms_and_sums(size, at_once, seed):
     chex.assert_trees_all_close(got.sum, want.sum, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_bad_example_takes_its_user_out_and_nobody_else():
     params = {"w": np.ones(3, "f4"), "b": np.float32(1)}
     x = np.random.default_rng(0).normal(size=(3, 4, 3)).astype("f4")
@@ -114,22 +114,18 @@ def total(params, axes, units, mask, **cut):
     )
 
 
-@pytest.mark.privacy
+@pytest.mark.nightly
+@pytest.mark.slow("cut0", "cut3", "cut6")
 @pytest.mark.parametrize(
     ("axes", "cut"),
     [
         ({"fsdp": 4}, {"split_users": True}),
-        *(
-            pytest.param(axes, cut, marks=pytest.mark.slow)
-            for axes, cut in [
-                ({}, {"examples_at_once": 2}),
-                ({"fsdp": 8}, {"examples_at_once": 1}),
-                ({"fsdp": 8}, {"split_users": True}),
-                ({"fsdp": 2}, {"split_users": True, "examples_at_once": 1}),
-                ({"fsdp": 2, "tensor": 2}, {"split_users": True, "examples_at_once": 2}),
-                ({"tensor": 8}, {"split_users": True}),
-            ]
-        ),
+        ({}, {"examples_at_once": 2}),
+        ({"fsdp": 8}, {"examples_at_once": 1}),
+        ({"fsdp": 8}, {"split_users": True}),
+        ({"fsdp": 2}, {"split_users": True, "examples_at_once": 1}),
+        ({"fsdp": 2, "tensor": 2}, {"split_users": True, "examples_at_once": 2}),
+        ({"tensor": 8}, {"split_users": True}),
     ],
 )
 def test_users_in_pieces_on_every_layout(axes, cut, params):
@@ -143,7 +139,7 @@ def test_users_in_pieces_on_every_layout(axes, cut, params):
     assert CLIP * (1 - 1e-2) <= np.sqrt(moved) <= CLIP * (1 + 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_devices_that_share_a_user_share_the_work(params):
     """Activations follow the examples, not the parameters: an eighth of the products each."""
     units, mask = buffers()
@@ -159,7 +155,7 @@ def test_devices_that_share_a_user_share_the_work(params):
     assert flops({"fsdp": 8}, split_users=True) < alone / 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_training_piece_by_piece_trains_the_same_parameters(params):
     rng = np.random.default_rng(0)
     users = (

@@ -29,7 +29,6 @@ from dpfl_jax.noise.exact import whole_number
 from dpfl_jax.noise.table import STDDEV
 from dpfl_jax.randomness import RootKey
 
-pytestmark = pytest.mark.privacy
 DELTA = 1e-5
 PEOPLE = Population(num_users=400, num_examples=2000, num_units=400)
 SHAPES = [0.0, 0.5, 1.0]

@@ -26,7 +26,6 @@ from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling.contribution import limit_shared
 
-pytestmark = pytest.mark.privacy
 PROB, SIGMA, STEPS, DELTA = 0.3, 1.0, 1, 1e-3
 
 
@@ -300,7 +299,6 @@ def test_what_is_drawn_of_a_user_is_what_is_accounted(mechanism):
 
 
 @pytest.mark.slow
-@pytest.mark.ci
 def test_fit_tells_what_is_left_out(tmp_path):
     out = io.StringIO()
     plan = MECHANISMS[0].plan(store(), steps=2, delta=1e-5)

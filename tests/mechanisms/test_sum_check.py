@@ -21,8 +21,6 @@ from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import central, convolutions
 
-pytestmark = pytest.mark.privacy
-
 GROUP = 3
 MECHANISM = ULS(group_size=GROUP, cohort_size=4.0, clip_norm=0.1, noise_multiplier=1.0)
 SAMPLER = MECHANISM.sampler(np.arange(6), RootKey.from_seed(0))
@@ -98,6 +96,7 @@ def too_large(monkeypatch):
     monkeypatch.setattr(sum_check._OneDevice, "made", lambda *_: None)
 
 
+@pytest.mark.slow
 def test_a_right_sum_passes_with_or_without_one_device(monkeypatch):
     found = check()
     assert found.compared
@@ -151,6 +150,7 @@ def test_parameters_that_are_zero_are_looked_at_elsewhere():
         check(scaled(5.0, "a"), params=parameters(b=0.0))
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_bound_to_the_mesh_is_checked_without_one_device():
     mesh = make_mesh(fsdp=2)
     anywhere = NamedSharding(mesh, PartitionSpec(PartitionSpec.UNCONSTRAINED))
@@ -194,11 +194,12 @@ def train(mesh, kind=ELS, steps=3, **options):
 
 WAYS = [
     {"strategy": "scan"},
-    pytest.param({"kind": ULS, "examples_at_once": 1}, marks=pytest.mark.slow),
-    pytest.param({"kind": ULS, "split_users": True}, marks=pytest.mark.slow),
+    {"kind": ULS, "examples_at_once": 1},
+    {"kind": ULS, "split_users": True},
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_with_convolutions_trains_as_on_one_device_or_not_at_all(way, monkeypatch):
     made, make = [], central.make_train_step

@@ -22,7 +22,6 @@ from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 
-pytestmark = pytest.mark.privacy
 COLUMN = (0.75, 0.5, 0.4375)
 DECAYS, SCALES = (0.75, 0.25), (0.5, 0.125)
 TAKEN = (0.5, 0.25)
@@ -95,9 +94,10 @@ def rows_of(kind, data, steps, devices):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("8")
 @pytest.mark.parametrize(
     ("kind", "devices"),
-    [*((kind, 1) for kind in MADE), pytest.param("banded_inverse", 8, marks=pytest.mark.release)],
+    [*((kind, 1) for kind in MADE), ("banded_inverse", 8)],
 )
 def test_a_user_moves_rows_from_its_first_turn_on_and_no_further_than_accounted(kind, devices):
     """The last user is removed, and has other data: turns of the others are what they were."""
@@ -146,7 +146,8 @@ def test_a_run_that_died_goes_on_with_its_noise_bit_for_bit(tmp_path, monkeypatc
     assert spent[-1] <= 4.0
 
 
-@pytest.mark.parametrize("kind", ["bandmf", pytest.param("blt", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bandmf", "blt"])
 def test_a_run_goes_on_elsewhere_only_as_the_same_computation(tmp_path, kind):
     """Another would draw turns anew: those of a user would come closer than accounted."""
     mechanism, key = made(kind), RootKey.generate()

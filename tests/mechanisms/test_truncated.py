@@ -10,7 +10,6 @@ from dpfl_jax.mechanisms import ULS, Population, Truncated
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Poisson, TruncatedPoisson
 
-pytestmark = pytest.mark.privacy
 KEY = RootKey.from_seed(3)
 
 

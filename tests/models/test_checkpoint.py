@@ -50,12 +50,16 @@ def assert_same(a, b):
         np.testing.assert_array_equal(leaf, flat_paths(b)[name], err_msg=name)
 
 
-QUICK = ("gpt2", "llama_tied_scaled")
-
-
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+@pytest.mark.nightly(
+    "gemma",
+    "qwen3",
+    "phi3",
+    "qwen2",
+    "mistral",
+    "gpt2_untied",
+    "llama_linear_biases",
 )
+@pytest.mark.parametrize("name", FAMILIES)
 def test_logits_equal_those_of_transformers(name, tmp_path):
     theirs = saved_by_transformers(name, tmp_path / "theirs")
     tokens = some_tokens()
@@ -77,7 +81,7 @@ def test_logits_equal_those_of_transformers(name, tmp_path):
     assert_same(params, read)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3moe", "phi3", "gemma3"])
 def test_files_and_stacks_of_any_number_hold_the_same_model(name, tmp_path):
     saved_by_transformers(name, tmp_path / "one")
@@ -140,7 +144,7 @@ def test_each_device_reads_its_own_part(tmp_path):
     assert up.addressable_shards[0].data.size == up.size // 4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [n for n in FAMILIES if n not in ("gpt2", "llama")])
 def test_each_device_reads_its_own_part_of_every_family(name, tmp_path):
     """Parts of tensors that hold several parameters side by side, too."""

@@ -41,9 +41,8 @@ def make(name="llama"):
     return model, params(jax.random.key(0))
 
 
-@pytest.mark.parametrize(
-    "name", [n if n != "gemma3" else pytest.param(n, marks=pytest.mark.slow) for n in VARIANTS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", VARIANTS)
 def test_logits_with_a_cache_are_those_without(name):
     model, params = make(name)
     tokens = jnp.asarray(np.random.default_rng(0).integers(2, 23, 12), jnp.int32)
@@ -58,6 +57,7 @@ def test_logits_with_a_cache_are_those_without(name):
     np.testing.assert_allclose(jnp.concatenate(rows), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_the_most_likely_text_is_found_token_by_token(name):
     model, params = make(name)

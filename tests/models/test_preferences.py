@@ -81,8 +81,8 @@ def test_the_loss_is_the_formula_of_rafailov_et_al(lora):
     np.testing.assert_array_equal(model.right(losses(params, same)), 0.5)
 
 
-@pytest.mark.privacy
 @pytest.mark.slow
+@pytest.mark.nightly("ghost-None", "vmap-lora1")
 @pytest.mark.parametrize("lora", [None, LORA])
 @pytest.mark.parametrize("strategy", ["ghost", "vmap"])
 def test_clipped_sums_are_those_of_plain_gradients(lora, strategy):

@@ -90,6 +90,7 @@ def numpy_outputs(name, p, x):
     return numpy_dense(p["Dense_1"], hidden)
 
 
+@pytest.mark.nightly("cnn", "mlp", "lstm")
 @pytest.mark.parametrize("name", MODELS)
 def test_outputs_loss_and_prediction_equal_numpy(name):
     model, params, examples = MODELS[name], params_of(name), batch(name)
@@ -112,6 +113,7 @@ def test_outputs_loss_and_prediction_equal_numpy(name):
         np.testing.assert_allclose(answers[i], answer, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.nightly("cnn", "mlp", "lstm")
 @pytest.mark.parametrize("name", MODELS)
 def test_bounded_gradients_know_every_layer(name):
     model, params, examples = MODELS[name], params_of(name), batch(name)
@@ -124,6 +126,7 @@ def test_bounded_gradients_know_every_layer(name):
     chex.assert_trees_all_close(ghost.sum, plain.sum, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.nightly("cnn", "lstm")
 @pytest.mark.parametrize("name", MODELS)
 def test_learns_a_small_batch(name):
     model, examples = MODELS[name], batch(name)
@@ -175,6 +178,7 @@ def test_the_small_network_of_private_mnist_has_26010_parameters():
         SmallCNN(10, (8, 8))
 
 
+@pytest.mark.nightly
 def test_the_network_of_leaf_is_the_one_of_convolutions():
     class Plain(nn.Module):
         @nn.compact
@@ -189,6 +193,7 @@ def test_the_network_of_leaf_is_the_one_of_convolutions():
     assert_same(MODELS["cnn"], Classifier(Plain(), (8, 8)), (8, 8))
 
 
+@pytest.mark.nightly
 def test_the_small_network_is_the_one_of_convolutions_and_pooling():
     class Plain(nn.Module):
         @nn.compact

@@ -40,6 +40,7 @@ FORMS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_no_position_sees_its_own_or_a_later_token(form):
     model = variant(**form)
@@ -52,6 +53,7 @@ def test_no_position_sees_its_own_or_a_later_token(form):
             assert (np.asarray(changed[j + 1 :]) != np.asarray(base[j + 1 :])).any()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_padding_changes_nothing(form):
     """Real tokens come first: what stands behind them has no influence on loss or gradient."""
@@ -98,6 +100,7 @@ def numpy_forward(p, ids, heads):
     return norm(x, p["final_norm"]["scale"]) @ p["embedding"].T
 
 
+@pytest.mark.nightly
 def test_logits_and_loss_equal_a_numpy_forward_pass():
     model = variant(num_layers=1)
     params = jax.tree.map(lambda x: x * 5, model.init(jax.random.key(0)))
@@ -108,6 +111,7 @@ def test_logits_and_loss_equal_a_numpy_forward_pass():
     assert float(model.loss(params, example(real=5))) == pytest.approx(by_hand, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_scanned_and_unrolled_blocks_agree():
     scanned, unrolled = variant(), variant(scan_layers=False)
     params = scanned.init(jax.random.key(0))
@@ -119,6 +123,7 @@ def test_scanned_and_unrolled_blocks_agree():
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("scan_layers", [True, False])
 def test_remat_changes_memory_not_values(scan_layers):
     plain = variant(scan_layers=scan_layers)
@@ -129,6 +134,7 @@ def test_remat_changes_memory_not_values(scan_layers):
     chex.assert_trees_all_close(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.nightly
 def test_bfloat16_is_close_and_keeps_float32_parameters_and_loss():
     model = variant(dtype="bfloat16")
     params = model.init(jax.random.key(0))
@@ -143,6 +149,7 @@ def test_a_tied_head_is_the_embedding():
     assert variant(tie_embeddings=False).num_params == variant().num_params + 23 * 16
 
 
+@pytest.mark.nightly
 def test_an_example_without_real_tokens_costs_nothing():
     model = variant()
     params = model.init(jax.random.key(0))
@@ -151,6 +158,7 @@ def test_an_example_without_real_tokens_costs_nothing():
     assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(gradient))
 
 
+@pytest.mark.nightly
 def test_a_small_batch_is_learnt_by_heart():
     model = variant()
     params = model.init(jax.random.key(0))

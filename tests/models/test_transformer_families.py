@@ -129,6 +129,7 @@ def numpy_logits(config, params, tokens):
     return norm(p["final_norm"], x) @ head
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", VARIANTS)
 def test_forward_pass_equals_numpy(name):
     config = VARIANTS[name]
@@ -150,6 +151,7 @@ def test_forward_pass_equals_numpy(name):
 # ---- what a position may see -----------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_padding_has_no_influence():
     model = LanguageModel(SMALL)
     params, ex = perturbed(model), example(real=7)
@@ -211,6 +213,7 @@ def test_batched_loss_equals_a_loop():
 # ---- parameters ------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_tied_head_shares_the_embedding():
     tied, untied = (
         LanguageModel(dataclasses.replace(SMALL, tie_embeddings=t)) for t in (True, False)
@@ -227,6 +230,7 @@ def test_tied_head_shares_the_embedding():
     np.testing.assert_allclose(gradient, parts["embedding"] + parts["head"].T, atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_initialisation():
     config = TransformerConfig(vocab_size=500, embed_dim=128, num_layers=8, num_heads=4)
     params = LanguageModel(config).init(jax.random.key(3))
@@ -244,10 +248,9 @@ def test_initialisation():
     assert abs(np.corrcoef(first.ravel(), second.ravel())[0, 1]) < 0.03
 
 
-@pytest.mark.parametrize(
-    "remat", ["none", *(pytest.param(r, marks=pytest.mark.slow) for r in ("light", "full"))]
-)
-@pytest.mark.privacy
+@pytest.mark.slow
+@pytest.mark.nightly("gpt2-full", "gpt2-none", "llama-light", "experts-full")
+@pytest.mark.parametrize("remat", ["none", "light", "full"])
 @pytest.mark.parametrize("name", ["gpt2", "llama", "experts"])
 def test_bounded_gradients_know_every_layer(name, remat):
     """Book-keeping needs no per-unit copy of any parameter, and agrees with plain vmap."""
@@ -261,7 +264,7 @@ def test_bounded_gradients_know_every_layer(name, remat):
     assert_trees_close(ghost.sum, plain.sum, rtol=1e-4)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_nobody_moves_the_experts_of_others():
     """Of one unit gone and its data changed, all else is what it was."""
     model = LanguageModel(VARIANTS["experts"])

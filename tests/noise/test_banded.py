@@ -11,7 +11,6 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ULS, BandMF
 from dpfl_jax.noise import Noise, banded, prefix_error, strategy
 
-pytestmark = pytest.mark.privacy
 COLUMN = (0.75, 0.5, 0.4375)  # exact in float32
 
 
@@ -33,7 +32,8 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.slow("24", "25", "33", "500")
 @pytest.mark.parametrize(("steps", "bands"), SETTINGS)
 def test_errors_and_sensitivities_are_jax_privacy_s(steps, bands):
     """By its own functions, in float64: to 1e-6."""

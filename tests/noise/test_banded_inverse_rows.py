@@ -22,7 +22,6 @@ from dpfl_jax.noise import (
     inverse_strategy,
 )
 
-pytestmark = pytest.mark.privacy
 SETTINGS = [  # steps, separation, bands
     *((8, 8, 2), (24, 4, 3), (25, 10, 4), (60, 20, 3), (100, 7, 8)),
     *((128, 128, 3), (200, 200, 5), (300, 40, 16), (500, 50, 3), (33, 33, 2)),
@@ -73,7 +72,8 @@ def test_nobody_moves_rows_further_than_accounted(taken, falls, steps, separatio
         assert accounted < 1.8 * most
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.slow("8", "50")
 @pytest.mark.parametrize(("steps", "separation", "bands"), SETTINGS)
 def test_errors_and_sensitivities_are_jax_privacy_s(steps, separation, bands):
     """By its own functions, in float64, to 1e-6: of our bands, from the matrix of its inverse."""
@@ -138,8 +138,7 @@ def test_a_search_is_at_a_least_error_of_its_bands():
             assert found <= quality(other, steps, separation) * (1 + 1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.release
+@pytest.mark.nightly
 def test_what_a_unit_adds_is_moved_as_accounted_among_sums_that_are_far_larger():
     """6 million units that all push one way for 400 steps; one more in every 50th step, or not."""
     steps, taken = 400, inverse_strategy(4, 2000, 50)

@@ -18,7 +18,6 @@ from dpfl_jax.noise import (
     transformation,
 )
 
-pytestmark = pytest.mark.privacy
 BUFFERS = ((0.75, 0.25), (0.5, 0.125))  # exact in float32
 
 

@@ -28,7 +28,7 @@ def jax_privacy():
     return pytest.importorskip("jax_privacy.matrix_factorization.buffered_toeplitz")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("steps", "separation", "buffers"), SETTINGS)
 def test_errors_and_sensitivities_of_buffers_are_jax_privacy_s(steps, separation, buffers):
     """By its own functions, in float64, to 1e-6: of our buffers, with its inverse and bounds."""
@@ -56,7 +56,7 @@ def quality(buffers, steps, separation):
     return buffered_error(buffers, steps) * sensitivity / math.sqrt(-(-steps // separation))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("steps", "separation", "buffers"), SETTINGS)
 def test_no_buffers_of_jax_privacy_are_better(steps, separation, buffers):
     """It searches with as many, for the same error: to 1e-6 of the noise. Ours may be better."""

@@ -25,7 +25,6 @@ from dpfl_jax.noise import (
 )
 from dpfl_jax.noise.banded_inverse import redrawn
 
-pytestmark = pytest.mark.privacy
 COLUMN = (0.75, 0.5, 0.4375)  # exact in float32
 BUFFERS = ((0.75, 0.25), (0.5, 0.125))
 TAKEN = (0.5, 0.25, 0.125)
@@ -46,8 +45,9 @@ KINDS = {
 EACH = pytest.mark.parametrize("kind", KINDS)
 
 
+@pytest.mark.slow
 @EACH
-@pytest.mark.parametrize("law", [pytest.param("exact", marks=pytest.mark.slow), "float"])
+@pytest.mark.parametrize("law", ["exact", "float"])
 def test_noise_is_what_its_matrix_says(kind, law):
     """x_t = g_t + (C^-1 Z)_t, with Z as independent noise would be drawn."""
     make, rows, matrix, kept, _, given = KINDS[kind]
@@ -72,8 +72,9 @@ def test_noise_is_what_its_matrix_says(kind, law):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("float")
 @EACH
-@pytest.mark.parametrize("law", ["exact", pytest.param("float", marks=pytest.mark.release)])
+@pytest.mark.parametrize("law", ["exact", "float"])
 def test_covariance_on_eight_devices(kind, law):
     """Parameters split eight ways: sample covariances over 120,000 coordinates are those of C^-1.
 

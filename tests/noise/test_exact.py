@@ -22,8 +22,6 @@ from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.noise import Noise, chacha, exact, table
 from dpfl_jax.randomness import RootKey
 
-pytestmark = pytest.mark.privacy
-
 KEY = RootKey.from_seed(11)
 KNOTS = 2**32
 PRECISE = decimal.Context(prec=90)
@@ -261,6 +259,7 @@ def test_a_sum_of_two_parts_is_clamped_without_a_jump():
         assert steps(4 * sign * most, -sign * half) == steps(sign * most, 0.0)
 
 
+@pytest.mark.slow
 def test_what_is_left_of_a_sum_is_added_in_integers():
     """Halves of numbers give, bit for bit, what the numbers give; small ones count to the grid."""
     rng = np.random.default_rng(2)
@@ -418,7 +417,6 @@ def test_guarantees_say_which_noise_it_is():
         assert drawn.UNPAID in drawn.noise_assumptions("exact", unpaid, 1e-6, None)[0]
 
 
-@pytest.mark.privacy
 def test_what_exact_noise_cannot_hide_or_count_is_refused():
     key = jnp.arange(8, dtype=jnp.uint32)
     with pytest.raises(BadInputError, match="at most 1e\\+06 times"):

@@ -12,8 +12,6 @@ from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.noise import GaussianNoise, Noise
 from dpfl_jax.randomness import RootKey
 
-pytestmark = pytest.mark.privacy
-
 KEY = RootKey.from_seed(11)
 LIKE = {"a": jnp.zeros((200, 100)), "b": jnp.zeros((30_000,), jnp.bfloat16)}
 
@@ -38,6 +36,7 @@ def test_leaves_steps_and_keys_are_independent():
     assert np.abs(correlation).max() < stats.norm.isf(1e-6 / 15) / np.sqrt(20_000)
 
 
+@pytest.mark.slow
 def test_the_tail_reaches_beyond_one_float32_draw():
     """One float32 draw stops near 5.4; a sum of two must go on like the normal law."""
     sample = GaussianNoise(1.0).sample(KEY.jax("noise", 0), {"x": jnp.zeros(20_000_000)})["x"]
@@ -50,6 +49,7 @@ def test_the_tail_reaches_beyond_one_float32_draw():
     assert float(limit) * np.sqrt(2.0) > 7.2
 
 
+@pytest.mark.slow
 def test_every_sharding_gives_the_same_numbers():
     mesh = data_parallel_mesh()
     assert mesh.size == 8

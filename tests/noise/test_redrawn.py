@@ -28,7 +28,6 @@ from dpfl_jax.noise import (
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 
-pytestmark = pytest.mark.privacy
 TAKEN, STEPS = (0.5, 0.25, 0.125), 8
 STDDEV = 2.0
 
@@ -55,6 +54,7 @@ def sums_of(shape, steps=STEPS):
     return [{"w": jnp.float32(rng.normal(size=shape))} for _ in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", ["exact", "float"])
 def test_it_equals_noise_that_is_kept_to_the_rounding_of_that(law):
     """What is kept is rounded to float32 at every step, next to its own size (at most 2^4 here)."""
@@ -72,6 +72,7 @@ def integers_of(words):
     return ((high << np.uint64(32)) | low).astype(np.int64).astype(object)
 
 
+@pytest.mark.slow
 def test_bits_are_those_of_python_s_integers():
     """Of 500 coordinates, with sums far larger than noise, too; parts up to all of it."""
     places = [jnp.arange(500, dtype=jnp.uint32)] + [jnp.zeros(500, jnp.uint32)] * 3
@@ -118,6 +119,7 @@ def test_a_neighbour_releases_the_same_by_noise_that_is_no_further_off_than_acco
     assert np.linalg.norm(moved - wanted) > 0
 
 
+@pytest.mark.slow
 def test_eight_devices_release_what_one_does():
     mesh, shape = make_mesh(data=1, fsdp=4, tensor=2), (64, 600)
     sums = [{"mlp": {"up": {"kernel": s["w"]}}} for s in sums_of(shape, 4)]
@@ -145,6 +147,7 @@ def run(**given):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_is_that_of_kept_noise_and_costs_the_same():
     """But checkpoints are no secret."""
     taken = (0.5, 0.25)

@@ -186,7 +186,8 @@ GAINS = {
 }
 
 
-@pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.nightly("1000")
+@pytest.mark.parametrize("steps", [100, 1000])
 @pytest.mark.parametrize("name", RUNS)
 def test_noise_made_for_an_optimiser_is_never_worse_there_and_gains_as_said(name, steps):
     found = qualities(steps, workload_of(sgd(name, steps), steps))
@@ -199,7 +200,7 @@ def test_noise_made_for_an_optimiser_is_never_worse_there_and_gains_as_said(name
         assert 1 - own / plain > least / 100, kind
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("steps", "bands"), [(24, 4), (100, 3), (200, 10), (500, 8)])
 def test_errors_of_momentum_are_jax_privacy_s(steps, bands):
     """By its own function, which knows workloads with one rate, to 1e-6; and none is better."""
@@ -229,7 +230,6 @@ def test_errors_of_momentum_are_jax_privacy_s(steps, bands):
     assert ours <= best.fun + 1e-6
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("name", ["momentum", "both"])
 def test_columns_made_for_an_optimiser_are_such_as_turns_are_accounted_by(name):
     """Numbers >= 0 that never grow (``events.toeplitz`` refuses others)."""

@@ -62,7 +62,7 @@ def test_bad_input_is_one_sentence(make, message):
         make()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_cells_are_billed_for_the_operations_of_the_real_step(capsys):
     words = ["plan", str(CONFIG), *SMALL, "--chip", "1e15", "--mfu", "0.5", "--price", "2"]
     assert main([*words, "--compute-budget", "64", "--json"]) == 0

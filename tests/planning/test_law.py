@@ -121,7 +121,7 @@ def test_the_least_epsilon_reaches_the_loss_that_was_asked_for(outlook):
     assert cell["kind"] in ("uls", "els")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "question", ["algorithm", "epsilon", "users", "overtake", "feasible", "variants", "pareto"]
 )
@@ -178,7 +178,7 @@ def test_a_size_that_was_not_tried_is_predicted_from_two_that_were(two_sizes):
     assert small["loss"] > 1.2 * large["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_best_size_grows_with_compute(two_sizes, outlook):
     planner = outlook.planner
     found = ask("size", {str(i): Outlook(planner, 4096.0, law) for i, law in enumerate(two_sizes)})

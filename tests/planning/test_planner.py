@@ -41,8 +41,7 @@ def test_noise_golden():
     assert planner(decay=0.0).uls(4, 16).noise == pytest.approx(0.1415, rel=3e-3)
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
 def test_the_winners_of_ten_budgets_are_those_of_an_exhaustive_search():
     """Every cell and number of bands again, by a plain root search on the fine accountant."""
     p = planner(epsilon=2.0)
@@ -97,7 +96,6 @@ def test_best_has_the_least_noise_and_the_reason_says_so():
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
     """Against matrices and the plain accountant; the number of bands against all of them."""
     p = Planner(
@@ -132,7 +130,6 @@ def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_noise_of_turns_is_priced_without_sampling():
     """Against the mechanism calibrated; ahead of BandMF if epsilon is large and turns are few."""
     p = Planner(
@@ -172,7 +169,6 @@ def test_noise_of_turns_is_priced_without_sampling():
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_allocation_is_priced_where_users_are_sampled_with_the_least_noise():
     """Against the mechanism calibrated; ahead of ULS in a run of one pass."""
     p = Planner(
@@ -194,6 +190,7 @@ def test_allocation_is_priced_where_users_are_sampled_with_the_least_noise():
     assert p.allocation(1, 1024) is None  # everybody in every step
 
 
+@pytest.mark.nightly
 def test_estimate_and_double_as_printed_never_grows_the_cohort():
     """A large population, where M pays first, then G (Charles et al. 2024, section 6)."""
     p = planner(users=2**15)
@@ -217,6 +214,7 @@ def test_limits_of_doubling():
     assert estimate_and_double(**constant, budget=8, cohort=32) == (1, 8)
 
 
+@pytest.mark.nightly
 def test_inverse_questions_are_consistent():
     p = planner(epsilon=2.0)
     noise = p.plan(256).best.noise

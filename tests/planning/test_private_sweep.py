@@ -19,7 +19,6 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from tests.runs import DiedError, death_after_a_checkpoint, final_state
 
-pytestmark = pytest.mark.privacy
 CONFIG = """
 name: swept
 data: {source: csv, path: visits.csv, user_column: who, target_column: kind, classes: 3,

@@ -20,7 +20,7 @@ TINY = (
 )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_are_kept_and_not_run_again(tmp_path):
     file = tmp_path / "runs.jsonl"
     trials = [Trial("uls", 1, 16, 3, ratio, seed=1) for ratio in (0.0, 0.05)]
@@ -37,6 +37,7 @@ def test_runs_are_kept_and_not_run_again(tmp_path):
     assert len(file.read_text().splitlines()) == 3
 
 
+@pytest.mark.nightly("1.0")
 @pytest.mark.parametrize(("clipping", "most"), [("normalized", 1.0), ("standard", 0.5)])
 def test_noise_is_that_of_a_run_with_this_ratio(clipping, most):
     """Nothing but noise, at learning rate 1: its deviation over 2,400 coordinates, within 6 %."""
@@ -69,7 +70,7 @@ def test_only_public_data_are_fitted_to(capsys, tmp_path):
     assert "say so with --public" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fit_plan_and_ask(capsys, tmp_path):
     fit, png, out = (tmp_path / name for name in ("fit.json", "ask.png", "planned.yaml"))
     common = ["plan", str(CONFIG), *TINY, "train.steps=16", "--compute-budget", "32", "--json"]

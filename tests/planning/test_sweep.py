@@ -56,7 +56,6 @@ def test_axes_become_overrides(config):
     assert (made.privacy.epsilon, made.optimizer.learning_rate, made.data.seq_len) == (1.5, 0.01, 8)
 
 
-@pytest.mark.privacy
 def test_every_run_has_a_secret_key_unless_a_seed_is_asked_for(config, capsys):
     """Repetitions too; one seed in several runs would be the same run, and is refused."""
     grid = sweep(config, {"epsilon": [1, 8]}, repeats=3)
@@ -102,7 +101,6 @@ def pretend(monkeypatch, steps=3, sigma=1.0):
     return ran
 
 
-@pytest.mark.privacy
 def test_a_ledger_takes_every_cell_once_and_refuses_what_is_beyond_the_budget(
     config, monkeypatch, capsys
 ):
@@ -148,7 +146,6 @@ def test_a_ledger_takes_every_cell_once_and_refuses_what_is_beyond_the_budget(
     assert len(list((out / "results").iterdir())) == results
 
 
-@pytest.mark.privacy
 def test_a_seed_is_named_wherever_the_results_are(config, monkeypatch, capsys):
     pretend(monkeypatch)
     for axis, overrides in (("seed=4,5", []), ("epsilon=1,8", ["seed=7"])):
@@ -237,7 +234,7 @@ def test_bad_sweeps_are_refused_before_the_first_run(config, capsys):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sweep_end_to_end(config, capsys, monkeypatch):
     """Real runs, one cell that cannot be, an interruption, and the tables."""
     monkeypatch.setenv("DPFL_CACHE_DIR", str(config.parent / "cache"))

@@ -53,7 +53,7 @@ def train(data, test, seed, sigma, rates, divisors, clip):
     return np.mean(found[-3:])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "how", ["non-private", "no noise", "certified", "minimum", "realized batch"]
 )

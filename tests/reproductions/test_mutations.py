@@ -37,8 +37,7 @@ def flips(module, claim, name, fault, tmp_path, monkeypatch):
     return not verdicts(module, tmp_path)[claim]
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
 def test_noise_that_is_not_averaged_has_another_rate_in_the_number_of_silos(tmp_path, monkeypatch):
     """Each silo's noise times sqrt(N): what the server averages is as noisy as one message."""
     made = rates.make_oracle
@@ -65,8 +64,7 @@ def test_noise_for_half_the_sensitivity_spends_more_than_stated(tmp_path, monkey
     assert flips(closed_forms, claim, "silo_noise", halved, tmp_path, monkeypatch)
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
 def test_noise_of_the_strictest_silo_for_all_is_not_that_of_the_average(tmp_path, monkeypatch):
     def strictest(made):
         def federation_noise(*args, **options):
@@ -80,7 +78,6 @@ def test_noise_of_the_strictest_silo_for_all_is_not_that_of_the_average(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_an_attack_sees_a_quarter_of_the_noise_of_sound_mechanisms(tmp_path, monkeypatch):
     made = empirical_audit.accounting.calibrate_noise_multiplier
     name = "sound HiGradAvgDP: no attack finds more than epsilon 4"
@@ -91,8 +88,7 @@ def test_an_attack_sees_a_quarter_of_the_noise_of_sound_mechanisms(tmp_path, mon
     assert not verdicts(empirical_audit, tmp_path)[name]
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
 def test_the_fitted_curve_in_place_of_certified_rates_overruns(tmp_path, monkeypatch):
     monkeypatch.setattr(curve, "certified_rates", curve.fitted_rates)
     found = verdicts(curve, tmp_path)
@@ -102,7 +98,6 @@ def test_the_fitted_curve_in_place_of_certified_rates_overruns(tmp_path, monkeyp
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_gradients_of_a_user_that_are_all_alike_do_not_favour_uls(tmp_path, monkeypatch):
     made = figure_2.planner
     monkeypatch.setattr(figure_2, "planner", lambda epsilon, decay: made(epsilon, 0.0))
@@ -164,7 +159,6 @@ def test_a_subject_is_not_sampled_as_a_record_is(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_records_that_do_not_gather_have_no_skew(tmp_path, monkeypatch):
     def even(made):
         return lambda owner, keys, silos, law, alpha: made(owner, keys, silos, law, alpha=1.0)
@@ -173,7 +167,6 @@ def test_records_that_do_not_gather_have_no_skew(tmp_path, monkeypatch):
     assert flips(batch_statistics, claim, "assign_to_silos", even, tmp_path, monkeypatch)
 
 
-@pytest.mark.privacy
 def test_an_envelope_of_another_smoothness(tmp_path, monkeypatch):
     def trained(settings, trials):
         return [
@@ -196,8 +189,7 @@ def test_an_envelope_of_another_smoothness(tmp_path, monkeypatch):
     assert flips(smoothing, claim, "smoothed", rougher, tmp_path, monkeypatch)
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
 def test_a_server_that_is_trusted_with_less(monkeypatch):
     """Central noise of the size that each silo adds: trust buys nothing."""
     monkeypatch.setattr(trust_ladder, "SWEEPS", {"silos": (4, 16), "n": (64,)})
@@ -230,7 +222,6 @@ def test_a_server_that_is_trusted_with_less(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_bits_that_are_not_centred(tmp_path, monkeypatch):
     monkeypatch.setattr(vector_protocol, "one_pass", stand_in)
     made = vector_protocol.VectorProtocol.sum
@@ -248,8 +239,7 @@ def stand_in(epsilon, upsilon, trials, seed):
     return known | {"bound": 9.0, "spent": epsilon, "noise": 1.0, "bits": 1, "caveat": ""}
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
 def test_steps_without_momentum_are_not_accelerated(tmp_path, monkeypatch):
     monkeypatch.setattr(acceleration, "KAPPAS", acceleration.KAPPAS[:2])
     quiet = {"single": 1.0, "multi": 0.5, "stages": 2}
@@ -260,7 +250,6 @@ def test_steps_without_momentum_are_not_accelerated(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_messages_with_a_quarter_of_their_noise(tmp_path, monkeypatch):
     made = audit.silos
     monkeypatch.setattr(audit, "EPSILONS", (3.0,))
@@ -275,8 +264,7 @@ def test_messages_with_a_quarter_of_their_noise(tmp_path, monkeypatch):
     assert flips(audit, claim, "_sent", quieter, tmp_path, monkeypatch)
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
 def test_silos_that_all_answer_whatever_is_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(heterogeneity, "UPSILONS", (0.0, 4.0))
 
@@ -290,8 +278,7 @@ def test_silos_that_all_answer_whatever_is_asked(tmp_path, monkeypatch):
     assert found["Lemma E.3, M = 5, upsilon 4: variance of the mean"] is False
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
 def test_noise_for_n_times_the_sensitivity_is_not_free(tmp_path, monkeypatch):
     monkeypatch.setattr(privacy_for_free, "EPSILONS", (0.1, 32.0))
     monkeypatch.setattr(privacy_for_free, "SIZES", (50,))

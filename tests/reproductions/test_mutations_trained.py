@@ -38,8 +38,6 @@ from reproductions.userlevel import (
     figure_18,
 )
 
-pytestmark = pytest.mark.privacy
-
 
 def verdicts(module, tmp_path, data_dir=None, seeds=None):
     settings = Settings(True, tmp_path, Console(quiet=True), data_dir, seeds)
@@ -474,6 +472,7 @@ def test_a_group_size_for_all_budgets(tmp_path, monkeypatch):
     assert not verdicts(budgets, tmp_path)[name]
 
 
+@pytest.mark.slow
 def test_correlated_noise_that_does_not_cancel(tmp_path, monkeypatch):
     name = "epsilon 8, sgd: BandMF is not behind ULS by more than 5% of ULS's gain"
     data = types.SimpleNamespace(train=types.SimpleNamespace(num_users=1168), validation=None)

@@ -37,8 +37,7 @@ def rows_of(name, tmp_path, data_dir=None, quick=True, seeds=None):
     return registry.load(name).run(settings).rows
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_noise_of_figure_2(tmp_path):
     rows = rows_of("userlevel/figure-2", tmp_path)
     flat = {r["group_size"]: r["noise_multiplier"] for r in rows if "group_size" in r}
@@ -75,7 +74,7 @@ def test_what_the_noise_without_trust_spends(tmp_path):
         assert closed.shuffled_epsilon(*arguments) == pytest.approx(epsilon, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_experiments_without_trust(tmp_path, data_dir):
     """Nine in ten within 95 % of both (Student's t); the others' errors are .005 to .014."""
     inside = []
@@ -102,8 +101,7 @@ def test_the_experiments_without_trust(tmp_path, data_dir):
     assert np.mean(inside) >= 0.9
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_how_often_the_fitted_curve_overruns(tmp_path):
     rows = {r["preset"]: r for r in rows_of("rpdp/curve", tmp_path) if "preset" in r}
     for preset, (share, worst) in FITTED_CURVE.items():
@@ -112,7 +110,7 @@ def test_how_often_the_fitted_curve_overruns(tmp_path):
         assert row["renyi_worst"] == pytest.approx(worst, rel=0.005)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_hospitals_as_by_numpy(tmp_path, data_dir):
     """Every private number together: 5 % false alarms in all (Bonferroni)."""
     rows = rows_of("rpdp/heart", tmp_path, data_dir, seeds=5)

@@ -16,8 +16,6 @@ from reproductions.rpdp._renyi_filter import (
 )
 from tests.federation.fed_zoo import loss_fn, make_params
 
-pytestmark = pytest.mark.privacy
-
 
 def test_published_budgets_of_norms():
     """MNIST: sigma 5, B of 4, 20 and 100 full steps cost 2.0, 4.7, 11.8 by Mironov's conversion;
@@ -64,6 +62,7 @@ def test_no_record_spends_more_than_its_allowance(scale):
         assert spent[0] == 0.0
 
 
+@pytest.mark.slow
 def test_one_record_moves_a_step_by_what_it_pays():
     data, allowed = records(8, 3.0), np.full(8, 0.36)
     options = {"sigma": 0.0, "clip_norm": 0.5, "learning_rate": 1.0, "steps": 1, "divisor": 1.0}

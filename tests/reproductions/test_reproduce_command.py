@@ -42,7 +42,7 @@ def test_the_list_names_every_figure_with_its_source(capsys):
         assert callable(load(name).run)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "figure", ["subject/audit", "subject/batch-statistics", "subject/empirical-audit"]
 )
@@ -66,7 +66,7 @@ def test_quick_figures_hold_what_they_should(figure, tmp_path, capsys):
             assert stream.read(8) == b"\x89PNG\r\n\x1a\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("figure", ["subject/skew", "subject/few-subjects", "subject/curves"])
 def test_quick_training_figures_run_without_any_files(figure, tmp_path, capsys, monkeypatch):
     pytest.importorskip("sklearn")

@@ -12,7 +12,7 @@ from dpfl_jax.planning import Option
 from reproductions.correlated import _training as correlated
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_language_model_in_small(tmp_path, capsys):
     command = ["reproduce", "correlated/language-model", "--quick", "--seeds", "1", "--json"]
     assert main([*command, "--out", str(tmp_path)]) == 0

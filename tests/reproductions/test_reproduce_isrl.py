@@ -27,7 +27,7 @@ def test_what_the_noise_really_spends(tmp_path):
     assert all(file.stat().st_size > 1000 for file in found.files)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["isrl/mnist", "isrl/insurance", "isrl/obesity"])
 def test_bundled_data_stand_in_and_no_claim_of_ours_fails(tmp_path, name):
     pytest.importorskip("sklearn")
@@ -45,17 +45,17 @@ def test_without_files_and_without_scikit_learn_it_is_one_sentence(tmp_path, mon
             outcome(name, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("isrl/acceleration", marks=pytest.mark.ci),
-        pytest.param("isrl/audit", marks=pytest.mark.ci),
-        pytest.param("isrl/heterogeneity", marks=pytest.mark.ci),
+        "isrl/acceleration",
+        "isrl/audit",
+        "isrl/heterogeneity",
         "isrl/privacy-for-free",
         "isrl/rates",
         "isrl/trust-ladder",
-        pytest.param("isrl/unbalanced", marks=pytest.mark.ci),
+        "isrl/unbalanced",
         "isrl/vector-protocol",
     ],
 )
@@ -65,8 +65,7 @@ def test_claims_on_synthetic_silos(tmp_path, name):
     assert all(file.stat().st_size > 1000 for file in found.files)
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_hinge_and_absolute_loss(tmp_path):
     pytest.importorskip("sklearn")
     claims = outcome("isrl/smoothing", tmp_path).claims
@@ -75,7 +74,6 @@ def test_hinge_and_absolute_loss(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_the_attack_breaks_the_wrong_clipping_and_not_the_sound_arm():
     for silo in audit.silos(1.0):
         proved = audit.measure(silo, 4000, 0)

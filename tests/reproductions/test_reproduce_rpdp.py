@@ -49,8 +49,7 @@ def test_a_difference_from_a_published_mean_is_welchs():
     assert one.tested()[2] == pytest.approx(want.pvalue)
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
 def test_the_curve_overruns_and_certified_rates_do_not(tmp_path):
     found = outcome("rpdp/curve", tmp_path)
     failed = {claim.claim for claim in found.claims if not claim.holds}
@@ -62,7 +61,7 @@ def test_the_curve_overruns_and_certified_rates_do_not(tmp_path):
     assert found.files[0].stat().st_size > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_distributions_of_budgets_on_embedded_data(tmp_path):
     pytest.importorskip("sklearn")
     found = outcome("rpdp/budgets", tmp_path, seeds=3)
@@ -74,8 +73,7 @@ def test_distributions_of_budgets_on_embedded_data(tmp_path):
     assert all(float(c.measured.split()[0]) < 0 for c in ahead)
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_one_silo_against_the_filter(tmp_path):
     pytest.importorskip("sklearn")
     found = outcome("rpdp/centralised", tmp_path, seeds=5)
@@ -83,7 +81,7 @@ def test_one_silo_against_the_filter(tmp_path):
     assert {r["run"] for r in found.rows} == {"certified", "filter"}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hospitals(tmp_path, data_dir):
     found = outcome("rpdp/heart", tmp_path, data_dir, seeds=5)
     assert not [c for c in found.claims if c.holds is False]
@@ -92,7 +90,7 @@ def test_hospitals(tmp_path, data_dir):
     assert all(float(c.measured.split()[0]) < 0 for c in ahead)  # five seeds decide little
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_mnist_silos_hold_what_they_should(data_dir):
     for split, classes in (("IID", 10), ("non-IID", 5)):
         data, test = mnist.silos(data_dir / "mnist", split, 0)

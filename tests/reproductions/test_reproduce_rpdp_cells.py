@@ -56,7 +56,7 @@ def lines(folder):
     return [json.loads(line) for line in (folder / "x.runs.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_figure_goes_on_where_it_was(tmp_path, monkeypatch):
     whole, _ = train("x", cells(), 2, settings(tmp_path))
     assert [line["training"] for line in lines(tmp_path)] == [
@@ -80,6 +80,7 @@ def test_an_interrupted_figure_goes_on_where_it_was(tmp_path, monkeypatch):
     assert ran == [1, 1]
 
 
+@pytest.mark.nightly
 def test_tables_of_what_is_finished_when_time_is_up(tmp_path):
     found, note = train("x", cells(), 2, settings(tmp_path, minutes=0.0))
     assert found == []
@@ -168,6 +169,7 @@ def test_options_that_mean_nothing_are_one_sentence(tmp_path, capsys, arguments,
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_torn_curve_and_other_code_are_trained_again(tmp_path, monkeypatch):
     whole, _ = train("x", cells()[:1], 1, settings(tmp_path))
     file = tmp_path / "x.runs.jsonl"

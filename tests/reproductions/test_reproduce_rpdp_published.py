@@ -80,6 +80,7 @@ def test_rates_for_other_runs_promise_nothing(accounted, changed):
     assert "participation" in other.unsound[0]
 
 
+@pytest.mark.nightly
 def test_clipped_sums_without_noise_are_the_same_whatever_ran_before():
     table, fresh = bench(scale=100.0), bench(scale=100.0)
     params = table.model.init(random.key(0))
@@ -115,7 +116,7 @@ def test_missing_data_is_one_sentence(tmp_path):
         published.run(Settings(True, tmp_path, console, tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hospitals_as_published(tmp_path, data_dir):
     found = published.run(Settings(True, tmp_path, Console(quiet=True), data_dir))
     assert len(found.claims) == 13

@@ -73,6 +73,7 @@ def whole(tmp_path_factory):
     return run_dir, run(run_dir, patience=2)
 
 
+@pytest.mark.nightly
 def test_the_best_is_kept_beside_the_last(whole):
     run_dir, result = whole
     losses = {row["step"]: row["eval"]["loss"] for row in result.metrics if "eval" in row}
@@ -100,6 +101,7 @@ def test_nobody_who_is_trained_on_chooses(choice, tmp_path):
         )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_that_is_interrupted_says_on_what_its_epsilon_rests(tmp_path):
     def stop(row):
         if row["step"] == 4:
@@ -116,6 +118,7 @@ def test_a_run_that_is_interrupted_says_on_what_its_epsilon_rests(tmp_path):
     assert "losses on validation are computed without noise" in told
 
 
+@pytest.mark.slow
 def test_a_run_that_stops_by_a_rule_states_the_epsilon_of_all_steps(whole, tmp_path):
     run_dir, result = whole
     evaluated = [row["step"] for row in result.metrics if "eval" in row]
@@ -151,6 +154,8 @@ DEATHS = [("append_metrics", n) for n in (5, 12, 16)] + [
 ]
 
 
+@pytest.mark.nightly
+@pytest.mark.slow("after-2")
 @pytest.mark.parametrize(("where", "count"), DEATHS)
 def test_it_goes_on_to_the_same_choice(where, count, whole, tmp_path, monkeypatch):
     calls = []
@@ -194,7 +199,7 @@ def test_patience():
     assert not exhausted(rows[:1], 1)  # nothing was trained
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("system", SILOS)
 def test_every_system_chooses(system, tmp_path, capsys):
     pytest.importorskip("sklearn")
@@ -240,7 +245,7 @@ def posts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("posts")
 def test_the_best_can_be_exported(tmp_path, capsys):
     file, runs = tmp_path / "text.yaml", {}

@@ -17,7 +17,6 @@ from silo_configs import SILOS
 
 from dpfl_jax.run.directory import RECORDS
 
-pytestmark = pytest.mark.slow  # each run is a process of its own
 pytest.importorskip("sklearn")
 
 STEPS = 12
@@ -75,17 +74,9 @@ def steps_of(run_dir):
     return [row["step"] for row in rows if "outside_guarantee" in row]
 
 
-IN_CI = ("central", "federated")
-
-
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.release] * (name not in IN_CI))
-        for name in ("central", *SILOS, "bandmf", "blt", "individual", "dpo")
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.slow("federated")
+@pytest.mark.parametrize("name", ["central", *SILOS, "bandmf", "blt", "individual", "dpo"])
 def test_a_killed_run_ends_as_one_that_was_not(tmp_path, name):
     """Parameters, optimisers of server and silos, and what every record spent, bit for bit."""
     config = {"name": name, "seed": 1, **(SILOS[name] if name in SILOS else central(tmp_path))}

@@ -10,7 +10,7 @@ from silo_configs import SILOS
 from dpfl_jax.cli.main import main
 from dpfl_jax.run.directory import RunDirectory
 
-pytestmark = [pytest.mark.slow, pytest.mark.privacy]
+pytestmark = pytest.mark.slow
 pytest.importorskip("sklearn")
 KEYS = {
     "status", "name", "steps", "privacy", "guarantee", "eval", "throughput", "clipping",

@@ -107,7 +107,6 @@ def test_last_words_are_said_only_for_the_dead(unsaid, capfd):
     assert ("--run-dir runs/mine" in said) is not unsaid
 
 
-@pytest.mark.privacy
 def test_other_processes_read_the_key_from_the_directory_and_nowhere_else(tmp_path):
     run = RunDirectory(tmp_path / "run", {}, "same", None, {"data": "abc", "noise_multiplier": 2.0})
     introduction = json.loads(json.dumps(run.introduction()))
@@ -265,7 +264,6 @@ def whole(workspace):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_two_processes_train_what_one_does(workspace, whole):
     run_dir = workspace / "two"
     with_key_of(run_dir, whole)
@@ -306,7 +304,7 @@ def whole_of_adapters(workspace):
     return run_dir
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_train_the_same_adapters(workspace, whole_of_adapters):
     run_dir = workspace / "lora-two"
     with_key_of(run_dir, whole_of_adapters)
@@ -330,7 +328,7 @@ def test_two_processes_train_the_same_adapters(workspace, whole_of_adapters):
         assert set(base["files"]) == {f.name for f in (workspace / "base").glob("*.safetensors")}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_processes_share_each_user(workspace, whole):
     """Four devices, of two processes, form one user's gradient together."""
     found, before = [], whole
@@ -348,13 +346,13 @@ def test_two_processes_share_each_user(workspace, whole):
     same(*found)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.privacy), 0])
+@pytest.mark.nightly
+@pytest.mark.parametrize("victim", [1, 0])
 def test_kill_9_of_one_process_costs_nothing(workspace, whole, victim):
     kill_and_resume(workspace, whole, workspace / f"killed{victim}", victim, "small")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kill_9_costs_nothing_for_adapters_either(workspace, whole_of_adapters):
     kill_and_resume(workspace, whole_of_adapters, workspace / "lora-killed", 1, "lora")
 
@@ -394,7 +392,7 @@ def kill_and_resume(workspace, whole, run_dir, victim, config):
     assert mine[0]["run"] in Ledger(workspace / "ledger.jsonl").runs(Account("people"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bad_input_and_stops_are_told_to_all(workspace, whole):
     """A finished run is refused by both with one sentence; SIGTERM stops both at one step."""
     refused = start(workspace, whole, 2, 2)
@@ -428,11 +426,8 @@ def silos(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.release] * (n != "federated")) for n in SILOS]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", SILOS)
 def test_silos_of_two_processes_train_what_those_of_one_do(silos, name):
     """Model, optimisers of silos, evaluation, guarantee; and each run is charged once."""
     found, here = [], jax.sharding.SingleDeviceSharding(jax.devices()[0])

@@ -27,6 +27,7 @@ def fit(run_dir, **pace):
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_a_traced_run_is_the_same_run(tmp_path):
     traced, other = fit(tmp_path / "traced", profile=2), fit(tmp_path / "other")
     jax.tree.map(np.testing.assert_array_equal, traced.params, other.params)

@@ -85,6 +85,7 @@ def board(folder):
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("everything", [False, True])
 def test_what_is_sent(everything, file, tmp_path, monkeypatch, capsys):
     pytest.importorskip("tensorboardX")

@@ -18,7 +18,6 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.terms import computation_digest
 
-pytestmark = pytest.mark.privacy
 USERS, SIGMA = 12, 1.5
 
 
@@ -94,6 +93,7 @@ def noise_of(key, **changes):
     return (seen[0] * USERS - clean) / stddev
 
 
+@pytest.mark.slow
 def test_two_runs_with_one_secret_key_share_no_noise():
     """Whatever they differ in; with one noise their difference would be clipped gradients."""
     key = RootKey.generate()
@@ -110,6 +110,7 @@ def test_two_runs_with_one_secret_key_share_no_noise():
     assert np.abs(once - twice).min() > 1e-4
 
 
+@pytest.mark.slow
 def test_sampling_is_a_runs_own_too():
     """Runs that drew the same users would not compose as independent draws do."""
     key, drawn = RootKey.generate(), []
@@ -124,6 +125,7 @@ def test_sampling_is_a_runs_own_too():
     assert drawn[0] != drawn[1]  # the same by chance with probability (1/4)^20 or so
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", sorted(set(CHANGES) - {"start"}))
 def test_a_continued_run_is_held_against_what_ran(tmp_path, change):
     directory = RunDirectory(tmp_path / "run", {}, "f", None)
@@ -217,6 +219,7 @@ def test_computations_are_told_apart_by_operations_constants_and_gradients():
     assert len(set(found)) == 4
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_part_of_a_run(tmp_path):
     """Else a second try of a step would add the same noise to another gradient."""
 
@@ -234,6 +237,7 @@ def test_frozen_parameters_are_part_of_a_run(tmp_path):
     directory.close()
 
 
+@pytest.mark.slow
 def test_on_other_hardware_another_computation_draws_anew(tmp_path):
     """A loss may trace to something else there; what was drawn before must not meet it."""
     directory = RunDirectory(tmp_path / "run", {}, "f", None)
@@ -268,6 +272,7 @@ def test_arrays_of_a_checkpoint_are_sealed(tmp_path):
     directory.close()
 
 
+@pytest.mark.slow
 def test_strategies_and_layouts_share_no_noise_under_one_secret_key():
     """They round differently, and a rounding allowance is a multiple of the clipped sum."""
     key = RootKey.generate()
@@ -305,6 +310,7 @@ def test_losses_with_a_rule_for_vmap_are_refused():
         fit(**arguments(loss_fn=loss), key=RootKey.generate())
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_and_draws_anew_is_charged_again(tmp_path):
     """Else a copy of its directory would be another run that nobody pays for."""
     charged = []

@@ -8,7 +8,6 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import RandomAllocation
 
-pytestmark = pytest.mark.privacy
 ALARM = 1e-6
 KEY = RootKey.from_seed(5)
 

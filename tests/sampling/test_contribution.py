@@ -14,7 +14,6 @@ KEY = RootKey.from_seed(3)
 counts_strategy = st.lists(st.integers(1, 30), min_size=1, max_size=20)
 
 
-@pytest.mark.privacy
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(counts=counts_strategy, group_size=st.integers(1, 12), seed=st.integers(0, 1000))
 def test_no_user_exceeds_the_limit(counts, group_size, seed):

@@ -7,7 +7,6 @@ from scipy import stats
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import CyclicPoisson, Poisson
 
-pytestmark = pytest.mark.privacy
 ALARM = 1e-6
 KEY = RootKey.from_seed(11)
 

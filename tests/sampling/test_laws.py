@@ -19,8 +19,6 @@ from dpfl_jax.sampling import (
     share_of,
 )
 
-pytestmark = pytest.mark.privacy
-
 ALARM = 1e-6
 KEY = RootKey.from_seed(11)
 N, STEPS = 40, 3000

@@ -17,8 +17,6 @@ from dpfl_jax.sampling import (
     poisson_indices,
 )
 
-pytestmark = pytest.mark.privacy
-
 ALARM = 1e-6
 KEY = RootKey.from_seed(7)
 STEPS = 4000

@@ -1,7 +1,6 @@
 """Turns: at most k steps of a unit, at least s apart, for every unit; nobody moves another."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
@@ -9,7 +8,6 @@ from scipy import stats
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Turns, UserSampler
 
-pytestmark = pytest.mark.privacy
 KEY = RootKey.from_seed(5)
 
 

@@ -97,7 +97,6 @@ def test_it_is_plain_descent_from_where_the_private_run_starts():
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_the_private_run_is_the_same_with_and_without_it(config, tmp_path, capsys):
     """Bit for bit: the baseline draws from a key of its own and changes nothing."""
     alone = run(config, tmp_path / "alone", capsys=capsys)

@@ -66,7 +66,6 @@ def with_canaries(made, canaries=100, texts=0, seed=1):
     return run, WithCanaries(run, audit, RootKey.from_seed(seed).child("audit"))
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("kind", KINDS)
 def test_people_are_drawn_and_accounted_as_without_canaries(kind):
     run, audited = with_canaries(plan(kind, steps=300), 400)
@@ -89,7 +88,6 @@ def test_people_are_drawn_and_accounted_as_without_canaries(kind):
     assert abs(drawn - units * rate) < 5 * np.sqrt(units * rate * (1 - rate))
 
 
-@pytest.mark.privacy
 def test_coins_are_the_audits_own_and_designs_do_not_depend_on_people():
     other = dpfl.ArrayStore.from_users(
         (f"v{i}", {"x": np.full((1, WIDTH), i, "f4"), "y": np.ones(1, "f4")}) for i in range(40)
@@ -107,8 +105,8 @@ def test_coins_are_the_audits_own_and_designs_do_not_depend_on_people():
     np.testing.assert_array_equal(rows["x"][1], np.ones(WIDTH))
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
+@pytest.mark.slow("uls")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_is_the_same_without_canaries(kind):
     alone, beside = fitted(plan(kind)), fitted(plan(kind), 200)
@@ -124,7 +122,7 @@ def test_the_model_is_the_same_without_canaries(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly("bandmf")
 @pytest.mark.parametrize("kind", ["uls", "bandmf"])
 def test_canaries_show_the_noise_that_was_claimed_and_nothing_else(kind):
     made = plan(kind, steps=6)
@@ -147,8 +145,7 @@ def test_canaries_show_the_noise_that_was_claimed_and_nothing_else(kind):
     assert broken.proved > broken.claimed
 
 
-@pytest.mark.slow
-@pytest.mark.privacy
+@pytest.mark.nightly
 def test_canaries_with_turns_show_all_turns_together():
     """One number for each: of variance 1, and moved by as much as the rows of its own turns."""
     made = BLT(group_size=2, cohort_size=20).plan(people(), steps=6, epsilon=4.0, delta=1e-4)
@@ -171,7 +168,6 @@ def test_canaries_with_turns_show_all_turns_together():
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_a_run_that_goes_on_has_the_same_canaries_and_sees_the_same(tmp_path, monkeypatch):
     pace = dpfl.Pace(checkpoint_every=1)
     fitted(plan(), 200, run_dir=tmp_path / "whole", pace=pace)
@@ -203,7 +199,6 @@ def unigram(params, example):
 
 
 @pytest.mark.slow
-@pytest.mark.privacy
 def test_the_final_model_gives_made_up_users_away_if_there_is_no_noise():
     made = ULS(group_size=1, cohort_size=60, sampling_prob=0.75)
     made = made.plan(words(np.random.default_rng(0)), steps=6, epsilon=0.5, delta=1e-5)
@@ -264,7 +259,6 @@ def test_made_up_users_each_say_a_word_of_their_own():
     assert (rows["canary"] == -1).all()
 
 
-@pytest.mark.privacy
 def test_runs_of_one_key_with_other_texts_share_no_noise():
     """Made-up users' texts are in the sum: with the same noise, two runs would show somebody."""
     rng = np.random.default_rng(0)
@@ -290,6 +284,7 @@ def test_runs_of_one_key_with_other_texts_share_no_noise():
     assert len({json.dumps(t) for t in [alone, *more]}) == 4
 
 
+@pytest.mark.slow
 def test_steps_without_canaries_are_steps():
     made = ULS(group_size=2, cohort_size=1.0).plan(people(), steps=6, epsilon=4.0, delta=1e-4)
     result = fitted(made, 100)

@@ -48,6 +48,7 @@ def run(mechanism=None, **kwargs):
     return fit(**(arguments | kwargs))
 
 
+@pytest.mark.nightly("els", "uls")
 @pytest.mark.parametrize(
     "mechanism",
     [
@@ -70,18 +71,21 @@ def test_training_lowers_the_held_out_loss(mechanism):
         assert result.guarantee.epsilon == float("inf")
 
 
+@pytest.mark.nightly
 def test_the_seed_decides_everything():
     a, b, c = run(), run(), run(key=RootKey.from_seed(1))
     np.testing.assert_array_equal(a.params["w"], b.params["w"])
     assert (np.asarray(a.params["w"]) != np.asarray(c.params["w"])).any()
 
 
+@pytest.mark.nightly
 def test_the_caller_keeps_their_parameters():
     params = {"w": jnp.zeros(3)}
     run(params=params, steps=2)
     np.testing.assert_array_equal(params["w"], np.zeros(3))
 
 
+@pytest.mark.slow
 def test_epsilon_spent_grows_to_the_guarantee():
     result = run()
     spent = [row["epsilon_spent"] for row in result.metrics if "epsilon_spent" in row]
@@ -90,6 +94,7 @@ def test_epsilon_spent_grows_to_the_guarantee():
     assert spent[-1] == pytest.approx(result.guarantee.epsilon)
 
 
+@pytest.mark.nightly
 def test_resume_in_process_is_bit_for_bit(tmp_path, monkeypatch):
     whole = run(steps=20, validation=None)
 
@@ -115,6 +120,7 @@ def test_resume_in_process_is_bit_for_bit(tmp_path, monkeypatch):
     assert [row["step"] for row in result.metrics] == list(range(1, 21))
 
 
+@pytest.mark.nightly
 def test_hardware_that_reached_no_checkpoint_is_named_too(tmp_path, monkeypatch):
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     real, steps = RunDirectory.append_metrics, []
@@ -139,6 +145,7 @@ def test_hardware_that_reached_no_checkpoint_is_named_too(tmp_path, monkeypatch)
     assert any("or from its start, on other hardware" in c for c in moved.guarantee.caveats)
 
 
+@pytest.mark.nightly
 def test_moving_a_run_to_other_hardware_is_named(tmp_path):
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     whole = run(steps=6, validation=None)
@@ -205,6 +212,7 @@ def test_a_lost_key_is_said_not_replaced(tmp_path):
         RunDirectory(tmp_path / "run", {}, "f", None)
 
 
+@pytest.mark.nightly
 def test_loss_is_computed_on_the_mesh_given():
     one = run(mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)), steps=8)
     eight = run(steps=8)

@@ -14,8 +14,6 @@ from dpfl_jax.data.schema import Field
 from dpfl_jax.mechanisms import ULS
 from dpfl_jax.randomness import RootKey
 
-pytestmark = pytest.mark.privacy
-
 WIDTH, LENGTH, GROUP = 64, 8, 32
 
 
@@ -61,6 +59,7 @@ def wrong(monkeypatch):
     monkeypatch.setattr(leaves, "squared_norm", too_small)
 
 
+@pytest.mark.slow
 def test_every_shape_of_user_is_compared(wrong):
     data = users([1] * 16)
     train(data)  # users at their full size have another plan, which is right
@@ -68,6 +67,7 @@ def test_every_shape_of_user_is_compared(wrong):
         train(data, group_buckets=True)
 
 
+@pytest.mark.slow
 def test_what_is_compared_does_not_wait_for_a_draw(wrong):
     """One of twenty users comes in a hundred steps."""
     with pytest.raises(SelfCheckError, match="'w'"):

@@ -25,8 +25,6 @@ from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import convolutions
 
-pytestmark = pytest.mark.privacy
-
 GROUP, CLIP, ROW = 2, 0.1, 16
 COMMON = {"group_size": GROUP, "clip_norm": CLIP, "noise_multiplier": 1.0}
 LAYOUTS = {
@@ -135,6 +133,7 @@ def check(name, layout, option, copied=True):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["scan", "examples_at_once"])
 def test_a_step_of_fit_is_that_of_one_device(way):
     """Units that are formed one by one mixed on 2 x 2 x 2 where kernels were split."""
@@ -163,7 +162,7 @@ def test_a_step_of_fit_is_that_of_one_device(way):
 
 
 def cells():
-    """All of loss x layout x way; a Latin square, in which all pairs meet, half in CI."""
+    """All of loss x layout x way: a Latin square, in which all pairs meet, most of it nightly."""
     small = {("one_d", "2x2x2", "scan"), ("one_d", "2x2x2", "split_users")}
     whole = os.environ.get("DPFL_WHOLE_MATRIX")
     for (i, name), (j, layout), (k, option) in itertools.product(
@@ -173,8 +172,7 @@ def cells():
         if cell in small:
             yield pytest.param(*cell)
         elif whole or (i + j + k) % 6 == 0:
-            later = [pytest.mark.release] if i % 2 else []
-            yield pytest.param(*cell, marks=[pytest.mark.slow, *later])
+            yield pytest.param(*cell, marks=pytest.mark.nightly if i % 4 else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "layout", "option"), cells())
@@ -190,9 +188,10 @@ def test_the_sum_is_right_or_refused(name, layout, option):
         assert check(name, layout, option).max_relative_error < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "option",
-    ["scan", pytest.param("pieces", marks=pytest.mark.slow)],
+    ["scan", "pieces"],
 )
 def test_where_kernels_are_split_units_mix_and_the_check_says_so(option):
     """What the layout protects from: should this pass one day, kernels may be split again."""

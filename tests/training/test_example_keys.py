@@ -72,7 +72,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_example_has_its_own_key_on_every_layout(name):
     shape, microbatch, buffers, options = LAYOUTS[name]
@@ -89,7 +89,7 @@ def test_each_example_has_its_own_key_on_every_layout(name):
     chex.assert_trees_all_close(got, want, atol=2e-5)
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("mechanism", [ELS_ALL, NonPrivate(batch_size=20)], ids=["els", "none"])
 def test_training_draws_and_evaluation_does_not(mechanism):
     """Two steps of plain descent, with noise too small to see; the second has other keys."""

@@ -110,6 +110,8 @@ def with_a_tree():
 FITTED = {f.__name__: f for f in (with_nnx, with_equinox, with_linen, with_haiku, with_a_tree)}
 
 
+@pytest.mark.nightly
+@pytest.mark.slow("with_linen")
 @pytest.mark.parametrize("name", FITTED)
 def test_what_fit_trained_comes_back_in_its_own_structure(name, folder, capsys):
     loss, params, more = FITTED[name]()
@@ -162,7 +164,7 @@ SYSTEMS = {
 
 
 @pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly("rpdp", "hi_grad_avg")
 @pytest.mark.parametrize("system", SYSTEMS)
 def test_every_system(system, folder, capsys):
     run = trained(capsys, system, *SYSTEMS[system])
@@ -178,8 +180,7 @@ def test_every_system(system, folder, capsys):
         assert int(found.model.predict(found.params, jnp.ones(2))) in (0, 1)
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("system", ["uls", "hi_grad_avg", "rpdp"])
 def test_a_module_of_ones_own(system, folder, capsys, monkeypatch):
     """Built by the reader, whose code it is; in a central run a part of it may not be trained."""
@@ -208,8 +209,7 @@ def test_a_module_of_ones_own(system, folder, capsys, monkeypatch):
         assert "does not build what the run began with" in export(capsys, run, "new", code=2)
 
 
-@pytest.mark.slow
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", [True, False])
 def test_a_language_model_of_no_family(family, folder, capsys):
     posts = [json.dumps({"user": f"u{i // 2}", "text": "stone lamp"}) for i in range(60)]

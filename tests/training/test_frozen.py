@@ -78,10 +78,8 @@ def by_definition(trained, frozen, units, mask):
     return jax.tree.map(lambda g: jnp.einsum("n...,n->...", g, weights), each)
 
 
-@pytest.mark.privacy
-@pytest.mark.parametrize(
-    "name", ["data", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mixed", "fsdp"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data", "mixed", "fsdp"])
 def test_the_sum_is_that_of_the_trained_leaves_on_every_layout(name):
     mesh = make_mesh(**LAYOUTS[name])
     trained, frozen = parts(mesh)
@@ -99,7 +97,7 @@ def test_the_sum_is_that_of_the_trained_leaves_on_every_layout(name):
         assert CLIP * (1 - 1e-2) <= norm(got, less) <= CLIP * (1 + 1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_changes_adapters_alone_and_keeps_nothing_of_the_base():
     mesh = make_mesh(**LAYOUTS["mixed"])
     trained, frozen = parts(mesh)
@@ -120,7 +118,7 @@ def test_a_step_changes_adapters_alone_and_keeps_nothing_of_the_base():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_without_privacy_the_same_leaves_are_trained():
     mesh = make_mesh()
     trained, frozen = parts(mesh)

@@ -63,6 +63,7 @@ class NnxNet(nnx.Module):
         return self.second(nnx.relu(self.first(x)))
 
 
+@pytest.mark.nightly
 def test_nnx(plan, want):
     a, b, c, d = weights()
     net = NnxNet(nnx.Rngs(0))
@@ -91,6 +92,7 @@ class EquinoxNet(equinox.Module):
         return jax.nn.relu(x @ self.a_kernel + self.a_bias) @ self.b_kernel + self.b_bias
 
 
+@pytest.mark.nightly
 def test_equinox_with_a_run_in_a_folder(plan, want, tmp_path):
     a, b, c, d = map(jnp.asarray, weights())
     net = EquinoxNet(b, a, d, c)
@@ -115,6 +117,7 @@ class LinenNet(linen.Module):
         return linen.Dense(2)(x)
 
 
+@pytest.mark.nightly
 def test_linen(plan, want):
     a, b, c, d = weights()
     params = {"Dense_0": {"kernel": a, "bias": b}, "Dense_1": {"kernel": c, "bias": d}}
@@ -124,6 +127,7 @@ def test_linen(plan, want):
     np.testing.assert_array_equal(got["Dense_0"]["bias"], same["params"]["Dense_0"]["bias"])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("keyed", [True, False])
 def test_haiku(plan, want, keyed):
     def net(x):
@@ -138,6 +142,7 @@ def test_haiku(plan, want, keyed):
     np.testing.assert_allclose(got["linear_1"]["w"], want[2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_regression_and_language(store):
     plan = dpfl.ULS(group_size=2, cohort_size=10).plan(store, steps=1, epsilon=8.0)
     got = trained(plan, "regression", {"w": jnp.zeros(6)}, model=lambda p, x: x @ p["w"])
@@ -198,6 +203,7 @@ def test_an_error_of_the_loss_itself_comes_through(plan):
         trained(plan, lambda p, e: e["pixels"].sum() * p["w"].sum(), PARAMS)
 
 
+@pytest.mark.nightly
 def test_the_trained_module_shares_nothing_with_the_one_given(plan):
     net = NnxNet(nnx.Rngs(0))
     net.count = nnx.Variable(jnp.zeros(()))

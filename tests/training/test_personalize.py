@@ -48,6 +48,7 @@ def one_by_one(params, data, rate, users, epochs, batch, most):
     return np.mean(before), np.mean(after)
 
 
+@pytest.mark.nightly
 def test_equals_plain_loops():
     data = store([1, 2, 3, 9, 10, 25, 0, 7, 4])
     params = {"mean": jnp.zeros(3)}

@@ -84,7 +84,7 @@ def trained(path, name, config, capsys):
     return run, json.loads((run / "report.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_from_yaml(folder, tmp_path, capsys, case):
     columns, model, mechanism = CASES[case]
@@ -107,7 +107,7 @@ def test_a_run_from_yaml(folder, tmp_path, capsys, case):
         np.testing.assert_array_equal(exported.params["embedding"], ended["embedding"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_store_of_pairs_trains_to_the_same(folder, tmp_path, capsys):
     columns, model, mechanism = CASES["dpo, all trained"]
     config = configuration(folder, columns, model, mechanism)

@@ -50,7 +50,7 @@ def test_a_run_goes_on_from_the_base_it_began_with(needed, tmp_path):
     run.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_pretrained_base_is_named_and_compared(tmp_path, capsys):
     words = ["river", "stone", "lamp", "green"]
     rng = np.random.default_rng(0)

@@ -17,6 +17,7 @@ from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.run.report import build_report, render_markdown
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_run_says_how_norms_are_computed(shown):
     """A large weight that meets a mask before data is copied for each unit."""

@@ -91,7 +91,7 @@ def reference_sum(mechanism, params, units, n):
     return total
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("clipping", ["standard", "normalized"])
 @pytest.mark.parametrize("make", [els, uls])
@@ -123,7 +123,6 @@ def sums():
     }
 
 
-@pytest.mark.privacy
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("clipping", ["standard", "normalized"])
 @pytest.mark.parametrize("make", [els, uls])
@@ -169,7 +168,7 @@ def test_one_unit_moves_the_sum_by_at_most_the_sensitivity(
     assert distance <= make(clipping=clipping).rule.sensitivity * (1 + 1e-4) + 1e-4
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 @pytest.mark.parametrize("clipping", ["standard", "normalized"])
 def test_step_adds_the_right_noise_and_divides_by_the_expected_size(clipping):
     """Noise on the sum has stddev sigma times the sensitivity; the divisor is not the batch."""
@@ -192,7 +191,6 @@ def test_step_adds_the_right_noise_and_divides_by_the_expected_size(clipping):
     assert abs(noise.mean()) < 4.9 * expected / np.sqrt(n)
 
 
-@pytest.mark.privacy
 def test_an_empty_draw_is_a_step_of_noise():
     mesh = data_parallel_mesh()
     step = make_train_step(els(), loss_fn, optax.sgd(1.0), mesh)
@@ -220,7 +218,7 @@ def run_steps(devices, mechanism=None, steps=4):
     return step, state
 
 
-@pytest.mark.privacy
+@pytest.mark.slow
 def test_one_and_eight_devices_give_the_same_parameters():
     _, one = run_steps(1)
     _, eight = run_steps(8)
