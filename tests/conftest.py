@@ -7,8 +7,10 @@ from collections.abc import Iterator
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Programs are compiled once for all workers, for the commands that tests start, and for the next
 # time (`pytest --cache-clear` forgets them).
-_compiled = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_compiled))
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR",
+    str(pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"),
+)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 # Compiling is most of the tests' work, and none of what most of them show depends on how hard LLVM

@@ -76,7 +76,7 @@ def _pad(key: RootKey, stretch: int, shape: tuple[int, ...]) -> np.ndarray:
 
 
 @functools.cache
-def _rounding() -> str:
+def rounding_digest() -> str:
     """Digest of some numbers as this machine computes them: those of one kind may round apart."""
     rng = np.random.default_rng(0)
     x, w = rng.normal(size=(33, 784)), rng.normal(size=(784, 10)) / 28
@@ -134,7 +134,7 @@ class Filtered(Central):
         """As every run's; and what bounds are computed with, whose rounding could move a level."""
         terms = super().terms()
         # proof: individual-event-3
-        computed = value_digest([self.layout, _rounding()])
+        computed = value_digest([self.layout, rounding_digest()])
         secret = {"execution": computed, **terms.secret}
         return dataclasses.replace(terms, secret=secret)
 
@@ -271,10 +271,10 @@ class FilteredSteps(CentralSteps):
         if stretch:
             spending = self.run.after(self._restored(stretch - 1), self.run.every)
         # proof: individual-bound-1
-        levels = levels_of(self._norms(stretch), self.run.mechanism.clip_norm)
+        levels = levels_of(self.compute_norms(stretch), self.run.mechanism.clip_norm)
         return dataclasses.replace(spending, levels=levels)
 
-    def _norms(self, stretch: int) -> np.ndarray:
+    def compute_norms(self, stretch: int) -> np.ndarray:
         """Float32 [users]: of everybody's gradient, the largest of what may be drawn of them."""
         key, pipeline = self.key.child("look-at-everybody", stretch), self.pipeline
         width = pipeline.row * _LOOK_ROWS

@@ -132,7 +132,9 @@ def certificates(folder, addresses=("127.0.0.1",)):
         "x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 "
         "-out server.pem -extfile names",
     ):
-        (folder / "names").write_text(names + "\nbasicConstraints=CA:FALSE\nauthorityKeyIdentifier=keyid\n")
+        (folder / "names").write_text(
+            names + "\nbasicConstraints=CA:FALSE\nauthorityKeyIdentifier=keyid\n"
+        )
         subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
 
 

@@ -22,67 +22,13 @@ from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ULS, Individual, IndividualELS, Population
-from dpfl_jax.mechanisms.batches import step_arguments
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import SPENT, RunDirectory
-from dpfl_jax.sampling import Staying
 from dpfl_jax.training import filtered
-from dpfl_jax.training.filtered import Filtered, FilteredSteps, Spending
-
-SIZES = np.array([0.02, 0.1, 0.3, 0.6, 0.95, 5.0])  # of gradients, over the clip norm
-
-
-def loss_fn(params, example):
-    """Its gradient is the example, whatever the parameters are."""
-    return jnp.sum(params["w"] * example["x"])
-
-
-def curved(params, example):
-    return loss_fn(params, example) + 0.5 * jnp.sum(params["w"] ** 2)
-
-
-def of_sizes(users, sizes=SIZES):
-    """Users of one example, whose gradients have these norms in turns; and the norms, in order."""
-    own = np.resize(sizes, users)
-    rows = {f"u{u:03d}": {"x": np.float32([[own[u], 0.0]])} for u in range(users)}
-    store = ArrayStore.from_users(rows.items())
-    order = [int(name[1:]) for name in store.user_ids(np.arange(users))]
-    return store, own[order]
-
-
-def made(data, steps=40, key=0, execution=None, loss=loss_fn, width=2, kind=Individual, **fields):
-    """The steps of a run, and its plan; nothing is taken."""
-    size = {"cohort_size": len(data.user_offsets) / 4}
-    if kind is IndividualELS:
-        size = {"batch_size": data.user_offsets[-1] / 4}
-    fields = {"group_size": 2, "refresh": 5} | size | fields
-    mechanism = kind(**{"noise_multiplier": 1.0, "least_steps": 6} | fields)
-    execution = execution or Execution(microbatch_size=8)
-    plan = mechanism.plan(data, steps=steps, delta=1e-3, execution=execution)
-    run = Filtered(loss, {"w": jnp.zeros(width)}, plan, optax.set_to_zero())
-    run.begin(RootKey.from_seed(key), 0)
-    return FilteredSteps(run, RootKey.from_seed(key), 0), plan
-
-
-def taken(steps):
-    """Of a run whose model stays as it is: (users drawn, levels, clipped sum) of each step."""
-    drawn, indices, found = {}, Staying.indices, []
-
-    def noted(self, key, step):
-        drawn[step] = indices(self, key, step)
-        return drawn[step]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Staying, "indices", noted)
-        for number, batch in steps.inputs():
-            arguments = step_arguments(steps.run.mechanism, batch)
-            total, _ = steps.compiled.sum(steps.params, *arguments, steps.run.frozen)
-            levels = Spending.shown(steps.hidden, steps.key, (number - 1) // steps.run.every).levels
-            found.append((drawn[number - 1], levels, np.asarray(total["w"])))
-    return found
-
+from dpfl_jax.training.filtered import FilteredSteps, Spending
+from tests.mechanisms.individuals import SIZES, curved, loss_fn, made, of_sizes, taken
 
 # ---- what is planned ----------------------------------------------------------------------------
 
@@ -242,7 +188,7 @@ def test_bounds_do_not_tell_who_was_drawn(monkeypatch):
     one, other = levels_under(0, people(40)), levels_under(1, people(40))
     np.testing.assert_array_equal(one, other)
     assert (one[0] != one[-1]).any()
-    norms = FilteredSteps._norms
+    norms = FilteredSteps.compute_norms
 
     def of_those_drawn(self, stretch):
         law = dataclasses.replace(self.sampler.law, until=np.full(self.run.users, 10))
@@ -251,7 +197,7 @@ def test_bounds_do_not_tell_who_was_drawn(monkeypatch):
         found[drawn] = norms(self, stretch)[drawn]
         return found
 
-    monkeypatch.setattr(FilteredSteps, "_norms", of_those_drawn)
+    monkeypatch.setattr(FilteredSteps, "compute_norms", of_those_drawn)
     assert (levels_under(0, people(40)) != levels_under(1, people(40))).any()
 
 
@@ -272,7 +218,7 @@ def test_bounds_are_norms_of_plain_gradients_however_they_are_computed():
         execution = Execution(**{"microbatch_size": 8} | given)
         steps, _ = made(data, execution=execution, loss=curved, width=4, group_size=3)
         steps.params = at
-        np.testing.assert_allclose(steps._norms(0), want, rtol=1e-5)
+        np.testing.assert_allclose(steps.compute_norms(0), want, rtol=1e-5)
 
 
 def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
@@ -290,7 +236,9 @@ def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
             return look(params, units, mask, *rest)
 
         steps.look = noted
-        found.append(dict(zip(data.user_ids(np.arange(len(users))), steps._norms(0).tolist())))
+        found.append(
+            dict(zip(data.user_ids(np.arange(len(users))), steps.compute_norms(0).tolist()))
+        )
     assert shapes == {(4, 8 * len(jax.devices()))}
     assert found[1].items() < found[0].items()
     assert found[2].items() < found[0].items()
@@ -313,7 +261,7 @@ def test_a_bound_is_the_same_bits_wherever_its_user_stands(kind, width):
         steps, _ = made(data, loss=loss, width=width, **given)
         steps.params = at
         names = data.user_ids(np.arange(len(users)))
-        found.append(dict(zip(names, steps._norms(0).tolist(), strict=True)))
+        found.append(dict(zip(names, steps.compute_norms(0).tolist(), strict=True)))
     assert found[1].items() < found[0].items()
     assert found[2].items() < found[0].items()
 
@@ -362,7 +310,7 @@ def test_rounding_moves_a_sum_by_less_than_the_smallest_bound():
 def test_what_is_not_finite_is_bounded_by_the_clip_norm():
     data, _ = of_sizes(12, np.array([0.1, np.nan]))
     steps, _ = made(data, steps=10)
-    norms = steps._norms(0)
+    norms = steps.compute_norms(0)
     assert np.isinf(norms).sum() == 6
     next(steps.inputs())
     levels = Spending.shown(steps.hidden, steps.key, 0).levels
@@ -422,7 +370,7 @@ def test_a_run_does_not_go_on_where_numbers_round_otherwise(tmp_path, monkeypatc
     """Devices of one kind may: a look taken again would find other levels behind the same noise."""
     with death_after_a_checkpoint(monkeypatch):
         run(tmp_path, checkpoint_every=4)
-    monkeypatch.setattr(filtered, "_rounding", lambda: "another")
+    monkeypatch.setattr(filtered, "rounding_digest", lambda: "another")
     with pytest.raises(BadInputError, match=r"how steps are computed .* is not what the run"):
         run(tmp_path, checkpoint_every=4)
 

@@ -20,7 +20,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, Individual, IndividualELS, Population
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import SPENT, RunDirectory
-from tests.mechanisms.test_individual import curved, loss_fn, made, of_sizes, taken
+from tests.mechanisms.individuals import curved, loss_fn, made, of_sizes, taken
 
 KIND = {"kind": IndividualELS}
 
@@ -151,12 +151,12 @@ def test_bounds_are_the_largest_norms_of_plain_gradients_of_what_is_kept():
         kept = data.read(steps.sampler.positions)
         norms = np.linalg.norm(every(at, kept)["w"], axis=1)
         want = [norms[steps.owners == u].max() for u in range(50)]
-        np.testing.assert_allclose(steps._norms(0), want, rtol=1e-5)
+        np.testing.assert_allclose(steps.compute_norms(0), want, rtol=1e-5)
         assert np.bincount(steps.owners).max() == 3
     rows["u007"]["x"][0] = np.nan
     steps, _ = made(ArrayStore.from_users(rows.items()), width=4, group_size=5, **KIND)
     which = list(steps.run.data.user_ids(np.arange(50))).index("u007")
-    assert np.flatnonzero(~np.isfinite(steps._norms(0))).tolist() == [which]
+    assert np.flatnonzero(~np.isfinite(steps.compute_norms(0))).tolist() == [which]
 
 
 def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
@@ -173,7 +173,9 @@ def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
             return look(params, units, mask, *rest)
 
         steps.look = noted
-        found.append(dict(zip(data.user_ids(np.arange(len(users))), steps._norms(0).tolist())))
+        found.append(
+            dict(zip(data.user_ids(np.arange(len(users))), steps.compute_norms(0).tolist()))
+        )
     assert shapes == {(4, 8 * len(jax.devices()))}
     assert found[1].items() < found[0].items()
     assert found[2].items() < found[0].items()
