@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError
 
 NO_GUARANTEE = (
@@ -89,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --private: most that a person's mean loss counts for, a public number (default: "
         "the logarithm of the number of tokens or classes)",
     )
+    add_code_flag(parser)
     add_json_flag(parser)
 
 
@@ -185,7 +186,7 @@ def _sweep(args: argparse.Namespace) -> Any:
     from dpfl_jax.config import load_config
     from dpfl_jax.planning.sweep import Sweep
 
-    declared = getattr(load_config(args.config, args.overrides), "sweep", None)
+    declared = getattr(load_config(args.config, args.overrides, args.allow_code), "sweep", None)
     axes = dict(_axis(text) for text in args.grid)
     if not axes and declared is not None:
         axes = dict(declared.grid)
@@ -201,6 +202,7 @@ def _sweep(args: argparse.Namespace) -> Any:
         repeats,
         tuned,
         args.keep_runs,
+        args.allow_code,
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.panel import Panel
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.run.progress import RunConsole
 
@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STEPS",
         help="execution.profile=STEPS: write what the devices did in these steps to profile/",
     )
+    add_code_flag(parser)
     add_json_flag(parser)
 
 
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
     console = RunConsole(stderr=args.json)
     profile = [] if args.profile is None else [f"execution.profile={args.profile}"]
-    config = load_config(args.config, [*args.overrides, *profile])
+    config = load_config(args.config, [*args.overrides, *profile], args.allow_code)
     return train_or_price(config, args.run_dir, args.dry_run, console)
 
 

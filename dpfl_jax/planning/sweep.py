@@ -115,6 +115,7 @@ class Sweep:
       repeats: runs of each cell, each with a secret key of its own for sampling and noise.
       tuned: axes whose best value is taken at every combination of the others.
       keep_runs: whether checkpoints of finished cells are kept.
+      allow_code: whether the configuration may name code (``load_config``).
     """
 
     directory: pathlib.Path
@@ -124,6 +125,7 @@ class Sweep:
     repeats: int = 1
     tuned: tuple[str, ...] = ()
     keep_runs: bool = False
+    allow_code: bool = False
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -144,7 +146,8 @@ class Sweep:
         Raises:
           BadInputError: it is of a federation, or wrong, or repeats one seed.
         """
-        config = load_config(self.config, [*self.overrides, *_ALONE, "sweep=null"])
+        overrides = [*self.overrides, *_ALONE, "sweep=null"]
+        config = load_config(self.config, overrides, self.allow_code)
         if not isinstance(config, RunConfig):
             raise BadInputError("sweeps are of central runs: this configuration is of a federation")
         if self.repeats > 1 and (config.seed is not None or "seed" in self.axes):
@@ -170,7 +173,8 @@ class Sweep:
         Raises:
           BadInputError: an axis that is no key, or a value that does not fit.
         """
-        config = load_config(self.config, [*self.overrides, *_ALONE, *cell.overrides(self.base)])
+        overrides = [*self.overrides, *_ALONE, *cell.overrides(self.base)]
+        config = load_config(self.config, overrides, self.allow_code)
         assert isinstance(config, RunConfig)
         return config
 
