@@ -102,14 +102,14 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
 
     from rich.console import Console
 
-    from dpfl_jax.config import IsrlConfig, load_config
+    from dpfl_jax.config import IsrlConfig
     from dpfl_jax.flower.plan import study_of
-    from dpfl_jax.flower.silo import CONFIG, KEY, make_key
+    from dpfl_jax.flower.silo import CONFIG, KEY, make_key, read_study
 
     folder = pathlib.Path(args.folder)
     if (folder / CONFIG).exists() or (folder / KEY).exists():
         raise BadInputError(f"{folder} holds a silo already: its key and log are its memory")
-    config: Any = load_config(args.config)
+    config: Any = read_study(pathlib.Path(args.config))
     study_of(config)
     isrl = isinstance(config, IsrlConfig)
     privacy = config.privacy

@@ -100,14 +100,16 @@ def make_config(
     return validate_config(whole, str(file))
 
 
-def refuse_code(raw: Mapping[str, Any], where: str) -> None:
+_ALLOW = (
+    "if whoever wrote the configuration and that module may decide what runs here, add "
+    "--allow-code (load_config: allow_code=True)"
+)
+
+
+def refuse_code(raw: Mapping[str, Any], where: str, advice: str = _ALLOW) -> None:
     """Raises BadInputError if a configuration names code, which would be run for it."""
     for key, name in _code_in(raw):
-        raise BadInputError(
-            f"{where}: {key} is {name!r}, code that would be run: if whoever wrote the "
-            "configuration and that module may decide what runs here, add --allow-code "
-            "(load_config: allow_code=True)"
-        )
+        raise BadInputError(f"{where}: {key} is {name!r}, code that would be run: {advice}")
 
 
 def _code_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

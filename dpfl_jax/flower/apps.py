@@ -73,6 +73,7 @@ class GridTransport:
         """Args: wait_s: how long a silo that is gone is waited for before it is left out."""
         self._grid, self._wait, self._console = grid, wait_s, console
         self._nodes: dict[str, int] = {}
+        self._tokens: dict[str, Any] = {}
         self._hello = b""
 
     def hello(self, request: bytes, count: int, most_s: float = math.inf) -> dict[str, bytes]:
@@ -85,12 +86,9 @@ class GridTransport:
         while len(found) < count and time.monotonic() < end:
             known |= self._greet(known, asked)
             for node, reply in self._pulled(asked):
-                name = _name_of(reply)
-                if unpack(reply)[0]["kind"] == "refused":
-                    return {**found, name: reply}
-                # Whoever comes again under a name was restarted.
-                found[name], self._nodes[name] = reply, node
-                self._console.print(f"{name} is here ({len(found)} of {count})", markup=False)
+                if self._knows(node, reply):
+                    found[name := _name_of(reply)] = reply
+                    self._console.print(f"{name} is here ({len(found)} of {count})", markup=False)
             time.sleep(_POLL_S)
         return found
 
@@ -109,14 +107,29 @@ class GridTransport:
                     self._push(self._nodes[name], requests[name], asked)
             known |= self._greet(known, greeted)
             for node, reply in self._pulled(greeted):
-                name = _name_of(reply)
-                if name in requests:  # it was restarted
-                    self._nodes[name] = node
-                    last.pop(name, None)
+                if _name_of(reply) in requests and self._knows(node, reply):  # it was restarted
+                    last.pop(_name_of(reply), None)
             for node, reply in self._pulled(asked):
                 replies |= {n: reply for n in requests if self._nodes.get(n) == node}
             time.sleep(_POLL_S)
         return replies
+
+    def _knows(self, node: int, reply: bytes) -> bool:
+        """Whether a node that was greeted is a silo: a new one, or one that was restarted.
+
+        A stranger's word ends nothing, and takes no silo's place: who has its name has no token.
+        """
+        header, _ = unpack(reply)
+        name, why = _name_of(reply), None
+        if header["kind"] != "hello":
+            why = f"a node that says it is {name} refuses: {header.get('why', header['kind'])}"
+        elif self._tokens.setdefault(name, header.get("token")) != header.get("token"):
+            why = f"another node says that it is {name}, too: it is not heard"
+        else:
+            self._nodes[name] = node
+        if why is not None:
+            self._console.print(why, markup=False, highlight=False)
+        return why is None
 
     def _greet(self, known: set[int], asked: dict[str, int]) -> set[int]:
         """Says hello to nodes that are new."""

@@ -55,4 +55,4 @@ def test_bad_input_is_one_sentence(place, capsys):
     path.write_text(text.replace("epsilon: 8.0", "epsilon: -1"))
     assert "policy.epsilon" in said("check", "bern")
     path.write_text(text.replace("{path: ../bern.csv}", "{path: ../bern.csv, classes: 3}"))
-    assert "data.classes is 3 here and 2 there" in said("check", "bern")
+    assert "data.classes is another here" in said("check", "bern")
