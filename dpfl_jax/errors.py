@@ -31,6 +31,18 @@ def expect(value: object, kind: type | tuple[type, ...], name: str, wanted: str)
         raise BadInputError(f"{name} is {shown} ({type(value).__name__}): give {wanted}")
 
 
+# Escapes that move the cursor, and letters that turn the direction of writing.
+_UNSEEN = dict.fromkeys(
+    [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)],
+    "?",
+)
+
+
+def plain(text: str) -> str:
+    """``text`` without what a terminal would obey."""
+    return text.translate(_UNSEEN)
+
+
 def repeated(names: Iterable[_T]) -> _T | None:
     """The first of ``names`` that comes a second time, if any does."""
     seen = set()

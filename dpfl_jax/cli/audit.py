@@ -7,11 +7,10 @@ import pathlib
 import tempfile
 from typing import Any
 
-from rich.console import Console
-
 from dpfl_jax.cli._outputs import save_figure
 from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
 Attack a mechanism, and compare what that proves with what is claimed.

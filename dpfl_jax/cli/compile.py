@@ -218,8 +218,9 @@ def _explain(
 
 
 def _print(result: dict[str, Any], to_stderr: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from dpfl_jax.run.console import Console
 
     console = Console(stderr=to_stderr)
     table = Table(

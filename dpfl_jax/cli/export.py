@@ -58,8 +58,7 @@ _READ_BY = {
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the run and writes the directory."""
-    from rich.console import Console
-
+    from dpfl_jax.run.console import Console
     from dpfl_jax.training.export import export
 
     console = Console(stderr=args.json)

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 
 from dpfl_jax import __version__
-from dpfl_jax.errors import BadInputError, StoppedError, too_little_memory
+from dpfl_jax.errors import BadInputError, StoppedError, plain, too_little_memory
 
 # Modules are imported only when asked for, so that `dpfl --help` does not load JAX.
 COMMANDS = {
@@ -143,13 +143,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadInputError as error:
         if verbose:
             traceback.print_exc()
-        print(f"dpfl: error: {error}", file=sys.stderr)
+        print(plain(f"dpfl: error: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dpfl: interrupted", file=sys.stderr)
         return 1
     except StoppedError as error:
-        print(f"dpfl: {error}", file=sys.stderr)
+        print(plain(f"dpfl: {error}"), file=sys.stderr)
         return 1
     if getattr(args, "json", False) and result is not None:
         print(json.dumps(result, default=str), flush=True)

@@ -151,10 +151,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints, writes."""
-    from rich.console import Console
-
     from dpfl_jax.config import RunConfig, load_config
     from dpfl_jax.planning.questions import Outlook
+    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     config = load_config(args.config, args.overrides, args.allow_code)

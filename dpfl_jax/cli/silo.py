@@ -100,11 +100,10 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _init(args: argparse.Namespace) -> dict[str, Any]:
     import os
 
-    from rich.console import Console
-
     from dpfl_jax.config import IsrlConfig
     from dpfl_jax.flower.plan import study_of
     from dpfl_jax.flower.silo import CONFIG, KEY, make_key, read_study
+    from dpfl_jax.run.console import Console
 
     folder = pathlib.Path(args.folder)
     if (folder / CONFIG).exists() or (folder / KEY).exists():
@@ -145,11 +144,11 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:
-    from rich.console import Console
     from rich.table import Table
 
     from dpfl_jax.flower.server import digest_of
     from dpfl_jax.flower.silo import Silo
+    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     silo = Silo(args.folder, console)
@@ -196,7 +195,7 @@ def _flower() -> None:
 
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
-    from rich.console import Console
+    from dpfl_jax.run.console import Console
 
     _flower()
     from dpfl_jax.flower.node import run_node
@@ -211,9 +210,8 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
     import signal
     import sys
 
-    from rich.console import Console
-
     from dpfl_jax.cli.train import print_report
+    from dpfl_jax.run.console import Console
 
     _flower()
     from dpfl_jax.flower.serve import serve

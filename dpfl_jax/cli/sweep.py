@@ -95,10 +95,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs this process's cells, then tabulates all."""
-    from rich.console import Console
-
     from dpfl_jax.accounting import LedgerError
     from dpfl_jax.planning.sweep import draw
+    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     sweep = _sweep(args)

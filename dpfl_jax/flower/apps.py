@@ -16,13 +16,13 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from rich.console import Console
 
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower.server import run_study
 from dpfl_jax.flower.silo import UNSAID, Silo
 from dpfl_jax.flower.wire import pack, unpack
+from dpfl_jax.run.console import Console
 
 _RECORD, _BODY = "dpfl", "body"
 _POLL_S = 0.1

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,6 +17,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+
+from dpfl_jax.run.console import Console
 
 # Off a terminal: seconds between lines of steps, and the longest silence.
 LINE_EVERY = 10.0
@@ -94,10 +95,10 @@ class StepProgress:
         self._progress = None
         if draws(console):
             self._progress = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
+                TextColumn("{task.fields[status]}", markup=False),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
                 console=console,

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.flower.silo import read_key, read_silo_config
+from dpfl_jax.flower.silo import Silo, read_key, read_silo_config
+from dpfl_jax.flower.wire import pack
 from tests.flower.studies import ISRL, study, write_tables
 
 
@@ -38,6 +39,15 @@ def test_a_folder_is_made_and_checked(place, config, capsys):
     secret = (place / "bern/private/root_key").read_text()
     assert init(config) == 2  # a key has no second life
     assert (place / "bern/private/root_key").read_text() == secret
+
+
+def test_no_request_breaks_the_check(place, capsys):
+    init()
+    silo = Silo(place / "bern")
+    silo.answer(pack({"kind": "round", "run": "[/x] \x1b[2J"}))
+    silo.close()
+    assert main(["silo", "check", "bern"]) == 0
+    assert "has accepted no run '[/x] " in capsys.readouterr().out
 
 
 def test_bad_input_is_one_sentence(place, capsys):
