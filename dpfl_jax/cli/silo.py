@@ -104,6 +104,7 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.flower.plan import study_of
     from dpfl_jax.flower.silo import CONFIG, KEY, make_key, read_study
     from dpfl_jax.run.console import Console
+    from dpfl_jax.run.directory import write_atomically
 
     folder = pathlib.Path(args.folder)
     if (folder / CONFIG).exists() or (folder / KEY).exists():
@@ -120,23 +121,22 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
     epsilon = max(privacy.epsilon) if isinstance(privacy.epsilon, tuple) else privacy.epsilon
     rounds = config.isrl.rounds if isrl else config.federation.rounds
     delta = privacy.delta if isinstance(privacy.delta, float) else 1e-5
-    (folder / CONFIG).write_text(
-        _SILO.format(
-            folder=folder,
-            name=args.name,
-            config=from_there(args.config),
-            data=from_there(args.data),
-            server=args.server,
-            certificates=from_there(args.root_certificates),
-            certificate=from_there(args.certificate),
-            key=from_there(args.key),
-            epsilon=epsilon if epsilon is not None else 1.0,
-            delta=delta,
-            unit="record" if isrl else "subject",
-            rounds=rounds or 1000,
-            mechanism=f"isrl/{config.isrl.algorithm}" if isrl else config.mechanism.kind,
-        )
+    text = _SILO.format(
+        folder=folder,
+        name=args.name,
+        config=from_there(args.config),
+        data=from_there(args.data),
+        server=args.server,
+        certificates=from_there(args.root_certificates),
+        certificate=from_there(args.certificate),
+        key=from_there(args.key),
+        epsilon=epsilon if epsilon is not None else 1.0,
+        delta=delta,
+        unit="record" if isrl else "subject",
+        rounds=rounds or 1000,
+        mechanism=f"isrl/{config.isrl.algorithm}" if isrl else config.mechanism.kind,
     )
+    write_atomically(folder / CONFIG, text)
     make_key(folder)
     console = Console(stderr=args.json)
     console.print(f"made {folder}: review {folder / CONFIG}, then `dpfl silo check {folder}`")

@@ -23,6 +23,7 @@ from dpfl_jax.flower.server import run_study
 from dpfl_jax.flower.silo import UNSAID, Silo
 from dpfl_jax.flower.wire import pack, unpack
 from dpfl_jax.run.console import Console
+from dpfl_jax.run.directory import write_atomically
 
 _RECORD, _BODY = "dpfl", "body"
 _POLL_S = 0.1
@@ -200,6 +201,6 @@ def server_app() -> ServerApp:
             finally:
                 outcome = outcome or {"status": "failed", "why": f"the server failed: see {log}"}
                 place = run_dir.with_name(run_dir.name + ".outcome.json")
-                place.write_text(json.dumps(outcome))
+                write_atomically(place, json.dumps(outcome))
 
     return app

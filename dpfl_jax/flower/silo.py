@@ -40,7 +40,7 @@ from dpfl_jax.flower.plan import Plan, first_difference, silos_in, study_of
 from dpfl_jax.flower.policy import Policy, RefusedError
 from dpfl_jax.flower.wire import MessageError, is_finite, pack, tree_of, unpack
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.directory import write_atomically
+from dpfl_jax.run.directory import private_folder, write_atomically
 from dpfl_jax.run.prepared import Charge
 from dpfl_jax.run.report import environment
 
@@ -101,8 +101,7 @@ def read_silo_config(folder: pathlib.Path) -> SiloConfig:
 
 def make_key(folder: pathlib.Path) -> None:
     """Writes a new secret root key, which only the owner can read; never over another one."""
-    private = (folder / KEY).parent
-    private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private_folder((folder / KEY).parent)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with os.fdopen(os.open(folder / KEY, flags, 0o600), "w") as file:
         file.write(RootKey.generate().secret.hex() + "\n")
