@@ -32,7 +32,7 @@ from rich.console import Console
 from dpfl_jax import accounting
 from dpfl_jax.config import FederatedConfig, IsrlConfig, validate_config
 from dpfl_jax.config.base import NAME, Section
-from dpfl_jax.config.load import config_to_dict, read_sections, refuse_code
+from dpfl_jax.config.load import AnyConfig, config_to_dict, read_sections, refuse_code
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower import federated, isrl
 from dpfl_jax.flower.log import Log
@@ -126,7 +126,7 @@ def read_key(folder: pathlib.Path) -> RootKey:
         raise BadInputError(f"{path} holds no root key: bring the file back") from None
 
 
-def read_study(path: pathlib.Path) -> Any:
+def read_study(path: pathlib.Path) -> AnyConfig:
     """A study, which may have come from elsewhere: it says what it says, and nothing of this place.
 
     No variable of the environment is put into it: a server could name one, and hear from how the

@@ -198,6 +198,7 @@ class Sweep:
           StoppedError: interrupted; the same call goes on.
         """
         from dpfl_jax.run.progress import StepProgress
+        from dpfl_jax.training.pretrain import default_cache_dir
 
         if not 0 <= rank < of:
             raise BadInputError(f"rank {rank} of {of} processes: ranks go from 0 to {of - 1}")
@@ -209,7 +210,8 @@ class Sweep:
         if (
             getattr(jax.config, "jax_compilation_cache_dir", None) is None
         ):  # cells share most compiled programs
-            jax.config.update("jax_compilation_cache_dir", str(self.directory / "compiled"))
+            # Not in the folder, which somebody may have sent: programs are read from there and run.
+            jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "compiled"))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         ledger = self.base.privacy.ledger
         if ledger is not None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dpfl_jax.run.console import Console
+from dpfl_jax.run.console import Console as TextConsole
 
 # Off a terminal: seconds between lines of steps, and the longest silence.
 LINE_EVERY = 10.0
@@ -32,11 +33,11 @@ def draws(console: Console) -> bool:
 
 def default_console() -> Console | None:
     """A terminal or a notebook, if there is one."""
-    console = Console()
+    console = TextConsole()
     return console if draws(console) else None
 
 
-class RunConsole(Console):
+class RunConsole(TextConsole):
     """A console that a log file can follow: off a terminal every phase is a line."""
 
     def __init__(self, **options: Any) -> None:
