@@ -123,6 +123,17 @@ class Unreliable(Here):
         return super().ask(kept)
 
 
+def test_a_stranger_ends_no_run_that_goes_on(tmp_path):
+    class Strange(Here):
+        def hello(self, request, count, most_s=None):
+            found = super().hello(request, count)
+            return found | {"basel": pack({"kind": "hello", "name": "basel", "facts": None})}
+
+    silos = opened(make_silos(tmp_path, study()))
+    known = prepare(config_of(tmp_path), Here(silos), QUIET).rows
+    assert prepare(config_of(tmp_path), Strange(silos), QUIET, known).rows == known
+
+
 @pytest.mark.slow
 @pytest.mark.privacy
 def test_killed_server_and_silos_go_on_and_equal_the_simulation(tmp_path, monkeypatch):
