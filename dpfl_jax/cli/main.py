@@ -113,7 +113,7 @@ def _ignore_code_in_current_folder() -> None:
     Only a module that a configuration names is looked for there, if its code may run.
     """
     if getattr(sys.modules["__main__"], "__spec__", None) and not sys.flags.safe_path:
-        del sys.path[0]  # `python -m dpfl_jax` puts the folder there
+        del sys.path[0]  # where `python -m dpfl_jax` puts the folder
     os.environ["PYTHONSAFEPATH"] = "1"  # so that processes started from here do not
     if os.path.lexists("matplotlibrc"):  # it would be read from here first, and may have TeX run
         with contextlib.chdir(os.sep):
