@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -30,6 +31,18 @@ def expect(value: object, kind: type | tuple[type, ...], name: str, wanted: str)
         raise BadInputError(f"{name} is {shown} ({type(value).__name__}): give {wanted}")
 
 
+# Escapes that move the cursor, and letters that turn the direction of writing.
+_UNSEEN = dict.fromkeys(
+    [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)],
+    "?",
+)
+
+
+def plain(text: str) -> str:
+    """``text`` without what a terminal would obey."""
+    return text.translate(_UNSEEN)
+
+
 def repeated(names: Iterable[_T]) -> _T | None:
     """The first of ``names`` that comes a second time, if any does."""
     seen = set()
@@ -41,7 +54,9 @@ def repeated(names: Iterable[_T]) -> _T | None:
 
 
 def imported(place: str, setting: str) -> Any:
-    """What ``package.module:NAME`` names.
+    """What ``package.module:NAME`` names: the caller has made sure that its code may run.
+
+    Modules of the current folder are found, behind all others, until the import is done.
 
     Raises:
       BadInputError: it cannot be had; ``setting`` is what named it.
@@ -49,10 +64,34 @@ def imported(place: str, setting: str) -> Any:
     module, colon, name = place.partition(":")
     if not colon:
         raise BadInputError(f"{setting} is {place!r}: write package.module:NAME")
+    if module.partition(".")[0] in sys.stdlib_module_names:
+        # `subprocess:getoutput` would run what a row of the data, or an option, says.
+        raise BadInputError(
+            f"{setting} is {place!r}, of Python's standard library, which was not written to be "
+            "called from here: name something in a module of your own"
+        )
     try:
-        return getattr(importlib.import_module(module), name)
+        with _current_folder_on_path():
+            return getattr(importlib.import_module(module), name)
     except Exception as error:  # whatever a module of the user's does
         raise BadInputError(f"{setting} is {place!r}, which cannot be used: {error}") from error
+
+
+@contextlib.contextmanager
+def _current_folder_on_path() -> Iterator[None]:
+    """Behind all others, so that a module there hides none; and no longer than needed.
+
+    Libraries try to import what may be installed beside them: a folder that somebody sent could
+    hold modules of these names.
+    """
+    added = "" not in sys.path
+    if added:
+        sys.path.append("")
+    try:
+        yield
+    finally:
+        if added:
+            sys.path.remove("")
 
 
 class StoppedError(Exception):

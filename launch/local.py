@@ -119,7 +119,7 @@ class Stop:
 def run_once(args: argparse.Namespace, stop: Stop) -> int:
     """Runs all processes to their end, or to the loss of one."""
     port = args.port or _free_port()
-    executable = [sys.executable, "-m", "dpfl_jax.cli.main", *command(args)[1:]]
+    executable = [sys.executable, "-P", "-m", "dpfl_jax.cli.main", *command(args)[1:]]
     running: list[subprocess.Popen[str]] = []
     for process in range(args.processes):
         if stop.heard:

@@ -158,4 +158,4 @@ def _cell_config(
     more = {"bands": bands} if bands > 1 else {}
     mechanism = at_budget(config.mechanism, kind, budget, group, **more)
     section = f"mechanism={json.dumps(CENTRAL.dump(mechanism))}"
-    return load_config(args.config, [*args.overrides, section])
+    return load_config(args.config, [*args.overrides, section], args.allow_code)

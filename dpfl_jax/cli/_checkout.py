@@ -14,8 +14,8 @@ from dpfl_jax.errors import BadInputError
 def from_checkout(name: str) -> ModuleType:
     """Imports a module of ``reproductions`` or ``benchmarks``.
 
-    The checkout is the folder that holds the running ``dpfl_jax``, else the working directory or
-    one above it.
+    The checkout is the folder that holds the running ``dpfl_jax``: what lies in the folder one is
+    in is not run for lying there.
 
     Args:
       name: e.g. "benchmarks" or "reproductions.registry".
@@ -24,14 +24,13 @@ def from_checkout(name: str) -> ModuleType:
       BadInputError: there is no checkout.
     """
     top = name.partition(".")[0]
-    here = pathlib.Path.cwd()
-    for root in (pathlib.Path(dpfl_jax.__file__).parents[1], here, *here.parents):
-        # A folder of installed packages may hold benchmarks too, but no pyproject.toml.
-        parts = ("pyproject.toml", "dpfl_jax/__init__.py", f"{top}/__init__.py")
-        if all((root / part).is_file() for part in parts):
-            if sys.path[0] != str(root):
-                sys.path.insert(0, str(root))
-            return importlib.import_module(name)
-    raise BadInputError(
-        f"{top} are not part of the installed package: clone the repository and run this in it"
-    )
+    root = pathlib.Path(dpfl_jax.__file__).parents[1]
+    # A folder of installed packages may hold benchmarks too, but no pyproject.toml.
+    if not all((root / part).is_file() for part in ("pyproject.toml", f"{top}/__init__.py")):
+        raise BadInputError(
+            f"{top} are not part of the installed package: clone the repository, and run "
+            "`uv run dpfl` in it"
+        )
+    if sys.path[0] != str(root):
+        sys.path.insert(0, str(root))
+    return importlib.import_module(name)

@@ -35,7 +35,8 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
             flag = "with" if name == "fits" else name.replace("_", "-")
             raise BadInputError(f"--{flag} is for central runs: leave it out for a federation")
     if args.epsilon is not None:
-        config = load_config(args.config, [*args.overrides, f"privacy.epsilon={args.epsilon}"])
+        overrides = [*args.overrides, f"privacy.epsilon={args.epsilon}"]
+        config = load_config(args.config, overrides, args.allow_code)
     prepared = prepare(config, console)
     with console.status("calibrating noise"):
         # Of equal noise, what leaves out the fewest records.

@@ -57,7 +57,15 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
             loss = "diverged" if row["loss"] is None else f"loss {row['loss']:.4f}"
             bar.update(count, f"{in_words(row)}, ratio {row['ratio']:g}: {loss}")
 
-        rows = run_trials(args.config, args.overrides, trials, file, jobs=args.jobs, done=done)
+        rows = run_trials(
+            args.config,
+            args.overrides,
+            trials,
+            file,
+            jobs=args.jobs,
+            allow_code=args.allow_code,
+            done=done,
+        )
     about = {
         "config": os.fspath(args.config),
         "overrides": list(args.overrides),

@@ -270,12 +270,13 @@ def _plot(
 
 
 def _print(args: argparse.Namespace, guarantee: Any, result: dict[str, Any], told: Any) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     solved = result["solved_for"]
-    console.print(f"{solved.replace('_', ' ')}: [bold]{result[solved]}[/bold]")
+    console.print(f"{solved.replace('_', ' ')}: {result[solved]}")
     console.print(guarantee.paragraph(), soft_wrap=True, highlight=False)
     if "meaning" in result:
         console.print("\nWhat an attacker may find out, at most:")

@@ -7,11 +7,10 @@ import pathlib
 import tempfile
 from typing import Any
 
-from rich.console import Console
-
 from dpfl_jax.cli._outputs import save_figure
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
 Attack a mechanism, and compare what that proves with what is claimed.
@@ -76,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=int, metavar="N", help="of coins, sampling and noise (default: drawn)"
     )
     parser.add_argument("--picture", type=pathlib.Path, metavar="FILE", help="draw it (PNG)")
+    add_code_flag(parser)
     add_json_flag(parser)
 
 
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 "--train, --user-inference or --membership"
             )
         return _told(console, *_of_run(pathlib.Path(args.overrides[0]), args.confidence), args)
-    config = load_config(path, args.overrides)
+    config = load_config(path, args.overrides, args.allow_code)
     key = RootKey.generate() if args.seed is None else RootKey.from_seed(args.seed)
     if ranked is not None:
         return _ranked(config, key, console, args)

@@ -16,7 +16,7 @@ from dpfl_jax.cli._slices import (
     memory_of,
     slice_mesh,
 )
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError
 
 HELP = "compile the train step for a TPU slice, without one"
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count-only", action="store_true", help="count FLOPs and compile nothing: seconds"
     )
+    add_code_flag(parser)
     add_json_flag(parser)
 
 
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     kind_of(args.topology)
     from dpfl_jax.config import RunConfig, load_config
 
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, args.overrides, args.allow_code)
     if not isinstance(config, RunConfig):
         raise BadInputError("compile: federated configurations are not compiled for slices yet")
     if config.model.dpo is not None:
@@ -217,8 +218,9 @@ def _explain(
 
 
 def _print(result: dict[str, Any], to_stderr: bool) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from dpfl_jax.run.console import Console
 
     console = Console(stderr=to_stderr)
     table = Table(

@@ -103,12 +103,12 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _build(args: argparse.Namespace) -> dict[str, Any]:
     import time
 
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from dpfl_jax.data.build import build_store
     from dpfl_jax.data.build_plan import BuildPlan, default_num_shards
     from dpfl_jax.data.owners import SharedStore
+    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     started = time.monotonic()
@@ -242,11 +242,10 @@ def _source(args: argparse.Namespace, conversations: Any) -> Any:
 
 
 def _inspect(args: argparse.Namespace) -> dict[str, Any]:
-    from rich.console import Console
-
     from dpfl_jax.data import inspect as inspection
     from dpfl_jax.data.owners import by_set
     from dpfl_jax.data.shards import open_store
+    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     store = open_store(args.store)

@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.errors import imported
 
 DESCRIPTION = """\
 Write the model of a finished run (central, federated, ISRL or `fit`) as a directory for others,
@@ -40,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-file-size", type=float, default=5.0, metavar="GB", help="of a weights file"
     )
+    parser.add_argument(
+        "--module",
+        metavar="PACKAGE.MODULE:BUILD",
+        help="code of model.module, where some of what it builds was not trained; it is imported",
+    )
     add_json_flag(parser)
 
 
@@ -52,13 +58,13 @@ _READ_BY = {
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Reads the run and writes the directory."""
-    from rich.console import Console
-
+    from dpfl_jax.run.console import Console
     from dpfl_jax.training.export import export
 
     console = Console(stderr=args.json)
     size = int(args.max_file_size * 1e9)
-    result = export(args.run, args.out, args.dtype, size, args.which, args.adapter)
+    build = None if args.module is None else imported(args.module, "--module")
+    result = export(args.run, args.out, args.dtype, size, args.which, args.adapter, build)
     console.print(
         f"{result['parameters']:,} parameters of {args.run} after {result['step']} steps written "
         f"to {result['out']} ({_READ_BY[result['layout']]})"

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError
 
 DESCRIPTION = """\
@@ -59,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry-run", action="store_true", help="print and price the configuration; train nothing"
     )
+    add_code_flag(parser)
     add_json_flag(parser)
 
 
@@ -72,7 +73,8 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
     out = pathlib.Path(args.out)
     raw = configuration(args)
-    config = make_config(raw, args.overrides, out / "config.yaml")  # `raw` has the overrides now
+    # `raw` has the overrides afterwards.
+    config = make_config(raw, args.overrides, out / "config.yaml", args.allow_code)
     text = yaml.safe_dump(raw, sort_keys=False)
     console = RunConsole(stderr=args.json)
     if processes.is_primary():

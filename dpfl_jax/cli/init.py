@@ -9,11 +9,10 @@ import pathlib
 import re
 from typing import Any
 
-from rich.console import Console
-
 import dpfl_jax
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
 Write a configuration to start from: one of those shipped, comments included, into the current

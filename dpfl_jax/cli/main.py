@@ -9,15 +9,17 @@ stdout without ``--json`` and to stderr with it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import json
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 
 from dpfl_jax import __version__
-from dpfl_jax.errors import BadInputError, StoppedError, too_little_memory
+from dpfl_jax.errors import BadInputError, StoppedError, plain, too_little_memory
 
 # Modules are imported only when asked for, so that `dpfl --help` does not load JAX.
 COMMANDS = {
@@ -85,6 +87,16 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_code_flag(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--allow-code``, which every command that reads a configuration takes."""
+    parser.add_argument(
+        "--allow-code",
+        action="store_true",
+        help="the configuration may name code (package.module:NAME), which is run: only for one "
+        "that you have read, or wrote",
+    )
+
+
 def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
     """Parses; overrides may stand anywhere, which argparse allows only before the first option."""
     args, rest = parser.parse_known_args(argv)
@@ -95,14 +107,27 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
     return args
 
 
+def _ignore_code_in_current_folder() -> None:
+    """Nothing runs because it lies where ``dpfl`` was started: somebody may have sent that folder.
+
+    Only a module that a configuration names is looked for there, if its code may run.
+    """
+    if getattr(sys.modules["__main__"], "__spec__", None) and not sys.flags.safe_path:
+        del sys.path[0]  # where `python -m dpfl_jax` puts the folder
+    os.environ["PYTHONSAFEPATH"] = "1"  # so that processes started from here do not
+    if os.path.lexists("matplotlibrc"):  # it would be read from here first, and may have TeX run
+        with contextlib.chdir(os.sep):
+            importlib.import_module("matplotlib")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code.
 
     0 done; 2 bad input; 3 the result's ``holds`` is false; 1 anything else.
     """
+    if argv is None:
+        _ignore_code_in_current_folder()
     argv = list(sys.argv[1:] if argv is None else argv)
-    if "" not in sys.path:  # the folder one is in, behind all others: modules there hide none
-        sys.path.append("")
     command = next((a for a in argv if not a.startswith("-")), None)
     own = argv.index("--") if "--" in argv else len(argv)  # behind it another program's
     verbose = "--verbose" in argv[:own]
@@ -118,13 +143,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadInputError as error:
         if verbose:
             traceback.print_exc()
-        print(f"dpfl: error: {error}", file=sys.stderr)
+        print(plain(f"dpfl: error: {error}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dpfl: interrupted", file=sys.stderr)
         return 1
     except StoppedError as error:
-        print(f"dpfl: {error}", file=sys.stderr)
+        print(plain(f"dpfl: {error}"), file=sys.stderr)
         return 1
     if getattr(args, "json", False) and result is not None:
         print(json.dumps(result, default=str), flush=True)

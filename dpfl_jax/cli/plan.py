@@ -10,7 +10,7 @@ from typing import Any
 from dpfl_jax.cli import _bill, _plan_federation, _predict
 from dpfl_jax.cli._outputs import save_figure, write_config
 from dpfl_jax.cli._predict import QUESTIONS
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError
 
 HELP = "choose algorithm and group sizes for a compute budget"
@@ -145,18 +145,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--png", type=pathlib.Path, metavar="FILE.png", help="heat map over G and M"
     )
     parser.add_argument("--out", type=pathlib.Path, metavar="FILE.yaml", help="write the best")
+    add_code_flag(parser)
     add_json_flag(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Plans, prints, writes."""
-    from rich.console import Console
-
     from dpfl_jax.config import RunConfig, load_config
     from dpfl_jax.planning.questions import Outlook
+    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, args.overrides, args.allow_code)
     if not isinstance(config, RunConfig):
         return _plan_federation.run(args, config, console)
     budget = args.compute_budget or int(config.mechanism.compute_budget)
@@ -469,7 +469,7 @@ def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon:
     from dpfl_jax.config.kinds import CENTRAL
     from dpfl_jax.planning.sweep import at_budget
 
-    base: Any = load_config(args.config, args.overrides)
+    base: Any = load_config(args.config, args.overrides, args.allow_code)
     budget = cell["size"] * cell["gradients"]
     bands = {"bands": cell["bands"]} if cell["bands"] > 1 else {}
     mechanism = at_budget(base.mechanism, cell["kind"], budget, cell["group_size"], **bands)
@@ -483,4 +483,4 @@ def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon:
     if "loss" in cell:
         band = f"{cell['low']:.3f} to {cell['high']:.3f}"
         reason = f"predicted loss {cell['loss']:.3f} ({band}), the least for its compute"
-    write_config(args.out, load_config(args.config, overrides), reason)
+    write_config(args.out, load_config(args.config, overrides, args.allow_code), reason)

@@ -8,11 +8,10 @@ import pathlib
 import time
 from typing import Any
 
-from rich.console import Console
-
 from dpfl_jax.cli._checkout import from_checkout
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.run.console import Console
 from dpfl_jax.run.interrupt import at_once
 
 DESCRIPTION = """\
@@ -103,7 +102,7 @@ def _one(args: argparse.Namespace, name: str, out: pathlib.Path, console: Consol
     data = os.environ.get("DPFL_DATA_DIR")
     module = registry.load(name)
     console.rule(f"{name}: {module.TITLE}")
-    console.print(f"[dim]{module.SOURCE}[/dim]")
+    console.print(module.SOURCE, style="dim")
     start = time.perf_counter()
     folder = pathlib.Path(data) if data else None
     settings = registry.Settings(args.quick, out, console, folder, args.seeds, args.minutes)
@@ -127,7 +126,7 @@ def _all(
         jobs.append(runner.Job(name, not args.full, **own, replication=args.replication))
     made: dict[str, Any] = runner.run_all(jobs, out, console, 1 if args.jobs is None else args.jobs)
     for name in made["failed"]:
-        console.print(f"[red]{name} failed[/red]: see {out / 'logs'}")
+        console.print(f"{name} failed: see {out / 'logs'}", style="red")
     console.print(f"{out / 'manifest.json'}")
     return {**made, "holds": made["holds"] and not made["failed"]}
 

@@ -7,7 +7,7 @@ import pathlib
 from typing import Any
 
 from dpfl_jax.cli.main import add_json_flag
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, plain
 
 DESCRIPTION = """\
 Let a language model go on with a prompt: the model of a finished run, or a checkpoint in the
@@ -64,10 +64,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         tokens.append(token)
         text = tokenizer.decode(tokens)
         if text.startswith(shown) and not text.endswith("\ufffd"):  # half a character may follow
-            print(text[len(shown) :], end="", file=out, flush=True)
+            print(plain(text[len(shown) :]), end="", file=out, flush=True)
             shown = text
     text = tokenizer.decode(tokens)
-    print(text[len(shown) :], file=out)
+    print(plain(text[len(shown) :]), file=out)
     return {"prompt": args.prompt, "text": text, "tokens": tokens}
 
 

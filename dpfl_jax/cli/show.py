@@ -6,11 +6,11 @@ import argparse
 import pathlib
 from typing import Any
 
-from rich.console import Console
 from rich.markdown import Markdown
 
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
 Print the report of a run: guarantee, held-out losses, throughput, environment.
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     report_file = directory / "report.json"
     if report_file.exists():
         report = json.loads(report_file.read_text())
-        console.print(Markdown((directory / "report.md").read_text()))
+        console.print(Markdown((directory / "report.md").read_text(), hyperlinks=False))
         return report
     if not (directory / "config.yaml").exists():
         raise BadInputError(f"{directory} is not a run directory: it has no config.yaml")
@@ -95,8 +95,8 @@ def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str,
         f"{float(summary['largest_share_of_budget']):.1%} of a budget"
     )
     for reason in summary["unsound"]:
-        console.print(f"[bold]no guarantee:[/bold] {reason}")
-    console.print("[bold]private: this table belongs to the silos[/bold]")
+        console.print(f"no guarantee: {reason}")
+    console.print("private: this table belongs to the silos", style="bold")
     table = Table(*COLUMNS)
     for row in rows[: max(limit, 0)]:
         numbers = (f"{float(row[name]):.6g}" for name in COLUMNS[1:])

@@ -100,16 +100,16 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 def _init(args: argparse.Namespace) -> dict[str, Any]:
     import os
 
-    from rich.console import Console
-
-    from dpfl_jax.config import IsrlConfig, load_config
+    from dpfl_jax.config import IsrlConfig
     from dpfl_jax.flower.plan import study_of
-    from dpfl_jax.flower.silo import CONFIG, KEY, make_key
+    from dpfl_jax.flower.silo import CONFIG, KEY, make_key, read_study
+    from dpfl_jax.run.console import Console
+    from dpfl_jax.run.directory import write_atomically
 
     folder = pathlib.Path(args.folder)
     if (folder / CONFIG).exists() or (folder / KEY).exists():
         raise BadInputError(f"{folder} holds a silo already: its key and log are its memory")
-    config: Any = load_config(args.config)
+    config: Any = read_study(pathlib.Path(args.config))
     study_of(config)
     isrl = isinstance(config, IsrlConfig)
     privacy = config.privacy
@@ -121,23 +121,22 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
     epsilon = max(privacy.epsilon) if isinstance(privacy.epsilon, tuple) else privacy.epsilon
     rounds = config.isrl.rounds if isrl else config.federation.rounds
     delta = privacy.delta if isinstance(privacy.delta, float) else 1e-5
-    (folder / CONFIG).write_text(
-        _SILO.format(
-            folder=folder,
-            name=args.name,
-            config=from_there(args.config),
-            data=from_there(args.data),
-            server=args.server,
-            certificates=from_there(args.root_certificates),
-            certificate=from_there(args.certificate),
-            key=from_there(args.key),
-            epsilon=epsilon if epsilon is not None else 1.0,
-            delta=delta,
-            unit="record" if isrl else "subject",
-            rounds=rounds or 1000,
-            mechanism=f"isrl/{config.isrl.algorithm}" if isrl else config.mechanism.kind,
-        )
+    text = _SILO.format(
+        folder=folder,
+        name=args.name,
+        config=from_there(args.config),
+        data=from_there(args.data),
+        server=args.server,
+        certificates=from_there(args.root_certificates),
+        certificate=from_there(args.certificate),
+        key=from_there(args.key),
+        epsilon=epsilon if epsilon is not None else 1.0,
+        delta=delta,
+        unit="record" if isrl else "subject",
+        rounds=rounds or 1000,
+        mechanism=f"isrl/{config.isrl.algorithm}" if isrl else config.mechanism.kind,
     )
+    write_atomically(folder / CONFIG, text)
     make_key(folder)
     console = Console(stderr=args.json)
     console.print(f"made {folder}: review {folder / CONFIG}, then `dpfl silo check {folder}`")
@@ -145,11 +144,11 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check(args: argparse.Namespace) -> dict[str, Any]:
-    from rich.console import Console
     from rich.table import Table
 
     from dpfl_jax.flower.server import digest_of
     from dpfl_jax.flower.silo import Silo
+    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     silo = Silo(args.folder, console)
@@ -196,7 +195,7 @@ def _flower() -> None:
 
 
 def _run(args: argparse.Namespace) -> dict[str, Any]:
-    from rich.console import Console
+    from dpfl_jax.run.console import Console
 
     _flower()
     from dpfl_jax.flower.node import run_node
@@ -211,9 +210,8 @@ def _serve(args: argparse.Namespace) -> dict[str, Any]:
     import signal
     import sys
 
-    from rich.console import Console
-
     from dpfl_jax.cli.train import print_report
+    from dpfl_jax.run.console import Console
 
     _flower()
     from dpfl_jax.flower.serve import serve

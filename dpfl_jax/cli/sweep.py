@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError
 
 NO_GUARANTEE = (
@@ -89,15 +89,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --private: most that a person's mean loss counts for, a public number (default: "
         "the logarithm of the number of tokens or classes)",
     )
+    add_code_flag(parser)
     add_json_flag(parser)
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs this process's cells, then tabulates all."""
-    from rich.console import Console
-
     from dpfl_jax.accounting import LedgerError
     from dpfl_jax.planning.sweep import draw
+    from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
     sweep = _sweep(args)
@@ -185,7 +185,7 @@ def _sweep(args: argparse.Namespace) -> Any:
     from dpfl_jax.config import load_config
     from dpfl_jax.planning.sweep import Sweep
 
-    declared = getattr(load_config(args.config, args.overrides), "sweep", None)
+    declared = getattr(load_config(args.config, args.overrides, args.allow_code), "sweep", None)
     axes = dict(_axis(text) for text in args.grid)
     if not axes and declared is not None:
         axes = dict(declared.grid)
@@ -201,6 +201,7 @@ def _sweep(args: argparse.Namespace) -> Any:
         repeats,
         tuned,
         args.keep_runs,
+        args.allow_code,
     )
 
 

@@ -7,11 +7,11 @@ import datetime
 import pathlib
 from typing import Any
 
-from rich.console import Console
 from rich.panel import Panel
 
-from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.run.console import Console
 from dpfl_jax.run.progress import RunConsole
 
 DESCRIPTION = """\
@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="STEPS",
         help="execution.profile=STEPS: write what the devices did in these steps to profile/",
     )
+    add_code_flag(parser)
     add_json_flag(parser)
 
 
@@ -83,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
     console = RunConsole(stderr=args.json)
     profile = [] if args.profile is None else [f"execution.profile={args.profile}"]
-    config = load_config(args.config, [*args.overrides, *profile])
+    config = load_config(args.config, [*args.overrides, *profile], args.allow_code)
     return train_or_price(config, args.run_dir, args.dry_run, console)
 
 
@@ -225,8 +226,8 @@ def _in_one_line(report: dict[str, Any]) -> str:
         return ""
     privacy = report["privacy"]
     return (
-        f"held-out loss {losses['initial']:.3f} before, [bold]{losses['final']:.3f} with privacy "
-        f"(epsilon {privacy['epsilon']:.3g} for each {privacy['unit']})[/bold], "
+        f"held-out loss {losses['initial']:.3f} before, {losses['final']:.3f} with privacy "
+        f"(epsilon {privacy['epsilon']:.3g} for each {privacy['unit']}), "
         f"{beside[-1]['loss']:.3f} without (for comparison only)"
     )
 
@@ -237,7 +238,7 @@ def _got_worse(report: dict[str, Any]) -> str:
     if losses.keys() != {"initial", "final"} or losses["final"] <= losses["initial"]:
         return ""
     return (
-        "[bold yellow]warning:[/bold yellow] training made the held-out loss larger: take a "
+        "warning: training made the held-out loss larger: take a "
         "smaller learning rate, or less noise (--dry-run names the key), or, where a table's "
         "columns are not of order 1, declare data.scale"
     )

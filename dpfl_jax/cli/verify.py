@@ -8,10 +8,9 @@ import json
 import pathlib
 from typing import Any
 
-from rich.console import Console
-
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError, imported
+from dpfl_jax.run.console import Console
 
 DESCRIPTION = """\
 Hold the guarantee of a run to what it says.

@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
-from dpfl_jax.errors import BadInputError, imported
+from dpfl_jax.errors import BadInputError
 
 # Metadata of a dataclass field that no configuration sets.
 DERIVED = {"derived": True}
@@ -60,19 +60,20 @@ class Kinds:
         return sorted(self._known)
 
     def __getitem__(self, kind: Any) -> Any:
-        """The class of a kind; ``"package.module:Class"`` is imported.
+        """The class of a kind, or of ``"package.module:Class"``, whose module was imported before.
 
         Raises:
           BadInputError: there is none.
         """
         names = self.names()
         if isinstance(kind, str) and ":" in kind:
-            cls = imported(kind, "mechanism.kind")
-            if self._known.get(getattr(cls, "kind", "")) is not cls:
-                raise BadInputError(
-                    f"mechanism.kind is {kind!r}, which is no mechanism of this kind"
-                )
-            return cls
+            for cls in self._known.values():
+                if f"{cls.__module__}:{cls.__qualname__}" == kind:
+                    return cls
+            raise BadInputError(
+                f"mechanism.kind is {kind!r}, which is no mechanism of this kind, or was not "
+                "imported"
+            )
         if not isinstance(kind, str) or kind not in self._known:
             raise BadInputError(
                 f"mechanism.kind is {kind!r}: {_or(names, kind, 'it must be one of ')}"

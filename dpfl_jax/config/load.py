@@ -9,7 +9,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
 import yaml
@@ -18,14 +18,17 @@ from pydantic import BaseModel, ValidationError
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.config.schema import RunConfig
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.data.keys import names_function
+from dpfl_jax.errors import BadInputError, imported
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
 AnyConfig = RunConfig | FederatedConfig | IsrlConfig
 
 
-def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> AnyConfig:
+def load_config(
+    path: str | os.PathLike[str], overrides: Iterable[str] = (), allow_code: bool = False
+) -> AnyConfig:
     """Reads, overrides and validates a configuration.
 
     A ``federation`` section makes it federated, an ``isrl`` section a federation without trust.
@@ -34,6 +37,8 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
       path: YAML file.
       overrides: ``"section.key=value"`` strings; values are YAML. ``${NAME}`` in any string is
         replaced by the environment variable NAME.
+      allow_code: it may name code (``package.module:NAME``), which is imported and called: whoever
+        wrote the file then decides what runs.
 
     Returns:
       The configuration; ``privacy.ledger``, also from an override, is relative to the folder of the
@@ -41,6 +46,15 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
 
     Raises:
       BadInputError: for anything wrong in the file or the overrides.
+    """
+    return make_config(read_sections(path), overrides, path, allow_code)
+
+
+def read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The sections of a file, as they are written.
+
+    Raises:
+      BadInputError: there is no such file, or it holds something else.
     """
     file = pathlib.Path(path)
     try:
@@ -54,11 +68,14 @@ def load_config(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> 
         raise BadInputError(f"{file} is not valid YAML: {where}") from None
     if not isinstance(raw, dict):
         raise BadInputError(f"{file} must hold a YAML mapping of sections, such as `train:`")
-    return make_config(raw, overrides, file)
+    return raw
 
 
 def make_config(
-    raw: dict[str, Any], overrides: Iterable[str], file: str | os.PathLike[str]
+    raw: dict[str, Any],
+    overrides: Iterable[str],
+    file: str | os.PathLike[str],
+    allow_code: bool = False,
 ) -> AnyConfig:
     """``load_config`` of what a file holds, or is going to hold.
 
@@ -66,6 +83,7 @@ def make_config(
       raw: its sections; overrides are written into it.
       overrides: as of ``load_config``.
       file: where it lies.
+      allow_code: as of ``load_config``.
 
     Raises:
       BadInputError: as of ``load_config``.
@@ -73,7 +91,37 @@ def make_config(
     file = pathlib.Path(file)
     for override in overrides:
         _apply_override(raw, override)
-    return validate_config(_with_full_ledger(_expand(raw, str(file)), file), str(file))
+    whole = _with_full_ledger(_expand(raw, str(file)), file)
+    if not allow_code:
+        refuse_code(whole, str(file))
+    for key, name in _code_in(whole):
+        if key == "mechanism.kind":
+            imported(name, key)  # it registers itself, and is found by its place
+    return validate_config(whole, str(file))
+
+
+_ALLOW = (
+    "if whoever wrote the configuration and that module may decide what runs here, add "
+    "--allow-code (load_config: allow_code=True)"
+)
+
+
+def refuse_code(raw: Mapping[str, Any], where: str, advice: str = _ALLOW) -> None:
+    """Raises BadInputError if a configuration names code, which would be run for it."""
+    for key, name in _code_in(raw):
+        raise BadInputError(f"{where}: {key} is {name!r}, code that would be run: {advice}")
+
+
+def _code_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The settings that name code, which is imported when they are used."""
+    for key in ("mechanism.kind", "model.module", "data.source", "data.user_column"):
+        section, name = key.split(".")
+        found = raw.get(section)
+        value = found.get(name) if isinstance(found, Mapping) else None
+        # Only of a column is a colon something else, too.
+        names = names_function if name == "user_column" else lambda text: ":" in text
+        if isinstance(value, str) and names(value):
+            yield key, value
 
 
 def validate_config(raw: Mapping[str, Any], where: str = "the config") -> AnyConfig:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import math
 import re
 import unicodedata
@@ -26,7 +25,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from dpfl_jax.data.store import SEPARATOR, check_user_id, no_sets
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, imported
 
 
 def base_domain(url: str) -> str:
@@ -99,6 +98,11 @@ def owners_to_id(value: Any, where: str, each: Callable[[str], str] = str) -> st
     return SEPARATOR.join(sorted({each(value_to_id(owner, where)) for owner in value}))
 
 
+def names_function(expression: str) -> bool:
+    """Whether a key expression is ``package.module:function``."""
+    return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", expression) is not None
+
+
 @dataclasses.dataclass(frozen=True)
 class UserKey:
     """A parsed key expression; call it with a row and a description of where the row is.
@@ -118,7 +122,7 @@ class UserKey:
             raise BadInputError(
                 f"unknown function in the key {self.expression!r}: use {', '.join(FUNCTIONS)}"
             )
-        if self._is_function:
+        if names_function(self.expression):
             _ = self._function
 
     @functools.cached_property
@@ -127,30 +131,20 @@ class UserKey:
         return (match[1], match[2]) if match else None
 
     @functools.cached_property
-    def _is_function(self) -> bool:
-        return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", self.expression) is not None
-
-    @functools.cached_property
     def _template(self) -> list[str]:
         return re.findall(r"\{([^{}]+)\}", self.expression)
 
     @property
     def columns(self) -> list[str] | None:
         """Top-level columns that the key reads, or None if it needs the whole row."""
-        if self._is_function:
+        if names_function(self.expression):
             return None
         paths = self._template or [self._call[1] if self._call else self.expression]
         return list(dict.fromkeys(p.split(".")[0] for p in paths))
 
     @functools.cached_property
     def _function(self) -> Callable[[Mapping[str, Any]], Any]:
-        module, name = self.expression.split(":")
-        try:
-            return getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise BadInputError(
-                f"the key function {self.expression} is not there: {error}"
-            ) from error
+        return imported(self.expression, "the user column")
 
     def __call__(self, row: Mapping[str, Any], where: str) -> str:
         """Returns the id of a row's user, or of the set of its owners.
@@ -158,7 +152,7 @@ class UserKey:
         Raises:
           BadInputError: naming ``where``, if a column is missing or a part is null.
         """
-        if self._is_function:
+        if names_function(self.expression):
             return owners_to_id(self._function(row), where)
         if self._template:
             parts = {p: value_to_id(_look_up(row, p, where), where) for p in self._template}

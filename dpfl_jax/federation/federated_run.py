@@ -161,7 +161,7 @@ class FederatedRun(Prepared):
             f"{self.model.num_params:,} parameters",
         ]
         if "warning" in kept:
-            lines.append(f"[bold yellow]warning:[/bold yellow] {kept['warning']}")
+            lines.append(f"warning: {kept['warning']}")
         return [*lines, *self.advice()]
 
     def advice(self) -> list[str]:
@@ -512,7 +512,7 @@ def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
     divisors = [p.mechanism.divisor(p.facts) for p in members]
     kept = _kept(prepared)
     if "warning" in kept:
-        console.print(f"[bold yellow]warning:[/bold yellow] {kept['warning']}")
+        console.print(f"warning: {kept['warning']}")
     for line in prepared.advice():
         console.print(line, highlight=False)
     per_step = sum(p.mechanism.expected_records(p.facts) for p in members)

@@ -16,13 +16,14 @@ from typing import Any
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
-from rich.console import Console
 
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower.server import run_study
 from dpfl_jax.flower.silo import UNSAID, Silo
 from dpfl_jax.flower.wire import pack, unpack
+from dpfl_jax.run.console import Console
+from dpfl_jax.run.directory import write_atomically
 
 _RECORD, _BODY = "dpfl", "body"
 _POLL_S = 0.1
@@ -73,6 +74,7 @@ class GridTransport:
         """Args: wait_s: how long a silo that is gone is waited for before it is left out."""
         self._grid, self._wait, self._console = grid, wait_s, console
         self._nodes: dict[str, int] = {}
+        self._tokens: dict[str, Any] = {}
         self._hello = b""
 
     def hello(self, request: bytes, count: int, most_s: float = math.inf) -> dict[str, bytes]:
@@ -85,12 +87,9 @@ class GridTransport:
         while len(found) < count and time.monotonic() < end:
             known |= self._greet(known, asked)
             for node, reply in self._pulled(asked):
-                name = _name_of(reply)
-                if unpack(reply)[0]["kind"] == "refused":
-                    return {**found, name: reply}
-                # Whoever comes again under a name was restarted.
-                found[name], self._nodes[name] = reply, node
-                self._console.print(f"{name} is here ({len(found)} of {count})", markup=False)
+                if self._knows(node, reply):
+                    found[name := _name_of(reply)] = reply
+                    self._console.print(f"{name} is here ({len(found)} of {count})", markup=False)
             time.sleep(_POLL_S)
         return found
 
@@ -109,14 +108,29 @@ class GridTransport:
                     self._push(self._nodes[name], requests[name], asked)
             known |= self._greet(known, greeted)
             for node, reply in self._pulled(greeted):
-                name = _name_of(reply)
-                if name in requests:  # it was restarted
-                    self._nodes[name] = node
-                    last.pop(name, None)
+                if _name_of(reply) in requests and self._knows(node, reply):  # it was restarted
+                    last.pop(_name_of(reply), None)
             for node, reply in self._pulled(asked):
                 replies |= {n: reply for n in requests if self._nodes.get(n) == node}
             time.sleep(_POLL_S)
         return replies
+
+    def _knows(self, node: int, reply: bytes) -> bool:
+        """Whether a node that was greeted is a silo: a new one, or one that was restarted.
+
+        A stranger's word ends nothing, and takes no silo's place: who has its name has no token.
+        """
+        header, _ = unpack(reply)
+        name, why = _name_of(reply), None
+        if header["kind"] != "hello":
+            why = f"a node that says it is {name} refuses: {header.get('why', header['kind'])}"
+        elif self._tokens.setdefault(name, header.get("token")) != header.get("token"):
+            why = f"another node says that it is {name}, too: it is not heard"
+        else:
+            self._nodes[name] = node
+        if why is not None:
+            self._console.print(why, markup=False, highlight=False)
+        return why is None
 
     def _greet(self, known: set[int], asked: dict[str, int]) -> set[int]:
         """Says hello to nodes that are new."""
@@ -187,6 +201,6 @@ def server_app() -> ServerApp:
             finally:
                 outcome = outcome or {"status": "failed", "why": f"the server failed: see {log}"}
                 place = run_dir.with_name(run_dir.name + ".outcome.json")
-                place.write_text(json.dumps(outcome))
+                write_atomically(place, json.dumps(outcome))
 
     return app

@@ -6,6 +6,7 @@ it listens to its own machine alone, and this hands on what silos ask of it.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import socket
@@ -16,7 +17,7 @@ from collections.abc import Iterator
 import httpx
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
@@ -28,20 +29,47 @@ _NOT_HANDED_ON = {
 }  # fmt: skip
 
 
+# Whoever reaches the port may send bytes and never end: a silo's updates alone are large, they are
+# sent by who was made a node before, and none may stand still.
+_LARGE, _MOST_BYTES = "push-object", 2 << 30  # what protobuf allows
+_MOST_OTHER_BYTES = 1 << 20
+_STILL_S = 60.0
+_NODE = "flwr-public-key"  # the header by which a SuperLink knows a node, signed
+
+
+async def _body(request: Request, most: int) -> bytes | None:
+    """What is sent; None if it is too long, or stops on the way."""
+    pieces, held = request.stream(), bytearray()
+    with contextlib.suppress(StopAsyncIteration):
+        while len(held) <= most:
+            try:
+                held += await asyncio.wait_for(anext(pieces), _STILL_S)
+            except (TimeoutError, ClientDisconnect):
+                return None
+    return None if len(held) > most else bytes(held)
+
+
 def _app(link: int) -> Starlette:
     client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{link}", timeout=60.0)
+    nodes: set[str] = set()
 
     async def hand_on(request: Request) -> Response:
         call = request.path_params["call"]
         if re.fullmatch("[a-z-]+", call) is None:
             return Response(status_code=404)
+        node = request.headers.get(_NODE, "")
+        if call == _LARGE and node not in nodes:
+            return Response(status_code=401)
+        body = await _body(request, _MOST_BYTES if call == _LARGE else _MOST_OTHER_BYTES)
+        if body is None:
+            return Response(status_code=413, headers={"connection": "close"})
         told = {k: v for k, v in request.headers.items() if k not in _NOT_HANDED_ON}
         try:
-            found = await client.post(
-                f"/v1/fleet/{call}", content=await request.body(), headers=told
-            )
+            found = await client.post(f"/v1/fleet/{call}", content=body, headers=told)
         except httpx.HTTPError:  # it starts, or is gone
             return Response(status_code=503)
+        if call == "activate-node" and found.is_success and node:
+            nodes.add(node)
         back = {k: v for k, v in found.headers.items() if k not in _NOT_HANDED_ON}
         return Response(found.content, found.status_code, back)
 

@@ -123,14 +123,17 @@ def silos_in(config: FederatedConfig | IsrlConfig) -> int:
 
 
 def first_difference(mine: Any, theirs: Any, key: str = "") -> str | None:
-    """Where two studies differ, in words; None if nowhere."""
+    """Where two studies differ, in words; None if nowhere.
+
+    Without the values: who hears of it may not be who knows them.
+    """
     if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
         for name in sorted({*mine, *theirs}):
             found = first_difference(mine.get(name), theirs.get(name), f"{key}.{name}".lstrip("."))
             if found:
                 return found
         return None
-    return None if mine == theirs else f"{key} is {mine!r} here and {theirs!r} there"
+    return None if mine == theirs else f"{key} is another here than there"
 
 
 @dataclasses.dataclass(frozen=True)

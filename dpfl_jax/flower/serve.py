@@ -22,7 +22,7 @@ from dpfl_jax.config import config_fingerprint, load_config
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower.front import front
 from dpfl_jax.flower.plan import study_of
-from dpfl_jax.run.directory import RunDirectory, finished_report
+from dpfl_jax.run.directory import RunDirectory, finished_report, private_folder
 
 _APP = """\
 [build-system]
@@ -95,8 +95,9 @@ def serve(
     outcome = directory.with_name(directory.name + ".outcome.json")
     outcome.unlink(missing_ok=True)
     home = directory.with_name(directory.name + ".flower")
+    private_folder(home)  # what is written there is run
     app = home / "app"
-    app.mkdir(parents=True, exist_ok=True)
+    app.mkdir(exist_ok=True)
     told = home / "study.log"
     files = {"config": pathlib.Path(config).absolute(), "run_dir": directory, "log": told}
     quoted = {name: json.dumps(str(path)) for name, path in files.items()}

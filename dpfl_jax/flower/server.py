@@ -208,6 +208,9 @@ def prepare(
         if header["kind"] != "hello":
             raise BadInputError(f"silo {name} refuses: {header.get('why', header['kind'])}")
         headers[name] = header
+    if known is not None:  # a stranger ends no run that goes on
+        names = {row["name"] for row in known}
+        headers = {name: header for name, header in headers.items() if name in names}
     if known is None and len(headers) != count:
         raise BadInputError(f"{count} silos are expected, but there are {sorted(headers)}")
     if not headers:

@@ -30,9 +30,9 @@ from pydantic import Field, ValidationError
 from rich.console import Console
 
 from dpfl_jax import accounting
-from dpfl_jax.config import FederatedConfig, IsrlConfig, load_config, validate_config
+from dpfl_jax.config import FederatedConfig, IsrlConfig, validate_config
 from dpfl_jax.config.base import NAME, Section
-from dpfl_jax.config.load import config_to_dict
+from dpfl_jax.config.load import AnyConfig, config_to_dict, read_sections, refuse_code
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower import federated, isrl
 from dpfl_jax.flower.log import Log
@@ -40,13 +40,14 @@ from dpfl_jax.flower.plan import Plan, first_difference, silos_in, study_of
 from dpfl_jax.flower.policy import Policy, RefusedError
 from dpfl_jax.flower.wire import MessageError, is_finite, pack, tree_of, unpack
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.directory import write_atomically
+from dpfl_jax.run.directory import private_folder, write_atomically
 from dpfl_jax.run.prepared import Charge
 from dpfl_jax.run.report import environment
 
 CONFIG, KEY, LEDGER, LOG = "silo.yaml", "private/root_key", "ledger.jsonl", "log.jsonl"
 # All that a server hears of what may tell of the silo's data: of every failure the same.
 UNSAID = "its operator knows why (its log says so)"
+_NO_CODE = "a silo runs what is installed with it: name a column, or a data set of the library"
 _MOST_TOLD = 500  # characters of a request that are written down
 _HELD: dict[Any, Any] = {FederatedConfig: federated.Subjects, IsrlConfig: isrl.Records}
 
@@ -100,8 +101,7 @@ def read_silo_config(folder: pathlib.Path) -> SiloConfig:
 
 def make_key(folder: pathlib.Path) -> None:
     """Writes a new secret root key, which only the owner can read; never over another one."""
-    private = (folder / KEY).parent
-    private.mkdir(mode=0o700, parents=True, exist_ok=True)
+    private_folder((folder / KEY).parent)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     with os.fdopen(os.open(folder / KEY, flags, 0o600), "w") as file:
         file.write(RootKey.generate().secret.hex() + "\n")
@@ -126,6 +126,20 @@ def read_key(folder: pathlib.Path) -> RootKey:
         raise BadInputError(f"{path} holds no root key: bring the file back") from None
 
 
+def read_study(path: pathlib.Path) -> AnyConfig:
+    """A study, which may have come from elsewhere: it says what it says, and nothing of this place.
+
+    No variable of the environment is put into it: a server could name one, and hear from how the
+    studies differ what it holds.
+
+    Raises:
+      BadInputError: it is wrong, or names code.
+    """
+    raw = read_sections(path)
+    refuse_code(raw, str(path), _NO_CODE)
+    return validate_config(raw, str(path))
+
+
 def study_config(folder: pathlib.Path, silo: SiloConfig) -> Any:
     """The study's configuration with the silo's own data.
 
@@ -133,7 +147,7 @@ def study_config(folder: pathlib.Path, silo: SiloConfig) -> Any:
       BadInputError: a configuration of another kind, or one that silos elsewhere cannot run.
     """
     path = folder / silo.config
-    config = load_config(path)
+    config = read_study(path)
     if not isinstance(config, tuple(_HELD)):
         raise BadInputError(f"{path} has no section `federation` or `isrl`: there are no silos")
     own = dict(silo.data)
@@ -141,7 +155,9 @@ def study_config(folder: pathlib.Path, silo: SiloConfig) -> Any:
     if isinstance(own.get("path"), str) and not own["path"].startswith("hf:"):
         own["path"] = str(folder / os.path.expandvars(os.path.expanduser(own["path"])))
     raw = config_to_dict(config)
-    merged = validate_config({**raw, "data": {**raw["data"], **own}}, f"{path} with silo.yaml")
+    whole, where = {**raw, "data": {**raw["data"], **own}}, f"{path} with silo.yaml"
+    refuse_code(whole, where, _NO_CODE)
+    merged = validate_config(whole, where)
     before, after = study_of(config), study_of(merged)
     if before != after:
         raise BadInputError(
@@ -255,9 +271,15 @@ class Silo:
         different = first_difference(self.study, header.get("study"))
         if different:
             raise RefusedError(f"the server's study is not this silo's: {different}")
-        self.log.append("hello", told=self.held.facts)
-        told = {"name": self.name, "facts": self.held.facts, "environment": environment()}
-        return pack({"kind": "hello", **told, "task": dataclasses.asdict(self.held.task)})
+        told = {
+            "name": self.name,
+            "facts": self.held.facts,
+            "task": dataclasses.asdict(self.held.task),
+            # The server knows it again by this, when it was restarted; nobody else can say it.
+            "token": self._key.keyed_digest("hello", json.dumps(self.study, sort_keys=True)),
+        }
+        self.log.append("hello", told=told)
+        return pack({"kind": "hello", **told})
 
     def _plan(self, header: dict[str, Any]) -> bytes:
         plan = Plan.from_json(header.get("plan"))
@@ -325,11 +347,9 @@ class Silo:
         if any(set(row) != {"name", *self.held.facts} for row in plan.silos):
             raise RefusedError(f"the plan's silos are not told by {sorted(self.held.facts)} alone")
         index = plan.names.index(self.name)
-        if plan.silos[index] != {"name": self.name, **self.held.facts}:
-            raise RefusedError(
-                f"the plan says that this silo is {plan.silos[index]}, but it holds "
-                f"{self.held.facts}"
-            )
+        different = first_difference(self.held.facts | {"name": self.name}, plan.silos[index])
+        if different:
+            raise RefusedError(f"the plan's facts of this silo are not what it holds: {different}")
         nonce = secrets.token_hex(32) if known is None else known["nonce"]
         # Of the plan, and of a number that only this silo drew: no other run has these draws.
         key = self._key.child(f"run:{plan.digest}:{nonce}")

@@ -294,7 +294,9 @@ class PrivateSweep:
         """Runs all there are; returns the folder of the best."""
         root, folder = directory.root_key, directory.path / "private" / "runs"
         if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
-            jax.config.update("jax_compilation_cache_dir", str(folder.with_name("compiled")))
+            compiled = folder.with_name("compiled")
+            shutil.rmtree(compiled, ignore_errors=True)  # none that came with the folder is run
+            jax.config.update("jax_compilation_cache_dir", str(compiled))
         best = math.inf
         winner: pathlib.Path | None = None
         for number in range(runs[0].selection.runs.draw(root)):

@@ -240,6 +240,7 @@ def run_trials(
     file: pathlib.Path,
     *,
     jobs: int = 1,
+    allow_code: bool = False,
     done: Callable[[int, dict[str, Any]], None] = lambda count, row: None,
 ) -> list[dict[str, Any]]:
     """Runs the trials that the file does not have yet, appending each as it finishes.
@@ -250,12 +251,13 @@ def run_trials(
       trials: to run.
       file: one JSON object a line; rows of other configurations are left alone, and not returned.
       jobs: processes.
+      allow_code: whether the configuration may name code (``load_config``).
       done: called with the number of finished trials and the last one's row.
 
     Returns:
       The rows of ``trials``, in their order, with ``"config"`` (a fingerprint) and ``"initial"``.
     """
-    loaded: Any = load_config(config, [*overrides, "sweep=null"])
+    loaded: Any = load_config(config, [*overrides, "sweep=null"], allow_code)
     name = config_fingerprint(loaded)
     fields = [field.name for field in dataclasses.fields(Trial)]
     kept: dict[Trial, dict[str, Any]] = {}
@@ -271,7 +273,7 @@ def run_trials(
     largest = max((trial.size for trial in trials), default=1)
     # Trials of one program go to one process, and the longest are begun first.
     left.sort(key=lambda t: (t.kind, t.group_size, -t.steps * t.size))
-    work = functools.partial(_one, os.fspath(config), tuple(overrides), largest)
+    work = functools.partial(_one, os.fspath(config), tuple(overrides), allow_code, largest)
 
     def keep(trial: Trial, row: dict[str, Any]) -> None:
         row = kept[trial] = {"config": name, **row}
@@ -293,12 +295,14 @@ def run_trials(
 
 
 @functools.lru_cache(maxsize=1)
-def _proxy(config: str, overrides: tuple[str, ...], largest: int) -> Proxy:
-    loaded = load_config(config, [*overrides, "sweep=null"])
+def _proxy(config: str, overrides: tuple[str, ...], allow_code: bool, largest: int) -> Proxy:
+    loaded = load_config(config, [*overrides, "sweep=null"], allow_code)
     assert isinstance(loaded, RunConfig)
     return Proxy(loaded, largest)
 
 
-def _one(config: str, overrides: tuple[str, ...], largest: int, trial: Trial) -> dict[str, Any]:
-    proxy = _proxy(config, overrides, largest)
+def _one(
+    config: str, overrides: tuple[str, ...], allow_code: bool, largest: int, trial: Trial
+) -> dict[str, Any]:
+    proxy = _proxy(config, overrides, allow_code, largest)
     return {**proxy.run(trial), "initial": proxy.initial}

@@ -115,6 +115,7 @@ class Sweep:
       repeats: runs of each cell, each with a secret key of its own for sampling and noise.
       tuned: axes whose best value is taken at every combination of the others.
       keep_runs: whether checkpoints of finished cells are kept.
+      allow_code: whether the configuration may name code (``load_config``).
     """
 
     directory: pathlib.Path
@@ -124,6 +125,7 @@ class Sweep:
     repeats: int = 1
     tuned: tuple[str, ...] = ()
     keep_runs: bool = False
+    allow_code: bool = False
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -144,7 +146,8 @@ class Sweep:
         Raises:
           BadInputError: it is of a federation, or wrong, or repeats one seed.
         """
-        config = load_config(self.config, [*self.overrides, *_ALONE, "sweep=null"])
+        overrides = [*self.overrides, *_ALONE, "sweep=null"]
+        config = load_config(self.config, overrides, self.allow_code)
         if not isinstance(config, RunConfig):
             raise BadInputError("sweeps are of central runs: this configuration is of a federation")
         if self.repeats > 1 and (config.seed is not None or "seed" in self.axes):
@@ -170,7 +173,8 @@ class Sweep:
         Raises:
           BadInputError: an axis that is no key, or a value that does not fit.
         """
-        config = load_config(self.config, [*self.overrides, *_ALONE, *cell.overrides(self.base)])
+        overrides = [*self.overrides, *_ALONE, *cell.overrides(self.base)]
+        config = load_config(self.config, overrides, self.allow_code)
         assert isinstance(config, RunConfig)
         return config
 
@@ -194,6 +198,7 @@ class Sweep:
           StoppedError: interrupted; the same call goes on.
         """
         from dpfl_jax.run.progress import StepProgress
+        from dpfl_jax.training.pretrain import default_cache_dir
 
         if not 0 <= rank < of:
             raise BadInputError(f"rank {rank} of {of} processes: ranks go from 0 to {of - 1}")
@@ -205,7 +210,8 @@ class Sweep:
         if (
             getattr(jax.config, "jax_compilation_cache_dir", None) is None
         ):  # cells share most compiled programs
-            jax.config.update("jax_compilation_cache_dir", str(self.directory / "compiled"))
+            # Not in the folder, which somebody may have sent: programs are read from there and run.
+            jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "compiled"))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
         ledger = self.base.privacy.ledger
         if ledger is not None:

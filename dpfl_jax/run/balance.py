@@ -80,7 +80,7 @@ def advice(balance: Balance, knobs: Knobs) -> list[str]:
         else "no single change of these would do: "
         f"{', '.join(tried)}; take a smaller model, or more people"
     )
-    return [f"[bold yellow]warning:[/bold yellow] noise swamps signal: {balance}; {better}"]
+    return [f"warning: noise swamps signal: {balance}; {better}"]
 
 
 def doubled(start: float, most: float, times: int = 6) -> list[float]:

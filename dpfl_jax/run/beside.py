@@ -34,7 +34,7 @@ def without_privacy(train: Callable[[], RunResult], console: Console) -> Evaluat
     try:
         result = train()
     except BadInputError as error:  # the private run is finished, and must be reported
-        console.print(f"[bold yellow]warning:[/bold yellow] there is no comparison: {error}")
+        console.print(f"warning: there is no comparison: {error}")
         return None
     if result.interrupted is not None:
         return None

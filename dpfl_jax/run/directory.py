@@ -7,10 +7,12 @@ to resume and must never be published with the rest. Nor must checkpoints of cor
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import pathlib
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -24,6 +26,7 @@ from dpfl_jax.evidence import kept
 from dpfl_jax.randomness import RootKey
 
 FINISHED = "finished"
+_KEY = "root_key.json"
 # What each record of a run with personal budgets spent: the silos' own (federation.personal).
 RECORDS, RECORDS_SUMMARY = "private/records.csv", "private/records.json"
 SPENT = "private/users.csv"  # what each user of a central run with budgets of their own has spent
@@ -84,6 +87,13 @@ class RunDirectory:
         self._lock = self._acquire_lock()
         self.resumed = (self.path / "config.yaml").exists()
         private = self.path / "private"
+        try:
+            private_folder(private)
+            if (private / _KEY).exists():
+                close_to_others(private / _KEY)
+        except BadInputError:
+            self.close()
+            raise
         if self.resumed:
             self.root_key = self._read_key(private)
             if key is not None and key.fingerprint != self.root_key.fingerprint:
@@ -111,7 +121,6 @@ class RunDirectory:
             for name in REPORTS:
                 (self.path / name).unlink(missing_ok=True)
         else:
-            private.mkdir(mode=0o700, exist_ok=True)
             self.root_key = key or RootKey.generate()
             self._write_key(private)
             # Last: a directory without config.yaml is not yet a run.
@@ -249,7 +258,11 @@ class RunDirectory:
             self._lock.close()
 
     def _acquire_lock(self) -> IO[str]:
-        lock = (self.path / "run.lock").open("w")
+        path = self.path / "run.lock"
+        try:  # whoever made the folder may have put a link there: nothing is emptied
+            lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
+        except OSError as error:
+            raise BadInputError(f"{path} cannot be opened ({error.strerror}): remove it") from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -262,7 +275,7 @@ class RunDirectory:
 
     def _read_key(self, private: pathlib.Path) -> RootKey:
         try:
-            content = json.loads((private / "root_key.json").read_text())
+            content = json.loads((private / _KEY).read_text())
             return RootKey(bytes.fromhex(content["secret"]), public=content["public"])
         except (OSError, ValueError, KeyError) as error:
             raise BadInputError(
@@ -272,7 +285,7 @@ class RunDirectory:
 
     def _write_key(self, private: pathlib.Path) -> None:
         content = {"secret": self.root_key.secret.hex(), "public": self.root_key.public}
-        write_atomically(private / "root_key.json", json.dumps(content), mode=0o600)
+        write_atomically(private / _KEY, json.dumps(content), mode=0o600)
 
     # ---- metrics ---------------------------------------------------------------------------
 
@@ -340,13 +353,58 @@ def seal_of(content: Mapping[str, Any], key: RootKey) -> str:
     return key.keyed_digest("config.yaml", text)
 
 
+def private_folder(path: pathlib.Path) -> None:
+    """A folder that others cannot look into: a new one, or one that is there and ours.
+
+    Raises:
+      BadInputError: it is a link, or somebody else made it.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    close_to_others(path, 0o700)
+
+
+def close_to_others(path: pathlib.Path, mode: int = 0o600) -> None:
+    """Leaves a file or folder to its owner.
+
+    Raises:
+      BadInputError: it is a link, or belongs to somebody else.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise BadInputError(
+            f"{path} is to keep a secret, but it is a link or cannot be opened ({error.strerror}): "
+            "remove it, or choose another folder"
+        ) from None
+    try:
+        owner = os.fstat(descriptor).st_uid
+        if owner not in (os.geteuid(), _owner_of_new_files(path.parent)):
+            raise BadInputError(
+                f"{path} is to keep a secret, but it belongs to somebody else (user {owner}): "
+                "choose another folder, or take it over with chown"
+            )
+        with contextlib.suppress(OSError):  # of a file system that has no modes
+            os.fchmod(descriptor, mode)
+    finally:
+        os.close(descriptor)
+
+
+def _owner_of_new_files(folder: pathlib.Path) -> int:
+    """Which on some network file systems is not the user of the process."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_uid
+
+
 def write_atomically(path: pathlib.Path, content: str | bytes, mode: int = 0o644) -> None:
     """Writes a file so that a crash leaves the old content or the new, never a part.
 
     Once it returns, the new one is on the disk, and under its name.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    temporary.unlink(missing_ok=True)  # of a process that died; or somebody's link, or open to all
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    descriptor = os.open(temporary, flags, mode)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         file.flush()

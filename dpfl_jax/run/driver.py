@@ -368,13 +368,13 @@ def _status(row: dict[str, Any]) -> str:
     raw = row["outside_guarantee"]
     parts = [f"{row['silos']} silos"] if "silos" in row else []
     if row.get("dropped_silos"):
-        parts.append(f"[red]dropped {row['dropped_silos']}[/red]")
+        parts.append(f"dropped {row['dropped_silos']}")
     if raw["train_loss"] is not None:
         parts.append(f"loss {raw['train_loss']:.4g}")
     if raw.get("fraction_clipped") is not None:
         parts.append(f"clipped {raw['fraction_clipped']:.0%}")
     if raw.get("nonfinite_units"):
-        parts.append(f"[red]non-finite {raw['nonfinite_units']}[/red]")
+        parts.append(f"non-finite {raw['nonfinite_units']}")
     if raw.get("tokens_per_s"):
         parts.append(f"{raw['tokens_per_s']:,.0f} tok/s")
     if row["epsilon_spent"] is not None:

@@ -119,7 +119,7 @@ def run_prepared(
     try:
         prepared = processes.together(lambda: prepared.going_on(directory))
         verb = "resuming" if directory.resumed else "starting"
-        console.print(f"{verb} [bold]{config.name}[/bold] in {directory.path}")
+        console.print(f"{verb} {config.name} in {directory.path}")
         for line in prepared.headline():
             console.print(line)
         if directory.writes:

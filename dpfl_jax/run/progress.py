@@ -19,6 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from dpfl_jax.run.console import Console as TextConsole
+
 # Off a terminal: seconds between lines of steps, and the longest silence.
 LINE_EVERY = 10.0
 SILENCE = 25.0
@@ -31,11 +33,11 @@ def draws(console: Console) -> bool:
 
 def default_console() -> Console | None:
     """A terminal or a notebook, if there is one."""
-    console = Console()
+    console = TextConsole()
     return console if draws(console) else None
 
 
-class RunConsole(Console):
+class RunConsole(TextConsole):
     """A console that a log file can follow: off a terminal every phase is a line."""
 
     def __init__(self, **options: Any) -> None:
@@ -94,10 +96,10 @@ class StepProgress:
         self._progress = None
         if draws(console):
             self._progress = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=24),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[status]}"),
+                TextColumn("{task.fields[status]}", markup=False),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
                 console=console,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -14,7 +15,7 @@ from dpfl_jax import __version__
 from dpfl_jax.accounting.statement import NAME, read
 from dpfl_jax.config import RunConfig
 from dpfl_jax.config.isrl import IsrlConfig
-from dpfl_jax.errors import BadInputError, imported
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, build_by_name
 from dpfl_jax.models.checkpoint import save_adapter, save_checkpoint
 from dpfl_jax.models.checkpoint.families import has_family
@@ -39,6 +40,7 @@ def export(
     max_file_bytes: int = 5 * 10**9,
     which: Literal["last", "best"] = "last",
     adapter: bool = False,
+    build: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Writes a run's model: in the Hugging Face layout, adapters merged, where it has one.
 
@@ -51,6 +53,8 @@ def export(
       max_file_bytes: more go into several files.
       which: checkpoint, the last or the one with the lowest held-out loss.
       adapter: adapters alone, as ``peft`` reads them.
+      build: the function that ``model.module`` named, called where some of what it builds was not
+        trained: nothing is imported because a run's directory says so.
 
     Returns:
       out, layout, parameters, guarantee (in words) and privacy (its fields).
@@ -77,7 +81,7 @@ def export(
     elif adapter:
         raise BadInputError(f"the run in {directory} trained no adapters: leave out --adapter")
     else:
-        target, layout, number = _other(kept, out, size)
+        target, layout, number = _other(kept, out, size, build)
     report = kept.report
     facts = dict(report.get("model", {}))
     if base is not None:
@@ -126,7 +130,9 @@ def _transformer(
     return save_named(out, params, structure, **size)[0], "named"
 
 
-def _other(kept: FinishedRun, out: Any, size: dict[str, Any]) -> tuple[pathlib.Path, str, int]:
+def _other(
+    kept: FinishedRun, out: Any, size: dict[str, Any], build: Callable[..., Any] | None
+) -> tuple[pathlib.Path, str, int]:
     """A run of any system, but for central ones of language models."""
     params, config = kept.released, kept.config
     structure: dict[str, Any] = {}
@@ -139,7 +145,7 @@ def _other(kept: FinishedRun, out: Any, size: dict[str, Any]) -> tuple[pathlib.P
         if section.module is not None:
             structure["module"] = section.module
             digest = kept.report["model"].get("base", {}).get("digest")
-            params = filled(params, lambda: _built(section, task, key, digest))
+            params = filled(params, lambda: _built(build, section, task, key, digest))
         else:
             structure["kind"] = section.kind
             model = build_by_name(section.kind, task, section.options)
@@ -150,9 +156,15 @@ def _other(kept: FinishedRun, out: Any, size: dict[str, Any]) -> tuple[pathlib.P
     return target, "named", number
 
 
-def _built(section: Any, task: Task, key: jax.Array, digest: str) -> PyTree:
+def _built(
+    build: Callable[..., Any] | None, section: Any, task: Task, key: jax.Array, digest: str
+) -> PyTree:
     """What ``model.module`` began with."""
-    build = imported(section.module, "model.module")
+    if build is None:
+        raise BadInputError(
+            f"some of what {section.module} builds was not trained, and is not in the run: give "
+            f"that function, if its code may run: --module {section.module} (export: build=)"
+        )
     params = functional(built(build, section.module, task, section.options, key)[1]).params
     if content_digest(params) != digest:
         raise BadInputError(

@@ -8,6 +8,7 @@ import pytest
 import dpfl_jax
 from dpfl_jax.cli._checkout import from_checkout
 from dpfl_jax.cli.main import main
+from dpfl_jax.errors import BadInputError
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -48,10 +49,16 @@ def test_help_outside_of_a_checkout(command, capsys):
     assert f"dpfl {command}" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("folder", [".", "docs"])
-def test_the_checkout_one_works_in_serves(folder, monkeypatch):
-    monkeypatch.chdir(ROOT / folder)
+def test_the_checkout_of_the_package_serves(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
     for name in ("benchmarks", "reproductions.registry"):
         assert ROOT in pathlib.Path(from_checkout(name).__file__).parents
     assert sys.path[0] == str(ROOT)
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_folder_one_is_in_is_no_checkout(monkeypatch):
+    """Somebody may have sent it, with benchmarks that are theirs."""
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(BadInputError, match="not part of the installed package"):
+        from_checkout("benchmarks")

@@ -123,7 +123,7 @@ def configuration(folder, model, **changes):
 
 
 def run(capsys, *args):
-    code = main([str(a) for a in args])
+    code = main([*(str(a) for a in args), "--allow-code"])
     out, err = capsys.readouterr()
     return code, json.loads(out.splitlines()[-1]) if code == 0 else " ".join(err.split())
 

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.flower.silo import read_key, read_silo_config
+from dpfl_jax.flower.silo import Silo, read_key, read_silo_config
+from dpfl_jax.flower.wire import pack
 from tests.flower.studies import ISRL, study, write_tables
 
 
@@ -40,6 +41,15 @@ def test_a_folder_is_made_and_checked(place, config, capsys):
     assert (place / "bern/private/root_key").read_text() == secret
 
 
+def test_no_request_breaks_the_check(place, capsys):
+    init()
+    silo = Silo(place / "bern")
+    silo.answer(pack({"kind": "round", "run": "[/x] \x1b[2J"}))
+    silo.close()
+    assert main(["silo", "check", "bern"]) == 0
+    assert "has accepted no run '[/x] " in capsys.readouterr().out
+
+
 def test_bad_input_is_one_sentence(place, capsys):
     def said(*words):
         assert main(["silo", *words]) == 2
@@ -55,4 +65,4 @@ def test_bad_input_is_one_sentence(place, capsys):
     path.write_text(text.replace("epsilon: 8.0", "epsilon: -1"))
     assert "policy.epsilon" in said("check", "bern")
     path.write_text(text.replace("{path: ../bern.csv}", "{path: ../bern.csv, classes: 3}"))
-    assert "data.classes is 3 here and 2 there" in said("check", "bern")
+    assert "data.classes is another here" in said("check", "bern")

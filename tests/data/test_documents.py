@@ -186,7 +186,7 @@ def test_key_expressions():
         UserKey("domain(n)")({"n": "///"}, where)
     with pytest.raises(BadInputError, match="unknown function"):
         UserKey("eval(url)")
-    with pytest.raises(BadInputError, match="is not there"):
+    with pytest.raises(BadInputError, match="which cannot be used"):
         UserKey("no_module_of_that_name:f")
     with pytest.raises(BadInputError, match="floating-point"):
         UserKey("n")({"n": 7.0}, where)

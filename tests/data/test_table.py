@@ -180,7 +180,7 @@ def test_ids_silos_and_targets_are_no_inputs(tmp_path):
     for inputs in (None, ("*",)):
         assert load_examples(config(path, input_columns=inputs), ("a",)).task.input_shape == (1,)
     with pytest.raises(BadInputError, match=r"name the inputs as data\.input_columns"):
-        load_examples(config(path, user_column="os.path:basename"))
+        load_examples(config(path, user_column="dpfl_jax.data.keys:base_domain"))
 
 
 def test_one_row_does_not_choose_the_columns_of_all(tmp_path):

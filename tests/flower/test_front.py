@@ -2,6 +2,7 @@
 
 import http.server
 import shutil
+import socket
 import subprocess
 import threading
 import types
@@ -11,8 +12,10 @@ import pytest
 pytest.importorskip("flwr")
 
 import httpx
+from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.flower import front as front_module
 from dpfl_jax.flower.front import front
 from dpfl_jax.flower.node import _connected, context_of
 from dpfl_jax.flower.silo import SiloConfig
@@ -61,6 +64,22 @@ def test_calls_of_silos_are_handed_on_and_no_others(link):
         ):  # fmt: skip
             assert httpx.post(f"{at}/{path}", content=b"x").status_code == 404, path
         assert httpx.get(f"{at}/v1/fleet/pull-messages").status_code == 405
+
+
+def test_nothing_large_is_held_for_who_is_no_node(link, monkeypatch):
+    monkeypatch.setattr(front_module, "_STILL_S", 0.3)
+    with front("127.0.0.1", 0, link, None) as port:
+        at, large = f"http://127.0.0.1:{port}/v1/fleet", bytes((1 << 20) + 1)
+        assert httpx.post(f"{at}/push-messages", content=large).status_code == 413
+        node = {FLEET_HTTP_PUBLIC_KEY_HEADER: "bern"}
+        assert httpx.post(f"{at}/push-object", content=b"x", headers=node).status_code == 401
+        assert httpx.post(f"{at}/activate-node", content=b"x", headers=node).status_code == 200
+        assert httpx.post(f"{at}/push-object", content=large, headers=node).status_code == 200
+        # 100 MiB that are announced, and do not come.
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as open_end:
+            head = "POST /v1/fleet/push-object HTTP/1.1\r\nHost: a\r\nContent-Length: 104857600\r\n"
+            open_end.sendall(f"{head}{FLEET_HTTP_PUBLIC_KEY_HEADER}: bern\r\n\r\n".encode() + b"x")
+            assert open_end.recv(100).startswith(b"HTTP/1.1 413")
 
 
 def test_what_it_cannot_listen_with_is_one_sentence(link, tmp_path):

@@ -1,6 +1,7 @@
 """What a silo's process puts on the wire, byte for byte, and what it never asks for."""
 
 import contextlib
+import io
 import types
 
 import numpy as np
@@ -21,7 +22,7 @@ from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, 
 from flwr.supercore.task_identity import TaskIdentity
 from rich.console import Console
 
-from dpfl_jax.flower import node
+from dpfl_jax.flower import apps, node
 from dpfl_jax.flower.apps import GridTransport, body_of, client_app, content_of
 from dpfl_jax.flower.node import _answer, run_node
 from dpfl_jax.flower.silo import UNSAID, SiloConfig
@@ -155,3 +156,58 @@ def test_what_a_stranger_answers_stops_no_server():
     transport = GridTransport(grid, 1.0, Console(quiet=True))
     last = len(rubbish)
     assert transport._pulled({i: i for i in range(last + 1)}) == [(last, known)]
+
+
+class Nodes:
+    """A SuperLink's nodes by number; what each answers to a hello, and to all else."""
+
+    def __init__(self, **replies):
+        self.replies = {int(name[1:]): pack(told) for name, told in replies.items()}
+        self.asked, self.waiting = [], {}
+
+    def get_node_ids(self):
+        return list(self.replies)
+
+    def push_messages(self, messages):
+        made = []
+        for message in messages:
+            node = message.metadata.dst_node_id
+            self.asked.append((node, body_of(message)))
+            made.append(f"{node}-{len(self.asked)}")
+            self.waiting[made[-1]] = self.replies[node]
+        return made
+
+    def pull_messages(self, identities):
+        found = []
+        for identity in identities:
+            metadata = types.SimpleNamespace(reply_to_message_id=identity)
+            content = content_of(self.waiting.pop(identity))
+            found.append(
+                types.SimpleNamespace(content=content, metadata=metadata, has_content=lambda: True)
+            )
+        return found
+
+
+def test_a_stranger_takes_no_silos_place_and_ends_no_study(monkeypatch):
+    """Without certificates anybody may say that it is a silo, or that it refuses."""
+    monkeypatch.setattr(apps, "_POLL_S", 0.0)
+    bern = {"kind": "hello", "name": "bern", "token": "b"}
+    refused = {"kind": "refused", "silo": "bern", "why": "ha"}
+    nodes = Nodes(n1=refused, n2=bern, n3={**bern, "token": "?"}, n4=refused)
+    said = io.StringIO()
+    transport = GridTransport(nodes, 1.0, Console(file=said, width=200))
+    nodes.replies[5] = pack({"kind": "hello", "name": "chur", "token": "c"})
+    found = transport.hello(b"hello", 2)
+    assert set(found) == {"bern", "chur"}
+    assert transport._nodes == {"bern": 2, "chur": 5}
+    for text in ("it is bern refuses: ha", "another node says that it is bern, too"):
+        assert text in said.getvalue()
+    # While the study runs a stranger comes, then bern again, under another number.
+    nodes.replies |= {6: pack({**bern, "token": None}), 7: pack(refused)}
+    assert set(transport.ask({"bern": b"round"})) == {"bern"}
+    assert transport._nodes["bern"] == 2
+    assert not {(node, b"round") for node in (6, 7)} & set(nodes.asked)
+    nodes.replies |= {8: pack(bern)}
+    assert set(transport.ask({"bern": b"round"})) == {"bern"}
+    assert transport._nodes["bern"] == 8
+    assert (8, b"round") in nodes.asked

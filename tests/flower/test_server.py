@@ -31,7 +31,7 @@ from tests.runs import death_after_a_checkpoint, final_state
 def test_a_server_with_another_study_is_refused(tmp_path):
     silos = opened(make_silos(tmp_path, study()))
     other = validate_config(study(federation={"rounds": 5}))
-    with pytest.raises(BadInputError, match=r"aarau refuses: .*federation.rounds is 4 here and 5"):
+    with pytest.raises(BadInputError, match=r"aarau refuses: .*federation.rounds is another"):
         prepare(other, Here(silos), QUIET)
 
 
@@ -121,6 +121,17 @@ class Unreliable(Here):
             if unpack(request)[0].get("round") not in self.lost.get(name, ()):
                 kept[name] = request
         return super().ask(kept)
+
+
+def test_a_stranger_ends_no_run_that_goes_on(tmp_path):
+    class Strange(Here):
+        def hello(self, request, count, most_s=None):
+            found = super().hello(request, count)
+            return found | {"basel": pack({"kind": "hello", "name": "basel", "facts": None})}
+
+    silos = opened(make_silos(tmp_path, study()))
+    known = prepare(config_of(tmp_path), Here(silos), QUIET).rows
+    assert prepare(config_of(tmp_path), Strange(silos), QUIET, known).rows == known
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+import yaml
 from safetensors.numpy import save
 
 from dpfl_jax.accounting import epsilon, events
@@ -330,16 +331,57 @@ def test_what_is_wrong_with_a_record_is_told_to_the_operator_alone(made, monkeyp
     assert "bern-7" in silo.log.rows[-1]["why"]
 
 
+def test_no_server_hears_of_the_environment(made, monkeypatch):
+    """A study may name a variable: the silo would put it in, and say how the studies differ."""
+    monkeypatch.setenv("DB_PASSWORD", "hunter2")
+    path = made.parent / "study.yaml"
+    path.write_text(path.read_text().replace("options:", "options:\n    note: ${DB_PASSWORD}"))
+    silo = Silo(made)
+    assert silo.study["model"]["options"]["note"] == "${DB_PASSWORD}"
+    theirs = {**silo.study, "model": {**silo.study["model"], "options": {"note": "?"}}}
+    reply = silo.answer(pack({"kind": "hello", "study": theirs}))
+    assert "model.options.hidden is another here than there" in why(reply)
+    silo.study["model"]["options"]["note"] = "hunter2"  # whatever it is, it is not said
+    theirs["model"]["options"] |= {"hidden": silo.study["model"]["options"]["hidden"]}
+    reply = silo.answer(pack({"kind": "hello", "study": theirs}))
+    assert "model.options.note is another here" in why(reply)
+    assert b"hunter2" not in reply
+
+
+def test_neither_study_nor_silo_names_code(made):
+    """The study comes from the server's people."""
+    path, own = made.parent / "study.yaml", made / "silo.yaml"
+    before = path.read_text()
+    for change in ({"source": "subprocess:run"}, {"user_column": "os:system"}):
+        raw = yaml.safe_load(before)
+        path.write_text(yaml.safe_dump({**raw, "data": {**raw["data"], **change}}))
+        with pytest.raises(BadInputError, match="code that would be run: a silo runs what is"):
+            Silo(made)
+        path.write_text(before)
+        raw = yaml.safe_load(kept := own.read_text())
+        own.write_text(yaml.safe_dump({**raw, "data": {**raw["data"], **change}}))
+        with pytest.raises(BadInputError, match="code that would be run: a silo runs what is"):
+            Silo(made)
+        own.write_text(kept)
+
+
+def test_all_that_a_silo_tells_of_itself_is_in_its_log(made):
+    silo = Silo(made)
+    header, arrays = unpack(silo.answer(pack({"kind": "hello", "study": silo.study})))
+    assert header == {"kind": "hello", **again(silo).log.rows[-1]["told"]}
+    assert (set(header), arrays) == ({"kind", "name", "facts", "task", "token"}, {})
+
+
 def test_a_plan_that_is_not_of_this_silo_is_refused(made):
     silo = Silo(made)
     plan = plan_of(silo)
     rows = [dict(row) for row in plan.silos]
     rows[1]["num_records"] += 1  # a larger silo would seem to need less noise
-    assert "but it holds" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
+    assert "num_records is another here" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
     rows[1]["name"] = "basel"
     assert "not for bern" in why(agree(silo, dataclasses.replace(plan, silos=rows)))
     longer = {**plan.study, "federation": {**plan.study["federation"], "rounds": 5}}
-    assert "federation.rounds is 4 here and 5 there" in why(
+    assert "federation.rounds is another here" in why(
         agree(silo, dataclasses.replace(plan, study=longer))
     )
 

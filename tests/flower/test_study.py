@@ -2,6 +2,7 @@
 the wire is their noised messages and nothing else."""
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
@@ -11,7 +12,6 @@ from dpfl_jax.federation.engine import Released
 from dpfl_jax.flower import run_study
 from dpfl_jax.flower.isrl import MessageWork
 from dpfl_jax.flower.wire import pack, tree_of, unpack
-from dpfl_jax.run.report import environment
 from dpfl_jax.task import Task
 from tests.flower.studies import (
     ISRL,
@@ -64,7 +64,7 @@ KINDS = {
 
 ROUND = {"kind", "run", "plan", "silo", "round"}
 SAID = {
-    "hello": {"kind", "name", "facts", "environment", "task"},
+    "hello": {"kind", "name", "facts", "task", "token"},
     "accepted": {"kind", "silo", "plan"},
     "message": ROUND,
     "absent": ROUND,
@@ -88,7 +88,8 @@ def only_noised_messages_crossed(seen, silos):
         if header["kind"] == "hello":
             assert header["facts"] == silos[name].held.facts
             assert set(header["facts"]) <= {"num_records", "num_subjects"}
-            assert header["environment"] == environment()
+            logged = json.loads(json.dumps(silos[name].log.find("hello")["told"]))
+            assert logged | {"kind": "hello"} == header
             assert Task.of(header["task"]) == silos[name].held.task
         if header["kind"] == "message":
             work = silos[name]._runs[header["run"]].work

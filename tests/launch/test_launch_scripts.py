@@ -94,8 +94,8 @@ def local(folder, main, *args, **more):
     (package / "main.py").write_text(main)
     return subprocess.Popen(
         [sys.executable, str(LAUNCH / "local.py"), "a.yaml", "run", *args],
-        cwd=folder,  # where `python -m` looks first
-        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | more,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)} | more,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 

@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import pathlib
 
+import jax
 import matplotlib.axes
 import numpy as np
 import pyarrow.parquet
@@ -288,3 +290,18 @@ def test_sections_of_data_are_kept_between_cells():
     one, same = (DataConfig(source="csv", path="a.csv", target_column="y") for _ in range(2))
     other = dataclasses.replace(one, scale={"y": (0.0, 2.0)})
     assert len({one, same, other}) == 2
+
+
+def test_no_program_that_came_with_the_folder_is_run(config, monkeypatch):
+    """What JAX keeps of compiled programs is machine code."""
+    monkeypatch.setattr(Sweep, "cells", lambda self: [])
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        made = sweep(config, {"epsilon": [1]})
+        assert made.run(Console(quiet=True)) == 0
+        assert made.directory not in pathlib.Path(jax.config.jax_compilation_cache_dir).parents
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)

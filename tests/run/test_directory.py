@@ -1,10 +1,14 @@
 """What a run directory holds, and what it must not."""
 
+import os
+import pathlib
+import stat
+
 import pytest
 import yaml
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.directory import RunDirectory, write_atomically
 
 
 def test_the_fingerprint_of_the_data_is_written_only_keyed(tmp_path):
@@ -58,3 +62,58 @@ def test_going_on_takes_back_the_report_of_the_interruption(tmp_path):
     assert again.resumed
     assert not [name for name in told if (again.path / name).exists()]
     again.close()
+
+
+def mode(path):
+    return stat.S_IMODE(os.lstat(path).st_mode)
+
+
+def test_a_folder_that_was_there_keeps_no_secret_open(tmp_path):
+    """Made by a script, or by somebody else, with a private/ that all can look into."""
+    path = tmp_path / "run"
+    (path / "private").mkdir(parents=True)
+    (path / "private").chmod(0o777)
+    planted = path / "private" / f".root_key.json.{os.getpid()}.tmp"
+    planted.touch()
+    planted.chmod(0o666)
+    RunDirectory(path, {}, "f").close()
+    assert (mode(path / "private"), mode(path / "private/root_key.json")) == (0o700, 0o600)
+    (path / "private").chmod(0o755)
+    (path / "private/root_key.json").chmod(0o664)
+    RunDirectory(path, {}, "f").close()
+    assert (mode(path / "private"), mode(path / "private/root_key.json")) == (0o700, 0o600)
+
+
+def test_links_are_not_followed(tmp_path):
+    target = tmp_path / "precious"
+    target.write_text("mine")
+    for name in ("run.lock", "private", "private/root_key.json"):
+        path = tmp_path / name.replace("/", "-")
+        (path / name).parent.mkdir(parents=True)
+        (path / name).symlink_to(target)
+        with pytest.raises(BadInputError, match=f"{name} .*cannot be opened"):
+            RunDirectory(path, {}, "f")
+        (path / name).unlink()
+        RunDirectory(path, {}, "f").close()  # the lock is not held any more
+    link = tmp_path / f".file.{os.getpid()}.tmp"
+    link.symlink_to(target)
+    write_atomically(tmp_path / "file", "new", mode=0o600)
+    assert ((tmp_path / "file").read_text(), mode(tmp_path / "file")) == ("new", 0o600)
+    assert target.read_text() == "mine"
+
+
+def test_what_belongs_to_somebody_else_keeps_no_secret(tmp_path, monkeypatch):
+    path = tmp_path / "run"
+    (path / "private").mkdir(parents=True)
+    fstat, own = os.fstat, os.stat(path / "private").st_ino
+
+    def others(descriptor):
+        found = fstat(descriptor)
+        if found.st_ino != own:
+            return found
+        return os.stat_result((*found[:4], found.st_uid + 1, *found[5:10]))
+
+    monkeypatch.setattr(os, "fstat", others)
+    with pytest.raises(BadInputError, match="private is to keep a secret, but it belongs to some"):
+        RunDirectory(path, {}, "f")
+    assert not list(pathlib.Path(path, "private").iterdir())

@@ -54,7 +54,7 @@ def trained(capsys, system, *args):
     columns = ("data.path=visits.csv", "data.user_column=patient", "data.target_column=outcome")
     columns += ("data.silo_column=hospital", "data.input_columns=[age,dose]", "data.classes=2")
     command = ["train", str(CONFIGS / f"{system}.yaml"), *columns, *args, "--run-dir", "run"]
-    assert main([*command, "--json"]) == 0, capsys.readouterr().err
+    assert main([*command, "--allow-code", "--json"]) == 0, capsys.readouterr().err
     return pathlib.Path("run")
 
 
@@ -192,7 +192,8 @@ def test_a_module_of_ones_own(system, folder, capsys, monkeypatch):
     report = json.loads((run / "report.json").read_text())
     assert report["model"]["module"] == "own_export:build"
     assert report["model"]["parameters"] == 2 * 3 + 3 + 3 * 2 + 2
-    export(capsys, run, "out")
+    code = ["--module", "own_export:build"] if system == "uls" else []
+    export(capsys, run, "out", *code)
     import own_export
 
     found = dpfl.load_exported("out", own_export.build)
@@ -206,7 +207,8 @@ def test_a_module_of_ones_own(system, folder, capsys, monkeypatch):
     if system == "uls":  # what was not trained is not in the run
         other = own_export.build(task, jax.random.key(9), 3)
         monkeypatch.setattr(own_export, "build", lambda task, key, width: other)
-        assert "does not build what the run began with" in export(capsys, run, "new", code=2)
+        assert "does not build what the run began with" in export(capsys, run, "new", *code, code=2)
+        assert "is not in the run: give that function" in export(capsys, run, "new", code=2)
 
 
 @pytest.mark.nightly

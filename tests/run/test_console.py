@@ -1,0 +1,57 @@
+"""What is shown is text, whoever wrote it."""
+
+import io
+import json
+
+import pytest
+from rich.markdown import Markdown
+from rich.panel import Panel
+from rich.table import Table
+
+from dpfl_jax.cli.main import main
+from dpfl_jax.run.console import Console
+from dpfl_jax.run.progress import RunConsole
+
+ODD = "[/x] [red]a[/red] :smile: \x1b]0;owned\x07\x9b2J\u202e b"
+
+
+def shown(*what, terminal=False, kind=Console, **options):
+    file = io.StringIO()
+    kind(file=file, width=200, force_terminal=terminal).print(*what, **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", [Console, RunConsole])
+@pytest.mark.parametrize("terminal", [False, True])
+def test_text_of_others_is_no_markup_and_moves_no_cursor(kind, terminal):
+    table = Table(ODD, title=ODD)
+    table.add_row(ODD)
+    for what in (ODD, table, Panel(ODD), Markdown(f"# {ODD}\n`{ODD}`", hyperlinks=False)):
+        found = shown(what, terminal=terminal, kind=kind, highlight=False)
+        assert "[/x] [red]a[/red] :smile: " in found
+        for bad in ("\x1b]", "\x07", "\x9b", "\u202e"):
+            assert bad not in found
+        assert terminal or "\x1b" not in found
+    assert shown("a\tb ä\n日本").split() == ["a", "b", "ä", "日本"]
+
+
+def test_a_warning_is_seen():
+    assert "\x1b[1;33mwarning:\x1b[0m" in shown("warning: noise", terminal=True, highlight=False)
+    assert shown("warning: noise") == "warning: noise\n"
+
+
+def test_a_report_that_somebody_sent_moves_no_cursor(tmp_path, capsys):
+    run = tmp_path / "[/x]"
+    run.mkdir(parents=True)
+    (run / "report.json").write_text(json.dumps({"summary": ODD}))
+    (run / "report.md").write_text(f"# {ODD}\n[a](http://evil.example)\n")
+    assert main(["show", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    assert "http://evil.example" in told  # where a link leads is seen
+    assert main(["show", str(tmp_path / ODD)]) == 2
+    assert "\x1b" not in capsys.readouterr().err
+    (run / "report.json").unlink()
+    (run / "config.yaml").write_text("a: 1\n")
+    assert main(["show", str(run)]) == 0
+    assert f"{run}: unfinished".replace("\n", "") in capsys.readouterr().out.replace("\n", "")
