@@ -43,6 +43,8 @@ NAME = "guarantee.json"
 LIBRARY = f"dpfl_jax {__version__}"
 # Stated numbers may be below what another machine computes by so much of them: its rounding.
 _ROUNDING = 1e-6
+# What of a guarantee follows from the run's data and configuration, not from the mechanism.
+_OF_THE_RUN = ("unit_key", "public_inputs")
 # An explanation takes a second at most.
 _MOST_EVENTS, _COARSE = 8, 0.1
 Cases = Sequence[Sequence[dp_accounting.DpEvent]]
@@ -131,6 +133,10 @@ class Statement(_Part):
                 for who, event in groups
             ],
         )
+
+    def about(self, guarantee: Guarantee) -> Statement:
+        """The same with a guarantee that says more of what it is about."""
+        return self.model_copy(update={"privacy": guarantee, "text": str(guarantee)})
 
     @property
     def cases(self) -> list[list[dp_accounting.DpEvent]]:
@@ -312,7 +318,7 @@ def _unlike_the_basis(stated: Statement, again: Statement) -> list[str]:
     missing = [caveat for caveat in made.pop("caveats") if caveat not in said["caveats"]]
     for caveat in missing:
         found.append(f"a caveat of the mechanism is missing: {caveat[:80]}...")
-    for name in made.keys() - {"epsilon"}:
+    for name in made.keys() - {"epsilon", *_OF_THE_RUN}:
         if (place := _unequal(said[name], made[name], f"privacy.{name}")) is not None:
             found.append(f"{place} by the mechanism in `basis`")
     for name in ("noise", "basis", "events", "groups"):

@@ -100,12 +100,14 @@ def _restate(basis: dict[str, Any]) -> Any:
 
 
 def _unlike_report(file: pathlib.Path, stated: Any) -> list[str]:
+    from dpfl_jax.accounting import Guarantee
+
     try:
         report = json.loads(file.read_text())
-        told = (report["privacy"], report["guarantee"])
+        told = (Guarantee.from_json(report["privacy"]), report["guarantee"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(f"{file} is no report of a run: {error}") from error
-    if told == (stated.privacy.to_json(), stated.text):
+    if told == (stated.privacy, stated.text):
         return []
     return [f"{file} states another guarantee than the file beside it"]
 
@@ -127,6 +129,11 @@ def _print(console: Console, stated: Any, result: dict[str, Any]) -> None:
     if result["dp_accounting_epsilon"] is not None:
         low, high = result["dp_accounting_epsilon"]
         say(f"dp_accounting's own accountant: between {low:.4g} and {high:.4g}")
+    privacy = stated.privacy
+    say(f"one {privacy.unit}: {privacy.unit_key or 'the file does not say what makes one'}")
+    say("assumed to be public, and not protected, which no file can show:")
+    for name in privacy.public_inputs or ["the file lists nothing"]:
+        say(f"- {name}")
     say("caveats of the run itself, which its file cannot show to be all, or true:")
     for caveat in result["caveats_of_the_run"] or ["none"]:
         say(f"- {caveat}")

@@ -99,6 +99,17 @@ def owners_to_id(value: Any, where: str, each: Callable[[str], str] = str) -> st
     return SEPARATOR.join(sorted({each(value_to_id(owner, where)) for owner in value}))
 
 
+def key_name(expression: str | None) -> str:
+    """What a guarantee calls what makes a user: ``column visit_id``, or ``key domain(url)``.
+
+    Args:
+      expression: as ``UserKey`` takes it; None where every row is a person of its own.
+    """
+    if expression is None:
+        return "row, as no column names users"
+    return f"{'key' if re.search(r'[{(:]', expression) else 'column'} {expression}"
+
+
 @dataclasses.dataclass(frozen=True)
 class UserKey:
     """A parsed key expression; call it with a row and a description of where the row is.

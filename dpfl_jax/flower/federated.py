@@ -20,11 +20,13 @@ from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config import FederatedConfig
+from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon, whole_event
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Released
 from dpfl_jax.federation.federated import Federated, FederatedSteps, add_released
 from dpfl_jax.federation.federated_run import (
+    federated_inputs,
     federation_of,
     identity,
     knobs,
@@ -55,6 +57,7 @@ from dpfl_jax.run.algorithm import Steps, Taken
 from dpfl_jax.run.balance import advice
 from dpfl_jax.run.driver import Pace
 from dpfl_jax.run.prepared import Charge
+from dpfl_jax.run.public_inputs import about
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms
 from dpfl_jax.task import Task
@@ -182,6 +185,7 @@ class SubjectWork:
     def __init__(self, held: Subjects, plan: Plan, index: int, key: RootKey) -> None:
         config, facts = held.config, facts_of(plan.silos)
         self.config, self.index, self.key = config, index, key
+        self.task, self.unit_key = held.task, unit_key_of(held.store)
         data = held.as_silo(index, len(facts))
         self.federation, self.groups = noised(config, facts, plan.noise)
         self.public = self.federation
@@ -281,14 +285,20 @@ class SubjectWork:
         epsilons = [price(federation, delta) for federation in seen]
         return max(epsilons), seen[int(np.argmax(epsilons))], subject
 
-    def guarantee(self) -> Guarantee:
-        """Of the whole run, for this silo's people: what ``_priced`` computes."""
+    def guarantee(self, account: str | None = None) -> Guarantee:
+        """Of the whole run, for this silo's people: what ``_priced`` computes.
+
+        Args:
+          account: of this silo's own ledger.
+        """
         delta = self.config.privacy.delta
         assert delta is not None
         _, seen, _ = self._priced(delta, "subject")
         caveats = self.config.data.caveats()
         caveats += () if seen is self.public else (_AS_THIS_ONE,)
-        return guarantee_of(self.config, seen, self.groups, self.rounds, caveats)
+        made = guarantee_of(self.config, seen, self.groups, self.rounds, caveats)
+        inputs = federated_inputs(self.config, self.task, "the sizes of all silos, by the plan")
+        return about(made, self.unit_key, inputs, account)
 
     def message(
         self, round_index: int, key: RootKey, params: PyTree, state: PyTree, answered: int
@@ -333,7 +343,7 @@ class SubjectServer:
           rows: names and public sizes of the silos.
           noise: of every silo; None: calibrated.
         """
-        self.config = config
+        self.config, self.task = config, task
         self.model = build_by_name(config.model.kind, task, config.model.options)
         self.federation, self.groups = noised(config, facts_of(rows), noise)
         self.noise = [plan.mechanism.sigma for plan in self.federation.silos]
@@ -370,6 +380,10 @@ class SubjectServer:
         counts = [plan.facts.num_subjects for plan in self.federation.silos]
         least = max(max(counts), math.ceil(sum(counts) / reach))
         return federated_statement(self.federation, rounds, least, guarantee)
+
+    def public_inputs(self, counts: str) -> tuple[str, ...]:
+        """What the study takes as public."""
+        return federated_inputs(self.config, self.task, counts, remote=True)
 
     def mechanism(self) -> dict[str, Any]:
         """For the report."""
