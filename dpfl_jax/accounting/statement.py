@@ -38,7 +38,8 @@ from dpfl_jax.accounting.guarantee import Guarantee
 from dpfl_jax.accounting.independent import independent
 from dpfl_jax.errors import BadInputError, repeated
 
-VERSION = 1
+VERSION = 2
+_READ = (1, 2)  # 1 has no digests, and says neither what makes a unit nor what was public
 NAME = "guarantee.json"
 LIBRARY = f"dpfl_jax {__version__}"
 # Stated numbers may be below what another machine computes by so much of them: its rounding.
@@ -75,10 +76,19 @@ class Group(_Part):
     """What the run does to one of them."""
 
 
+class Digests(_Part):
+    """SHA-256 of the files that a guarantee is of (``accounting.digests``)."""
+
+    run: dict[str, str] = {}
+    """Of the run's directory: its configuration, and the checkpoints that may be exported."""
+    exported: dict[str, str] = {}
+    """Of an export: all its files but this one."""
+
+
 class Statement(_Part):
     """The content of guarantee.json."""
 
-    version: Literal[1]
+    version: Literal[1, 2]
     """Of this schema."""
     library: str
     """What wrote the file."""
@@ -95,6 +105,8 @@ class Statement(_Part):
     there is no guarantee."""
     groups: list[Group] = []
     """Kinds of units that spend less than the run's epsilon."""
+    digests: Digests | None = None
+    """What ties it to a run and a model; None of a file that is tied to none."""
 
     @classmethod
     def of(
@@ -137,6 +149,11 @@ class Statement(_Part):
     def about(self, guarantee: Guarantee) -> Statement:
         """The same with a guarantee that says more of what it is about."""
         return self.model_copy(update={"privacy": guarantee, "text": str(guarantee)})
+
+    def tied(self, **files: dict[str, str]) -> Statement:
+        """The same with digests of these files (``Digests``)."""
+        known = {} if self.digests is None else self.digests.model_dump()
+        return self.model_copy(update={"digests": Digests(**known | files)})
 
     @property
     def cases(self) -> list[list[dp_accounting.DpEvent]]:
@@ -187,10 +204,10 @@ def read(path: str | os.PathLike[str]) -> Statement:
         raise BadInputError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict) or "version" not in values:
         raise BadInputError(f"{path} is no {NAME}: it has no version")
-    if type(values["version"]) is not int or values["version"] != VERSION:
+    if type(values["version"]) is not int or values["version"] not in _READ:
         raise BadInputError(
-            f"{path} has the version {values['version']!r}, and {LIBRARY} knows {VERSION}: take a "
-            "release that knows it"
+            f"{path} has the version {values['version']!r}, and {LIBRARY} knows up to {VERSION}: "
+            "take a release that knows it"
         )
     try:
         return Statement.model_validate(values)

@@ -137,7 +137,7 @@ def _unit_key(config: SourceConfig, found: Examples) -> str:
     if config.source in FORMATS and config.source != "folder":
         return key_name(config.user_column)
     known = unit_key_of(found.store) if config.source == "store" else ""
-    return known or f"{found.unit} (data.source={config.source})"
+    return known or f"{found.unit} of {config.source}"
 
 
 def load_dataset(config: DataConfig) -> Dataset:

@@ -20,7 +20,8 @@ import jax
 from rich.console import Console
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting.statement import NAME, Statement
+from dpfl_jax.accounting import digests
+from dpfl_jax.accounting.statement import NAME, Statement, read
 from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
 from dpfl_jax.data import Store, load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
@@ -369,7 +370,8 @@ def _without_times(folder: pathlib.Path) -> None:
 
 def _leave(folder: pathlib.Path, report: dict[str, Any], winner: pathlib.Path) -> None:
     """Writes the reports; the one that says that it is finished last."""
-    write_atomically(folder / NAME, (winner / NAME).read_text())
+    files = digests.of_run(folder, [report["steps"]])
+    write_atomically(folder / NAME, read(winner / NAME).tied(run=files).dumps())
     if (winner / "attacks.png").exists():
         shutil.copyfile(winner / "attacks.png", folder / "attacks.png")
     write_atomically(folder / "report.md", render_markdown(report))

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from dpfl_jax import __version__
-from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting import Guarantee, digests
 from dpfl_jax.accounting.statement import NAME as STATEMENT
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.run.directory import FINISHED, write_atomically
@@ -129,6 +129,9 @@ def write_report(
     metrics: Sequence[dict[str, Any]],
 ) -> None:
     """Writes all that a run leaves and, last, report.json (whose status ends the run)."""
+    statement = statement.tied(
+        run=digests.of_run(directory, {report["steps"], report["best_step"]})
+    )
     write_atomically(directory / STATEMENT, statement.dumps())
     if (meaning := statement.meaning()) is not None:
         report["meaning"] = meaning.sentences()

@@ -322,7 +322,7 @@ def better_status(v):
 
 
 def unknown_version(v):
-    v["version"] = 2
+    v["version"] = 3
 
 
 def larger_population(v):
