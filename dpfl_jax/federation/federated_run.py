@@ -163,6 +163,8 @@ class FederatedRun(Prepared):
     @property
     def public_inputs(self) -> tuple[str, ...]:
         """Columns, bounds, counts."""
+        if not self.federation.mechanism.private:
+            return ()
         subjects, records = self.subjects.train.num_users, self.data.num_records
         counts = f"{self.data.num_silos} silos, {records:,} records after the cap, "
         counts += f"{subjects:,} subjects, and those of each silo"

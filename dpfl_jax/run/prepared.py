@@ -80,7 +80,10 @@ class Prepared(abc.ABC):
     @property
     @abc.abstractmethod
     def public_inputs(self) -> tuple[str, ...]:
-        """All that enters the run and is taken as public (``public_inputs.public_inputs``)."""
+        """All that enters the run and is taken as public (``public_inputs.public_inputs``).
+
+        Nothing, of a run without privacy.
+        """
 
     @property
     def account(self) -> str | None:

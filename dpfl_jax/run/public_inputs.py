@@ -111,7 +111,8 @@ def _of_the_data(data: Any, task: Task | None, remote: bool) -> Iterator[str]:
     task = task or Task("tokens")
     source = "the silos" if remote else f"data.source={data.source}"
     if task.kind in ("tokens", "preferences"):
-        yield f"tokenizer: {_name(data.tokenizer)}"
+        own = "that of the checkpoint" if data.tokenizer == "checkpoint" else _name(data.tokenizer)
+        yield f"tokenizer: {own}"
     elif task.vocab_size:
         yield f"vocabulary: {task.vocab_size} ids of {source}"
     if data.chat_template is not None:

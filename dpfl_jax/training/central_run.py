@@ -146,6 +146,8 @@ class CentralRun(Prepared):
     @property
     def public_inputs(self) -> tuple[str, ...]:
         """Checkpoint, corpus, tokenizer, columns, bounds, counts."""
+        if not self.mechanism.private:
+            return ()
         digest = None if self.base is None else self.base["digest"]
         return public_inputs(
             self.population.told,

@@ -7,10 +7,16 @@ import json
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
+from silo_configs import SILOS
 
 import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
-from dpfl_jax.run.public_inputs import one_row_each
+from dpfl_jax.config.load import validate_config
+from dpfl_jax.federation import federated_run
+from dpfl_jax.federation.isrl.runs import isrl_run
+from dpfl_jax.run.public_inputs import OTHER_RUNS_CAVEAT, one_row_each
+from dpfl_jax.training import central_run
 
 pytestmark = pytest.mark.privacy
 CONFIG = {
@@ -109,3 +115,92 @@ def test_the_key_of_a_unit_goes_with_the_data(tmp_path):
     for data in (store, dpfl.ArrayStore.load(tmp_path / "store")):
         plan = dpfl.ULS(group_size=2, cohort_size=3).plan(data, steps=2, epsilon=4.0, delta=1e-3)
         assert "for each user by key {a}-{a} (" in plan.guarantee().summary()
+
+
+TEXTS = {
+    "data": {"source": "jsonl", "path": "posts.jsonl", "seq_len": 16, "test_fraction": 0.0},
+    "model": {"overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
+    "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 8, "noise_multiplier": 1.0},
+    "privacy": {"delta": 1e-3},
+    "train": {"steps": 2},
+}
+POSTS = "\n".join(json.dumps({"user": f"u{i // 2}", "text": "stone lamp"}) for i in range(60))
+
+
+def stated(module, config, tmp_path, monkeypatch):
+    """What a run of a configuration would state."""
+    monkeypatch.chdir(tmp_path)
+    table(tmp_path)
+    (tmp_path / "posts.jsonl").write_text(POSTS)
+    (tmp_path / "diaries.txt").write_text("what the users wrote themselves " * 40)
+    prepared = module.prepare(validate_config(config), Console(quiet=True))
+    some = dpfl.Guarantee("user", "add-or-remove one user", "central", 1.0, 1e-5, 1.0, "PLD", "")
+    return prepared, prepared.about(some)
+
+
+def test_a_pre_training_corpus_is_named(tmp_path, monkeypatch):
+    """It may be what the users wrote themselves: the guarantee says that it takes it as public."""
+    data = TEXTS["data"] | {"public": "diaries.txt"}
+    config = TEXTS | {"data": data, "pretrain": {"steps": 1}}
+    prepared, guarantee = stated(central_run, config, tmp_path, monkeypatch)
+    assert "pre-training corpus: data.public=diaries.txt" in guarantee.public_inputs
+    assert "first parameters: drawn with init_seed=0" in guarantee.public_inputs
+    assert "tokenizer: bytes" in guarantee.public_inputs
+    assert "not protected: first parameters" in str(guarantee)
+    caveats = central_run.run_caveats(prepared.config, prepared.mechanism)
+    assert any("the corpus of pre-training (data.public) is taken as public" in c for c in caveats)
+    assert guarantee.unit_key == "column user"
+
+
+def test_a_checkpoint_and_its_tokenizer_are_named(tmp_path, monkeypatch):
+    data = TEXTS["data"] | {"tokenizer": "checkpoint"}
+    config = TEXTS | {"data": data, "model": {"checkpoint": "bundled:quickstart", "lora": {}}}
+    prepared, guarantee = stated(central_run, config, tmp_path, monkeypatch)
+    digest = prepared.base["digest"][:16]
+    assert f"initial checkpoint: bundled:quickstart ({digest})" in guarantee.public_inputs
+    assert "tokenizer: that of the checkpoint" in guarantee.public_inputs
+    assert "first adapters: drawn with init_seed=0" in guarantee.public_inputs
+
+
+KINDS = ("first parameters", "scaling constants", "class list", "input columns", "counts")
+
+
+def test_columns_scale_classes_bounds_and_counts_are_named(tmp_path, monkeypatch):
+    _, guarantee = stated(central_run, CONFIG, tmp_path, monkeypatch)
+    found = dict(name.split(": ", 1) for name in guarantee.public_inputs)
+    assert set(found) == {*KINDS, "clip norm", "group size"}
+    assert found["scaling constants"] == "data.scale of age, dose"
+    assert found["input columns"] == "age, dose; target: outcome"
+    assert found["class list"] == "2, of data.classes"
+    assert (found["clip norm"], found["group size"]) == ("1", "3 examples of a user")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SILOS)
+def test_silos_name_what_they_take_as_public(name, tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    module = isrl_run if name == "isrl" else federated_run
+    _, guarantee = stated(module, SILOS[name], tmp_path, monkeypatch)
+    found = dict(entry.split(": ", 1) for entry in guarantee.public_inputs)
+    assert {*KINDS[2:], "first parameters"} <= set(found)
+    assert ("typical budgets" in found) == (name == "personal")
+    keys = {
+        "federated": "synthetic group of 6 rows",
+        "personal": "row (subjects by synthetic group of 1 rows)",
+        "isrl": "row (users by image of digits)",
+    }
+    assert guarantee.unit_key == keys[name]
+
+
+def test_other_runs_are_counted_by_a_ledger_alone(tmp_path, monkeypatch):
+    """And so says every guarantee: of a run, of one with a ledger, and of a plan of one's own."""
+    _, alone = stated(central_run, CONFIG, tmp_path, monkeypatch)
+    assert alone.caveats[-1] == OTHER_RUNS_CAVEAT
+    ledger = {"ledger": str(tmp_path / "spent.jsonl"), "account": "patients"}
+    config = CONFIG | {"privacy": CONFIG["privacy"] | ledger}
+    prepared, counted = stated(central_run, config, tmp_path, monkeypatch)
+    assert OTHER_RUNS_CAVEAT not in counted.caveats
+    assert "add up in the account 'patients' of the ledger" in counted.caveats[-1]
+    plan = prepared.mechanism.plan(prepared.data.train, steps=2, delta=1e-3)
+    assert plan.guarantee().caveats[-1] == OTHER_RUNS_CAVEAT
+    assert prepared.about(plan.guarantee()).caveats.count(OTHER_RUNS_CAVEAT) == 0

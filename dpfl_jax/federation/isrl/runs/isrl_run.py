@@ -87,6 +87,8 @@ class IsrlRun(Prepared):
     @property
     def public_inputs(self) -> tuple[str, ...]:
         """Columns, bounds, counts."""
+        if self.parameters.noise is None:
+            return ()
         counts = f"{self.config.data.silos} silos, and the records of each"
         learned = self.records.learned
         return isrl_inputs(self.config, learned, float(self.parameters.clip_norms.max()), counts)
