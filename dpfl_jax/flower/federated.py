@@ -174,6 +174,11 @@ class Subjects:
         where = np.full(len(self.subjects), index)
         return FederatedData.from_assignment(self.store, self.subjects, where, count, self.keep)
 
+    def about(self, guarantee: Guarantee, account: str) -> Guarantee:
+        """A guarantee for this silo's people; ``account``: of its own ledger."""
+        inputs = federated_inputs(self.config, self.task, "the sizes of all silos, by the plan")
+        return about(guarantee, unit_key_of(self.store), inputs, account)
+
     def work(self, plan: Plan, index: int, key: RootKey) -> SubjectWork:
         """What a plan asks of this silo; ``key`` is used for nothing else."""
         return SubjectWork(self, plan, index, key)
@@ -185,7 +190,6 @@ class SubjectWork:
     def __init__(self, held: Subjects, plan: Plan, index: int, key: RootKey) -> None:
         config, facts = held.config, facts_of(plan.silos)
         self.config, self.index, self.key = config, index, key
-        self.task, self.unit_key = held.task, unit_key_of(held.store)
         data = held.as_silo(index, len(facts))
         self.federation, self.groups = noised(config, facts, plan.noise)
         self.public = self.federation
@@ -285,20 +289,14 @@ class SubjectWork:
         epsilons = [price(federation, delta) for federation in seen]
         return max(epsilons), seen[int(np.argmax(epsilons))], subject
 
-    def guarantee(self, account: str | None = None) -> Guarantee:
-        """Of the whole run, for this silo's people: what ``_priced`` computes.
-
-        Args:
-          account: of this silo's own ledger.
-        """
+    def guarantee(self) -> Guarantee:
+        """Of the whole run, for this silo's people: what ``_priced`` computes."""
         delta = self.config.privacy.delta
         assert delta is not None
         _, seen, _ = self._priced(delta, "subject")
         caveats = self.config.data.caveats()
         caveats += () if seen is self.public else (_AS_THIS_ONE,)
-        made = guarantee_of(self.config, seen, self.groups, self.rounds, caveats)
-        inputs = federated_inputs(self.config, self.task, "the sizes of all silos, by the plan")
-        return about(made, self.unit_key, inputs, account)
+        return guarantee_of(self.config, seen, self.groups, self.rounds, caveats)
 
     def message(
         self, round_index: int, key: RootKey, params: PyTree, state: PyTree, answered: int

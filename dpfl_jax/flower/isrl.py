@@ -83,6 +83,11 @@ class Records:
         self.task = tasks.Task(kind, (found.features,), found.classes)
         self.facts = {"num_records": int(np.asarray(found.train.sizes)[0])}
 
+    def about(self, guarantee: Guarantee, account: str) -> Guarantee:
+        """A guarantee for this silo's records; ``account``: of its own ledger."""
+        inputs = isrl_inputs(self.config, self.learned, "the sizes of all silos, by the plan")
+        return about(guarantee, self.unit_key, inputs, account)
+
     def work(self, plan: Plan, index: int, key: RootKey) -> MessageWork:
         """What a plan asks of this silo; ``key`` is used for nothing else."""
         return MessageWork(self, plan, index, key)
@@ -132,14 +137,10 @@ class MessageWork:
         """What a ledger is charged for the whole run."""
         return Charge(self.noise.event, policy.delta, policy.unit, f"replace one {policy.unit}")
 
-    def guarantee(self, account: str | None = None) -> Guarantee:
-        """Of the whole run, for this silo's records; ``account``: of its own ledger."""
+    def guarantee(self) -> Guarantee:
+        """Of the whole run, for this silo's records."""
         made = silo_guarantee(self.noise)
-        made = dataclasses.replace(made, caveats=(*made.caveats, *self.config.data.caveats()))
-        clip = float(self.parameters.clip_norms.max())
-        counts = "the sizes of all silos, by the plan"
-        inputs = isrl_inputs(self.config, self.held.learned, clip, counts)
-        return about(made, self.held.unit_key, inputs, account)
+        return dataclasses.replace(made, caveats=(*made.caveats, *self.config.data.caveats()))
 
     @property
     def _most(self) -> int:
@@ -245,8 +246,7 @@ class MessageServer:
 
     def public_inputs(self, counts: str) -> tuple[str, ...]:
         """What the study takes as public."""
-        clip = float(self.parameters.clip_norms.max())
-        return isrl_inputs(self.config, self.learned, clip, counts, remote=True)
+        return isrl_inputs(self.config, self.learned, counts, remote=True)
 
     def mechanism(self) -> dict[str, Any]:
         """For the report."""

@@ -49,6 +49,12 @@ _LEDGERS = (
 )
 
 
+_NO_LEDGER = (
+    "privacy.ledger is set, but a server holds nobody's records: remove it; every silo keeps a "
+    "ledger of its own"
+)
+
+
 class Transport(Protocol):
     """Brings requests to silos, by name."""
 
@@ -89,11 +95,8 @@ class RemoteRun(Prepared):
         ]
 
     def charge(self) -> Charge:
-        """Each silo charges its own ledger."""
-        raise BadInputError(
-            "privacy.ledger is set, but a server holds nobody's records: remove it; every silo "
-            "keeps a ledger of its own"
-        )
+        """Never asked for: each silo charges its own ledger."""
+        raise BadInputError(_NO_LEDGER)
 
     @property
     def unit_key(self) -> str:
@@ -221,6 +224,8 @@ def prepare(
     """
     if type(config) not in _SERVERS:
         raise BadInputError("the configuration has no section `federation` or `isrl`")
+    if config.privacy.ledger is not None:
+        raise BadInputError(_NO_LEDGER)
     study = study_of(config)
     count = silos_in(config)
     console.print(f"waiting for {count} silos", highlight=False)

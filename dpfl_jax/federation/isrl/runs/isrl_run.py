@@ -90,8 +90,7 @@ class IsrlRun(Prepared):
         if self.parameters.noise is None:
             return ()
         counts = f"{self.config.data.silos} silos, and the records of each"
-        learned = self.records.learned
-        return isrl_inputs(self.config, learned, float(self.parameters.clip_norms.max()), counts)
+        return isrl_inputs(self.config, self.records.learned, counts)
 
     def advice(self) -> list[str]:
         """Noise beside signal (``guidance``)."""
@@ -166,13 +165,14 @@ class IsrlRun(Prepared):
 
 
 def isrl_inputs(
-    config: IsrlConfig, learned: DataTask, clip_norm: float, counts: str, *, remote: bool = False
+    config: IsrlConfig, learned: DataTask, counts: str, *, remote: bool = False
 ) -> tuple[str, ...]:
     """What a study takes as public; ``remote``: its silos are elsewhere."""
+    data, clip_norm = config.data, config.isrl.clip_norm
     more = [
-        f"bounds: clip norm {clip_norm:g}, data.max_norm {config.data.max_norm:g}, data.max_target "
-        f"{config.data.max_target:g}, model.radius {config.model.radius:g}, and those of the "
-        "theorems that `isrl` names"
+        "clip norm: " + ("the loss's own bound" if clip_norm is None else f"{clip_norm:g}"),
+        f"bounds: data.max_norm {data.max_norm:g}, data.max_target {data.max_target:g}, "
+        f"model.radius {config.model.radius:g}, and those of the theorems that `isrl` names",
     ]
     if config.isrl.silo_weights is not None:
         more.append("weights of silos: isrl.silo_weights")
