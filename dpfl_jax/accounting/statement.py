@@ -153,7 +153,7 @@ class Statement(_Part):
     def tied(self, **files: dict[str, str]) -> Statement:
         """The same with digests of these files (``Digests``)."""
         known = {} if self.digests is None else self.digests.model_dump()
-        return self.model_copy(update={"digests": Digests(**known | files)})
+        return self.model_copy(update={"version": VERSION, "digests": Digests(**known | files)})
 
     @property
     def cases(self) -> list[list[dp_accounting.DpEvent]]:

@@ -177,7 +177,7 @@ def render_markdown(report: dict[str, Any]) -> str:
     """The report as Markdown; sections that it does not have are left out."""
     lines = [f"# {report['name']}: {report['status']} after {taken(report)} steps", ""]
     lines += [f"**{report['summary']}**", "", "## Guarantee", "", report["guarantee"], ""]
-    if listed := report["privacy"]["public_inputs"]:
+    if listed := report["privacy"].get("public_inputs"):
         lines += ["## Assumed to be public, and not protected", "", *_items(listed), ""]
     if sentences := report.get("meaning"):
         lines += ["## What an attacker may find out, at most", ""]
