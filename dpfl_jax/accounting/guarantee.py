@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from dpfl_jax.errors import BadInputError
 
+_LISTS = ("assumptions", "caveats", "public_inputs")
 Status = Literal["upper bound", "exact", "paper's closed form", "none"]
 
 
@@ -30,6 +31,9 @@ class Guarantee:
       status: what kind of number epsilon is.
       steps: steps accounted, if known.
       released: what the adversary sees.
+      unit_key: what makes a unit: the column or key of the data, as "column visit_id".
+      public_inputs: all that entered the run and is assumed to be public, a name and what it was
+        each; the guarantee protects nothing of it.
     """
 
     unit: str
@@ -45,6 +49,8 @@ class Guarantee:
     status: Status = "upper bound"
     steps: int | None = None
     released: str = "every intermediate model"
+    unit_key: str = ""
+    public_inputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Validates; a NaN epsilon is an error, never a guarantee."""
@@ -52,8 +58,8 @@ class Guarantee:
             raise BadInputError(f"a guarantee cannot have epsilon {self.epsilon}")
         if not 0.0 <= self.delta <= 1.0:
             raise BadInputError(f"a guarantee cannot have delta {self.delta}")
-        object.__setattr__(self, "assumptions", tuple(self.assumptions))
-        object.__setattr__(self, "caveats", tuple(self.caveats))
+        for name in _LISTS:
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
     @property
     def private(self) -> bool:
@@ -63,7 +69,7 @@ class Guarantee:
     def to_json(self) -> dict[str, Any]:
         """All fields as JSON values; an infinite epsilon is the string "inf"."""
         out = dataclasses.asdict(self)
-        out["assumptions"], out["caveats"] = list(self.assumptions), list(self.caveats)
+        out |= {name: list(getattr(self, name)) for name in _LISTS}
         out["epsilon"] = self.epsilon if math.isfinite(self.epsilon) else "inf"
         return out
 
@@ -82,8 +88,13 @@ class Guarantee:
         unverified = "" if self.status in ("upper bound", "exact") else ", not verified"
         return (
             f"epsilon {_rounded_up(self.epsilon, 4)}, delta {_rounded_up(self.delta, 3)} for each "
-            f"{self.unit} ({self.adjacency}; trust model: {self.trust}{unverified})"
+            f"{self.whose} ({self.adjacency}; trust model: {self.trust}{unverified})"
         )
+
+    @property
+    def whose(self) -> str:
+        """The unit, and what makes one: "user by column visit_id"."""
+        return f"{self.unit} by {self.unit_key}" if self.unit_key else self.unit
 
     def paragraph(self) -> str:
         """The guarantee in words that a privacy officer can check."""
@@ -101,11 +112,14 @@ class Guarantee:
             }[self.status]
             text = (
                 f"({self.epsilon:.6g}, {self.delta:.6g})-differential privacy for each "
-                f"{self.unit}, with neighbouring data sets that differ by: {self.adjacency}. "
+                f"{self.whose}, with neighbouring data sets that differ by: {self.adjacency}. "
                 f"Trust model: {self.trust}. It covers {self.released}. The noise multiplier is "
                 f"{self.noise_multiplier:.7g}; sampling: {self.sampling}. Epsilon is {kind}, "
                 f"computed by: {self.accountant}."
             )
+        if self.public_inputs:
+            listed = "; ".join(self.public_inputs)
+            text += f" Assumed to be public, and not protected: {listed}."
         if self.assumptions:
             text += " It assumes: " + "; ".join(self.assumptions) + "."
         if self.caveats:

@@ -38,11 +38,14 @@ from dpfl_jax.accounting.guarantee import Guarantee
 from dpfl_jax.accounting.independent import independent
 from dpfl_jax.errors import BadInputError, repeated
 
-VERSION = 1
+VERSION = 2
+_READ = (1, 2)  # 1 has no digests, and says neither what makes a unit nor what was public
 NAME = "guarantee.json"
 LIBRARY = f"dpfl_jax {__version__}"
 # Stated numbers may be below what another machine computes by so much of them: its rounding.
 _ROUNDING = 1e-6
+# What of a guarantee follows from the run's data and configuration, not from the mechanism.
+_OF_THE_RUN = ("unit_key", "public_inputs")
 # An explanation takes a second at most.
 _MOST_EVENTS, _COARSE = 8, 0.1
 Cases = Sequence[Sequence[dp_accounting.DpEvent]]
@@ -73,10 +76,19 @@ class Group(_Part):
     """What the run does to one of them."""
 
 
+class Digests(_Part):
+    """SHA-256 of the files that a guarantee is of (``accounting.digests``)."""
+
+    run: dict[str, str] = {}
+    """Of the run's directory: its configuration, and the checkpoints that may be exported."""
+    exported: dict[str, str] = {}
+    """Of an export: all its files but this one."""
+
+
 class Statement(_Part):
     """The content of guarantee.json."""
 
-    version: Literal[1]
+    version: Literal[1, 2]
     """Of this schema."""
     library: str
     """What wrote the file."""
@@ -93,6 +105,8 @@ class Statement(_Part):
     there is no guarantee."""
     groups: list[Group] = []
     """Kinds of units that spend less than the run's epsilon."""
+    digests: Digests | None = None
+    """What ties it to a run and a model; None of a file that is tied to none."""
 
     @classmethod
     def of(
@@ -131,6 +145,15 @@ class Statement(_Part):
                 for who, event in groups
             ],
         )
+
+    def about(self, guarantee: Guarantee) -> Statement:
+        """The same with a guarantee that says more of what it is about."""
+        return self.model_copy(update={"privacy": guarantee, "text": str(guarantee)})
+
+    def tied(self, **files: dict[str, str]) -> Statement:
+        """The same with digests of these files (``Digests``)."""
+        known = {} if self.digests is None else self.digests.model_dump()
+        return self.model_copy(update={"version": VERSION, "digests": Digests(**known | files)})
 
     @property
     def cases(self) -> list[list[dp_accounting.DpEvent]]:
@@ -181,10 +204,10 @@ def read(path: str | os.PathLike[str]) -> Statement:
         raise BadInputError(f"{path} cannot be read: {error}") from error
     if not isinstance(values, dict) or "version" not in values:
         raise BadInputError(f"{path} is no {NAME}: it has no version")
-    if type(values["version"]) is not int or values["version"] != VERSION:
+    if type(values["version"]) is not int or values["version"] not in _READ:
         raise BadInputError(
-            f"{path} has the version {values['version']!r}, and {LIBRARY} knows {VERSION}: take a "
-            "release that knows it"
+            f"{path} has the version {values['version']!r}, and {LIBRARY} knows up to {VERSION}: "
+            "take a release that knows it"
         )
     try:
         return Statement.model_validate(values)
@@ -312,7 +335,7 @@ def _unlike_the_basis(stated: Statement, again: Statement) -> list[str]:
     missing = [caveat for caveat in made.pop("caveats") if caveat not in said["caveats"]]
     for caveat in missing:
         found.append(f"a caveat of the mechanism is missing: {caveat[:80]}...")
-    for name in made.keys() - {"epsilon"}:
+    for name in made.keys() - {"epsilon", *_OF_THE_RUN}:
         if (place := _unequal(said[name], made[name], f"privacy.{name}")) is not None:
             found.append(f"{place} by the mechanism in `basis`")
     for name in ("noise", "basis", "events", "groups"):

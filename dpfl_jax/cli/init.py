@@ -14,9 +14,11 @@ from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.console import Console
 
+_LEDGER = "ledger.jsonl"
 DESCRIPTION = """\
 Write a configuration to start from: one of those shipped, comments included, into the current
-folder. No file is ever overwritten.
+folder. Its runs are charged to ledger.jsonl beside it, so that what several of them spend adds up;
+privacy.account names whose records they are. No file is ever overwritten.
 
 examples:
   dpfl init                                 # quickstart.yaml
@@ -52,17 +54,40 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             f"there is no configuration {args.name!r}: {hint}known: {', '.join(known)}"
         )
     source = known[args.name]
-    text = source.read_bytes()
+    text = with_ledger(source.read_text(encoding="utf-8"))
     out = pathlib.Path(args.out or source.name)
     try:
-        with out.open("xb") as file:
+        with out.open("x", encoding="utf-8", newline="") as file:
             file.write(text)
     except FileExistsError:
         raise BadInputError(f"{out} exists: name another file with --out") from None
     except OSError as error:
         raise BadInputError(f"{out} cannot be written: {error.strerror}") from None
-    console.print(f"{args.name} written to {out}; next: dpfl train {out}", highlight=False)
+    console.print(
+        f"{args.name} written to {out}, with a ledger ({_LEDGER}) that every run of it is charged "
+        f"to; next: dpfl train {out}",
+        highlight=False,
+    )
     return {"name": args.name, "file": str(out)}
+
+
+def with_ledger(text: str) -> str:
+    """A configuration whose runs are charged to a ledger beside it.
+
+    What is shipped names none: a run from the package's own folder would write one there.
+    """
+    entries = f"ledger: {_LEDGER}", "account: people"
+    told = [
+        "# What these people have spent over all runs, in a file beside this one. `account` is",
+        "# their name there, the same in every configuration on them; `budget: 8` would limit it.",
+        "",
+    ]
+    block = "\n  ".join(["privacy:", *entries])
+    text, blocks = re.subn(r"^privacy:(?=[ ]*(#.*)?$)", block, text, flags=re.M)
+    flow = rf"privacy: {{\1, {', '.join(entries)}}}"
+    text, flows = re.subn(r"^privacy: \{([^#\n]*)\}", flow, text, flags=re.M)
+    assert blocks + flows == 1
+    return re.sub(r"^(?=privacy:)", "\n".join(told), text, flags=re.M)
 
 
 def shipped() -> dict[str, pathlib.Path]:

@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         return _records(directory, args.limit, console)
     report_file = directory / "report.json"
     if report_file.exists():
+        _refuse_changed(directory)
         report = json.loads(report_file.read_text())
         console.print(Markdown((directory / "report.md").read_text(), hyperlinks=False))
         return report
@@ -73,6 +74,19 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         f"--run-dir {directory} goes on"
     )
     return {"status": "unfinished", "run_dir": str(directory), "last": last}
+
+
+def _refuse_changed(directory: pathlib.Path) -> None:
+    """Raises BadInputError if config.yaml is not the one that the guarantee was written for."""
+    from dpfl_jax.accounting import digests, statement
+
+    if not (directory / statement.NAME).exists():
+        return
+    known = statement.read(directory / statement.NAME).digests
+    if known is not None:
+        _, changed = digests.compare(directory, known.run, [digests.CONFIG])
+        if changed:
+            raise BadInputError(f"{changed[0]}: bring it back")
 
 
 def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str, Any]:

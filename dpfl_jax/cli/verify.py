@@ -23,12 +23,15 @@ public numbers of the data and the events that follow from them. This command
   2. computes epsilon of the events at the stated delta: it must not be above the stated one; where
      dp_accounting's own privacy-loss distributions know the event, their lower bound must not be
      either;
-  3. compares the text with the numbers.
+  3. compares the text with the numbers;
+  4. given a folder, compares the files in it with the digests in guarantee.json: config.yaml and
+     checkpoints of a run, all files of an export.
 
 It needs nothing but the file, and nothing in the file is private. It cannot show that this
-mechanism is what ran, nor that the data are as the assumptions say; caveats of the run itself (a
-public seed, an interruption) are printed apart, as the file could leave them out. A report.json
-beside the file, if that or its folder is given, must state the same guarantee.
+mechanism is what ran, nor that the data are as the assumptions say, nor who wrote it: digests tie
+files together, and sign nothing. What only the run knows (what makes a unit, what was taken as
+public, a public seed, an interruption) is printed apart, as the file could leave it out. A
+report.json beside the file, if that or its folder is given, must state the same guarantee.
 
 examples:
   dpfl verify runs/mine
@@ -63,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Verifies; ``holds`` in the result is the verdict."""
-    from dpfl_jax.accounting import statement
+    from dpfl_jax.accounting import digests, statement
 
     if args.mechanism is not None:
         imported(args.mechanism, "--mechanism")
@@ -78,12 +81,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         failures += doubt
     if beside and (folder / "report.json").exists():
         failures += _unlike_report(folder / "report.json", stated)
+    compared: list[str] = []
+    if beside and stated.digests is not None:
+        if known := stated.digests.exported:
+            compared, changed = digests.compare_export(folder, known, statement.NAME)
+        else:
+            compared, changed = digests.compare(folder, stated.digests.run)
+        failures += changed
     result = {
         "holds": not failures,
         "failures": failures,
         "file": str(given),
         "version": stated.version,
         "privacy": stated.privacy.to_json(),
+        "compared": compared,
         "caveats_of_the_run": [] if failures else own_caveats,
         "dp_accounting_epsilon": None if opinion is None else list(opinion),
     }
@@ -99,12 +110,14 @@ def _restate(basis: dict[str, Any]) -> Any:
 
 
 def _unlike_report(file: pathlib.Path, stated: Any) -> list[str]:
+    from dpfl_jax.accounting import Guarantee
+
     try:
         report = json.loads(file.read_text())
-        told = (report["privacy"], report["guarantee"])
+        told = (Guarantee.from_json(report["privacy"]), report["guarantee"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInputError(f"{file} is no report of a run: {error}") from error
-    if told == (stated.privacy.to_json(), stated.text):
+    if told == (stated.privacy, stated.text):
         return []
     return [f"{file} states another guarantee than the file beside it"]
 
@@ -126,6 +139,17 @@ def _print(console: Console, stated: Any, result: dict[str, Any]) -> None:
     if result["dp_accounting_epsilon"] is not None:
         low, high = result["dp_accounting_epsilon"]
         say(f"dp_accounting's own accountant: between {low:.4g} and {high:.4g}")
+    privacy = stated.privacy
+    if stated.digests is None:
+        say("nothing ties a model or a configuration to this file: it has no digests")
+    elif result["compared"]:
+        say(f"its digests are those of {', '.join(result['compared'])}")
+    else:
+        say("no model or configuration was compared with it: give the folder that holds them")
+    say(f"one {privacy.unit}: {privacy.unit_key or 'the file does not say what makes one'}")
+    say("assumed to be public, and not protected, which no file can show:")
+    for name in privacy.public_inputs or ["the file lists nothing"]:
+        say(f"- {name}")
     say("caveats of the run itself, which its file cannot show to be all, or true:")
     for caveat in result["caveats_of_the_run"] or ["none"]:
         say(f"- {caveat}")

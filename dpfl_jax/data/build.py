@@ -40,7 +40,7 @@ from dpfl_jax.data.records import FORMATS, write_records
 from dpfl_jax.data.rows import BadRows
 from dpfl_jax.data.shards import FileEntry, Manifest, ShardStore
 from dpfl_jax.data.spill import spill_rows, spilled_users
-from dpfl_jax.data.store import SEPARATOR, Store, combine_digests, user_digest
+from dpfl_jax.data.store import SEPARATOR, Store, combine_digests, unit_key_of, user_digest
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError
 
@@ -273,7 +273,7 @@ def write_store(
     """
     size = store.num_examples * store.schema.record_dtype.itemsize
     plan = BuildPlan(store.schema, format, default_num_shards(size), tokenizer=None)
-    sources = {"fingerprint": store.fingerprint}
+    sources = {"fingerprint": store.fingerprint, "unit_key": unit_key_of(store)}
     staging = prepare(pathlib.Path(out), plan, sources)
     users = enumerate(store.user_ids(range(store.num_users)))
     upcoming = next(users, None)

@@ -13,12 +13,12 @@ import numpy as np
 
 from dpfl_jax.data.chats import conversations_in
 from dpfl_jax.data.chunking import store_from_documents
-from dpfl_jax.data.keys import UserKey, owners_to_id
+from dpfl_jax.data.keys import UserKey, key_name, owners_to_id
 from dpfl_jax.data.owners import store_of
 from dpfl_jax.data.rows import LocatedRow, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
-from dpfl_jax.data.store import Store
+from dpfl_jax.data.store import Store, keyed
 from dpfl_jax.data.table import input_names, read_table
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError, expect, repeated
@@ -48,7 +48,8 @@ def from_texts(
             where = f"document {number}"
             yield owners_to_id(pair[0], where), text_of({"text": pair[1]}, "text", where)
 
-    return store_from_documents(pairs(), load_tokenizer(tokenizer), seq_len)
+    store = store_from_documents(pairs(), load_tokenizer(tokenizer), seq_len)
+    return keyed(store, "id that was given with each text")
 
 
 def from_arrays(
@@ -78,9 +79,10 @@ def from_arrays(
     for name, array in columns.items():
         if len(array) != len(users):
             raise BadInputError(f"there are {len(users)} users for {len(array)} rows of {name!r}")
-    return store_of(
+    store = store_of(
         ((user, {n: a[mine] for n, a in columns.items()}) for user, mine in rows.items()), schema
     )
+    return keyed(store, "id that was given with each row")
 
 
 def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> Store:
@@ -197,7 +199,8 @@ def from_rows(
 
         pairs = ((key(row, where), document(row, where)) for where, row in located)
         loaded = load_tokenizer(tokenizer)
-        return store_from_documents(pairs, loaded, seq_len, conversations=conversations)
+        store = store_from_documents(pairs, loaded, seq_len, conversations=conversations)
+        return keyed(store, key_name(user))
     config = SourceConfig(
         source="rows",
         user_column=user,
@@ -208,4 +211,4 @@ def from_rows(
         scale=dict(scale or {}),
     )
     users, _ = read_table(config, (), located)
-    return store_of(users.items())
+    return keyed(store_of(users.items()), key_name(user))

@@ -103,6 +103,17 @@ def names_function(expression: str) -> bool:
     return re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", expression) is not None
 
 
+def key_name(expression: str | None) -> str:
+    """What a guarantee calls what makes a user: ``column visit_id``, or ``key domain(url)``.
+
+    Args:
+      expression: as ``UserKey`` takes it; None where every row is a person of its own.
+    """
+    if expression is None:
+        return "row, as no column names users"
+    return f"{'key' if re.search(r'[{(:]', expression) else 'column'} {expression}"
+
+
 @dataclasses.dataclass(frozen=True)
 class UserKey:
     """A parsed key expression; call it with a row and a description of where the row is.

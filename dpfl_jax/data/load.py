@@ -14,14 +14,14 @@ from dpfl_jax.data import python_source
 from dpfl_jax.data.chats import conversations_in
 from dpfl_jax.data.chunking import store_from_documents
 from dpfl_jax.data.documents import FORMATS, expand_paths, read_documents
-from dpfl_jax.data.keys import value_to_id
+from dpfl_jax.data.keys import key_name, value_to_id
 from dpfl_jax.data.owners import SharedStore, by_set, store_of
 from dpfl_jax.data.registry import data_source
 from dpfl_jax.data.rows import BadRows
 from dpfl_jax.data.sections import CONVERSATION, DataConfig, SourceConfig
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
-from dpfl_jax.data.store import ArrayStore, Store
+from dpfl_jax.data.store import ArrayStore, Store, keyed, unit_key_of
 from dpfl_jax.data.table import read_table
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError, expect
@@ -125,8 +125,19 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
         store = ArrayStore.from_users(_synthetic(found.store, config))
         unit = f"users are synthetic: {config.records_per_user} records each, drawn at random"
         found = dataclasses.replace(found, store=store, unit=unit)
-    limited = limit_store(found.store, config.max_users, config.max_examples_per_user)
+    key = _unit_key(config, found)
+    limited = keyed(limit_store(found.store, config.max_users, config.max_examples_per_user), key)
     return dataclasses.replace(found, store=limited, dropped=found.dropped or bad.dropped)
+
+
+def _unit_key(config: SourceConfig, found: Examples) -> str:
+    """What makes a user of what was read, as a guarantee names it."""
+    if config.records_per_user is not None:
+        return f"synthetic group of {config.records_per_user} rows"
+    if config.source in FORMATS and config.source != "folder":
+        return key_name(config.user_column)
+    known = unit_key_of(found.store) if config.source == "store" else ""
+    return known or f"{found.unit} of {config.source}"
 
 
 def load_dataset(config: DataConfig) -> Dataset:

@@ -21,7 +21,15 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.data.schema import Schema
-from dpfl_jax.data.store import SEPARATOR, ArrayStore, Store, StoreBase, user_order_key, write_to
+from dpfl_jax.data.store import (
+    SEPARATOR,
+    ArrayStore,
+    Store,
+    StoreBase,
+    unit_key_of,
+    user_order_key,
+    write_to,
+)
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling.contribution import limit_shared
 
@@ -53,6 +61,7 @@ class SharedStore:
     def __init__(self, sets: Store):
         """Reads the names of all sets."""
         self.sets, self.schema = sets, sets.schema
+        self.unit_key = unit_key_of(sets)
         members = [name.split(SEPARATOR) for name in sets.user_ids(range(sets.num_users))]
         self._names = sorted({name for some in members for name in some}, key=user_order_key)
         place = {name: i for i, name in enumerate(self._names)}
@@ -183,6 +192,7 @@ class BoundedStore(StoreBase):
     def __init__(self, shared: SharedStore, kept: np.ndarray, limit: int):
         """``kept``: sorted int64 [n], positions in ``shared``; ``limit``: see ``bounded``."""
         self.shared, self.schema, self._limit = shared, shared.schema, limit
+        self.unit_key = shared.unit_key
         sets = np.searchsorted(shared.sets.user_offsets, kept, side="right") - 1
         self._sets, counts = np.unique(sets, return_counts=True)
         self.user_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import SharedStore
 from dpfl_jax.data.records import READABLE, RecordReader, open_records
 from dpfl_jax.data.schema import Schema
@@ -175,6 +176,7 @@ class ShardStore(StoreBase):
         self.path = pathlib.Path(path)
         self.manifest = Manifest.read(self.path)
         self.schema, self.of_sets = self.manifest.schema, self.manifest.shared
+        self.unit_key = _unit_key(self.manifest.build.get("sources", {}))
         if self.manifest.shard_format not in READABLE:
             raise BadInputError(
                 f"{self.path / MANIFEST}: unknown shard format {self.manifest.shard_format!r}"
@@ -278,6 +280,15 @@ class ShardStore(StoreBase):
             raise BadInputError(
                 f"{self.path}: the records are not those of the manifest; build the store again"
             )
+
+
+def _unit_key(sources: dict[str, Any]) -> str:
+    """What made the users of a store, by what its manifest says that it was built from."""
+    if "set" in sources:
+        return f"user of data.source={sources['set']}"
+    if sources.get("format") != "folder" and "user_column" in sources:
+        return key_name(sources["user_column"])
+    return str(sources.get("unit_key", ""))
 
 
 def open_store(path: str | os.PathLike[str]) -> ShardStore | SharedStore:

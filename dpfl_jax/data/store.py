@@ -161,11 +161,13 @@ class StoreBase:
 
     Attributes:
       of_sets: whether its users are sets of owners (``data/owners.py``), not people.
+      unit_key: what makes a user of it, for the guarantee: the column or key of their ids.
     """
 
     schema: Schema
     user_offsets: np.ndarray
     of_sets: bool = False
+    unit_key: str = ""
 
     @property
     def num_users(self) -> int:
@@ -368,6 +370,7 @@ class UserView(StoreBase):
         some = keep > 0
         self.parent, self._every = parent, every
         self.of_sets = getattr(parent, "of_sets", False)
+        self.unit_key = unit_key_of(parent)
         self.schema = parent.schema
         self._users = users[some]
         self._first = (begin + skip)[some]
@@ -395,6 +398,18 @@ def no_sets(where: str) -> BadInputError:
         f"{where}: a user id holds U+001F, which separates the owners of a record: give owners as "
         "a list, or leave the character out"
     )
+
+
+def unit_key_of(store: Any) -> str:
+    """What makes a user of a store; "" of somebody else's that does not say."""
+    return str(getattr(store, "unit_key", ""))
+
+
+def keyed(store: Any, unit_key: str) -> Any:
+    """``store``, of which it is now known what makes a user (``StoreBase.unit_key``)."""
+    for one in (store, getattr(store, "sets", store)):  # a shared store is split by its sets
+        one.unit_key = unit_key
+    return store
 
 
 def expect_store(data: Any, name: str) -> None:

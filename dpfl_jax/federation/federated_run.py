@@ -13,12 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
+from rich.markup import escape
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.data.splits import limit_store
-from dpfl_jax.data.store import Store
+from dpfl_jax.data.store import Store, unit_key_of
 from dpfl_jax.federation.accountant import silo_epsilons, whole_event
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated import run_rounds
@@ -46,8 +47,10 @@ from dpfl_jax.run.beside import BASELINE_CAVEAT, show_beside, without_privacy
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
+from dpfl_jax.run.public_inputs import one_row_each, public_inputs
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.sampling import FixedSize, Poisson
+from dpfl_jax.task import Task
 from dpfl_jax.training.central_run import make_optimizer
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.own_model import OwnModel
@@ -151,6 +154,31 @@ class FederatedRun(Prepared):
             return _personalised(now, began[0])
         return dataclasses.replace(now, federation=self.federation.with_noise(began))
 
+    @property
+    def unit_key(self) -> str:
+        """What makes a subject, or a record."""
+        key = unit_key_of(self.subjects.train)
+        return key if self.federation.mechanism.unit == "subject" else f"row (subjects by {key})"
+
+    @property
+    def public_inputs(self) -> tuple[str, ...]:
+        """Columns, bounds, counts."""
+        if not self.federation.mechanism.private:
+            return ()
+        subjects, records = self.subjects.train.num_users, self.data.num_records
+        counts = f"{self.data.num_silos} silos, {records:,} records after the cap, "
+        counts += f"{subjects:,} subjects, and those of each silo"
+        return federated_inputs(self.config, self.subjects.task, counts)
+
+    def warnings(self) -> list[str]:
+        """Records that the cap leaves out; that every subject has one record."""
+        mechanism = self.federation.mechanism
+        alone = None
+        if mechanism.private and mechanism.unit == "subject":
+            alone = one_row_each(self.subjects.train, "subject")
+        found = [text for text in (_kept(self).get("warning"), alone) if text is not None]
+        return [f"[bold yellow]warning:[/bold yellow] {escape(text)}" for text in found]
+
     def headline(self) -> list[str]:
         """Data, silos, model."""
         kept, config = _kept(self), self.config
@@ -160,9 +188,7 @@ class FederatedRun(Prepared):
             f"{kept['dropped_by_cap']} left out by the cap; {config.model.what} with "
             f"{self.model.num_params:,} parameters",
         ]
-        if "warning" in kept:
-            lines.append(f"warning: {kept['warning']}")
-        return [*lines, *self.advice()]
+        return [*lines, *self.warnings(), *self.advice()]
 
     def advice(self) -> list[str]:
         """Noise beside signal (``guidance``)."""
@@ -258,6 +284,20 @@ class FederatedRun(Prepared):
             caveats,
             num_subjects=self.subjects.train.num_users,
         )
+
+
+def federated_inputs(
+    config: FederatedConfig, task: Task, counts: str, *, remote: bool = False
+) -> tuple[str, ...]:
+    """What a study takes as public; ``remote``: its silos are elsewhere."""
+    more: list[str] = []
+    if config.mechanism.kind == "rpdp":
+        budgets = config.privacy.budgets
+        declared = budgets.kind != "column" or budgets.declared is not None
+        more += ["typical budgets: privacy.budgets"] if declared else []
+    if config.federation.weights is not None:
+        more.append("weights of silos: federation.weights")
+    return public_inputs(counts, config.mechanism, config, task, more=more, remote=remote)
 
 
 def knobs(config: FederatedConfig, facts: Sequence[SiloFacts], dim: int) -> Knobs:
@@ -506,13 +546,13 @@ def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
     """Validates and prices a configuration: parameters, noise, epsilon. Trains nothing."""
     prepared = prepare(config, console)
     federation, plan = prepared.federation, prepared.federation.silos[0]
-    guarantee = prepared.guarantee(federation.rounds)
+    guarantee = prepared.about(prepared.guarantee(federation.rounds))
     members = [federation.silos[i] for i in federation.participants.tolist()]
     sigmas = [p.mechanism.sigma for p in members]
     divisors = [p.mechanism.divisor(p.facts) for p in members]
     kept = _kept(prepared)
-    if "warning" in kept:
-        console.print(f"warning: {kept['warning']}")
+    for line in prepared.warnings():
+        console.print(line)
     for line in prepared.advice():
         console.print(line, highlight=False)
     per_step = sum(p.mechanism.expected_records(p.facts) for p in members)

@@ -20,11 +20,13 @@ from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config import FederatedConfig
+from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon, whole_event
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import Released
 from dpfl_jax.federation.federated import Federated, FederatedSteps, add_released
 from dpfl_jax.federation.federated_run import (
+    federated_inputs,
     federation_of,
     identity,
     knobs,
@@ -55,6 +57,7 @@ from dpfl_jax.run.algorithm import Steps, Taken
 from dpfl_jax.run.balance import advice
 from dpfl_jax.run.driver import Pace
 from dpfl_jax.run.prepared import Charge
+from dpfl_jax.run.public_inputs import about
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms
 from dpfl_jax.task import Task
@@ -170,6 +173,11 @@ class Subjects:
         """The data of a federation of which only this silo is here."""
         where = np.full(len(self.subjects), index)
         return FederatedData.from_assignment(self.store, self.subjects, where, count, self.keep)
+
+    def about(self, guarantee: Guarantee, account: str) -> Guarantee:
+        """A guarantee for this silo's people; ``account``: of its own ledger."""
+        inputs = federated_inputs(self.config, self.task, "the sizes of all silos, by the plan")
+        return about(guarantee, unit_key_of(self.store), inputs, account)
 
     def work(self, plan: Plan, index: int, key: RootKey) -> SubjectWork:
         """What a plan asks of this silo; ``key`` is used for nothing else."""
@@ -333,7 +341,7 @@ class SubjectServer:
           rows: names and public sizes of the silos.
           noise: of every silo; None: calibrated.
         """
-        self.config = config
+        self.config, self.task = config, task
         self.model = build_by_name(config.model.kind, task, config.model.options)
         self.federation, self.groups = noised(config, facts_of(rows), noise)
         self.noise = [plan.mechanism.sigma for plan in self.federation.silos]
@@ -370,6 +378,10 @@ class SubjectServer:
         counts = [plan.facts.num_subjects for plan in self.federation.silos]
         least = max(max(counts), math.ceil(sum(counts) / reach))
         return federated_statement(self.federation, rounds, least, guarantee)
+
+    def public_inputs(self, counts: str) -> tuple[str, ...]:
+        """What the study takes as public."""
+        return federated_inputs(self.config, self.task, counts, remote=True)
 
     def mechanism(self) -> dict[str, Any]:
         """For the report."""

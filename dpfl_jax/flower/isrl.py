@@ -23,7 +23,7 @@ from dpfl_jax.config import IsrlConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.arms import SiloNoise, silo_guarantee, worst_guarantee
 from dpfl_jax.federation.isrl.message import SiloData
-from dpfl_jax.federation.isrl.runs.isrl_run import advice_for, dataset_task
+from dpfl_jax.federation.isrl.runs.isrl_run import advice_for, dataset_task, isrl_inputs
 from dpfl_jax.federation.isrl.runs.messages import Messages, Round, make_method
 from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose
 from dpfl_jax.federation.isrl.runs.silos import load_silos
@@ -38,6 +38,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Steps, Taken
 from dpfl_jax.run.driver import Pace
 from dpfl_jax.run.prepared import Charge
+from dpfl_jax.run.public_inputs import about
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms
 
@@ -77,9 +78,15 @@ class Records:
         found = load_silos(own, softmax=loss == "softmax", signed=loss == "hinge")
         self.train = found.train
         self.fingerprint, self.description = found.fingerprint, found.description
+        self.learned, self.unit_key = found.learned, found.unit_key
         kind: Any = "classes" if found.classes else "regression"
         self.task = tasks.Task(kind, (found.features,), found.classes)
         self.facts = {"num_records": int(np.asarray(found.train.sizes)[0])}
+
+    def about(self, guarantee: Guarantee, account: str) -> Guarantee:
+        """A guarantee for this silo's records; ``account``: of its own ledger."""
+        inputs = isrl_inputs(self.config, self.learned, "the sizes of all silos, by the plan")
+        return about(guarantee, self.unit_key, inputs, account)
 
     def work(self, plan: Plan, index: int, key: RootKey) -> MessageWork:
         """What a plan asks of this silo; ``key`` is used for nothing else."""
@@ -203,7 +210,7 @@ class MessageServer:
         self, config: IsrlConfig, task: tasks.Task, rows: Sequence[Mapping[str, Any]], noise: Any
     ) -> None:
         """Calibrates, if ``noise`` is None; see ``federated.SubjectServer``."""
-        self.config, self.rows = config, rows
+        self.config, self.rows, self.learned = config, rows, task
         self.task, self.parameters = _made(config, task, rows, noise)
         if self.parameters.noise is None:
             raise BadInputError("privacy.epsilon is null: silos run with privacy")
@@ -236,6 +243,10 @@ class MessageServer:
     def statement(self, rounds: int, guarantee: Guarantee) -> Statement:
         """For ``guarantee.json``."""
         return isrl_statement(self._taken(rounds), guarantee)
+
+    def public_inputs(self, counts: str) -> tuple[str, ...]:
+        """What the study takes as public."""
+        return isrl_inputs(self.config, self.learned, counts, remote=True)
 
     def mechanism(self) -> dict[str, Any]:
         """For the report."""

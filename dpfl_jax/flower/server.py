@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
+from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import FederatedConfig, IsrlConfig
 from dpfl_jax.errors import BadInputError, StoppedError
@@ -22,6 +23,7 @@ from dpfl_jax.flower.wire import is_finite, pack, tree_of, unpack
 from dpfl_jax.run.directory import RunDirectory, write_atomically
 from dpfl_jax.run.driver import RunResult, drive
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
+from dpfl_jax.run.public_inputs import OTHER_RUNS_CAVEAT
 from dpfl_jax.run.report import TUNING_CAVEAT, build_report
 from dpfl_jax.task import Task
 
@@ -38,6 +40,18 @@ _CAVEATS = (
     TUNING_CAVEAT,
     "each silo computed its own guarantee and holds it in its own log; what is stated here assumes "
     "that every silo runs this plan",
+)
+
+
+_LEDGERS = (
+    "other runs on these people are not counted here: each silo charged this one to a ledger of "
+    "its own"
+)
+
+
+_NO_LEDGER = (
+    "privacy.ledger is set, but a server holds nobody's records: remove it; every silo keeps a "
+    "ledger of its own"
 )
 
 
@@ -81,11 +95,24 @@ class RemoteRun(Prepared):
         ]
 
     def charge(self) -> Charge:
-        """Each silo charges its own ledger."""
-        raise BadInputError(
-            "privacy.ledger is set, but a server holds nobody's records: remove it; every silo "
-            "keeps a ledger of its own"
-        )
+        """Never asked for: each silo charges its own ledger."""
+        raise BadInputError(_NO_LEDGER)
+
+    @property
+    def unit_key(self) -> str:
+        """What makes a unit, as each silo alone knows."""
+        return "what each silo's own data.user_column names"
+
+    @property
+    def public_inputs(self) -> tuple[str, ...]:
+        """Bounds, and the counts that silos tell."""
+        return self.server.public_inputs(f"{len(self.rows)} silos, and the sizes of each")
+
+    def about(self, guarantee: Guarantee) -> Guarantee:
+        """With ledgers that only the silos have."""
+        made = super().about(guarantee)
+        caveats = [_LEDGERS if c == OTHER_RUNS_CAVEAT else c for c in made.caveats]
+        return dataclasses.replace(made, caveats=tuple(caveats))
 
     def plan(self, directory: RunDirectory) -> Plan:
         """What the silos are asked to do."""
@@ -197,6 +224,8 @@ def prepare(
     """
     if type(config) not in _SERVERS:
         raise BadInputError("the configuration has no section `federation` or `isrl`")
+    if config.privacy.ledger is not None:
+        raise BadInputError(_NO_LEDGER)
     study = study_of(config)
     count = silos_in(config)
     console.print(f"waiting for {count} silos", highlight=False)

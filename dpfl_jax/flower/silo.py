@@ -298,7 +298,7 @@ class Silo:
     def _accept(self, run: _Run, begun: dict[str, Any] | None) -> None:
         """Everything that is irrevocable, in an order in which a crash can only over-report."""
         plan, work = run.plan, run.work
-        guarantee = work.guarantee()
+        guarantee = self.held.about(work.guarantee(), self.name)
         self._check_ledger()  # somebody may have removed it since this process began
         (charge, account), most = self._charge(work), self.policy.total_epsilon
         others = [other for other in self.ledger.accounts() if other != account]

@@ -54,6 +54,14 @@ class Population:
         """As JSON; that owners are one each is not said."""
         return {n: v for n, v in dataclasses.asdict(self).items() if n != "shared" or v}
 
+    @property
+    def told(self) -> str:
+        """The numbers in words."""
+        words = f"{self.num_users:,} users, {self.num_examples:,} examples"
+        if self.num_units in (self.num_users, self.num_examples):
+            return words
+        return f"{words}, {self.num_units:,} units that may be drawn"
+
     def default_delta(self) -> float:
         """num_examples ** -1.1 (Charles et al. 2024, section 5)."""
         return float(self.num_examples) ** -1.1

@@ -26,7 +26,13 @@ from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, with_any_key
 from dpfl_jax.data.owners import Bounding, bounding_of
 from dpfl_jax.data.pipeline import Pipeline, StepBatch
-from dpfl_jax.data.store import Readable, check_offsets, expect_store, fingerprint_of
+from dpfl_jax.data.store import (
+    Readable,
+    check_offsets,
+    expect_store,
+    fingerprint_of,
+    unit_key_of,
+)
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.mechanisms.base import LossFn, Mechanism, Population, PyTree
 from dpfl_jax.mechanisms.batches import (
@@ -42,6 +48,7 @@ from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches, in_pieces
 from dpfl_jax.mesh import DATA_AXIS, make_mesh, place, replicated, splits_parameters
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.public_inputs import about, public_inputs
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, training_digest
 from dpfl_jax.sampling import Sampler
 
@@ -432,7 +439,9 @@ class Plan:
         """
         if key is not None and key.public and self.mechanism.private:
             caveats = (*caveats, PUBLIC_KEY_CAVEAT)
-        return self.mechanism.guarantee(self.population, self._of(steps), self.delta, caveats)
+        made = self.mechanism.guarantee(self.population, self._of(steps), self.delta, caveats)
+        inputs = public_inputs(self.population.told, self.mechanism)
+        return about(made, unit_key_of(self.data), inputs)
 
     def statement(self, guarantee: accounting.Guarantee, steps: int | None = None) -> Statement:
         """What guarantee.json says of the first ``steps`` steps (all), with their guarantee."""

@@ -20,7 +20,8 @@ import jax
 from rich.console import Console
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting.statement import NAME, Statement
+from dpfl_jax.accounting import digests
+from dpfl_jax.accounting.statement import NAME, Statement, read
 from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
 from dpfl_jax.data import Store, load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
@@ -59,11 +60,24 @@ class Scored(CentralRun):
       selection: that it is a part of.
       people: held out; ``held_out`` is None, so that no loss of theirs is written down.
       values: of its cell.
+      charged: the account of the ledger that the sweep is charged to; None if there is none.
     """
 
     selection: Selection
     people: Store
     values: dict[str, Any]
+    charged: str | None
+
+    @property
+    def account(self) -> str | None:
+        """That which the whole sweep is charged to."""
+        return self.charged
+
+    @property
+    def public_inputs(self) -> tuple[str, ...]:
+        """Those of a run, and the grid."""
+        held_out = f"people held out: {self.selection.held_out:,}"
+        return (*super().public_inputs, "grid of the sweep", held_out)
 
     def train(self, directory: RunDirectory, console: Console, charge: Any) -> tuple[Any, Any]:
         """Trains, and scores the last model."""
@@ -79,12 +93,6 @@ class Scored(CentralRun):
     ) -> tuple[dict[str, Any], Statement]:
         made, _ = make_report()
         stated = self.selection.statement((*_caveats(self.config), *result.caveats))
-        norms = [] if result.clipping is None else [result.clipping["summary"]]
-        made |= {
-            "summary": "; ".join([stated.privacy.summary(), *norms]),
-            "privacy": stated.privacy.to_json(),
-            "guarantee": stated.text,
-        }
         if result.interrupted is None:
             mesh = make_mesh(**self.config.execution.mesh.axes)
             evaluator = Evaluator(self.model.loss, mesh, self.config.eval.batch_size)
@@ -158,7 +166,9 @@ class PrivateSweep:
                 )
                 for run in runs
             ]
-            guarantee = selection.guarantee()
+            for line in first.warnings():
+                console.print(line)
+            guarantee = first.about(selection.guarantee())
             console.print(f"{len(runs)} cells, {self.expected_runs:g} runs expected; the whole:")
             console.print(guarantee.summary(), highlight=False)
             self._charge(selection, directory, console)
@@ -176,7 +186,7 @@ class PrivateSweep:
         """What the sweep would guarantee, and the number of its cells; runs nothing."""
         runs = [self._prepared(cell) for cell in self._cells]
         caveats = _caveats(self.sweep.base)
-        return self._calibrated(runs).guarantee(caveats), len(runs)
+        return runs[0].about(self._calibrated(runs).guarantee(caveats)), len(runs)
 
     # ---- before the first run --------------------------------------------------------------
 
@@ -238,7 +248,14 @@ class PrivateSweep:
             score_noise=1.0,
         )
         fields |= {"held_out": None, "mechanism": mechanism}
-        return Scored(**fields, selection=unset, people=made.held_out, values=dict(cell.values))
+        privacy = self.sweep.base.privacy
+        return Scored(
+            **fields,
+            selection=unset,
+            people=made.held_out,
+            values=dict(cell.values),
+            charged=None if privacy.ledger is None else privacy.account,
+        )
 
     def _bound(self, made: CentralRun) -> float:
         if self.loss_bound is not None:
@@ -355,7 +372,8 @@ def _without_times(folder: pathlib.Path) -> None:
 
 def _leave(folder: pathlib.Path, report: dict[str, Any], winner: pathlib.Path) -> None:
     """Writes the reports; the one that says that it is finished last."""
-    write_atomically(folder / NAME, (winner / NAME).read_text())
+    files = digests.of_run(folder, [report["steps"]])
+    write_atomically(folder / NAME, read(winner / NAME).tied(run=files).dumps())
     if (winner / "attacks.png").exists():
         shutil.copyfile(winner / "attacks.png", folder / "attacks.png")
     write_atomically(folder / "report.md", render_markdown(report))

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
@@ -20,7 +21,8 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.directory import FINISHED, RunDirectory
 from dpfl_jax.run.driver import RunResult
-from dpfl_jax.run.report import write_report
+from dpfl_jax.run.public_inputs import about
+from dpfl_jax.run.report import told, write_report
 from dpfl_jax.run.sinks import Sink, sink_of
 
 
@@ -69,6 +71,29 @@ class Prepared(abc.ABC):
     @abc.abstractmethod
     def headline(self) -> list[str]:
         """What is run, in a few lines for people."""
+
+    @property
+    @abc.abstractmethod
+    def unit_key(self) -> str:
+        """What makes a unit: the column or key of the data."""
+
+    @property
+    @abc.abstractmethod
+    def public_inputs(self) -> tuple[str, ...]:
+        """All that enters the run and is taken as public (``public_inputs.public_inputs``).
+
+        Nothing, of a run without privacy.
+        """
+
+    @property
+    def account(self) -> str | None:
+        """Of the ledger that is charged; None if there is none."""
+        privacy = self.config.privacy
+        return None if privacy.ledger is None else privacy.account
+
+    def about(self, guarantee: Guarantee) -> Guarantee:
+        """``guarantee`` with what it is about; of a run without privacy, as it is."""
+        return about(guarantee, self.unit_key, self.public_inputs, self.account)
 
     @abc.abstractmethod
     def charge(self) -> Charge:
@@ -122,6 +147,9 @@ def run_prepared(
         console.print(f"{verb} {config.name} in {directory.path}")
         for line in prepared.headline():
             console.print(line)
+        if inputs := prepared.public_inputs:
+            listed = "; ".join(inputs)
+            console.print(f"assumed to be public, and not protected: {listed}", markup=False)
         if directory.writes:
             everything = config.metrics.not_private
             directory.listeners = sinks = tuple(o(directory.path, everything) for o in openers)
@@ -131,6 +159,8 @@ def run_prepared(
             status = FINISHED if result.interrupted is None else "interrupted"
             return {"status": status, "steps": result.steps, "run_dir": str(directory.path)}
         report, statement = make_report()
+        statement = statement.about(prepared.about(statement.privacy))
+        report |= told(result, statement.privacy)
         report["run_dir"] = str(directory.path)
         report["data"]["keyed_digest"] = directory.facts["data"]
         if result.interrupted is None:

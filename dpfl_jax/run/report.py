@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from dpfl_jax import __version__
-from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting import Guarantee, digests
 from dpfl_jax.accounting.statement import NAME as STATEMENT
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.run.directory import FINISHED, write_atomically
@@ -63,6 +63,15 @@ def environment() -> dict[str, Any]:
     }
 
 
+def told(result: RunResult, guarantee: Guarantee) -> dict[str, Any]:
+    """What a report says of a run's guarantee."""
+    return {
+        "summary": summary(result, guarantee),
+        "privacy": guarantee.to_json(),
+        "guarantee": str(guarantee),
+    }
+
+
 def summary(result: RunResult, guarantee: Guarantee) -> str:
     """A run in one line: the guarantee, and how it was enforced."""
     norms = [] if result.clipping is None else [result.clipping["summary"]]
@@ -96,9 +105,7 @@ def build_report(
         "steps": result.steps,
         "planned_steps": result.planned,
         "best_step": None if chosen is None else chosen.step,
-        "summary": summary(result, guarantee),
-        "privacy": guarantee.to_json(),
-        "guarantee": str(guarantee),
+        **told(result, guarantee),
         "eval": {name: value for name, value in evaluation.items() if value is not None},
         "throughput": {
             "examples_per_s": rate(result.examples),
@@ -122,6 +129,9 @@ def write_report(
     metrics: Sequence[dict[str, Any]],
 ) -> None:
     """Writes all that a run leaves and, last, report.json (whose status ends the run)."""
+    statement = statement.tied(
+        run=digests.of_run(directory, {report["steps"], report["best_step"]})
+    )
     write_atomically(directory / STATEMENT, statement.dumps())
     if (meaning := statement.meaning()) is not None:
         report["meaning"] = meaning.sentences()
@@ -167,9 +177,11 @@ def render_markdown(report: dict[str, Any]) -> str:
     """The report as Markdown; sections that it does not have are left out."""
     lines = [f"# {report['name']}: {report['status']} after {taken(report)} steps", ""]
     lines += [f"**{report['summary']}**", "", "## Guarantee", "", report["guarantee"], ""]
+    if listed := report["privacy"].get("public_inputs"):
+        lines += ["## Assumed to be public, and not protected", "", *_items(listed), ""]
     if sentences := report.get("meaning"):
         lines += ["## What an attacker may find out, at most", ""]
-        lines += [*[f"- {sentence}" for sentence in sentences], "", "![](attacks.png)", ""]
+        lines += [*_items(sentences), "", "![](attacks.png)", ""]
     if claim := report.get("claim"):
         rows = [{"epsilon": name, "": value} for name, value in claim_rows(claim)]
         lines += _table("Claimed and real", rows)
@@ -203,6 +215,10 @@ def render_markdown(report: dict[str, Any]) -> str:
             lines += [f"## {title.capitalize()}", ""]
             lines += [f"- {key}: {_short(value)}" for key, value in section.items()] + [""]
     return "\n".join(lines)
+
+
+def _items(sentences: Sequence[str]) -> list[str]:
+    return [f"- {sentence}" for sentence in sentences]
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]] | None) -> list[str]:

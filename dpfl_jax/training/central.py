@@ -33,6 +33,7 @@ from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Hooks, Pace, RunResult, drive
 from dpfl_jax.run.prepared import open_directory
 from dpfl_jax.run.progress import default_console
+from dpfl_jax.run.public_inputs import one_row_each
 from dpfl_jax.run.report import (
     PACKING_CAVEAT,
     PRIVATE_METRICS_CAVEAT,
@@ -344,6 +345,9 @@ def fit(
         console.print(str(plan.bounding), highlight=False)
     caveats: tuple[str, ...] = ()
     if plan.mechanism.private:
+        alone = one_row_each(plan.data, "user")
+        if alone is not None and console is not None:
+            console.print(f"warning: {alone}", markup=False, highlight=False)
         held_out = () if validation is None else (VALIDATION_CAVEAT,)
         packed = (PACKING_CAVEAT,) if plan.execution.packing else ()
         caveats = (PRIVATE_METRICS_CAVEAT, *packed, *held_out, TUNING_CAVEAT)

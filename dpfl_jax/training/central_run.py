@@ -13,13 +13,17 @@ import jax
 import optax
 from jax.sharding import Mesh
 from rich.console import Console
+from rich.markup import escape
 
+from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import RunConfig
 from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
+from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import Bounding, bounding_of, by_set, whole_of
+from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.mechanisms.base import SHARED_ADJACENCY
@@ -32,6 +36,7 @@ from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
+from dpfl_jax.run.public_inputs import about, one_row_each, public_inputs
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.training.beside import check_prompt, plain, samples
 from dpfl_jax.training.canaries import WithCanaries, check_fit
@@ -61,6 +66,10 @@ WITHIN_USER_CAVEAT = (
 BASE_CAVEAT = (
     "the checkpoint that training started from is taken as public: nobody whose data it was made "
     "of is protected by this guarantee, whether or not they are users here too"
+)
+CORPUS_CAVEAT = (
+    "the corpus of pre-training (data.public) is taken as public: nobody whose texts are in it is "
+    "protected by this guarantee, whether or not they are users here too"
 )
 LoadData = Callable[[DataConfig], Dataset]
 
@@ -129,6 +138,25 @@ class CentralRun(Prepared):
         mechanism = CENTRAL.parse(chosen)
         return dataclasses.replace(self, mechanism=mechanism, delta=directory.facts["delta"])
 
+    @property
+    def unit_key(self) -> str:
+        """What makes a user."""
+        return unit_key_of(self.data.train)
+
+    @property
+    def public_inputs(self) -> tuple[str, ...]:
+        """Checkpoint, corpus, tokenizer, columns, bounds, counts."""
+        if not self.mechanism.private:
+            return ()
+        digest = None if self.base is None else self.base["digest"]
+        return public_inputs(
+            self.population.told,
+            self.mechanism,
+            self.config,
+            self.data.task,
+            checkpoint=digest,
+        )
+
     def headline(self) -> list[str]:
         """Data, model, mechanism."""
         facts = model_facts(self.config, self.model)
@@ -146,7 +174,14 @@ class CentralRun(Prepared):
                 f"{self.mechanism.noise_multiplier:.5g}, delta {self.delta:.3g}, "
                 f"{self.config.train.steps} steps"
             )
-        return [*lines, *self.advice()]
+        return [*lines, *self.warnings(), *self.advice()]
+
+    def warnings(self) -> list[str]:
+        """That every user has one row, if so."""
+        alone = None
+        if self.mechanism.private and self.config.data.max_examples_per_user != 1:
+            alone = one_row_each(self.data.train, "user")
+        return [] if alone is None else [f"[bold yellow]warning:[/bold yellow] {escape(alone)}"]
 
     def advice(self) -> list[str]:
         """Noise beside signal (``central_balance``)."""
@@ -344,6 +379,8 @@ def run_caveats(config: RunConfig, mechanism: Mechanism, known: bool = False) ->
     caveats = [PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT]
     if config.model.checkpoint is not None:
         caveats.append(BASE_CAVEAT)
+    if config.pretrain is not None:
+        caveats.append(CORPUS_CAVEAT)
     caveats += [*config.data.caveats(), *config.metrics.caveats()]
     if _beside(config, mechanism):
         caveats.append(BASELINE_CAVEAT)
@@ -430,7 +467,9 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
     if config.population is None:
         prepared = prepare(config, console)
         mechanism, population, delta = prepared.mechanism, prepared.population, prepared.delta
-        known, count = prepared.data.known, prepared.count
+        known, count, stated = prepared.data.known, prepared.count, prepared.about
+        for line in prepared.warnings():
+            console.print(line)
         model, source = prepared.model, prepared.data.description
         text = prepared.data.tokenizer is not None
         seq_len = math.prod(prepared.data.task.input_shape) if text else 1
@@ -450,10 +489,15 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         model = _declared_model(config)
         mechanism, delta = _calibrated(config, mechanism, population, optimizer)
         source, seq_len, known = "declared in the config", config.data.seq_len, False
+
+        def stated(guarantee: Guarantee) -> Guarantee:
+            inputs = public_inputs(population.told, mechanism, config)
+            key, privacy = key_name(config.data.user_column), config.privacy
+            return about(guarantee, key, inputs, privacy.account if privacy.ledger else None)
+
         seq_len *= 1 if config.model.dpo is None else 2
-    guarantee = mechanism.guarantee(
-        population, config.train.steps, delta, run_caveats(config, mechanism, known)
-    )
+    caveats = run_caveats(config, mechanism, known)
+    guarantee = stated(mechanism.guarantee(population, config.train.steps, delta, caveats))
     steps, budget = config.train.steps, mechanism.compute_budget
     computed = budget * mechanism.passes * seq_len * steps
     pretraining, trained = config.pretrain, check_trainable(config.model, model)

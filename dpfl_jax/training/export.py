@@ -12,7 +12,8 @@ from typing import Any, Literal
 import jax
 
 from dpfl_jax import __version__
-from dpfl_jax.accounting.statement import NAME, read
+from dpfl_jax.accounting import digests
+from dpfl_jax.accounting.statement import NAME
 from dpfl_jax.config import RunConfig
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.errors import BadInputError
@@ -66,7 +67,6 @@ def export(
         raise BadInputError("the size of a weights file must be above 0")
     directory = pathlib.Path(run)
     kept = read_run(directory, which)
-    stated = read(directory / NAME)
     size: dict[str, Any] = {"dtype": dtype, "max_file_bytes": max_file_bytes}
     base = None
     if isinstance(kept.config, RunConfig) and kept.config.model.is_transformer:
@@ -95,6 +95,7 @@ def export(
         "dpfl_jax": __version__,
     }
     write_atomically(target / "run.json", json.dumps(told, indent=2) + "\n")
+    stated = kept.stated.tied(exported=digests.of_export(target, NAME))
     write_atomically(target / NAME, stated.dumps())
     return {
         "out": str(target),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.accounting import Guarantee
-from dpfl_jax.accounting.statement import NAME, read
+from dpfl_jax.accounting import Guarantee, digests
+from dpfl_jax.accounting.statement import NAME, Statement, read
 from dpfl_jax.errors import BadInputError, repeated
 from dpfl_jax.models import LanguageModel, TransformerConfig, build_by_name
 from dpfl_jax.models.checkpoint import load_checkpoint, read_config
@@ -104,7 +105,7 @@ def load_exported(path: str | os.PathLike[str], like: Any = None) -> Exported:
             f"{folder} holds adapters alone: peft.PeftModel.from_pretrained(base, {str(folder)!r}) "
             "reads them, or export the run without --adapter"
         )
-    guarantee = read(folder / NAME).privacy
+    guarantee = _checked(folder).privacy
     if like is None and (folder / CONFIG).exists():
         model = LanguageModel(read_config(folder))
         shapes = jax.eval_shape(model.init, jax.random.key(0))
@@ -125,6 +126,24 @@ def load_exported(path: str | os.PathLike[str], like: Any = None) -> Exported:
         model, like = built(like, place or "like", task, options, jax.random.key(0))
     arrays, rebuild, _ = functional(like)
     return Exported(rebuild(_replaced(arrays, found, structure)), model, task, guarantee)
+
+
+def _checked(folder: pathlib.Path) -> Statement:
+    """The guarantee of an export, if it is that of the files beside it."""
+    stated = read(folder / NAME)
+    if stated.digests is None:
+        warnings.warn(
+            f"nothing ties the model in {folder} to its guarantee, which has no digests: export "
+            "its run again",
+            stacklevel=3,
+        )
+        return stated
+    if not (known := stated.digests.exported):
+        raise BadInputError(f"{folder / NAME} is the guarantee of no export: bring its own back")
+    _, changed = digests.compare_export(folder, known, NAME)
+    if changed:
+        raise BadInputError(f"{changed[0]}: take the export as it was written")
+    return stated
 
 
 def _library_model(structure: Mapping[str, Any], task: Task | None) -> Any:

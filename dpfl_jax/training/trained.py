@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import yaml
 
+from dpfl_jax.accounting import digests
+from dpfl_jax.accounting.statement import NAME, Statement, read
 from dpfl_jax.config import RunConfig, validate_config
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
@@ -107,6 +109,7 @@ class FinishedRun:
       facts: what it was started with beyond it.
       report: content of report.json.
       step: of the checkpoint.
+      stated: content of guarantee.json.
       released: parameters, on the host; None where one was not trained.
     """
 
@@ -114,6 +117,7 @@ class FinishedRun:
     facts: dict[str, Any]
     report: dict[str, Any]
     step: int
+    stated: Statement
     released: PyTree
 
 
@@ -131,6 +135,8 @@ def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -
         raise BadInputError(
             f"the run in {directory} is not finished: go on with `dpfl train` and its --run-dir"
         )
+    stated = read(directory / NAME)
+    _refuse_changed(directory, stated, digests.CONFIG)
     known = yaml.safe_load((directory / "config.yaml").read_text())
     told = known["config"]
     config = validate_config(told, str(directory / "config.yaml")) if "data" in told else None
@@ -148,10 +154,20 @@ def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -
             f"the checkpoints in {directory} are of steps {kept}, but its report tells of "
             f"{step} steps: the guarantee would not be that of this model; bring it back"
         )
+    _refuse_changed(directory, stated, digests.checkpoint(step))
     params = released(checkpoints.directory, step)
     if told.get("audit") is not None:  # canaries are beside it
         params = params["model"]
-    return FinishedRun(config, known["facts"], report, step, params)
+    return FinishedRun(config, known["facts"], report, step, stated, params)
+
+
+def _refuse_changed(directory: pathlib.Path, stated: Statement, name: str) -> None:
+    """Raises BadInputError unless a file of a run is the one that its guarantee was written for."""
+    if stated.digests is None:  # of a release that had none
+        return
+    _, changed = digests.compare(directory, stated.digests.run, [name])
+    if changed:
+        raise BadInputError(f"{changed[0]}: bring it back")
 
 
 def _base(config: RunConfig, report: dict[str, Any], model: LanguageModel) -> PyTree:

@@ -26,13 +26,19 @@ def said(capsys):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_written_is_what_is_shipped_and_valid(name, capsys, monkeypatch):
+def test_what_is_written_is_what_is_shipped_with_a_ledger(name, capsys, monkeypatch):
     monkeypatch.setenv("DPFL_DATA_DIR", "/data")
     assert main(["init", name, "--json"]) == 0
     written = pathlib.Path(name).name + ".yaml"
     assert said(capsys) == {"name": name, "file": written}
-    assert pathlib.Path(written).read_bytes() == (CONFIGS / f"{name}.yaml").read_bytes()
-    load_config(written)
+    made, plain = load_config(written), load_config(CONFIGS / f"{name}.yaml")
+    assert made.privacy.account == "people"
+    assert made.privacy.ledger == str(pathlib.Path("ledger.jsonl").resolve())
+    alone = made.privacy.model_copy(update={"ledger": None, "account": None})
+    assert made.model_copy(update={"privacy": alone}) == plain
+    lines = pathlib.Path(written).read_text().splitlines()
+    for line in (CONFIGS / f"{name}.yaml").read_text().splitlines():
+        assert line in lines or line.startswith("privacy: {"), line
 
 
 BUNDLED = {  # whose data come with a package, and which no other test trains

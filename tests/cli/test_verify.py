@@ -208,6 +208,32 @@ def test_what_is_stated_holds(name, tmp_path, capsys):
     assert made.privacy.private is not none
 
 
+def test_a_run_of_an_older_release_is_read_and_tied_to_nothing(tmp_path, capsys):
+    """Version 1 had no digests, and said neither what makes a unit nor what was public."""
+    values = SOUND["uls"]().to_json() | {"version": 1}
+    del values["digests"]
+    for name in ("unit_key", "public_inputs"):
+        del values["privacy"][name]
+    (tmp_path / "guarantee.json").write_text(json.dumps(values))
+    report = {"privacy": values["privacy"], "guarantee": values["text"]}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    (tmp_path / "config.yaml").write_text("of any content")
+    assert verify(tmp_path, capsys) == (0, "")
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "nothing ties a model or a configuration" in " ".join(capsys.readouterr().out.split())
+
+
+def test_digests_name_files_of_their_own_folder_alone(tmp_path, capsys):
+    for name in ("../secret", str(tmp_path / "secret")):
+        made = SOUND["uls"]().tied(run={name: "0" * 64})
+        (tmp_path / "secret").write_text("of somebody else")
+        (tmp_path / "run").mkdir(exist_ok=True)
+        (tmp_path / "run" / "guarantee.json").write_text(made.dumps())
+        code, told = verify(tmp_path / "run", capsys)
+        assert code == 3
+        assert "names a file outside its folder" in told
+
+
 def reworded(values):
     """The text that goes with the changed numbers: a forger would write it."""
     values["text"] = str(Guarantee.from_json(values["privacy"]))
@@ -321,7 +347,7 @@ def better_status(v):
 
 
 def unknown_version(v):
-    v["version"] = 2
+    v["version"] = 3
 
 
 def larger_population(v):

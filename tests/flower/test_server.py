@@ -35,6 +35,21 @@ def test_a_server_with_another_study_is_refused(tmp_path):
         prepare(other, Here(silos), QUIET)
 
 
+def test_a_server_has_no_ledger_and_says_who_has(tmp_path):
+    """It holds nobody's records: a ledger of its own would never be charged."""
+    charged = study(privacy={"ledger": str(tmp_path / "spent.jsonl"), "account": "people"})
+    with pytest.raises(BadInputError, match=r"privacy.ledger is set, but a server holds nobody's"):
+        prepare(validate_config(charged), None, QUIET)
+    silos = opened(make_silos(tmp_path, study()))
+    run = prepare(config_of(tmp_path), Here(silos), QUIET)
+    guarantee = run.about(run.server.guarantee(1, ()))
+    assert "each silo charged this one to a ledger of its own" in guarantee.caveats[-1]
+    assert "what each silo's own data.user_column names" in guarantee.summary()
+    found = dict(entry.split(": ", 1) for entry in guarantee.public_inputs)
+    assert found["input columns"] == "those of the silos"
+    assert found["counts"] == "3 silos, and the sizes of each"
+
+
 def test_a_table_that_is_not_like_the_others_is_found_before_the_first_round(tmp_path):
     folders = make_silos(tmp_path, study())
     table = tmp_path / "bern.csv"

@@ -100,6 +100,16 @@ def again(silo):
     return Silo(silo.folder)
 
 
+def test_a_silo_states_what_its_guarantee_is_about(made):
+    """In its log: its own column, what is taken as public, and the ledger that counts all runs."""
+    silo = Silo(made)
+    agree(silo, plan_of(silo))
+    stated = silo.log.find("accepted", run="run-1")["guarantee"]
+    assert stated["unit_key"] == "column person"
+    assert any(name.startswith("class list: ") for name in stated["public_inputs"])
+    assert "add up in the account 'bern' of the ledger" in stated["caveats"][-1]
+
+
 def test_a_round_is_answered_once_and_repeated_to_the_bit(made):
     silo = Silo(made)
     plan = plan_of(silo)

@@ -153,6 +153,71 @@ def test_other_parameters_are_refused(folder, capsys):
     assert "not an empty directory" in export(capsys, "run", "out", code=2)
 
 
+# ---- what ties a guarantee to a model ----
+
+
+def nines(file):
+    """Replaces all numbers of a safetensors file."""
+    from safetensors.numpy import load_file, save_file
+
+    save_file({k: np.full_like(v, 9) for k, v in load_file(file).items()}, file)
+
+
+@pytest.mark.slow
+def test_a_guarantee_is_that_of_the_files_beside_it(folder, capsys):
+    """Weights, a checkpoint and the configuration are changed: everybody who reads them refuses."""
+    test_what_fit_trained_comes_back_in_its_own_structure("with_linen", folder, capsys)
+    weights, more = folder / "out" / "model.safetensors", folder / "out" / "pytorch_model.bin"
+    known = weights.read_bytes()
+    (folder / "out" / "README.md").write_text("a model card may be added")
+    assert dpfl.load_exported("out").guarantee.private
+    for change in (lambda: nines(weights), lambda: more.write_bytes(known)):
+        change()
+        with pytest.raises(dpfl.BadInputError, match=r"is not the one|is no file of this export"):
+            dpfl.load_exported("out")
+        assert main(["verify", "out"]) == 3
+        more.unlink(missing_ok=True)
+        weights.write_bytes(known)
+    assert main(["verify", "out"]) == 0
+    assert "model.safetensors" in " ".join(capsys.readouterr().out.split())
+    assert main(["verify", "run"]) == 0
+    state = next((folder / "run" / "checkpoints" / "2" / "state").rglob("d/*"))
+    for file in (folder / "run" / "config.yaml", state):
+        before = file.read_bytes()
+        file.write_bytes(before + b"\n")
+        assert main(["verify", "run"]) == 3
+        assert "is not the one" in export(capsys, "run", f"of {file.name}", code=2)
+        if file.name == "config.yaml":
+            assert main(["show", "run"]) == 2
+            assert "is not the one" in " ".join(capsys.readouterr().err.split())
+        file.write_bytes(before)
+    export(capsys, "run", "again")
+
+
+def test_a_guarantee_without_digests_is_read_and_says_so(folder, capsys):
+    test_what_fit_trained_comes_back_in_its_own_structure("with_linen", folder, capsys)
+    file = folder / "out" / "guarantee.json"
+    values = json.loads(file.read_text())
+    del values["digests"]
+    for name in ("unit_key", "public_inputs"):
+        del values["privacy"][name]
+    values["text"] = str(dpfl.Guarantee.from_json(values["privacy"]))
+    file.write_text(json.dumps(values | {"version": 1}))
+    with pytest.warns(UserWarning, match="nothing ties the model"):
+        dpfl.load_exported("out")
+    capsys.readouterr()
+    assert main(["verify", "out"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "nothing ties a model or a configuration to this file" in told
+    assert "does not say what makes one" in told
+    # The guarantee of the run, in the place of the export's, is of no file here.
+    file.write_text((folder / "run" / "guarantee.json").read_text())
+    with pytest.raises(dpfl.BadInputError, match="is the guarantee of no export"):
+        dpfl.load_exported("out")
+    assert main(["verify", "out"]) == 0
+    assert "no model or configuration was compared" in " ".join(capsys.readouterr().out.split())
+
+
 # ---- runs of configurations ---------------------------------------------------------------------
 
 SYSTEMS = {

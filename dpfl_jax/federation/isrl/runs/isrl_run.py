@@ -33,7 +33,9 @@ from dpfl_jax.run.beside import BASELINE_CAVEAT, show_beside, without_privacy
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import RunResult
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
+from dpfl_jax.run.public_inputs import public_inputs
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
+from dpfl_jax.task import Task as DataTask
 
 _EVALUATION_CAVEAT = (
     "held-out figures are computed without noise on other records of the same silos: the guarantee "
@@ -76,6 +78,19 @@ class IsrlRun(Prepared):
         ]
         parameters = dataclasses.replace(self.parameters, noise=began)
         return dataclasses.replace(self, parameters=parameters)
+
+    @property
+    def unit_key(self) -> str:
+        """What makes a record."""
+        return self.records.unit_key
+
+    @property
+    def public_inputs(self) -> tuple[str, ...]:
+        """Columns, bounds, counts."""
+        if self.parameters.noise is None:
+            return ()
+        counts = f"{self.config.data.silos} silos, and the records of each"
+        return isrl_inputs(self.config, self.records.learned, counts)
 
     def advice(self) -> list[str]:
         """Noise beside signal (``guidance``)."""
@@ -147,6 +162,21 @@ class IsrlRun(Prepared):
         config = self.config.model_copy(update={"privacy": open_to_all, "train": last})
         parameters = choose(config, self.task, np.asarray(self.records.train.sizes))
         return dataclasses.replace(self, config=config, parameters=parameters)
+
+
+def isrl_inputs(
+    config: IsrlConfig, learned: DataTask, counts: str, *, remote: bool = False
+) -> tuple[str, ...]:
+    """What a study takes as public; ``remote``: its silos are elsewhere."""
+    data, clip_norm = config.data, config.isrl.clip_norm
+    more = [
+        "clip norm: " + ("the loss's own bound" if clip_norm is None else f"{clip_norm:g}"),
+        f"bounds: data.max_norm {data.max_norm:g}, data.max_target {data.max_target:g}, "
+        f"model.radius {config.model.radius:g}, and those of the theorems that `isrl` names",
+    ]
+    if config.isrl.silo_weights is not None:
+        more.append("weights of silos: isrl.silo_weights")
+    return public_inputs(counts, None, config, learned, more=more, remote=remote)
 
 
 def balance_of_messages(config: IsrlConfig, task: Task, parameters: Parameters) -> Balance:
@@ -367,6 +397,7 @@ def dry_run(config: IsrlConfig, console: Console) -> dict[str, Any]:
     """Validates and prices a configuration: parameters, noise, epsilon, possible risk."""
     prepared = prepare(config, console)
     guarantee, taken = guarantee_of(prepared, prepared.parameters.rounds)
+    guarantee = prepared.about(guarantee)
     for line in prepared.advice():
         console.print(line, highlight=False)
     balance = balance_of_messages(config, prepared.task, prepared.parameters)

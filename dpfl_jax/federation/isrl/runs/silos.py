@@ -11,10 +11,12 @@ import numpy as np
 
 from dpfl_jax.config.isrl import IsrlDataConfig
 from dpfl_jax.data import Store, load_examples
+from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.partition import record_numbers, uniforms
 from dpfl_jax.federation.placement import subject_keys
+from dpfl_jax.task import Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,8 @@ class SiloRecords:
       fingerprint: of the training records; sensitive.
       owners: whether somebody owns several records.
       public: whether some records were declared public.
+      unit_key: what makes a record, and a user of several.
+      learned: the task of the data.
     """
 
     train: SiloData
@@ -37,6 +41,8 @@ class SiloRecords:
     features: int
     description: str
     fingerprint: str
+    unit_key: str
+    learned: Task
     owners: bool = False
     public: bool = False
 
@@ -123,6 +129,8 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
         x.shape[1],
         description,
         digest.hexdigest(),
+        f"row (users by {unit_key_of(found.store)})",
+        task,
         found.store.num_users < found.store.num_examples,
         not task.scaled,
     )

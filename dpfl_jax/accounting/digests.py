@@ -1,0 +1,81 @@
+"""SHA-256 digests that tie a guarantee to files: a run's configuration and checkpoints, an export.
+
+They tie files together and sign nothing: who changes a file can write its digest anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pathlib
+from collections.abc import Iterable, Mapping
+
+CONFIG = "config.yaml"
+# What may lie beside an export without being part of it.
+_ADDED = ("*.md", "LICENSE*", "NOTICE*", ".*")
+
+
+def digest(path: pathlib.Path) -> str:
+    """Of a file's bytes; of a folder, of the names and digests of all files in it."""
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        lines = (f"{digest(file)}  {file.relative_to(path).as_posix()}\n" for file in files)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checkpoint(step: int) -> str:
+    """Where a run's directory holds what was released after ``step`` steps."""
+    return f"checkpoints/{step}/state"
+
+
+def of_run(directory: pathlib.Path, steps: Iterable[int | None]) -> dict[str, str]:
+    """Digests of a run's configuration, and of its checkpoints of these steps."""
+    names = [CONFIG, *(checkpoint(step) for step in steps if step is not None)]
+    return {name: digest(directory / name) for name in names if (directory / name).exists()}
+
+
+def of_export(directory: pathlib.Path, guarantee: str) -> dict[str, str]:
+    """Digests of all files of an export but its guarantee, which holds them."""
+    files = (file for file in sorted(directory.iterdir()) if file.name != guarantee)
+    return {file.name: digest(file) for file in files}
+
+
+def compare(
+    directory: pathlib.Path, known: Mapping[str, str], names: Iterable[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """Holds files against their digests.
+
+    Args:
+      directory: where they lie.
+      known: digests by name.
+      names: which of them; default all. One that is not known is changed, too.
+
+    Returns:
+      (names of files that are as they were, a sentence each for those that are not). A file that is
+      not here is in neither.
+    """
+    same, changed = [], []
+    for name in known if names is None else names:
+        path = directory / name
+        if ".." in pathlib.PurePath(name).parts or pathlib.PurePath(name).is_absolute():
+            changed.append(f"the guarantee names a file outside its folder: {name!r}")
+        elif not (path.is_file() or path.is_dir()):
+            continue
+        elif name in known and digest(path) == known[name]:
+            same.append(name)
+        else:
+            changed.append(f"{path} is not the one that the guarantee was written for")
+    return same, changed
+
+
+def compare_export(
+    directory: pathlib.Path, known: Mapping[str, str], guarantee: str
+) -> tuple[list[str], list[str]]:
+    """The same for an export, in whose folder every file must be one that its guarantee knows."""
+    same, changed = compare(directory, known)
+    for path in sorted(directory.iterdir()):
+        added = any(path.match(pattern) for pattern in _ADDED)
+        if path.name not in known and path.name != guarantee and not added:
+            changed.append(f"{path} is no file of this export, and might be read in its place")
+    return same, changed

@@ -1,0 +1,161 @@
+"""What a guarantee is about: who a unit is, what was taken as public, which other runs it counts.
+
+A guarantee protects what is in the training data, and nothing else that enters a run. Whether that
+is public nobody can compute, so that all of it is listed by name, in the guarantee itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dpfl_jax.accounting import Guarantee
+from dpfl_jax.data.store import unit_key_of
+from dpfl_jax.task import Task
+
+OTHER_RUNS_CAVEAT = (
+    "other runs on these people are not counted: what several runs spend adds up, and no ledger "
+    "(privacy.ledger) was charged for this one"
+)
+# Fields of mechanisms that bound what a unit contributes, as a guarantee names them.
+_BOUNDS = {
+    "clip_norm": "clip norm: {:g}",
+    "group_size": "group size: {} examples of a user",
+    "sets_per_user": "group size: {} sets of owners of a user",
+    "max_items_per_subject": "group size: {} records of a subject in a silo",
+}
+
+
+def about(
+    guarantee: Guarantee,
+    unit_key: str,
+    public_inputs: tuple[str, ...],
+    account: str | None = None,
+) -> Guarantee:
+    """A guarantee that says what it is about.
+
+    Args:
+      guarantee: of the mechanism that ran.
+      unit_key: what makes a unit (``StoreBase.unit_key``).
+      public_inputs: as ``public_inputs`` lists them.
+      account: of the ledger that was charged; None if there is none.
+    """
+    if not guarantee.private:
+        return guarantee
+    counted = OTHER_RUNS_CAVEAT
+    if account is not None:
+        counted = (
+            f"its epsilon is that of this run alone: runs on these people add up in the account "
+            f"{account!r} of the ledger"
+        )
+    caveats = [c for c in guarantee.caveats if c not in (OTHER_RUNS_CAVEAT, counted)]
+    return dataclasses.replace(
+        guarantee,
+        unit_key=unit_key,
+        public_inputs=public_inputs,
+        caveats=(*caveats, counted),
+    )
+
+
+def public_inputs(
+    counts: str,
+    mechanism: Any = None,
+    config: Any = None,
+    task: Task | None = None,
+    *,
+    checkpoint: str | None = None,
+    more: Iterable[str] = (),
+    remote: bool = False,
+) -> tuple[str, ...]:
+    """All that enters a run and is taken as public: a name, and what it was, each.
+
+    Args:
+      counts: numbers of units that sampling follows from.
+      mechanism: whose bounds are public constants.
+      config: of the run; None: the caller made data, loss and parameters.
+      task: what is learned.
+      checkpoint: identifies the checkpoint that training starts from.
+      more: further entries.
+      remote: the data are elsewhere, and with them what reads them.
+    """
+    found = [*more, f"counts: {counts}"]
+    if mechanism is not None:
+        bounds = ((getattr(mechanism, name, None), words) for name, words in _BOUNDS.items())
+        found += [words.format(value) for value, words in bounds if value is not None]
+    if config is None:
+        start = "first parameters, and what loss and data were made with: as the caller gave them"
+        return (start, *found)
+    first = _of_the_model(config, checkpoint)
+    return (*first, *_of_the_data(config.data, task, remote), *found)
+
+
+def _of_the_model(config: Any, checkpoint: str | None) -> Iterator[str]:
+    model, seed = config.model, getattr(config, "init_seed", None)
+    if (base := getattr(model, "checkpoint", None)) is not None:
+        digest = "" if checkpoint is None else f" ({checkpoint[:16]})"
+        yield f"initial checkpoint: {_name(base)}{digest}"
+        if model.lora is not None:
+            yield f"first adapters: drawn with init_seed={seed}"
+    elif seed is None:
+        yield "first parameters: 0"
+    else:
+        built = "" if model.module is None else f"by {model.module}, "
+        yield f"first parameters: {built}drawn with init_seed={seed}"
+    if getattr(config, "pretrain", None) is not None:
+        yield f"pre-training corpus: data.public={_name(config.data.public)}"
+
+
+def _of_the_data(data: Any, task: Task | None, remote: bool) -> Iterator[str]:
+    task = task or Task("tokens")
+    source = "the silos" if remote else f"data.source={data.source}"
+    if task.kind in ("tokens", "preferences"):
+        own = "that of the checkpoint" if data.tokenizer == "checkpoint" else _name(data.tokenizer)
+        yield f"tokenizer: {own}"
+    elif task.vocab_size:
+        yield f"vocabulary: {task.vocab_size} ids of {source}"
+    if data.chat_template is not None:
+        yield f"chat template: {_name(data.chat_template)}"
+    if data.scale:
+        yield f"scaling constants: data.scale of {', '.join(data.scale)}"
+    elif task.kind in ("classes", "regression") and (share := _scaled_by(data, task)) is not None:
+        yield f"scaling constants: {share or source}"
+    if task.classes:
+        yield f"class list: {task.classes}, of {source if data.classes is None else 'data.classes'}"
+    if data.target_column is not None and not remote:
+        columns = ", ".join(data.input_columns or ("all others in the file",))
+        yield f"input columns: {columns}; target: {data.target_column}"
+    elif task.kind in ("classes", "regression"):
+        yield f"input columns: those of {source}"
+    if data.silo_column is not None and not remote:
+        yield f"silo names: column {data.silo_column}"
+
+
+def _scaled_by(data: Any, task: Task) -> str | None:
+    """Records that set the scale; "" if the source has constants, None if nothing is scaled."""
+    if task.scaled:
+        return ""
+    share = getattr(data, "public_fraction", None)
+    return None if share is None else f"from data.public_fraction={share:g} of the records"
+
+
+def _name(path: str) -> str:
+    """A file's name, not where it lies, which is nobody's business; other names whole."""
+    return path if ":" in path else pathlib.PurePath(path).name or path
+
+
+def one_row_each(store: Any, unit: str) -> str | None:
+    """What to tell before training if every unit has a single row; for the terminal alone.
+
+    How many rows units have is as private as they are, and is written nowhere.
+    """
+    offsets = getattr(store, "user_offsets", None) if not hasattr(store, "owners") else None
+    if offsets is None or int(offsets[-1]) != len(offsets) - 1:
+        return None
+    key = unit_key_of(store) or "id"
+    return (
+        f"every {unit} has one row (a {unit}: {key}), so that the guarantee protects single rows: "
+        "if a person may have several, name the column that says whose each row is "
+        "(data.user_column)"
+    )
