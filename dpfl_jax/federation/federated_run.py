@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import numpy as np
 from rich.console import Console
-from rich.markup import escape
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
@@ -177,7 +176,7 @@ class FederatedRun(Prepared):
         if mechanism.private and mechanism.unit == "subject":
             alone = one_row_each(self.subjects.train, "subject")
         found = [text for text in (_kept(self).get("warning"), alone) if text is not None]
-        return [f"[bold yellow]warning:[/bold yellow] {escape(text)}" for text in found]
+        return [f"warning: {text}" for text in found]
 
     def headline(self) -> list[str]:
         """Data, silos, model."""

@@ -13,7 +13,6 @@ import jax
 import optax
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.markup import escape
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
@@ -181,7 +180,7 @@ class CentralRun(Prepared):
         alone = None
         if self.mechanism.private and self.config.data.max_examples_per_user != 1:
             alone = one_row_each(self.data.train, "user")
-        return [] if alone is None else [f"[bold yellow]warning:[/bold yellow] {escape(alone)}"]
+        return [] if alone is None else [f"warning: {alone}"]
 
     def advice(self) -> list[str]:
         """Noise beside signal (``central_balance``)."""
