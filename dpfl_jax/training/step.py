@@ -94,9 +94,9 @@ def make_train_step(
       ``step(state, units, mask, num_microbatches, noise_key, frozen=None) -> (state, StepStats)``
       with state.params and frozen the parts of ``clipping.split(params, trainable)``, units
       [capacity, parts * microbatch, ...] and mask bool [capacity, parts * microbatch], both split
-      over the mesh's unit axes, num_microbatches int32 scalar <= capacity, and noise_key uint32
-      [2], used for this step alone. The first three may be tuples of equal length, for units of
-      several shapes.
+      over the mesh's unit axes, num_microbatches int32 scalar <= capacity, and noise_key that of
+      ``Plan.noise_key``, used for this step alone. The first three may be tuples of equal length,
+      for units of several shapes.
     """
 
     def update(state: TrainState, total: PyTree, noise_key: jax.Array) -> TrainState:
