@@ -47,6 +47,14 @@ def test_the_summary_is_one_line_and_rounds_up():
     assert "not verified" in closed.summary()
 
 
+def test_the_paragraph_rounds_up_too():
+    for value in (8.0, 2.4142134, 0.12341649, 5.00000049):
+        given = dataclasses.replace(ONE, epsilon=value, delta=value * 1e-7)
+        epsilon, delta = map(float, given.paragraph()[1:].split(")")[0].split(", "))
+        assert value <= epsilon < 1.00002 * value
+        assert value * 1e-7 <= delta < 1.00002e-7 * value
+
+
 def test_json_round_trip_even_when_infinite():
     for guarantee in (ONE, dataclasses.replace(ONE, epsilon=math.inf)):
         text = json.dumps(guarantee.to_json(), allow_nan=False)
