@@ -58,4 +58,4 @@ def train(plan: dpfl.Plan, params: Any, optimizer: optax.GradientTransformation,
 if __name__ == "__main__":
     plan, key = make_plan(), dpfl.RootKey.generate()
     print(train(plan, {"w": jnp.zeros(3), "b": jnp.zeros(())}, optax.adam(0.1), key))
-    print(plan.guarantee(key=key))
+    print(plan.guarantee())

@@ -183,6 +183,7 @@ class BoundedStore(StoreBase):
     def __init__(self, shared: SharedStore, kept: np.ndarray, limit: int):
         """``kept``: sorted int64 [n], positions in ``shared``; ``limit``: see ``bounded``."""
         self.shared, self.schema, self._limit = shared, shared.schema, limit
+        self.immutable = getattr(shared.sets, "immutable", False)
         sets = np.searchsorted(shared.sets.user_offsets, kept, side="right") - 1
         self._sets, counts = np.unique(sets, return_counts=True)
         self.user_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

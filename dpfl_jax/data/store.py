@@ -161,11 +161,13 @@ class StoreBase:
 
     Attributes:
       of_sets: whether its users are sets of owners (``data/owners.py``), not people.
+      immutable: whether records stay as they are, so that a fingerprint is computed once.
     """
 
     schema: Schema
     user_offsets: np.ndarray
     of_sets: bool = False
+    immutable: bool = False
 
     @property
     def num_users(self) -> int:
@@ -207,9 +209,13 @@ class StoreBase:
             raise IndexError(f"a position lies outside 0..{self.num_examples - 1}")
         return positions
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
-        """Hex digest of users, examples and schema (read once, then kept)."""
+        """Hex digest of users, examples and schema."""
+        return self._fingerprint if self.immutable else content_fingerprint(self)
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
         return content_fingerprint(self)
 
     def __repr__(self) -> str:
@@ -231,6 +237,8 @@ class ArrayStore(StoreBase):
       schema: layout of an example.
       user_offsets: int64 [num_users + 1].
     """
+
+    immutable = True
 
     def __init__(
         self, schema: Schema, ids: Sequence[str], user_offsets: np.ndarray, records: np.ndarray
@@ -368,6 +376,7 @@ class UserView(StoreBase):
         some = keep > 0
         self.parent, self._every = parent, every
         self.of_sets = getattr(parent, "of_sets", False)
+        self.immutable = getattr(parent, "immutable", False)
         self.schema = parent.schema
         self._users = users[some]
         self._first = (begin + skip)[some]

@@ -186,7 +186,9 @@ class Plan:
         name = f"{key.fingerprint}:{self.digest}"
         pipeline = self.pipeline(self.sampler(key), key if loss_keys else None)
         for units in pipeline.iterate(start, self.steps):
-            if not key.public:
+            if key.public:
+                self._public_seeds.add(key.fingerprint)
+            else:
                 if units.step < _drawn.get(name, 0):
                     raise BadInputError(
                         f"step {units.step} was already drawn from this key: its noise would be "
@@ -365,6 +367,11 @@ class Plan:
         words = [key.words("noise", max(s, 0)) for s in steps]
         return np.concatenate([*words, np.full(1, step, np.uint32), key.words("run-of-noise")[:2]])
 
+    @functools.cached_property
+    def _public_seeds(self) -> set[str]:
+        """Fingerprints of the public keys that ``batches`` drew from."""
+        return set()
+
     def _refuse_own_loop(self) -> None:
         if self.mechanism.own_budgets:
             raise BadInputError(
@@ -405,9 +412,12 @@ class Plan:
         }
         return json.loads(json.dumps(told, default=lambda number: number.item()))
 
-    @functools.cached_property
+    @property
     def data_digest(self) -> str:
-        """Identifies the training data; a function of them, without noise."""
+        """Identifies the training data; a function of them, without noise.
+
+        Computed afresh: a store of one's own may have changed, and then gets other noise.
+        """
         offsets = np.asarray(self.data.user_offsets, np.int64)
         digest = hashlib.sha256(offsets.tobytes())
         digest.update(fingerprint_of(self.data, int(offsets[-1])).encode())
@@ -439,17 +449,19 @@ class Plan:
     ) -> accounting.Guarantee:
         """What the first ``steps`` steps (all) guarantee.
 
-        A loop of one's own adds caveats for what it releases beside the parameters.
+        A loop of one's own adds caveats for what it releases beside the parameters. That ``batches``
+        of this plan were drawn from a public seed is named.
 
         Args:
           steps: taken.
           caveats: further sentences.
-          key: what was drawn from; one that is public is named.
+          key: what was drawn from elsewhere; one that is public is named, too.
 
         Raises:
           BadInputError: the plan has fewer steps.
         """
-        if key is not None and key.public and self.mechanism.private:
+        public = bool(self._public_seeds) or (key is not None and key.public)
+        if public and self.mechanism.private and PUBLIC_KEY_CAVEAT not in caveats:
             caveats = (*caveats, PUBLIC_KEY_CAVEAT)
         return self.mechanism.guarantee(self.population, self._of(steps), self.delta, caveats)
 

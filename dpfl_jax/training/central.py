@@ -143,8 +143,9 @@ class Central(Algorithm):
         return self.plan.epsilons(counts)
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
-        """As the plan says."""
-        return self.plan.guarantee(steps, caveats)
+        """As the plan says, of the key of this run alone."""
+        plan = self.plan
+        return plan.mechanism.guarantee(plan.population, steps, plan.delta, caveats)
 
     def begin(self, key: RootKey, start: int) -> CentralSteps:
         """The steps after the first ``start``."""

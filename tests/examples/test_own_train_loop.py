@@ -9,6 +9,8 @@ import optax
 import pytest
 
 import dpfl_jax as dpfl
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.store import StoreBase, UserView
 from dpfl_jax.errors import BadInputError
 from examples.own_train_loop import loss_fn, make_data, make_plan, train
 
@@ -116,6 +118,36 @@ def test_a_batch_pays_for_one_release():
 
 
 @pytest.mark.privacy
+@pytest.mark.parametrize("base", [object, StoreBase])
+def test_a_store_whose_records_changed_gets_other_noise(base):
+    """Under one plan and key: a run's key is made of the data's digest, computed afresh."""
+
+    class Own(base):
+        user_offsets = np.arange(41)
+
+        def __init__(self):
+            self.schema = Schema.arrays({"x": np.float32(0)}, leading_axis=False)
+            self.x = np.zeros(40, np.float32)
+
+        def read(self, positions):
+            return {"x": self.x[positions]}
+
+        def records(self, positions):
+            return self.schema.pack(self.read(positions))
+
+        def user_ids(self, indices):
+            return [f"{i:03d}" for i in indices]
+
+    store = Own()
+    for data in [store] if base is object else [store, UserView(store, np.arange(20))]:
+        plan = dpfl.ULS(group_size=1, cohort_size=10).plan(data, steps=1, epsilon=1.0, delta=1e-3)
+        before = plan.data_digest
+        assert plan.data_digest == before
+        store.x[3] += 1.0
+        assert plan.data_digest != before
+
+
+@pytest.mark.privacy
 def test_keys_are_in_no_state_and_in_no_program():
     plan = make_plan()
     noise, batch = plan.noise(), next(plan.batches(dpfl.RootKey.generate()))
@@ -155,6 +187,11 @@ def test_what_a_plan_did_not_account_for_is_refused():
         next(small.batches(key, start=-1))
     assert any("seed written" in caveat for caveat in small.guarantee(key=key).caveats)
     assert small.guarantee(key=dpfl.RootKey.generate()).caveats == small.guarantee().caveats
+    # Its own batches' seed is named without being asked for, and once.
+    assert not any("seed written" in caveat for caveat in small.guarantee().caveats)
+    next(small.batches(key))
+    for found in (small.guarantee(), small.guarantee(1, key=key)):
+        assert sum("seed written" in caveat for caveat in found.caveats) == 1
 
 
 @pytest.mark.parametrize(
