@@ -449,8 +449,8 @@ class Plan:
     ) -> accounting.Guarantee:
         """What the first ``steps`` steps (all) guarantee.
 
-        A loop of one's own adds caveats for what it releases beside the parameters. That ``batches``
-        of this plan were drawn from a public seed is named.
+        A loop of one's own adds caveats for what it releases beside the parameters. If ``batches``
+        of this plan were drawn from a public seed, that is named.
 
         Args:
           steps: taken.
