@@ -185,10 +185,10 @@ class Plan:
         key = self._own(key)
         name = f"{key.fingerprint}:{self.digest}"
         pipeline = self.pipeline(self.sampler(key), key if loss_keys else None)
+        if key.public:
+            self._public_seeds.add(key.fingerprint)
         for units in pipeline.iterate(start, self.steps):
-            if key.public:
-                self._public_seeds.add(key.fingerprint)
-            else:
+            if not key.public:
                 if units.step < _drawn.get(name, 0):
                     raise BadInputError(
                         f"step {units.step} was already drawn from this key: its noise would be "

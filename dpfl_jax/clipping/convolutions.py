@@ -16,7 +16,7 @@ from jax.extend.core import Literal
 
 from dpfl_jax.clipping.isolation import inner_jaxprs
 from dpfl_jax.clipping.result import leaf_name
-from dpfl_jax.clipping.taps.trace import INLINED, REMAT
+from dpfl_jax.clipping.taps.trace import INLINED, REMAT, scan_counts
 
 PyTree = Any
 Names = frozenset[str]
@@ -35,7 +35,8 @@ def kernels(loss_fn: Callable[..., Any], params: PyTree, example: PyTree) -> Nam
     """
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+        dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
     shapes = jax.tree.map(shape, params)
     jaxpr = jax.make_jaxpr(loss_fn)(shapes, jax.tree.map(shape, example)).jaxpr
@@ -71,7 +72,7 @@ def _outputs(eqn: Any, read: list[Names], found: set[str]) -> list[Names]:
         branches = [_follow(branch, read[1:], found) for branch in inner]
         return [read[0].union(*parts) for parts in zip(*branches, strict=True)]
     if name == "scan":
-        first, carries = eqn.params["num_consts"], eqn.params["num_carry"]
+        first, carries = scan_counts(eqn.params)
         while True:
             out = _follow(inner[0], read, found)
             before = read[first : first + carries]
