@@ -23,7 +23,7 @@ from dpfl_jax.accounting.composition import Composition, Part, TableTooLargeErro
 from dpfl_jax.accounting.discretize import StepLoss
 from dpfl_jax.accounting.drawn import RESERVED
 from dpfl_jax.accounting.event_types import ApproximateDpEvent
-from dpfl_jax.accounting.leaves import Flat, Leaf, MixtureLeaf, RenyiLeaf, flatten
+from dpfl_jax.accounting.leaves import AtomicLeaf, Flat, Leaf, MixtureLeaf, RenyiLeaf, flatten
 from dpfl_jax.errors import BadInputError
 
 Accountant = Literal["pld", "rdp", "zcdp"]
@@ -316,16 +316,18 @@ def _flat_epsilon(flat: Flat, delta: float, resolution: float) -> float:
 def _largest_loss(flat: Flat, delta: float) -> float:
     """Of stated guarantees the sum of all epsilons, if ``delta`` pays for all deltas; else inf.
 
-    In 200 digits: where it pays for them and for nothing else, the rounding of a table has no room.
+    Where it pays for them and for nothing else, the rounding of a table has no room. No float has
+    more than 1,100 digits.
     """
-    with localcontext(prec=200, rounding=ROUND_FLOOR):
+    stated = [(leaf.event, n) for leaf, n in flat.leaves if isinstance(leaf, AtomicLeaf)]
+    with localcontext(prec=1200, rounding=ROUND_FLOOR):
         kept = Decimal(1)
-        for leaf, count in flat.leaves:
-            kept *= (1 - Decimal(float(leaf.event.delta))) ** count
-            kept *= 1 if count == 1 else 1 - Decimal("1e-150")  # powers are not rounded downwards
+        for event, count in stated:
+            kept *= (1 - Decimal(float(event.delta))) ** count
+            kept *= 1 if count == 1 else 1 - Decimal("1e-1100")  # powers are not rounded downwards
         if kept < 1 - Decimal(delta):
             return math.inf
-    whole = math.fsum(count * leaf.event.epsilon for leaf, count in flat.leaves)
+    whole = math.fsum(count * event.epsilon for event, count in stated)
     return whole * (1 + 2.0**-50)
 
 

@@ -33,8 +33,8 @@ class OnceState(NamedTuple):
     """
 
     noise: PyTree
-    next: jax.Array
-    run: jax.Array
+    next: jax.Array | np.ndarray
+    run: jax.Array | np.ndarray
 
 
 # Keys that a release was made under, by identity: arrays of a loop, and tracers of a function.
