@@ -2,7 +2,8 @@
 
 ``dpfl.fit`` is this loop with a run directory, checkpoints, evaluation and a report around it: with
 the same seed (``RootKey.from_seed``) it ends with the same parameters, bit for bit. A secret key is
-for one run alone: two losses under one key would get the same noise.
+for one run alone: two losses under one key would get the same noise. And each batch is for one
+release: a second one (a GAN's other loss) takes a batch of its own, of a plan of twice the steps.
 """
 
 from typing import Any
@@ -57,4 +58,4 @@ def train(plan: dpfl.Plan, params: Any, optimizer: optax.GradientTransformation,
 if __name__ == "__main__":
     plan, key = make_plan(), dpfl.RootKey.generate()
     print(train(plan, {"w": jnp.zeros(3), "b": jnp.zeros(())}, optax.adam(0.1), key))
-    print(plan.guarantee(key=key))
+    print(plan.guarantee())

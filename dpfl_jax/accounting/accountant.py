@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import math
+import numbers
 from collections.abc import Callable, Iterable, Sequence
+from decimal import ROUND_FLOOR, Decimal, localcontext
 from fractions import Fraction
 from typing import Any, Literal, TypeVar
 
@@ -20,7 +22,8 @@ from dpfl_jax.accounting import renyi
 from dpfl_jax.accounting.composition import Composition, Part, TableTooLargeError
 from dpfl_jax.accounting.discretize import StepLoss
 from dpfl_jax.accounting.drawn import RESERVED
-from dpfl_jax.accounting.leaves import Flat, Leaf, MixtureLeaf, RenyiLeaf, flatten
+from dpfl_jax.accounting.event_types import ApproximateDpEvent
+from dpfl_jax.accounting.leaves import AtomicLeaf, Flat, Leaf, MixtureLeaf, RenyiLeaf, flatten
 from dpfl_jax.errors import BadInputError
 
 Accountant = Literal["pld", "rdp", "zcdp"]
@@ -47,9 +50,15 @@ class TooLittleNoiseError(BadInputError):
     """The guarantee would be so weak that it is not worth (or not possible) computing."""
 
 
-def check_delta(delta: float) -> None:
-    """Raises BadInputError unless 0 < delta < 1, and large enough for tails to be computed."""
-    if not (isinstance(delta, int | float) and math.isfinite(delta) and 0.0 < delta < 1.0):
+def check_delta(delta: float) -> float:
+    """Delta as a Python float: a comparison with one of NumPy's float32 would be in float32.
+
+    Raises:
+      BadInputError: unless 0 < delta < 1, and large enough for tails to be computed.
+    """
+    if not isinstance(delta, numbers.Real):
+        raise BadInputError(f"delta is {delta!r}, but it must be a number between 0 and 1")
+    if not 0.0 < delta < 1.0:
         raise BadInputError(
             f"delta is {delta}, but it must lie strictly between 0 and 1 (a usual choice is below "
             "one over the number of units)"
@@ -59,12 +68,20 @@ def check_delta(delta: float) -> None:
             f"delta is {delta:g}, but tails of privacy losses are only computed down to "
             f"{_LEAST_DELTA:g}: choose a larger one"
         )
+    return float(delta)
 
 
-def check_epsilon(epsilon: float) -> None:
-    """Raises BadInputError unless epsilon is finite and positive."""
-    if not (isinstance(epsilon, int | float) and math.isfinite(epsilon) and epsilon > 0):
+def check_epsilon(epsilon: float) -> float:
+    """Epsilon as a Python float, as ``check_delta``.
+
+    Raises:
+      BadInputError: unless it is finite and positive.
+    """
+    if not isinstance(epsilon, numbers.Real):
+        raise BadInputError(f"epsilon is {epsilon!r}, but it must be a number above 0")
+    if not (math.isfinite(epsilon) and epsilon > 0):
         raise BadInputError(f"epsilon is {epsilon}, but it must be a finite number above 0")
+    return float(epsilon)
 
 
 def epsilon(
@@ -79,7 +96,7 @@ def epsilon(
 
     Args:
       event: what the mechanism does to one privacy unit.
-      delta: in (0, 1); of it 2^-20 is kept for the noise that is drawn (``drawn.py``).
+      delta: in (0, 1); of it 2^-20 is kept for the noise that is drawn (``drawn.py``), if any is.
       relation: adjacency; the events of this package are add-or-remove unless they say otherwise.
       resolution: epsilon may be overstated by about resolution^2 / 12 of itself; smaller is slower.
       accountant: "pld" (tight), or "rdp" or "zcdp" (looser, for comparison).
@@ -91,13 +108,13 @@ def epsilon(
       BadInputError: delta out of range, an event that no accountant knows, or a table that would
         not fit in memory.
     """
-    check_delta(delta)
-    delta *= 1 - RESERVED
+    delta = check_delta(delta)
     if accountant != "pld":
-        return _loose_epsilon(event, delta, relation, accountant)
+        return _loose_epsilon(event, delta * (1 - RESERVED), relation, accountant)
     flat = flatten(event, relation)
     if not flat.private:
         return math.inf
+    delta *= 1 - _reserved(flat)
     if not flat.leaves:
         return _gaussian_epsilon(flat.gaussian, delta)
     return _flat_epsilon(flat, delta, resolution)
@@ -118,7 +135,7 @@ def delta(
     relation: NeighboringRelation = ADD_OR_REMOVE,
     resolution: float = FINE,
 ) -> float:
-    """Upper bound on delta at ``epsilon`` >= 0; of it 2^-20 is for the noise that is drawn.
+    """Upper bound on delta at ``epsilon`` >= 0; of it 2^-20 is for the noise that is drawn, if any.
 
     (That pays down to a delta of about 1e-16; whether it does, a guarantee says.)
 
@@ -126,6 +143,7 @@ def delta(
     """
     if not epsilon >= 0:
         raise BadInputError(f"epsilon is {epsilon}, but it must be 0 or more")
+    epsilon = float(epsilon)
     flat = flatten(event, relation)
     if not flat.private:
         return 1.0
@@ -133,22 +151,34 @@ def delta(
         if flat.gaussian == 0 or math.isinf(epsilon):
             return 0.0
         log_delta = _gaussian_log_delta(1.0 / math.sqrt(flat.gaussian), epsilon)
-        return float(_with_drawn(math.exp(log_delta) * (1 + 1e-8)))
-    # Cells, grid and tails are for one delta: go on until it is the one that is found.
+        return float(_with_drawn(math.exp(log_delta) * (1 + 1e-8), flat))
+    # Cells, grid and tails are for one delta: go on until it is the one that is found. Of one turn
+    # tails allow seven digits and more, so that these are enough for the least.
     best, near = 1.0, 1e-2
-    for _ in range(12):
+    for _ in range(40):
         near = max(min(near, best), _LEAST_DELTA)
         tail = _log_tail(flat, near)
         best = min(best, _worst(flat, lambda c: c.delta(epsilon), [near], resolution, tail))
         if best > 0.5 * near:
             break
         near = best
-    return float(_with_drawn(best))
+    return float(_with_drawn(best, flat))
 
 
-def _with_drawn(delta: Any) -> Any:
+def _reserved(flat: Flat) -> float:
+    """The share of delta that pays for drawn noise: none where only stated guarantees are composed.
+
+    What they state has paid for its own noise.
+    """
+    stated = (
+        isinstance(getattr(leaf, "event", None), ApproximateDpEvent) for leaf, _ in flat.leaves
+    )
+    return 0.0 if flat.gaussian == 0.0 and all(stated) else RESERVED
+
+
+def _with_drawn(delta: Any, flat: Flat) -> Any:
     """What ``epsilon`` takes off before it looks, put on again: a number or an array."""
-    return np.minimum(1.0, delta / (1 - RESERVED))
+    return np.minimum(1.0, delta / (1 - _reserved(flat)))
 
 
 def epsilons_midway(
@@ -190,13 +220,13 @@ def epsilon_curve(
     Returns:
       One epsilon per entry of ``steps``; 0 for 0 steps; ``inf`` where there is no guarantee.
     """
-    check_delta(delta)
-    delta *= 1 - RESERVED
+    delta = check_delta(delta)
     if any(t < 0 for t in steps):
         raise BadInputError(f"numbers of steps must be 0 or more, got {list(steps)}")
     flat = flatten(step_event, relation)
     if not flat.private:
         return [math.inf if t > 0 else 0.0 for t in steps]
+    delta *= 1 - _reserved(flat)
     if not flat.leaves:
         return [_gaussian_epsilon(t * flat.gaussian, delta) for t in steps]
     some = sorted({t for t in steps if t > 0})
@@ -246,7 +276,8 @@ def delta_curve(
             lambda factor: np.maximum(
                 *(_composed(flat, d, ends, resolution, tail, factor).deltas(at) for d in DIRECTIONS)
             )
-        )
+        ),
+        flat,
     )
 
 
@@ -278,7 +309,26 @@ def _loose_epsilon(
 def _flat_epsilon(flat: Flat, delta: float, resolution: float) -> float:
     """A search asks for it, who checks the search, and who states the guarantee."""
     tail = _log_tail(flat, delta)
-    return _worst(flat, lambda c: c.epsilon(delta), [delta], resolution, tail)
+    found = _worst(flat, lambda c: c.epsilon(delta), [delta], resolution, tail)
+    return _largest_loss(flat, delta) if math.isinf(found) and not _reserved(flat) else found
+
+
+def _largest_loss(flat: Flat, delta: float) -> float:
+    """Of stated guarantees the sum of all epsilons, if ``delta`` pays for all deltas; else inf.
+
+    Where it pays for them and for nothing else, the rounding of a table has no room. No float has
+    more than 1,100 digits.
+    """
+    stated = [(leaf.event, n) for leaf, n in flat.leaves if isinstance(leaf, AtomicLeaf)]
+    with localcontext(prec=1200, rounding=ROUND_FLOOR):
+        kept = Decimal(1)
+        for event, count in stated:
+            kept *= (1 - Decimal(float(event.delta))) ** count
+            kept *= 1 if count == 1 else 1 - Decimal("1e-1100")  # powers are not rounded downwards
+        if kept < 1 - Decimal(delta):
+            return math.inf
+    whole = math.fsum(count * event.epsilon for event, count in stated)
+    return whole * (1 + 2.0**-50)
 
 
 def _worst(
@@ -400,6 +450,8 @@ def _composed(
                 "no useful epsilon exists: raise the noise multiplier, or lower the sampling "
                 "probability, the group size or the number of steps"
             )
+        if sketch.largest < 1e-100:  # none to look at, up to those that are infinite
+            return sketch.gridded(1e-15)
         tails = sketch.tails(1e-3 * min(deltas)) if tails is None else tails
         seen = sketch.clipped(tails)
         asked = [

@@ -212,7 +212,7 @@ def meaning_of_cases(
     Raises:
       BadInputError: there is no guarantee at this delta.
     """
-    check_delta(delta)
+    delta = check_delta(delta)
     options: dict[str, Any] = {"relation": relation, "resolution": resolution}
 
     def least(price: Callable[[dp_accounting.DpEvent], Any]) -> Any:

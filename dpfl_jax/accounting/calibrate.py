@@ -66,8 +66,7 @@ def calibrate_noise_multiplier(
     Raises:
       BadInputError: if no noise multiplier in [1e-3, 1e9] will do, or an input is out of range.
     """
-    check_epsilon(epsilon)
-    check_delta(delta)
+    epsilon, delta = check_epsilon(epsilon), check_delta(delta)
     flat = flatten(make_event(1.0), relation)
     if flat.private and not flat.leaves and flat.gaussian == 0.0:
         return 0.0
@@ -264,7 +263,7 @@ def _certified(
     event: dp_accounting.DpEvent, epsilon: float, delta: float, relation: NeighboringRelation
 ) -> bool:
     """Whether an event meets the target as it will be stated: every calibration ends with it."""
-    return _epsilon_or_inf(event, delta, relation, FINE) <= epsilon
+    return _epsilon_or_inf(event, delta, relation, FINE) <= float(epsilon)
 
 
 def _fits(
@@ -273,8 +272,7 @@ def _fits(
     delta: float,
     relation: NeighboringRelation,
 ) -> Callable[[Any, float], bool]:
-    check_epsilon(epsilon)
-    check_delta(delta)
+    epsilon, delta = check_epsilon(epsilon), check_delta(delta)
 
     def fits(value: Any, grid: float) -> bool:
         return _epsilon_or_inf(make_event(value), delta, relation, grid) <= epsilon

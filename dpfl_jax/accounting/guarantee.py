@@ -87,7 +87,7 @@ class Guarantee:
             return "NO differential-privacy guarantee"
         unverified = "" if self.status in ("upper bound", "exact") else ", not verified"
         return (
-            f"epsilon {_rounded_up(self.epsilon, 4)}, delta {_rounded_up(self.delta, 3)} for each "
+            f"epsilon {rounded_up(self.epsilon, 4)}, delta {rounded_up(self.delta, 3)} for each "
             f"{self.whose} ({self.adjacency}; trust model: {self.trust}{unverified})"
         )
 
@@ -97,7 +97,7 @@ class Guarantee:
         return f"{self.unit} by {self.unit_key}" if self.unit_key else self.unit
 
     def paragraph(self) -> str:
-        """The guarantee in words that a privacy officer can check."""
+        """The guarantee in words that a privacy officer can check; rounded up, like the summary."""
         if not self.private:
             text = (
                 "This gives NO differential-privacy guarantee "
@@ -110,8 +110,9 @@ class Guarantee:
                 "paper's closed form": "the paper's closed form, not verified by an accountant",
                 "none": "no verified bound",
             }[self.status]
+            epsilon, delta = rounded_up(self.epsilon, 6), rounded_up(self.delta, 6)
             text = (
-                f"({self.epsilon:.6g}, {self.delta:.6g})-differential privacy for each "
+                f"({epsilon}, {delta})-differential privacy for each "
                 f"{self.whose}, with neighbouring data sets that differ by: {self.adjacency}. "
                 f"Trust model: {self.trust}. It covers {self.released}. The noise multiplier is "
                 f"{self.noise_multiplier:.7g}; sampling: {self.sampling}. Epsilon is {kind}, "
@@ -157,7 +158,8 @@ class Guarantee:
         return "weaker" if theirs_better else "incomparable"
 
 
-def _rounded_up(value: float, digits: int) -> str:
+def rounded_up(value: float, digits: int) -> str:
+    """So many significant digits of an epsilon or delta, never below it: what is said must hold."""
     rounding = decimal.Context(prec=digits, rounding=decimal.ROUND_CEILING)
     return f"{float(rounding.create_decimal(repr(float(value)))):.{digits}g}"
 

@@ -7,11 +7,13 @@ from typing import Any
 import dp_accounting
 from dp_accounting import NeighboringRelation
 
-from dpfl_jax.accounting.accountant import ADD_OR_REMOVE
+from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, rough_epsilon
 
 _MOST_KINDS = 4
 # Their compositions lose deltas below about 1e-15 times the number of steps.
 _LEAST_DELTA = 1e-12
+# They weigh losses by e^-loss, which is 0 from 745 on: their bound from below is then none.
+_MOST_EPSILON = 500.0
 
 
 def independent(
@@ -21,13 +23,16 @@ def independent(
 
     Returns:
       None for an event of anything but a few kinds of (sampled) Gaussians: mixtures take their
-      code minutes; and at a delta that is lost in the rounding of their compositions.
+      code minutes; at a delta that is lost in the rounding of their compositions; and where
+      epsilon is above 500 or so.
     """
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     steps = _gaussians(event, 1)
     total = sum((steps or {}).values())
     if not steps or len(steps) > _MOST_KINDS or delta < _LEAST_DELTA * total:
+        return None
+    if not rough_epsilon(event, delta, relation) < _MOST_EPSILON:
         return None
     bounds = []
     for pessimistic in (False, True):

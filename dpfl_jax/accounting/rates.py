@@ -73,7 +73,7 @@ class TwoStage:
         events.check_count(self.local_steps, "number of local steps", 1)
         events.check_count(self.rounds, "number of rounds", 1)
         events.check_prob(self.participation_prob, "participation probability")
-        check_delta(self.delta)
+        object.__setattr__(self, "delta", check_delta(self.delta))
 
     def event(self, rate: float, rounds: int | None = None) -> dp_accounting.DpEvent:
         """What the run does to a record of this rate, in ``rounds`` rounds (default all)."""

@@ -229,7 +229,7 @@ class Step:
             noise=jax.eval_shape(self.mechanism.noise_transform().init, params).memory,
         )
         lead = (capacity, units.parts * units.microbatch)
-        words = 8 * self.mechanism.noise_keys + 3 * self.mechanism.remembers
+        words = 8 * self.mechanism.noise_keys + 3
         arguments = (
             jax.tree.map(
                 lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),

@@ -272,6 +272,7 @@ def _plot(
 def _print(args: argparse.Namespace, guarantee: Any, result: dict[str, Any], told: Any) -> None:
     from rich.table import Table
 
+    from dpfl_jax.accounting.guarantee import rounded_up
     from dpfl_jax.run.console import Console
 
     console = Console(stderr=args.json)
@@ -286,13 +287,13 @@ def _print(args: argparse.Namespace, guarantee: Any, result: dict[str, Any], tol
         table = Table("accounting", "epsilon", "a bound?")
         for row in result["comparison"]:
             value = row["epsilon"]
-            shown = value if isinstance(value, str) else f"{value:.6g}"
+            shown = value if isinstance(value, str) else rounded_up(value, 6)
             table.add_row(row["accounting"], shown, "yes" if row["bound"] else "NO")
         console.print(table)
     if "epsilon_by_contribution" in result:
         table = Table("examples", "epsilon", title="what a user of so many examples spends")
         for count, value in result["epsilon_by_contribution"].items():
-            table.add_row(count, f"{value:.6g}")
+            table.add_row(count, rounded_up(value, 6))
         console.print(table)
     if "plot" in result:
         console.print(f"plot: {result['plot']}")

@@ -93,6 +93,7 @@ def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str,
     """Prints the table of records; JSON has all rows."""
     from rich.table import Table
 
+    from dpfl_jax.accounting.guarantee import rounded_up
     from dpfl_jax.federation.personal.records import COLUMNS, read_records
     from dpfl_jax.run.directory import RECORDS
 
@@ -103,8 +104,9 @@ def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str,
         f"{summary['never_sampled']} never sampled, {summary['left_early']} left early"
     )
     spent, budget = summary["epsilon_spent"], summary["budget"]
+    least, most = rounded_up(spent["least"], 4), rounded_up(spent["most"], 4)
     console.print(
-        f"epsilon spent from {float(spent['least']):.4g} to {float(spent['most']):.4g} (budgets "
+        f"epsilon spent from {least} to {most} (budgets "
         f"from {float(budget['least']):.4g} to {float(budget['most']):.4g}); at most "
         f"{float(summary['largest_share_of_budget']):.1%} of a budget"
     )

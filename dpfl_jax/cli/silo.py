@@ -146,6 +146,7 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
 def _check(args: argparse.Namespace) -> dict[str, Any]:
     from rich.table import Table
 
+    from dpfl_jax.accounting.guarantee import rounded_up
     from dpfl_jax.flower.server import digest_of
     from dpfl_jax.flower.silo import Silo
     from dpfl_jax.run.console import Console
@@ -176,7 +177,8 @@ def _check(args: argparse.Namespace) -> dict[str, Any]:
     table.add_row("study", f"{found['study']} (the same at all parties)")
     table.add_row("policy", ", ".join(f"{k} {v}" for k, v in found["policy"].items()))
     for name, row in found["runs"].items():
-        spent = f"epsilon {row['epsilon']:.4g} of this run, {row['ledger']:.4g} of all by then"
+        own, every = (rounded_up(row[name], 4) for name in ("epsilon", "ledger"))
+        spent = f"epsilon {own} of this run, {every} of all by then"
         table.add_row(f"run {name}", f"{row['rounds']} rounds answered, {spent}")
     for sentence in found["refused"]:
         table.add_row("refused", sentence)

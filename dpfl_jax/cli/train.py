@@ -220,6 +220,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
 
 def _in_one_line(report: dict[str, Any]) -> str:
     """Losses before, with privacy and, if it was run beside, without; nothing if one is missing."""
+    from dpfl_jax.accounting.guarantee import rounded_up
+
     losses = {name: value["loss"] for name, value in report["eval"].items()}
     beside = report["outside_guarantee"].get("without_privacy")
     if beside is None or losses.keys() != {"initial", "final"}:
@@ -227,7 +229,7 @@ def _in_one_line(report: dict[str, Any]) -> str:
     privacy = report["privacy"]
     return (
         f"held-out loss {losses['initial']:.3f} before, {losses['final']:.3f} with privacy "
-        f"(epsilon {privacy['epsilon']:.3g} for each {privacy['unit']}), "
+        f"(epsilon {rounded_up(privacy['epsilon'], 3)} for each {privacy['unit']}), "
         f"{beside[-1]['loss']:.3f} without (for comparison only)"
     )
 

@@ -97,8 +97,11 @@ class BoundedGrad:
           *more: likewise, for a loss of several arguments ``(params, x, y)``.
           mask: bool, int or float [n]; zero (or NaN) marks padding, which contributes exactly zero
             whatever it holds.
-          rng: one key, from which unit i gets ``fold_in(rng, i)``, or n keys; given to the loss
-            as ``rng=``.
+          rng: n keys, one for each unit, given to the loss as ``rng=``: made of a unit's own id, so
+            that without it all others draw what they drew. Or one key, from which the unit at place
+            i gets ``fold_in(rng, i)``: if a unit is left out, not masked, those behind it draw
+            anew. The sum may then move by more than ``sensitivity``, and what it guarantees holds
+            only against those who do not know the key.
           group: int or float [n] for rules that weight by group (see ``GroupAverage``).
           rule: used instead of the one given to ``bounded_grad`` (an adaptive clip norm).
 

@@ -193,6 +193,7 @@ class BoundedStore(StoreBase):
         """``kept``: sorted int64 [n], positions in ``shared``; ``limit``: see ``bounded``."""
         self.shared, self.schema, self._limit = shared, shared.schema, limit
         self.unit_key = shared.unit_key
+        self.immutable = getattr(shared.sets, "immutable", False)
         sets = np.searchsorted(shared.sets.user_offsets, kept, side="right") - 1
         self._sets, counts = np.unique(sets, return_counts=True)
         self.user_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

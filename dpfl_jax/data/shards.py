@@ -171,6 +171,8 @@ class ShardStore(StoreBase):
       user_offsets: int64 [num_users + 1].
     """
 
+    immutable = True
+
     def __init__(self, path: str | os.PathLike[str]):
         """Opens a folder; see ``open_store``."""
         self.path = pathlib.Path(path)

@@ -162,12 +162,14 @@ class StoreBase:
     Attributes:
       of_sets: whether its users are sets of owners (``data/owners.py``), not people.
       unit_key: what makes a user of it, for the guarantee: the column or key of their ids.
+      immutable: whether records stay as they are, so that a fingerprint is computed once.
     """
 
     schema: Schema
     user_offsets: np.ndarray
     of_sets: bool = False
     unit_key: str = ""
+    immutable: bool = False
 
     @property
     def num_users(self) -> int:
@@ -209,9 +211,13 @@ class StoreBase:
             raise IndexError(f"a position lies outside 0..{self.num_examples - 1}")
         return positions
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
-        """Hex digest of users, examples and schema (read once, then kept)."""
+        """Hex digest of users, examples and schema."""
+        return self._fingerprint if self.immutable else content_fingerprint(self)
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
         return content_fingerprint(self)
 
     def __repr__(self) -> str:
@@ -233,6 +239,8 @@ class ArrayStore(StoreBase):
       schema: layout of an example.
       user_offsets: int64 [num_users + 1].
     """
+
+    immutable = True
 
     def __init__(
         self, schema: Schema, ids: Sequence[str], user_offsets: np.ndarray, records: np.ndarray
@@ -371,6 +379,7 @@ class UserView(StoreBase):
         self.parent, self._every = parent, every
         self.of_sets = getattr(parent, "of_sets", False)
         self.unit_key = unit_key_of(parent)
+        self.immutable = getattr(parent, "immutable", False)
         self.schema = parent.schema
         self._users = users[some]
         self._first = (begin + skip)[some]

@@ -26,6 +26,7 @@ from scipy import special, stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting.attacks import Meaning, meaning
+from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence.trials import Trials, scaled
 
@@ -89,7 +90,7 @@ class Audit:
         """One line."""
         verdict = "THE CLAIM IS REFUTED" if self.exceeds else "the claim stands"
         return (
-            f"{self.name}: claimed epsilon {self.claimed:.4g}, proved {self.proved:.4g} "
+            f"{self.name}: claimed epsilon {rounded_up(self.claimed, 4)}, proved {self.proved:.4g} "
             f"({self.proved_of_any:.3g} of any mechanism) at delta {self.delta:.3g} with "
             f"{self.confidence:g} confidence: {verdict}"
         )

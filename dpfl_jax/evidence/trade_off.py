@@ -8,6 +8,7 @@ from typing import Any
 from scipy import stats
 
 from dpfl_jax.accounting import plot_attacks
+from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.evidence.proof import Audit
 
 _SEVERAL = 10  # false alarms: rates of fewer are chance
@@ -42,6 +43,7 @@ def plot_audits(audits: Sequence[Audit]) -> Any:
             label="what the proof rests on",
         )
         verdict = "REFUTED" if found.exceeds else f"proved {found.proved:.3g}"
-        ax.set_title(f"{found.name}: epsilon {found.claimed:.3g} claimed, {verdict}", fontsize=10)
+        claimed = rounded_up(found.claimed, 3)
+        ax.set_title(f"{found.name}: epsilon {claimed} claimed, {verdict}", fontsize=10)
         ax.legend(loc="upper left", fontsize=8)
     return figure

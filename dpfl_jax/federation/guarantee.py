@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.recipes import Claim
@@ -66,7 +67,7 @@ def federated_guarantee(
         subject = subject_epsilon(federation, delta, rounds)
         caveats = (
             f"it protects single records: for a subject of up to {cap} records in each of up to "
-            f"{reach} silos the same run has epsilon {subject:.4g}",
+            f"{reach} silos the same run has epsilon {rounded_up(subject, 4)}",
             "a record is one of those in a silo after the spread over silos and the cap: in the "
             "data before, a record inserted between others of its subject can move those too",
             *caveats,

@@ -169,7 +169,13 @@ def _isrl(basis: dict[str, Any]) -> Statement:
             raise BadInputError(f"no silo has this batch and noise: {kind}")
         if kind["sampling"] not in get_args(Sampling) or kind["arm"] not in get_args(Arm):
             raise BadInputError(f"no silo has this sampling and arm: {kind}")
-        noise.append(SiloNoise(**{**kind, "budget": Budget(**kind["budget"])}))
+        one = SiloNoise(**{**kind, "budget": Budget(**kind["budget"])})
+        if one.sampling != "with_replacement" and one.epsilon > one.budget.epsilon * (1 + 1e-6):
+            raise BadInputError(
+                f"silos of {size} records would spend {one.epsilon:.7g} at delta "
+                f"{one.budget.delta:g}, but kinds_of_silos says a budget of {one.budget.epsilon:g}"
+            )
+        noise.append(one)
     if not noise:
         raise BadInputError("kinds_of_silos is empty")
     return isrl_statement(noise, worst_guarantee(noise))

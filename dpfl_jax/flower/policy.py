@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.config.base import Section
 from dpfl_jax.errors import BadInputError
 
@@ -89,7 +90,8 @@ class Policy(Section):
                 f"policy.least_noise_multiplier is {self.least_noise_multiplier:g}"
             )
         if not asked.epsilon <= self.epsilon:
-            shown = "no guarantee" if math.isinf(asked.epsilon) else f"epsilon {asked.epsilon:.6g}"
+            known = f"epsilon {rounded_up(asked.epsilon, 6)}"
+            shown = "no guarantee" if math.isinf(asked.epsilon) else known
             raise RefusedError(
                 f"the plan gives a {asked.unit} {shown} at delta {self.delta:g}, but "
                 f"policy.epsilon is {self.epsilon:g}"

@@ -30,6 +30,7 @@ from pydantic import Field, ValidationError
 from rich.console import Console
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.config import FederatedConfig, IsrlConfig, validate_config
 from dpfl_jax.config.base import NAME, Section
 from dpfl_jax.config.load import AnyConfig, config_to_dict, read_sections, refuse_code
@@ -365,8 +366,8 @@ class Silo:
             charge, account = self._charge(work)
             if (spent := self.ledger.spent(account, charge.delta)) > most:
                 raise BadInputError(
-                    f"{self.folder / LEDGER} counts epsilon {spent:.6g}, but policy.total_epsilon "
-                    f"is {most:g}: raise it, or begin no more runs"
+                    f"{self.folder / LEDGER} counts epsilon {rounded_up(spent, 6)}, but "
+                    f"policy.total_epsilon is {most:g}: raise it, or begin no more runs"
                 )
         folder = self._place(plan.run)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

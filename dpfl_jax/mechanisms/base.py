@@ -343,8 +343,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
     def remembers(self) -> bool:
         """Whether noise or sampling of a step depends on earlier steps' draws.
 
-        Then a run cannot go on as another computation, which draws anew, and the key of a step's
-        noise ends with the step, against which the noise's state is held.
+        Then a run cannot go on as another computation, which draws anew.
         """
         return False
 

@@ -47,6 +47,7 @@ from dpfl_jax.mechanisms.central_statement import central_statement
 from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches, in_pieces
 from dpfl_jax.mesh import DATA_AXIS, make_mesh, place, replicated, splits_parameters
+from dpfl_jax.noise.reuse import ONE_RELEASE, once
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.public_inputs import about, public_inputs
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, training_digest
@@ -73,14 +74,27 @@ class Batch:
     Attributes:
       step: its number.
       units: what ``Plan.clipped_grad`` takes.
-      noise_key: uint32 [8] or more, what ``Plan.noise`` takes. Secret.
       plan: digest of the plan that it belongs to.
     """
 
     step: int
     units: StepBatch
-    noise_key: np.ndarray
     plan: str
+    _keys: list[np.ndarray] = dataclasses.field(repr=False)
+
+    @property
+    def noise_key(self) -> np.ndarray:
+        """uint32 [11] or more, what ``Plan.noise`` takes: secret, for one release, and given once.
+
+        Raises:
+          BadInputError: it was taken before.
+        """
+        if not self._keys:
+            raise BadInputError(
+                f"the noise key of step {self.step} was taken from its batch before, but "
+                f"{ONE_RELEASE}"
+            )
+        return self._keys.pop()
 
 
 # Digest of a secret key and a plan -> steps that were drawn in this process.
@@ -178,6 +192,8 @@ class Plan:
         key = self._own(key)
         name = f"{key.fingerprint}:{self.digest}"
         pipeline = self.pipeline(self.sampler(key), key if loss_keys else None)
+        if key.public:
+            self._public_seeds.add(key.fingerprint)
         for units in pipeline.iterate(start, self.steps):
             if not key.public:
                 if units.step < _drawn.get(name, 0):
@@ -187,7 +203,7 @@ class Plan:
                         "public one for a trial (RootKey.from_seed)"
                     )
                 _drawn[name] = units.step + 1
-            yield Batch(units.step, units, self.noise_key(key, units.step), self.digest)
+            yield Batch(units.step, units, self.digest, [self.noise_key(key, units.step)])
 
     def clipped_grad(
         self, loss_fn: LossFn, *, trainable: Trainable = None
@@ -305,11 +321,18 @@ class Plan:
     def noise(self) -> optax.GradientTransformationExtraArgs:
         """Turns a clipped sum into a private gradient: noise is added, and the sum divided.
 
+        What is accounted is one release for each batch. A second one under its noise key is refused
+        where it is seen: a batch gives its key once; ``update`` takes an array, or an argument of a
+        function that is traced, once; and from a state that has released the step already the
+        gradient is NaN (outside ``jit``: BadInputError). A key that is kept in a variable and given
+        to two compiled functions, each with a state of its own, is not seen.
+
         Returns:
           ``init(params) -> state`` and ``update(sum, state, params=None, *, noise_key) ->
-          (gradient, state)``, with the batch's own ``noise_key`` (``noise.transformation``).
+          (gradient, state)``, with the batch's own ``noise_key`` (``noise.once``).
         """
-        return self.mechanism.noise_transform()
+        noise = self.mechanism.noise_transform()
+        return once(noise) if self.mechanism.private else noise
 
     def sampler(self, key: RootKey) -> Sampler:
         """Which units each step has, under the key of a run."""
@@ -342,16 +365,19 @@ class Plan:
         return None if self.execution.packing else key_argument(loss_fn)
 
     def noise_key(self, key: RootKey, step: int) -> np.ndarray:
-        """uint32 [8]: of the noise of a step, under the key of a run.
+        """uint32 [11] or more: of the noise of a step, under the key of a run.
 
-        And those of steps before it, if their noise is drawn again; and, if a mechanism remembers,
-        the step and two words of the run: [11] or more.
+        Eight words; those of steps before it, if their noise is drawn again; the step, and two
+        words of the run.
         """
         steps = range(step, step - self.mechanism.noise_keys, -1)
-        words = np.concatenate([key.words("noise", max(s, 0)) for s in steps])
-        if not self.mechanism.remembers:
-            return words
-        return np.concatenate([words, np.full(1, step, np.uint32), key.words("run-of-noise")[:2]])
+        words = [key.words("noise", max(s, 0)) for s in steps]
+        return np.concatenate([*words, np.full(1, step, np.uint32), key.words("run-of-noise")[:2]])
+
+    @functools.cached_property
+    def _public_seeds(self) -> set[str]:
+        """Fingerprints of the public keys that ``batches`` drew from."""
+        return set()
 
     def _refuse_own_loop(self) -> None:
         if self.mechanism.own_budgets:
@@ -393,9 +419,12 @@ class Plan:
         }
         return json.loads(json.dumps(told, default=lambda number: number.item()))
 
-    @functools.cached_property
+    @property
     def data_digest(self) -> str:
-        """Identifies the training data; a function of them, without noise."""
+        """Identifies the training data; a function of them, without noise.
+
+        Computed afresh: a store of one's own may have changed, and then gets other noise.
+        """
         offsets = np.asarray(self.data.user_offsets, np.int64)
         digest = hashlib.sha256(offsets.tobytes())
         digest.update(fingerprint_of(self.data, int(offsets[-1])).encode())
@@ -427,17 +456,19 @@ class Plan:
     ) -> accounting.Guarantee:
         """What the first ``steps`` steps (all) guarantee.
 
-        A loop of one's own adds caveats for what it releases beside the parameters.
+        A loop of one's own adds caveats for what it releases beside the parameters. If ``batches``
+        of this plan were drawn from a public seed, that is named.
 
         Args:
           steps: taken.
           caveats: further sentences.
-          key: what was drawn from; one that is public is named.
+          key: what was drawn from elsewhere; one that is public is named, too.
 
         Raises:
           BadInputError: the plan has fewer steps.
         """
-        if key is not None and key.public and self.mechanism.private:
+        public = bool(self._public_seeds) or (key is not None and key.public)
+        if public and self.mechanism.private and PUBLIC_KEY_CAVEAT not in caveats:
             caveats = (*caveats, PUBLIC_KEY_CAVEAT)
         made = self.mechanism.guarantee(self.population, self._of(steps), self.delta, caveats)
         inputs = public_inputs(self.population.told, self.mechanism)

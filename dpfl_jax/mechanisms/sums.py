@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import Standard, accumulate, join
+from dpfl_jax.clipping.convolutions import kernels
+from dpfl_jax.clipping.result import leaf_name
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism
@@ -39,7 +41,7 @@ def bounded_sum_over_microbatches(
     loss_fn: Callable[..., jax.Array],
     mesh: Mesh,
     *,
-    whole: Collection[str] = (),
+    whole: Collection[str] | None = None,
     **options: Any,
 ) -> Sum:
     """Returns ``(params, units, mask, num_microbatches, frozen) -> (sum, stats)``, before noise.
@@ -51,7 +53,8 @@ def bounded_sum_over_microbatches(
       mechanism: bounds the gradients.
       loss_fn: ``(params, example) -> scalar`` for one example.
       mesh: from ``mesh.make_mesh``; the rows of ``units`` are split over its unit axes.
-      whole: as in ``mesh.parameter_shardings``.
+      whole: as in ``mesh.parameter_shardings``. None: no parameter is; if the mesh would then split
+        the kernel of a convolution, that is refused when the sum is traced.
       **options: passed to ``Mechanism.bounded_grad``; ``trainable`` as the parameters were split.
         ``split_users`` shares the examples of each user out to the ``fsdp`` devices, of which each
         then forms a part of the gradient, instead of one user a device; ``examples_at_once`` counts
@@ -62,12 +65,12 @@ def bounded_sum_over_microbatches(
         mesh,
         options.pop("examples_at_once", None),
         options.pop("split_users", False),
-        whole,
+        whole or (),
     )
     options |= cut
     if splits_parameters(mesh):
-        loss_fn = _in_place(loss_fn, mesh)
-        return _automatic(mechanism, loss_fn, mesh, whole, options)
+        loss_fn = _in_place(loss_fn if whole is not None else _kernels_whole(loss_fn, mesh), mesh)
+        return _automatic(mechanism, loss_fn, mesh, whole or (), options)
     return _by_hand(mechanism, loss_fn, mesh, options)
 
 
@@ -136,6 +139,28 @@ def in_pieces(
         "example_sharding": NamedSharding(mesh, PartitionSpec(FSDP_AXIS)),
         "gradient_sharding": functools.partial(parameter_sharding, mesh=mesh, whole=whole),
     }
+
+
+def _kernels_whole(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:
+    """A loss that is refused where the mesh splits the kernel of a convolution: units would mix."""
+
+    def loss(params: PyTree, example: PyTree, **kwargs: Any) -> jax.Array:
+        places = {
+            leaf_name(path): parameter_sharding(leaf_name(path), jnp.shape(x), mesh)
+            for path, x in jax.tree_util.tree_leaves_with_path(params)
+        }
+        found = kernels(functools.partial(loss_fn, **kwargs), params, example)
+        split = sorted(name for name in found if not places[name].is_fully_replicated)
+        if split:
+            raise BadInputError(
+                f"the mesh splits {', '.join(split)} over devices, which reach the kernel of a "
+                "convolution, where XLA mixes units: copy them to all devices, with whole= "
+                "clipping.convolutions.kernels(loss_fn, params, example) here and in "
+                "mesh.parameter_shardings"
+            )
+        return loss_fn(params, example, **kwargs)
+
+    return loss
 
 
 def _in_place(loss_fn: Callable[..., jax.Array], mesh: Mesh) -> Callable[..., jax.Array]:

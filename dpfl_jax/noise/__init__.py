@@ -20,6 +20,7 @@ from dpfl_jax.noise.buffered import (
 )
 from dpfl_jax.noise.exact import compiler_options
 from dpfl_jax.noise.gaussian import GaussianNoise
+from dpfl_jax.noise.reuse import once
 from dpfl_jax.noise.transform import MOST_NOISE, Noise, NoiseState, transformation
 from dpfl_jax.noise.workload import PREFIX_SUMS, Workload, workload_of
 
@@ -43,6 +44,7 @@ __all__ = [
     "inverse_multiplied",
     "inverse_strategy",
     "multiplied",
+    "once",
     "prefix_error",
     "redrawn",
     "redrawn_rows",

@@ -146,7 +146,8 @@ def transformation(noise: Noise, divisor: float) -> optax.GradientTransformation
       ``init(params) -> NoiseState`` and ``update(sum, state, params=None, *, noise_key) ->
       (gradient, state)``, to be chained with any optimiser, and compiled with it or alone. The sum
       is float32; the gradient has the dtypes of ``params`` if they are given; noise_key is uint32
-      [8], for this step alone (``Plan.noise_key``).
+      [8] or more, for this step alone (``Plan.noise_key``). Where ``refused``, a bool scalar, the
+      gradient is NaN (``once``).
     """
 
     def init(params: PyTree) -> NoiseState:
@@ -159,11 +160,14 @@ def transformation(noise: Noise, divisor: float) -> optax.GradientTransformation
         params: PyTree | None = None,
         *,
         noise_key: jax.Array,
+        refused: jax.Array | None = None,
         **others: Any,
     ) -> tuple[PyTree, NoiseState]:
         del others
-        gradient = divided(noise.add(noise_key[:8], total), divisor, params)
-        return gradient, state._replace(step=state.step + 1)
+        noised = noise.add(noise_key[:8], total)
+        if refused is not None:
+            noised = jax.tree.map(lambda x: jnp.where(refused, jnp.nan, x), noised)
+        return divided(noised, divisor, params), state._replace(step=state.step + 1)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

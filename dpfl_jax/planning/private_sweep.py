@@ -21,6 +21,7 @@ from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import digests
+from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import NAME, Statement, read
 from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
 from dpfl_jax.data import Store, load_dataset
@@ -299,9 +300,10 @@ class PrivateSweep:
             selection.delta,
             privacy.budget,
         )
+        before, after = rounded_up(found.before, 4), rounded_up(found.after, 4)
         console.print(
-            f"ledger {privacy.ledger}, account {privacy.account}: epsilon {found.before:.4g} spent "
-            f"before this sweep, {found.after:.4g} with all of it (delta {selection.delta:.3g})",
+            f"ledger {privacy.ledger}, account {privacy.account}: epsilon {before} spent before "
+            f"this sweep, {after} with all of it (delta {selection.delta:.3g})",
             soft_wrap=True,
             markup=False,
             highlight=False,

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.errors import BadInputError, too_little_memory
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
@@ -378,7 +379,7 @@ def _status(row: dict[str, Any]) -> str:
     if raw.get("tokens_per_s"):
         parts.append(f"{raw['tokens_per_s']:,.0f} tok/s")
     if row["epsilon_spent"] is not None:
-        parts.append(f"ε ≤ {row['epsilon_spent']:.2f}")
+        parts.append(f"ε ≤ {rounded_up(row['epsilon_spent'], 3)}")
     return "  ".join(parts)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.accounting import REPLACE, Guarantee, Meaning, plot_attacks
+from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.run.directory import FINISHED
 
 _PRIVATE, _OTHER, _SPENT = "#1f5fbf", "0.45", "#c2571a"
@@ -148,10 +149,10 @@ def _spent(axis: Any, points: Sequence[tuple[int, float]], report: Mapping[str, 
     steps, values = np.array(points).T
     axis.fill_between(steps, values, step="pre", color=_SPENT, alpha=0.15)
     axis.step(steps, values, where="pre", color=_SPENT, lw=2)
-    stated, said = values[-1], f"{values[-1]:.3g} in the end"
+    stated, said = values[-1], f"{rounded_up(values[-1], 3)} in the end"
     if report["status"] == FINISHED and report["steps"] < report["planned_steps"]:
         stated = float(report["privacy"]["epsilon"])
-        said = f"stated: {stated:.3g}, of all {report['planned_steps']} planned steps"
+        said = f"stated: {rounded_up(stated, 3)}, of all {report['planned_steps']} planned steps"
         axis.axhline(stated, color=_SPENT, ls="--", lw=1)
     axis.set_ylim(0, 1.25 * stated)
     axis.annotate(

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import config_fingerprint, config_to_dict
 from dpfl_jax.errors import BadInputError
@@ -220,10 +221,11 @@ class _Bill:
             account, self._paid, charge.event, charge.delta, privacy.budget
         )
         left = "" if found.left is None else f", {found.left:.4g} left"
+        before, after = rounded_up(found.before, 4), rounded_up(found.after, 4)
         lines = [f"a new ledger was made at {self._ledger.path}"] * found.new_ledger
         lines.append(
-            f"ledger {self._ledger.path}, account {privacy.account}: epsilon {found.before:.4g} "
-            f"spent before this run, {found.after:.4g} with it{left} (delta {charge.delta:.3g})"
+            f"ledger {self._ledger.path}, account {privacy.account}: epsilon "
+            f"{before} spent before this run, {after} with it{left} (delta {charge.delta:.3g})"
         )
         self._console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 

@@ -15,6 +15,7 @@ import jax
 
 from dpfl_jax import __version__
 from dpfl_jax.accounting import Guarantee, digests
+from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import NAME as STATEMENT
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.run.directory import FINISHED, write_atomically
@@ -155,7 +156,7 @@ def claim_rows(claim: dict[str, Any]) -> list[tuple[str, str]]:
     if claim["if_constant"] != real:
         constant = f"of a {unit}, if what follows the private batch were constant"
         rows.append((constant, claim["if_constant"]))
-    return [(name, _short(value)) for name, value in rows]
+    return [(name, _short(value, "epsilon")) for name, value in rows]
 
 
 def taken(report: dict[str, Any]) -> str:
@@ -213,7 +214,7 @@ def render_markdown(report: dict[str, Any]) -> str:
     for title in _BULLETS:
         if section := report.get(title):
             lines += [f"## {title.capitalize()}", ""]
-            lines += [f"- {key}: {_short(value)}" for key, value in section.items()] + [""]
+            lines += [f"- {key}: {_short(value, key)}" for key, value in section.items()] + [""]
     return "\n".join(lines)
 
 
@@ -230,11 +231,13 @@ def _table(title: str, rows: Sequence[dict[str, Any]] | None) -> list[str]:
     heads = [c.replace("_", " ") for c in columns]
     lines = [f"## {title}", "", "| " + " | ".join(heads) + " |", "|---" * len(columns) + "|"]
     for row in rows:
-        lines.append("| " + " | ".join(_short(row.get(c)) for c in columns) + " |")
+        lines.append("| " + " | ".join(_short(row.get(c), c) for c in columns) + " |")
     return [*lines, ""]
 
 
-def _short(value: Any) -> str:
+def _short(value: Any, name: str) -> str:
     if value is None:
         return ""
-    return f"{value:.6g}" if isinstance(value, float) and math.isfinite(value) else str(value)
+    if not (isinstance(value, float) and math.isfinite(value)):
+        return str(value)
+    return rounded_up(value, 6) if "epsilon" in name or name == "delta" else f"{value:.6g}"

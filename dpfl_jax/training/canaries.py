@@ -142,7 +142,7 @@ class CanaryPlan(Plan):
         """People's."""
         return self.people.population
 
-    @functools.cached_property
+    @property
     def data_digest(self) -> str:
         """People's."""
         return self.people.data_digest

@@ -12,7 +12,7 @@ import optax
 from rich.console import Console
 
 from dpfl_jax import accounting
-from dpfl_jax.clipping import Trainable, join, split
+from dpfl_jax.clipping import Trainable, convolutions, join, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.example_keys import key_argument, with_any_key
@@ -44,7 +44,6 @@ from dpfl_jax.run.report import (
 )
 from dpfl_jax.run.state import TrainState, init_state
 from dpfl_jax.run.terms import Terms, training_digest
-from dpfl_jax.training import convolutions
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
 from dpfl_jax.training.modules import check_one_example, functional, named_loss, of_arrays
 from dpfl_jax.training.step import TrainStep, make_train_step
@@ -144,8 +143,9 @@ class Central(Algorithm):
         return self.plan.epsilons(counts)
 
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
-        """As the plan says."""
-        return self.plan.guarantee(steps, caveats)
+        """As the plan says, of the key of this run alone."""
+        plan = self.plan
+        return plan.mechanism.guarantee(plan.population, steps, plan.delta, caveats)
 
     def begin(self, key: RootKey, start: int) -> CentralSteps:
         """The steps after the first ``start``."""

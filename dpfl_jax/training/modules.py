@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +14,10 @@ from dpfl_jax.errors import BadInputError, repeated
 from dpfl_jax.models.functional import cross_entropy
 
 PyTree = Any
+STATISTICS = (
+    "the model keeps statistics of its batches (BatchNorm), which mix people and are not private: "
+    "use GroupNorm, LayerNorm or RMSNorm instead"
+)
 
 
 class Functional(NamedTuple):
@@ -40,7 +44,7 @@ def functional(model: Any) -> Functional:
 
     Raises:
       BadInputError: an NNX module that changes as it computes: statistics of a batch, or dropout
-        with randomness of its own.
+        with randomness of its own; variables of a Linen module with statistics of a batch.
     """
     homes = {c.__module__.partition(".")[0] for c in type(model).__mro__}
     if "equinox" in homes:
@@ -69,6 +73,8 @@ def functional(model: Any) -> Functional:
         raise BadInputError(
             "the parameters are a collection of modules: make them the attributes of one module"
         )
+    if isinstance(model, Mapping) and {"params", "batch_stats"} <= set(model):
+        raise BadInputError(STATISTICS)
     return Functional(model, lambda p: p, False)
 
 
@@ -97,10 +103,7 @@ def _check_nnx(model: Any) -> None:
     from flax import nnx
 
     if jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
-        raise BadInputError(
-            "the model keeps statistics of its batches (BatchNorm), which mix people and are not "
-            "private: use GroupNorm, LayerNorm or RMSNorm instead"
-        )
+        raise BadInputError(STATISTICS)
     draws = [m for _, m in nnx.iter_graph(model) if isinstance(m, nnx.Dropout)]
     if any(m.rate > 0 and not m.deterministic and m.rngs is not None for m in draws):
         raise BadInputError(

@@ -77,7 +77,7 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     *,
-    whole: Collection[str] = (),
+    whole: Collection[str] | None = None,
     **options: Any,
 ) -> TrainStep:
     """Returns the compiled step; the state given to it is donated.
@@ -87,16 +87,16 @@ def make_train_step(
       loss_fn: ``(params, example) -> scalar`` for one example.
       optimizer: any Optax transformation; it sees only the noised, averaged gradient.
       mesh: from ``mesh.make_mesh``.
-      whole: as in ``mesh.parameter_shardings``; the same as of the state.
+      whole: as in ``bounded_sum_over_microbatches``; the same as of the state.
       **options: passed to ``clipping.bounded_grad`` (e.g. ``strategy``, ``trainable``).
 
     Returns:
       ``step(state, units, mask, num_microbatches, noise_key, frozen=None) -> (state, StepStats)``
       with state.params and frozen the parts of ``clipping.split(params, trainable)``, units
       [capacity, parts * microbatch, ...] and mask bool [capacity, parts * microbatch], both split
-      over the mesh's unit axes, num_microbatches int32 scalar <= capacity, and noise_key uint32
-      [2], used for this step alone. The first three may be tuples of equal length, for units of
-      several shapes.
+      over the mesh's unit axes, num_microbatches int32 scalar <= capacity, and noise_key that of
+      ``Plan.noise_key``, used for this step alone. The first three may be tuples of equal length,
+      for units of several shapes.
     """
 
     def update(state: TrainState, total: PyTree, noise_key: jax.Array) -> TrainState:
@@ -107,12 +107,12 @@ def make_train_step(
         # Each device draws the noise of its own part of the sum: the numbers are the same for every
         # layout, and no device holds them all.
         gradient = jax.lax.with_sharding_constraint(
-            gradient, parameter_shardings(gradient, mesh, whole)
+            gradient, parameter_shardings(gradient, mesh, whole or ())
         )
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         new = TrainState(params, opt_state, after.step, after.memory)
-        places = shardings_of(params, optimizer, mesh, whole, after.memory)
+        places = shardings_of(params, optimizer, mesh, whole or (), after.memory)
         return jax.lax.with_sharding_constraint(new, places)
 
     summed = bounded_sum_over_microbatches(mechanism, loss_fn, mesh, whole=whole, **options)

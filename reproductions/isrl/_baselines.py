@@ -87,7 +87,7 @@ def make_central_oracle(
     words = words_of("central", repr(spec), data, batch, clip_norm, noise_multiplier)
 
     def oracle(w: jax.Array, row: Any) -> jax.Array:
-        own = own_keys(row["keys"][0, 1], mixed(words, words_of(loss_name(loss, w, data))))
+        own = own_keys(row["keys"][0, 1], mixed(words, words_of(loss_name(loss, w, data), w)))
         key = jax.random.wrap_key_data(own[:2], impl="threefry2x32")
         answered = jnp.maximum(row["present"].sum(), 1)
         scale = noise_multiplier * largest / (answered * batch.min())

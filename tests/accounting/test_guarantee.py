@@ -6,7 +6,9 @@ import math
 
 import pytest
 
+from dpfl_jax import accounting
 from dpfl_jax.accounting import Guarantee, delta_caveats
+from dpfl_jax.accounting.independent import independent
 from dpfl_jax.errors import BadInputError
 
 ONE = Guarantee(
@@ -45,6 +47,24 @@ def test_the_summary_is_one_line_and_rounds_up():
     assert "NO" in dataclasses.replace(ONE, epsilon=math.inf).summary()
     closed = dataclasses.replace(ONE, status="paper's closed form")
     assert "not verified" in closed.summary()
+
+
+def test_the_paragraph_rounds_up_too():
+    for value in (8.0, 2.4142134, 0.12341649, 5.00000049):
+        given = dataclasses.replace(ONE, epsilon=value, delta=value * 1e-7)
+        epsilon, delta = map(float, given.paragraph()[1:].split(")")[0].split(", "))
+        assert value <= epsilon < 1.00002 * value
+        assert value * 1e-7 <= delta < 1.00002e-7 * value
+
+
+def test_a_second_opinion_is_none_where_it_is_no_bound():
+    """At epsilon 1,462 dp_accounting's bound from below was 1,463: e^-epsilon is 0 there."""
+    event = accounting.events.gaussian(0.02, 1)
+    assert accounting.epsilon(event, 1e-5) == pytest.approx(1462.285, abs=1e-3)
+    assert independent(event, 1e-5) is None
+    small = accounting.events.gaussian(2.0, 1)
+    low, high = independent(small, 1e-5)
+    assert low <= accounting.epsilon(small, 1e-5) <= high * (1 + 1e-5)
 
 
 def test_json_round_trip_even_when_infinite():

@@ -451,6 +451,7 @@ IMPOSSIBLE = [
     ("isrl", kind(batch=1e6), "no silo has this batch"),
     ("isrl", kind(rounds=0), "rounds is 0"),
     ("isrl", kind(arm="certified"), "no silo has this sampling and arm"),
+    ("isrl", kind(budget={"epsilon": 0.1, "delta": 1e-5}), "says a budget of 0.1"),
     ("isrl", basis(kinds_of_silos=[]), "kinds_of_silos is empty"),
 ]
 

@@ -9,6 +9,8 @@ import optax
 import pytest
 
 import dpfl_jax as dpfl
+from dpfl_jax.data.schema import Schema
+from dpfl_jax.data.store import StoreBase, UserView
 from dpfl_jax.errors import BadInputError
 from examples.own_train_loop import loss_fn, make_data, make_plan, train
 
@@ -74,10 +76,80 @@ def test_a_secret_key_gives_the_noise_of_a_step_once():
     np.testing.assert_array_equal(one.noise_key, two.noise_key)
 
 
+def test_a_batch_pays_for_one_release():
+    """A second one with the same noise, as of a GAN or of SAM: their difference has none."""
+    plan, total = make_plan(), {"w": jnp.ones(3), "b": jnp.ones(())}
+    noise, other = plan.noise(), plan.noise()
+    state, step = noise.init(START), jax.jit(noise.update)
+    batches = plan.batches(dpfl.RootKey.generate())
+
+    def release(noise, state, key):
+        return noise.update(total, state, noise_key=key)
+
+    first = next(batches)
+    key = first.noise_key
+    with pytest.raises(BadInputError, match="noise key of step 0 was taken from its batch before"):
+        _ = first.noise_key
+    assert "noise_key" not in repr(first)
+    _, after = release(noise, state, key)
+    for again in (noise, other):  # a loop that is not compiled
+        with pytest.raises(BadInputError, match="step 0 is given a second time"):
+            release(again, state, key)
+    with pytest.raises(BadInputError, match="step 0 is given a second time"):
+        release(noise, after, key.copy())
+
+    @jax.jit
+    def both(states, key):  # both losses in one compiled function
+        return [release(n, s, key)[0] for n, s in zip((noise, other), states, strict=True)]
+
+    with pytest.raises(BadInputError, match="a noise key is given a second time"):
+        both((state, state), next(batches).noise_key)
+    # Compiled, from the state that the first release left: nothing but NaN.
+    third = next(batches).noise_key
+    gradient, after = step(total, state, noise_key=third)  # a loop that begins at a later step
+    assert np.isfinite(gradient["w"]).all()
+    gradient, _ = step(total, after, noise_key=third)
+    assert all(np.isnan(x).all() for x in jax.tree.leaves(gradient))
+    # Another run goes on with the state, and so does the next step.
+    for fresh in (next(batches), next(plan.batches(dpfl.RootKey.generate()))):
+        gradient, after = step(total, after, noise_key=fresh.noise_key)
+        assert np.isfinite(gradient["w"]).all()
+
+
+@pytest.mark.parametrize("base", [object, StoreBase])
+def test_a_store_whose_records_changed_gets_other_noise(base):
+    """Under one plan and key: a run's key is made of the data's digest, computed afresh."""
+
+    class Own(base):
+        user_offsets = np.arange(41)
+
+        def __init__(self):
+            self.schema = Schema.arrays({"x": np.float32(0)}, leading_axis=False)
+            self.x = np.zeros(40, np.float32)
+
+        def read(self, positions):
+            return {"x": self.x[positions]}
+
+        def records(self, positions):
+            return self.schema.pack(self.read(positions))
+
+        def user_ids(self, indices):
+            return [f"{i:03d}" for i in indices]
+
+    store = Own()
+    for data in [store] if base is object else [store, UserView(store, np.arange(20))]:
+        plan = dpfl.ULS(group_size=1, cohort_size=10).plan(data, steps=1, epsilon=1.0, delta=1e-3)
+        before = plan.data_digest
+        assert plan.data_digest == before
+        store.x[3] += 1.0
+        assert plan.data_digest != before
+
+
 @pytest.mark.slow
 def test_keys_are_in_no_state_and_in_no_program():
     plan = make_plan()
     noise, batch = plan.noise(), next(plan.batches(dpfl.RootKey.generate()))
+    noise_key = batch.noise_key
     tx = optax.chain(noise, optax.adam(0.1))
     state = tx.init(START)
     total = plan.clipped_grad(loss_fn)(START, batch).sum
@@ -85,13 +157,13 @@ def test_keys_are_in_no_state_and_in_no_program():
     def update(total, state, key):
         return tx.update(total, state, START, noise_key=key)
 
-    text = jax.jit(update).lower(total, state, batch.noise_key).as_text()
-    kept = [np.asarray(x).ravel().tolist() for x in jax.tree.leaves(state)]
-    for word in batch.noise_key.tolist():
+    text = jax.jit(update).lower(total, state, noise_key).as_text()
+    alone, _ = noise.update(total, noise.init(START), START, noise_key=noise_key)
+    chained, after = jax.jit(update)(total, state, noise_key)
+    kept = [np.asarray(x).ravel().tolist() for x in jax.tree.leaves(after)]
+    for word in noise_key[:8].tolist():  # the last three are the step and the run
         assert str(word) not in text
         assert all(word not in values for values in kept)
-    alone, _ = noise.update(total, noise.init(START), START, noise_key=batch.noise_key)
-    chained, _ = jax.jit(update)(total, state, batch.noise_key)
     want, _ = optax.adam(0.1).update(alone, optax.adam(0.1).init(START), START)
     np.testing.assert_allclose(chained["w"], want["w"], rtol=1e-5)
 
@@ -112,6 +184,11 @@ def test_what_a_plan_did_not_account_for_is_refused():
         next(small.batches(key, start=-1))
     assert any("seed written" in caveat for caveat in small.guarantee(key=key).caveats)
     assert small.guarantee(key=dpfl.RootKey.generate()).caveats == small.guarantee().caveats
+    # Its own batches' seed is named without being asked for, and once.
+    assert not any("seed written" in caveat for caveat in small.guarantee().caveats)
+    next(small.batches(key))
+    for found in (small.guarantee(), small.guarantee(1, key=key)):
+        assert sum("seed written" in caveat for caveat in found.caveats) == 1
 
 
 @pytest.mark.parametrize(

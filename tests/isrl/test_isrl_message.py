@@ -186,6 +186,20 @@ def test_keys_are_distinct_and_messages_depend_on_nobody_else():
     np.testing.assert_array_equal(make_oracle(quadratic, spec, data, **options)(w, alone), 0 * w)
 
 
+def test_one_row_asked_at_two_points_has_two_noises():
+    """Else the difference of both would be that of two clipped sums."""
+    data = silos([4, 4], dim=50)
+    row = {k: v[0] for k, v in make_schedule(KEY, 1, np.array([4, 4])).rows().items()}
+    options = {"batch": jnp.full(2, 4.0), "clip_norm": 1e-6}
+    spec, points = MessageSpec("full"), (jnp.zeros(50), jnp.ones(50))
+    oracle = make_oracle(quadratic, spec, data, stddev=jnp.full(2, 4.0), **options)
+    central = make_central_oracle(quadratic, spec, data, noise_multiplier=1e6, **options)
+    for draw in (oracle, central):
+        first, second, again = (np.asarray(draw(w, row)) for w in (*points, points[0]))
+        np.testing.assert_array_equal(first, again)
+        assert np.std(first - second) > 0.5 * np.std(first)
+
+
 @pytest.mark.nightly
 def test_noise_has_the_stated_variance():
     """Chi-square test of 6,000 normals, false-alarm rate 1e-3; and silos are independent."""

@@ -11,7 +11,7 @@ import pytest
 from fitting import fit_given as fit
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping import SelfCheckError
+from dpfl_jax.clipping import SelfCheckError, convolutions
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
 from dpfl_jax.mechanisms import ELS, ULS, sum_check
@@ -19,7 +19,7 @@ from dpfl_jax.mechanisms.batches import training_pipeline
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training import central, convolutions
+from dpfl_jax.training import central
 
 GROUP = 3
 MECHANISM = ULS(group_size=GROUP, cohort_size=4.0, clip_norm=0.1, noise_multiplier=1.0)

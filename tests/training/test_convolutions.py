@@ -13,9 +13,10 @@ import pytest
 from fitting import fit_given as fit
 from neighbours import removed
 
-from dpfl_jax.clipping import SelfCheckError
+from dpfl_jax.clipping import SelfCheckError, convolutions
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.mechanisms.batches import training_pipeline
 from dpfl_jax.mechanisms.sum_check import check_sum
@@ -23,7 +24,6 @@ from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place, unit_parts
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.training import convolutions
 
 GROUP, CLIP, ROW = 2, 0.1, 16
 COMMON = {"group_size": GROUP, "clip_norm": CLIP, "noise_multiplier": 1.0}
@@ -199,6 +199,21 @@ def test_where_kernels_are_split_units_mix_and_the_check_says_so(option):
     assert error > 0.1 or sensitivity > 1.1
     with pytest.raises(SelfCheckError, match="data 2 x fsdp 2 x tensor 2: units mix"):
         check("one_d", "2x2x2", option, copied=False)
+
+
+@pytest.mark.parametrize(("layout", "refused"), [("2x2x2", True), ("8x1x1", False)])
+def test_who_does_not_say_which_parameters_are_whole_gets_no_split_kernel(layout, refused):
+    loss, params, data = problem("one_d")
+    mesh = make_mesh(*LAYOUTS[layout])
+    total = bounded_sum_over_microbatches(EXAMPLES, loss, mesh, strategy="vmap")
+    pipeline = training_pipeline(EXAMPLES.sampler(data.user_offsets, KEY), data, mesh, 2)
+    units, mask = buffers(pipeline, EXAMPLES)
+    given = (params, (units,), (mask,), (np.int32(1),), nothing(params))
+    if refused:
+        with pytest.raises(BadInputError, match="kernel of a convolution, where XLA mixes units"):
+            jax.eval_shape(total, *given)
+    else:
+        jax.eval_shape(total, *given)
 
 
 @pytest.mark.parametrize("name", conv_zoo.ZOO)

@@ -189,6 +189,11 @@ PARAMS = {"w": np.zeros((6, 2), np.float32)}
         ("classification", PARAMS, "needs model="),
         ("hinge", PARAMS, "no loss 'hinge': use causal_lm, classification, regression"),
         ("classification", Normed(nnx.BatchNorm(6, rngs=nnx.Rngs(0))), "BatchNorm.*mix people"),
+        (
+            lambda v, e: v["params"]["w"].sum() * e["x"].sum(),  # Linen's, in a loss of one's own
+            {"params": PARAMS, "batch_stats": {"mean": np.zeros(6, np.float32)}},
+            "BatchNorm.*mix people",
+        ),
         ("classification", {"a": nnx.Linear(6, 2, rngs=nnx.Rngs(0))}, "a collection of modules"),
         ("classification", Normed(nnx.Dropout(0.5, rngs=nnx.Rngs(0))), "dropout holds randomness"),
     ],

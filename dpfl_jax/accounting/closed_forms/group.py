@@ -68,7 +68,7 @@ def black_box_epsilon(
     Returns:
       Epsilon; ``inf`` where the lemma gives no finite guarantee.
     """
-    check_delta(delta)
+    delta = check_delta(delta)
     if accountant == "rdp":
         divergences = renyi.renyi_divergences(example_event)
 

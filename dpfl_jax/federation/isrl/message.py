@@ -190,7 +190,8 @@ def make_messages(
     )
 
     def messages(w: jax.Array, row: PyTree) -> jax.Array:
-        name = words_of(loss_name(loss, w, data))
+        # Of w, too: messages at two points would have one noise, and their difference none.
+        name = words_of(loss_name(loss, w, data), w)
         keys = jax.vmap(own_keys)(row["keys"], mixed(words, name))
         return every(
             w, data.examples, data.sizes, rank, row["turn"], batch, clip_norms, stddev, keys
@@ -242,8 +243,8 @@ def make_oracle(
       batch_capacity: largest K, with replacement.
 
     ``round`` is one row of ``Schedule``: ``present`` bool [N], ``turn`` int [N], ``keys`` uint32
-    [N, 2, 8], from which this oracle derives its own (``schedule.own_keys``). If nobody answers the
-    mean is zero.
+    [N, 2, 8], from which this oracle derives those of its own and of w (``schedule.own_keys``):
+    what is accounted is one call for each row. If nobody answers the mean is zero.
     """
     messages = make_messages(
         loss,

@@ -35,7 +35,8 @@ def kernels(loss_fn: Callable[..., Any], params: PyTree, example: PyTree) -> Nam
     """
 
     def shape(x: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+        dtype = x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+        return jax.ShapeDtypeStruct(jnp.shape(x), dtype)
 
     shapes = jax.tree.map(shape, params)
     jaxpr = jax.make_jaxpr(loss_fn)(shapes, jax.tree.map(shape, example)).jaxpr

@@ -1,0 +1,81 @@
+"""Refuses a second release under one noise key.
+
+The difference of two such releases has no noise: it is that of their clipped sums. In a run
+of ``fit`` each step has one release. A loop of one's own may have two losses (a GAN) or take a
+second gradient at another point (SAM), and then use the key of its batch twice.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from dpfl_jax.errors import BadInputError
+
+PyTree = Any
+ONE_RELEASE = (
+    "it is for one release, and the difference of two would show the sums without noise: add the "
+    "losses up to one, or make a plan of a step for each release and take a batch for each"
+)
+
+
+class OnceState(NamedTuple):
+    """What ``once`` knows between steps.
+
+    Attributes:
+      noise: the state of the noise itself.
+      next: uint32 scalar, the step after the last one that was released.
+      run: uint32 [2], the run of that step.
+    """
+
+    noise: PyTree
+    next: jax.Array | np.ndarray
+    run: jax.Array | np.ndarray
+
+
+# Keys that a release was made under, by identity: arrays of a loop, and tracers of a function.
+_used: dict[int, weakref.ref[Any]] = {}
+
+
+def once(noise: optax.GradientTransformationExtraArgs) -> optax.GradientTransformationExtraArgs:
+    """Adds noise as ``noise`` does, and refuses a noise key that it is given again.
+
+    Args:
+      noise: whose ``noise_key`` ends with its step and two words of its run (``Plan.noise_key``),
+        and whose gradient is NaN where ``refused``.
+
+    Returns:
+      As ``noise``, with ``OnceState``. If the state has released this step, or a later one, of the
+      same run, the gradient is NaN under ``jit``, and BadInputError is raised outside. If one array
+      is given twice, or one argument of a function that is traced, BadInputError is raised.
+    """
+
+    def init(params: PyTree) -> OnceState:
+        return OnceState(noise.init(params), np.zeros((), np.uint32), np.zeros(2, np.uint32))
+
+    def update(
+        total: PyTree,
+        state: OnceState,
+        params: PyTree | None = None,
+        *,
+        noise_key: jax.Array,
+        **others: Any,
+    ) -> tuple[PyTree, OnceState]:
+        step, run = noise_key[-3], noise_key[-2:]
+        again = (step < state.next) & (run == state.run).all()
+        known = not isinstance(again, jax.core.Tracer)
+        used = _used.get(id(noise_key))
+        if (used is not None and used() is noise_key) or (known and bool(again)):
+            which = "a noise key" if isinstance(step, jax.core.Tracer) else f"that of step {step}"
+            raise BadInputError(f"noise.update: {which} is given a second time, but {ONE_RELEASE}")
+        others = {**others, "noise_key": noise_key, "refused": again}
+        gradient, inner = noise.update(total, state.noise, params, **others)
+        name = id(noise_key)
+        _used[name] = weakref.ref(noise_key, lambda _: _used.pop(name, None))
+        return gradient, OnceState(inner, step + np.uint32(1), run)
+
+    return optax.GradientTransformationExtraArgs(init, update)
