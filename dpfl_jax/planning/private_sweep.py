@@ -282,9 +282,12 @@ class PrivateSweep:
             selection.delta,
             privacy.budget,
         )
-        console.print(
+        said = (
             f"ledger {privacy.ledger}, account {privacy.account}: epsilon {found.before:.4g} spent "
-            f"before this sweep, {found.after:.4g} with all of it (delta {selection.delta:.3g})",
+            f"before this sweep, {found.after:.4g} with all of it (delta {selection.delta:.3g})"
+        )
+        console.print(
+            "\n".join([said, *found.notes]),
             soft_wrap=True,
             markup=False,
             highlight=False,

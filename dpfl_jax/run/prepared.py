@@ -195,6 +195,7 @@ class _Bill:
             f"ledger {self._ledger.path}, account {privacy.account}: epsilon {found.before:.4g} "
             f"spent before this run, {found.after:.4g} with it{left} (delta {charge.delta:.3g})"
         )
+        lines += found.notes
         self._console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 
     def commit(self) -> None:
