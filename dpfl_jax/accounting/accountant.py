@@ -276,12 +276,15 @@ def profile(flat: Flat, least: float, points: int, resolution: float = 0.1) -> l
     if any(isinstance(leaf, RenyiLeaf) for leaf, _ in flat.leaves):
         return [_renyi_curve(flat, least, points)]
     tail = _log_tail(flat, least)
-    return _coarsened(
-        lambda factor: [
-            _curve(_composed(flat, d, [0.1, least], resolution, tail, factor), least, points)
-            for d in DIRECTIONS
-        ]
-    )
+
+    def curve(direction: str) -> Curve:
+        return _coarsened(
+            lambda factor: _curve(
+                _composed(flat, direction, [least], resolution, tail, factor), least, points
+            )
+        )
+
+    return [curve(direction) for direction in DIRECTIONS]
 
 
 def _curve(whole: Composition, least: float, points: int) -> Curve:

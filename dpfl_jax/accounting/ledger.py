@@ -191,8 +191,9 @@ class Ledger:
     def spent(self, account: Account, delta: float) -> float:
         """The least budget at ``delta`` that allows all runs of the account so far.
 
-        One run has this epsilon. Of several it is no guarantee by itself, as when to stop may follow
-        from what they showed: what the account guarantees is the budget that was fixed before them.
+        One run has this epsilon. Of several it is no guarantee by itself, as when to stop may
+        follow from what they showed: what the account guarantees is the budget that was fixed
+        before them.
         """
         check_delta(delta)
         return _spent(self._account(account).values(), account, delta)
@@ -202,7 +203,7 @@ class Ledger:
         return max(budget - self.spent(account, delta), 0.0)
 
     def budgets(self, account: Account) -> dict[float, float]:
-        """From delta to epsilon: what the account guarantees, the largest that it was ever given."""
+        """From delta to epsilon: what the account guarantees, the most that it was ever given."""
         return _budgets(self._records(), account)
 
     def runs(self, account: Account) -> list[str]:
@@ -264,12 +265,12 @@ def _refusal(account: Account, needed: float, delta: float, budget: float, spent
     people = f"the {account.unit}s of this data set"
     if math.isinf(needed):
         return (
-            f"no budget of {people} at delta {delta:g} allows this run beside the others: it has no "
-            "guarantee, or one whose own delta is above an eighth of that"
+            f"no budget of {people} at delta {delta:g} allows this run beside the others: it has "
+            "no guarantee, or one whose own delta is above an eighth of that"
         )
     return (
-        f"this run would take {people} to epsilon {needed:.6g} at delta {delta:g}, beyond the budget "
-        f"of {budget:g}: {spent:.6g} is spent, about {max(budget - spent, 0.0):.6g} is left"
+        f"this run would take {people} to epsilon {needed:.6g} at delta {delta:g}, beyond the "
+        f"budget of {budget:g}: {spent:.6g} is spent, about {max(budget - spent, 0.0):.6g} is left"
     )
 
 
@@ -314,22 +315,22 @@ def _notes(
     known, notes = budgets.get(delta), []
     if mine and not any("budget" in record for record in mine):
         notes.append(
-            "the runs of this account were recorded by an earlier version, which took them all to be "
-            "chosen before the first: they are counted anew, in full and as chosen one after the "
-            "other, so that more is spent than was said"
+            "the runs of this account were recorded by an earlier version, which took them all to "
+            "be chosen before the first: they are counted anew, in full and as chosen one after "
+            "the other, so that more is spent than was said"
         )
     if budget is None:
         if others and not budgets:
             notes.append(
-                "this account has no budget: what is spent is what one would have had to be, and no "
-                "guarantee, as runs may have been chosen by what earlier ones showed (privacy.budget "
-                "fixes one)"
+                "this account has no budget: what is spent is what one would have had to be, and "
+                "no guarantee, as runs may have been chosen by what earlier ones showed "
+                "(privacy.budget fixes one)"
             )
     elif known is None:
         if others:
             notes.append(
-                f"this account had runs before it had the budget {budget:g} (delta {delta:g}), which "
-                "holds for all of them unless they showed what it should be"
+                f"this account had runs before it had the budget {budget:g} (delta {delta:g}), "
+                "which holds for all of them unless they showed what it should be"
             )
     elif budget > known:
         notes.append(

@@ -1,9 +1,9 @@
 """A privacy filter: what a budget allows of runs that are chosen one after the other.
 
-Who has seen a run chooses the next one by it, and composing the privacy losses of the runs that were
-chosen does not bound what such a sequence tells. A quantity that adds up whatever is chosen does, if
-the most that it may add up to is fixed before the first run. There are three, each with its part of
-delta, and a run may go on as long as one of them allows it:
+Whoever has seen a run chooses the next one by it, and composing the privacy losses of the runs that
+were chosen does not bound what such a sequence tells. A sum that grows by known amounts does, if
+the most that it may come to is fixed before the first run. There are three such sums, each with its
+part of delta, and a run may begin if one of them allows it:
 
 - steps of the first run's kind, of runs that have no others;
 - squared means of Gaussians that tell at least as much as the runs do, but for a small probability;
@@ -56,7 +56,7 @@ def filtered_epsilon(
     """The least budget that allows these runs, each of which was chosen by what earlier ones told.
 
     A budget that is fixed before the first run holds for all of them, whatever they are, if each is
-    begun only where this, with it, is not above the budget. Of one run it is that run's own epsilon.
+    begun only where this, with it, is not above the budget. Of one run it is its own epsilon.
 
     Args:
       runs: what each does to one unit, in the order in which they were reserved.
@@ -84,9 +84,7 @@ def _tells_nothing(flat: Flat) -> bool:
     return flat.private and not flat.leaves and flat.gaussian == 0
 
 
-def _epsilon(
-    event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation
-) -> float:
+def _epsilon(event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation) -> float:
     """Of what is fixed beforehand; inf where the noise is too small for any accountant."""
     try:
         accountant = accountant_of(event, relation)
@@ -157,9 +155,7 @@ def _least(holds: Callable[[float], bool], most: float = 2 * LARGEST_MEAN_LOSS) 
     return high
 
 
-def dominates(
-    squared: float, apart: float, epsilons: np.ndarray, deltas: np.ndarray
-) -> bool:
+def dominates(squared: float, apart: float, epsilons: np.ndarray, deltas: np.ndarray) -> bool:
     """Whether a Gaussian, but for a probability, tells no less than what has a curve of deltas.
 
     Args:
