@@ -115,7 +115,7 @@ def _by_gaussians(
     later = collections.Counter(flatten(event, relation) for event in runs[1:])
     try:
         squared = _least(lambda most: _shares(later, most, tail) <= 1.0)
-    except TooLittleNoiseError:
+    except (TooLittleNoiseError, TableTooLargeError):
         return math.inf
     if squared == math.inf:
         return math.inf
@@ -186,7 +186,7 @@ def _by_renyi(
     runs: Sequence[dp_accounting.DpEvent], delta: float, relation: NeighboringRelation
 ) -> float:
     """Divergences of the order that suits the budget: each budget has its own."""
-    orders = ORDERS[ORDERS > 1.02]
+    orders = ORDERS[(ORDERS > 1.02) & (ORDERS < 128.0)]
     try:
         divergences = sum(renyi_divergences(event, orders, relation) for event in runs)
     except BadInputError:  # of a run that has none

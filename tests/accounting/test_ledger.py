@@ -91,6 +91,8 @@ def test_what_is_reserved_counts_however_early_a_run_ends(tmp_path):
     for _ in range(2):
         ledger.commit("a")
         assert ledger.spent(USERS, DELTA) == whole
+    with pytest.raises(TypeError):
+        ledger.commit("a", run_of(40))
     size = os.path.getsize(ledger.path)
     # Resumed: the same run, once.
     assert ledger.reserve(USERS, "a", run_of(100), DELTA).after == whole
@@ -148,7 +150,7 @@ def test_a_budget_is_fixed_when_its_account_is_opened(tmp_path):
     (note,) = ledger.reserve(USERS, "d", noisy(10), DELTA, 3.0).notes
     assert "was 2 and is now 3" in note
     assert ledger.budgets(USERS) == {DELTA: 3.0}
-    # A run that says so without a step of its own is recorded, too.
+    # A run that is in the ledger already, and comes with a larger budget.
     assert ledger.reserve(USERS, "d", noisy(10), DELTA, 4.0).notes
     assert ledger.reserve(USERS, "d", noisy(10), DELTA, 4.0).notes == ()
     # At another delta it is another budget, and each is kept.

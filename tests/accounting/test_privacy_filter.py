@@ -172,7 +172,7 @@ def test_a_budget_allows_what_a_smaller_one_does():
     """Each has a Renyi order of its own: none refuses what is said to be enough."""
     runs = [events.uls(1.0, 0.02, 100), events.gaussian(8.0, 1)]
     found = privacy_filter._by_renyi(runs, 1e-6, accounting.ADD_OR_REMOVE)
-    orders = renyi.ORDERS[renyi.ORDERS > 1.02]
+    orders = renyi.ORDERS[(renyi.ORDERS > 1.02) & (renyi.ORDERS < 128.0)]
     spent = sum(renyi.renyi_divergences(run, orders) for run in runs)
     for budget in found * np.array([1.0, 1.01, 1.1, 1.5, 3.0]):
         served = 0.7 * np.log(1e6) * (2 * orders - 1) / (orders - 1) ** 2
