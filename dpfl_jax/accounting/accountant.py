@@ -281,6 +281,83 @@ def delta_curve(
     )
 
 
+Curve = tuple[np.ndarray, np.ndarray]
+
+
+@functools.lru_cache(maxsize=256)
+def profile(flat: Flat, least: float, points: int, resolution: float = 0.1) -> list[Curve]:
+    """Upper bounds on delta, from epsilon 0 to where it is ``least``, or falls no further.
+
+    Between neighbours the chord in e^epsilon is one, too, as delta is convex in it. Nothing is kept
+    for noise that is drawn: that is for whoever states an epsilon.
+
+    Args:
+      flat: private, and more than Gaussians.
+      least: in (0, 1).
+      points: about so many in a curve.
+      resolution: as for :func:`epsilon`.
+
+    Returns:
+      For each direction, or for both: epsilons, float64 [n], ascending from 0; deltas, float64 [n].
+
+    Raises:
+      TooLittleNoiseError: there are no such curves.
+    """
+    least = max(least, _LEAST_DELTA)
+    if any(isinstance(leaf, RenyiLeaf) for leaf, _ in flat.leaves):
+        return [_renyi_curve(flat, least, points)]
+    tail = _log_tail(flat, least)
+
+    def curve(direction: str) -> Curve:
+        return _coarsened(
+            lambda factor: _curve(
+                _composed(flat, direction, [least], resolution, tail, factor), least, points
+            )
+        )
+
+    return [curve(direction) for direction in DIRECTIONS]
+
+
+def _curve(whole: Composition, least: float, points: int) -> Curve:
+    """Without a tilt as far as rounding lets it be seen, and beyond that with some."""
+    least += 1.001 * whole.infinity
+    end = _finite(whole.epsilon(least))
+    at = np.linspace(0.0, end, points)
+    deltas = whole.deltas(at)
+    seen = int((deltas > 1e-12 * (whole.steps + 100)).sum())
+    if seen < points:
+        at, deltas = at[:seen], deltas[:seen]
+        for target in np.geomspace(deltas.min(initial=0.1), least, 5)[1:]:
+            losses, bounds = whole.curve(whole.saddle(float(target))[0], math.log(least) - 17.0)
+            new = (losses > at.max(initial=-1.0)) & (losses >= 0.0) & (losses < end)
+            some = np.unique(np.linspace(0, max(new.sum() - 1, 0), points // 4).astype(int))
+            at = np.append(at, losses[new][some[: new.sum()]])
+            deltas = np.append(deltas, bounds[new][some[: new.sum()]])
+        if at.min(initial=1.0) > 0.0:  # delta is 1 at most
+            at, deltas = np.append(0.0, at), np.append(1.0, deltas)
+        at, deltas = np.append(at, end), np.append(deltas, least)
+    return at, np.minimum.accumulate(deltas)
+
+
+def _renyi_curve(flat: Flat, least: float, points: int) -> Curve:
+    """Of both directions, where only Renyi divergences are known."""
+    found = renyi.flat_divergences(flat, renyi.ORDERS)
+    at = np.linspace(0.0, _finite(renyi.epsilon_from_renyi(found, renyi.ORDERS, least)), points)
+    deltas = np.exp(renyi.log_delta_from_renyi(found, renyi.ORDERS, at))
+    # Total variation, from the Kullback-Leibler divergence, which is below those of orders above 1:
+    # Pinsker; Bretagnolle and Huber.
+    kl = float(found.min())
+    return at, np.minimum(deltas, min(math.sqrt(kl / 2), math.sqrt(-math.expm1(-kl))))
+
+
+def _finite(end: float) -> float:
+    if math.isfinite(end):
+        return end
+    raise TooLittleNoiseError(
+        "this run has no finite epsilon at any small delta: raise its noise multiplier"
+    )
+
+
 def rough_epsilon(
     event: dp_accounting.DpEvent, delta: float, relation: NeighboringRelation = ADD_OR_REMOVE
 ) -> float:

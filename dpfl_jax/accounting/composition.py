@@ -354,6 +354,18 @@ class Composition:
         found = np.where(below < 1.0, upper[0] * (1.0 - below) + below * spread[0], found)
         return np.asarray(np.minimum(1.0, found + slack[0] + lost))
 
+    def curve(self, theta: float, negligible: float) -> tuple[np.ndarray, np.ndarray]:
+        """Losses, and upper bounds on delta at these epsilons, where rounding does not hide them.
+
+        Args:
+          theta: tilt, > 0: the larger, the smaller are the deltas that are seen.
+          negligible: log of a share of delta that does not matter.
+        """
+        losses, law, log_weight, slack, lost = self._weighted(theta, negligible)
+        _, spread = self._spread(law * np.exp(log_weight))
+        seen = np.flatnonzero(slack <= 1e-3 * spread)
+        return losses[seen], (spread + slack + lost)[seen]
+
     def _spread(self, mass: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Mass [n + 1] at each loss and above, and the hockey-stick divergence [n] there."""
         upper = np.append(np.cumsum(mass[::-1])[::-1], 0.0)

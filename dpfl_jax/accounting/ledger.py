@@ -1,8 +1,9 @@
 """What the users of a data set have spent over several runs: an append-only file.
 
-A run *reserves* its whole event before its first step, and may *commit* a smaller one at its end.
-A reservation counts in full until it is committed, so a crash at any moment can only over-report.
-Events of one account (data set, unit, adjacency) are composed, not their epsilons added.
+A run *reserves* its whole event before its first step, and that is what counts, however early it
+ends: when it ends may follow from what it showed. *commit* notes that it has ended.
+Events of one account (data set, unit, adjacency) are held to its budget by a privacy filter
+(``privacy_filter``), which holds for runs that were chosen after looking at earlier ones.
 
 The file has one JSON record per line, each with the hash of the record before it: a record removed
 or changed in the middle is noticed. Records are written by one ``write`` and synced to disk under
@@ -20,25 +21,16 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import dp_accounting
 
 from dpfl_jax.accounting import serialize
-from dpfl_jax.accounting.accountant import (
-    ADD_OR_REMOVE,
-    REPLACE,
-    Accountant,
-    TooLittleNoiseError,
-    accountant_of,
-    check_delta,
-    check_epsilon,
-)
-from dpfl_jax.accounting.accountant import epsilon as epsilon_of
-from dpfl_jax.accounting.composition import TableTooLargeError
+from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, check_delta, check_epsilon
 from dpfl_jax.accounting.event_types import ApproximateDpEvent
 from dpfl_jax.accounting.guarantee import Guarantee
+from dpfl_jax.accounting.privacy_filter import filtered_epsilon
 from dpfl_jax.errors import BadInputError
 
 
@@ -72,11 +64,12 @@ class Reservation:
 
     Attributes:
       run: the run's own name.
-      before: epsilon of the account without it, at ``delta``.
-      after: epsilon of the account with it in full.
+      before: what the account has spent without it, at ``delta`` (``Ledger.spent``).
+      after: what it has spent with it in full.
       delta: at which both are computed.
       budget: largest epsilon allowed, or None.
       new_ledger: whether nothing was in the file before: it should be the first run of all.
+      notes: what people should know of the account, in sentences.
     """
 
     run: str
@@ -85,6 +78,7 @@ class Reservation:
     delta: float
     budget: float | None
     new_ledger: bool
+    notes: tuple[str, ...] = ()
 
     @property
     def left(self) -> float | None:
@@ -109,17 +103,20 @@ class Ledger:
     ) -> Reservation:
         """Records the whole event of a run before its first step.
 
-        Calling it again for the same run and event (a resumed run) records nothing twice.
+        Calling it again for the same run and event (a resumed run) records nothing twice. Runs that
+        are declared together, before any of them begins, may be one reservation of one event
+        (``events.composed``), which costs less.
 
         Args:
           account: whose budget.
           run: unique name of the run (its directory or an identifier).
           event: what the whole run may do to one unit; a ``Guarantee`` if only that is known.
           delta: of the account, in (0, 1).
-          budget: largest epsilon of the account at ``delta``; None to record without limit.
+          budget: largest epsilon of the account at ``delta``: fixed before its first run, and the
+            same for all; None: no other than the account already has.
 
         Raises:
-          BudgetExceededError: if the budget would be exceeded; nothing is recorded.
+          BudgetExceededError: a budget of the account would be exceeded; nothing is recorded.
           LedgerError: if the run already reserved something else, or the file is damaged.
         """
         check_delta(delta)
@@ -130,7 +127,7 @@ class Ledger:
         stored = serialize.to_json(_as_event(event))
         with self._locked() as handle:
             records, tail = _parse(handle, self.path)
-            entries = _entries(records, account)
+            entries, budgets = _entries(records, account), _budgets(records, account)
             if run in entries and entries[run]["reserved"] != stored:
                 raise LedgerError(
                     f"run {run!r} has already reserved something else in {self.path}: give the "
@@ -141,32 +138,44 @@ class Ledger:
                     f"run {run!r} is in {self.path} under another data set, unit or adjacency: "
                     "choose another name"
                 )
-            others = [e["event"] for name, e in entries.items() if name != run]
-            before = _spent(others, account, delta)
-            after = _spent([*others, stored], account, delta)
-            if budget is not None and not after <= budget:
-                raise BudgetExceededError(
-                    f"this run would take the {account.unit}s of this data set to epsilon "
-                    f"{after:.6g} at delta {delta:g}, beyond the budget of {budget:g}: "
-                    f"{before:.6g} is spent, about {max(budget - before, 0.0):.6g} is left "
-                    f"(ledger {self.path})"
-                )
-            if run not in entries or entries[run]["committed"]:
-                # A committed run that starts again counts in full again.
+            notes = _notes(records, account, run, budgets, delta, budget)
+            others = [entry for name, entry in entries.items() if name != run]
+            # In the order in which they were first reserved.
+            runs = (entries if run in entries else entries | {run: {"events": [stored]}}).values()
+            before, after = (_spent(some, account, delta) for some in (others, runs))
+            # A smaller one than it has is kept to, and another delta's is, too.
+            limits = budgets | ({} if budget is None else {delta: budget})
+            for at, most in limits.items():
+                needed = after if at == delta else _spent(runs, account, at)
+                if not needed <= most:
+                    why = _refusal(account, needed, at, most, _spent(others, account, at))
+                    if at != delta:
+                        why += f", a budget that the account has beside that at delta {delta:g}"
+                    raise BudgetExceededError("; ".join([f"{why} (ledger {self.path})", *notes]))
+            # proof: ledger-reserve-1
+            promised = None if budget is None else max(budget, budgets.get(delta, 0.0))
+            known = promised is None or budgets.get(delta) == promised
+            if run not in entries or entries[run]["committed"] or not known:
                 _append(
                     handle,
                     tail,
-                    {"kind": "reserve", "account": _key(account), "run": run, "event": stored},
+                    {
+                        "kind": "reserve",
+                        "account": _key(account),
+                        "run": run,
+                        "event": stored,
+                        "budget": promised,
+                        "delta": delta,
+                    },
                 )
-        return Reservation(run, before, after, delta, budget, new_ledger=not records)
+        limit = budgets.get(delta) if budget is None else budget
+        return Reservation(run, before, after, delta, limit, not records, notes)
 
-    def commit(self, run: str, event: dp_accounting.DpEvent | Guarantee | None = None) -> None:
-        """Replaces a run's reservation by what it really did.
+    def commit(self, run: str) -> None:
+        """Notes that a run has ended; what it reserved counts in full all the same.
 
         Args:
           run: name given to :meth:`reserve`.
-          event: what the run did; None for all it reserved. If that is more than was reserved
-            (which should not happen), it is recorded all the same, and counts.
 
         Raises:
           LedgerError: if the run has reserved nothing, or the file is damaged.
@@ -176,21 +185,26 @@ class Ledger:
             mine = [r for r in records if r["run"] == run and r["kind"] == "reserve"]
             if not mine:
                 raise LedgerError(f"run {run!r} has reserved nothing in {self.path}")
-            stored = mine[-1]["event"] if event is None else serialize.to_json(_as_event(event))
-            _append(
-                handle,
-                tail,
-                {"kind": "commit", "account": mine[-1]["account"], "run": run, "event": stored},
-            )
+            last = {key: mine[-1][key] for key in ("account", "run", "event")}
+            _append(handle, tail, {"kind": "commit", **last})
 
     def spent(self, account: Account, delta: float) -> float:
-        """Upper bound on epsilon of all runs of the account at ``delta``; 0 if there are none."""
+        """The least budget at ``delta`` that allows all runs of the account so far.
+
+        One run has this epsilon. Of several it is no guarantee by itself, as when to stop may
+        follow from what they showed: what the account guarantees is the budget that was fixed
+        before them.
+        """
         check_delta(delta)
-        return _spent([e["event"] for e in self._account(account).values()], account, delta)
+        return _spent(self._account(account).values(), account, delta)
 
     def remaining(self, account: Account, delta: float, budget: float) -> float:
-        """Budget minus what is spent, at least 0; as runs compose, slightly more may still fit."""
+        """Budget minus what is spent, at least 0; a run that costs slightly more may still fit."""
         return max(budget - self.spent(account, delta), 0.0)
+
+    def budgets(self, account: Account) -> dict[float, float]:
+        """From delta to epsilon: what the account guarantees, the most that it was ever given."""
+        return _budgets(self._records(), account)
 
     def runs(self, account: Account) -> list[str]:
         """Names of the account's runs, in order of their first reservation."""
@@ -236,49 +250,99 @@ def _key(account: Account) -> dict[str, str]:
     return dataclasses.asdict(account)
 
 
-def _spent(stored: list[Any], account: Account, delta: float) -> float:
-    parts = [serialize.from_json(values) for values in stored]
-    if not parts:
-        return 0.0
+def _spent(entries: Iterable[dict[str, Any]], account: Account, delta: float) -> float:
     relation = REPLACE if account.adjacency.startswith("replace") else ADD_OR_REMOVE
-    by: dict[Accountant, list[dp_accounting.DpEvent]] = {"pld": [], "rdp": []}
-    for part in parts:
-        by[accountant_of(part, relation)].append(part)
+    runs = []
+    for entry in entries:
+        events = [serialize.from_json(values) for values in entry["events"]]
+        if len(events) > 1:
+            events.sort(key=lambda event: filtered_epsilon([event], delta, relation))
+        runs.append(events[-1])
+    return filtered_epsilon(runs, delta, relation)
 
-    def cost(some: list[dp_accounting.DpEvent], delta: float, accountant: Accountant) -> float:
-        try:
-            event = dp_accounting.ComposedDpEvent(some)
-            return epsilon_of(event, delta, relation=relation, accountant=accountant)
-        except (TooLittleNoiseError, TableTooLargeError):
-            return math.inf
 
-    for accountant, some in by.items():
-        if len(some) == len(parts):
-            return cost(parts, delta, accountant)
-    # Of some only Renyi divergences are known: all by these, or each kind with half of delta.
-    apart = sum(cost(some, delta / 2, accountant) for accountant, some in by.items())
-    try:
-        return min(apart, cost(parts, delta, "rdp"))
-    except BadInputError:  # events of which no Renyi divergences are known
-        return apart
+def _refusal(account: Account, needed: float, delta: float, budget: float, spent: float) -> str:
+    people = f"the {account.unit}s of this data set"
+    if math.isinf(needed):
+        return (
+            f"no budget of {people} at delta {delta:g} allows this run beside the others: it has "
+            "no guarantee, or one whose own delta is above an eighth of that"
+        )
+    return (
+        f"this run would take {people} to epsilon {needed:.6g} at delta {delta:g}, beyond the "
+        f"budget of {budget:g}: {spent:.6g} is spent, about {max(budget - spent, 0.0):.6g} is left"
+    )
 
 
 def _entries(records: list[dict[str, Any]], account: Account) -> dict[str, dict[str, Any]]:
-    """Run -> {reserved, event, committed}, the latest record of each run.
+    """Run -> {reserved, events, committed}, in the order of first reservations.
 
-    A run reserved again after its commit (resumed for the rest of its steps) reserves the same
-    whole event, of which the committed part is a part: the reservation replaces the commit.
+    Of the events the costliest counts. There are several where an earlier version committed less
+    than was reserved (or more).
     """
     out: dict[str, dict[str, Any]] = {}
     for record in records:
         if record["account"] != _key(account):
             continue
         run, event = record["run"], record["event"]
-        if record["kind"] == "reserve":
-            out[run] = {"reserved": event, "event": event, "committed": False}
-        else:
-            out[run] = {**out[run], "event": event, "committed": True}
+        committed = record["kind"] == "commit"
+        events = out[run]["events"] if run in out else []
+        events = events if event in events else [*events, event]
+        out[run] = {"reserved": events[0], "events": events, "committed": committed}
     return out
+
+
+def _budgets(records: list[dict[str, Any]], account: Account) -> dict[float, float]:
+    """From delta to the largest epsilon that the account was given."""
+    out: dict[float, float] = {}
+    for record in records:
+        if record["account"] == _key(account) and record.get("budget") is not None:
+            out[record["delta"]] = max(out.get(record["delta"], 0.0), record["budget"])
+    return out
+
+
+def _notes(
+    records: list[dict[str, Any]],
+    account: Account,
+    run: str,
+    budgets: dict[float, float],
+    delta: float,
+    budget: float | None,
+) -> tuple[str, ...]:
+    """What people should know of the account before this run."""
+    mine = [r for r in records if r["account"] == _key(account) and r["kind"] == "reserve"]
+    others = any(record["run"] != run for record in mine)
+    known, notes = budgets.get(delta), []
+    if mine and not any("budget" in record for record in mine):
+        notes.append(
+            "the runs of this account were recorded by an earlier version, which took them all to "
+            "be chosen before the first: they are counted anew, in full and as chosen one after "
+            "the other, so that more is spent than was said"
+        )
+    if budget is None:
+        if others and not budgets:
+            notes.append(
+                "this account has no budget: what is spent is what one would have had to be, and "
+                "no guarantee, as runs may have been chosen by what earlier ones showed "
+                "(privacy.budget fixes one)"
+            )
+    elif known is None:
+        if others:
+            notes.append(
+                f"this account had runs before it had the budget {budget:g} (delta {delta:g}), "
+                "which holds for all of them unless they showed what it should be"
+            )
+    elif budget > known:
+        notes.append(
+            f"the budget of this account was {known:g} and is now {budget:g} (delta {delta:g}), "
+            "which is all that can be guaranteed for its earlier runs, too"
+        )
+    elif budget < known:
+        notes.append(
+            f"the budget of this account is {known:g} (delta {delta:g}), which is what can be "
+            f"guaranteed, although this run keeps to {budget:g}"
+        )
+    return tuple(notes)
 
 
 def _digest(line: bytes) -> str:

@@ -66,10 +66,11 @@ def renyi_divergences(
     flat = flatten(event, relation)
     if not flat.private:
         return np.full(len(orders), np.inf)
-    return _flat_divergences(flat, orders)
+    return flat_divergences(flat, orders)
 
 
-def _flat_divergences(flat: Flat, orders: np.ndarray) -> np.ndarray:
+def flat_divergences(flat: Flat, orders: np.ndarray) -> np.ndarray:
+    """As :func:`renyi_divergences`, of an event that was taken apart and is private."""
     total = flat.gaussian * orders / 2.0
     for leaf, count in flat.leaves:
         total = total + count * _leaf_divergences(leaf, tuple(orders))
@@ -90,10 +91,10 @@ def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
         return leaf.xi + leaf.rho * array
     if isinstance(leaf, OneOfLeaf):
         # proof: selection-event-2
-        return np.max([_flat_divergences(part, array) for part in leaf.parts], axis=0)
+        return np.max([flat_divergences(part, array) for part in leaf.parts], axis=0)
     if isinstance(leaf, FilteredLeaf):  # divergences grow with the order
         # proof: individual-event-2
-        most = _flat_divergences(leaf.budget, np.array([leaf.order]))[0]
+        most = flat_divergences(leaf.budget, np.array([leaf.order]))[0]
         return np.where(array <= leaf.order, most, np.inf)
     if isinstance(leaf, BestLeaf):
         return _best_of_several(leaf, array)
@@ -128,7 +129,7 @@ def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
 
 def _best_of_several(leaf: BestLeaf, orders: np.ndarray) -> np.ndarray:
     """Papernot and Steinke 2022 (arXiv 2110.03620), Theorems 2 and 6, as dp-accounting has them."""
-    inner, out = _flat_divergences(leaf.inner, orders), np.full(len(orders), np.inf)
+    inner, out = flat_divergences(leaf.inner, orders), np.full(len(orders), np.inf)
     known = np.isfinite(inner)
     if known.any():
         out[known] = rdp.rdp_privacy_accountant._compute_rdp_repeat_and_select(

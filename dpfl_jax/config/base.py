@@ -29,6 +29,7 @@ class LedgerSection(Section):
       account: name of the people in the ledger. Give one name to all versions of a data set that
         hold the same people.
       budget: largest epsilon (at the run's delta) the ledger may reach; beyond it a run is refused.
+        It is fixed by the first run and holds for all, also if one is chosen by what others showed.
     """
 
     ledger: str | None = None

@@ -57,8 +57,9 @@ class Policy(Section):
         run, too: a person's add up over runs, and total_epsilon counts each run's epsilon alone.
       delta: at which epsilon is computed.
       unit: who these people are: subject (with all records here and in other silos), or record.
-      total_epsilon: largest of all runs together, by the silo's ledger; null: no limit, so that a
-        server may begin one run after the other.
+      total_epsilon: largest of all runs together, by the silo's ledger, also if a run is chosen by
+        what earlier ones showed. The first run fixes it, and a larger one later is what holds for
+        all. null: no limit but an earlier one, so that a server may begin one run after the other.
       least_noise_multiplier: of a step.
       most_rounds: of a run.
       mechanisms: kinds that are allowed: mechanism.kind of federated runs, ``isrl/`` and

@@ -5,7 +5,7 @@ Requests, each answered by one reply (``wire``):
     hello   the server's study               -> public sizes and task; or why the studies differ
     plan    all silos, noise                 -> the silo's own guarantee; or a refusal
     round   run, plan, round, parameters     -> a message, "absent" by its own coin, or a refusal
-    done    run, plan                        -> the ledger is told how many rounds there were
+    done    run, plan                        -> the ledger is told that the run has ended
 
 A round is answered once: whoever asks for it again with the same bytes gets the same bytes, and
 with other parameters a refusal, because the same noise on two sums would cancel. What was asked is
@@ -327,7 +327,7 @@ class Silo:
             ledger={"before": found.before, "after": found.after, "delta": found.delta},
         )
         said = f"accepted run {plan.run}: {guarantee.summary()}; the whole of it is in {LOG}"
-        self.console.print(said, markup=False, highlight=False)
+        self.console.print("\n".join([said, *found.notes]), markup=False, highlight=False)
 
     def _charge(self, work: Any) -> tuple[Charge, accounting.Account]:
         """What the ledger is charged, and whose account."""

@@ -301,9 +301,12 @@ class PrivateSweep:
             privacy.budget,
         )
         before, after = rounded_up(found.before, 4), rounded_up(found.after, 4)
-        console.print(
+        said = (
             f"ledger {privacy.ledger}, account {privacy.account}: epsilon {before} spent before "
-            f"this sweep, {after} with all of it (delta {selection.delta:.3g})",
+            f"this sweep, {after} with all of it (delta {selection.delta:.3g})"
+        )
+        console.print(
+            "\n".join([said, *found.notes]),
             soft_wrap=True,
             markup=False,
             highlight=False,

@@ -227,6 +227,7 @@ class _Bill:
             f"ledger {self._ledger.path}, account {privacy.account}: epsilon "
             f"{before} spent before this run, {after} with it{left} (delta {charge.delta:.3g})"
         )
+        lines += found.notes
         self._console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 
     def commit(self) -> None:

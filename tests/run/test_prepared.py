@@ -1,14 +1,19 @@
 """From a configuration to a report: the same for every system."""
 
+import io
 import json
+import types
 
 import jax
 import pytest
 import yaml
+from rich.console import Console
 from silo_configs import SILOS
 
+from dpfl_jax.accounting import events
 from dpfl_jax.cli.main import main
 from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.run.prepared import Charge, _Bill
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("sklearn")
@@ -59,3 +64,26 @@ def test_two_runs_on_one_ledger_beyond_its_budget(tmp_path, capsys, name, traced
     account = entries[0]["account"]
     assert account["unit"] == report["privacy"]["unit"]
     assert account["adjacency"] == report["privacy"]["adjacency"]
+
+
+def test_what_is_to_be_known_of_an_account_is_printed(tmp_path):
+    """A second run without a budget; then one with it, after runs that had none."""
+    said, event = io.StringIO(), events.gaussian(4.0, 1)
+    for run, budget in (("a", None), ("b", None), ("c", 4.0)):
+        privacy = {"ledger": str(tmp_path / "spent"), "account": "people", "budget": budget}
+        prepared = types.SimpleNamespace(
+            config=types.SimpleNamespace(privacy=types.SimpleNamespace(**privacy)),
+            charge=lambda: Charge(event, 1e-6),
+        )
+        _Bill(prepared, types.SimpleNamespace(run_id=run), Console(file=said))("draws")
+    lines = said.getvalue().splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "a",
+        "ledger",
+        "ledger",
+        "this",
+        "ledger",
+        "this",
+    ]
+    assert "has no budget" in lines[3]
+    assert "before it had the budget 4" in lines[5]
