@@ -8,7 +8,7 @@ import re
 import pytest
 
 from dpfl_jax.accounting import IDEALISED
-from tests.cli.test_verify import SOUND
+from tests.statements import SOUND
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCES = {

@@ -11,6 +11,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.training.trained import read_run
+from tests.statements import SOUND
 
 RUNS = "open('ran', 'a').write(__name__)\n"
 
@@ -125,6 +126,7 @@ def test_what_a_run_directory_names_is_not_imported(folder, capsys):
     sent = {"config": yaml.safe_load((folder / "c.yaml").read_text()), "facts": {}}
     (run / "config.yaml").write_text(yaml.safe_dump(sent))
     (run / "report.json").write_text('{"status": "finished", "steps": 1}')
+    (run / "guarantee.json").write_text(SOUND["uls"]().dumps())
     with pytest.raises(BadInputError, match="was not imported"):
         read_run(run)
     for command in (["export", "run", "out"], ["audit", "run"], ["sample", "run", "--prompt", "a"]):

@@ -2,187 +2,24 @@
 
 import copy
 import json
-import math
 
 import pytest
 import yaml
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee, epsilon, meaning, statement
-from dpfl_jax.accounting.rates import TwoStage, solver
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.load import validate_config
 from dpfl_jax.federation import federated_run
-from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, worst_guarantee
 from dpfl_jax.federation.mechanisms import (
-    RPDP,
-    FedAvg,
     HiGradAvgDP,
-    LocalGroupDP,
-    LocalItemDP,
-    SiloFacts,
-    SubjectULS,
-    UserLDP,
-)
-from dpfl_jax.federation.personal.personalise import Published, published_guarantee
-from dpfl_jax.federation.recipes import Claim
-from dpfl_jax.federation.silo_statement import (
-    federated_statement,
-    isrl_statement,
-    personal_statement,
 )
 from dpfl_jax.mechanisms import (
-    BLT,
-    ELS,
     ULS,
-    Allocation,
-    BandedInverse,
-    BandMF,
-    Individual,
-    IndividualELS,
-    NonPrivate,
-    OwnerSets,
-    Population,
-    Truncated,
 )
-from dpfl_jax.mechanisms.central_statement import central_statement
-from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained
 from tests.run.silo_configs import SILOS
-
-EXTRA = ("a caveat of the run alone",)
-
-
-def central(mechanism, steps=30, delta=1e-5, shared=False):
-    population = Population(num_users=400, num_examples=2000, num_units=1200, shared=shared)
-    guarantee = mechanism.guarantee(population, steps, delta, EXTRA)
-    return central_statement(mechanism, population, steps, guarantee)
-
-
-def selection():
-    population = Population(num_users=400, num_examples=2000, num_units=400)
-    kinds = [ULS(group_size=3, cohort_size=c, noise_multiplier=2.0) for c in (20, 40)]
-    cells = tuple(Trained(mechanism, population, 30) for mechanism in kinds)
-    return Selection(cells, RunCount(10.0), 3.0, 50, 1e-5, score_noise=2.0)
-
-
-def federated(mechanisms, silos_per_subject=2, delta=1e-5, rounds=5):
-    plans = [SiloPlan(m, SiloFacts(100 + 7 * i, 40 + i), 3) for i, m in enumerate(mechanisms)]
-    federation = Federation(tuple(plans), rounds, silos_per_subject)
-    told = Claim("given", math.inf, delta, math.inf, math.inf, rounds, rounds)
-    guarantee = federated_guarantee(federation, told, delta, rounds, EXTRA, num_subjects=90)
-    return federated_statement(federation, rounds, 90, guarantee)
-
-
-def personal(**changes):
-    setting = TwoStage(2.0, 3, 6, 0.7, 1e-4)
-    budgets = [0.2, 1.0]
-    rates = [solver(setting).grid[solver(setting).index_above(r)] for r in (0.01, 0.06)]
-    mechanism = RPDP(noise_multiplier=2.0, **changes)
-    groups = tuple((b, float(q), 6) for b, q in zip(budgets, rates))
-    public = Published(setting, "certified", 500, mechanism.unsound(), groups)
-    return personal_statement(mechanism, public, 5, published_guarantee(public, 5, EXTRA))
-
-
-def isrl(sampling="poisson"):
-    noise = [
-        SiloNoise(2.0 + i, 10.0, 40 + i, 12, sampling, "sound", Budget(8.0, 1e-4 * (1 + i)))
-        for i in range(3)
-    ]
-    return isrl_statement(noise * 2, worst_guarantee(noise * 2, EXTRA))
-
-
-SOUND = {
-    "els": lambda: central(ELS(group_size=4, batch_size=30, noise_multiplier=2.0)),
-    "uls": lambda: central(ULS(group_size=3, cohort_size=20, noise_multiplier=1.0)),
-    "uls, declared": lambda: central(
-        ULS(group_size=3, cohort_size=20, sampling_prob=0.1, noise_multiplier=1.0)
-    ),
-    "bandmf": lambda: central(
-        BandMF(group_size=3, cohort_size=20, bands=2, strategy=(0.8, 0.6), noise_multiplier=1.0),
-        steps=31,
-    ),
-    "allocation": lambda: central(
-        Allocation(group_size=3, cohort_size=20, noise_multiplier=1.0), steps=31
-    ),
-    "blt": lambda: central(
-        BLT(
-            group_size=3,
-            cohort_size=20,
-            decays=(0.75, 0.25),
-            scales=(0.5, 0.125),
-            horizon=40,
-            noise_multiplier=5.0,
-        ),
-        steps=31,
-    ),
-    "banded_inverse": lambda: central(
-        BandedInverse(
-            group_size=3, cohort_size=20, taken=(0.5, 0.25), horizon=40, noise_multiplier=5.0
-        ),
-        steps=31,
-    ),
-    "uls, local steps": lambda: central(
-        ULS(
-            group_size=3,
-            cohort_size=20,
-            local_learning_rate=0.1,
-            local_epochs=2,
-            noise_multiplier=1.0,
-        )
-    ),
-    "truncated": lambda: central(
-        Truncated(group_size=3, cohort_size=20, cohort_cap=36, noise_multiplier=1.0)
-    ),
-    "individual": lambda: central(
-        Individual(
-            group_size=3, cohort_size=20, noise_multiplier=1.0, refresh=4, least_steps=9, order=4.0
-        )
-    ),
-    "individual_els": lambda: central(
-        IndividualELS(
-            group_size=3, batch_size=20, noise_multiplier=3.0, refresh=4, least_steps=9, order=4.0
-        )
-    ),
-    "selection": lambda: selection().statement(EXTRA),
-    "els, several owners": lambda: central(
-        ELS(group_size=4, batch_size=30, noise_multiplier=2.0), shared=True
-    ),
-    "owner_sets": lambda: central(
-        OwnerSets(group_size=3, cohort_size=20, sets_per_user=4, noise_multiplier=2.0), shared=True
-    ),
-    "none": lambda: central(NonPrivate(batch_size=8)),
-    "hi_grad_avg": lambda: federated(
-        [
-            HiGradAvgDP(batch_size=20, max_items_per_subject=4, noise_multiplier=3.0 + i)
-            for i in range(4)
-        ]
-    ),
-    "local_group": lambda: federated(
-        [
-            LocalGroupDP(
-                batch_size=20, max_items_per_subject=3, batch_cap=2, noise_multiplier=4.0 + i
-            )
-            for i in range(3)
-        ],
-        silos_per_subject=1,
-    ),
-    "user_ldp": lambda: federated([UserLDP(sampling_prob=0.2, noise_multiplier=9.0)] * 3),
-    "subject_uls": lambda: federated(
-        [SubjectULS(batch_size=20, group_size=2, noise_multiplier=2.0)] * 3
-    ),
-    "local_item": lambda: federated([LocalItemDP(batch_size=20, noise_multiplier=2.0)] * 3),
-    "fed_avg": lambda: federated([FedAvg(batch_size=20)] * 2),
-    "unsound": lambda: federated(
-        [HiGradAvgDP(batch_size=9, noise_multiplier=2.0, sampling="fixed")] * 2
-    ),
-    "personal": personal,
-    "personal, unsound": lambda: personal(denominator="realized_batch"),
-    "isrl": isrl,
-    "isrl, one pass": lambda: isrl("disjoint"),
-    "isrl, as published": lambda: isrl("with_replacement"),
-}
+from tests.statements import EXTRA, SOUND, central, federated, personal
 
 
 def verify(path, capsys, *options):
