@@ -157,7 +157,7 @@ class RunDirectory:
         if not file.exists():
             return None
         found = _parsed(file)
-        steps = found.get("steps")
+        steps: Any = found.get("steps")
         if found.get("seal") != self.root_key.keyed_digest("asked", str(steps)):
             self.close()
             raise BadInputError(
