@@ -24,6 +24,7 @@ from dpfl_jax.auditing import simulate
 from dpfl_jax.evidence import Audit, Trials, audit
 from dpfl_jax.federation.federation import SiloPlan
 from dpfl_jax.federation.isrl.arms import Budget, silo_noise
+from dpfl_jax.federation.isrl.schedule import Schedule
 from dpfl_jax.federation.mechanisms import (
     RPDP,
     HiGradAvgDP,
@@ -51,6 +52,7 @@ from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import UserSampler
 
 HELP = "planted bugs that the audit sees, its tightness and false alarms"
 DESCRIPTION = """\
@@ -106,17 +108,17 @@ def silos(
 
 
 def personal(budget: float, seed: int, trials: int) -> Trials:
-    """Trials of records with this budget, in silos whose largest is 8."""
+    """Trials of records with this budget, between such as have 8, the largest (or 1)."""
     rounds, local_steps = 4, 2
     sigma = accounting.calibrate_noise_multiplier(
         lambda s: events.two_stage(s, 1.0, 1.0, local_steps, rounds), 8.0, DELTA
     )
     setting = TwoStage(sigma, local_steps, rounds, 1.0, DELTA)
-    rate = float(certified_rates(np.array([budget]), setting, "error").rates[0])
+    both = np.array([budget, 1.0 if budget == 8.0 else 8.0])
+    rate, other = certified_rates(both, setting, "error").rates.tolist()
     mechanism = RPDP(noise_multiplier=sigma, setting=setting, expected_batch=50.0)
-    plan = SiloPlan(mechanism, SiloFacts(500, 500), local_steps)
-    key = RootKey.from_seed(seed)
-    return simulate.silos([plan], rounds, DELTA, key, rate=rate, trials=trials)
+    plan, key = SiloPlan(mechanism, SiloFacts(500, 500), local_steps), RootKey.from_seed(seed)
+    return simulate.silos([plan], rounds, DELTA, key, rate=rate, other=other, trials=trials)
 
 
 def messages(epsilon: float, seed: int, sampling: Any = "poisson", trials: int = 20_000) -> Trials:
@@ -239,6 +241,55 @@ def _key_twice() -> Any:
     )
 
 
+@contextlib.contextmanager
+def _one_draw() -> Iterator[None]:
+    """Every step of a central mechanism draws, and adds the noise of, the first one."""
+    draw = UserSampler.draw
+    same = mock.patch.object(UserSampler, "draw", lambda self, step: draw(self, 0))
+    with _one_noise(), same:
+        yield
+
+
+def _one_noise() -> Any:
+    real = Plan.noise_key
+
+    def wrong(self: Plan, key: RootKey, step: int) -> np.ndarray:
+        words = real(self, key, step).copy()
+        words[:8] = real(self, key, 0)[:8]  # what follows tells correlated noise which step it is
+        return words
+
+    return mock.patch.object(Plan, "noise_key", wrong)
+
+
+def _one_round() -> Any:
+    """The silos' coins and noise of every round are those of the first."""
+    real = RoundBuilder.silo_key
+    return mock.patch.object(RoundBuilder, "silo_key", lambda self, silo, _: real(self, silo, 0))
+
+
+def _one_message() -> Any:
+    """Likewise of messages."""
+    real = Schedule.rows
+
+    def rows(self: Any) -> Any:
+        found = real(self)
+        return found | {"keys": jnp.broadcast_to(found["keys"][:1], found["keys"].shape)}
+
+    return mock.patch.object(Schedule, "rows", rows)
+
+
+def _wrong_records() -> Any:
+    """Every record of a silo is drawn at the rate of the next one."""
+    real = RPDP.at_round
+
+    def wrong(self: RPDP, round_index: int) -> RPDP:
+        now = real(self, round_index)
+        assert now.rates is not None
+        return dataclasses.replace(now, rates=np.roll(now.rates, -1))
+
+    return mock.patch.object(RPDP, "at_round", wrong)
+
+
 def _noise_once() -> Any:
     real = RoundBuilder.noise_keys
     return mock.patch.object(RoundBuilder, "noise_keys", lambda self, _, r: real(self, 0, r))
@@ -277,10 +328,24 @@ BUGS: dict[str, tuple[Callable[[], Any], Callable[[], Trials]]] = {
         _noise_once,
         lambda: silos(HiGradAvgDP, 2.0, 1, rounds=2, trials=6000, prob=0.2),
     ),
+    "one draw in all steps": (_one_draw, lambda: central(ULS, 2.0, 4, 0.5, 1, trials=3000)),
+    "one noise in all steps, correlated": (
+        _one_noise, lambda: central(BLT, 2.0, 8, 0.25, 1, trials=3000)
+    ),
+    "one draw in all rounds": (
+        _one_round, lambda: silos(HiGradAvgDP, 2.0, 1, rounds=2, trials=3000, prob=0.2)
+    ),
+    "one draw in all rounds, personal": (_one_round, lambda: personal(2.0, 1, 3000)),
+    "rates of other records": (_wrong_records, lambda: personal(1.0, 1, 3000)),
+    "one draw in all messages": (_one_message, lambda: messages(2.0, 1, trials=3000)),
+    "one draw in all messages, full": (_one_message, lambda: messages(2.0, 1, "full", 3000)),
+    "one draw in all messages, disjoint": (
+        _one_message, lambda: messages(2.0, 1, "disjoint", 3000)
+    ),
     "division by the realised batch": (
         _realised_batch,
         lambda: silos(LocalItemDP, 2.0, 1, rounds=1, local_steps=1, prob=1.0, records=6, cap=1,
-                      against=5, trials=2000),
+                      against=5, trials=4000),
     ),
     "unclipped bias": (
         lambda: _wrong_sum(_bias_unclipped), lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000)

@@ -125,6 +125,15 @@ class RenyiFilter:
         taken = self.steps_left(spent, levels, steps, parts)
         return spent + taken * self._costs_of(levels, parts)
 
+    def at_most(self, spent: np.ndarray, steps: int) -> np.ndarray:
+        """int64 [n]: what units have spent after so many steps at the most, whatever their bounds.
+
+        Args:
+          spent: int64 [n].
+          steps: at least 0.
+        """
+        return np.minimum(spent + steps * _UNITS, self.budget)
+
     def _costs_of(self, levels: np.ndarray, parts: np.ndarray | int) -> np.ndarray:
         """int64 [n]: of a step."""
         return np.asarray(self.costs)[np.searchsorted(sizes(self.most), parts), levels]

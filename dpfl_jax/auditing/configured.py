@@ -63,18 +63,22 @@ def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int)
         (federation.silos[i] for i in federation.participants.tolist()),
         key=lambda p: (-p.mechanism.probability(p.facts), p.mechanism.sigma, -p.local_steps),
     )[:reach]
-    rates: list[float | None] = [None]
+    rates: list[tuple[float | None, float | None]] = [(None, None)]
     if ready.personal is not None:
+        ready.personal.check_rates(federation)
         drawn = ready.personal.assignment.rates
-        rates = [float(drawn[drawn > 0].min()), float(drawn.max())]
+        ends = float(drawn[drawn > 0].min()), float(drawn.max())
+        rates = [ends, ends[::-1]]
     if isinstance(federation.mechanism, UserLDP):
         trials = max(200, trials // 10)
     found = []
     with console.status("attacking"):
-        for rate in rates:
+        for rate, other in rates:
             given = (members, federation.rounds, ready.delta, key.child(f"rate {rate}"))
             cohort = federation.cohort if rate is not None else None
-            found.append(simulate.silos(*given, trials=trials, rate=rate, cohort=cohort))
+            found.append(
+                simulate.silos(*given, trials=trials, rate=rate, other=other, cohort=cohort)
+            )
     return found
 
 

@@ -4,6 +4,10 @@ Sampler, clipping, noise, divisor and keys are those that train: nothing here is
 loss is linear, so that each unit's gradient is what is designed: long enough to be clipped, and,
 one unit each, along a direction that no other unit has. So every unit is a trial of its own.
 
+Parameters move from one release to the next, and every gradient turns round with them. What was
+released is turned back, so that a unit's shift is the same in all steps. Noise that is added twice
+then has two signs, and is gone from the sum of the two.
+
 Adjacency is what the event says: units that are out are not in the data. Rates of sampling stay
 those of the plan, which are public constants.
 """
@@ -31,7 +35,7 @@ from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import make_release
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.isrl.arms import SiloNoise
-from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, make_oracle
+from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, make_messages
 from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.federation.mechanisms import RPDP, UserLDP
 from dpfl_jax.federation.rounds import RoundBuilder
@@ -44,17 +48,22 @@ from dpfl_jax.randomness import RootKey
 
 PyTree = Any
 _MOST_DIRECTIONS = 2000
+_BESIDE = 16  # steps of correlated noise that are looked at one by one
 
 
-def _start(directions: int) -> PyTree:
-    """Parameters: two leaves, as what is not clipped is often the second."""
-    return {"weight": jnp.zeros(directions), "bias": jnp.zeros(directions)}
+def _start(directions: int, turn: float = 1.0) -> PyTree:
+    """Parameters: two leaves, as what is not clipped is often the second; and ``turn``, 1 or -1."""
+    return {"weight": jnp.zeros(directions), "bias": jnp.zeros(directions), "turn": jnp.array(turn)}
 
 
 def _loss(params: PyTree, example: PyTree) -> jax.Array:
-    """Linear; its gradient is ``size`` along a direction, half of it (squared) in each leaf."""
+    """Linear; its gradient is ``size`` along a direction, half of it (squared) in each leaf.
+
+    It turns round with ``turn``, which is not trained.
+    """
     both = (params["weight"] + params["bias"]) / math.sqrt(2.0)
-    return example["size"] * (both @ jax.nn.one_hot(example["direction"], both.shape[0]))
+    along = both @ jax.nn.one_hot(example["direction"], both.shape[0])
+    return jax.lax.stop_gradient(params["turn"]) * example["size"] * along
 
 
 def _along(tree: PyTree) -> jax.Array:
@@ -136,6 +145,10 @@ def central(
     )
     noise, unit = mechanism.noise_transform(), mechanism.noise_stddev / mechanism.divisor
 
+    # Correlated noise is for units whose gradients all point one way, their worst case. They sit
+    # out steps, though: noise that is added twice is seen in the first few as they are.
+    alone = mechanism.noise_keys == 1 and not jax.tree.leaves(noise.init(params).memory)
+
     @jax.jit
     def released(total: PyTree, state: Any, noise_key: Any) -> tuple[jax.Array, Any]:
         gradient, state = noise.update(total, state, noise_key=noise_key)
@@ -147,13 +160,19 @@ def central(
         plan = Plan(mechanism, store(inside), steps, delta, execution, mesh)
         own, state, rows = key.child("audit-run", run), noise.init(params), []
         for batch in plan.pipeline(plan.sampler(own)).iterate(0, steps):
-            total, _ = summed(params, *step_arguments(mechanism, batch), None)
+            turn = (-1.0) ** batch.step if alone else 1.0
+            now = params | {"turn": jnp.array(turn)}
+            total, _ = summed(now, *step_arguments(mechanism, batch), None)
             row, state = released(total, state, plan.noise_key(own, batch.step))
-            rows.append(row)
+            rows.append(turn * row)
         found = np.asarray(jnp.stack(rows, axis=1))
         coins.append(inside)
         seen.append(mechanism.along(found[:units], inside, plan.sampler(own)))
-        beside += [np.broadcast_to(found[units:], (units, steps))] * bool(others)
+        more = [np.broadcast_to(found[units:], (units, steps))] if others else []
+        if not alone:
+            more.append(found[:units, :_BESIDE])
+        if more:
+            beside.append(np.hstack(more))
     return Trials(
         inside=np.concatenate(coins),
         seen=np.concatenate(seen),
@@ -176,6 +195,7 @@ def silos(
     *,
     trials: int = 20_000,
     rate: float | None = None,
+    other: float | None = None,
     cohort: Any = None,
     against: int = 0,
 ) -> Trials:
@@ -188,6 +208,7 @@ def silos(
       key: of coins, sampling and noise; no run's.
       trials: units that are in or out, at least.
       rate: of the records, where they have rates of their own (rPDP).
+      other: rate of every second record, which is no trial: it must not become its neighbour's.
       cohort: law by which one silo takes part in a round; None: in all.
       against: records of others in every silo, whose gradients are opposite to the unit's, all of
         them drawn at every step; it is then the only trial of its silos.
@@ -199,22 +220,22 @@ def silos(
         against = 1
     prob = 1.0 if against else max(p.mechanism.probability(p.facts) for p in plans)
     units = 1 if against else max(200, min(_MOST_DIRECTIONS, round(200 / (rate or prob)), trials))
-    groups = min(trials, 200) if against else 1
-    each = len(plans) + 1
+    groups, each = min(trials, 200) if against else 1, len(plans) + 1
+    every = 1 if other is None else 2  # of so many units one is a trial
+    units *= every
     steps = max(plan.local_steps for plan in plans)
     size = LONG * first.clip_norm
     made = [_designed(plan, rate, against) for plan in (*plans, plans[0])]
-    mesh, params = data_parallel_mesh(jax.devices()[:1]), _start(units)
-    recorder = _recorder(units, steps)
+    mesh, recorder = data_parallel_mesh(jax.devices()[:1]), _recorder(units, steps)
     release = make_release(made[0].mechanism, _loss, recorder, mesh, keep_state=True)
-    start = recorder.init(params)
+    start = recorder.init(_start(units))
     coins, seen, beside = [], [], []
-    for run in range(_runs(trials, units * groups)):
+    for run in range(_runs(trials, units // every * groups)):
         own = key.child("audit-run", run)
         inside = key.numpy("audit-coins", run).random((groups, units)) < 0.5
         data = _records(made, inside, size, against)
         all_plans = tuple(
-            _own_rates(plan, silo.num_records, rate)
+            _own_rates(plan, data.subjects[silo.first :][: silo.num_records], rate, other)
             for plan, silo in zip(made * groups, data.silos, strict=True)
         )
         law = None if cohort is None else dataclasses.replace(cohort, population=len(all_plans))
@@ -222,6 +243,7 @@ def silos(
         builder = RoundBuilder(federation, data, own, mesh, microbatch_size=64)
         sent = np.full((groups * each, rounds, steps, units), np.nan, np.float32)
         for r, pieces in builder.prefetch(0, rounds):
+            params = _start(units, (-1.0) ** r)
             for piece in pieces:
                 states = jax.tree.map(
                     lambda x: jnp.broadcast_to(x, (builder.size, *x.shape)),  # noqa: B023
@@ -229,14 +251,17 @@ def silos(
                 )
                 _, states, _ = release(params, states, piece.chunk)
                 sent[piece.silos, r] = np.asarray(states["seen"])[: len(piece.silos)]
-        found = sent.reshape(groups, each, rounds, steps, units).transpose(0, 4, 1, 2, 3)
+        found = sent.reshape(groups, each, rounds, steps, units).transpose(0, 4, 1, 2, 3)[
+            :, ::every
+        ]
+        inside = inside[:, ::every].ravel()
         columns = []
         for i, plan in enumerate(made):
             unit = plan.mechanism.sigma * plan.mechanism.clip_norm
             unit /= plan.mechanism.divisor(plan.facts)
-            mine = found[:, :, i, :, : plan.local_steps].reshape(groups * units, -1) / unit
+            mine = found[:, :, i, :, : plan.local_steps].reshape(len(inside), -1) / unit
             columns.append(against / plan.mechanism.sigma - mine if against else mine)
-        coins.append(inside.ravel())
+        coins.append(inside)
         seen.append(np.hstack(columns[:-1]))
         beside.append(columns[-1])
     costs = [_event(plan, rounds, rate) for plan in made[:-1]]
@@ -247,7 +272,7 @@ def silos(
         delta=delta,
         beside=np.concatenate(beside),
         name=first.kind if rate is None else f"{first.kind}, rate {rate:.3g}",
-        how=f"{len(coins)} simulated runs of {rounds} rounds with {groups * units} canaries each, "
+        how=f"{len(coins)} simulated runs of {rounds} rounds with {len(coins[0])} canaries each, "
         f"in {len(plans)} {'silo' if len(plans) == 1 else 'silos'}",
     )
 
@@ -261,10 +286,14 @@ def _designed(plan: SiloPlan, rate: float | None, against: int) -> SiloPlan:
     )
 
 
-def _own_rates(plan: SiloPlan, records: int, rate: float | None) -> SiloPlan:
+def _own_rates(
+    plan: SiloPlan, units: np.ndarray, rate: float | None, other: float | None
+) -> SiloPlan:
+    """With the rate of each unit that has a record in the silo."""
     if rate is None:
         return plan
-    own = dataclasses.replace(plan.mechanism, rates=np.full(records, rate), stay=None)  # type: ignore[call-arg]
+    rates = np.where(units % 2 == 0, rate, rate if other is None else other)
+    own = dataclasses.replace(plan.mechanism, rates=rates, stay=None)  # type: ignore[call-arg]
     return dataclasses.replace(plan, mechanism=own)
 
 
@@ -307,16 +336,16 @@ def _records(
 
 
 def _recorder(units: int, steps: int) -> optax.GradientTransformation:
-    """A local optimiser that keeps what it is given, and changes nothing."""
+    """A local optimiser that keeps what it is given, turned back, and turns all gradients round."""
 
     def init(params: PyTree) -> PyTree:
         del params
         return {"step": jnp.zeros((), jnp.int32), "seen": jnp.zeros((steps, units))}
 
     def update(gradient: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
-        del params
-        seen = state["seen"].at[state["step"]].set(_along(gradient))
-        return jax.tree.map(jnp.zeros_like, gradient), {"step": state["step"] + 1, "seen": seen}
+        seen = state["seen"].at[state["step"]].set(params["turn"] * _along(gradient))
+        moved = jax.tree.map(jnp.zeros_like, gradient) | {"turn": -2.0 * params["turn"]}
+        return moved, {"step": state["step"] + 1, "seen": seen}
 
     return optax.GradientTransformation(init, update)
 
@@ -332,7 +361,10 @@ def messages(
     clip_norm: float = 1.0,
     trials: int = 20_000,
 ) -> Trials:
-    """Trials of a silo's messages: every record has one of two opposite gradients."""
+    """Trials of a silo's messages: every record has one of two opposite gradients.
+
+    Beside the silo there is one whose records have none: what it sends must not help.
+    """
     spec = MessageSpec(noise.sampling, clip, noise.noise)  # type: ignore[arg-type]
     size, rounds = noise.silo_size, noise.rounds
     take = math.ceil(noise.batch)
@@ -340,43 +372,56 @@ def messages(
     stddev = noise.noise_multiplier * clip_norm
 
     def loss(w: jax.Array, example: PyTree) -> jax.Array:
-        return example["size"] * (w @ jax.nn.one_hot(example["direction"], size))
+        return example["size"] * jnp.abs(w @ jax.nn.one_hot(example["direction"], size))
 
     @jax.jit
     def sent(signs: jax.Array, rows: PyTree, rank: jax.Array) -> jax.Array:
-        examples = {"direction": jnp.arange(size)[None], "size": LONG * clip_norm * signs[None]}
-        oracle = make_oracle(
+        lengths = LONG * clip_norm * jnp.stack([signs, jnp.zeros(size)])
+        directions = jnp.broadcast_to(jnp.arange(size), lengths.shape)
+        messages = make_messages(
             loss,
             spec,
-            SiloData(examples, jnp.array([size], jnp.int32)),
-            batch=jnp.array([noise.batch], jnp.float32),
+            SiloData({"direction": directions, "size": lengths}, jnp.array([size] * 2, jnp.int32)),
+            batch=jnp.array([noise.batch] * 2, jnp.float32),
             clip_norm=clip_norm,
-            stddev=jnp.array([stddev], jnp.float32),
+            stddev=jnp.array([stddev] * 2, jnp.float32),
             rank=rank,
             batch_capacity=take,
         )
-        _, y = jax.lax.scan(lambda c, row: (c, oracle(jnp.zeros(size), row)), None, rows)
-        return y.T * noise.batch / stddev
 
-    coins, seen = [], []
+        def one(turn: jax.Array, row: PyTree) -> tuple[jax.Array, jax.Array]:
+            return -turn, turn * messages(jnp.full(size, turn), row)
+
+        _, y = jax.lax.scan(one, jnp.ones(()), rows)
+        return y.transpose(1, 2, 0) * noise.batch / stddev  # [silos, records, rounds]
+
+    coins, seen, beside = [], [], []
     for run in range(_runs(trials, size)):
         inside = key.numpy("audit-coins", run).random(size) < 0.5
         schedule = make_schedule(
-            key.child("audit-run", run), rounds, np.array([size]), one_pass_batch=one_pass
+            key.child("audit-run", run), rounds, np.array([size] * 2), one_pass_batch=one_pass
         )
         y = sent(jnp.where(inside, 1.0, -1.0), schedule.rows(), schedule.rank)
-        y = np.asarray(y, np.float64)
+        own, other = np.asarray(y, np.float64)
         if noise.sampling == "disjoint":  # a record's one message, whose number says nothing of it
             turn = np.asarray(schedule.rank)[0] // take
-            y = np.where(turn < y.shape[1], y[np.arange(size), np.minimum(turn, y.shape[1] - 1)], 0)
-            y = y[:, None]
+            last = own.shape[1] - 1
+
+            def of(y: np.ndarray, turn: np.ndarray) -> np.ndarray:
+                return np.take_along_axis(y, np.minimum(turn, last)[:, None], axis=1)  # noqa: B023
+
+            # The message before or after it has nothing of the record, and the other sign.
+            other = np.hstack([of(own, turn ^ 1), of(other, turn)])
+            own = np.where(turn[:, None] <= last, of(own, turn), 0.0)
         coins.append(inside)
-        seen.append(y)
+        seen.append(own)
+        beside.append(other)
     return Trials(
         inside=np.concatenate(coins),
         seen=np.concatenate(seen),
         event=noise.event,
         delta=noise.budget.delta,
+        beside=np.concatenate(beside),
         relation=REPLACE,
         name=f"isrl, {noise.sampling}",
         how=f"{len(coins)} simulated runs of {rounds} messages of a silo of {size} records",

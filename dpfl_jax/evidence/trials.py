@@ -66,14 +66,15 @@ class Trials:
           learn: bool [n], trials that attacks may learn from.
         """
         found = {"likelihood ratio": log_likelihood_ratio(self.seen, self.event, self.relation)}
-        y = self.seen if self.beside is None else np.hstack([self.seen, self.beside])
-        y = np.nan_to_num(y)
         known, out = learn & self.inside, learn & ~self.inside
-        if min(known.sum(), out.sum()) < 10 * y.shape[1]:
+        parts = [self.seen] if self.beside is None else [self.seen, self.beside]
+        most = min(known.sum(), out.sum()) // (10 * len(parts))
+        if not most:
             return found
+        y = np.hstack([_added_up(np.nan_to_num(part), most) for part in parts])
         middle = y[out].mean(axis=0)
         values, vectors = np.linalg.eigh(np.atleast_2d(np.cov(y[out].T)))
-        floor = np.maximum(values, _NO_NOISE * max(values.max(), 1e-300))
+        floor = np.maximum(values, _NO_NOISE * max(values.max(), 1.0))
         white = (y - middle) @ vectors / np.sqrt(floor)
         found["shift"] = white @ white[known].mean(axis=0)
         found["size"] = (white**2).sum(axis=1)
@@ -85,6 +86,18 @@ class Trials:
             return 0.0
         out = np.random.default_rng(0).standard_normal((_DRAWS, self.seen.shape[1]))
         return float(np.quantile(log_likelihood_ratio(out, self.event), 1 - rate))
+
+
+def _added_up(y: np.ndarray, most: int) -> np.ndarray:
+    """The columns, or sums of an even number of neighbours, so that there are ``most`` or fewer.
+
+    What is added to one and taken from the next, as noise that is used twice, is in no sum.
+    """
+    if y.shape[1] <= most:
+        return y
+    each = 2 * -(-y.shape[1] // (2 * most))
+    whole = np.pad(y, ((0, 0), (0, -y.shape[1] % each)))
+    return whole.reshape(len(y), -1, each).sum(axis=2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -215,6 +215,8 @@ class FederatedRun(Prepared):
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
     ) -> tuple[RunResult, MakeReport]:
         """Runs the rounds."""
+        if self.personal is not None:
+            self.personal.check_rates(self.federation)
         config, model = self.config, self.model
         predict = model.predict if self.subjects.task.kind == "classes" else None
         evaluator = Evaluator(model.loss, data_parallel_mesh(), config.eval.batch_size, predict)

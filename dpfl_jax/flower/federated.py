@@ -202,6 +202,7 @@ class SubjectWork:
                 config, bare, data, held.store, held.keys, delta, plan.noise[0]
             )
             personal.check(config.federation.rounds)
+            personal.check_rates(self.federation)
         self._personal, self._data = personal, data
         model = build_by_name(config.model.kind, held.task, config.model.options)
         local, server = _optimizers(config)

@@ -32,11 +32,13 @@ def stopped_caveat(done: int, steps: int, word: str) -> str:
     )
 
 
-def interrupted_caveat(done: int, steps: int, word: str) -> str:
-    """Of a run that somebody or something has stopped."""
+def interrupted_caveat(done: int, asked: int, steps: int, word: str) -> str:
+    """Of a run that somebody or something has stopped; ``asked``: that may have been released."""
+    more = "" if asked == done else f", and what it released of up to {asked} before it was resumed"
     return (
-        f"the run was interrupted after {done} of {steps} {word}: epsilon is that of {done} if the "
-        f"reason had nothing to do with what the run had shown, and otherwise that of all {steps}"
+        f"the run was interrupted after {done} of {steps} {word}{more}: epsilon is that of {asked} "
+        "if the reason had nothing to do with what the run had shown, and otherwise that of all "
+        f"{steps}"
     )
 
 

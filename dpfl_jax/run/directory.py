@@ -27,6 +27,7 @@ from dpfl_jax.randomness import RootKey
 
 FINISHED = "finished"
 _KEY = "root_key.json"
+ASKED = "private/asked.json"  # the largest step that may have been released
 # What each record of a run with personal budgets spent: the silos' own (federation.personal).
 RECORDS, RECORDS_SUMMARY = "private/records.csv", "private/records.json"
 SPENT = "private/users.csv"  # what each user of a central run with budgets of their own has spent
@@ -43,6 +44,8 @@ class RunDirectory:
       resumed: True if the directory existed before.
       run_id: unique to this run, also among runs that had the same path.
       facts: what the run was started with beyond its configuration.
+      asked: steps that may have been released when the directory was opened, whatever checkpoint
+        the run resumes from; None if nothing says how many.
       writes: whether this process writes into it (of many processes, one does).
       listeners: called with each row of metrics, where it is written.
     """
@@ -52,6 +55,7 @@ class RunDirectory:
     resumed: bool
     run_id: str
     facts: dict[str, Any]
+    asked: int | None
     writes: bool
     listeners: tuple[Callable[[Mapping[str, Any]], Any], ...] = ()
     _lock: IO[str] | None
@@ -111,6 +115,7 @@ class RunDirectory:
                     "another --run-dir"
                 )
             self.run_id, self.facts = str(self._content["run_id"]), self._content["facts"]
+            self.asked = self._read_asked()
             if self.facts.get("data") != self._sealed(facts).get("data"):
                 self.close()
                 raise BadInputError(
@@ -123,6 +128,7 @@ class RunDirectory:
         else:
             self.root_key = key or RootKey.generate()
             self._write_key(private)
+            self.asked = 0
             # Last: a directory without config.yaml is not yet a run.
             # People look for the name in a ledger; nothing secret, so no key's fingerprint.
             self.run_id = f"{self.path.name}-{uuid.uuid4().hex[:16]}"
@@ -145,6 +151,29 @@ class RunDirectory:
         self.facts[name] = value
         if self.writes:
             self._write_content()
+
+    def ask(self, steps: int) -> None:
+        """Keeps that ``steps`` steps may be released: it is on the disk once this returns.
+
+        Who deletes the file makes an interrupted run pay for all steps; who edits it has no key.
+        """
+        if self.writes:
+            content = {"steps": steps, "seal": self.root_key.keyed_digest("asked", str(steps))}
+            write_atomically(self.path / ASKED, json.dumps(content), mode=0o600)
+
+    def _read_asked(self) -> int | None:
+        file = self.path / ASKED
+        if not file.exists():
+            return None
+        found = _parsed(file)
+        steps: Any = found.get("steps")
+        if found.get("seal") != self.root_key.keyed_digest("asked", str(steps)):
+            self.close()
+            raise BadInputError(
+                f"{file} was changed after it was written, and it says how many steps an "
+                "interrupted run is accounted with: bring it back, or remove it, and all steps are"
+            )
+        return int(steps)
 
     def computed_with(self, hardware: str, layout: Any = None) -> bool:
         """Notes what the run is computed with from now on; returns whether there was anything else.
@@ -172,6 +201,7 @@ class RunDirectory:
             "run_id": self.run_id,
             "resumed": self.resumed,
             "facts": self.facts,
+            "asked": self.asked,
             "root_key": self.root_key.fingerprint,
         }
 
@@ -195,7 +225,7 @@ class RunDirectory:
         self = cls.__new__(cls)
         self.path, self.writes, self._lock = pathlib.Path(introduction["path"]), False, None
         self.run_id, self.facts = introduction["run_id"], dict(introduction["facts"])
-        self.resumed = introduction["resumed"]
+        self.resumed, self.asked = introduction["resumed"], introduction["asked"]
         deadline = time.monotonic() + patience_s
         while True:
             try:

@@ -40,6 +40,8 @@ from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
 PyTree = Any
 Evaluate = Callable[[PyTree], dict[str, Any]]
 _MILESTONES = 20
+# Steps are noted before they are taken: one by one if they are slow, else about as often as this.
+_NOTED_EVERY_S = 1.0
 
 MOVED_CAVEAT = (
     "the run went on from a checkpoint, or from its start, on other hardware or with another "
@@ -133,6 +135,7 @@ class RunResult:
       clipping: how the norms of how many parameters were computed; None if the run is not private.
       best: the checkpoint with the lowest held-out loss, if that was kept.
       seen: what is kept beside the model (``Algorithm.seen``). Private.
+      asked: steps that may have been released, also by a process that was killed.
     """
 
     params: PyTree
@@ -148,11 +151,16 @@ class RunResult:
     best: Best | None = None
     seen: Any = dataclasses.field(default=None, repr=False)
     places: int = 0
+    asked: int = 0
 
     @property
     def accounted(self) -> int:
-        """Steps that the guarantee is for: all of them, if a rule decided when to stop."""
-        return self.planned if self.interrupted is None else max(self.steps, 1)
+        """Steps that the guarantee is for: all of them, if a rule decided when to stop.
+
+        A step that was released before the run was killed stays released, whether or not the run
+        took it again.
+        """
+        return self.planned if self.interrupted is None else max(self.steps, self.asked, 1)
 
     @property
     def last(self) -> dict[str, Any] | None:
@@ -228,6 +236,7 @@ def drive(
     if pace.keep_best and checkpoints is not None:
         choosing = KeepBest(checkpoints, log.rows)
     start = int(state.step)
+    asked = _Asked(run_dir, steps, start)
 
     def evaluated(done: int) -> None:
         if evaluate is not None and _evaluation(log.rows, done) is None:
@@ -257,9 +266,9 @@ def drive(
     ended = exhausted(log.rows, pace.patience)
     spent, meter = Spent(algorithm), _Meter()
 
-    def costs(done: int) -> float | None:
+    def costs() -> float | None:
         # What a rule chooses or stops at is no number of steps that was fixed beforehand.
-        return spent(steps if pace.chooses else done)
+        return spent(steps if pace.chooses else asked.most)
 
     with (
         StopRequest() as stop,
@@ -271,6 +280,7 @@ def drive(
         done, stopping = start, None
         for after, inputs in () if ended else work.inputs():
             trace.before()
+            asked.before(after)
             state, taken = work.step(state, inputs)
             trace.after(state)
             before, done = done, after
@@ -281,7 +291,7 @@ def drive(
             if logs or saves or not processes.many():  # else they would wait for each other
                 stopping = meter.exchange(stop.requested)
             if logs:
-                row = {"step": done, "epsilon_spent": costs(done), **algorithm.row(taken.stats)}
+                row = {"step": done, "epsilon_spent": costs(), **algorithm.row(taken.stats)}
                 meter.measure(row)
                 log.append(row)
                 bar.update(done, _status(row))
@@ -292,7 +302,7 @@ def drive(
                 if choosing is not None:
                     saves |= choosing.look(log.rows, done)
             if checkpoints is not None and (saves or stopping or ended):
-                told = {"epsilon": costs(done), "delta": algorithm.delta}
+                told = {"epsilon": costs(), "delta": algorithm.delta}
                 checkpoints.save(state, root, told, terms)
                 if log.hooks.on_checkpoint is not None:
                     checkpoints.finish()
@@ -300,13 +310,15 @@ def drive(
                 meter.restart()
             if stopping or ended:
                 break
+    asked.end()
     ended |= done == steps
     if ended:
         evaluated(done)
     if algorithm.private:
-        if done < steps:
-            tell = stopped_caveat if ended else interrupted_caveat
-            caveats = (*caveats, tell(done, steps, algorithm.word))
+        if done < steps and ended:
+            caveats = (*caveats, stopped_caveat(done, steps, algorithm.word))
+        elif done < steps:
+            caveats = (*caveats, interrupted_caveat(done, asked.most, steps, algorithm.word))
         if choosing is not None:
             caveats = (*caveats, BEST_CAVEAT)
     chosen, like = None, shapes_of(state)
@@ -329,12 +341,53 @@ def drive(
         clipping=clipping,
         best=chosen,
         seen=algorithm.seen(state),
+        asked=asked.most,
     )
 
 
 def _due(every: int, before: int, done: int) -> bool:
     """Whether a multiple of ``every`` was passed; never if it is 0."""
     return bool(every) and done // every > before // every
+
+
+class _Asked:
+    """How many steps may have been released; a kill forgets none of them.
+
+    What a step shows (a row of metrics, a model, a silo's message) stays shown if the run is killed
+    and resumes from an earlier checkpoint. So a step is noted in the run's directory before it is
+    taken. Quick steps are noted several at once, about as many as one second takes, since a write
+    that is on the disk costs milliseconds. A run that stops between two steps notes what it took,
+    so that only a kill pays for steps that were noted and not taken.
+
+    Attributes:
+      most: steps that may have been released until now.
+    """
+
+    def __init__(self, run_dir: RunDirectory | None, steps: int, done: int) -> None:
+        self._run_dir, self._steps = run_dir, steps
+        known = done if run_dir is None else run_dir.asked
+        self.most = steps if known is None else max(known, done)
+        self._ahead, self._at = 1, -math.inf
+        self._note(self.most)
+
+    def before(self, step: int) -> None:
+        """The steps up to ``step`` will be taken."""
+        if step > self._noted:
+            quick = time.monotonic() - self._at < _NOTED_EVERY_S
+            self._ahead = 2 * self._ahead if quick else max(1, self._ahead // 2)
+            self._note(min(step - 1 + self._ahead, self._steps))
+            self._at = time.monotonic()
+        self.most = max(self.most, step)
+
+    def end(self) -> None:
+        """No step is under way."""
+        if self._noted != self.most:
+            self._note(self.most)
+
+    def _note(self, steps: int) -> None:
+        self._noted = steps
+        if self._run_dir is not None:
+            self._run_dir.ask(steps)
 
 
 class Spent:

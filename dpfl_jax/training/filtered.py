@@ -171,11 +171,13 @@ class Filtered(Central):
     def write_private(self, directory: RunDirectory, result: RunResult) -> None:
         """Writes what every user has spent (owner only)."""
         spending, users = result.seen, np.arange(self.users)
+        # Steps that a killed process released and nobody took again: their bounds are lost.
+        spent = self.filter.at_most(spending.spent, max(result.asked - result.steps, 0))
         names = getattr(self.data, "user_ids", lambda users: users)(users)
         columns = (
             self.bounds[spending.levels].tolist(),
-            (spending.spent / self.filter.budget).tolist(),
-            self.filter.epsilons(spending.spent, self.delta).tolist(),
+            (spent / self.filter.budget).tolist(),
+            self.filter.epsilons(spent, self.delta).tolist(),
         )
         text = io.StringIO()
         csv.writer(text).writerows([COLUMNS, *zip(names, *columns)])

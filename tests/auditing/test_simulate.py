@@ -10,7 +10,7 @@ from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import ULS
 
 # Of all bugs those that need few trials and one program are looked for every time.
-QUICK = ("noise / 2", "key reused in two steps")
+QUICK = ("noise / 2", "key reused in two steps", "one draw in all steps")
 
 
 def small(**options):

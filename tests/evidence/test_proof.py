@@ -90,6 +90,17 @@ def test_noise_that_comes_twice_is_seen_though_each_step_alone_looks_sound():
 
 
 @pytest.mark.slow
+def test_noise_that_comes_twice_is_seen_in_more_steps_than_can_be_learned_one_by_one():
+    """It is added to one step and taken from the next; draws are as claimed."""
+    made = drawn(events.uls(3.0, 0.1, 200), np.random.default_rng(6), 2000)
+    moved = made.inside[:, None] * (np.random.default_rng(7).random(made.seen.shape) < 0.1) / 3.0
+    signs = (-1.0) ** np.arange(200)
+    twice = moved + signs * np.random.default_rng(8).normal(size=(2000, 1))
+    assert not audit(made, 0.999).exceeds
+    assert audit(dataclasses.replace(made, seen=twice), 0.999).exceeds
+
+
+@pytest.mark.slow
 def test_what_is_seen_beside_may_give_it_away():
     event = events.gaussian(3.0, 1)
     rng = np.random.default_rng(5)

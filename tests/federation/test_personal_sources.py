@@ -8,17 +8,21 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from dpfl_jax.auditing.configured import trials_of
 from dpfl_jax.config.federated import BudgetConfig, FederatedConfig, FederatedDataConfig
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated_run import identity, prepare
 from dpfl_jax.federation.partition import assign_by_labels
+from dpfl_jax.federation.personal import personalise
 from dpfl_jax.federation.personal.budgets import budgets_of_column
 from dpfl_jax.federation.personal.personalise import column_budgets, record_budgets
 from dpfl_jax.federation.placement import own_silos, spread, subject_keys
 from dpfl_jax.federation.subjects import load_subjects
+from dpfl_jax.randomness import RootKey
 
 pytest.importorskip("sklearn")
+QUIET = Console(quiet=True)
 RPDP = {"kind": "rpdp", "max_items_per_subject": 1}
 
 
@@ -231,3 +235,32 @@ def test_a_run_does_not_go_on_with_other_budgets():
     withdrawn[0] = 0.0
     personal = dataclasses.replace(prepared.personal, budgets=withdrawn)
     assert identity(prepared.data, personal) != identity(prepared.data, prepared.personal)
+
+
+def test_rates_of_other_records_stop_a_run_and_an_audit_before_they_begin(monkeypatch):
+    """Each silo's own records, but in another order: nothing else that is stated changes."""
+    real = personalise.with_rates
+
+    def wrong(*given):
+        made = real(*given)
+        mixed = [
+            dataclasses.replace(
+                plan, mechanism=dataclasses.replace(own, rates=own.rates[::-1], stay=own.stay[::-1])
+            )
+            for plan in made.silos
+            for own in [plan.mechanism]
+        ]
+        return dataclasses.replace(made, silos=tuple(mixed))
+
+    levels = {"kind": "three_levels", "levels": [0.5, 1.0, 5.0], "shares": [0.7, 0.2, 0.1]}
+    asked = config(privacy={"budgets": levels})
+    right = prepare(asked, QUIET)
+    right.personal.check_rates(right.federation)
+    monkeypatch.setattr(personalise, "with_rates", wrong)
+    made = prepare(asked, QUIET)
+    assert (made.personal.spent(3) <= made.personal.budgets).all()  # by the rates that were meant
+    said = r"record '.*' allows epsilon 0.5, but silo 0 would draw it at the rate .* and spend"
+    with pytest.raises(BadInputError, match=said):
+        made.train(None, QUIET, None)
+    with pytest.raises(BadInputError, match=said):
+        trials_of(asked, RootKey.from_seed(0), QUIET, 400)

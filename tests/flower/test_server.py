@@ -1,5 +1,8 @@
 """What a server finds out before the first round, and how it goes on without a silo or itself."""
 
+import os
+import signal
+
 import pytest
 
 from dpfl_jax.config import config_to_dict, validate_config
@@ -11,6 +14,7 @@ from dpfl_jax.flower.plan import study_of
 from dpfl_jax.flower.server import prepare
 from dpfl_jax.flower.silo import Silo
 from dpfl_jax.flower.wire import pack, unpack
+from dpfl_jax.run import driver
 from tests.flower.studies import (
     FEDERATED,
     ISRL,
@@ -25,7 +29,7 @@ from tests.flower.studies import (
     simulated,
     study,
 )  # fmt: skip
-from tests.runs import death_after_a_checkpoint, final_state
+from tests.runs import DiedError, death_after_a_checkpoint, final_state
 
 
 def test_a_server_with_another_study_is_refused(tmp_path):
@@ -183,6 +187,34 @@ def test_killed_server_and_silos_go_on_and_equal_the_simulation(tmp_path, monkey
         numbers = sum(array.size for array in arrays.values())
         assert numbers == report["model"]["parameters"] + 3  # weight, silos, dropped
         assert len(reply) < 4 * numbers + 2000
+
+
+@pytest.mark.slow
+def test_a_server_that_was_killed_accounts_for_all_that_silos_answered(tmp_path, monkeypatch):
+    """Also if it begins again from an earlier checkpoint, and is stopped there."""
+
+    class Ends(Here):
+        def __init__(self, silos, number, end):
+            super().__init__(silos)
+            self.number, self.end = number, end
+
+        def ask(self, requests, most_s=None):
+            replies = super().ask(requests)
+            if any(unpack(request)[0].get("round") == self.number for request in requests.values()):
+                self.end()
+            return replies
+
+    def dies():
+        raise DiedError
+
+    monkeypatch.setattr(driver, "_NOTED_EVERY_S", 0.0)
+    silos = opened(make_silos(tmp_path, study(train={"checkpoint_every": 4})))
+    config, place = config_of(tmp_path), tmp_path / "server"
+    with pytest.raises(DiedError):
+        run_study(config, place, Ends(silos, 2, dies), QUIET)
+    stopped = Ends(silos, 0, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    report = run_study(config, place, stopped, QUIET)
+    assert (report["steps"], report["privacy"]["steps"]) == (1, 3 * 2)  # of two local steps each
 
 
 @pytest.mark.nightly

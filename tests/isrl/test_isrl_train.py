@@ -1,5 +1,6 @@
 """``dpfl train`` without a trusted server: report, resume, what is refused."""
 
+import dataclasses
 import json
 import pathlib
 
@@ -12,6 +13,7 @@ from runs import final_state
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.runs import messages
 from dpfl_jax.federation.isrl.runs.isrl_run import prepare
 from dpfl_jax.mesh import data_parallel_mesh
@@ -139,6 +141,15 @@ def test_silos_may_grant_different_budgets(tmp_path, capsys):
     assert noise[4] > 2 * max(noise[:4])
     upper, lower, central = (row["privacy"] for row in price["possible_risk"])
     assert upper >= lower > central > 0
+
+
+def test_noise_of_another_silo_stops_a_run_before_it_begins(tmp_path):
+    config = load_config(written(tmp_path, privacy={"epsilon": [8, 8, 8, 8, 2]}))
+    made = prepare(config, Console(quiet=True))
+    noise = made.parameters.noise[::-1]
+    made = dataclasses.replace(made, parameters=dataclasses.replace(made.parameters, noise=noise))
+    with pytest.raises(BadInputError, match=r"silo 0 grants epsilon 8 on .* which grants 2 on"):
+        made.train(None, None, None)
 
 
 def test_what_was_published_has_no_guarantee(tmp_path, capsys):

@@ -2,8 +2,10 @@
 
 import csv
 import dataclasses
+import os
 import re
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ import optax
 import pytest
 from fitting import fit_given as fit
 from neighbours import people
-from runs import death_after_a_checkpoint, final_state, went_on_bit_for_bit
+from runs import DiedError, death_after_a_checkpoint, final_state, went_on_bit_for_bit
 from scipy import stats
 
 from dpfl_jax import accounting
@@ -25,7 +27,9 @@ from dpfl_jax.mechanisms import ULS, Individual, IndividualELS, Population
 from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run import driver
 from dpfl_jax.run.directory import SPENT, RunDirectory
+from dpfl_jax.run.driver import Hooks
 from dpfl_jax.training import filtered
 from dpfl_jax.training.filtered import FilteredSteps, Spending
 from tests.mechanisms.individuals import SIZES, curved, loss_fn, made, of_sizes, taken
@@ -388,6 +392,36 @@ def test_a_run_that_died_goes_on_bit_for_bit(tmp_path, monkeypatch):
 
     went_on_bit_for_bit(tmp_path, monkeypatch, start)
     assert (tmp_path / "whole" / SPENT).read_text() == (tmp_path / "killed" / SPENT).read_text()
+
+
+@pytest.mark.slow
+def test_what_users_spent_in_steps_that_a_kill_lost_is_told_too(tmp_path, monkeypatch):
+    """Their bounds in those steps are lost, so that each is told as one at the clip norm."""
+    monkeypatch.setattr(driver, "_NOTED_EVERY_S", 0.0)
+
+    def shares(name, ends):
+        def on_step(row):
+            if row["step"] in ends:
+                ends.pop(row["step"])()
+
+        hooks = Hooks(on_step=on_step)
+        result = run(tmp_path / name, checkpoint_every=20, hooks=hooks)
+        with (tmp_path / name / SPENT).open(newline="") as file:
+            rows = {row["user"]: float(row["share_of_budget"]) for row in csv.DictReader(file)}
+        return result.steps, np.array([rows[user] for user in sorted(rows)])
+
+    def dies():
+        raise DiedError
+
+    def stops():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(DiedError):
+        shares("killed", {3: dies})
+    steps, told = shares("killed", {1: stops})
+    assert steps == 2
+    before = shares("whole", {1: stops})[1]
+    np.testing.assert_allclose(told, np.minimum(before + 1 / 4, 1.0))  # one of least_steps
 
 
 @pytest.mark.slow

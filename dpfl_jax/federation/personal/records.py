@@ -15,6 +15,8 @@ import numpy as np
 from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.accounting.rates import TwoStage, solver
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.federation import Federation
+from dpfl_jax.federation.mechanisms.rpdp import RPDP
 from dpfl_jax.federation.personal.policies import Assignment
 from dpfl_jax.run.directory import RECORDS, RECORDS_SUMMARY, write_atomically
 
@@ -64,6 +66,39 @@ class Personal:
                 f"record {self.names[row]} has spent {spent[row]:.6g} of {self.budgets[row]:.6g}"
             )
         return spent
+
+    def check_rates(self, federation: Federation) -> None:
+        """Holds what silos will draw by against each record's own budget.
+
+        Args:
+          federation: as it runs.
+
+        Raises:
+          BadInputError: a record would spend more than it allows; the sentence names the first.
+        """
+        if self.unsound:  # nobody's budget is kept, and the guarantee says so
+            return
+        for index, plan in enumerate(federation.silos):
+            mine, own = np.flatnonzero(self.silos == index), plan.mechanism
+            assert isinstance(own, RPDP)
+            rates = np.zeros(0) if own.rates is None else own.rates
+            if len(rates) != len(mine):
+                raise BadInputError(
+                    f"silo {index} holds {len(mine)} records with budgets, but {len(rates)} "
+                    "sampling rates: make the rates for these records (personalise)"
+                )
+            rounds = self.setting.rounds
+            stay = np.full(len(rates), rounds) if own.stay is None else own.stay
+            spent = solver(self.setting).spent_after(rates, stay, rounds)
+            over = np.flatnonzero(~(spent <= self.budgets[mine]))
+            if len(over):
+                row, first = mine[over[0]], over[0]
+                raise BadInputError(
+                    f"record {self.names[row]!r} allows epsilon {self.budgets[row]:g}, but silo "
+                    f"{index} would draw it at the rate {rates[first]:.4g} and spend "
+                    f"{spent[first]:.4g} (it would overspend {len(over)} of its {len(mine)} "
+                    "records): make the rates for these records, in their order (personalise)"
+                )
 
     def remember(self, directory: pathlib.Path) -> None:
         """Writes what every record asked for under ``private/`` (owner only), once a run."""

@@ -24,7 +24,13 @@ from dpfl_jax.federation.isrl.arms import (
 )
 from dpfl_jax.federation.isrl.relations import relations
 from dpfl_jax.federation.isrl.runs.messages import make_evaluation, run_rounds
-from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose, effective_silos, smoothing
+from dpfl_jax.federation.isrl.runs.parameters import (
+    Parameters,
+    check_noise,
+    choose,
+    effective_silos,
+    smoothing,
+)
 from dpfl_jax.federation.isrl.runs.silos import SiloRecords, load_silos
 from dpfl_jax.federation.isrl.runs.tasks import Task, make_task
 from dpfl_jax.federation.silo_statement import isrl_statement
@@ -128,6 +134,7 @@ class IsrlRun(Prepared):
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
     ) -> tuple[RunResult, MakeReport]:
         """Runs the rounds."""
+        check_noise(self.config, np.asarray(self.records.train.sizes), self.parameters)
         evaluate = make_evaluation(self.task, self.records.test)
         result = self.rounds(evaluate, run_dir=directory, charge=charge, console=console)
         baseline = None

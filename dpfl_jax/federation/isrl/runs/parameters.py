@@ -76,6 +76,25 @@ def budgets(config: IsrlConfig, sizes: np.ndarray) -> list[Budget] | None:
     return [Budget(float(e), float(d)) for e, d in zip(epsilons, deltas, strict=True)]
 
 
+def check_noise(config: IsrlConfig, sizes: np.ndarray, parameters: Parameters) -> None:
+    """Holds the noise that each silo adds against what that silo grants.
+
+    Raises:
+      BadInputError: it was made for another budget, silo or batch; the sentence names the silo.
+    """
+    granted, noise = budgets(config, sizes), parameters.noise
+    if granted is None or noise is None:
+        return
+    facts = zip(granted, sizes.tolist(), parameters.batches.tolist(), strict=True)
+    for i, (z, wanted) in enumerate(zip(noise, facts, strict=True)):
+        if (z.budget, z.silo_size, z.batch) != wanted:
+            raise BadInputError(
+                f"silo {i} grants epsilon {wanted[0].epsilon:g} on {wanted[1]} records, with "
+                f"{wanted[2]:g} in a batch, but its noise is that of a silo which grants "
+                f"{z.budget.epsilon:g} on {z.silo_size} with {z.batch:g}: give each silo its own"
+            )
+
+
 def smoothing(config: IsrlConfig, sizes: np.ndarray, dim: int, lipschitz: float) -> float:
     """Smoothness of the Moreau envelope by section 2 (SCO for one pass) and Theorem F.2 (ERM)."""
     smooth = theory.smoothing_sco if config.isrl.sampling == "disjoint" else theory.smoothing_erm

@@ -1,0 +1,127 @@
+"""What a killed process released is accounted, wherever the run resumes and stops after that."""
+
+import json
+import os
+import signal
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import yaml
+from runs import DiedError
+from silo_configs import SILOS
+
+import dpfl_jax as dpfl
+from dpfl_jax.cli.main import main
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.run import driver
+from dpfl_jax.run.directory import ASKED, RunDirectory
+
+STEPS, TRUE = 12, np.array([1.0, -2.0, 0.5], np.float32)
+
+
+@pytest.fixture
+def every_step(monkeypatch):
+    """Each step is noted by itself, as slow ones are."""
+    monkeypatch.setattr(driver, "_NOTED_EVERY_S", 0.0)
+
+
+def plan():
+    x = np.random.default_rng(0).normal(size=(120, 3)).astype(np.float32)
+    data = dpfl.from_arrays({"x": x, "label": x @ TRUE}, [str(i // 3) for i in range(120)])
+    mechanism = dpfl.ULS(group_size=2, cohort_size=15)
+    return mechanism.plan(data, steps=STEPS, epsilon=8.0, delta=1e-3)
+
+
+def run(run_dir, at, action, **pace):
+    def on_step(row):
+        if row["step"] == at:
+            action()
+
+    return dpfl.fit(
+        lambda params, example: (example["x"] @ params["w"] - example["label"]) ** 2,
+        {"w": jnp.zeros(3)},
+        plan(),
+        optax.sgd(0.1),
+        run_dir=run_dir,
+        hooks=dpfl.Hooks(on_step=on_step),
+        pace=dpfl.Pace(**{"checkpoint_every": 3} | pace),
+    )
+
+
+def dies():
+    raise DiedError
+
+
+def stops():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.usefixtures("every_step")
+def test_a_kill_forgets_no_step(tmp_path):
+    with pytest.raises(DiedError):
+        run(tmp_path / "run", 6, dies)
+    result = run(tmp_path / "run", 4, stops)
+    assert (result.steps, result.asked, result.accounted) == (5, 6, 6)
+    assert result.guarantee.epsilon == plan().guarantee(6).epsilon
+    told = json.loads((tmp_path / "run" / "guarantee.json").read_text())
+    assert told["privacy"]["epsilon"] == result.guarantee.epsilon
+    assert "5 of 12 steps, and what it released of up to 6" in " ".join(result.guarantee.caveats)
+    assert result.metrics[-1]["epsilon_spent"] >= result.guarantee.epsilon
+    assert run(tmp_path / "run", 7, stops).accounted == 8  # the next stop is later than the kill
+
+
+def test_quick_steps_are_noted_some_at_a_time(tmp_path, monkeypatch):
+    noted, ask = [], RunDirectory.ask
+    monkeypatch.setattr(RunDirectory, "ask", lambda *given: (noted.append(given[1]), ask(*given)))
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "_NOTED_EVERY_S", 60.0)
+        with pytest.raises(DiedError):
+            run(tmp_path / "run", 4, dies)
+    assert noted == [0, 1, 3, 7]
+    # The kill pays for what was noted, a stop in order for what was taken.
+    assert run(tmp_path / "run", 4, stops).accounted == 7
+    assert noted[-1] == 7
+
+
+def test_the_number_cannot_be_edited_and_who_removes_it_pays_for_all(tmp_path):
+    assert run(tmp_path / "run", 3, stops).accounted == 4
+    file = tmp_path / "run" / ASKED
+    assert file.stat().st_mode & 0o777 == 0o600
+    kept = json.loads(file.read_text())
+    assert kept["steps"] == 4
+    file.write_text(json.dumps(kept | {"steps": 1}))
+    with pytest.raises(BadInputError, match=r"asked.json was changed after it was written"):
+        run(tmp_path / "run", 5, stops)
+    file.unlink()
+    assert run(tmp_path / "run", 5, stops).accounted == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("every_step")
+@pytest.mark.parametrize("name", SILOS)
+def test_runs_of_silos_forget_none(name, tmp_path, monkeypatch):
+    config = {"name": name, **SILOS[name], "train": {"checkpoint_every": 3}}
+    section = "isrl" if name == "isrl" else "federation"
+    config[section] = config[section] | {"rounds": 8}
+    file, run_dir = tmp_path / "config.yaml", tmp_path / "run"
+    file.write_text(yaml.safe_dump(config))
+    append, train = RunDirectory.append_metrics, ["train", str(file), "--run-dir", str(run_dir)]
+    ends = {6: dies}
+
+    def appends(self, row):
+        append(self, row)
+        if "epsilon_spent" in row and row["step"] in ends:
+            ends.pop(row["step"])()
+
+    monkeypatch.setattr(RunDirectory, "append_metrics", appends)
+    with pytest.raises(DiedError):
+        main(train)
+    resumed = 2 if name == "isrl" else 4  # the first row after the last checkpoint
+    ends[resumed] = stops
+    assert main(train) == 1
+    report = json.loads((run_dir / "report.json").read_text())
+    assert report["steps"] == (4 if name == "isrl" else 5)
+    assert report["privacy"]["steps"] == 6 * config[section].get("local_steps", 1)
+    assert "released of up to 6" in report["guarantee"]
