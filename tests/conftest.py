@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-from collections.abc import Iterator
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Programs are compiled once for all workers, for the commands that tests start, and for the next
@@ -37,13 +36,9 @@ _COMPILED_AS_IT_RUNS = {
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _compile_as_it_runs(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.path.stem not in _COMPILED_AS_IT_RUNS:
-        yield
-        return
-    quickly = jax.config.jax_disable_most_optimizations
-    jax.config.update("jax_disable_most_optimizations", False)
-    yield
+def _compile_quickly(request: pytest.FixtureRequest) -> None:
+    quickly = os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1"
+    quickly &= request.path.stem not in _COMPILED_AS_IT_RUNS
     jax.config.update("jax_disable_most_optimizations", quickly)
 
 
