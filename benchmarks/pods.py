@@ -188,7 +188,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         row = known.get(key)
         if row is None and args.time_limit > 0:
             console.print(f"compiling {job.model} {job.trains} {job.unit} for {job.topology}")
-            row = _compile(job, args.fsdp, args.time_limit)
+            row = compile_job(job, args.fsdp, args.time_limit)
             if out is not None and "error" not in row:
                 with out.open("a") as file:
                     file.write(json.dumps({"key": key, "row": row}) + "\n")
@@ -273,7 +273,7 @@ def _parts(job: Job, fsdp: int | None) -> int:
     return parts_needed(parameters, job.trains, memory, _devices(job.topology))
 
 
-def _compile(job: Job, fsdp: int | None, time_limit: float) -> dict[str, Any]:
+def compile_job(job: Job, fsdp: int | None, time_limit: float) -> dict[str, Any]:
     """Runs ``dpfl compile`` in another process: the compiler keeps what it has taken."""
     row: dict[str, Any] = dataclasses.asdict(job)
     parts = _parts(job, fsdp)

@@ -48,7 +48,7 @@ def write_records(path: pathlib.Path, format: str, blocks: Any) -> int:
     """
     # A name of its own: two workers may try the same shard.
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
-    write = _write_array_record if format == "arrayrecord" else _write_ragged
+    write = _write_array_record if format == "arrayrecord" else write_ragged
     try:
         count = write(partial, blocks)
         with partial.open("rb") as file:
@@ -64,7 +64,8 @@ def write_records(path: pathlib.Path, format: str, blocks: Any) -> int:
     return count
 
 
-def _write_ragged(path: pathlib.Path, blocks: Any) -> int:
+def write_ragged(path: pathlib.Path, blocks: Any) -> int:
+    """Writes a shard of records of any length; returns how many."""
     sizes, width = [np.zeros(0, np.int64)], 0  # of no records: no bytes behind them, either
     with path.open("wb") as file:
         for block in blocks:

@@ -72,17 +72,19 @@ _AS_THIS_ONE = (
 Ask = Callable[[int, PyTree], Mapping[int, PyTree]]
 
 
-def _one_device() -> Any:
+def one_device() -> Any:
+    """The mesh of a process that works for one silo, or for the server."""
     return data_parallel_mesh(jax.devices()[:1])
 
 
-def _optimizers(config: FederatedConfig) -> tuple[Any, OptimizerServer]:
+def round_optimizers(config: FederatedConfig) -> tuple[Any, OptimizerServer]:
+    """The optimizer of a silo's local steps, and the server's."""
     section = config.federation
     local = make_optimizer(section.local_optimizer, section.rounds * section.local_steps)
     return local, OptimizerServer(make_optimizer(section.server_optimizer, section.rounds))
 
 
-def _alone(config: FederatedConfig) -> Any:
+def one_silo_at_a_time(config: FederatedConfig) -> Any:
     """Execution of one silo at a time."""
     return config.execution.model_copy(update={"width": 1, "chunk_silos": 1})
 
@@ -205,7 +207,7 @@ class SubjectWork:
             personal.check_rates(self.federation)
         self._personal, self._data = personal, data
         model = build_by_name(config.model.kind, held.task, config.model.options)
-        local, server = _optimizers(config)
+        local, server = round_optimizers(config)
         assert config.privacy.delta is not None
         self.algorithm = Federated(
             loss_fn=model.loss,
@@ -214,17 +216,18 @@ class SubjectWork:
             federation=self.federation,
             local_optimizer=local,
             delta=config.privacy.delta,
-            mesh=_one_device(),
+            mesh=one_device(),
             server=server,
             keep_local_state=config.federation.local_state == "keep",
-            execution=_alone(config),
+            execution=one_silo_at_a_time(config),
             show_spent=False,
             here=index,
         )
         self.rounds, self.like = self.federation.rounds, self.algorithm.given
 
     @functools.cached_property
-    def _steps(self) -> FederatedSteps:
+    def steps(self) -> FederatedSteps:
+        """Rounds as the simulation takes them, of this silo alone."""
         own = functools.partial(_Own, index=self.index)
         return FederatedSteps(self.algorithm, self.key, 0, builder=own)
 
@@ -249,12 +252,12 @@ class SubjectWork:
 
     def check(self) -> None:
         """Looks whether what is compiled is what is accounted for (``FederatedSteps.check``)."""
-        self._steps.check(self.algorithm.init())
+        self.steps.check(self.algorithm.init())
 
     def asked(self, policy: Policy) -> Asked:
         """What the plan asks, as this silo computes it."""
         data = self.config.data
-        check_memory(self._steps.builder.public_bytes)
+        check_memory(self.steps.builder.public_bytes)
         if policy.unit == "subject" and data.target_column is not None and data.user_column is None:
             raise RefusedError(
                 "data.user_column is null, so that nobody knows which rows are one person's: name "
@@ -312,14 +315,14 @@ class SubjectWork:
           answered: rounds in which it took part before.
         """
         del answered
-        builder = dataclasses.replace(self._steps.builder, key=key)
+        builder = dataclasses.replace(self.steps.builder, key=key)
         mine = builder.cohort(round_index)
         if not len(mine):
             return None, state
         piece = builder.build(round_index, mine)
         kept = jax.tree.map(lambda x: x[None], state) if self.algorithm.keep else None
         placed = place(params, replicated(self.algorithm.mesh))
-        released, kept, _ = self._steps.release(placed, kept, piece.chunk)
+        released, kept, _ = self.steps.release(placed, kept, piece.chunk)
         if self.algorithm.keep:
             state = jax.device_get(jax.tree.map(lambda x: x[0], kept))
         return jax.device_get(released), state
@@ -394,11 +397,11 @@ class RemoteFederated(Federated):
 
     def __init__(self, server: SubjectServer, ask: Ask) -> None:
         config, federation = server.config, server.federation
-        self.ask, self.federation, self.mesh = ask, federation, _one_device()
-        _, self.server = _optimizers(config)
+        self.ask, self.federation, self.mesh = ask, federation, one_device()
+        _, self.server = round_optimizers(config)
         assert config.privacy.delta is not None
         self.delta, self.keep, self.show_spent = config.privacy.delta, False, True
-        self.execution = _alone(config)
+        self.execution = one_silo_at_a_time(config)
         self.steps, self.private = federation.rounds, True
         self.layout = [self.hardware, self.execution.model_dump()]
         self.given = server.model.init(jax.random.key(config.init_seed))

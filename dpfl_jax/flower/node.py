@@ -80,7 +80,7 @@ def run_node(silo: Silo, insecure: bool = False, finish: bool = False) -> None:
     waiting = False
     while not ended():
         try:
-            with _connected(silo.config.server, tls) as (client, node):
+            with connected(silo.config.server, tls) as (client, node):
                 silo.console.print(f"{silo.name} is connected to {silo.config.server}")
                 waiting = False
                 while not ended():
@@ -129,7 +129,7 @@ def _finished(silo: Silo) -> int:
 
 
 @contextlib.contextmanager
-def _connected(address: str, tls: ssl.SSLContext | None) -> Iterator[tuple[FleetHttpClient, Node]]:
+def connected(address: str, tls: ssl.SSLContext | None) -> Iterator[tuple[FleetHttpClient, Node]]:
     """A node of the SuperLink, with a name of its own for this connection."""
     private, public = generate_key_pairs()
     identity = public_key_to_bytes(public)

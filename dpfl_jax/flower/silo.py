@@ -203,7 +203,7 @@ class Silo:
         self.held = _HELD[type(study)](study)
         self.log = Log(self.folder / LOG, self._key)
         self.ledger = accounting.Ledger(self.folder / LEDGER)
-        self._runs: dict[str, _Run] = {}
+        self.runs: dict[str, _Run] = {}
         self._check_ledger()
 
     def _check_ledger(self) -> None:
@@ -293,7 +293,7 @@ class Silo:
         run = self._opened(plan, known)
         if accepted is None:
             self._accept(run, known)
-        self._runs[plan.run] = run
+        self.runs[plan.run] = run
         return pack({"kind": "accepted", "silo": self.name, "plan": plan.digest})
 
     def _accept(self, run: _Run, begun: dict[str, Any] | None) -> None:
@@ -336,8 +336,8 @@ class Silo:
 
     def _opened(self, plan: Plan, known: dict[str, Any] | None) -> _Run:
         """The run of a plan, after everything about it was checked."""
-        if plan.run in self._runs and self._runs[plan.run].plan.digest == plan.digest:
-            return self._runs[plan.run]
+        if plan.run in self.runs and self.runs[plan.run].plan.digest == plan.digest:
+            return self.runs[plan.run]
         different = first_difference(self.study, plan.study)
         if different:
             raise RefusedError(f"the plan's study is not this silo's: {different}")
@@ -380,7 +380,7 @@ class Silo:
         """Folder of a run."""
         return self.folder / "runs" / hashlib.sha256(run.encode()).hexdigest()[:24]
 
-    def _accepted(self, header: dict[str, Any]) -> _Run:
+    def accepted_run(self, header: dict[str, Any]) -> _Run:
         """The run that a request is about."""
         name = header.get("run")
         known = self.log.find("accepted", run=name)
@@ -388,17 +388,17 @@ class Silo:
             raise RefusedError(f"this silo has accepted no run {name!r}")
         if known["plan"] != header.get("plan"):
             raise RefusedError(f"run {name} began with another plan: a changed plan is another run")
-        if name in self._runs:
-            return self._runs[name]
+        if name in self.runs:
+            return self.runs[name]
         path = self._place(str(name)) / "plan.json"
         plan = Plan.from_json(json.loads(path.read_text()))
         if plan.digest != known["plan"]:
             raise BadInputError(f"{path} is not the plan of run {name}: bring it back")
-        self._runs[plan.run] = self._opened(plan, known)
-        return self._runs[plan.run]
+        self.runs[plan.run] = self._opened(plan, known)
+        return self.runs[plan.run]
 
     def _round(self, header: dict[str, Any], arrays: Any, digest: str) -> bytes:
-        run, number = self._accepted(header), header.get("round")
+        run, number = self.accepted_run(header), header.get("round")
         name, work = run.plan.run, run.work
         if type(number) is not int or not 0 <= number < work.rounds:
             raise RefusedError(f"run {name} has rounds 0 to {work.rounds - 1}, but no {number!r}")
@@ -483,7 +483,7 @@ class Silo:
         return [row["round"] for row in self.log.all(kind, run=name, **like)]
 
     def _done(self, header: dict[str, Any]) -> bytes:
-        run = self._accepted(header)
+        run = self.accepted_run(header)
         if not self.log.find("finished", run=run.plan.run):
             self._catch_up(run)
             self.ledger.commit(run.plan.run)

@@ -357,10 +357,10 @@ class PrivateSweep:
         for name in ("checkpoints", "private"):
             shutil.copytree(winner / name, partial / name, copy_function=shutil.copy)
         shutil.copy(winner / "config.yaml", partial / "config.yaml")
-        _leave(partial, report, winner)
+        write_reports(partial, report, winner)
         _without_times(partial)
         partial.rename(best)
-        _leave(directory.path, report, winner)
+        write_reports(directory.path, report, winner)
         for name in ("runs", "compiled"):
             shutil.rmtree(directory.path / "private" / name, ignore_errors=True)
         return report
@@ -375,7 +375,7 @@ def _without_times(folder: pathlib.Path) -> None:
         os.utime(path, (0, 0))
 
 
-def _leave(folder: pathlib.Path, report: dict[str, Any], winner: pathlib.Path) -> None:
+def write_reports(folder: pathlib.Path, report: dict[str, Any], winner: pathlib.Path) -> None:
     """Writes the reports; the one that says that it is finished last."""
     files = digests.of_run(folder, [report["steps"]])
     write_atomically(folder / NAME, read(winner / NAME).tied(run=files).dumps())

@@ -227,7 +227,7 @@ class Sweep:
             for number, cell in enumerate(left, len(mine) - len(left) + 1):
                 shown = ", ".join(f"{axis} {value}" for axis, value in cell.values.items())
                 try:
-                    row = self._run_cell(cell, load)
+                    row = self.run_cell(cell, load)
                 except LedgerError as error:
                     raise LedgerError(
                         f"the cell {shown} was not run, the finished ones stay: {error}; narrow "
@@ -239,7 +239,8 @@ class Sweep:
                 bar.update(number, f"{shown}: {loss}")
         return len(left)
 
-    def _run_cell(self, cell: Cell, load: Any) -> dict[str, Any]:
+    def run_cell(self, cell: Cell, load: Any) -> dict[str, Any]:
+        """Trains one cell; returns its row of the table."""
         from dpfl_jax.training.central_run import run_experiment
 
         config = self.cell_config(cell)

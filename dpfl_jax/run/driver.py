@@ -41,7 +41,7 @@ PyTree = Any
 Evaluate = Callable[[PyTree], dict[str, Any]]
 _MILESTONES = 20
 # Steps are noted before they are taken: one by one if they are slow, else about as often as this.
-_NOTED_EVERY_S = 1.0
+NOTED_EVERY_S = 1.0
 
 MOVED_CAVEAT = (
     "the run went on from a checkpoint, or from its start, on other hardware or with another "
@@ -373,7 +373,7 @@ class _Asked:
     def before(self, step: int) -> None:
         """The steps up to ``step`` will be taken."""
         if step > self._noted:
-            quick = time.monotonic() - self._at < _NOTED_EVERY_S
+            quick = time.monotonic() - self._at < NOTED_EVERY_S
             self._ahead = 2 * self._ahead if quick else max(1, self._ahead // 2)
             self._note(min(step - 1 + self._ahead, self._steps))
             self._at = time.monotonic()

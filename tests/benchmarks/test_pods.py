@@ -25,7 +25,7 @@ def test_parameters_are_split_only_as_far_as_needed():
 def test_users_are_processed_as_their_size_asks_for(monkeypatch, capsys):
     made = []
     monkeypatch.setattr(
-        pods, "_compile", lambda job, *_: made.append(job) or {"error": "no", **vars(job)}
+        pods, "compile_job", lambda job, *_: made.append(job) or {"error": "no", **vars(job)}
     )
     choice = ["--units", "uls", "--topologies", "v5e:16x16", "v5p:4x4x4", "--models"]
 
@@ -59,7 +59,7 @@ def test_a_table_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
                 "microbatch_size": 8, "largest_microbatch_size": 8,
                 "collectives": [loop, once]}  # fmt: skip
 
-    monkeypatch.setattr(pods, "_compile", compiled)
+    monkeypatch.setattr(pods, "compile_job", compiled)
     out, table = tmp_path / "rows.jsonl", tmp_path / "table.md"
     choice = ["--models", "llama-8b", "--train", "lora", "--topologies", "v5e:4x4", "--out", out]
     assert bench(*choice, "--units", "els") == 0

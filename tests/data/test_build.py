@@ -260,7 +260,7 @@ def test_disk_full_while_encoding_names_the_shard(files, memory, tmp_path, monke
         raise OSError(28, os.strerror(28))
 
     with monkeypatch.context() as patch:
-        patch.setattr(records, "_write_ragged", full)
+        patch.setattr(records, "write_ragged", full)
         with pytest.raises(BadInputError, match=r"shard-00000-of-00004.*No space left on device"):
             build(files, tmp_path / "store", format="ragged")
     assert not list((tmp_path / "store.building").glob("*.ragged*"))

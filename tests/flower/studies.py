@@ -19,7 +19,7 @@ from dpfl_jax.federation.isrl.runs import isrl_run
 from dpfl_jax.federation.isrl.runs.messages import Messages, MessageSteps
 from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.federation.rounds import RoundBuilder
-from dpfl_jax.flower.federated import _alone, _one_device, _optimizers, round_key
+from dpfl_jax.flower.federated import one_device, one_silo_at_a_time, round_key, round_optimizers
 from dpfl_jax.flower.isrl import round_words
 from dpfl_jax.flower.silo import Silo, drawn_key, make_key
 from dpfl_jax.flower.wire import unpack
@@ -138,7 +138,7 @@ def config_of(folder):
 
 def drawn(silo):
     """The key of each round that the silo's only run was asked for."""
-    run = next(iter(silo._runs.values()))
+    run = next(iter(silo.runs.values()))
     asked = [row for row in silo.log.rows if row["kind"] == "asked"]
     return {row["round"]: drawn_key(run.work.key, row["nonce"]) for row in asked}
 
@@ -165,13 +165,14 @@ def simulated(folder, silos, noise, names=NAMES):
         def silo_key(self, silo, round_index):
             return round_key(keys[silo][round_index], round_index)
 
-    local, server = _optimizers(config)
+    local, server = round_optimizers(config)
     run = Federated(
         loss_fn=ready.model.loss,
         params=ready.model.init(jax.random.key(config.init_seed)),
         data=ready.data, federation=ready.federation, local_optimizer=local, delta=ready.delta,
-        mesh=_one_device(), server=server,
-        keep_local_state=config.federation.local_state == "keep", execution=_alone(config),
+        mesh=one_device(), server=server,
+        keep_local_state=config.federation.local_state == "keep",
+        execution=one_silo_at_a_time(config),
     )  # fmt: skip
     steps, state = FederatedSteps(run, keys[0][0], 0, builder=Builder), run.init()
     for _, inputs in steps.inputs():
@@ -185,9 +186,9 @@ def simulated_messages(folder, silos, names=NAMES):
     raw["data"]["path"] = str(folder / "all.csv")
     config = validate_config(raw)
     ready = isrl_run.prepare(config, QUIET)
-    run = next(iter(silos[names[0]]._runs.values()))
+    run = next(iter(silos[names[0]].runs.values()))
     parameters, data = run.work.parameters, ready.records.train
-    keys = [next(iter(silos[name]._runs.values())).work.key for name in names]
+    keys = [next(iter(silos[name].runs.values())).work.key for name in names]
     one_pass = parameters.batches if config.isrl.sampling == "disjoint" else None
     schedule = make_schedule(
         keys[0], parameters.rounds, np.asarray(data.sizes), one_pass_batch=one_pass,
@@ -195,7 +196,7 @@ def simulated_messages(folder, silos, names=NAMES):
     )  # fmt: skip
     rounds = [[round_words(key) for key in drawn(silos[name]).values()] for name in names]
     schedule = dataclasses.replace(schedule, keys=jnp.asarray(np.stack(rounds, axis=1)))
-    mesh = _one_device()
+    mesh = one_device()
     steps = MessageSteps(Messages(config, ready.task, data, parameters, mesh), keys[0], 0)
     steps.schedule, state = schedule, steps.run.init()
     for _, inputs in steps.inputs():

@@ -233,11 +233,11 @@ def trained(
         assert len(accepted) == 1  # one run, whoever was killed
         asked = [row["round"] for row in silo.log.rows if row["kind"] == "asked"]
         assert asked == list(range(8))  # each once
-        silo._accepted({"run": accepted[0]["run"], "plan": accepted[0]["plan"]})
+        silo.accepted_run({"run": accepted[0]["run"], "plan": accepted[0]["plan"]})
         for path in silo.folder.glob("runs/*/*.message"):
             sent = set(load(path.read_bytes()))
             assert not sent or all(name.startswith("released") for name in sent)
-    plan = next(iter(silos[names[0]]._runs.values())).plan
+    plan = next(iter(silos[names[0]].runs.values())).plan
     if "isrl" in raw:
         expected = simulated_messages(tmp_path, silos, names)
     else:

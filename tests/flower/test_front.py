@@ -17,7 +17,7 @@ from flwr.supercore.constant import FLEET_HTTP_PUBLIC_KEY_HEADER
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower import front as front_module
 from dpfl_jax.flower.front import front
-from dpfl_jax.flower.node import _connected, context_of
+from dpfl_jax.flower.node import connected, context_of
 from dpfl_jax.flower.silo import SiloConfig
 from tests.flower.studies import POLICY
 
@@ -125,7 +125,7 @@ def test_who_has_no_certificate_of_a_silo_is_turned_away(link, tmp_path):
                 httpx.post(call, content=b"x", verify=context_of(silo(name)))
             with (
                 pytest.raises(httpx.HTTPError),
-                _connected(f"127.0.0.1:{port}", context_of(silo(name))),
+                connected(f"127.0.0.1:{port}", context_of(silo(name))),
             ):
                 pass
     wrong = silo("bern")

@@ -118,7 +118,7 @@ def test_no_message_ends_a_silo(monkeypatch):
     asked = []
 
     @contextlib.contextmanager
-    def connected(*_):
+    def connects(*_):
         asked.append(links[len(asked)])
         yield asked[-1], Node(node_id=7)
         assert asked[-1] is links[-1]
@@ -127,7 +127,7 @@ def test_no_message_ends_a_silo(monkeypatch):
         if len(asked) == len(links):
             answers.log.rows.append({"kind": "finished"})
 
-    monkeypatch.setattr(node, "_connected", connected)
+    monkeypatch.setattr(node, "connected", connects)
     monkeypatch.setattr(node.time, "sleep", ended)
     link = links[-1]
     link.PushMessages = lambda request, push=link.PushMessages: (ended(0), push(request))[1]

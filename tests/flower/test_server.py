@@ -175,7 +175,7 @@ def test_killed_server_and_silos_go_on_and_equal_the_simulation(tmp_path, monkey
         asked = [row["round"] for row in silo.log.rows if row["kind"] == "asked"]
         assert asked == [0, 1, 2, 3]
         assert len([row for row in silo.log.rows if row["kind"] == "accepted"]) == 1
-    plan = next(iter(silos["bern"]._runs.values())).plan
+    plan = next(iter(silos["bern"].runs.values())).plan
     there = final_state(tmp_path / "server")["params"]
     assert bits(there) == bits(simulated(tmp_path, silos, plan.noise))
     # What crossed: the header, and the arrays of a release, for each silo and round.
@@ -207,7 +207,7 @@ def test_a_server_that_was_killed_accounts_for_all_that_silos_answered(tmp_path,
     def dies():
         raise DiedError
 
-    monkeypatch.setattr(driver, "_NOTED_EVERY_S", 0.0)
+    monkeypatch.setattr(driver, "NOTED_EVERY_S", 0.0)
     silos = opened(make_silos(tmp_path, study(train={"checkpoint_every": 4})))
     config, place = config_of(tmp_path), tmp_path / "server"
     with pytest.raises(DiedError):

@@ -184,14 +184,21 @@ def test_a_round_that_was_sent_counts_although_the_log_could_not_say_so(made, mo
     silo = Silo(made)
     plan = plan_of(silo)
     agree(silo, plan)
+    append = silo.log.append
+
+    def full(kind, **row):
+        if kind == "answered":
+            raise OSError("disk full")
+        return append(kind, **row)
+
     with monkeypatch.context() as patch:
-        patch.setattr(Silo, "_answered", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+        patch.setattr(silo.log, "append", full)
         assert why(ask(silo, plan)) == silo_module.UNSAID
         assert silo.log.rows[-1]["why"] == "it failed with OSError"
     silo = again(silo)
     # Work asserts that the second turn is given out, with the state after the first.
     assert kind_of(ask(silo, plan, 1)) == "message"
-    assert silo._rounds(plan.run, "answered", sent=True) == [0, 1]
+    assert [row["round"] for row in silo.log.all("answered", run=plan.run, sent=True)] == [0, 1]
 
 
 def test_another_plan_in_the_place_of_the_accepted_one_is_noticed(made):
@@ -508,7 +515,7 @@ def local_item(folder, data=None, **federation):
 def test_the_ledger_is_charged_what_the_policy_is_held_against(tmp_path, unit):
     silo = local_item(tmp_path)
     policy = silo.policy.model_copy(update={"unit": unit})
-    work = silo.held.work(plan_of(silo), 1, silo._key.child("run"))
+    work = silo.held.work(plan_of(silo), 1, read_key(silo.folder).child("run"))
     asked, charge = work.asked(policy), work.charge(policy)
     assert asked.unit == charge.unit == unit
     assert charge.adjacency == f"add-or-remove one {unit}"
@@ -518,7 +525,7 @@ def test_the_ledger_is_charged_what_the_policy_is_held_against(tmp_path, unit):
 def test_rows_of_nobody_are_no_people(tmp_path):
     silo = local_item(tmp_path, data={"user_column": None, "input_columns": ["age", "dose"]})
     assert "policy.unit to record" in why(agree(silo, plan_of(silo)))
-    work = silo.held.work(plan_of(silo), 1, silo._key.child("run"))
+    work = silo.held.work(plan_of(silo), 1, read_key(silo.folder).child("run"))
     assert work.asked(silo.policy.model_copy(update={"unit": "record"})).unit == "record"
     assert any("somebody with several rows" in text for text in work.guarantee().caveats)
 
@@ -529,7 +536,7 @@ def test_what_is_said_of_others_makes_no_silo_cheaper(tmp_path):
     def cost(others):
         plan = plan_of(silo, noise=2.0)
         plan = dataclasses.replace(plan, noise=[others, 2.0, others])
-        work = silo.held.work(plan, 1, silo._key.child("run"))
+        work = silo.held.work(plan, 1, read_key(silo.folder).child("run"))
         charge = work.charge(silo.policy)
         return work.asked(silo.policy).epsilon, epsilon(charge.event, silo.policy.delta)
 
@@ -546,7 +553,7 @@ def test_people_of_one_silo_alone_pay_for_that_silo_alone(tmp_path):
     plan = plan_of(silo)
     rows = [{**row, "num_subjects": 900} if row["name"] != "bern" else row for row in plan.silos]
     plan = dataclasses.replace(plan, silos=rows, noise=[0.5, 2.0, 0.5])
-    work = silo.held.work(plan, 1, silo._key.child("run"))
+    work = silo.held.work(plan, 1, read_key(silo.folder).child("run"))
     own = epsilon(work.public.silos[1].mechanism.event(facts_of(rows)[1], 8), 1e-3)
     asked, charge = work.asked(silo.policy), work.charge(silo.policy)
     assert asked.epsilon == pytest.approx(own, rel=1e-6)
@@ -559,7 +566,7 @@ def test_what_is_said_of_others_lowers_no_stated_guarantee(tmp_path):
     stated = []
     for others in (2.0, 1e6):
         plan = dataclasses.replace(plan_of(silo), noise=[others, 2.0, others])
-        work = silo.held.work(plan, 1, silo._key.child("run"))
+        work = silo.held.work(plan, 1, read_key(silo.folder).child("run"))
         stated.append(work.guarantee())
         assert stated[-1].epsilon >= work.asked(silo.policy).epsilon * (1 - 1e-9)
     assert stated[1].epsilon == stated[0].epsilon
@@ -586,7 +593,7 @@ def test_sizes_said_of_others_take_no_memory_without_bound(tmp_path, isrl):
         rows = [{"name": "aarau", **others}, {"name": "bern", **silo.held.facts},
                 {"name": "chur", **others}]  # fmt: skip
         plan = Plan("run-1", study_of(config_of(tmp_path)), rows, [8.0] * 3)
-        return silo.held.work(plan, 1, silo._key.child("run")).asked(silo.policy)
+        return silo.held.work(plan, 1, read_key(silo.folder).child("run")).asked(silo.policy)
 
     with pytest.raises(RefusedError, match="bytes of memory here"):
         answer(2**31 - 1)
@@ -663,7 +670,7 @@ def test_budgets_that_changed_end_the_run(tmp_path):
         rows = [f"{name},{least if name == 'bern-3' else 2.0}" for name in sorted(people)]
         (tmp_path / "budgets.csv").write_text("\n".join(["record,eps", *rows]))
         silo = Silo(folder)
-        work = silo.held.work(plan_of(silo), 1, silo._key.child("run"))
+        work = silo.held.work(plan_of(silo), 1, read_key(silo.folder).child("run"))
         silo.close()
         return work.fingerprint
 
@@ -675,7 +682,7 @@ def test_memory_is_judged_without_budgets(tmp_path, monkeypatch):
     rows = [f"{name},2.0" for name in sorted(people)]
     (tmp_path / "budgets.csv").write_text("\n".join(["record,eps", *rows]))
     silo = Silo(folder)
-    work = silo.held.work(plan_of(silo, noise=3.0), 1, silo._key.child("run"))
+    work = silo.held.work(plan_of(silo, noise=3.0), 1, read_key(silo.folder).child("run"))
     looked: list[float] = []
     monkeypatch.setattr(federated, "check_memory", looked.append)
     work.asked(silo.policy)
@@ -686,7 +693,7 @@ def test_memory_is_judged_without_budgets(tmp_path, monkeypatch):
         own = dataclasses.replace(silos[1].mechanism, rates=rates)
         silos[1] = dataclasses.replace(silos[1], mechanism=own)
         federation = dataclasses.replace(work.federation, silos=silos)
-        builder = dataclasses.replace(work._steps.builder, federation=federation)
+        builder = dataclasses.replace(work.steps.builder, federation=federation)
         taken.append(builder.silo_bytes)
         assert builder.public_bytes == looked[0]
     assert taken[0] < taken[1] <= looked[0]
@@ -701,7 +708,7 @@ def test_what_looks_at_records_is_paid_for_before_it_can_fail(made, monkeypatch)
     plan = plan_of(silo)
     reply = silo.answer(pack({"kind": "plan", "plan": plan.to_json()}))
     assert why(reply) == silo_module.UNSAID
-    assert plan.run in silo._charged()
+    assert any(plan.run in silo.ledger.runs(account) for account in silo.ledger.accounts())
     assert silo.log.rows[-1]["why"] == "it failed with RuntimeError"
 
 

@@ -81,7 +81,7 @@ def only_noised_messages_crossed(seen, silos):
         assert set(header) == SAID[header["kind"]]
         kinds.add(header["kind"])
         assert header.get("silo", name) == header.get("name", name) == name
-        digests = {run.plan.digest for run in silos[name]._runs.values()}
+        digests = {run.plan.digest for run in silos[name].runs.values()}
         for word in set(header) & {"run", "plan", "round"}:
             assert header[word] == asked[word] or (word == "plan" and header[word] in digests)
         released = {}
@@ -92,7 +92,7 @@ def only_noised_messages_crossed(seen, silos):
             assert logged | {"kind": "hello"} == header
             assert Task.of(header["task"]) == silos[name].held.task
         if header["kind"] == "message":
-            work = silos[name]._runs[header["run"]].work
+            work = silos[name].runs[header["run"]].work
             if isinstance(work, MessageWork):
                 sent = tree_of(arrays, "released", work.like)
             else:
@@ -110,8 +110,8 @@ def only_noised_messages_crossed(seen, silos):
 def every_number_is_noised(silo):
     """One step's message from the same key, parameters and records, with the noise and with twice
     as much: no number of it stays (false alarms: the same float twice, about 1e-6 a number)."""
-    run = next(iter(silo._runs.values()))
-    number = silo._rounds(run.plan.run, "answered", sent=True)[0]
+    run = next(iter(silo.runs.values()))
+    number = silo.log.all("answered", run=run.plan.run, sent=True)[0]["round"]
     key, held = drawn(silo)[number], silo.held
     more = [2 * sigma for sigma in run.plan.noise]
     if isinstance(run.work, MessageWork):
@@ -124,9 +124,9 @@ def every_number_is_noised(silo):
         one = held.config.federation.model_copy(update={"local_steps": 1})
         held.config = held.config.model_copy(update={"federation": one})
         works = [held.work(run.plan, run.work.index, run.work.key) for _ in range(2)]
-        builder = works[1]._steps.builder
+        builder = works[1].steps.builder
         louder = builder.federation.with_noise(more)
-        works[1]._steps.builder = dataclasses.replace(builder, federation=louder)
+        works[1].steps.builder = dataclasses.replace(builder, federation=louder)
     sent = []
     for work in works:
         params = jax.tree.map(lambda x: np.full(x.shape, 0.1, x.dtype), work.like)
@@ -149,7 +149,7 @@ def test_a_study_equals_the_simulation_to_the_last_bit(tmp_path, kind):
     report = run_study(config_of(tmp_path), tmp_path / "server", wire, QUIET)
     assert report["status"] == "finished"
     only_noised_messages_crossed(wire.seen, silos)
-    noise = next(iter(silos[NAMES[0]]._runs.values())).plan.noise
+    noise = next(iter(silos[NAMES[0]].runs.values())).plan.noise
     there = final_state(tmp_path / "server")["params"]
     assert bits(there) == bits(simulated(tmp_path, silos, noise))
     sent = [row for silo in silos.values() for row in silo.log.rows if row.get("sent")]

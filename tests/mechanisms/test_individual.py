@@ -397,7 +397,7 @@ def test_a_run_that_died_goes_on_bit_for_bit(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_what_users_spent_in_steps_that_a_kill_lost_is_told_too(tmp_path, monkeypatch):
     """Their bounds in those steps are lost, so that each is told as one at the clip norm."""
-    monkeypatch.setattr(driver, "_NOTED_EVERY_S", 0.0)
+    monkeypatch.setattr(driver, "NOTED_EVERY_S", 0.0)
 
     def shares(name, ends):
         def on_step(row):

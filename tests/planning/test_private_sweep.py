@@ -175,7 +175,7 @@ def test_a_death_anywhere_changes_nothing(config, pretend, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(private_sweep, "run_prepared", dies)
             if turn == len(all_runs) - 1:  # between the reports, then
-                patch.setattr(private_sweep, "_leave", _dying(private_sweep._leave))
+                patch.setattr(private_sweep, "write_reports", _dying(private_sweep.write_reports))
             with pytest.raises(DiedError):
                 private(config).run(console)
         assert [f for f, _ in pretend] == [all_runs[turn][0]]

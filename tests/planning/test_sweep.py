@@ -180,7 +180,7 @@ def test_processes_share_all_cells_and_no_cell_is_run_twice(config, monkeypatch)
         seen.append((tuple(cell.values.values()), cell.repeat))
         return {**cell.values, "repeat": cell.repeat, "status": "finished", "loss": 1.0}
 
-    monkeypatch.setattr(Sweep, "_run_cell", fake)
+    monkeypatch.setattr(Sweep, "run_cell", fake)
     quiet = Console(quiet=True)
     grid = sweep(config, {"epsilon": [1, 2, 4], "steps": [2, 3]}, repeats=2)
     ran = [grid.run(quiet, rank, 5) for rank in range(5)]

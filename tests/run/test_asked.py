@@ -24,7 +24,7 @@ STEPS, TRUE = 12, np.array([1.0, -2.0, 0.5], np.float32)
 @pytest.fixture
 def every_step(monkeypatch):
     """Each step is noted by itself, as slow ones are."""
-    monkeypatch.setattr(driver, "_NOTED_EVERY_S", 0.0)
+    monkeypatch.setattr(driver, "NOTED_EVERY_S", 0.0)
 
 
 def plan():
@@ -76,7 +76,7 @@ def test_quick_steps_are_noted_some_at_a_time(tmp_path, monkeypatch):
     noted, ask = [], RunDirectory.ask
     monkeypatch.setattr(RunDirectory, "ask", lambda *given: (noted.append(given[1]), ask(*given)))
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "_NOTED_EVERY_S", 60.0)
+        patch.setattr(driver, "NOTED_EVERY_S", 60.0)
         with pytest.raises(DiedError):
             run(tmp_path / "run", 4, dies)
     assert noted == [0, 1, 3, 7]
