@@ -2,8 +2,7 @@
 
 ``dpfl.fit`` is this loop with a run directory, checkpoints, evaluation and a report around it: with
 the same seed (``RootKey.from_seed``) it ends with the same parameters, bit for bit. A secret key is
-for one run alone: two losses under one key would get the same noise. And each batch is for one
-release: a second one (a GAN's other loss) takes a batch of its own, of a plan of twice the steps.
+for one run alone, and a batch for one release: a GAN's second loss takes a batch of its own.
 """
 
 from typing import Any

@@ -103,7 +103,12 @@ def test_memory_is_that_of_the_programs_of_the_first_rows(monkeypatch):
     ]  # fmt: skip
     result = {"options": options[::-1], "best": dict(options[0])}
     args = argparse.Namespace(
-        config=CONFIG, overrides=SMALL[:1], memory="cpu:1", chip="h100", vocab_size=None
+        allow_code=False,
+        config=CONFIG,
+        overrides=SMALL[:1],
+        memory="cpu:1",
+        chip="h100",
+        vocab_size=None,
     )
     config = load_config(CONFIG, args.overrides)
     _bill.add_memory(result, config, args, Console(quiet=True))
