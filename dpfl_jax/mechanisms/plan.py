@@ -470,9 +470,14 @@ class Plan:
         public = bool(self._public_seeds) or (key is not None and key.public)
         if public and self.mechanism.private and PUBLIC_KEY_CAVEAT not in caveats:
             caveats = (*caveats, PUBLIC_KEY_CAVEAT)
-        made = self.mechanism.guarantee(self.population, self._of(steps), self.delta, caveats)
+        return self.about(
+            self.mechanism.guarantee(self.population, self._of(steps), self.delta, caveats)
+        )
+
+    def about(self, guarantee: accounting.Guarantee) -> accounting.Guarantee:
+        """A guarantee of this plan that names its unit's key and what it takes as public."""
         inputs = public_inputs(self.population.told, self.mechanism)
-        return about(made, unit_key_of(self.data), inputs)
+        return about(guarantee, unit_key_of(self.data), inputs)
 
     def statement(self, guarantee: accounting.Guarantee, steps: int | None = None) -> Statement:
         """What guarantee.json says of the first ``steps`` steps (all), with their guarantee."""

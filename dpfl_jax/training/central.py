@@ -145,7 +145,8 @@ class Central(Algorithm):
     def guarantee(self, steps: int, caveats: tuple[str, ...] = ()) -> accounting.Guarantee:
         """As the plan says, of the key of this run alone."""
         plan = self.plan
-        return plan.mechanism.guarantee(plan.population, steps, plan.delta, caveats)
+        made = plan.mechanism.guarantee(plan.population, steps, plan.delta, caveats)
+        return plan.about(made)
 
     def begin(self, key: RootKey, start: int) -> CentralSteps:
         """The steps after the first ``start``."""
