@@ -23,6 +23,7 @@ from dpfl_jax.accounting.rates import TwoStage, certified_rates
 from dpfl_jax.auditing import simulate
 from dpfl_jax.evidence import Audit, Trials, audit
 from dpfl_jax.federation.federation import SiloPlan
+from dpfl_jax.federation.isrl import message
 from dpfl_jax.federation.isrl.arms import Budget, silo_noise
 from dpfl_jax.federation.isrl.schedule import Schedule
 from dpfl_jax.federation.mechanisms import (
@@ -267,15 +268,20 @@ def _one_round() -> Any:
     return mock.patch.object(RoundBuilder, "silo_key", lambda self, silo, _: real(self, silo, 0))
 
 
-def _one_message() -> Any:
-    """Likewise of messages."""
+@contextlib.contextmanager
+def _one_message() -> Iterator[None]:
+    """Likewise of messages, whose keys depend on the point, too."""
     real = Schedule.rows
 
     def rows(self: Any) -> Any:
         found = real(self)
         return found | {"keys": jnp.broadcast_to(found["keys"][:1], found["keys"].shape)}
 
-    return mock.patch.object(Schedule, "rows", rows)
+    with (
+        mock.patch.object(Schedule, "rows", rows),
+        mock.patch.object(message, "own_keys", lambda keys, words: keys),
+    ):
+        yield
 
 
 def _wrong_records() -> Any:
