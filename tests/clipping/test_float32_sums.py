@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from neighbours import removed
 
-from dpfl_jax.clipping import GroupAverage, Normalized, Standard, bounded_grad
+from dpfl_jax.clipping import GroupAverage, Normalized, OwnBound, Standard, bounded_grad
 from dpfl_jax.clipping.accumulate import needs_compensation
 from dpfl_jax.errors import BadInputError
 
@@ -74,6 +74,14 @@ def test_many_microbatches_do_not_drift(size):
         found = float(gradient(jnp.float32(0), x).sum)
         # One unit in the last place of a sum near 1e5 is 1/128.
         assert found == pytest.approx(x.astype(np.float64).sum(), abs=1 / 64)
+
+
+def test_what_units_of_small_bounds_add_is_not_rounded_away():
+    """However few they are: a bound may be as small as what each addition rounds by."""
+    own = np.array([1.0, *[2.0**-25] * 64], np.float32)
+    gradient = bounded_grad(lambda p, u: p * u["x"], rule=OwnBound(1.0), strategy="scan")
+    found = float(gradient(jnp.float32(0), {"x": np.ones_like(own), "bound": own}).sum)
+    assert found == pytest.approx(own.astype(np.float64).sum(), abs=2.0**-23)
 
 
 def test_compensation_is_for_large_sums_alone():

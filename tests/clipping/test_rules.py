@@ -15,6 +15,7 @@ from dpfl_jax.clipping import (
     Automatic,
     GroupAverage,
     Normalized,
+    OwnBound,
     PerGroup,
     PerLayer,
     Standard,
@@ -34,6 +35,20 @@ def test_no_contribution_exceeds_the_sensitivity(norms, clip_norm, rule):
     norms = jnp.array(norms, jnp.float32)
     moved = np.asarray(rule.weights(norms), np.float64) * np.asarray(norms, np.float64)
     assert moved.max() <= rule.sensitivity * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_bound_that_a_unit_brings_is_no_larger_than_the_clip_norm(normalized):
+    """Noise is scaled to the clip norm, whatever it brings."""
+    rule, own = OwnBound(0.5, normalized), jnp.array([0.25, 0.5, 3.0, np.inf, np.nan, -1.0])
+    gradient = bounded_grad(lambda p, u: jnp.vdot(p, u["x"]), rule=rule)
+    moved = [
+        jnp.linalg.norm(gradient(jnp.zeros(2), {"x": jnp.full((1, 2), 9.0), "bound": b[None]}).sum)
+        for b in own
+    ]
+    wanted = np.array([0.25, 0.5, 0.5, 0.5, 0.0, 0.0]) / (0.5 if normalized else 1.0)
+    np.testing.assert_allclose(moved, wanted, rtol=1e-6)
+    assert max(moved) <= rule.sensitivity * (1 + 1e-6)
 
 
 @pytest.mark.slow

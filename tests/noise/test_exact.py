@@ -258,6 +258,13 @@ def test_a_sum_of_two_parts_is_clamped_without_a_jump():
         assert steps(sign * most, sign * half) == steps(sign * most, 0.0)  # no further
         assert steps(4 * sign * most, -sign * half) == steps(sign * most, 0.0)
 
+    # As it is noised: the rest of each changes nothing.
+    x = np.float32([most, 4 * most, -most, -4 * most])
+    rest, places = np.float32([half, -half, -half, half]), [jnp.zeros(4, jnp.uint32)] * 4
+    noised = jax.jit(exact.noised_integers)
+    found, wanted = (noised(key(), x, places, scale, more) for more in (rest, 0 * rest))
+    np.testing.assert_array_equal(found, wanted)
+
 
 @pytest.mark.slow
 def test_what_is_left_of_a_sum_is_added_in_integers():
@@ -289,6 +296,24 @@ def test_noise_of_more_rows_is_at_most_so_large():
     with pytest.raises(BadInputError, match="at most 1000 times is hidden"):
         Noise(1001.0, 1.0, rows=10**6).add(KEY.words("noise", 0), {"w": jnp.zeros(3)})
     Noise(999.0, 1.0, rows=10**6).add(KEY.words("noise", 0), {"w": jnp.zeros(3)})
+
+
+def test_the_grid_hides_what_every_row_is_cut_off_by():
+    """Numbers of one key are as far apart as the grids: by what 4 million coordinates take."""
+    tree = {"w": jnp.zeros(3), "b": jnp.zeros(1)}
+    one, many = (Noise(1000.0, 1.0, rows=rows).add(key(), tree) for rows in (1, 10**6))
+    cut_off = 1000.0 * math.sqrt(4e6) / table.STDDEV
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
+        np.testing.assert_allclose(np.float64(b) / np.float64(a) - 1, cut_off, rtol=0.1)
+
+
+def test_arrays_of_other_shapes_have_other_noise(monkeypatch):
+    """Large ones are drawn shape by shape, small ones together."""
+    monkeypatch.setattr(exact, "_SMALL", 64)
+    tree = [jnp.zeros(shape) for shape in ((64,), (8, 8), (5,), (8, 8), (7,))]
+    noised = jax.jit(lambda tree: Noise(1.0, 1.0).add(key(), tree))(tree)
+    every = np.concatenate([np.ravel(x) for x in noised])
+    assert len(np.unique(every)) == len(every)
 
 
 def test_a_quantiles_count_is_noised_likewise():
