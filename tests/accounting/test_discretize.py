@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import special
+from scipy import special, stats
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
-from dpfl_jax.accounting.discretize import Mixture, mixture_step
+from dpfl_jax.accounting.discretize import Mixture, binomial_weights, mixture_step
 
 
 def divergence(losses, probs, infinity, epsilons):
@@ -42,6 +42,25 @@ def test_cells_and_grid_never_understate_a_divergence(shift, prob, spacing, grid
     fine = mixture_step(mixture, Mixture(np.zeros(1), np.ones(1)), 0.002, -80.0).remove
     found = divergence(fine.losses, fine.probs, fine.infinity, epsilons)
     np.testing.assert_allclose(found, truth, rtol=2e-2, atol=1e-14)
+
+
+@pytest.mark.parametrize("prob", [0.01, 0.6])
+def test_what_lies_beyond_the_cells_is_lost_in_neither_direction(prob):
+    mixture = Mixture(np.array([0.0, 2.0]), np.array([1.0 - prob, prob]))
+    step = mixture_step(mixture, Mixture(np.zeros(1), np.ones(1)), 0.1, -5.0)
+    for law in (step.remove, step.add):
+        assert law.probs.sum() + law.infinity == pytest.approx(1.0, abs=1e-12)
+    assert step.add.infinity == pytest.approx(math.exp(-5.0))
+
+
+@pytest.mark.parametrize(("size", "prob"), [(10**6, 0.5), (10**6, 1e-3), (40_000, 0.3)])
+def test_counts_of_large_groups_are_merged_upwards(size, prob):
+    """What lies above a count stays there, and nothing else comes: then nothing costs less."""
+    counts, weights = binomial_weights(size, prob)
+    assert len(counts) <= 2048
+    assert counts[-1] == size
+    above = np.cumsum(weights[:0:-1])[::-1]
+    np.testing.assert_allclose(above, stats.binom.sf(counts[:-1], size, prob), rtol=1e-9)
 
 
 @pytest.mark.parametrize(

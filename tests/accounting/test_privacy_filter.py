@@ -167,6 +167,17 @@ def test_a_gaussian_is_its_own_and_no_smaller_one_will_do():
     assert not dominates(1.0, 0.5, few, np.minimum(gaussian_delta(1.0, few) + 0.5, 1.0))
 
 
+def test_the_parts_of_delta_add_up():
+    """Of Gaussians each is its own: what is told beside them is paid for all the same."""
+    parts = (privacy_filter.STEPS, privacy_filter.GAUSSIANS, privacy_filter.RENYI)
+    assert sum(parts) == 1.0
+    delta, tail = 1e-6, 0.25e-6
+    runs = [events.gaussian(4.0, 1), events.gaussian(3.0, 1)]
+    found = privacy_filter._by_gaussians(runs, delta, accounting.ADD_OR_REMOVE)
+    told = tail + (1 - tail) * gaussian_delta(np.hypot(1 / 4, 1 / 3), found)
+    assert 0.99 * delta < told <= delta
+
+
 def test_a_budget_allows_what_a_smaller_one_does():
     """Each has a Renyi order of its own: none refuses what is said to be enough."""
     runs = [events.uls(1.0, 0.02, 100), events.gaussian(8.0, 1)]

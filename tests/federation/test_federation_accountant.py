@@ -107,6 +107,9 @@ def test_silos_that_form_a_chain_need_no_envelope():
     assert federated_epsilon(federation, DELTA) == pytest.approx(
         accounting.epsilon(expected, DELTA), rel=1e-9
     )
+    # Of subjects who are in one silo each, those of the second spend most.
+    apart = dataclasses.replace(federation, max_silos_per_subject=1)
+    assert federated_epsilon(apart, DELTA) == silo_epsilons(apart, DELTA)[1]
 
 
 def test_many_kinds_of_silos_are_accounted_in_classes_never_below():

@@ -40,7 +40,7 @@ from dpfl_jax.federation.isrl.arms import (
 )
 from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
 from dpfl_jax.federation.isrl.relations import relations, shuffled_view
-from dpfl_jax.federation.isrl.runs.isrl_run import _relations, guarantee_of
+from dpfl_jax.federation.isrl.runs.isrl_run import IsrlRun, _relations, guarantee_of
 from dpfl_jax.randomness import RootKey
 from reproductions.isrl._baselines import (
     alone,
@@ -57,6 +57,19 @@ from reproductions.isrl._shuffle_protocol import (
 
 N, R, K = 1238, 35, 443
 DELTA = 1 / N**2
+
+
+def test_a_ledger_is_charged_no_less_than_any_silo_spends():
+    """Also where one draws most, one has least noise, and one answers most often."""
+    budget = Budget(8.0, 1e-5)
+    noise = [
+        SiloNoise(sigma, batch, 100, rounds, "poisson", "sound", budget)
+        for sigma, batch, rounds in ((4.0, 50.0, 8), (1.5, 40.0, 8), (4.0, 40.0, 90))
+    ]
+    for some in itertools.permutations(noise, 2):
+        charge = IsrlRun(None, None, None, types.SimpleNamespace(noise=some)).charge()
+        spent = accounting.epsilon(charge.event, charge.delta, relation=REPLACE)
+        assert spent >= max(silo.epsilon for silo in some)
 
 
 def test_arms_golden():
