@@ -253,6 +253,19 @@ def test_what_was_changed_is_refused(name, tmp_path, capsys):
         assert any(word in told for word in words.split("|")), (change, told)
 
 
+def test_a_group_that_is_told_to_spend_less_is_refused(tmp_path, capsys):
+    """Its epsilon is below that of the run: each is held against its own event."""
+    values, file = SOUND["personal"]().to_json(), tmp_path / "guarantee.json"
+    for group in values["groups"]:
+        kept = group["epsilon"]
+        group["epsilon"] = 0.99 * kept
+        file.write_text(json.dumps(values))
+        code, told = verify(file, capsys)
+        group["epsilon"] = kept
+        assert code == 3
+        assert f"the group {group['of']!r} has epsilon" in told
+
+
 def population(**numbers):
     return lambda v: v["basis"]["population"].update(numbers)
 

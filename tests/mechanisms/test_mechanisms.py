@@ -62,8 +62,9 @@ def test_calibration_meets_the_target_from_below(mechanism):
     assert "mine" in guarantee.caveats
     assert guarantee.noise_multiplier == calibrated.noise_multiplier
     assert guarantee.assumptions.count(IDEALISED) == 1
-    large = calibrated.guarantee(population, 100, 0.5)
+    large = calibrated.guarantee(population, 100, 0.5, ("mine",))
     assert any("not below one over the 1,000 users" in c for c in large.caveats)
+    assert "mine" in large.caveats
     assert not any("not below" in c for c in guarantee.caveats)
 
 

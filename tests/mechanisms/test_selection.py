@@ -1,5 +1,6 @@
 """The best of a random number of runs: the law of that number, its epsilon, scores, an attack."""
 
+import dataclasses
 import fractions
 import itertools
 import math
@@ -221,6 +222,15 @@ def test_the_statement_holds_and_says_what_it_rests_on():
     for changes in ({"score_noise": made.score_noise / 2}, {"expected_runs": 20.0}):
         false = stated.model_copy(update={"basis": {**stated.basis, **changes}})
         assert statement.differences(false, restate)[0]
+
+
+def test_noise_is_told_as_that_of_the_cell_whose_noise_says_least():
+    exact = uls()
+    single = dataclasses.replace(exact.mechanism, noise="float")
+    cells = exact, dataclasses.replace(exact, mechanism=single)
+    for some, drawn in ((cells, "float"), (cells[::-1], "float"), (cells[:1], "exact")):
+        made = Selection(some, RunCount(10.0), 3.0, 50, DELTA, 5.0).statement()
+        assert made.noise.drawn == drawn
 
 
 def test_a_ledger_adds_sweeps_and_runs(tmp_path):

@@ -17,6 +17,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run import driver
 from dpfl_jax.run.directory import ASKED, RunDirectory
+from dpfl_jax.training.central import CentralSteps
 
 STEPS, TRUE = 12, np.array([1.0, -2.0, 0.5], np.float32)
 
@@ -59,9 +60,18 @@ def stops():
 
 
 @pytest.mark.usefixtures("every_step")
-def test_a_kill_forgets_no_step(tmp_path):
-    with pytest.raises(DiedError):
-        run(tmp_path / "run", 6, dies)
+def test_a_kill_forgets_no_step(tmp_path, monkeypatch):
+    noted, step = [], CentralSteps.step
+
+    def looks(*given):
+        noted.append(json.loads((tmp_path / "run" / ASKED).read_text())["steps"])
+        return step(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CentralSteps, "step", looks)
+        with pytest.raises(DiedError):
+            run(tmp_path / "run", 6, dies)
+    assert noted == [1, 2, 3, 4, 5, 6]  # before each is taken
     result = run(tmp_path / "run", 4, stops)
     assert (result.steps, result.asked, result.accounted) == (5, 6, 6)
     assert result.guarantee.epsilon == plan().guarantee(6).epsilon

@@ -265,6 +265,19 @@ def test_the_best_can_be_exported(tmp_path, capsys):
     assert "train with train.keep_best=true" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("posts")
+def test_the_file_of_a_run_that_stops_by_a_rule_is_of_all_steps(tmp_path, capsys):
+    train = {"steps": 6, "eval_every": 1, "patience": 1}
+    config = {**TEXT, "train": train, "optimizer": {"learning_rate": 1e-12}}
+    (tmp_path / "text.yaml").write_text(yaml.safe_dump(config))
+    assert main(["train", "text.yaml", "--run-dir", "run", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert report["steps"] < report["privacy"]["steps"] == 6
+    assert json.loads((tmp_path / "run" / "guarantee.json").read_text())["basis"]["steps"] == 6
+    assert main(["verify", "run"]) == 0
+
+
 @pytest.mark.usefixtures("posts")
 def test_what_cannot_be_chosen_is_one_sentence(tmp_path, capsys):
     def said(**changes):

@@ -16,7 +16,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
-from dpfl_jax.run.terms import computation_digest
+from dpfl_jax.run.terms import computation_digest, refuse_other
 
 USERS, SIGMA = 12, 1.5
 
@@ -253,6 +253,15 @@ def test_on_other_hardware_another_computation_draws_anew(tmp_path):
     # The same gradient, of other operations: the second step's noise is another one.
     assert np.abs(np.asarray(moved.params["w"]) - np.asarray(whole.params["w"])).min() > 1e-6
     directory.close()
+
+
+def test_on_other_hardware_nothing_but_the_computation_may_be_another():
+    names = ("computation", "data", "frozen", "plan", "execution", "steps")
+    began = dict.fromkeys(names, "one")
+    refuse_other(began, began | {"computation": "another"}, "the run", moved=True)
+    for name in names[1:]:
+        with pytest.raises(BadInputError, match="start another run"):
+            refuse_other(began, began | {name: "another"}, "the run", moved=True)
 
 
 def test_arrays_of_a_checkpoint_are_sealed(tmp_path):
