@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_jax.accounting import REPLACE, delta, epsilon, events, serialize
+from dpfl_jax.accounting import REPLACE, allocation, delta, epsilon, events, serialize
 from dpfl_jax.accounting.allocation import allocated
 from dpfl_jax.accounting.event_types import AllocatedDpEvent
 from dpfl_jax.errors import BadInputError
@@ -164,3 +164,14 @@ def test_an_allocation_is_stored_and_read():
 def test_bad_allocations_are_one_sentence(make, message):
     with pytest.raises(BadInputError, match=message):
         make()
+
+
+@pytest.mark.parametrize("lost", [1e-3, 0.1])
+def test_what_is_trimmed_stays_under_both_hypotheses(lost):
+    """Nothing of S is lost, nor of its mean: the ends of a table move further apart."""
+    for ratio in (allocation._single(0.7, 0.01, 1e-9), allocation._single(2.0, 0.1, 1e-4)):
+        made = ratio.trimmed(lost)
+        assert len(made.probs) < len(ratio.probs)
+        assert made.probs.sum() + made.zero == pytest.approx(1.0, abs=1e-12)
+        there = (made.probs * np.exp(made.logs)).sum()
+        assert there + made.infinity == pytest.approx(1.0, abs=1e-12)
