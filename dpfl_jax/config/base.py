@@ -14,7 +14,7 @@ class Section(BaseModel):
 
 
 # It names a folder.
-NAME = r"^[^/\\.][^/\\]*$"
+NAME = r"^[^/\\.\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*$"
 # What float32 holds with room for sums; infinity is none of them.
 Positive = Annotated[float, Field(gt=0, le=1e30)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -24,8 +24,8 @@ class LedgerSection(Section):
     """The budget that a run is charged to.
 
     Attributes:
-      ledger: file that records what the people of a data set have spent over all runs; relative to
-        the folder of the configuration file.
+      ledger: file (.jsonl) that records what the people of a data set have spent over all runs;
+        relative to the folder of the configuration file.
       account: name of the people in the ledger. Give one name to all versions of a data set that
         hold the same people.
       budget: largest epsilon (at the run's delta) the ledger may reach; beyond it a run is refused.
@@ -33,7 +33,7 @@ class LedgerSection(Section):
     """
 
     ledger: str | None = None
-    account: str | None = None
+    account: str | None = Field(None, pattern=r"^[\w .,:@+-]+$")
     budget: float | None = None
 
 
@@ -158,6 +158,11 @@ class RunSection(Section):
         privacy: LedgerSection = self.privacy
         if privacy.budget is not None and privacy.ledger is None:
             raise ValueError("privacy.budget needs privacy.ledger, the file it is charged to")
+        if privacy.ledger is not None and not privacy.ledger.endswith(".jsonl"):
+            # It is appended to: by no name that another program reads by itself.
+            raise ValueError(
+                f"privacy.ledger is {privacy.ledger!r}, but a ledger is a file NAME.jsonl"
+            )
         if privacy.ledger is not None and privacy.account is None:
             raise ValueError(
                 "privacy.ledger needs privacy.account: one name for these people, the same in "

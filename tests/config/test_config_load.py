@@ -63,6 +63,9 @@ def test_overrides_reach_any_key(minimal):
         ("name.first=x", "goes below 'name'"),
         ("privacy.budget=3", "privacy.ledger"),
         ("privacy.ledger=spent.jsonl", "privacy.account"),
+        ("privacy={ledger: ~/.bash_login, account: a}", r"is '.*/.bash_login', but a ledger is"),
+        ("privacy.account=$(touch x)", "privacy.account: string should match"),
+        ('name="a\\nb"', "name: string should match"),
     ],
 )
 def test_each_mistake_is_one_sentence(minimal, override, message):
