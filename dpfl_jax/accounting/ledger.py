@@ -246,7 +246,7 @@ class Ledger:
 def _opened(path: pathlib.Path, flags: int) -> io.FileIO:
     """The file itself: a link's target, a pipe or a device is no ledger."""
     try:
-        handle = open(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb", 0)
+        handle = open(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb", 0)  # noqa: SIM115
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
@@ -383,9 +383,7 @@ def _append(handle: io.FileIO, tail: tuple[str, bool], record: dict[str, Any]) -
         raise OSError("the ledger could not be written in full: is the disk full?")
 
 
-def _parse(
-    handle: io.FileIO, path: pathlib.Path
-) -> tuple[list[dict[str, Any]], tuple[str, bool]]:
+def _parse(handle: io.FileIO, path: pathlib.Path) -> tuple[list[dict[str, Any]], tuple[str, bool]]:
     """All records, and (hash of the last one, whether the file ends in a cut line).
 
     A line that was cut by a crash was never acknowledged: no step ran on the strength of it.

@@ -243,7 +243,7 @@ def test_nothing_is_written_to_a_file_that_is_no_ledger(tmp_path):
     other = tmp_path / ".bashrc"
     for held in (b"export A=1\n", b"alias l=ls", b"{}\n"):
         other.write_bytes(held)
-        with pytest.raises(BadInputError, match="line 1 of .* is no record"):
+        with pytest.raises(BadInputError, match=r"line 1 of .* is no record"):
             Ledger(other).reserve(Account("$(touch x)"), "a", run_of(1), DELTA)
         assert other.read_bytes() == held
     (tmp_path / "link").symlink_to(tmp_path / "not there")

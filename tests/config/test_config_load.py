@@ -65,6 +65,7 @@ def test_overrides_reach_any_key(minimal):
         ("privacy.ledger=spent.jsonl", "privacy.account"),
         ("privacy={ledger: ~/.bash_login, account: a}", r"is '.*/.bash_login', but a ledger is"),
         ("privacy.account=$(touch x)", "privacy.account: string should match"),
+        ("processes.coordinator=a.example:80", "set the variable DPFL_COORDINATOR"),
         ('name="a\\nb"', "name: string should match"),
     ],
 )

@@ -271,12 +271,13 @@ def test_a_run_is_repeated_until_it_is_done(tmp_path):
         ("kubernetes.py", ("--name", "mine", "--image", "i", "--claim", "c", "--tpu", "v5e:4x4")),
     ],
 )
-def test_programs_are_kept_beside_the_run_for_later_starts(name, options, monkeypatch):
+def test_programs_are_kept_for_later_starts_and_none_comes_with_a_run(name, options, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     done = launch(name, *options, "--dry-run", "job.yaml", "/shared/run")
     assert done.returncode == 0, done.stderr
     assert "JAX_COMPILATION_CACHE_DIR" in done.stdout
-    assert "/shared/run.compiled" in done.stdout
+    assert ".cache/dpfl_jax/compiled" in done.stdout
+    assert "run.compiled" not in done.stdout
 
 
 # What the launcher's four commands do here: nothing, except that a silo may fail.
