@@ -109,7 +109,8 @@ def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> path
                 "they lead to would be written over: remove it"
             )
         if not staging.exists():
-            staging.mkdir(parents=True)
+            staging.parent.mkdir(parents=True, exist_ok=True)
+            staging.mkdir(mode=0o700)  # it holds what its rows do, which may be closed to others
             write_text(marker, identity)
     except OSError as error:
         raise BadInputError(f"cannot write {staging}: {error.strerror or error}") from error

@@ -374,7 +374,7 @@ def _parsed(file: pathlib.Path) -> dict[str, Any]:
     parse = json.loads if file.suffix == ".json" else yaml.safe_load
     try:
         found = parse(file.read_text())
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise BadInputError(

@@ -76,6 +76,21 @@ def test_each_mistake_is_one_sentence(minimal, override, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_small_file_that_holds_too_much_is_refused(tmp_path):
+    aliases = [f"a{i}: &a{i} [" + ",".join([f"*a{i - 1}"] * 10) + "]" for i in range(1, 10)]
+    for text in (
+        "a0: &a0 [x]\n" + "\n".join(aliases),
+        "a: &a [*a]",
+        "a: " + "[" * 60 + "]" * 60,
+        "a: " + "[" * 3000,
+        "a: " + "[" * 3000 + "]" * 3000,
+        "a: 2026-13-41",
+    ):
+        (tmp_path / "c.yaml").write_text(text)
+        with pytest.raises(BadInputError, match=r"holds more than|is not valid YAML"):
+            load_config(tmp_path / "c.yaml")
+
+
 def test_missing_sections_and_files_are_named(tmp_path):
     path = tmp_path / "c.yaml"
     kind = "mechanism: {kind: uls, group_size: 1, cohort_size: 16}\n"

@@ -188,6 +188,12 @@ def test_interrupted_build_opens_not_and_resumes(files, memory, tmp_path, monkey
     assert sorted(encoded + resumed) == [0, 1, 2, 3, 4]
 
 
+def test_a_store_is_closed_to_others(memory, tmp_path):
+    """As the files that it was made of may be."""
+    write_store(memory, tmp_path / "store")
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+
+
 def test_an_interrupted_build_that_was_sent_changes_no_other_file(tmp_path):
     plan = BuildPlan.for_text("bytes", 8, num_shards=1)
     (tmp_path / "precious").write_text("kept")
