@@ -399,13 +399,15 @@ def _parse(handle: io.FileIO, path: pathlib.Path) -> tuple[list[dict[str, Any]],
             record = json.loads(line)
             whole = isinstance(record, dict) and {"kind", "account", "run", "event"} <= set(record)
         except (ValueError, RecursionError):
-            if _START.startswith(line[: len(_START)]):
+            # Of a crash of the machine zeros may be left.
+            if _START.startswith(line.rstrip(b"\0")[: len(_START)]):
                 continue  # A cut line; a forged one breaks the chain of hashes below.
             whole = False
         if not whole:
             # Something else reads this file, and would read what is written into it.
             raise LedgerError(
-                f"line {number} of {path} is no record of a ledger: name a ledger, or a new file"
+                f"the ledger {path} is damaged, or something else: line {number} is no record; "
+                "restore it from a copy, or name another file"
             )
         if record.get("previous") != previous:
             raise LedgerError(
