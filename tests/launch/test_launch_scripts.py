@@ -316,3 +316,22 @@ def test_a_silo_that_cannot_begin_ends_the_federation_and_is_named(fails, serves
     else:
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout.count("checked") == 2
+
+
+def test_launchers_run_nothing_of_the_current_folder_or_beside_a_run(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    dpfl = DPFL.replace("case", '[ "$1" = train ] && echo "$JAX_COMPILATION_CACHE_DIR"\ncase', 1)
+    (tmp_path / "bin" / "dpfl").write_text(dpfl)
+    (tmp_path / "bin" / "dpfl").chmod(0o755)
+    (tmp_path / "csv.py").write_text("open('ran', 'w')")
+    (tmp_path / "run" / "certificates").mkdir(parents=True)
+    (tmp_path / "run" / "certificates" / "server.pem").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    for name, value in {"HOME": "/home/me", "FAILS": "nobody", "SERVES": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert launch("until_done.sh", "a.yaml", "run").stdout.strip().startswith("/home/me/.cache/")
+    done = launch("flower_local.sh", "run")
+    assert (tmp_path / "run" / "bern.csv").exists(), done.stderr
+    assert not (tmp_path / "ran").exists()
