@@ -1,4 +1,7 @@
-"""``python -m dpfl_jax``: the same as ``dpfl``."""
+"""``python -P -m dpfl_jax``: the same as ``dpfl``.
+
+Without ``-P`` Python looks for all modules in the current folder first, before any of ours runs.
+"""
 
 import sys
 

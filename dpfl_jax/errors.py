@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import re
 import sys
+import unicodedata
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -31,16 +33,23 @@ def expect(value: object, kind: type | tuple[type, ...], name: str, wanted: str)
         raise BadInputError(f"{name} is {shown} ({type(value).__name__}): give {wanted}")
 
 
-# Escapes that move the cursor, and letters that turn the direction of writing.
-_UNSEEN = dict.fromkeys(
-    [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)],
-    "?",
-)
+# Escapes that move the cursor, letters that turn the direction of writing, and breaks of lines.
+_UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def plain(text: str) -> str:
     """``text`` without what a terminal would obey."""
-    return text.translate(_UNSEEN)
+    if text.isprintable():
+        return text
+    return "".join(
+        "?" if unicodedata.category(letter) in _UNSEEN and letter not in "\n\t" else letter
+        for letter in text
+    )
+
+
+def one_line(text: str) -> str:
+    """``plain`` text that cannot be taken for a line of its own."""
+    return plain(text.replace("\n", "?").replace("\t", "?"))
 
 
 def repeated(names: Iterable[_T]) -> _T | None:
@@ -92,6 +101,13 @@ def _current_folder_on_path() -> Iterator[None]:
     finally:
         if added:
             sys.path.remove("")
+
+
+def ignore_matplotlibrc() -> None:
+    """That of the current folder, in this process: it is read first, and may have TeX run."""
+    if os.path.lexists("matplotlibrc"):
+        with contextlib.chdir(os.sep):
+            importlib.import_module("matplotlib")
 
 
 class StoppedError(Exception):

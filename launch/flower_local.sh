@@ -39,7 +39,7 @@ mkdir -p "$dir"
 if [ $# -lt 2 ]; then
   set -- "$dir" "$study" aarau="$dir/aarau.csv" bern="$dir/bern.csv" chur="$dir/chur.csv"
   if [ ! -f "$study" ]; then
-    python - "$dir" <<'PYTHON'
+    python -I - "$dir" <<'PYTHON'
 import csv, math, pathlib, random, sys
 
 folder, rng = pathlib.Path(sys.argv[1]), random.Random(0)

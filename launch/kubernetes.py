@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 PORT = 8476
+_CACHE = "JAX_COMPILATION_CACHE_DIR"
 # GKE's name of each kind of slice, and the chips of one of its hosts.
 TPUS = {
     "v4": ("tpu-v4-podslice", 4),
@@ -90,7 +91,8 @@ def manifest(args: argparse.Namespace) -> dict[str, Any]:
             {"name": "DPFL_COORDINATOR", "value": f"{args.name}-run-0-0.{args.name}:{PORT}"},
             {"name": "DPFL_NUM_PROCESSES", "value": str(args.hosts)},
             {"name": "DPFL_PROCESS_ID", "valueFrom": {"fieldRef": index}},
-            {"name": "JAX_COMPILATION_CACHE_DIR", "value": f"{args.run_dir}.compiled"},
+            # Of the volume and not beside RUN_DIR, which may be sent: its programs are run.
+            {"name": _CACHE, "value": f"{args.mount}/.cache/dpfl_jax/compiled"},
         ],
         "ports": [{"containerPort": PORT}],
         "resources": {"limits": resources},

@@ -68,8 +68,9 @@ def environment(args: argparse.Namespace, process: int, port: int) -> dict[str, 
         "DPFL_COORDINATOR": f"127.0.0.1:{port}",
         "DPFL_NUM_PROCESSES": str(args.processes),
         "DPFL_PROCESS_ID": str(process),
-        # A start after an interruption finds the programs that the first one compiled.
-        _CACHE: os.environ.get(_CACHE, f"{args.run_dir}.compiled"),
+        # A start after an interruption finds the programs that the first one compiled: in a folder
+        # of our own, as they are run, and RUN_DIR may come from somebody.
+        _CACHE: os.environ.get(_CACHE, os.path.expanduser("~/.cache/dpfl_jax/compiled")),
     }
     if args.cpu_devices:
         variables["JAX_PLATFORMS"] = "cpu"

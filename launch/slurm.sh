@@ -44,7 +44,8 @@ for number in "$nodes" "$gpus_per_node" "$cpus_per_gpu" "$restarts"; do
   case "$number" in '' | *[!0-9]*) echo "slurm: $number is no whole number" >&2; exit 2 ;; esac
 done
 printf -v train '%q ' dpfl train "$1" "${@:3}" --run-dir "$2"
-printf -v compiled '%q' "${JAX_COMPILATION_CACHE_DIR:-$2.compiled}" # programs, for later starts
+# Programs, for later starts: in a folder of our own, as they are run, and RUN_DIR may be sent.
+printf -v compiled '%q' "${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/dpfl_jax/compiled}"
 
 script() {
   cat <<TEXT

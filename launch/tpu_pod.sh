@@ -10,8 +10,9 @@ Runs `dpfl train CONFIG key=value ... --run-dir RUN_DIR` on every worker of the 
 The workers find each other by the slice's own metadata; each reads its share of every batch; worker
 0 writes the report. CONFIG, the data and RUN_DIR are paths on the workers: RUN_DIR (and
 pretrain.cache_dir) must be on storage that all of them share, such as a Filestore mount. Compiled
-programs are kept in RUN_DIR.compiled (or JAX_COMPILATION_CACHE_DIR) for later starts. If a worker
-is lost the job ends on all of them; it is started again, at most --restarts times.
+programs are kept in ~/.cache/dpfl_jax/compiled of each worker for later starts, or where
+JAX_COMPILATION_CACHE_DIR says (a folder of your own that all share saves the most). If a worker is
+lost the job ends on all of them; it is started again, at most --restarts times.
 
   --tpu NAME          the TPU VM (also a queued resource's node)
   --zone ZONE         its zone
@@ -45,8 +46,10 @@ where=(--zone "$zone" --worker=all)
 if [ -n "$project" ]; then where+=(--project "$project"); fi
 vm=(gcloud compute tpus tpu-vm)
 printf -v train '%q ' dpfl train "$1" "${@:3}" --run-dir "$2"
-printf -v compiled '%q' "${JAX_COMPILATION_CACHE_DIR:-$2.compiled}"
-# The tilde must reach the workers' shell.
+# Programs are run: they are kept in a folder of our own, as RUN_DIR may come from somebody.
+compiled='$HOME/.cache/dpfl_jax/compiled'
+if [ -n "${JAX_COMPILATION_CACHE_DIR:-}" ]; then printf -v compiled '%q' "$JAX_COMPILATION_CACHE_DIR"; fi
+# The tilde and $HOME must reach the workers' shell.
 remote="cd $workdir && export PATH=\$HOME/.local/bin:\$PATH DPFL_PROCESSES=detect \
 JAX_COMPILATION_CACHE_DIR=$compiled && $train"
 

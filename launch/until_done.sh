@@ -27,8 +27,9 @@ if [ $# -lt 2 ]; then usage >&2; exit 2; fi
 command=(dpfl train "$1" "${@:3}" --run-dir "$2")
 if [ "$dry_run" = 1 ]; then printf '%q ' "${command[@]}"; echo; exit 0; fi
 
-# A start after an interruption finds the programs that the first one compiled.
-export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$2.compiled}"
+# A start after an interruption finds the programs that the first one compiled: in a folder of our
+# own, as they are run, and RUN_DIR may come from somebody.
+export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$HOME/.cache/dpfl_jax/compiled}"
 for attempt in $(seq 0 "${DPFL_MAX_RESTARTS:-100}"); do
   "${command[@]}"
   status=$?

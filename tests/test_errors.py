@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 from dpfl_jax.cli import main as cli
-from dpfl_jax.errors import BadInputError, TooLittleMemoryError, too_little_memory
+from dpfl_jax.errors import BadInputError, TooLittleMemoryError, one_line, plain, too_little_memory
+
+
+def test_text_of_others_is_told_without_letters_that_are_not_seen():
+    assert plain("é 中\ta\nb\xa0c") == "é 中\ta\nb\xa0c"
+    assert plain("\x1b[1m\r\u200f\u2028\u202e\x85") == "?[1m?????"
+    assert one_line("a\nb\tc") == "a?b?c"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import decimal
 import math
 from typing import Any, Literal
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, one_line
 
 _LISTS = ("assumptions", "caveats", "public_inputs")
 Status = Literal["upper bound", "exact", "paper's closed form", "none"]
@@ -59,7 +59,8 @@ class Guarantee:
         if not 0.0 <= self.delta <= 1.0:
             raise BadInputError(f"a guarantee cannot have delta {self.delta}")
         for name in _LISTS:
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+            object.__setattr__(self, name, tuple(map(one_line, getattr(self, name))))
+        object.__setattr__(self, "unit_key", one_line(self.unit_key))  # a column has any name
 
     @property
     def private(self) -> bool:

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import hashlib
+import io
 import json
 import math
 import os
 import pathlib
+import stat
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -218,17 +221,19 @@ class Ledger:
         return _entries(self._records(), account)
 
     def _records(self) -> list[dict[str, Any]]:
-        if not self.path.exists():
+        try:
+            handle = _opened(self.path, os.O_RDONLY)
+        except FileNotFoundError:
             return []
-        with open(self.path, "rb") as handle:
+        with handle:
             fcntl.flock(handle, fcntl.LOCK_SH)
             return _parse(handle, self.path)[0]
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[Any]:
+    def _locked(self) -> Iterator[io.FileIO]:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle = open(self.path, "a+b", buffering=0)  # noqa: SIM115
+            handle = _opened(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             raise LedgerError(
                 f"the ledger {self.path} cannot be written ({error.strerror}): choose another path"
@@ -236,6 +241,20 @@ class Ledger:
         with handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield handle
+
+
+def _opened(path: pathlib.Path, flags: int) -> io.FileIO:
+    """The file itself: a link's target, a pipe or a device is no ledger."""
+    try:
+        handle = open(os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "rb", 0)  # noqa: SIM115
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise LedgerError(f"the ledger {path} is a link: name the file that it leads to") from None
+    if not stat.S_ISREG(os.fstat(handle.fileno()).st_mode):
+        handle.close()
+        raise LedgerError(f"the ledger {path} is not a file: choose another path")
+    return handle
 
 
 def _as_event(event: dp_accounting.DpEvent | Guarantee) -> dp_accounting.DpEvent:
@@ -349,7 +368,10 @@ def _digest(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()[:32]
 
 
-def _append(handle: Any, tail: tuple[str, bool], record: dict[str, Any]) -> None:
+_START = b'{"account": {"adjacency": "'  # keys are sorted
+
+
+def _append(handle: io.FileIO, tail: tuple[str, bool], record: dict[str, Any]) -> None:
     previous, torn = tail
     record = {**record, "time": time.time(), "previous": previous}
     line = json.dumps(record, sort_keys=True, allow_nan=False).encode() + b"\n"
@@ -361,7 +383,7 @@ def _append(handle: Any, tail: tuple[str, bool], record: dict[str, Any]) -> None
         raise OSError("the ledger could not be written in full: is the disk full?")
 
 
-def _parse(handle: Any, path: pathlib.Path) -> tuple[list[dict[str, Any]], tuple[str, bool]]:
+def _parse(handle: io.FileIO, path: pathlib.Path) -> tuple[list[dict[str, Any]], tuple[str, bool]]:
     """All records, and (hash of the last one, whether the file ends in a cut line).
 
     A line that was cut by a crash was never acknowledged: no step ran on the strength of it.
@@ -376,10 +398,17 @@ def _parse(handle: Any, path: pathlib.Path) -> tuple[list[dict[str, Any]], tuple
         try:
             record = json.loads(line)
             whole = isinstance(record, dict) and {"kind", "account", "run", "event"} <= set(record)
-        except ValueError:
+        except (ValueError, RecursionError):
+            # Of a crash of the machine zeros may be left.
+            if _START.startswith(line.rstrip(b"\0")[: len(_START)]):
+                continue  # A cut line; a forged one breaks the chain of hashes below.
             whole = False
         if not whole:
-            continue  # A cut line; a forged one breaks the chain of hashes below.
+            # Something else reads this file, and would read what is written into it.
+            raise LedgerError(
+                f"the ledger {path} is damaged, or something else: line {number} is no record; "
+                "restore it from a copy, or name another file"
+            )
         if record.get("previous") != previous:
             raise LedgerError(
                 f"the ledger {path} is damaged before line {number}: a record was changed or "

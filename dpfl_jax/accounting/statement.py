@@ -15,7 +15,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import dp_accounting
@@ -36,7 +36,7 @@ from dpfl_jax.accounting.composition import TableTooLargeError
 from dpfl_jax.accounting.drawn import IDEALISED_FLOAT
 from dpfl_jax.accounting.guarantee import Guarantee
 from dpfl_jax.accounting.independent import independent
-from dpfl_jax.errors import BadInputError, repeated
+from dpfl_jax.errors import BadInputError, one_line, repeated
 
 VERSION = 2
 _READ = (1, 2)  # 1 has no digests, and says neither what makes a unit nor what was public
@@ -202,6 +202,12 @@ def read(path: str | os.PathLike[str]) -> Statement:
         values = json.loads(path.read_text(), object_pairs_hook=_table, parse_constant=_no_number)
     except (OSError, ValueError, RecursionError) as error:
         raise BadInputError(f"{path} cannot be read: {error}") from error
+    for text in _strings(values):
+        if one_line(text) != text:
+            raise BadInputError(
+                f"{path} holds a line break or an unseen letter in {one_line(text)[:60]!r}, which "
+                f"no {NAME} does: what it says could be taken for what `dpfl verify` says"
+            )
     if not isinstance(values, dict) or "version" not in values:
         raise BadInputError(f"{path} is no {NAME}: it has no version")
     if type(values["version"]) is not int or values["version"] not in _READ:
@@ -215,6 +221,19 @@ def read(path: str | os.PathLike[str]) -> Statement:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise BadInputError(f"{path}: {where}: {first['msg']}") from error
+
+
+def _strings(values: Any) -> Iterator[str]:
+    """All there are, names included."""
+    left = [values]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            left += [*value, *value.values()]
+        elif isinstance(value, list):
+            left += value
 
 
 def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

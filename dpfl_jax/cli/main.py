@@ -9,7 +9,6 @@ stdout without ``--json`` and to stderr with it.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import json
 import logging
@@ -19,7 +18,13 @@ import traceback
 from collections.abc import Sequence
 
 from dpfl_jax import __version__
-from dpfl_jax.errors import BadInputError, StoppedError, plain, too_little_memory
+from dpfl_jax.errors import (
+    BadInputError,
+    StoppedError,
+    ignore_matplotlibrc,
+    plain,
+    too_little_memory,
+)
 
 # Modules are imported only when asked for, so that `dpfl --help` does not load JAX.
 COMMANDS = {
@@ -115,9 +120,7 @@ def _ignore_code_in_current_folder() -> None:
     if getattr(sys.modules["__main__"], "__spec__", None) and not sys.flags.safe_path:
         del sys.path[0]  # where `python -m dpfl_jax` puts the folder
     os.environ["PYTHONSAFEPATH"] = "1"  # so that processes started from here do not
-    if os.path.lexists("matplotlibrc"):  # it would be read from here first, and may have TeX run
-        with contextlib.chdir(os.sep):
-            importlib.import_module("matplotlib")
+    ignore_matplotlibrc()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

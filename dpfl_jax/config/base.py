@@ -14,7 +14,7 @@ class Section(BaseModel):
 
 
 # It names a folder.
-NAME = r"^[^/\\.][^/\\]*$"
+NAME = r"^[^/\\.\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*$"
 # What float32 holds with room for sums; infinity is none of them.
 Positive = Annotated[float, Field(gt=0, le=1e30)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -24,8 +24,8 @@ class LedgerSection(Section):
     """The budget that a run is charged to.
 
     Attributes:
-      ledger: file that records what the people of a data set have spent over all runs; relative to
-        the folder of the configuration file.
+      ledger: file (.jsonl) that records what the people of a data set have spent over all runs;
+        relative to the folder of the configuration file.
       account: name of the people in the ledger. Give one name to all versions of a data set that
         hold the same people.
       budget: largest epsilon (at the run's delta) the ledger may reach; beyond it a run is refused.
@@ -33,7 +33,7 @@ class LedgerSection(Section):
     """
 
     ledger: str | None = None
-    account: str | None = None
+    account: str | None = Field(None, pattern=r"^[\w .,:@+-]+$")
     budget: float | None = None
 
 
@@ -91,25 +91,35 @@ NO_CHOICE_WITHIN_USERS = (
 class ProcessesConfig(Section):
     """One run in many processes; where and how many is no part of what a run computes.
 
-    What is left open is taken from the variables DPFL_COORDINATOR, DPFL_NUM_PROCESSES and
-    DPFL_PROCESS_ID, and then from the cluster.
+    Where the others are is told by the variables DPFL_COORDINATOR, DPFL_NUM_PROCESSES and
+    DPFL_PROCESS_ID, or by the cluster. A configuration names no address: whoever wrote it would
+    hear what the processes tell each other.
 
     Attributes:
-      mode: auto joins others if the section, the variables or the cluster announce them (SLURM,
-        Open MPI, TPU workers); detect always asks the cluster (TPU slices); one never does.
-      coordinator: HOST:PORT at which process 0 is reached.
-      num_processes: how many there are.
-      process_id: which one this is, from 0.
+      mode: auto joins others if the variables or the cluster announce them (SLURM, Open MPI, TPU
+        workers); detect always asks the cluster (TPU slices); one never does.
       start_timeout_s: how long to wait for the others at the start.
       lost_after_s: silence after which a process counts as lost.
     """
 
     mode: Literal["auto", "detect", "one"] = "auto"
-    coordinator: str | None = Field(None, pattern=r"^.+:\d+$")
-    num_processes: int | None = Field(None, gt=0)
-    process_id: int | None = Field(None, ge=0)
     start_timeout_s: int = Field(300, gt=0)
     lost_after_s: int = Field(100, gt=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_address(cls, raw: Any) -> Any:
+        """Runs of before list these keys, as null."""
+        if not isinstance(raw, dict):
+            return raw
+        for key in ("coordinator", "num_processes", "process_id"):
+            if raw.get(key) is not None:
+                raise ValueError(
+                    f"processes.{key} is no setting: set the variable DPFL_{key.upper()} where "
+                    "the command is started"
+                )
+            raw = {name: value for name, value in raw.items() if name != key}
+        return raw
 
 
 class MetricsSection(Section):
@@ -158,6 +168,11 @@ class RunSection(Section):
         privacy: LedgerSection = self.privacy
         if privacy.budget is not None and privacy.ledger is None:
             raise ValueError("privacy.budget needs privacy.ledger, the file it is charged to")
+        if privacy.ledger is not None and not privacy.ledger.endswith(".jsonl"):
+            # It is appended to: by no name that another program reads by itself.
+            raise ValueError(
+                f"privacy.ledger is {privacy.ledger!r}, but a ledger is a file NAME.jsonl"
+            )
         if privacy.ledger is not None and privacy.account is None:
             raise ValueError(
                 "privacy.ledger needs privacy.account: one name for these people, the same in "

@@ -23,6 +23,8 @@ from dpfl_jax.errors import BadInputError, imported
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
+_MOST_VALUES, _MOST_DEPTH = 100_000, 50
+
 AnyConfig = RunConfig | FederatedConfig | IsrlConfig
 
 
@@ -63,12 +65,31 @@ def read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise BadInputError(f"there is no config file {file}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"the config file {file} cannot be read: {error}") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         where = " ".join(str(error).split())
         raise BadInputError(f"{file} is not valid YAML: {where}") from None
     if not isinstance(raw, dict):
         raise BadInputError(f"{file} must hold a YAML mapping of sections, such as `train:`")
+    _check_size(raw, str(file))
     return raw
+
+
+def _check_size(raw: Mapping[str, Any], where: str) -> None:
+    """Raises BadInputError for more than anybody writes: a few aliases of YAML make terabytes."""
+    left: list[tuple[Any, int]] = [(raw, 0)]
+    for _ in range(_MOST_VALUES):
+        if not left:
+            return
+        value, depth = left.pop()
+        if isinstance(value, Mapping | list | tuple):
+            if depth == _MOST_DEPTH or len(value) > _MOST_VALUES:
+                break
+            inner = value.values() if isinstance(value, Mapping) else value
+            left += [(found, depth + 1) for found in inner]
+    raise BadInputError(
+        f"{where} holds more than {_MOST_VALUES:,} values, or more than {_MOST_DEPTH} within each "
+        "other: no configuration does"
+    )
 
 
 def make_config(
@@ -126,6 +147,7 @@ def _code_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def validate_config(raw: Mapping[str, Any], where: str = "the config") -> AnyConfig:
     """Validates a mapping; the error names the key, and the nearest known one."""
+    _check_size(raw, where)
     kind: type[AnyConfig] = RunConfig
     if "isrl" in raw:
         kind = IsrlConfig
@@ -173,7 +195,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raise BadInputError(f"the override {override!r} must look like section.key=value")
     try:
         value = yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise BadInputError(f"the value in the override {override!r} is not valid YAML") from None
     node = raw
     for part in parts[:-1]:

@@ -103,8 +103,14 @@ def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> path
     try:
         if staging.exists() and not (marker.is_file() and marker.read_text() == identity):
             shutil.rmtree(staging)
+        if any(path.is_symlink() for path in (staging, *staging.rglob("*"))):
+            raise BadInputError(
+                f"{staging}, which an interrupted build would have left, holds links, and what "
+                "they lead to would be written over: remove it"
+            )
         if not staging.exists():
-            staging.mkdir(parents=True)
+            staging.parent.mkdir(parents=True, exist_ok=True)
+            staging.mkdir(mode=0o700)  # it holds what its rows do, which may be closed to others
             write_text(marker, identity)
     except OSError as error:
         raise BadInputError(f"cannot write {staging}: {error.strerror or error}") from error
@@ -147,7 +153,7 @@ def encode_partition(
                 digests.append(user_digest(user, records))
                 yield records
 
-    path = staging / (plan.shard_stem(shard) + FORMATS[plan.shard_format])
+    path = _shard_path(staging, plan, shard)
     total = write_records(path, plan.shard_format, blocks())
     side = {
         "entry": dataclasses.asdict(FileEntry.of(path, len(names), total)),
@@ -161,6 +167,10 @@ def encode_partition(
     except OSError as error:
         raise disk_error(staging, error) from error
     return total
+
+
+def _shard_path(staging: pathlib.Path, plan: BuildPlan, shard: int) -> pathlib.Path:
+    return staging / (plan.shard_stem(shard) + FORMATS[plan.shard_format])
 
 
 def side_path(staging: pathlib.Path, plan: BuildPlan, shard: int) -> pathlib.Path:
@@ -219,10 +229,11 @@ def finish(
     entries, names, counts, digests = [], [], [], []
     for shard in range(plan.num_shards):
         side = json.loads(side_path(staging, plan, shard).read_text())
+        path = _shard_path(staging, plan, shard)
         if side["entry"]["examples"]:
-            entries.append(FileEntry(**side["entry"]))
+            entries.append(FileEntry(**side["entry"] | {"file": path.name}))
         else:
-            (staging / side["entry"]["file"]).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         names += side["users"]
         counts += side["counts"]
         digests += side["digests"]

@@ -138,10 +138,11 @@ def huggingface_files(path: pathlib.Path) -> list[pathlib.Path]:
     state = path / "state.json"
     if state.is_file():
         try:
-            return [
-                path / entry["filename"] for entry in json.loads(state.read_text())["_data_files"]
-            ]
-        except (ValueError, KeyError, TypeError) as error:
+            names = [entry["filename"] for entry in json.loads(state.read_text())["_data_files"]]
+            if any(pathlib.Path(name).name != name for name in names):
+                raise ValueError("it names a file outside its folder")
+            return [path / name for name in names]
+        except (ValueError, RecursionError, KeyError, TypeError) as error:
             raise BadInputError(f"{state}: not the state of a saved data set ({error})") from error
     files = sorted((*path.glob("*.arrow"), *path.glob("*.parquet")))
     if not files:

@@ -6,6 +6,7 @@ A source is opened lazily: an interrupted build that already read its rows does 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -182,6 +183,11 @@ def _open_tfds(name: str, split: str, data_dir: str | None) -> tuple[Any, Any]:
             "reading TFDS data needs its library: pip install 'dpfl_jax[tfds]'"
         ) from error
     try:
+        # Where the library has no code of a name it goes by the files that are prepared.
+        prepared = pathlib.Path(name)
+        if data_dir is not None and not prepared.is_dir():
+            prepared = pathlib.Path(data_dir)
+        _refuse_classes_of_others(prepared)
         if os.path.isdir(name):
             builder = tfds.builder_from_directory(name)
         else:
@@ -200,6 +206,29 @@ def _open_tfds(name: str, split: str, data_dir: str | None) -> tuple[Any, Any]:
             f"cannot open the TFDS data set {name} ({first}): give the folder of a builder "
             "prepared with file_format='array_record'"
         ) from error
+
+
+def _refuse_classes_of_others(folder: pathlib.Path) -> None:
+    """The library imports every class that the features of prepared data name.
+
+    Raises:
+      BadInputError: one is not the library's own.
+    """
+    for file in folder.rglob("features.json"):
+        left = [json.loads(file.read_text())]
+        while left:
+            value = left.pop()
+            if isinstance(value, list):
+                left += value
+            elif isinstance(value, dict):
+                left += value.values()
+                for key in ("pythonClassName", "python_class_name", "type"):
+                    named = value.get(key)
+                    if isinstance(named, str) and not named.startswith("tensorflow_datasets."):
+                        raise BadInputError(
+                            f"{file} names {named!r}, code that would be run: prepare the data "
+                            "with features of tensorflow_datasets itself"
+                        )
 
 
 def _count_examples(source: Any, split: Any) -> int:

@@ -17,11 +17,11 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
-from dpfl_jax.config import load_config
-from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.errors import BadInputError, StoppedError, ignore_matplotlibrc
+from dpfl_jax.flower.plan import is_name
 from dpfl_jax.flower.server import run_study
-from dpfl_jax.flower.silo import UNSAID, Silo
-from dpfl_jax.flower.wire import pack, unpack
+from dpfl_jax.flower.silo import UNSAID, Silo, read_study
+from dpfl_jax.flower.wire import pack, unpack, why_of
 from dpfl_jax.run.console import Console
 from dpfl_jax.run.directory import write_atomically
 
@@ -123,7 +123,7 @@ class GridTransport:
         header, _ = unpack(reply)
         name, why = _name_of(reply), None
         if header["kind"] != "hello":
-            why = f"a node that says it is {name} refuses: {header.get('why', header['kind'])}"
+            why = f"a node that says it is {name} refuses: {why_of(header)}"
         elif self._tokens.setdefault(name, header.get("token")) != header.get("token"):
             why = f"another node says that it is {name}, too: it is not heard"
         else:
@@ -153,8 +153,8 @@ class GridTransport:
             if node is not None and message.has_content():
                 with contextlib.suppress(BadInputError):  # whoever else reaches the port
                     header, _ = unpack(body := body_of(message))
-                    told = (header.get("kind"), header.get("name", header.get("silo")))
-                    if all(isinstance(word, str) for word in told):
+                    name = header.get("name", header.get("silo"))
+                    if is_name(name) and isinstance(header.get("kind"), str):
                         found.append((node, body))
         return found
 
@@ -178,6 +178,7 @@ def server_app() -> ServerApp:
     ``wait``: seconds until a silo that is gone is left out. How it ended is in ``outcome.json``
     beside the run directory.
     """
+    ignore_matplotlibrc()  # this is a process of Flower's
     app = ServerApp()
 
     @app.main()
@@ -191,7 +192,7 @@ def server_app() -> ServerApp:
             console = Console(file=file, width=1000)
             try:
                 transport = GridTransport(grid, float(told["wait"]), console)
-                config = load_config(str(told["config"]))
+                config = read_study(pathlib.Path(str(told["config"])))
                 outcome = {"status": run_study(config, run_dir, transport, console)["status"]}
             except (BadInputError, StoppedError) as error:
                 outcome = {"status": "failed", "why": str(error)}

@@ -27,6 +27,13 @@ _OWN = ("name", "seed", "train", "processes", "metrics", "eval")
 _OWN_PRIVACY = ("ledger", "account", "budget")
 
 
+def is_name(value: Any) -> bool:
+    """Whether it may name a run or a silo: a folder, and a word in a log."""
+    if not isinstance(value, str) or len(value) > _MOST_NAME or not value.isprintable():
+        return False
+    return re.match(NAME, value) is not None
+
+
 def study_of(config: Any) -> dict[str, Any]:
     """The part of a configuration that is the same at all parties.
 
@@ -167,10 +174,8 @@ class Plan:
         try:
             plan = cls(**plain)
             names = [row["name"] for row in plan.silos]
-            whole = isinstance(plan.run, str) and isinstance(plan.study, dict)
-            whole &= len(plan.run) <= _MOST_NAME and plan.run.isprintable()
-            whole &= re.match(NAME, plan.run) is not None
-            whole &= all(isinstance(name, str) for name in names)
+            whole = is_name(plan.run) and isinstance(plan.study, dict)
+            whole &= all(map(is_name, names))
             sizes = [v for row in plan.silos for key, v in row.items() if key != "name"]
             whole &= all(type(size) is int and 0 < size < 2**31 for size in sizes)
             whole &= len(plan.noise) == len(names) == len(set(names))

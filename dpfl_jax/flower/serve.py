@@ -18,10 +18,11 @@ from typing import Any
 
 from rich.console import Console
 
-from dpfl_jax.config import config_fingerprint, load_config
+from dpfl_jax.config import config_fingerprint
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower.front import front
 from dpfl_jax.flower.plan import study_of
+from dpfl_jax.flower.silo import read_study
 from dpfl_jax.run.directory import RunDirectory, finished_report, private_folder
 
 _APP = """\
@@ -74,7 +75,7 @@ def serve(
     """Runs (or resumes) a study as its server; returns its report.
 
     Args:
-      config: the study's configuration.
+      config: the study's configuration, as it is written: every silo hears what is in it.
       run_dir: of the server; one that was killed goes on from its last checkpoint.
       console: for people.
       host: address to listen at.
@@ -88,7 +89,7 @@ def serve(
       BadInputError: anything is wrong with the configuration or the run directory.
       StoppedError: a silo refuses, nobody answers, or the server was stopped.
     """
-    study_of(study := load_config(config))
+    study_of(study := read_study(pathlib.Path(config)))
     RunDirectory.check(run_dir, config_fingerprint(study))
     directory = pathlib.Path(run_dir).absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from dpfl_jax.config import FederatedConfig, IsrlConfig
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower import federated, isrl
 from dpfl_jax.flower.plan import Plan, silos_in, study_of
-from dpfl_jax.flower.wire import is_finite, pack, tree_of, unpack
+from dpfl_jax.flower.wire import is_finite, pack, tree_of, unpack, why_of
 from dpfl_jax.run.directory import RunDirectory, write_atomically
 from dpfl_jax.run.driver import RunResult, drive
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
@@ -35,6 +35,7 @@ _SERVERS: dict[Any, Any] = {
 _DONE_S = 30.0
 # How long a server that goes on waits for all its silos to come back.
 _RETURN_S = 60.0
+_LATE: dict[str, Any] = {"kind": "late", "why": "it did not answer"}
 _SILOS = "silos.json"
 _CAVEATS = (
     TUNING_CAVEAT,
@@ -134,7 +135,7 @@ class RemoteRun(Prepared):
                 raise StoppedError(f"{name} did not answer to the plan; the same command goes on")
             header, _ = unpack(replies[name])
             if header["kind"] != "accepted" or header["plan"] != plan.digest:
-                raise BadInputError(f"silo {name} refuses: {header.get('why', header['kind'])}")
+                raise BadInputError(f"silo {name} refuses: {why_of(header)}")
         write_atomically(directory.path / _SILOS, json.dumps(self.rows))
         asking = _Asking(self.transport, plan, console)
         algorithm = self.server.algorithm(asking)
@@ -178,7 +179,7 @@ class _Asking:
         replies = self.transport.ask(dict.fromkeys(names, request))
         found, absent = {}, 0
         for place, name in enumerate(names):
-            header, arrays = unpack(replies[name]) if name in replies else ({"kind": "late"}, {})
+            header, arrays = unpack(replies[name]) if name in replies else (_LATE, {})
             if header["kind"] in ("message", "absent"):
                 self._check(header, name, number)
             if header["kind"] == "message":
@@ -189,8 +190,7 @@ class _Asking:
                 header = {"kind": "refused", "why": "it sent numbers that are not finite"}
             absent += header["kind"] == "absent"
             if header["kind"] != "absent":
-                why = header.get("why", "it did not answer")
-                text = f"round {number}: {name} is left out: {why}"
+                text = f"round {number}: {name} is left out: {why_of(header)}"
                 self.console.print(text, markup=False, highlight=False)
         if not found and not absent:
             raise StoppedError(
@@ -235,7 +235,7 @@ def prepare(
     for name, reply in sorted(replies.items(), key=_in_order(replies)):
         header, _ = unpack(reply)
         if header["kind"] != "hello":
-            raise BadInputError(f"silo {name} refuses: {header.get('why', header['kind'])}")
+            raise BadInputError(f"silo {name} refuses: {why_of(header)}")
         headers[name] = header
     if known is not None:  # a stranger ends no run that goes on
         names = {row["name"] for row in known}

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, one_line
 
 PyTree = Any
 
@@ -55,6 +55,11 @@ def unpack(data: bytes) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     if not isinstance(header, dict):
         raise MessageError("these bytes are no message of this protocol")
     return header, arrays
+
+
+def why_of(header: dict[str, Any]) -> str:
+    """Why a silo refuses, in its words; who wrote them may be anybody."""
+    return one_line(str(header.get("why", header["kind"]))[:500])
 
 
 def tree_of(arrays: dict[str, np.ndarray], name: str, like: PyTree) -> PyTree:

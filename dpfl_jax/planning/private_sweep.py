@@ -317,7 +317,7 @@ class PrivateSweep:
         root, folder = directory.root_key, directory.path / "private" / "runs"
         if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
             compiled = folder.with_name("compiled")
-            shutil.rmtree(compiled, ignore_errors=True)  # none that came with the folder is run
+            _make_empty(compiled)  # no program that came with the folder is run
             jax.config.update("jax_compilation_cache_dir", str(compiled))
         best = math.inf
         winner: pathlib.Path | None = None
@@ -364,6 +364,17 @@ class PrivateSweep:
         for name in ("runs", "compiled"):
             shutil.rmtree(directory.path / "private" / name, ignore_errors=True)
         return report
+
+
+def _make_empty(folder: pathlib.Path) -> None:
+    """A new folder in the place of what was there; of a link nothing is followed."""
+    if folder.is_symlink():
+        folder.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise BadInputError(f"{folder} cannot be emptied ({error.strerror}): remove it") from None
 
 
 def _without_times(folder: pathlib.Path) -> None:

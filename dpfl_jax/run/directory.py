@@ -35,6 +35,18 @@ SPENT = "private/users.csv"  # what each user of a central run with budgets of t
 REPORTS = ("report.json", "report.md", NAME, RECORDS, RECORDS_SUMMARY, SPENT, *kept.FILES)
 
 
+def open_lock(path: pathlib.Path) -> IO[str]:
+    """A file to lock: whoever made the folder may have put a link there, and nothing is emptied.
+
+    Raises:
+      BadInputError: it cannot be opened, or is a link.
+    """
+    try:
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
+    except OSError as error:
+        raise BadInputError(f"{path} cannot be opened ({error.strerror}): remove it") from None
+
+
 class RunDirectory:
     """An exclusively locked run directory.
 
@@ -288,11 +300,7 @@ class RunDirectory:
             self._lock.close()
 
     def _acquire_lock(self) -> IO[str]:
-        path = self.path / "run.lock"
-        try:  # whoever made the folder may have put a link there: nothing is emptied
-            lock = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
-        except OSError as error:
-            raise BadInputError(f"{path} cannot be opened ({error.strerror}): remove it") from None
+        lock = open_lock(self.path / "run.lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -366,7 +374,7 @@ def _parsed(file: pathlib.Path) -> dict[str, Any]:
     parse = json.loads if file.suffix == ".json" else yaml.safe_load
     try:
         found = parse(file.read_text())
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise BadInputError(

@@ -25,11 +25,7 @@ from dpfl_jax.run.watch import LastWords, Watch, say_and_leave, sentence
 
 T = TypeVar("T")
 
-ENVIRONMENT = {
-    "coordinator": "DPFL_COORDINATOR",
-    "num_processes": "DPFL_NUM_PROCESSES",
-    "process_id": "DPFL_PROCESS_ID",
-}
+ENVIRONMENT = ("DPFL_COORDINATOR", "DPFL_NUM_PROCESSES", "DPFL_PROCESS_ID")
 MODE = "DPFL_PROCESSES"
 
 
@@ -56,8 +52,8 @@ def start(section: ProcessesConfig) -> bool:
     """Joins the other processes, if there are any; must come before JAX's first use of a device.
 
     Args:
-      section: where the others are; what it leaves open is taken from ``DPFL_COORDINATOR``,
-        ``DPFL_NUM_PROCESSES`` and ``DPFL_PROCESS_ID``, and then from the cluster (``mode``).
+      section: whether, and for how long, the others are looked for. Where they are is told by
+        ``DPFL_COORDINATOR``, ``DPFL_NUM_PROCESSES`` and ``DPFL_PROCESS_ID``, or by the cluster.
 
     Returns:
       Whether this is one of several processes.
@@ -65,39 +61,34 @@ def start(section: ProcessesConfig) -> bool:
     Raises:
       BadInputError: not enough is known, or the others did not come in time.
     """
-    known = {name: getattr(section, name) for name in ENVIRONMENT}
-    for name, variable in ENVIRONMENT.items():
-        if known[name] is None and os.environ.get(variable):
-            text = os.environ[variable]
-            if name != "coordinator" and not text.isdigit():
-                raise BadInputError(f"{variable} is {text!r}, but it must be a whole number")
-            known[name] = text if name == "coordinator" else int(text)
+    known = {name: os.environ[name] for name in ENVIRONMENT if os.environ.get(name)}
+    for name in ENVIRONMENT[1:]:
+        if not known.get(name, "0").isdecimal():
+            raise BadInputError(f"{name} is {known[name]!r}, but it must be a whole number")
     mode = section.mode
     if mode == "auto" and os.environ.get(MODE):
         mode = os.environ[MODE]  # type: ignore[assignment]
         if mode not in ("auto", "detect", "one"):
             raise BadInputError(f"{MODE} is {mode!r}, but it must be auto, detect or one")
-    given = [name for name, value in known.items() if value is not None]
-    if mode == "one" or (mode == "auto" and not given and not _many_are_announced()):
+    if mode == "one" or (mode == "auto" and not known and not _many_are_announced()):
         if jax.process_count() > 1:  # the accelerators of a slice know of each other
             raise BadInputError(
                 f"this is one of {jax.process_count()} processes of a slice, but they were not "
                 f"joined: set {MODE}=detect in all of them"
             )
         return False
-    if given and len(given) < len(known):
-        missing = next(name for name in ENVIRONMENT if name not in given)
+    if known and len(known) < len(ENVIRONMENT):
+        missing = next(name for name in ENVIRONMENT if name not in known)
         raise BadInputError(
-            f"processes.{given[0]} is set, but processes.{missing} ({ENVIRONMENT[missing]}) is "
-            "not: give all three, or none where the cluster tells them (TPU slices, SLURM, Open "
-            "MPI)"
+            f"{next(iter(known))} is set, but {missing} is not: set all three, or none where the "
+            "cluster tells them (TPU slices, SLURM, Open MPI)"
         )
-    if given and not known["process_id"] < known["num_processes"]:
+    address, total, mine = (known.get(name, "0") for name in ENVIRONMENT)
+    if known and not int(mine) < int(total):
         raise BadInputError(
-            f"processes.process_id is {known['process_id']}, but it must be below "
-            f"processes.num_processes, {known['num_processes']}"
+            f"{ENVIRONMENT[2]} is {mine}, but it must be below {ENVIRONMENT[1]}, {total}"
         )
-    if known["num_processes"] == 1:
+    if total == "1":
         return False
     options: dict[str, Any] = {
         "initialization_timeout": section.start_timeout_s,
@@ -105,11 +96,11 @@ def start(section: ProcessesConfig) -> bool:
         "heartbeat_timeout_seconds": 2 * section.lost_after_s,
         "shutdown_timeout_seconds": section.start_timeout_s,
     }
-    if given:
+    if known:
         options |= {
-            "coordinator_address": known["coordinator"],
-            "num_processes": known["num_processes"],
-            "process_id": known["process_id"],
+            "coordinator_address": address,
+            "num_processes": int(total),
+            "process_id": int(mine),
             "cluster_detection_method": "deactivate",
         }
     # SIGTERM is the run's own affair (``interrupt``): it stops all processes at the same step.
@@ -121,12 +112,12 @@ def start(section: ProcessesConfig) -> bool:
     try:
         jax.distributed.initialize(**options)
     except (RuntimeError, ValueError, OSError, KeyError) as error:
-        where = f"at {known['coordinator']}" if given else "of this cluster"
+        where = f"at {address}" if known else "of this cluster"
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInputError(
-            f"the processes {where} could not be joined ({reason}): check the section processes, "
-            "and that all are started with the same coordinator within "
-            f"processes.start_timeout_s = {section.start_timeout_s} s"
+            f"the processes {where} could not be joined ({reason}): check that all are started "
+            f"with the same {ENVIRONMENT[0]} within processes.start_timeout_s = "
+            f"{section.start_timeout_s} s"
         ) from None
     return many()
 

@@ -10,11 +10,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import yaml
 
 from dpfl_jax.accounting import digests
 from dpfl_jax.accounting.statement import NAME, Statement, read
 from dpfl_jax.config import RunConfig, validate_config
+from dpfl_jax.config.load import read_sections
 from dpfl_jax.data import load_tokenizer
 from dpfl_jax.data.tokenizers import Tokenizer
 from dpfl_jax.errors import BadInputError
@@ -137,7 +137,7 @@ def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -
         )
     stated = read(directory / NAME)
     _refuse_changed(directory, stated, digests.CONFIG)
-    known = yaml.safe_load((directory / "config.yaml").read_text())
+    known = read_sections(directory / "config.yaml")
     told = known["config"]
     config = validate_config(told, str(directory / "config.yaml")) if "data" in told else None
     step = report["steps"] if which == "last" else report["best_step"]

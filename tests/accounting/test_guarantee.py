@@ -101,6 +101,13 @@ def test_unlike_guarantees_are_not_compared(field):
         ONE.compare(dataclasses.replace(ONE, **{field: "another"}))
 
 
+def test_a_name_stands_in_its_line():
+    """Of a column, say: `dpfl verify` prints it."""
+    named = dataclasses.replace(ONE, unit_key="a\nall of it holds\u2028b", public_inputs=("c\n",))
+    assert named.unit_key == "a?all of it holds?b"
+    assert named.public_inputs == ("c?",)
+
+
 def test_nan_is_never_a_guarantee():
     with pytest.raises(BadInputError):
         dataclasses.replace(ONE, epsilon=math.nan)

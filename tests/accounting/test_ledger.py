@@ -238,6 +238,30 @@ def test_damage_in_the_middle_is_noticed(tmp_path):
             ledger.spent(USERS, DELTA)
 
 
+def test_zeros_that_a_crash_left_are_a_cut_line(tmp_path):
+    ledger = Ledger(tmp_path / "l")
+    ledger.reserve(USERS, "a", run_of(1), DELTA)
+    ledger.path.write_bytes(ledger.path.read_bytes() + b"\0" * 50)
+    ledger.reserve(USERS, "b", run_of(1), DELTA)
+    assert ledger.runs(USERS) == ["a", "b"]
+
+
+def test_nothing_is_written_to_a_file_that_is_no_ledger(tmp_path):
+    """A line of a .bashrc with $(...) would be run by the next shell."""
+    other = tmp_path / ".bashrc"
+    for held in (b"export A=1\n", b"alias l=ls", b"{}\n"):
+        other.write_bytes(held)
+        with pytest.raises(BadInputError, match="line 1 is no record"):
+            Ledger(other).reserve(Account("$(touch x)"), "a", run_of(1), DELTA)
+        assert other.read_bytes() == held
+    (tmp_path / "link").symlink_to(tmp_path / "not there")
+    os.mkfifo(tmp_path / "pipe")
+    for name, message in (("link", "is a link"), ("pipe", "is not a file")):
+        with pytest.raises(BadInputError, match=message):
+            Ledger(tmp_path / name).reserve(USERS, "a", run_of(1), DELTA)
+    assert not (tmp_path / "not there").exists()
+
+
 def _take(path, name, budget, queue):
     try:
         Ledger(path).reserve(USERS, name, run_of(50), DELTA, budget)

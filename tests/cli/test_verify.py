@@ -376,6 +376,8 @@ def test_a_forger_of_everything_is_left_with_the_truth(tmp_path, capsys):
         ('{"version": 1, "version": 1}', "stands there twice"),
         ('{"version": 1, "x": NaN}', "no number of JSON"),
         ('{"version": 1}', "Field required"),
+        (r'{"version": 2, "library": "a\nall of it holds"}', "line break"),
+        (r'{"version": 2, "a\u200fb": [["\ud800"]]}', "unseen letter in"),
         (None, "cannot be read"),
     ],
 )

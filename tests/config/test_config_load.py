@@ -63,6 +63,10 @@ def test_overrides_reach_any_key(minimal):
         ("name.first=x", "goes below 'name'"),
         ("privacy.budget=3", "privacy.ledger"),
         ("privacy.ledger=spent.jsonl", "privacy.account"),
+        ("privacy={ledger: ~/.bash_login, account: a}", r"is '.*/.bash_login', but a ledger is"),
+        ("privacy.account=$(touch x)", "privacy.account: string should match"),
+        ("processes.coordinator=a.example:80", "set the variable DPFL_COORDINATOR"),
+        ('name="a\\nb"', "name: string should match"),
     ],
 )
 def test_each_mistake_is_one_sentence(minimal, override, message):
@@ -70,6 +74,21 @@ def test_each_mistake_is_one_sentence(minimal, override, message):
     with pytest.raises(BadInputError, match=message) as caught:
         load_config(minimal, overrides)
     assert "\n" not in str(caught.value)
+
+
+def test_a_small_file_that_holds_too_much_is_refused(tmp_path):
+    aliases = [f"a{i}: &a{i} [" + ",".join([f"*a{i - 1}"] * 10) + "]" for i in range(1, 10)]
+    for text in (
+        "a0: &a0 [x]\n" + "\n".join(aliases),
+        "a: &a [*a]",
+        "a: " + "[" * 60 + "]" * 60,
+        "a: " + "[" * 3000,
+        "a: " + "[" * 3000 + "]" * 3000,
+        "a: 2026-13-41",
+    ):
+        (tmp_path / "c.yaml").write_text(text)
+        with pytest.raises(BadInputError, match=r"holds more than|is not valid YAML"):
+            load_config(tmp_path / "c.yaml")
 
 
 def test_missing_sections_and_files_are_named(tmp_path):

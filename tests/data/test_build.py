@@ -188,6 +188,28 @@ def test_interrupted_build_opens_not_and_resumes(files, memory, tmp_path, monkey
     assert sorted(encoded + resumed) == [0, 1, 2, 3, 4]
 
 
+def test_a_store_is_closed_to_others(memory, tmp_path):
+    """As the files that it was made of may be."""
+    write_store(memory, tmp_path / "store")
+    assert (tmp_path / "store").stat().st_mode & 0o777 == 0o700
+
+
+def test_an_interrupted_build_that_was_sent_changes_no_other_file(tmp_path):
+    plan = BuildPlan.for_text("bytes", 8, num_shards=1)
+    (tmp_path / "precious").write_text("kept")
+    staging = build_module.prepare(tmp_path / "store", plan, {})
+    entry = {"file": "../precious", "bytes": 0, "sha256": "", "users": 0, "examples": 0}
+    side = {"entry": entry, "users": [], "counts": [], "digests": [], "dropped": 0}
+    build_module.side_path(staging, plan, 0).write_text(json.dumps(side))
+    with pytest.raises(BadInputError, match="usable"):
+        build_module.finish(staging, tmp_path / "store", plan, {})
+    assert (tmp_path / "precious").read_text() == "kept"
+    staging = build_module.prepare(tmp_path / "store", plan, {})
+    (staging / "offsets.npy").symlink_to(tmp_path / "precious")
+    with pytest.raises(BadInputError, match="holds links"):
+        build_module.prepare(tmp_path / "store", plan, {})
+
+
 def test_changed_input_starts_over(files, tmp_path, monkeypatch):
     out = tmp_path / "store"
     real = build_module.finish

@@ -150,6 +150,12 @@ def test_huggingface_folders(tmp_path, saved):
         list(read_documents([tmp_path], "huggingface"))
 
 
+def test_the_state_of_a_saved_data_set_names_its_own_files(tmp_path):
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "../own.arrow"}]}')
+    with pytest.raises(BadInputError, match="names a file outside its folder"):
+        list(read_documents([tmp_path], "huggingface"))
+
+
 def test_huggingface_folder_without_files(tmp_path):
     with pytest.raises(BadInputError, match=r"holds no \.arrow or \.parquet"):
         list(read_documents([tmp_path], "huggingface"))

@@ -104,6 +104,20 @@ def test_metadata_that_disagree_with_the_files_are_refused(folder, tmp_path, cha
         tfds_source(str(copy), "author", text_column="body")
 
 
+def test_features_name_no_code_of_others(tmp_path, monkeypatch):
+    (tmp_path / "planted_features.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    for features in (
+        {"pythonClassName": "tensorflow_datasets.core.features.FeaturesDict",
+         "featuresDict": {"features": {"a": {"python_class_name": "planted_features.Text"}}}},
+        {"type": "planted_features.Text", "content": {}},
+    ):  # fmt: skip
+        (tmp_path / "features.json").write_text(json.dumps(features))
+        for name, more in ((str(tmp_path), {}), ("posts", {"data_dir": str(tmp_path)})):
+            with pytest.raises(BadInputError, match=r"features.json names 'planted_features.Text'"):
+                tfds_source(name, "author", text_column="body", **more)
+
+
 def test_a_format_that_loses_examples_is_refused(tmp_path):
     """Parquet is prepared in row groups of which only the first can be read by random access."""
     builder = Posts(data_dir=tmp_path, file_format="parquet")

@@ -141,7 +141,14 @@ def test_a_message_of_something_else_is_refused():
         body_of(Message(content_of("text"), dst_node_id=7, message_type="query"))
 
 
-NOBODY = ({}, {"name": "bern"}, {"kind": "hello"}, {"kind": ["hello"], "name": "bern"})
+NOBODY = (
+    {},
+    {"name": "bern"},
+    {"kind": "hello"},
+    {"kind": ["hello"], "name": "bern"},
+    {"kind": "hello", "name": "bern\nall is well"},
+    {"kind": "hello", "name": "b" * 301},
+)
 
 
 def test_what_a_stranger_answers_stops_no_server():
@@ -193,6 +200,7 @@ def test_a_stranger_takes_no_silos_place_and_ends_no_study(monkeypatch):
     monkeypatch.setattr(apps, "_POLL_S", 0.0)
     bern = {"kind": "hello", "name": "bern", "token": "b"}
     refused = {"kind": "refused", "silo": "bern", "why": "ha"}
+    refused["why"] = "ha\nround 7: all is well" + "a" * 3_000_000
     nodes = Nodes(n1=refused, n2=bern, n3={**bern, "token": "?"}, n4=refused)
     said = io.StringIO()
     transport = GridTransport(nodes, 1.0, Console(file=said, width=200))
@@ -200,8 +208,9 @@ def test_a_stranger_takes_no_silos_place_and_ends_no_study(monkeypatch):
     found = transport.hello(b"hello", 2)
     assert set(found) == {"bern", "chur"}
     assert transport._nodes == {"bern": 2, "chur": 5}
-    for text in ("it is bern refuses: ha", "another node says that it is bern, too"):
+    for text in ("it is bern refuses: ha?round 7", "another node says that it is bern, too"):
         assert text in said.getvalue()
+    assert len(said.getvalue()) < 5000
     # While the study runs a stranger comes, then bern again, under another number.
     nodes.replies |= {6: pack({**bern, "token": None}), 7: pack(refused)}
     assert set(transport.ask({"bern": b"round"})) == {"bern"}

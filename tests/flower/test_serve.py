@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 import yaml
@@ -16,6 +17,9 @@ from dpfl_jax.errors import BadInputError
 from tests.flower.studies import QUIET, config_of, study
 
 pytest.importorskip("flwr")
+from dpfl_jax.flower import apps
+from dpfl_jax.flower import serve as serving
+from dpfl_jax.flower.apps import server_app
 from dpfl_jax.flower.serve import _tell, serve
 
 
@@ -38,6 +42,34 @@ def test_a_finished_study_is_not_served_again(tmp_path):
     (done / "report.json").write_text('{"status": "finished"}')
     with pytest.raises(BadInputError, match="is finished and is not overwritten"):
         serve(tmp_path / "study.yaml", done, QUIET)
+
+
+def test_a_study_is_told_to_silos_as_it_is_written(tmp_path, monkeypatch):
+    """A variable of the server's environment is no part of it."""
+    monkeypatch.setenv("DB_PASSWORD", "s3cr3t")
+    file = tmp_path / "study.yaml"
+    file.write_text(yaml.safe_dump({**study(), "name": "${DB_PASSWORD}"}))
+    told = []
+    monkeypatch.setattr(serving, "study_of", lambda config: told.append(config.name) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        serve(file, tmp_path / "run", QUIET)
+    assert told == ["${DB_PASSWORD}"]
+    monkeypatch.setattr(apps, "run_study", lambda config, *_: told.append(config.name) or 1 / 0)
+    monkeypatch.setattr(apps, "_end_with", lambda parent: None)
+    started = []
+    monkeypatch.setattr(apps.ServerApp, "main", lambda app: started.append)
+    server_app()
+    context = {"config": file, "run-dir": tmp_path / "run", "log": tmp_path / "log", "wait": 1.0}
+    with pytest.raises(ZeroDivisionError):
+        started[0](None, types.SimpleNamespace(run_config=context))
+    assert told == ["${DB_PASSWORD}"] * 2
+
+
+def test_flowers_process_of_a_server_ignores_the_current_folder_too(monkeypatch):
+    done = []
+    monkeypatch.setattr(apps, "ignore_matplotlibrc", lambda: done.append(1))
+    server_app()
+    assert done
 
 
 # Flower's commands are looked for beside the interpreter.

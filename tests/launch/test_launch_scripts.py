@@ -271,12 +271,13 @@ def test_a_run_is_repeated_until_it_is_done(tmp_path):
         ("kubernetes.py", ("--name", "mine", "--image", "i", "--claim", "c", "--tpu", "v5e:4x4")),
     ],
 )
-def test_programs_are_kept_beside_the_run_for_later_starts(name, options, monkeypatch):
+def test_programs_are_kept_for_later_starts_and_none_comes_with_a_run(name, options, monkeypatch):
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     done = launch(name, *options, "--dry-run", "job.yaml", "/shared/run")
     assert done.returncode == 0, done.stderr
     assert "JAX_COMPILATION_CACHE_DIR" in done.stdout
-    assert "/shared/run.compiled" in done.stdout
+    assert ".cache/dpfl_jax/compiled" in done.stdout
+    assert "run.compiled" not in done.stdout
 
 
 # What the launcher's four commands do here: nothing, except that a silo may fail.
@@ -315,3 +316,22 @@ def test_a_silo_that_cannot_begin_ends_the_federation_and_is_named(fails, serves
     else:
         assert ended.returncode == 0, ended.stderr
         assert ended.stdout.count("checked") == 2
+
+
+def test_launchers_run_nothing_of_the_current_folder_or_beside_a_run(tmp_path, monkeypatch):
+    (tmp_path / "bin").mkdir()
+    dpfl = DPFL.replace("case", '[ "$1" = train ] && echo "$JAX_COMPILATION_CACHE_DIR"\ncase', 1)
+    (tmp_path / "bin" / "dpfl").write_text(dpfl)
+    (tmp_path / "bin" / "dpfl").chmod(0o755)
+    (tmp_path / "csv.py").write_text("open('ran', 'w')")
+    (tmp_path / "run" / "certificates").mkdir(parents=True)
+    (tmp_path / "run" / "certificates" / "server.pem").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    for name, value in {"HOME": "/home/me", "FAILS": "nobody", "SERVES": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert launch("until_done.sh", "a.yaml", "run").stdout.strip().startswith("/home/me/.cache/")
+    done = launch("flower_local.sh", "run")
+    assert (tmp_path / "run" / "bern.csv").exists(), done.stderr
+    assert not (tmp_path / "ran").exists()

@@ -22,7 +22,7 @@ from dpfl_jax.models.checkpoint import (
     save_checkpoint,
     tokenizer_file,
 )
-from dpfl_jax.models.checkpoint.files import TensorFiles
+from dpfl_jax.models.checkpoint.files import TensorFiles, copy_companions, without_code
 from dpfl_jax.models.checkpoint.hf_config import from_transformer, to_transformer
 from dpfl_jax.models.checkpoint.load import flat_paths
 
@@ -48,6 +48,27 @@ def our_logits(model, params, tokens):
 def assert_same(a, b):
     for name, leaf in flat_paths(a).items():
         np.testing.assert_array_equal(leaf, flat_paths(b)[name], err_msg=name)
+
+
+def test_an_export_holds_no_other_files_of_ours_and_names_no_code(tmp_path):
+    """As a checkpoint that somebody sent may lead to them."""
+    sent, out = tmp_path / "hub" / "snapshots" / "1", tmp_path / "out"
+    blobs = sent.parents[1] / "blobs"
+    for folder in (sent, blobs, out):
+        folder.mkdir(parents=True)
+    (tmp_path / "secret").write_text("s3cr3t")
+    (blobs / "a1").write_text("a b")
+    (sent / "merges.txt").symlink_to("../../blobs/a1")
+    code = {"auto_map": {"AutoTokenizer": "them/theirs--code.Theirs"}}
+    (sent / "tokenizer_config.json").write_text(json.dumps(code | {"eos_token": "é"}))
+    copy_companions(sent, out)
+    assert (out / "merges.txt").read_text() == "a b"
+    assert json.loads((out / "tokenizer_config.json").read_text()) == {"eos_token": "é"}
+    assert without_code(code) == {}
+    (sent / "vocab.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(BadInputError, match=r"vocab.txt is a link to .*secret, outside"):
+        copy_companions(sent, out)
+    assert not (out / "vocab.txt").exists()
 
 
 @pytest.mark.nightly(

@@ -35,6 +35,22 @@ KEY = RootKey(bytes([10]) * 32)  # four runs of 6 expected ones, two of 2
 GRID = ["--grid", "learning_rate=0.1,0.2", "--grid", "cohort_size=4,8", "--private"]
 
 
+def test_a_link_in_the_place_of_compiled_programs_is_not_followed(tmp_path):
+    """What lies there is run."""
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "sent" / "program").write_text("x")
+    for target in ("sent", "nowhere"):
+        (tmp_path / "compiled").symlink_to(tmp_path / target)
+        private_sweep._make_empty(tmp_path / "compiled")
+        assert (tmp_path / "compiled").is_dir()
+        assert not (tmp_path / "compiled").is_symlink()
+        assert (tmp_path / "sent" / "program").exists()
+        (tmp_path / "compiled" / "old").touch()
+        private_sweep._make_empty(tmp_path / "compiled")
+        assert list((tmp_path / "compiled").iterdir()) == []
+        (tmp_path / "compiled").rmdir()
+
+
 @pytest.fixture
 def config(tmp_path, monkeypatch):
     file = tmp_path / "config.yaml"

@@ -9,6 +9,7 @@ import yaml
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.directory import RunDirectory, write_atomically
+from dpfl_jax.training.pretrain import _alone
 
 
 def test_the_fingerprint_of_the_data_is_written_only_keyed(tmp_path):
@@ -95,6 +96,9 @@ def test_links_are_not_followed(tmp_path):
             RunDirectory(path, {}, "f")
         (path / name).unlink()
         RunDirectory(path, {}, "f").close()  # the lock is not held any more
+    (tmp_path / "base.lock").symlink_to(target)
+    with pytest.raises(BadInputError, match=r"base.lock cannot be opened"):
+        _alone(tmp_path / "base").__enter__()
     link = tmp_path / f".file.{os.getpid()}.tmp"
     link.symlink_to(target)
     write_atomically(tmp_path / "file", "new", mode=0o600)

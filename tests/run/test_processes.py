@@ -49,30 +49,37 @@ def clean(monkeypatch):
 def test_one_process_is_not_joined_to_anything(monkeypatch):
     clean(monkeypatch)
     assert processes.start(ProcessesConfig()) is False
-    assert (
-        processes.start(ProcessesConfig(num_processes=1, process_id=0, coordinator="a:1")) is False
-    )
+    for name, value in zip(processes.ENVIRONMENT, ("a:1", "1", "0")):
+        monkeypatch.setenv(name, value)
+    assert processes.start(ProcessesConfig()) is False
+    clean(monkeypatch)
     monkeypatch.setenv("SLURM_NTASKS", "1")
     monkeypatch.setenv("SLURM_STEP_NODELIST", "node1")
     assert processes.start(ProcessesConfig()) is False
 
 
 @pytest.mark.parametrize(
-    ("fields", "variables", "message"),
+    ("values", "message"),
     [
-        ({"num_processes": 2}, {}, "processes.coordinator"),
-        ({}, {"DPFL_COORDINATOR": "a:1", "DPFL_NUM_PROCESSES": "2"}, "DPFL_PROCESS_ID"),
-        ({}, {"DPFL_NUM_PROCESSES": "two"}, "whole number"),
-        ({"coordinator": "a:1", "num_processes": 2, "process_id": 2}, {}, "must be below"),
-        ({}, {"DPFL_PROCESSES": "maybe"}, "auto, detect or one"),
+        (("", "2", ""), "DPFL_NUM_PROCESSES is set, but DPFL_COORDINATOR is not"),
+        (("a:1", "2", ""), "DPFL_PROCESS_ID"),
+        (("", "two", ""), "whole number"),
+        (("a:1", "2", "2"), "must be below"),
     ],
 )
-def test_half_an_address_is_refused(fields, variables, message, monkeypatch):
+def test_half_an_address_is_refused(values, message, monkeypatch):
     clean(monkeypatch)
-    for name, value in variables.items():
+    for name, value in zip(processes.ENVIRONMENT, values):
         monkeypatch.setenv(name, value)
     with pytest.raises(BadInputError, match=message):
-        processes.start(ProcessesConfig(**fields))
+        processes.start(ProcessesConfig())
+
+
+def test_an_unknown_mode_is_refused(monkeypatch):
+    clean(monkeypatch)
+    monkeypatch.setenv("DPFL_PROCESSES", "maybe")
+    with pytest.raises(BadInputError, match="auto, detect or one"):
+        processes.start(ProcessesConfig())
 
 
 def test_alone_one_agrees_with_oneself():

@@ -225,12 +225,36 @@ def _part(i: int) -> str:
     return f"part-{i}.safetensors"
 
 
-def copy_companions(source: pathlib.Path, target: pathlib.Path) -> list[str]:
-    """Copies tokeniser files; returns their names."""
-    found = [name for name in COMPANIONS if (source / name).is_file()]
-    for name in found:
-        shutil.copyfile(source / name, target / name)
-    return found
+def copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Copies tokeniser files, without the names of code in them.
+
+    Raises:
+      BadInputError: one is a link to something else than the checkpoint, or the hub's cache, holds:
+        of a checkpoint that somebody sent this would be another of our files.
+    """
+    inside = source.resolve()
+    # Of a repository the hub's cache holds snapshots/REVISION/NAME, a link to blobs/DIGEST.
+    blobs = [folder.parent / "blobs" for folder in inside.parents if folder.name == "snapshots"]
+    for name in COMPANIONS:
+        file = (source / name).resolve()
+        if not file.is_file():
+            continue
+        if inside not in file.parents and file.parent not in blobs:
+            raise BadInputError(
+                f"{source / name} is a link to {file}, outside the checkpoint: put a copy in its "
+                "place"
+            )
+        if name.endswith("_config.json"):
+            told = without_code(read_json(file, name))
+            (target / name).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        else:
+            shutil.copyfile(file, target / name)
+
+
+def without_code(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration without the names of code that transformers would fetch and run."""
+    named = ("auto_map", "custom_pipelines")
+    return {key: value for key, value in config.items() if key not in named}
 
 
 def tokenizer_file(path: str | os.PathLike[str]) -> pathlib.Path:

@@ -18,6 +18,7 @@ from dpfl_jax.models.checkpoint.files import (
     TensorWriter,
     checkpoint_dir,
     copy_companions,
+    without_code,
 )
 from dpfl_jax.models.checkpoint.hf_config import from_transformer, to_transformer
 from dpfl_jax.models.checkpoint.load import flat_paths
@@ -89,7 +90,7 @@ def _kept_config(like: str | os.PathLike[str], dtype: str) -> dict[str, Any]:
     files = TensorFiles(like)
     try:
         to_transformer(files.config, str(files.path / CONFIG))
-        written = dict(files.config)
+        written = without_code(files.config)
     finally:
         files.close()
     for key in ("dtype", "torch_dtype"):
