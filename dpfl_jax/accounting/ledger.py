@@ -42,6 +42,16 @@ class BudgetExceededError(LedgerError):
     """The event would take the account beyond its budget; nothing was recorded."""
 
 
+_RELATIONS = {
+    "add-or-remove": ADD_OR_REMOVE,
+    "zero-out": ADD_OR_REMOVE,
+    "empty": ADD_OR_REMOVE,
+    "none": ADD_OR_REMOVE,  # of runs without a guarantee
+    "replace": REPLACE,
+    "replace-one": REPLACE,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Account:
     """Whose budget it is.
@@ -50,7 +60,8 @@ class Account:
       dataset: fingerprint of the data set, or a declared name shared by all its versions (a rebuilt
         store has another fingerprint although its users are the same people).
       unit: "user", "subject", "record".
-      adjacency: as in ``Guarantee``; one that starts with "replace" is accounted as replace-one.
+      adjacency: as in ``Guarantee``; its first word says how it is accounted: "replace" or
+        "replace-one", or "add-or-remove", "zero-out" or "empty".
     """
 
     dataset: str
@@ -110,21 +121,23 @@ class Ledger:
         Args:
           account: whose budget.
           run: unique name of the run (its directory or an identifier).
-          event: what the whole run may do to one unit; a ``Guarantee`` if only that is known.
+          event: what the whole run may do to one unit; a ``Guarantee`` if only that is known, which
+            must have the account's unit and adjacency.
           delta: of the account, in (0, 1).
           budget: largest epsilon of the account at ``delta``: fixed before its first run, and the
-            same for all; None: no other than the account already has.
+            same for all (one that is raised by what runs showed bounds nothing); None: no other
+            than the account already has.
 
         Raises:
           BudgetExceededError: a budget of the account would be exceeded; nothing is recorded.
           LedgerError: if the run already reserved something else, or the file is damaged.
+          BadInputError: if the guarantee has another unit or adjacency than the account, or it is
+            not known how the account's adjacency is accounted.
         """
-        check_delta(delta)
-        if budget is not None:
-            check_epsilon(budget)
+        delta, budget = check_delta(delta), None if budget is None else check_epsilon(budget)
         if not run:
             raise BadInputError("a reservation needs the name of its run")
-        stored = serialize.to_json(_as_event(event))
+        stored = serialize.to_json(_as_event(event, account))
         with self._locked() as handle:
             records, tail = _parse(handle, self.path)
             entries, budgets = _entries(records, account), _budgets(records, account)
@@ -195,15 +208,19 @@ class Ledger:
         follow from what they showed: what the account guarantees is the budget that was fixed
         before them.
         """
-        check_delta(delta)
+        delta = check_delta(delta)
         return _spent(self._account(account).values(), account, delta)
 
     def remaining(self, account: Account, delta: float, budget: float) -> float:
         """Budget minus what is spent, at least 0; a run that costs slightly more may still fit."""
-        return max(budget - self.spent(account, delta), 0.0)
+        return max(float(budget) - self.spent(account, delta), 0.0)
 
     def budgets(self, account: Account) -> dict[float, float]:
-        """From delta to epsilon: what the account guarantees, the most that it was ever given."""
+        """From delta to epsilon: the most that the account was ever given.
+
+        It guarantees that if it was fixed before the first run, and nothing if it was raised by
+        what runs showed: the sum of what was allowed is then no bound that stood beforehand.
+        """
         return _budgets(self._records(), account)
 
     def runs(self, account: Account) -> list[str]:
@@ -238,12 +255,18 @@ class Ledger:
             yield handle
 
 
-def _as_event(event: dp_accounting.DpEvent | Guarantee) -> dp_accounting.DpEvent:
-    if isinstance(event, Guarantee):
-        if not event.private:
-            return dp_accounting.NonPrivateDpEvent()
-        return ApproximateDpEvent(event.epsilon, event.delta)
-    return event
+def _as_event(event: dp_accounting.DpEvent | Guarantee, account: Account) -> dp_accounting.DpEvent:
+    if not isinstance(event, Guarantee):
+        return event
+    if not event.private:
+        return dp_accounting.NonPrivateDpEvent()
+    if (event.unit, event.adjacency) != (account.unit, account.adjacency):
+        raise BadInputError(
+            f"the guarantee is for each {event.unit} ({event.adjacency}), but the account counts "
+            f"what is spent on each {account.unit} ({account.adjacency}): reserve it in an Account "
+            f"with unit={event.unit!r} and adjacency={event.adjacency!r}"
+        )
+    return ApproximateDpEvent(event.epsilon, event.delta)
 
 
 def _key(account: Account) -> dict[str, str]:
@@ -251,7 +274,12 @@ def _key(account: Account) -> dict[str, str]:
 
 
 def _spent(entries: Iterable[dict[str, Any]], account: Account, delta: float) -> float:
-    relation = REPLACE if account.adjacency.startswith("replace") else ADD_OR_REMOVE
+    relation = _RELATIONS.get(account.adjacency.partition(" ")[0])
+    if relation is None:
+        raise BadInputError(
+            f"the account's adjacency is {account.adjacency!r}, of which nobody knows how it is "
+            "accounted: let it begin with add-or-remove, zero-out, empty, replace or replace-one"
+        )
     runs = []
     for entry in entries:
         events = [serialize.from_json(values) for values in entry["events"]]
@@ -334,8 +362,9 @@ def _notes(
             )
     elif budget > known:
         notes.append(
-            f"the budget of this account was {known:g} and is now {budget:g} (delta {delta:g}), "
-            "which is all that can be guaranteed for its earlier runs, too"
+            f"the budget of this account was {known:g} and is now {budget:g} (delta {delta:g}): "
+            "that is guaranteed for its runs only if it was settled before the first of them, and "
+            "nothing is if it was raised by what they showed"
         )
     elif budget < known:
         notes.append(
