@@ -29,7 +29,7 @@ import dp_accounting
 from dpfl_jax.accounting import serialize
 from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, check_delta, check_epsilon
 from dpfl_jax.accounting.event_types import ApproximateDpEvent
-from dpfl_jax.accounting.guarantee import Guarantee
+from dpfl_jax.accounting.guarantee import Guarantee, rounded_up
 from dpfl_jax.accounting.privacy_filter import filtered_epsilon
 from dpfl_jax.errors import BadInputError
 
@@ -341,6 +341,8 @@ def _notes(
     mine = [r for r in records if r["account"] == _key(account) and r["kind"] == "reserve"]
     others = any(record["run"] != run for record in mine)
     known, notes = budgets.get(delta), []
+    before, now = (rounded_up(value or 0.0, 6) for value in (known, budget))
+    at = rounded_up(delta, 6)
     if mine and not any("budget" in record for record in mine):
         notes.append(
             "the runs of this account were recorded by an earlier version, which took them all to "
@@ -357,19 +359,19 @@ def _notes(
     elif known is None:
         if others:
             notes.append(
-                f"this account had runs before it had the budget {budget:g} (delta {delta:g}), "
+                f"this account had runs before it had the budget {now} (delta {at}), "
                 "which holds for all of them unless they showed what it should be"
             )
     elif budget > known:
         notes.append(
-            f"the budget of this account was {known:g} and is now {budget:g} (delta {delta:g}): "
+            f"the budget of this account was {before} and is now {now} (delta {at}): "
             "that is guaranteed for its runs only if it was settled before the first of them, and "
             "nothing is if it was raised by what they showed"
         )
     elif budget < known:
         notes.append(
-            f"the budget of this account is {known:g} (delta {delta:g}), which is what can be "
-            f"guaranteed, although this run keeps to {budget:g}"
+            f"the budget of this account is {before} (delta {at}), which is what can be "
+            f"guaranteed, although this run keeps to {now}"
         )
     return tuple(notes)
 
