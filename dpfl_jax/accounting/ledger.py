@@ -32,7 +32,7 @@ import dp_accounting
 from dpfl_jax.accounting import serialize
 from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, check_delta, check_epsilon
 from dpfl_jax.accounting.event_types import ApproximateDpEvent
-from dpfl_jax.accounting.guarantee import Guarantee
+from dpfl_jax.accounting.guarantee import Guarantee, rounded_up
 from dpfl_jax.accounting.privacy_filter import filtered_epsilon
 from dpfl_jax.errors import BadInputError
 
@@ -45,6 +45,16 @@ class BudgetExceededError(LedgerError):
     """The event would take the account beyond its budget; nothing was recorded."""
 
 
+_RELATIONS = {
+    "add-or-remove": ADD_OR_REMOVE,
+    "zero-out": ADD_OR_REMOVE,
+    "empty": ADD_OR_REMOVE,
+    "none": ADD_OR_REMOVE,  # of runs without a guarantee
+    "replace": REPLACE,
+    "replace-one": REPLACE,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Account:
     """Whose budget it is.
@@ -53,7 +63,8 @@ class Account:
       dataset: fingerprint of the data set, or a declared name shared by all its versions (a rebuilt
         store has another fingerprint although its users are the same people).
       unit: "user", "subject", "record".
-      adjacency: as in ``Guarantee``; one that starts with "replace" is accounted as replace-one.
+      adjacency: as in ``Guarantee``; its first word says how it is accounted: "replace" or
+        "replace-one", or "add-or-remove", "zero-out" or "empty".
     """
 
     dataset: str
@@ -113,21 +124,23 @@ class Ledger:
         Args:
           account: whose budget.
           run: unique name of the run (its directory or an identifier).
-          event: what the whole run may do to one unit; a ``Guarantee`` if only that is known.
+          event: what the whole run may do to one unit; a ``Guarantee`` if only that is known, which
+            must have the account's unit and adjacency.
           delta: of the account, in (0, 1).
           budget: largest epsilon of the account at ``delta``: fixed before its first run, and the
-            same for all; None: no other than the account already has.
+            same for all (one that is raised by what runs showed bounds nothing); None: no other
+            than the account already has.
 
         Raises:
           BudgetExceededError: a budget of the account would be exceeded; nothing is recorded.
           LedgerError: if the run already reserved something else, or the file is damaged.
+          BadInputError: if the guarantee has another unit or adjacency than the account, or it is
+            not known how the account's adjacency is accounted.
         """
-        check_delta(delta)
-        if budget is not None:
-            check_epsilon(budget)
+        delta, budget = check_delta(delta), None if budget is None else check_epsilon(budget)
         if not run:
             raise BadInputError("a reservation needs the name of its run")
-        stored = serialize.to_json(_as_event(event))
+        stored = serialize.to_json(_as_event(event, account))
         with self._locked() as handle:
             records, tail = _parse(handle, self.path)
             entries, budgets = _entries(records, account), _budgets(records, account)
@@ -198,15 +211,19 @@ class Ledger:
         follow from what they showed: what the account guarantees is the budget that was fixed
         before them.
         """
-        check_delta(delta)
+        delta = check_delta(delta)
         return _spent(self._account(account).values(), account, delta)
 
     def remaining(self, account: Account, delta: float, budget: float) -> float:
         """Budget minus what is spent, at least 0; a run that costs slightly more may still fit."""
-        return max(budget - self.spent(account, delta), 0.0)
+        return max(float(budget) - self.spent(account, delta), 0.0)
 
     def budgets(self, account: Account) -> dict[float, float]:
-        """From delta to epsilon: what the account guarantees, the most that it was ever given."""
+        """From delta to epsilon: the most that the account was ever given.
+
+        It guarantees that if it was fixed before the first run, and nothing if it was raised by
+        what runs showed: the sum of what was allowed is then no bound that stood beforehand.
+        """
         return _budgets(self._records(), account)
 
     def runs(self, account: Account) -> list[str]:
@@ -257,12 +274,18 @@ def _opened(path: pathlib.Path, flags: int) -> io.FileIO:
     return handle
 
 
-def _as_event(event: dp_accounting.DpEvent | Guarantee) -> dp_accounting.DpEvent:
-    if isinstance(event, Guarantee):
-        if not event.private:
-            return dp_accounting.NonPrivateDpEvent()
-        return ApproximateDpEvent(event.epsilon, event.delta)
-    return event
+def _as_event(event: dp_accounting.DpEvent | Guarantee, account: Account) -> dp_accounting.DpEvent:
+    if not isinstance(event, Guarantee):
+        return event
+    if not event.private:
+        return dp_accounting.NonPrivateDpEvent()
+    if (event.unit, event.adjacency) != (account.unit, account.adjacency):
+        raise BadInputError(
+            f"the guarantee is for each {event.unit} ({event.adjacency}), but the account counts "
+            f"what is spent on each {account.unit} ({account.adjacency}): reserve it in an Account "
+            f"with unit={event.unit!r} and adjacency={event.adjacency!r}"
+        )
+    return ApproximateDpEvent(event.epsilon, event.delta)
 
 
 def _key(account: Account) -> dict[str, str]:
@@ -270,7 +293,12 @@ def _key(account: Account) -> dict[str, str]:
 
 
 def _spent(entries: Iterable[dict[str, Any]], account: Account, delta: float) -> float:
-    relation = REPLACE if account.adjacency.startswith("replace") else ADD_OR_REMOVE
+    relation = _RELATIONS.get(account.adjacency.partition(" ")[0])
+    if relation is None:
+        raise BadInputError(
+            f"the account's adjacency is {account.adjacency!r}, of which nobody knows how it is "
+            "accounted: let it begin with add-or-remove, zero-out, empty, replace or replace-one"
+        )
     runs = []
     for entry in entries:
         events = [serialize.from_json(values) for values in entry["events"]]
@@ -332,6 +360,8 @@ def _notes(
     mine = [r for r in records if r["account"] == _key(account) and r["kind"] == "reserve"]
     others = any(record["run"] != run for record in mine)
     known, notes = budgets.get(delta), []
+    before, now = (rounded_up(value or 0.0, 6) for value in (known, budget))
+    at = rounded_up(delta, 6)
     if mine and not any("budget" in record for record in mine):
         notes.append(
             "the runs of this account were recorded by an earlier version, which took them all to "
@@ -348,18 +378,19 @@ def _notes(
     elif known is None:
         if others:
             notes.append(
-                f"this account had runs before it had the budget {budget:g} (delta {delta:g}), "
+                f"this account had runs before it had the budget {now} (delta {at}), "
                 "which holds for all of them unless they showed what it should be"
             )
     elif budget > known:
         notes.append(
-            f"the budget of this account was {known:g} and is now {budget:g} (delta {delta:g}), "
-            "which is all that can be guaranteed for its earlier runs, too"
+            f"the budget of this account was {before} and is now {now} (delta {at}): "
+            "that is guaranteed for its runs only if it was settled before the first of them, and "
+            "nothing is if it was raised by what they showed"
         )
     elif budget < known:
         notes.append(
-            f"the budget of this account is {known:g} (delta {delta:g}), which is what can be "
-            f"guaranteed, although this run keeps to {budget:g}"
+            f"the budget of this account is {before} (delta {at}), which is what can be "
+            f"guaranteed, although this run keeps to {now}"
         )
     return tuple(notes)
 

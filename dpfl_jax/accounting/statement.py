@@ -357,12 +357,31 @@ def _unlike_the_basis(stated: Statement, again: Statement) -> list[str]:
     for name in made.keys() - {"epsilon", *_OF_THE_RUN}:
         if (place := _unequal(said[name], made[name], f"privacy.{name}")) is not None:
             found.append(f"{place} by the mechanism in `basis`")
+    found += _public_inputs_unlike(said["public_inputs"], made["public_inputs"])
     for name in ("noise", "basis", "events", "groups"):
         if (place := _unequal(mine[name], theirs[name], name)) is not None:
             found.append(f"{place} by the mechanism in `basis`")
     if found and stated.library != LIBRARY:
         found[-1] += f" (the file is of {stated.library}, this is {LIBRARY}: words may differ)"
     return sorted(found)
+
+
+def _public_inputs_unlike(said: list[str], made: list[str]) -> Iterator[str]:
+    """Where public inputs, if the file lists any, are not those that the mechanism tells.
+
+    It may tell the beginning of one ("counts: 3 silos"), and knows nothing of most.
+    """
+    if not said:
+        return
+    for name in dict.fromkeys(entry.partition(":")[0] for entry in made):
+        listed = [told for told in said if told.partition(":")[0] == name]
+        for entry in (entry for entry in made if entry.partition(":")[0] == name):
+            same = [told for told in listed if told == entry or told.startswith(f"{entry}, ")]
+            if not same:
+                yield f"privacy.public_inputs leaves out {entry!r}, which follows from `basis`"
+            listed = [told for told in listed if told not in same]
+        for told in listed:
+            yield f"privacy.public_inputs says {told[:60]!r}, which does not follow from `basis`"
 
 
 def _unequal(said: Any, made: Any, place: str) -> str | None:

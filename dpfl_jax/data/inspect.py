@@ -119,7 +119,7 @@ def show(result: dict[str, Any], console: Any) -> None:
     from rich.table import Table
 
     if result["private"]:
-        title = f"examples per user, {result['epsilon']:g}-DP (add or remove a user)"
+        title = f"examples per user, {result['epsilon']:.12g}-DP (add or remove a user)"
         if result["public_seed"]:
             title += ", but not against those who know the seed"
         table = Table(title=title)

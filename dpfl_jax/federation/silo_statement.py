@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from dpfl_jax.accounting import Guarantee, events
+from dpfl_jax.accounting import Guarantee, NoiseLaw, events
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.accounting.statement import Statement, whole
 from dpfl_jax.config.kinds import SILOS
@@ -31,6 +31,7 @@ from dpfl_jax.federation.isrl.arms import (
 from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
 from dpfl_jax.federation.personal.personalise import Published, published_guarantee
 from dpfl_jax.federation.recipes import Claim
+from dpfl_jax.run.public_inputs import of_the_mechanism
 from dpfl_jax.sampling import FixedSize, Poisson
 
 
@@ -91,6 +92,8 @@ def _federated(basis: dict[str, Any]) -> Statement:
     federation = Federation(silos, rounds, basis["max_silos_per_subject"], cohort)
     told = Claim("given", math.inf, delta, math.inf, math.inf, rounds, rounds)
     guarantee = federated_guarantee(federation, told, delta, rounds, num_subjects=subjects)
+    known = of_the_mechanism(federation.mechanism, f"{len(silos)} silos")
+    guarantee = dataclasses.replace(guarantee, public_inputs=known)
     return federated_statement(federation, rounds, subjects, guarantee)
 
 
@@ -141,7 +144,10 @@ def _personal(basis: dict[str, Any]) -> Statement:
         raise BadInputError(
             "a rate of groups_budget_rate_rounds is no probability, or stays longer"
         )
-    made = personal_statement(mechanism, public, rounds, published_guarantee(public, rounds))
+    guarantee = dataclasses.replace(
+        published_guarantee(public, rounds), public_inputs=of_the_mechanism(mechanism)
+    )
+    made = personal_statement(mechanism, public, rounds, guarantee)
     for (budget, _, _), group in zip(public.groups, made.groups):
         if group.epsilon > budget * 1.001:  # two discretisations of a long run differ by less
             raise BadInputError(f"{group.of} would spend {group.epsilon:.6g}")
@@ -169,6 +175,8 @@ def _isrl(basis: dict[str, Any]) -> Statement:
             raise BadInputError(f"no silo has this batch and noise: {kind}")
         if kind["sampling"] not in get_args(Sampling) or kind["arm"] not in get_args(Arm):
             raise BadInputError(f"no silo has this sampling and arm: {kind}")
+        if kind.get("noise", "exact") not in get_args(NoiseLaw):
+            raise BadInputError(f"no silo has this noise: {kind}")
         one = SiloNoise(**{**kind, "budget": Budget(**kind["budget"])})
         if one.sampling != "with_replacement" and one.epsilon > one.budget.epsilon * (1 + 1e-6):
             raise BadInputError(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement, whole
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.mechanisms.base import Mechanism, Population
+from dpfl_jax.run.public_inputs import of_the_mechanism
 
 
 def central_statement(
@@ -44,5 +46,8 @@ def restate(basis: dict[str, Any]) -> Statement:
     # Records with several owners may be fewer than these.
     whole(numbers, "num_users", 1, None if numbers.get("shared") else examples)
     population, steps = Population(**numbers), whole(basis, "steps")
-    guarantee = mechanism.guarantee(population, steps, basis["delta"])
+    guarantee = dataclasses.replace(
+        mechanism.guarantee(population, steps, basis["delta"]),
+        public_inputs=of_the_mechanism(mechanism, population.told),
+    )
     return central_statement(mechanism, population, steps, guarantee)

@@ -91,10 +91,14 @@ class Batch:
         """
         if not self._keys:
             raise BadInputError(
-                f"the noise key of step {self.step} was taken from its batch before, but "
-                f"{ONE_RELEASE}"
+                f"the noise key of step {self.step} was taken from its batch before (or this is a "
+                f"copy of the batch, which has none), but {ONE_RELEASE}"
             )
         return self._keys.pop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What ``copy`` and ``pickle`` take: two of one batch would each give the key."""
+        return {**self.__dict__, "_keys": []}
 
 
 # Digest of a secret key and a plan -> steps that were drawn in this process.
@@ -322,10 +326,11 @@ class Plan:
         """Turns a clipped sum into a private gradient: noise is added, and the sum divided.
 
         What is accounted is one release for each batch. A second one under its noise key is refused
-        where it is seen: a batch gives its key once; ``update`` takes an array, or an argument of a
-        function that is traced, once; and from a state that has released the step already the
-        gradient is NaN (outside ``jit``: BadInputError). A key that is kept in a variable and given
-        to two compiled functions, each with a state of its own, is not seen.
+        where it is seen: a batch gives its key once; outside ``jit``, ``update`` takes the same
+        words once, and within it the same traced array; and from a state that has released the step
+        already the gradient is NaN (outside ``jit``: BadInputError). So always go on with the state
+        that ``update`` returned. Who keeps a key and an old state, and gives both to compiled
+        functions twice, or to one within ``vmap``, ``scan`` or ``lax.map``, is not seen.
 
         Returns:
           ``init(params) -> state`` and ``update(sum, state, params=None, *, noise_key) ->

@@ -37,7 +37,8 @@ class OnceState(NamedTuple):
     run: jax.Array | np.ndarray
 
 
-# Keys that a release was made under, by identity: arrays of a loop, and tracers of a function.
+# Keys that a release was made under, by identity: arrays of a loop, and tracers of a function, of
+# which there is no value yet.
 _used: dict[int, weakref.ref[Any]] = {}
 
 
@@ -50,9 +51,13 @@ def once(noise: optax.GradientTransformationExtraArgs) -> optax.GradientTransfor
 
     Returns:
       As ``noise``, with ``OnceState``. If the state has released this step, or a later one, of the
-      same run, the gradient is NaN under ``jit``, and BadInputError is raised outside. If one array
-      is given twice, or one argument of a function that is traced, BadInputError is raised.
+      same run, the gradient is NaN under ``jit``, and BadInputError is raised outside. It is raised
+      if one array is given twice, also one of a function that is traced, and outside ``jit`` if the
+      same words are, in whatever array. With a state from before the first release, a key is not
+      seen that is given twice to a compiled function, by ``vmap``, ``scan`` or ``lax.map``, or as
+      copies that a compiled function makes.
     """
+    words: set[int] = set()  # of this transformation: under a public seed a loop may run again
 
     def init(params: PyTree) -> OnceState:
         return OnceState(noise.init(params), np.zeros((), np.uint32), np.zeros(2, np.uint32))
@@ -68,12 +73,18 @@ def once(noise: optax.GradientTransformationExtraArgs) -> optax.GradientTransfor
         step, run = noise_key[-3], noise_key[-2:]
         again = (step < state.next) & (run == state.run).all()
         known = not isinstance(again, jax.core.Tracer)
+        value = None
+        if not isinstance(noise_key, jax.core.Tracer):
+            value = hash(np.asarray(noise_key).tobytes())
         used = _used.get(id(noise_key))
-        if (used is not None and used() is noise_key) or (known and bool(again)):
+        same = (used is not None and used() is noise_key) or value in words
+        if same or (known and bool(again)):
             which = "a noise key" if isinstance(step, jax.core.Tracer) else f"that of step {step}"
             raise BadInputError(f"noise.update: {which} is given a second time, but {ONE_RELEASE}")
         others = {**others, "noise_key": noise_key, "refused": again}
         gradient, inner = noise.update(total, state.noise, params, **others)
+        if value is not None:
+            words.add(value)
         name = id(noise_key)
         _used[name] = weakref.ref(noise_key, lambda _: _used.pop(name, None))
         return gradient, OnceState(inner, step + np.uint32(1), run)

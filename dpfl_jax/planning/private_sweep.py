@@ -303,7 +303,7 @@ class PrivateSweep:
         before, after = rounded_up(found.before, 4), rounded_up(found.after, 4)
         said = (
             f"ledger {privacy.ledger}, account {privacy.account}: epsilon {before} spent before "
-            f"this sweep, {after} with all of it (delta {selection.delta:.3g})"
+            f"this sweep, {after} with all of it (delta {rounded_up(selection.delta, 3)})"
         )
         console.print(
             "\n".join([said, *found.notes]),

@@ -45,8 +45,8 @@ NOTED_EVERY_S = 1.0
 
 MOVED_CAVEAT = (
     "the run went on from a checkpoint, or from its start, on other hardware or with another "
-    "execution: steps taken twice used the same noise on sums that may differ in rounding, or drew "
-    "anew, so metrics written between there and the interruption must not have been published"
+    "execution: steps taken twice used the same noise on sums that may differ in rounding, so "
+    "metrics written between there and the interruption must not have been published"
 )
 
 
@@ -224,6 +224,7 @@ def drive(
         lambda: content_digest(state.params),
         algorithm.layout,
     )
+    asked = _Asked(run_dir, steps, resumed or 0)
     if charge is not None:
         processes.primary_first(lambda: charge(key.fingerprint))
     if run_dir is not None and checkpoints is not None:
@@ -236,7 +237,6 @@ def drive(
     if pace.keep_best and checkpoints is not None:
         choosing = KeepBest(checkpoints, log.rows)
     start = int(state.step)
-    asked = _Asked(run_dir, steps, start)
 
     def evaluated(done: int) -> None:
         if evaluate is not None and _evaluation(log.rows, done) is None:

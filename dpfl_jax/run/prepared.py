@@ -220,12 +220,14 @@ class _Bill:
         found = self._ledger.reserve(
             account, self._paid, charge.event, charge.delta, privacy.budget
         )
-        left = "" if found.left is None else f", {found.left:.4g} left"
+        # What is left is rounded down.
+        left = "" if found.left is None else f", {-float(rounded_up(-found.left, 4)):.4g} left"
         before, after = rounded_up(found.before, 4), rounded_up(found.after, 4)
+        delta = rounded_up(charge.delta, 3)
         lines = [f"a new ledger was made at {self._ledger.path}"] * found.new_ledger
         lines.append(
             f"ledger {self._ledger.path}, account {privacy.account}: epsilon "
-            f"{before} spent before this run, {after} with it{left} (delta {charge.delta:.3g})"
+            f"{before} spent before this run, {after} with it{left} (delta {delta})"
         )
         lines += found.notes
         self._console.print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)

@@ -80,15 +80,19 @@ def public_inputs(
       more: further entries.
       remote: the data are elsewhere, and with them what reads them.
     """
-    found = [*more, f"counts: {counts}"]
-    if mechanism is not None:
-        bounds = ((getattr(mechanism, name, None), words) for name, words in _BOUNDS.items())
-        found += [words.format(value) for value, words in bounds if value is not None]
+    found = [*more, *of_the_mechanism(mechanism, counts)]
     if config is None:
         start = "first parameters, and what loss and data were made with: as the caller gave them"
         return (start, *found)
     first = _of_the_model(config, checkpoint)
     return (*first, *_of_the_data(config.data, task, remote), *found)
+
+
+def of_the_mechanism(mechanism: Any = None, counts: str | None = None) -> tuple[str, ...]:
+    """The entries that follow from the mechanism and what it counts; see ``public_inputs``."""
+    bounds = ((getattr(mechanism, name, None), words) for name, words in _BOUNDS.items())
+    found = [words.format(value) for value, words in bounds if value is not None]
+    return tuple(found) if counts is None else (f"counts: {counts}", *found)
 
 
 def _of_the_model(config: Any, checkpoint: str | None) -> Iterator[str]:

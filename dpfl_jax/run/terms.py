@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -75,14 +75,16 @@ def begin(
       root: its root key.
       run_dir: where it is kept, if anywhere.
       hardware: what the run is computed with. On other hardware a loss may trace to something else;
-        then the rest of the run has draws of its own. None: that is refused, too.
+        then the rest of the run has draws of its own, unless steps that were already taken would
+        be among them. None: that is refused, too.
       done: step of the checkpoint to go on from; None if there is none.
       start: digest of the parameters before the first step.
       layout: what changes no more than rounding (strategy, devices): two runs with one key that
         differ in it alone draw independently, too. A run that goes on keeps its first one's.
 
     Raises:
-      BadInputError: the run began with other terms; the sentence names the first that differs.
+      BadInputError: the run began with other terms (the sentence names the first that differs), or
+        steps that it may have released would be taken again with other draws.
     """
     sealed = terms.sealed(root)
     known: dict[str, Any] = {} if run_dir is None else run_dir.facts
@@ -94,19 +96,42 @@ def begin(
             f"the run in {run_dir.path}",  # type: ignore[union-attr]
             moved,
         )
-    # Nothing about a public key is secret, and who compares runs under one seed wants their draws.
     first: dict[str, Any] = known.get("start", {})
-    if not root.public and (done is None or not first):
+    if done is None or "start" not in known:
         params = root.keyed_digest("start", start())
         if first.get("params") != params:
             first = {"params": params, "layout": root.keyed_digest("layout", repr(layout))}
+    if run_dir is not None and "terms" in known:
+        started = known.get("start") != first
+        traced = not root.public and known["terms"] != sealed  # a public key draws the same
+        if (started or traced) and (run_dir.asked is None or run_dir.asked > (done or 0)):
+            _refuse_to_draw_anew(run_dir, done or 0, started)
     if run_dir is not None:
         run_dir.note("terms", sealed)
         run_dir.note("start", first)
+    # Nothing about a public key is secret, and who compares runs under one seed wants their draws.
     if root.public:
         return root, sealed
     text = json.dumps([sealed, first], sort_keys=True)
     return root.child("run:" + hashlib.sha256(text.encode()).hexdigest()), sealed
+
+
+def _refuse_to_draw_anew(run_dir: RunDirectory, done: int, params: bool) -> NoReturn:
+    """A guarantee counts each step once: a step that was released is only taken again as it was."""
+    cause = (
+        "the first parameters are not those that it began with: give the same again (with a model "
+        "whose init has a fixed seed)"
+    )
+    if not params:
+        used = " or ".join(run_dir.facts.get("hardware", ["what it began with"]))
+        cause = f"the loss or the optimiser traces to another computation here: go on with {used}"
+    asked = "an unknown number of" if run_dir.asked is None else f"up to {run_dir.asked}"
+    raise BadInputError(
+        f"the run in {run_dir.path} goes on after {done} steps, was killed after {asked} steps, "
+        "and what it released between would be released a second time, by other steps, and counted "
+        f"once, since {cause}, or start another run in another run directory (what two runs spend "
+        "adds up)"
+    )
 
 
 def refuse_other(

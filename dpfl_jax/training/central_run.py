@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from dpfl_jax.accounting import Guarantee
+from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import RunConfig
 from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
@@ -170,7 +171,7 @@ class CentralRun(Prepared):
         if self.mechanism.private:
             lines.append(
                 f"{self.mechanism.kind.upper()} with noise multiplier "
-                f"{self.mechanism.noise_multiplier:.5g}, delta {self.delta:.3g}, "
+                f"{self.mechanism.noise_multiplier:.5g}, delta {rounded_up(self.delta, 3)}, "
                 f"{self.config.train.steps} steps"
             )
         return [*lines, *self.warnings(), *self.advice()]

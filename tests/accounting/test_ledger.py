@@ -8,6 +8,7 @@ import multiprocessing
 import os
 
 import dp_accounting
+import numpy as np
 import pytest
 
 from dpfl_jax import accounting
@@ -148,6 +149,7 @@ def test_a_budget_is_fixed_when_its_account_is_opened(tmp_path):
     assert "is 2 (delta 1e-06), which is what can be guaranteed" in note
     (note,) = ledger.reserve(USERS, "d", noisy(10), DELTA, 3.0).notes
     assert "was 2 and is now 3" in note
+    assert "nothing is if it was raised by what they showed" in note
     assert ledger.budgets(USERS) == {DELTA: 3.0}
     # A run that is in the ledger already, and comes with a larger budget.
     assert ledger.reserve(USERS, "d", noisy(10), DELTA, 4.0).notes
@@ -155,6 +157,48 @@ def test_a_budget_is_fixed_when_its_account_is_opened(tmp_path):
     # At another delta it is another budget, and each is kept.
     with pytest.raises(BudgetExceededError, match="beside that at delta 1e-05"):
         ledger.reserve(USERS, "e", noisy(2000), 1e-5, 50.0)
+
+
+def test_a_budget_is_compared_as_what_it_is(tmp_path):
+    ledger, one = Ledger(tmp_path / "l"), events.gaussian(4.0, 1)
+    ledger.reserve(USERS, "none", dp_accounting.NoOpDpEvent(), DELTA, 10.0)
+    less = np.float16(np.nextafter(np.float16(accounting.epsilon(one, DELTA)), np.float16(0)))
+    for budget in (less, np.float16(accounting.epsilon(one, DELTA) * 0.9999)):
+        assert float(budget) < accounting.epsilon(one, DELTA)
+        with pytest.raises(BudgetExceededError):
+            ledger.reserve(USERS, "a", one, np.float64(DELTA), budget)
+
+
+@pytest.mark.parametrize(
+    ("unit", "adjacency"),
+    [
+        ("record", "replace-one record"),
+        ("record", "add-or-remove one example"),
+        ("example", "add-or-remove one record"),
+        ("user", "add-or-remove one user"),
+    ],
+)
+def test_a_guarantee_of_another_unit_or_adjacency_is_refused(unit, adjacency, tmp_path):
+    ledger = Ledger(tmp_path / "l")
+    found = Guarantee("example", "add-or-remove one example", "central", 1.0, 1e-9, 1.0, "-", "-")
+    with pytest.raises(BadInputError, match="adjacency='add-or-remove one example'"):
+        ledger.reserve(Account("d", unit, adjacency), "r", found, 1e-8, 2.0)
+    mine = Account("d", found.unit, found.adjacency)
+    assert ledger.reserve(mine, "r", found, 1e-8, 2.0).after == pytest.approx(1.0)
+    nothing = dataclasses.replace(found, epsilon=math.inf, unit="none", adjacency="none")
+    assert Ledger(tmp_path / "m").reserve(mine, "open", nothing, 1e-8).after == math.inf
+
+
+def test_an_adjacency_that_nobody_knows_is_refused(tmp_path):
+    ledger = Ledger(tmp_path / "l")
+    for adjacency in ("Replace-one record", "substitute one record", ""):
+        with pytest.raises(BadInputError, match="begin with add-or-remove"):
+            ledger.reserve(Account("d", "record", adjacency), "r", run_of(1), DELTA)
+    assert ledger.accounts() == []
+    one, two = (Account("d", "record", f"{how} record") for how in ("replace", "replace-one"))
+    noise = events.gaussian(9.0, 1)
+    costs = [ledger.reserve(a, a.adjacency, noise, DELTA).after for a in (one, two)]
+    assert costs[0] == costs[1] > accounting.epsilon(noise, DELTA)
 
 
 def test_without_a_budget_no_guarantee_is_claimed(tmp_path):

@@ -1,6 +1,7 @@
 """``dpfl verify`` accepts what runs state, and refuses what was changed in it."""
 
 import copy
+import dataclasses
 import json
 
 import pytest
@@ -302,8 +303,56 @@ IMPOSSIBLE = [
     ("isrl", kind(rounds=0), "rounds is 0"),
     ("isrl", kind(arm="certified"), "no silo has this sampling and arm"),
     ("isrl", kind(budget={"epsilon": 0.1, "delta": 1e-5}), "says a budget of 0.1"),
+    ("isrl", kind(noise="none at all"), "no silo has this noise"),
     ("isrl", basis(kinds_of_silos=[]), "kinds_of_silos is empty"),
 ]
+
+
+# By the mechanism -> what is said instead of it.
+PUBLIC = {
+    "uls": {
+        "counts: 400 users, 2,000 examples, 1,200 units that may be drawn": "counts: 1000000 users",
+        "clip norm: 1": "clip norm: 10",
+        "group size: 3 examples of a user": "group size: 1000 examples of a user",
+    },
+    "hi_grad_avg": {
+        "counts: 4 silos, and the sizes of each": "counts: 40 silos, and the sizes of each",
+        "clip norm: 1": "clip norm: 0.001",
+        "group size: 4 records of a subject in a silo": "group size: 44 records of a subject",
+    },
+    "subject_uls": {  # has two group sizes
+        "counts: 3 silos, and the sizes of each": "counts: 3 silos less",
+        "clip norm: 1": "clip norm: 1e-3",
+        "group size: 2 examples of a user": "group size: 22 examples of a user",
+        "group size: 1 records of a subject in a silo": "group size: 2 records of a subject",
+    },
+    "personal": {
+        "clip norm: 1": "clip norm: 0.001",
+        "group size: 1 records of a subject in a silo": "group size: 0 records of a subject",
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_inputs_are_those_of_the_mechanism(name, tmp_path, capsys):
+    made, file = SOUND[name](), tmp_path / "guarantee.json"
+    told = ("tokenizer: any", *PUBLIC[name])
+
+    def verified(inputs):
+        values = made.about(dataclasses.replace(made.privacy, public_inputs=inputs))
+        file.write_text(values.dumps())
+        return verify(file, capsys)
+
+    assert verified(()) == (0, "")  # of a loop of one's own
+    assert verified(told) == (0, "")
+    for entry, wrong in PUBLIC[name].items():
+        others = [other for other in told if other != entry]
+        left_out, added = f"leaves out '{entry[:8]}", f"says {wrong!r}"
+        for inputs, words in (([*told, wrong], [added]), ([*others, wrong], [left_out, added])):
+            code, said = verified(tuple(inputs))
+            assert code == 3
+            assert all(f"privacy.public_inputs {word}" in said for word in words)
+        assert verified(tuple(others))[0] == 3
 
 
 @pytest.mark.parametrize(("name", "change", "words"), IMPOSSIBLE)

@@ -1,6 +1,8 @@
 """The loop of the example, and ``fit``: the same key, the same parameters."""
 
+import copy
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -114,6 +116,23 @@ def test_a_batch_pays_for_one_release():
     for fresh in (next(batches), next(plan.batches(dpfl.RootKey.generate()))):
         gradient, after = step(total, after, noise_key=fresh.noise_key)
         assert np.isfinite(gradient["w"]).all()
+
+
+def test_copies_of_a_key_or_a_batch_pay_for_nothing():
+    plan, total = make_plan(), {"w": jnp.ones(3), "b": jnp.ones(())}
+    noise = plan.noise()
+    state, batches = noise.init(START), plan.batches(dpfl.RootKey.generate())
+    key = next(batches).noise_key
+    noise.update(total, state, noise_key=jnp.asarray(key))
+    for same in (jnp.asarray(key), np.array(key), key[:]):  # with the state of before
+        with pytest.raises(BadInputError, match="step 0 is given a second time"):
+            noise.update(total, state, noise_key=same)
+    batch = next(batches)
+    for copied in (copy.copy(batch), copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
+        assert copied.plan == batch.plan
+        with pytest.raises(BadInputError, match="a copy of the batch, which has none"):
+            _ = copied.noise_key
+    noise.update(total, state, noise_key=batch.noise_key)  # other words
 
 
 @pytest.mark.parametrize("base", [object, StoreBase])

@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import types
+from contextlib import closing
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,8 +17,10 @@ from silo_configs import SILOS
 import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import driver
 from dpfl_jax.run.directory import ASKED, RunDirectory
+from dpfl_jax.run.terms import Terms, begin
 from dpfl_jax.training.central import CentralSteps
 
 STEPS, TRUE = 12, np.array([1.0, -2.0, 0.5], np.float32)
@@ -35,14 +39,14 @@ def plan():
     return mechanism.plan(data, steps=STEPS, epsilon=8.0, delta=1e-3)
 
 
-def run(run_dir, at, action, **pace):
+def run(run_dir, at, action, first=0.0, **pace):
     def on_step(row):
         if row["step"] == at:
             action()
 
     return dpfl.fit(
         lambda params, example: (example["x"] @ params["w"] - example["label"]) ** 2,
-        {"w": jnp.zeros(3)},
+        {"w": jnp.full(3, first)},
         plan(),
         optax.sgd(0.1),
         run_dir=run_dir,
@@ -80,6 +84,60 @@ def test_a_kill_forgets_no_step(tmp_path, monkeypatch):
     assert "5 of 12 steps, and what it released of up to 6" in " ".join(result.guarantee.caveats)
     assert result.metrics[-1]["epsilon_spent"] >= result.guarantee.epsilon
     assert run(tmp_path / "run", 7, stops).accounted == 8  # the next stop is later than the kill
+
+
+def test_a_killed_run_does_not_begin_again_with_other_parameters(tmp_path):
+    with pytest.raises(DiedError):
+        run(tmp_path / "run", 2, dies, checkpoint_every=50)
+    with pytest.raises(BadInputError, match="the first parameters are not those that it began"):
+        run(tmp_path / "run", 4, stops, first=1e-6, checkpoint_every=50)
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_steps_that_were_released_are_not_drawn_anew(public, tmp_path):
+    """The guarantee would count them once."""
+    root = RootKey(b"0" * 32, public=public)
+    with closing(RunDirectory(tmp_path / "run", {}, "f", root)) as directory:
+
+        def begins(done, loss="cpu", first="zeros"):
+            terms = Terms({"steps": STEPS}, {"computation": loss})
+            hardware = "8 x tpu" if loss == "tpu" else "1 x cpu"
+            key, _ = begin(terms, root, directory, hardware, done, lambda: first)
+            directory.computed_with(hardware)
+            return key.fingerprint
+
+        directory.asked = 0
+        began = begins(None)
+        for asked, said in ((6, "up to 6"), (None, "an unknown number of")):
+            directory.asked = asked
+            with pytest.raises(BadInputError, match=f"after 0 .* {said} steps.*first parameters"):
+                begins(None, first="ones")
+            for done in () if public else (None, 5):
+                steps = f"after {done or 0} .* {said} steps.*go on with 1 x cpu"
+                with pytest.raises(BadInputError, match=steps):
+                    begins(done, "tpu")
+        assert begins(None) == begins(5) == began
+        directory.asked = 6
+        assert (begins(6, "tpu") == began) == public
+
+
+def test_a_run_that_took_no_step_may_begin_with_other_parameters(tmp_path):
+    def refuses(name):
+        raise DiedError
+
+    for w in (0.0, 1.0):
+        directory = RunDirectory(tmp_path / "run", {}, "f")
+        algorithm = types.SimpleNamespace(
+            steps=STEPS,
+            private=True,
+            init=lambda w=w: types.SimpleNamespace(params={"w": np.full(3, w)}),
+            terms=lambda: Terms({"steps": STEPS}, {}),
+            hardware="1 x cpu",
+            movable=True,
+            layout=None,
+        )
+        with closing(directory), pytest.raises(DiedError):
+            driver.drive(algorithm, run_dir=directory, charge=refuses)
 
 
 def test_quick_steps_are_noted_some_at_a_time(tmp_path, monkeypatch):

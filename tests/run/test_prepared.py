@@ -10,7 +10,7 @@ import yaml
 from rich.console import Console
 from silo_configs import SILOS
 
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting import Account, Ledger, events
 from dpfl_jax.cli.main import main
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.prepared import Charge, _Bill
@@ -87,3 +87,22 @@ def test_what_is_to_be_known_of_an_account_is_printed(tmp_path):
     ]
     assert "has no budget" in lines[3]
     assert "before it had the budget 4" in lines[5]
+
+
+def test_no_delta_or_epsilon_is_printed_below_what_it_is(tmp_path):
+    said, event = io.StringIO(), events.gaussian(4.0, 1)
+    budget = 0.00012348 + Ledger(tmp_path / "other").reserve(
+        Account("people"), "a", event, 1.0004e-6
+    ).after  # fmt: skip
+    privacy = {"ledger": str(tmp_path / "spent"), "account": "people", "budget": budget}
+    prepared = types.SimpleNamespace(
+        config=types.SimpleNamespace(privacy=types.SimpleNamespace(**privacy)),
+        charge=lambda: Charge(event, 1.0004e-6),
+    )
+    _Bill(prepared, types.SimpleNamespace(run_id="a"), Console(file=said))("draws")
+    assert "(delta 1.01e-06)" in said.getvalue()
+    assert ", 0.0001234 left" in said.getvalue()  # down: 0.0001235 are not
+    ledger = Ledger(tmp_path / "spent")
+    assert "is now 2.00001 " in ledger.reserve(
+        Account("people"), "b", event, 1.0004e-6, 2.000001
+    ).notes[0]  # fmt: skip
