@@ -102,7 +102,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_mechanism_is_one_file(kind, tmp_path, capsys, monkeypatch):
     if kind == "whole_silo":

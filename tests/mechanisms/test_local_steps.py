@@ -302,7 +302,7 @@ def write_config(folder):
         "model": {"kind": "logistic"},
         "mechanism": {"kind": "blt", "group_size": 4, "cohort_size": 8, **STEPS},
         "privacy": {
-            "epsilon": 8.0, "delta": 1e-4, "ledger": "ledger.json", "account": "people",
+            "epsilon": 8.0, "delta": 1e-4, "ledger": "ledger.jsonl", "account": "people",
             "budget": 9.0,
         },
         "optimizer": {"name": "sgd", "learning_rate": 1.0},
@@ -323,7 +323,7 @@ def test_rounds_from_yaml_are_charged_verified_and_shown_beside_themselves(tmp_p
     assert "2 epochs of local steps in batches of 2, rate 0.3" in report["privacy"]["sampling"]
     assert report["mechanism"]["local_epochs"] == 2
     assert main(["verify", str(place)]) == 0
-    assert (tmp_path / "ledger.json").exists()
+    assert (tmp_path / "ledger.jsonl").exists()
     beside = report["baselines"][WITHOUT_PRIVACY]
     assert beside["loss"] < report["eval"]["initial"]["loss"]
     # Another number of epochs is another run.

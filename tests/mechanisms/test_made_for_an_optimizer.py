@@ -132,7 +132,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_file_need_not_say_twice_what_its_optimiser_is(tmp_path, capsys):
     """What trains, what --dry-run prices and what ``dpfl plan`` compares are of one workload."""
     own = {

@@ -96,7 +96,7 @@ def test_it_is_plain_descent_from_where_the_private_run_starts():
     assert "there is no comparison: no memory left" in said.file.getvalue()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_private_run_is_the_same_with_and_without_it(config, tmp_path, capsys):
     """Bit for bit: the baseline draws from a key of its own and changes nothing."""
     alone = run(config, tmp_path / "alone", capsys=capsys)
