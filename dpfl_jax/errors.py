@@ -38,7 +38,7 @@ _UNSEEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def plain(text: str) -> str:
-    """``text`` without what a terminal would obey."""
+    """``text`` with control and invisible characters, which terminals obey, replaced by ``?``."""
     if text.isprintable():
         return text
     return "".join(
@@ -48,7 +48,7 @@ def plain(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """``plain`` text that cannot be taken for a line of its own."""
+    """``plain`` text in which line breaks and tabs are replaced, too, so that it stays one line."""
     return plain(text.replace("\n", "?").replace("\t", "?"))
 
 

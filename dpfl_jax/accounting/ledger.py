@@ -340,7 +340,7 @@ def _entries(records: list[dict[str, Any]], account: Account) -> dict[str, dict[
 
 
 def _budgets(records: list[dict[str, Any]], account: Account) -> dict[float, float]:
-    """From delta to the largest epsilon that the account was given."""
+    """The largest budget that the ledger records for the account, by delta."""
     out: dict[float, float] = {}
     for record in records:
         if record["account"] == _key(account) and record.get("budget") is not None:
@@ -356,7 +356,7 @@ def _notes(
     delta: float,
     budget: float | None,
 ) -> tuple[str, ...]:
-    """What people should know of the account before this run."""
+    """Sentences about the account's budget and earlier runs, to print before this run begins."""
     mine = [r for r in records if r["account"] == _key(account) and r["kind"] == "reserve"]
     others = any(record["run"] != run for record in mine)
     known, notes = budgets.get(delta), []

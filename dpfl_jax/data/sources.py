@@ -209,10 +209,10 @@ def _open_tfds(name: str, split: str, data_dir: str | None) -> tuple[Any, Any]:
 
 
 def _refuse_classes_of_others(folder: pathlib.Path) -> None:
-    """The library imports every class that the features of prepared data name.
+    """Refuses prepared data whose features name classes: TFDS would import them.
 
     Raises:
-      BadInputError: one is not the library's own.
+      BadInputError: a class is not from ``tensorflow_datasets``.
     """
     for file in folder.rglob("features.json"):
         left = [json.loads(file.read_text())]

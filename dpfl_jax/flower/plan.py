@@ -28,7 +28,7 @@ _OWN_PRIVACY = ("ledger", "account", "budget")
 
 
 def is_name(value: Any) -> bool:
-    """Whether it may name a run or a silo: a folder, and a word in a log."""
+    """Whether it may name a run or a silo: it becomes part of a path and of a log."""
     if not isinstance(value, str) or len(value) > _MOST_NAME or not value.isprintable():
         return False
     return re.match(NAME, value) is not None

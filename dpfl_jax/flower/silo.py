@@ -128,10 +128,9 @@ def read_key(folder: pathlib.Path) -> RootKey:
 
 
 def read_study(path: pathlib.Path) -> AnyConfig:
-    """A study, which may have come from elsewhere: it says what it says, and nothing of this place.
+    """Reads a study, which a server may have sent, without expanding environment variables.
 
-    No variable of the environment is put into it: a server could name one, and hear from how the
-    studies differ what it holds.
+    Otherwise a server could name a variable, and learn its value from how the studies differ.
 
     Raises:
       BadInputError: it is wrong, or names code.

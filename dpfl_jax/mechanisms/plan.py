@@ -428,7 +428,8 @@ class Plan:
     def data_digest(self) -> str:
         """Identifies the training data; a function of them, without noise.
 
-        Computed afresh: a store of one's own may have changed, and then gets other noise.
+        Computed at each call: records of a user-defined store may have changed, and then the noise
+        must differ.
         """
         offsets = np.asarray(self.data.user_offsets, np.int64)
         digest = hashlib.sha256(offsets.tobytes())

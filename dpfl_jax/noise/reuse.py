@@ -37,8 +37,8 @@ class OnceState(NamedTuple):
     run: jax.Array | np.ndarray
 
 
-# Keys that a release was made under, by identity: arrays of a loop, and tracers of a function, of
-# which there is no value yet.
+# Keys that were used for a release, by identity: tracers have no value to compare, and one array
+# may be given to two transformations.
 _used: dict[int, weakref.ref[Any]] = {}
 
 
