@@ -4,12 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.random import threefry2x32_p
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from scipy import stats
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import data_parallel_mesh
-from dpfl_jax.noise import GaussianNoise, Noise
+from dpfl_jax.noise import GaussianNoise, Noise, gaussian
 from dpfl_jax.randomness import RootKey
 
 KEY = RootKey.from_seed(11)
@@ -45,8 +46,24 @@ def test_the_tail_reaches_beyond_one_float32_draw():
     assert stats.poisson.sf(beyond, expected) > 1e-6
     assert stats.poisson.cdf(beyond, expected) > 1e-6
     # Both draws at their bit limit: what the construction can reach.
-    limit = jnp.sqrt(2.0) * jax.lax.erf_inv(jnp.nextafter(jnp.float32(1.0), jnp.float32(0.0)))
-    assert float(limit) * np.sqrt(2.0) > 7.2
+    assert 2 * float(jax.lax.erf_inv(jnp.float32(1 - 2**-23))) > 7.2
+
+
+def test_small_and_large_arrays_are_drawn_from_the_words_of_jax():
+    """A known answer of Random123, and both ways of computing the rounds."""
+    key = jnp.array([0x13198A2E, 0x03707344], jnp.uint32)
+    shape = (3, 1 << 17)
+    got = [np.asarray(x) for x in gaussian.threefry(key, shape)]
+    rows, columns = np.indices(shape, np.uint32)
+    want = threefry2x32_p.bind(key[0], key[1], jnp.asarray(rows), jnp.asarray(columns))
+    np.testing.assert_array_equal(got, want)
+    few = [np.asarray(x) for x in gaussian.threefry(key, (3, 5))]
+    np.testing.assert_array_equal(few, [x[:, :5] for x in got])
+    # Two leading axes: no place is used twice.
+    many = np.asarray(gaussian.threefry(key, (7, 11, 13, 5))).reshape(2, -1)
+    assert len(np.unique(many, axis=1).T) == 7 * 11 * 13 * 5
+    zero = gaussian.threefry(jnp.zeros(2, jnp.uint32), ())
+    assert [int(x) for x in zero] == [0x6B200159, 0x99BA4EFE]  # kat_vectors of Random123
 
 
 @pytest.mark.slow
