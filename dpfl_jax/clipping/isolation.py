@@ -6,6 +6,8 @@ other devices that it has captured, has a gradient that many units move at once.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,20 +72,22 @@ def refuse_unseeable(program: Any, what: str) -> None:
       what: it is, for the message.
 
     Raises:
-      BadInputError: it calls back into Python, computes something else under ``vmap``, or draws
+      BadInputError: it calls back into Python or into code outside of JAX, computes something else
+        under ``vmap`` (by ``custom_vmap``, or a primitive whose rule is not JAX's own), or draws
         with keys that under ``vmap`` draw for all units together.
     """
     for inner in every_program(program):
         for equation in inner.eqns:
             name = equation.primitive.name
-            if name in ("pure_callback", "io_callback"):
+            if name in ("pure_callback", "io_callback", "ffi_call"):
+                where = "code outside of JAX" if name == "ffi_call" else "Python"
                 raise BadInputError(
-                    f"{what} calls back into Python ({name}): what is computed there can neither "
-                    "be bounded nor told from another run's; write it in JAX"
+                    f"{what} calls into {where} ({name}): what is computed there can neither be "
+                    "bounded nor told from another run's; write it in JAX"
                 )
-            if name == "custom_vmap_call":
+            if name == "custom_vmap_call" or not _batched_by_jax(equation.primitive):
                 raise BadInputError(
-                    f"{what} has a rule of its own for vmap (custom_vmap): what that computes can "
+                    f"{what} has a rule of its own for vmap ({name}): what that computes can "
                     "neither be bounded nor told from another run's; write it without one"
                 )
             kinds = [str(getattr(v.aval, "dtype", "")) for v in equation.invars]
@@ -95,6 +99,29 @@ def refuse_unseeable(program: Any, what: str) -> None:
                     "when it is mapped over them, so that one would move the others: use keys of "
                     "jax.random.key(seed, impl='threefry2x32')"
                 )
+
+
+def _batched_by_jax(primitive: Any) -> bool:
+    """Whether what ``vmap`` makes of a primitive is in JAX's own code, or in Equinox's."""
+    if primitive.name.startswith("unvmap_"):  # Equinox's: over all units
+        return False
+    try:  # not public; without it, rules are taken on trust
+        from jax._src.interpreters import batching
+
+        tables = (batching.fancy_primitive_batchers, batching.primitive_batchers)
+    except (ImportError, AttributeError):
+        return True
+    found = [table[primitive] for table in tables if isinstance(table, dict) and primitive in table]
+    while found:
+        rule = found.pop()
+        if isinstance(rule, functools.partial):
+            found.append(rule.func)
+        elif inspect.isroutine(rule):
+            if (rule.__module__ or "jax").partition(".")[0] not in ("jax", "jaxlib", "equinox"):
+                return False
+            # JAX wraps the rules that it is given.
+            found += [cell.cell_contents for cell in getattr(rule, "__closure__", None) or ()]
+    return True
 
 
 def every_program(program: Any) -> Iterator[Any]:

@@ -90,7 +90,7 @@ class Checkpoints:
             "root_key": key.fingerprint,
             "spent": spent,
             "terms": terms,
-            "state": content_digest(_to_tree(state)),
+            "state": content_digest(_to_tree(state), key),
         }
         self._manager.save(
             step,
@@ -123,7 +123,9 @@ class Checkpoints:
             )
         found = f"the checkpoint of step {progress['step']} in {self._manager.directory}"
         seal = progress.pop("seal", None)
-        if seal != _seal(key, progress) or progress["state"] != content_digest(_to_tree(state)):
+        if seal != _seal(key, progress) or progress["state"] != content_digest(
+            _to_tree(state), key
+        ):
             raise BadInputError(
                 f"{found} was changed after it was written: remove it to go on from the one before"
             )

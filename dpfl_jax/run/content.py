@@ -1,4 +1,8 @@
-"""A digest of parameters that depends on their values alone, wherever the parts of them lie."""
+"""A digest of parameters that depends on their values alone, wherever the parts of them lie.
+
+What seals something is computed under a secret key: of sums that anybody can compute, other
+parameters with the same ones are found in seconds (Wagner 2002, "A Generalized Birthday Problem").
+"""
 
 from __future__ import annotations
 
@@ -11,39 +15,43 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from dpfl_jax.randomness import RootKey
+
 PyTree = Any
+_PUBLIC = np.frombuffer(hashlib.sha256(b"dpfl_jax content").digest(), np.uint32)
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
-def content_digest(params: PyTree) -> str:
+def content_digest(params: PyTree, key: RootKey | None = None) -> str:
     """Tells two sets of parameters apart, without any of them being whole anywhere.
 
     Each device mixes the bits of its own part with their places; the sums (of integers, which have
     no rounding) are the same for every layout and number of processes. All processes must call it.
-    It is no protection against somebody who makes up parameters with a given digest.
 
     Args:
       params: pytree of arrays.
+      key: who does not have it can make up no parameters with a given digest. None: anybody can.
 
     Returns:
       32 hexadecimal digits.
     """
     found = hashlib.sha256()
+    words = _PUBLIC if key is None else key.words("content")
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        sums = [int(x) for x in np.asarray(_summed(leaf))]
+        sums = [int(x) for x in np.asarray(_summed(leaf, words))]
         name = jax.tree_util.keystr(path)
         found.update(json.dumps([name, list(leaf.shape), str(leaf.dtype), sums]).encode())
     return found.hexdigest()[:32]
 
 
-def _summed(leaf: Any) -> jax.Array:
+def _summed(leaf: Any, key: np.ndarray) -> jax.Array:
     place = getattr(leaf, "sharding", None)
     whole = NamedSharding(place.mesh, PartitionSpec()) if isinstance(place, NamedSharding) else None
-    return jax.jit(content_words, out_shardings=whole)(leaf)
+    return jax.jit(content_words, out_shardings=whole)(leaf, key)
 
 
-def content_words(leaf: jax.Array) -> jax.Array:
-    """uint32 [4]: sums of the bits of an array, mixed with their places (its shape not)."""
+def content_words(leaf: jax.Array, key: jax.Array | np.ndarray = _PUBLIC) -> jax.Array:
+    """uint32 [4]: sums of the bits of an array, mixed with their places and a key, uint32 [8]."""
     if leaf.dtype == jnp.bool_:
         leaf = leaf.astype(jnp.uint8)
     elif jnp.issubdtype(leaf.dtype, jnp.complexfloating):
@@ -58,8 +66,12 @@ def content_words(leaf: jax.Array) -> jax.Array:
         position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(
             jnp.uint32, bits.shape, axis
         )
-    spread = [_mix(bits ^ _mix(position + jnp.uint32(salt))) for salt in (1, 2, 3, 4)]
-    return jnp.stack([jnp.sum(x, dtype=jnp.uint32) for x in spread])
+    # What a change of some bits adds to a sum depends on secret words of their place.
+    sums = [
+        jnp.sum(_mix(_mix(bits ^ _mix(_mix(position ^ a) + b)) ^ b), dtype=jnp.uint32)
+        for a, b in zip(key[:4], key[4:], strict=True)
+    ]
+    return jnp.stack(sums)
 
 
 def mixed(words: jax.Array, more: jax.Array) -> jax.Array:

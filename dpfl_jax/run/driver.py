@@ -221,7 +221,7 @@ def drive(
         run_dir,
         algorithm.hardware if algorithm.movable else None,
         resumed,
-        lambda: content_digest(state.params),
+        lambda: content_digest(state.params, root),
         algorithm.layout,
     )
     asked = _Asked(run_dir, steps, resumed or 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Collection
 from typing import Any
 
@@ -20,6 +21,8 @@ from dpfl_jax.mesh import (
 )
 
 PyTree = Any
+# Flags of XLA that change no number.
+_OF_THE_HOST = ("--xla_force_host_platform_device_count", "--xla_cpu_collective_call", "--xla_dump")
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +54,11 @@ def hardware(mesh: Mesh) -> str:
     processes = len({d.process_index for d in mesh.devices.flat})
     if processes > 1:
         layout += f" in {processes} processes"
-    return f"{mesh.size} x {device.platform} ({device.device_kind}){layout}, jax {jax.__version__}"
+    flags = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(_OF_THE_HOST)]
+    precision = jax.config.jax_default_matmul_precision
+    more = [*sorted(flags), *([f"matmul precision {precision}"] if precision else [])]
+    made_of = f"{mesh.size} x {device.platform} ({device.device_kind}){layout}"
+    return ", ".join([made_of, f"jax {jax.__version__}", *more])
 
 
 def init_state(

@@ -47,15 +47,17 @@ class Terms:
 
     Attributes:
       stated: name -> plain JSON: mechanism, population, delta, steps. A report tells them, too.
-      secret: name -> digest of what may depend on the data; written down only under the key.
+      secret: name -> digest of what may depend on the data, or what makes one under the root key;
+        written down only under the key.
     """
 
     stated: Mapping[str, Any]
-    secret: Mapping[str, str]
+    secret: Mapping[str, str | Callable[[RootKey], str]]
 
     def sealed(self, root: RootKey) -> dict[str, Any]:
         """The terms as plain JSON that tells nobody without the key what is secret."""
-        secret = {name: root.keyed_digest(name, value) for name, value in self.secret.items()}
+        made = {name: v(root) if callable(v) else v for name, v in self.secret.items()}
+        secret = {name: root.keyed_digest(name, value) for name, value in made.items()}
         return json.loads(json.dumps({**self.stated, **secret}, sort_keys=True))
 
 
@@ -86,7 +88,7 @@ def begin(
       BadInputError: the run began with other terms (the sentence names the first that differs), or
         steps that it may have released would be taken again with other draws.
     """
-    sealed = terms.sealed(root)
+    sealed, streams = terms.sealed(root), random_streams()
     known: dict[str, Any] = {} if run_dir is None else run_dir.facts
     if "terms" in known:
         moved = hardware is not None and hardware not in known.get("hardware", [hardware])
@@ -104,25 +106,37 @@ def begin(
     if run_dir is not None and "terms" in known:
         started = known.get("start") != first
         traced = not root.public and known["terms"] != sealed  # a public key draws the same
-        if (started or traced) and (run_dir.asked is None or run_dir.asked > (done or 0)):
-            _refuse_to_draw_anew(run_dir, done or 0, started)
+        other = known.get("streams", streams) != streams
+        if (started or traced or other) and (run_dir.asked is None or run_dir.asked > (done or 0)):
+            _refuse_to_draw_anew(run_dir, done or 0, started, streams if other else None)
     if run_dir is not None:
         run_dir.note("terms", sealed)
         run_dir.note("start", first)
+        run_dir.note("streams", streams)
     # Nothing about a public key is secret, and who compares runs under one seed wants their draws.
     if root.public:
         return root, sealed
-    text = json.dumps([sealed, first], sort_keys=True)
+    text = json.dumps([sealed, first, streams], sort_keys=True)
     return root.child("run:" + hashlib.sha256(text.encode()).hexdigest()), sealed
 
 
-def _refuse_to_draw_anew(run_dir: RunDirectory, done: int, params: bool) -> NoReturn:
+def random_streams() -> str:
+    """What random numbers follow from beside their keys: NumPy's sampling, JAX's in the loss."""
+    partitionable = jax.config.jax_threefry_partitionable
+    return f"numpy {np.__version__} with jax_threefry_partitionable={partitionable}"
+
+
+def _refuse_to_draw_anew(
+    run_dir: RunDirectory, done: int, params: bool, streams: str | None
+) -> NoReturn:
     """A guarantee counts each step once: a step that was released is only taken again as it was."""
     cause = (
         "the first parameters are not those that it began with: give the same again (with a model "
         "whose init has a fixed seed)"
     )
-    if not params:
+    if streams is not None:
+        cause = f"random numbers are those of {streams} here: go on with {run_dir.facts['streams']}"
+    elif not params:
         used = " or ".join(run_dir.facts.get("hardware", ["what it began with"]))
         cause = f"the loss or the optimiser traces to another computation here: go on with {used}"
     asked = "an unknown number of" if run_dir.asked is None else f"up to {run_dir.asked}"

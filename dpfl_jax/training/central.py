@@ -118,7 +118,7 @@ class Central(Algorithm):
             stated=self.plan.stated,
             secret={
                 "data": self.plan.data_digest,
-                "frozen": content_digest(self.frozen),
+                "frozen": lambda root: content_digest(self.frozen, root),
                 "computation": training_digest(
                     self.traced, self.trained, self.frozen, self.plan.example, self.optimizer
                 ),

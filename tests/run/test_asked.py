@@ -6,6 +6,7 @@ import signal
 import types
 from contextlib import closing
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -94,7 +95,7 @@ def test_a_killed_run_does_not_begin_again_with_other_parameters(tmp_path):
 
 
 @pytest.mark.parametrize("public", [False, True])
-def test_steps_that_were_released_are_not_drawn_anew(public, tmp_path):
+def test_steps_that_were_released_are_not_drawn_anew(public, tmp_path, monkeypatch):
     """The guarantee would count them once."""
     root = RootKey(b"0" * 32, public=public)
     with closing(RunDirectory(tmp_path / "run", {}, "f", root)) as directory:
@@ -116,8 +117,19 @@ def test_steps_that_were_released_are_not_drawn_anew(public, tmp_path):
                 steps = f"after {done or 0} .* {said} steps.*go on with 1 x cpu"
                 with pytest.raises(BadInputError, match=steps):
                     begins(done, "tpu")
+        # Nor by another NumPy's coins, or a dropout of other bits.
+        with monkeypatch.context() as patch:
+            patch.setattr(np, "__version__", "9.9")
+            with pytest.raises(BadInputError, match=r"random numbers are .*: go on with numpy"):
+                begins(5)
+        refused = pytest.raises(BadInputError, match="random numbers are .*: go on with numpy")
+        with jax.threefry_partitionable(False), refused:
+            begins(5)
         assert begins(None) == begins(5) == began
         directory.asked = 6
+        with monkeypatch.context() as patch:
+            patch.setattr(np, "__version__", "9.9")
+            assert (begins(6) == began) == public
         assert (begins(6, "tpu") == began) == public
 
 

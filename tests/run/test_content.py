@@ -4,7 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
-from dpfl_jax.run.content import content_digest
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.content import content_digest, content_words
 
 
 def parameters():
@@ -43,3 +44,17 @@ def test_it_tells_parameters_apart():
     found += [content_digest(params | {"up": {"kernel": new}}) for new in changes.values()]
     found.append(content_digest(params | {"down": params["up"], "up": {}}))
     assert len(set(found)) == len(found)
+
+
+def test_what_a_change_does_to_the_sums_is_known_to_who_has_the_key_alone():
+    """Else changes that cancel are found in seconds (Wagner 2002), without the key."""
+    rng = np.random.default_rng(0)
+    one, other = (jnp.asarray(rng.normal(size=100), jnp.float32) for _ in range(2))
+    keys = [RootKey.from_seed(seed) for seed in range(2)]
+    assert len({content_digest({"w": one}, key) for key in (*keys, None)}) == 3
+    moved = [
+        np.asarray(content_words(one, key.words("content")))
+        - np.asarray(content_words(other, key.words("content")))
+        for key in keys
+    ]
+    assert (moved[0] != moved[1]).all()

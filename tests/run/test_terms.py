@@ -1,6 +1,7 @@
 """Runs that share a key share no noise, and a run that goes on is the one that began."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -10,7 +11,10 @@ import optax
 import pytest
 import yaml
 from fitting import fit_given as fit
+from jax.extend.core import Primitive
+from jax.interpreters import batching
 
+from dpfl_jax.clipping.isolation import refuse_unseeable
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
@@ -306,7 +310,7 @@ def test_losses_that_call_back_into_python_are_refused():
 
     loss = jax.custom_jvp(loss)
     loss.defjvp(lambda p, t: (loss(*p), loss_fn(t[0], p[1])))
-    with pytest.raises(BadInputError, match=r"calls back into Python \(pure_callback\)"):
+    with pytest.raises(BadInputError, match=r"calls into Python \(pure_callback\)"):
         fit(**arguments(loss_fn=loss), key=RootKey.generate())
 
 
@@ -315,8 +319,29 @@ def test_losses_with_a_rule_for_vmap_are_refused():
     fresh = jax.custom_batching.custom_vmap(lambda x: x)
     fresh.def_vmap(lambda size, batched, x: (3.0 * x, True))
     loss = jax.jit(lambda p, e: loss_fn(p, {"x": fresh(e["x"])}))
-    with pytest.raises(BadInputError, match=r"rule of its own for vmap \(custom_vmap\)"):
+    with pytest.raises(BadInputError, match=r"rule of its own for vmap \(custom_vmap_call\)"):
         fit(**arguments(loss_fn=loss), key=RootKey.generate())
+
+
+def test_losses_with_a_primitive_of_another_rule_for_vmap_are_refused():
+    """Of four equal units a check sees nothing of a rule that looks at all of them."""
+    mixing = Primitive("mixing")
+    mixing.def_abstract_eval(lambda x: x)
+
+    def rule(args, dims):
+        return jnp.where(jnp.any(jnp.abs(args[0]) > 50), -args[0], args[0]), dims[0]
+
+    batching.primitive_batchers[mixing] = rule
+
+    def of_a_kernel(x):
+        kernel = jax.ffi.ffi_call("kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))
+        return kernel(x)
+
+    for function, what in ((mixing.bind, "vmap (mixing)"), (of_a_kernel, "JAX (ffi_call)")):
+        program = jax.make_jaxpr(lambda x, f=function: jax.jit(f)(x).sum())(jnp.ones(3))
+        with pytest.raises(BadInputError, match=re.escape(what)):
+            refuse_unseeable(program, "the loss")
+    refuse_unseeable(jax.make_jaxpr(lambda x: jnp.sort(jnp.linalg.inv(x)))(jnp.eye(3)), "the loss")
 
 
 @pytest.mark.slow

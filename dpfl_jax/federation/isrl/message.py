@@ -191,7 +191,9 @@ def make_messages(
 
     def messages(w: jax.Array, row: PyTree) -> jax.Array:
         # Of w, too: messages at two points would have one noise, and their difference none.
-        name = words_of(loss_name(loss, w, data), w)
+        # Under the silo's key, as somebody else chooses w.
+        of_w = functools.partial(words_of, loss_name(loss, w, data), w)
+        name = jax.vmap(lambda keys: of_w(key=keys.reshape(-1, 8)[0]))(row["keys"])
         keys = jax.vmap(own_keys)(row["keys"], mixed(words, name))
         return every(
             w, data.examples, data.sizes, rank, row["turn"], batch, clip_norms, stddev, keys

@@ -166,16 +166,23 @@ def own_rows(rows: PyTree, *what: Any) -> PyTree:
     return {**rows, "keys": own_keys(rows["keys"], words_of(*what))}
 
 
-def words_of(*what: Any) -> jax.Array:
-    """uint32 [4] that tell one use from another: of names, and pytrees of arrays."""
+def words_of(*what: Any, key: jax.Array | None = None) -> jax.Array:
+    """uint32 [4] that tell one use from another: of names, and pytrees of arrays.
+
+    Args:
+      *what: of which names and arrays.
+      key: uint32 [8], under which arrays that somebody else chooses are told apart; None: a public
+        one, under which two of the same words can be made up.
+    """
     words = jnp.zeros(4, jnp.uint32)
+    own = () if key is None else (key,)
     for part in what:
         if isinstance(part, str):
             digest = hashlib.sha256(part.encode()).digest()[:16]
             words = mixed(words, jnp.asarray(np.frombuffer(digest, np.uint32)))
             continue
         for leaf in jax.tree.leaves(part):
-            words = mixed(words, content_words(jnp.asarray(leaf)))
+            words = mixed(words, content_words(jnp.asarray(leaf), *own))
     return words
 
 
