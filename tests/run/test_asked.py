@@ -122,7 +122,7 @@ def test_steps_that_were_released_are_not_drawn_anew(public, tmp_path, monkeypat
             patch.setattr(np, "__version__", "9.9")
             with pytest.raises(BadInputError, match=r"random numbers are .*: go on with numpy"):
                 begins(5)
-        refused = pytest.raises(BadInputError, match="random numbers are .*: go on with numpy")
+        refused = pytest.raises(BadInputError, match=r"random numbers are .*: go on with numpy")
         with jax.threefry_partitionable(False), refused:
             begins(5)
         assert begins(None) == begins(5) == began
