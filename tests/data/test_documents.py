@@ -80,9 +80,12 @@ BAD = {
     ),
     "null user.jsonl": (b'{"user":"a","text":"x"}\n{"user":null,"text":"x"}\n', "line 2"),
     "nan user.jsonl": (b'{"user": NaN, "text": "x"}\n', "a user id is nan .*line 1"),
-    "true user.jsonl": (b'{"user": true, "text": "x"}\n', "a user id is True"),
+    "true user.jsonl": (b'{"user": true, "text": "x"}\n', "a user id is true or false"),
     "blank user.csv": (b"user,text\na,b\n,b\n", "a user id is '' .*row 2"),
-    "null text.jsonl": (b'{"user": "a", "text": null}\n', "line 1: the text in 'text' is None"),
+    "null text.jsonl": (
+        b'{"user": "a", "text": null}\n',
+        "line 1: 'text' holds NoneType, not text",
+    ),
     "not utf8.jsonl": (b'{"user":"a","text":"x"}\n{"user":"a","text":"\xff"}\n', "line 2.*UTF-8"),
     "surrogate.jsonl": (b'{"user": "a", "text": "\\ud800"}\n', "line 1: the text is not UTF-8"),
     "not utf8.csv": (b"user,text\na,b\na,\xff\xfe\n", "not UTF-8"),
@@ -184,11 +187,11 @@ def test_key_expressions():
         ("x", "line 3: there is no column 'x'"),
         ("{n}/{none}", "a user id is None .*line 3"),
         ("domain(none)", "a user id is None"),
-        ("a", "a user id is {'b': 'deep'}"),
+        ("a", "a user id is an object"),
     ):
         with pytest.raises(BadInputError, match=message):
             UserKey(expression)(row, where)
-    with pytest.raises(BadInputError, match=r"domain\(n\) of '///'"):
+    with pytest.raises(BadInputError, match=r"domain\(n\)"):
         UserKey("domain(n)")({"n": "///"}, where)
     with pytest.raises(BadInputError, match="unknown function"):
         UserKey("eval(url)")

@@ -14,9 +14,9 @@ from dpfl_jax.data import DataConfig, SourceConfig, load_dataset, load_examples
 from dpfl_jax.errors import BadInputError
 
 ROWS = [
-    {"who": "ann", "a": 1.0, "b": 10.0, "y": 2.0, "site": "north"},
-    {"who": "bob", "a": 2.0, "b": 20.0, "y": 0.0, "site": "south"},
-    {"who": "ann", "a": 3.0, "b": 30.0, "y": 1.0, "site": "east"},
+    {"who": "ann", "a": 1.0, "b": 4.0, "y": 2.0, "site": "north"},
+    {"who": "bob", "a": 2.0, "b": 5.0, "y": 0.0, "site": "south"},
+    {"who": "ann", "a": 3.0, "b": 6.0, "y": 1.0, "site": "east"},
 ]
 
 
@@ -54,7 +54,7 @@ def test_every_format_gives_the_same_examples(format, tmp_path):
     assert found.task.input_shape == (2,)
     assert not found.task.scaled
     ann = of_user(found.store, "ann")
-    np.testing.assert_array_equal(ann["x"], [[1, 10], [3, 30]])
+    np.testing.assert_array_equal(ann["x"], [[1, 4], [3, 6]])
     np.testing.assert_array_equal(ann["label"], np.float32([2, 1]))
     np.testing.assert_array_equal(ann["silo"], [1, 0])  # east, north, south
     assert of_user(found.store, "bob")["silo"].tolist() == [2]
@@ -62,7 +62,7 @@ def test_every_format_gives_the_same_examples(format, tmp_path):
 
 def test_classes_scales_patterns_and_kept_columns(tmp_path):
     path = write(tmp_path, "csv")
-    found = load_examples(config(path, classes=3, input_columns=("[ab]",), scale={"b": (20, 5)}))
+    found = load_examples(config(path, classes=3, input_columns=("[ab]",), scale={"b": (5, 0.5)}))
     assert (found.task.kind, found.task.classes, found.task.scaled) == ("classes", 3, True)
     ann = of_user(found.store, "ann")
     np.testing.assert_array_equal(ann["x"], [[1, -2], [3, 2]])
@@ -94,10 +94,14 @@ def test_numbers_of_silos_follow_their_value(tmp_path):
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        ({"a": "much"}, {}, r"row 3: the column 'a' holds 'much', not a number.*data.silo_column"),
-        ({"y": "nan"}, {}, r"row 3: the column 'y' holds 'nan', not a number"),
-        ({"y": "1.5"}, {"classes": 3}, r"row 3: y is 1.5, but .*whole numbers from 0 to 2"),
-        ({"y": "3"}, {"classes": 3}, r"row 3: y is 3, but"),
+        ({"a": "much"}, {}, r"words, not numbers, in 'a' \(first: .*row 3\).*data\.silo_column"),
+        ({"y": "nan"}, {}, r"rows without the target 'y' \(first: .*row 3\)"),
+        (
+            {"y": "1.5"},
+            {"classes": 3},
+            r"labels in 'y' that are not whole numbers from 0 to 2 \(first: .*row 3\)",
+        ),
+        ({"y": "3"}, {"classes": 3}, "not whole numbers from 0 to 2"),
         ({"who": ""}, {}, "user id is ''"),
         ({"site": ""}, {}, "id is ''"),
         ({}, {"target_column": "z"}, "no column 'z'"),
@@ -109,9 +113,9 @@ def test_numbers_of_silos_follow_their_value(tmp_path):
         ({}, {"scale": {"y": (0, 1)}, "classes": 3}, "'y', whose values are classes"),
         ({}, {"input_columns": ("a", "who")}, "names 'who', which is the target, an id"),
         ({}, {"silo_column": "y"}, "one column has two uses"),
-        ({"a": "1e39"}, {}, "which float32 cannot hold"),
+        ({"a": "1e39"}, {}, "numbers in 'a' that float32 cannot hold"),
         ({"who": "nan"}, {}, "a user id is 'nan'"),
-        ({"who": "1.0"}, {}, "'1.0' is a number with decimals"),
+        ({"who": "1.0"}, {}, "the user id is a number with decimals"),
         ({}, {"target_column": None}, r"data\.target_column"),
         ({}, {"records_per_user": 2}, "users of data.source=csv have several"),
     ],
@@ -147,7 +151,7 @@ def test_a_data_source_of_ones_own_is_one_file(tmp_path, monkeypatch):
 
 def test_removing_a_row_moves_no_other(tmp_path):
     """Every row a person of its own: what a row is called depends on the row alone."""
-    rows = [{"a": float(i % 20), "y": float(i % 20)} for i in range(60)]  # three of each
+    rows = [{"a": i % 20 / 2, "y": i % 20 / 2} for i in range(60)]  # three of each
     options = {"user_column": None, "silo_column": None}
     whole = load_dataset(data_config(write(tmp_path, "csv", rows), **options))
     for gone in (0, 31, 59):
@@ -198,20 +202,23 @@ def test_one_row_does_not_choose_the_columns_of_all(tmp_path):
 
 
 @pytest.mark.parametrize("inputs", [None, ("*",), ("a", "b"), ("a", "[b-z]")])
-def test_the_order_of_columns_in_a_file_is_nobodys(tmp_path, inputs):
+def test_no_file_chooses_the_order_for_others(tmp_path, inputs):
+    """The order of one file is kept; where files differ, the first would choose for all."""
     paths = []
     for number, names in enumerate((("b", "y", "who", "a"), ("who", "a", "b", "y"))):
         (tmp_path / str(number)).mkdir()
-        rows = [{n: f"p{number}" if n == "who" else float(ord(n[0])) for n in names}]
+        rows = [{n: f"p{number}" if n == "who" else float(ord(n[0]) - 97) for n in names}]
         paths.append(write(tmp_path / str(number), "csv", rows))
     for order in (paths, paths[::-1]):
-        found = load_examples(
-            dataclasses.replace(
-                config(paths[0], silo_column=None, input_columns=inputs), path=tuple(order)
-            )
-        )
+        plain = config(paths[0], silo_column=None, input_columns=inputs, scale={"y": (0, 30)})
+        both = dataclasses.replace(plain, path=tuple(order))
+        if inputs != ("a", "b"):
+            with pytest.raises(BadInputError, match="in another order than in the first file"):
+                load_examples(both)
+            continue
+        found = load_examples(both)
         for user in ("p0", "p1"):
-            np.testing.assert_array_equal(of_user(found.store, user)["x"], [[ord("a"), ord("b")]])
+            np.testing.assert_array_equal(of_user(found.store, user)["x"], [[0, 1]])
 
 
 def test_nobody_counts_double(tmp_path):
