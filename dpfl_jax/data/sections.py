@@ -155,9 +155,10 @@ class SourceConfig:
                 "the chat template is taken as known without these data; how many conversations "
                 "were too long is counted without noise: the guarantee does not cover that number"
             )
-        for name in ("scale", "categories", "missing", "dates"):
-            if getattr(self, name):
-                found.append(f"data.{name} is taken as known without these data")
+        declared = ("scale", "categories", "missing", "dates")
+        if named := [f"data.{name}" for name in declared if getattr(self, name)]:
+            are = "is" if len(named) == 1 else "are"
+            found.append(f"{', '.join(named)} {are} taken as known without these data")
         return tuple(found)
 
     @property

@@ -373,13 +373,15 @@ def fit(
             told = summary(result, result.guarantee)
             console.print(told, style="bold", highlight=False, soft_wrap=True)
         if own is not None and own.writes:
-            people = plan.population
+            people, task = plan.population, getattr(plan.data, "task", None)
             report = build_report(
                 own.path.name,
                 result,
                 result.guarantee,
                 mechanism=plan.stated["mechanism"],
                 data={"users": people.num_users, "examples": people.num_examples},
+                task=None if task is None else dataclasses.asdict(task),
+                loss=loss_fn if isinstance(loss_fn, str) else None,
             )
             stated = plan.statement(result.guarantee, result.accounted)
             if plan.bounding is not None:
