@@ -30,8 +30,8 @@ def expect(value: object, kind: type | tuple[type, ...], name: str, wanted: str)
     """
     if not isinstance(value, kind):
         # What arrays, tables and lists hold may be somebody's.
-        plainly = isinstance(value, str | int | float | None)
-        shown = f"{' '.join(repr(value).split())[:60]} " if plainly else ""
+        data = isinstance(value, list | tuple) or hasattr(value, "__array__")
+        shown = "" if data else f"{' '.join(repr(value).split())[:60]} "
         raise BadInputError(f"{name} is {shown}({type(value).__name__}): give {wanted}")
 
 

@@ -14,9 +14,7 @@ from dpfl_jax.errors import BadInputError
 
 def _no_truth(value: object) -> object:
     if isinstance(value, bool):
-        raise ValueError(
-            "in YAML yes, no, on and off without quotes are true and false: quote them"
-        )
+        raise ValueError("yes, no, on and off are true and false in YAML: put them in quotes")
     return value
 
 

@@ -31,7 +31,7 @@ from dpfl_jax.task import Table, Task
 Users = dict[str, dict[str, np.ndarray]]
 # Formats in which only the rows, which are people's own, say what columns there are.
 _UNDECLARED = ("jsonl", "rows")
-# Numbers are far from order 1 where more than this share of them is larger than this.
+# Numbers are far from order 1 where more than this share of them, and of two or more, is larger.
 _FAR, _SHARE = 10.0, 0.01
 
 
@@ -235,7 +235,8 @@ def _check_sizes(config: SourceConfig, table: Table, cells: np.ndarray, wrong: W
         elif name not in (config.input_columns or ()) and _counts(known):
             wrong.add("counts", name)
             continue
-        if not public and (np.abs(known) > _FAR).mean() > _SHARE:
+        large = np.count_nonzero(np.abs(known) > _FAR)
+        if not public and large > max(1, _SHARE * len(known)):
             wrong.add("far", name)
 
 

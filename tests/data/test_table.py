@@ -254,3 +254,56 @@ def test_people_of_a_given_test_part_may_be_known(tmp_path, monkeypatch):
         assert data.known == (length == 1)
     with pytest.raises(BadInputError, match="whole numbers from 0 to 1"):
         load_dataset(DataConfig(source="my_parts:PARTS", stride=2))
+
+
+def numbers(path, **columns):
+    names = ["who", *columns]
+    rows = zip(*([f"p{i}" for i in range(40)], *columns.values()), strict=True)
+    path.write_text("\n".join(",".join(map(str, row)) for row in (names, *rows)))
+    return config(str(path), silo_column=None)
+
+
+def test_what_would_burn_the_budget_is_refused_before_the_first_step(tmp_path):
+    """Columns far from order 1 without a scale, a count of rows, a 0/1 target without classes."""
+    path, spread = tmp_path / "table.csv", np.linspace(0, 1, 40)
+    plain = numbers(path, a=60 + spread, gain=[5000] * 4 + [0] * 36, b=spread, y=9 * spread)
+    with pytest.raises(BadInputError, match="far from order 1 in 'a', 'gain', which"):
+        load_examples(plain)
+    for scale in ({"a": (60, 1), "gain": (0, 5000)}, {"a": (0, 1), "gain": (0, 1)}):
+        load_examples(dataclasses.replace(plain, scale=scale))
+    for first in (0, 1, 1001):
+        with pytest.raises(BadInputError, match="from which nothing is learned, in 'nr'"):
+            load_examples(numbers(path, nr=range(first, first + 40), b=spread, y=spread))
+    for low, high in ((0, 1), (-1, 1), (1, 2)):
+        binary = numbers(path, b=spread, y=[low if i % 3 else high for i in range(40)])
+        with pytest.raises(BadInputError, match=r"two values in 'y': set data\.classes=2"):
+            load_examples(binary)
+        assert load_examples(dataclasses.replace(binary, classes=0)).task.kind == "regression"
+    # One person's typing error is no column far from order 1.
+    load_examples(numbers(path, b=[*spread[1:], 1000], y=9 * spread, c=spread))
+
+
+def test_the_order_of_the_file_is_kept(tmp_path):
+    plain = numbers(tmp_path / "table.csv", c=[1] * 40, a=[2] * 40, b=[3] * 40, y=[4] * 40)
+    for inputs, order in ((None, "cab"), (("*",), "cab"), (("b", "[ac]"), "bca")):
+        found = load_examples(dataclasses.replace(plain, input_columns=inputs))
+        assert found.task.table.inputs == tuple(order)
+        np.testing.assert_array_equal(
+            of_user(found.store, "p1")["x"], [["cab".index(n) + 1 for n in order]]
+        )
+
+
+def test_yes_and_no_are_quoted_in_a_configuration():
+    from dpfl_jax.config.load import validate_config
+
+    raw = {
+        "data": {"source": "csv", "target_column": "y", "categories": {"smoker": [True, False]}},
+        "mechanism": {"kind": "uls", "cohort_size": 8, "group_size": 1, "clip_norm": 1.0},
+        "privacy": {"epsilon": 1.0}, "train": {"steps": 1},
+    }  # fmt: skip
+    with pytest.raises(BadInputError, match="true and false in YAML: put them in quotes"):
+        validate_config(raw)
+    raw["data"]["categories"] = {"smoker": ["yes", "no"], "cp": [1, 2]}
+    # What nobody said is that of a table: a linear model.
+    assert validate_config(raw).model.kind == "linear"
+    assert validate_config(raw | {"model": {"kind": "mlp"}}).model.kind == "mlp"
