@@ -25,7 +25,8 @@ class Table:
         is there; of the target they are the classes.
       missing: columns whose cells may be empty: that counts as the middle of the scale, or as none
         of the words.
-      dates: by column, how its dates are written (``strptime``); they become years since 2000.
+      dates: by column, how dates that are text are written (``strptime``). All dates become years
+        since 2000.
       decimal: sign between whole and part of numbers that are text.
     """
 

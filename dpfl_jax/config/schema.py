@@ -312,13 +312,9 @@ class RunConfig(RunSection):
     @classmethod
     def _follow_task(cls, raw: Any) -> Any:
         """A table is learned by a linear model, unless another is named."""
-        if not isinstance(raw, dict):
-            return raw
-        data, model = raw.get("data"), raw.get("model", {})
+        data = raw.get("data") if isinstance(raw, dict) else None
         table = isinstance(data, dict) and data.get("target_column") is not None
-        if table and isinstance(model, dict) and not {"kind", "module"} & set(model):
-            return {**raw, "model": {**model, "kind": "linear"}}
-        return raw
+        return {"model": {"kind": "linear"}, **raw} if table else raw
 
     @model_validator(mode="after")
     def _check_privacy(self) -> RunConfig:

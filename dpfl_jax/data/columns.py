@@ -220,6 +220,8 @@ def _number(cell: Any, decimal: str) -> float | str:
             cell = cell.replace(",", ".")
         if "_" in cell:  # which Python takes for a separator
             return _kind(cell)
+    elif isinstance(cell, datetime.date | np.datetime64):  # no text that could be read otherwise
+        return _date(cell, "")
     try:
         value = float(cell)
     except (TypeError, ValueError, OverflowError):
@@ -231,8 +233,6 @@ def _number(cell: Any, decimal: str) -> float | str:
 
 def _kind(cell: Any) -> str:
     """What a cell is, which is no number."""
-    if isinstance(cell, datetime.date | np.datetime64):
-        return "dates"
     if not isinstance(cell, str):
         return "no numbers"
     if _DATE.fullmatch(cell):

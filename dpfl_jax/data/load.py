@@ -27,6 +27,12 @@ from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.task import Task
 
+# Settings of stores of arrays and tables, and of tables alone.
+_COLUMNS = (
+    ("target_column", "input_columns", "classes", "silo_column"),
+    ("scale", "categories", "missing", "dates"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
@@ -94,12 +100,12 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
     if config.on_bad_row == "drop" and not is_file:
         raise BadInputError("data.on_bad_row is for files (of a store: dpfl data build)")
     if not (is_file and config.target_column is not None):
-        columns = ("target_column", "input_columns", "classes", "silo_column")
-        columns = () if config.source == "store" else columns
-        for name in (*columns, "scale", "categories", "missing", "dates"):
+        of_stores, of_tables = _COLUMNS
+        for name in of_tables if config.source == "store" else (*of_stores, *of_tables):
             if getattr(config, name):
                 more = ", whose data.target_column is set" if is_file else ""
-                more = more if name not in columns or is_file else " and stores of arrays"
+                if name in of_stores and not is_file:
+                    more = " and stores of arrays"
                 raise BadInputError(f"data.{name} is for tables{more}")
     if config.conversations and (not is_file or config.target_column is not None):
         raise BadInputError(

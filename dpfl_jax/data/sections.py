@@ -55,7 +55,8 @@ class SourceConfig:
       categories: by column, its words, known without these data (the target's are its classes).
       missing: inputs, names or shell patterns, whose cells may be empty, which counts as the middle
         of their ``scale``, or as none of their ``categories``.
-      dates: by column, how its dates are written, such as "%d.%m.%Y"; they become years since 2000.
+      dates: by column, how dates that are text are written, such as "%d.%m.%Y"; all become years
+        since 2000.
       classes: how many classes the target has, a public number: it is 0, 1, ... Without it, or
         with 0, the target is a number (regression).
       silo_column: which silo holds a row. The silos' names are taken as public.
