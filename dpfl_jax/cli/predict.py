@@ -7,6 +7,7 @@ import pathlib
 import tempfile
 from typing import Any
 
+from dpfl_jax.cli.data import csv_format
 from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError, imported
 
@@ -49,6 +50,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Reads, predicts, writes."""
     import numpy as np
     import pyarrow as pa
+    import pyarrow.csv
+    import pyarrow.parquet
 
     from dpfl_jax.run.console import Console
 
@@ -64,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             raise BadInputError(f"{source} cannot be read as an array: {error}") from None
         columns: dict[str, Any] = {}
     else:
-        given = _rows(source, args.delimiter, args.encoding)
+        given = _rows(source, args)
         columns = {name: [row.get(name) for row in given] for name in dict.fromkeys(given[0])}
     found = model.predict(given)
     if both := sorted({*columns} & {*found}):
@@ -83,15 +86,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"out": str(out), "rows": len(given), "columns": list(found)}
 
 
-def _rows(source: pathlib.Path, delimiter: str | None, encoding: str | None) -> list[Any]:
-    import pyarrow.csv
-    import pyarrow.parquet  # noqa: F401
-
+def _rows(source: pathlib.Path, args: argparse.Namespace) -> list[Any]:
     from dpfl_jax.data.documents import expand_paths, read_file_rows
-    from dpfl_jax.data.rows import CsvFormat, guess_format
+    from dpfl_jax.data.rows import guess_format
 
     (path,) = expand_paths(str(source))
-    form = CsvFormat(delimiter, encoding)
+    form = csv_format(args)
     return [row for _, row in read_file_rows([path], guess_format(path), csv=form)]
 
 

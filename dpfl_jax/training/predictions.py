@@ -32,7 +32,7 @@ def predict(
       structure: content of model.json.
       rows: what is predicted for.
     """
-    if isinstance(model, LanguageModel):
+    if isinstance(model, LanguageModel) or structure.get("loss") in ("causal_lm", "tokens"):
         raise BadInputError("this is a language model, which goes on with a prompt: dpfl sample")
     linear = structure.get("linear")
     kind = structure.get("loss")
