@@ -27,7 +27,7 @@ class Table:
         of the words.
       dates: by column, how dates that are text are written (``strptime``). All dates become years
         since 2000.
-      decimal: sign between whole and part of numbers that are text.
+      decimal: point or comma, before the decimals of numbers that are text.
     """
 
     inputs: tuple[str, ...]
@@ -36,7 +36,7 @@ class Table:
     categories: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, hash=False)
     missing: tuple[str, ...] = ()
     dates: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
-    decimal: str = "."
+    decimal: str = "point"
 
     @property
     def numbers(self) -> tuple[str, ...]:

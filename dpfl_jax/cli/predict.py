@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             pa.csv.write_csv(table, out)
         else:
             pa.parquet.write_table(table, out)
-    except (OSError, pa.ArrowInvalid, pa.ArrowTypeError) as error:
+    except (OSError, pa.ArrowException) as error:
         raise BadInputError(f"{out} cannot be written: {error}") from error
     console = Console(stderr=args.json)
     console.print(f"{len(given)} rows with {', '.join(found)} written to {out}", markup=False)

@@ -38,10 +38,10 @@ _WRONG = {
     "dates": ("dates in {all}", "say how they are written: data.dates={{{first}: '%Y-%m-%d'}}"),
     "commas": (
         "numbers with commas in {all}",
-        "set data.decimal=',' if that is where decimals begin, or write thousands without",
+        "set data.decimal=comma if that is where decimals begin, or write thousands without",
     ),
     "points": (
-        "numbers with points in {all}, beside data.decimal=','",
+        "numbers with points in {all}, beside data.decimal=comma",
         "leave that out, or write thousands without",
     ),
     "gaps": (
@@ -214,8 +214,10 @@ def word_of(cell: Any) -> str:
 def _number(cell: Any, decimal: str) -> float | str:
     if isinstance(cell, str):
         cell = cell.strip()
-        if decimal == ",":
-            if "." in cell and (_COMMAS.fullmatch(cell) or isinstance(_number(cell, "."), float)):
+        if decimal == "comma":
+            if "." in cell and (
+                _COMMAS.fullmatch(cell) or isinstance(_number(cell, "point"), float)
+            ):
                 return "points"
             cell = cell.replace(",", ".")
         if "_" in cell:  # which Python takes for a separator

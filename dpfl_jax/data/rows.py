@@ -297,10 +297,8 @@ def _csv(
                 )
             for sign, kind in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "commas")):
                 if len(names) == 1 and sign in names[0] and sign != delimiter:
-                    shown = "\\t" if sign == "\t" else sign
-                    raise BadInputError(
-                        f'{path}: cells seem to lie between {kind}: set data.delimiter="{shown}"'
-                    )
+                    remedy = "data.source=tsv" if sign == "\t" else f"'data.delimiter=\"{sign}\"'"
+                    raise BadInputError(f"{path}: cells seem to lie between {kind}: set {remedy}")
             _check(names, columns, path)
             chosen = [(name, names.index(name)) for name in columns or names]
             rows = (cells for cells in lines if cells)  # of blank lines there are none

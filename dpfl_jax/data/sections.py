@@ -61,7 +61,7 @@ class SourceConfig:
         with 0, the target is a number (regression).
       silo_column: which silo holds a row. The silos' names are taken as public.
       delimiter, encoding: of CSV files (``CsvFormat``).
-      decimal: sign before the decimals of numbers in tables.
+      decimal: what is before the decimals of numbers in tables that are text.
       on_bad_row: of files, a row that has no user, no text, or what is no number in a table: error,
         or drop it and count. Each is judged by itself.
       scale: by column (the target too): middle and half width, known without these data; a value v
@@ -98,7 +98,7 @@ class SourceConfig:
     silo_column: str | None = None
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     encoding: str | None = None
-    decimal: Literal[".", ","] = "."
+    decimal: Literal["point", "comma"] = "point"
     on_bad_row: Literal["error", "drop"] = "error"
     scale: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict, hash=False)
     seq_len: _Count = 128

@@ -273,7 +273,7 @@ class Silo:
             raise RefusedError(f"the server's study is not this silo's: {different}")
         task = self.held.task
         if task.table is not None:  # how a silo writes its decimals is its own
-            task = dataclasses.replace(task, table=dataclasses.replace(task.table, decimal="."))
+            task = dataclasses.replace(task, table=dataclasses.replace(task.table, decimal="point"))
         told = {
             "name": self.name,
             "facts": self.held.facts,
