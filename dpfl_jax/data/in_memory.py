@@ -74,6 +74,10 @@ def from_arrays(
     schema = None
     if tokenizer is not None:
         loaded = load_tokenizer(tokenizer)
+        if "tokens" not in columns or columns["tokens"].ndim != 2:
+            raise BadInputError(
+                "a tokenizer goes with tokens of one length, [n, length], and their mask"
+            )
         length = columns["tokens"].shape[1]
         schema = Schema.tokens(length, loaded.vocab_size, loaded.fingerprint)
     rows: dict[str, list[int]] = {}

@@ -120,7 +120,7 @@ def read_table(
                 mine.add("classes", target, where)
             if bad.drops and mine:
                 raise mine.error()
-            home = "" if silo is None else value_to_id(row[silo], where)
+            home = "" if silo is None else value_to_id(row[silo], f"{where}, silo")
             owner = None if key is None else key(row, where)
         except BadInputError as error:
             if not bad.drops and wrong:

@@ -281,3 +281,6 @@ def test_arrays_that_fit_stay_as_they_are():
     assert from_arrays({"x": frame["x"]}, frame["who"]).num_users == 2
     with pytest.raises(BadInputError, match=r"arrays is \(list\): give arrays by name"):
         from_arrays([["zebra"]], ["a"])
+    for arrays in ({"x": [1.0]}, {"tokens": [1]}):
+        with pytest.raises(BadInputError, match="a tokenizer goes with tokens"):
+            from_arrays(arrays, ["a"], "bytes")
