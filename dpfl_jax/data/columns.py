@@ -65,7 +65,10 @@ _WRONG = {
         "mend the rows, or declare the column's range in data.scale",
     ),
     "no numbers": ("what is no number in {all}", "mend the rows"),
-    "counts": ("numbers of rows, from which nothing is learned, in {all}", "they are no inputs"),
+    "counts": (
+        "numbers of rows, from which nothing is learned, in {all}",
+        "they are no inputs (if it is time that goes on, declare its data.scale)",
+    ),
     "far": (
         "numbers far from order 1 in {all}, which would swamp all others",
         "declare what brings each to order 1, known without these data, as "

@@ -232,7 +232,7 @@ def _check_sizes(config: SourceConfig, table: Table, cells: np.ndarray, wrong: W
                 continue
             if config.classes is None and len(known) > 9 and _two_values(known):
                 wrong.add("two values", name)
-        elif name not in (config.input_columns or ()) and _counts(known):
+        elif _counts(known):
             wrong.add("counts", name)
             continue
         large = np.count_nonzero(np.abs(known) > _FAR)

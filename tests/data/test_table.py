@@ -272,8 +272,10 @@ def test_what_would_burn_the_budget_is_refused_before_the_first_step(tmp_path):
     for scale in ({"a": (60, 1), "gain": (0, 5000)}, {"a": (0, 1), "gain": (0, 1)}):
         load_examples(dataclasses.replace(plain, scale=scale))
     for first in (0, 1, 1001):
+        counted = numbers(path, nr=range(first, first + 40), b=spread, y=spread)
         with pytest.raises(BadInputError, match="from which nothing is learned, in 'nr'"):
-            load_examples(numbers(path, nr=range(first, first + 40), b=spread, y=spread))
+            load_examples(counted)
+        load_examples(dataclasses.replace(counted, scale={"nr": (20, 20)}))
     for low, high in ((0, 1), (-1, 1), (1, 2)):
         binary = numbers(path, b=spread, y=[low if i % 3 else high for i in range(40)])
         with pytest.raises(BadInputError, match=r"two values in 'y': set data\.classes=2"):

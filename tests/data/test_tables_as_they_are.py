@@ -135,7 +135,7 @@ FILES = {
     "of bars in UTF-16": File("|", "utf-16", settings={"delimiter": "|"}),
     "with pandas' index": File(),
     "with gaps": File(),
-    "with a count of rows": File(refused="counts|far from order 1|numbers of rows"),
+    "with a count of rows": File(refused="numbers of rows, from which nothing is learned, in 'nummer'"),
     "with a name twice": File(refused="two columns are called"),
     "with ids of a spreadsheet": File(refused="powers of ten"),
 }  # fmt: skip
@@ -196,7 +196,7 @@ FRAMES = {
     "with gaps": "",
     "of pandas' own types": "",
     "of categories and times": "",
-    "with its index as a column": "numbers of rows|far from order 1",
+    "with its index as a column": "numbers of rows, from which nothing is learned, in 'index'",
     "with a name twice": "two columns of the frame",
     "of objects": "",
     "with an id missing": "a user id is",
