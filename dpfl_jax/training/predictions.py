@@ -86,6 +86,11 @@ def _inputs(task: Task | None, rows: Any) -> np.ndarray:
         raise BadInputError(
             f"the model was trained on arrays: give one{wanted}, made as x of training was"
         )
+    if task is not None and x.dtype == np.uint8 and not task.vocab_size:
+        raise BadInputError(
+            "the array holds uint8, which a store divides by 255 for training: give float32, made "
+            "as x of training was"
+        )
     x = x if task is not None and task.vocab_size else x.astype(np.float32)
     if not np.isfinite(x).all():
         raise BadInputError("the inputs hold numbers that are not finite: mend or leave out rows")

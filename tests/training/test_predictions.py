@@ -240,7 +240,11 @@ def test_images_predict_from_an_array(folder, capsys):
     np.save("x.npy", np.zeros((3, 8, 8), np.float32))
     assert main(["predict", "run", "x.npy", "--out", "p.csv"]) == 0
     assert len(list(csv.DictReader((folder / "p.csv").open()))) == 3
-    np.save("bad.npy", np.zeros((3, 9), np.float32))
-    capsys.readouterr()
-    assert main(["predict", "run", "bad.npy", "--out", "q.csv"]) == 2
-    assert "give one of shape [3, 8, 8]" in " ".join(capsys.readouterr().err.split())
+    for bad, message in (
+        (np.zeros((3, 9), np.float32), "give one of shape [3, 8, 8]"),
+        (np.zeros((3, 8, 8), np.uint8), "a store divides by 255"),
+    ):
+        np.save("bad.npy", bad)
+        capsys.readouterr()
+        assert main(["predict", "run", "bad.npy", "--out", "q.csv"]) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
