@@ -29,8 +29,10 @@ def expect(value: object, kind: type | tuple[type, ...], name: str, wanted: str)
       BadInputError: what ``name`` is, and what is ``wanted``.
     """
     if not isinstance(value, kind):
-        shown = " ".join(repr(value).split())[:60]
-        raise BadInputError(f"{name} is {shown} ({type(value).__name__}): give {wanted}")
+        # What arrays, tables and lists hold may be somebody's.
+        data = isinstance(value, list | tuple) or hasattr(value, "__array__")
+        shown = "" if data else f"{' '.join(repr(value).split())[:60]} "
+        raise BadInputError(f"{name} is {shown}({type(value).__name__}): give {wanted}")
 
 
 # Escapes that move the cursor, letters that turn the direction of writing, and breaks of lines.

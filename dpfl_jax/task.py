@@ -11,6 +11,54 @@ ModelKind = Literal["transformer", "lstm", "cnn", "small_cnn", "mlp", "logistic"
 
 
 @dataclasses.dataclass(frozen=True)
+class Table:
+    """Which columns of a table are learned from, and how their cells become numbers.
+
+    All of it is public: the header of the files, and what was declared without looking at rows. An
+    export holds it, so that new rows are read as those of training were.
+
+    Attributes:
+      inputs: columns that ``x`` is made of, in this order.
+      target: column of ``label``.
+      scale: by column, (middle, half width).
+      categories: by column, its words: an input has a number for each of them, 1 for the word that
+        is there; of the target they are the classes.
+      missing: columns whose cells may be empty: that counts as the middle of the scale, or as none
+        of the words.
+      dates: by column, how dates that are text are written (``strptime``). All dates become years
+        since 2000.
+      decimal: point or comma, before the decimals of numbers that are text.
+    """
+
+    inputs: tuple[str, ...]
+    target: str
+    scale: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict, hash=False)
+    categories: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, hash=False)
+    missing: tuple[str, ...] = ()
+    dates: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    decimal: str = "point"
+
+    @property
+    def numbers(self) -> tuple[str, ...]:
+        """A name for each number of ``x``: a column, or ``column=word``."""
+        return tuple(
+            name if word is None else f"{name}={word}"
+            for name in self.inputs
+            for word in self.categories.get(name, (None,))
+        )
+
+    @classmethod
+    def of(cls, plain: Mapping[str, Any]) -> Table:
+        """From plain JSON, as ``dataclasses.asdict`` makes it."""
+        lists = {name: tuple(plain[name]) for name in ("inputs", "missing")}
+        pairs = {
+            name: {column: tuple(values) for column, values in plain[name].items()}
+            for name in ("scale", "categories")
+        }
+        return cls(**{**plain, **lists, **pairs})
+
+
+@dataclasses.dataclass(frozen=True)
 class Task:
     """The kind of examples.
 
@@ -23,6 +71,7 @@ class Task:
       vocab_size: token ids (in ``tokens``, or in ``x``) are below it; 0 if x holds numbers.
       bos_id: the id that begins a sequence of tokens.
       scaled: numbers are of order 1, by constants that were known without these data.
+      table: what ``x`` and ``label`` were read from; None of other data.
     """
 
     kind: Literal["tokens", "classes", "regression", "preferences"]
@@ -31,11 +80,13 @@ class Task:
     vocab_size: int = 0
     bos_id: int = 1
     scaled: bool = True
+    table: Table | None = None
 
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Task:
         """From plain JSON, as ``dataclasses.asdict`` makes it."""
-        return cls(**{**plain, "input_shape": tuple(plain["input_shape"])})
+        table = None if plain.get("table") is None else Table.of(plain["table"])
+        return cls(**{**plain, "input_shape": tuple(plain["input_shape"]), "table": table})
 
 
 def takes_segments(loss_fn: Any) -> Any:

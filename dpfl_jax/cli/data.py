@@ -151,7 +151,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
                 format=args.format,
                 user_column=args.user_column,
                 text_column=args.text_column or "text",
-                csv=_csv(args),
+                csv=csv_format(args),
                 flags=args.engine_flags,
             )
         else:
@@ -190,7 +190,8 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _csv(args: argparse.Namespace) -> Any:
+def csv_format(args: argparse.Namespace) -> Any:
+    """What ``--delimiter`` and ``--encoding`` say."""
     from dpfl_jax.data.rows import CsvFormat
 
     if args.delimiter is not None and len(args.delimiter) != 1:
@@ -221,7 +222,7 @@ def _source(args: argparse.Namespace, conversations: Any) -> Any:
             args.format,
             args.user_column,
             args.text_column or "text",
-            _csv(args),
+            csv_format(args),
             args.on_bad_row == "drop",
             conversations,
         )

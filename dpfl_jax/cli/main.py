@@ -43,6 +43,7 @@ COMMANDS = {
     "reproduce": "reproduce a paper's figure or table, with a verdict on each claim",
     "show": "print the report of a run",
     "export": "write a run's model for `transformers`, with its guarantee",
+    "predict": "predict for new rows with the model of a run",
     "sample": "let the model of a run go on with a prompt",
     "completion": "print what makes a shell complete commands and options",
 }

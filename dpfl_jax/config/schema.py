@@ -73,7 +73,8 @@ class NamedModel(Section):
 
     Attributes:
       kind: transformer (tokens), lstm (windows of characters), mlp, cnn, small_cnn, logistic
-        (classes), mlp, linear (numbers).
+        (classes), mlp (numbers); linear is linear regression of numbers and logistic regression of
+        classes, and what a central run on a table has if nothing is said.
       module: a model of your own in the place of a kind: ``package.module:build``, a function
         (task, key, **options) that returns it (docs/guides/models.md).
       options: arguments of the kind's class, or of the function.
@@ -306,6 +307,14 @@ class RunConfig(RunSection):
     eval: EvalConfig = EvalConfig()
     sweep: SweepConfig | None = None
     audit: AuditConfig | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_task(cls, raw: Any) -> Any:
+        """A table is learned by a linear model, unless another is named."""
+        data = raw.get("data") if isinstance(raw, dict) else None
+        table = isinstance(data, dict) and data.get("target_column") is not None
+        return {"model": {"kind": "linear"}, **raw} if table else raw
 
     @model_validator(mode="after")
     def _check_privacy(self) -> RunConfig:

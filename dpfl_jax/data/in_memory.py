@@ -13,13 +13,14 @@ import numpy as np
 
 from dpfl_jax.data.chats import conversations_in
 from dpfl_jax.data.chunking import store_from_documents
+from dpfl_jax.data.columns import input_names
 from dpfl_jax.data.keys import UserKey, key_name, owners_to_id
 from dpfl_jax.data.owners import store_of
 from dpfl_jax.data.rows import LocatedRow, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.data.store import Store, keyed
-from dpfl_jax.data.table import input_names, read_table
+from dpfl_jax.data.table import read_table
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError, expect, repeated
 
@@ -43,7 +44,8 @@ def from_texts(
         for number, pair in enumerate(documents):
             if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
                 raise BadInputError(
-                    f"document {number} is {pair!r:.60}, but each must be a pair (user, text)"
+                    f"document {number} is {type(pair).__name__}, but each must be a pair (user, "
+                    "text)"
                 )
             where = f"document {number}"
             yield owners_to_id(pair[0], where), text_of({"text": pair[1]}, "text", where)
@@ -65,12 +67,17 @@ def from_arrays(
     Raises:
       BadInputError: lengths that differ, or a row without a user.
     """
+    users = users.tolist() if hasattr(users, "tolist") else users
     expect(arrays, Mapping, "arrays", 'arrays by name, such as {"x": ..., "label": ...}')
-    expect(users, (Sequence, np.ndarray), "users", "a list: whose each row is")
-    columns = {name: np.asarray(array) for name, array in arrays.items()}
+    expect(users, Sequence, "users", "a list: whose each row is")
+    columns = {name: _numbers(name, array) for name, array in arrays.items()}
     schema = None
     if tokenizer is not None:
         loaded = load_tokenizer(tokenizer)
+        if "tokens" not in columns or columns["tokens"].ndim != 2:
+            raise BadInputError(
+                "a tokenizer goes with tokens of one length, [n, length], and their mask"
+            )
         length = columns["tokens"].shape[1]
         schema = Schema.tokens(length, loaded.vocab_size, loaded.fingerprint)
     rows: dict[str, list[int]] = {}
@@ -85,17 +92,73 @@ def from_arrays(
     return keyed(store, "id that was given with each row")
 
 
+def _numbers(name: str, values: Any) -> np.ndarray:
+    """An array as devices hold it, in 32 bits: what would become another number is refused."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        raise BadInputError(
+            f"the rows of {name!r} differ in length: cut or fill them up to one length"
+        ) from None
+    small = array.dtype.name.startswith(("bfloat16", "float8"))
+    if array.dtype.kind not in "biuf" and not small:
+        raise BadInputError(
+            f"{name!r} holds {array.dtype.name}, not numbers: give numbers (from_texts takes "
+            "texts, from_pandas a table with words, dates and gaps)"
+        )
+    if not array.ndim:
+        raise BadInputError(f"{name!r} is a single number: give an array with a row for each")
+    if array.dtype.kind in "iu" and array.size and array.dtype.itemsize > 4:
+        held = np.iinfo(np.int32 if array.dtype.kind == "i" else np.uint32)
+        if array.min() < held.min or array.max() > held.max:
+            raise BadInputError(
+                f"{name!r} holds {array.dtype.name} beyond {held.min} to {held.max}, which 32 bits "
+                "would turn into others: subtract a known number, or give float32 of order 1"
+            )
+    if array.dtype.kind == "f" or small:
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(array.astype(np.float32))
+        if not finite.all():
+            raise BadInputError(
+                f"{name!r} holds numbers that are missing (NaN), infinite or beyond float32, first "
+                f"in row {int(np.argwhere(~finite)[0][0])}: mend or leave out such rows"
+            )
+    return array
+
+
+def table_rows(table: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a ``DataFrame``, an Arrow table, columns by name, or of dictionaries.
+
+    Raises:
+      BadInputError: it is nothing of the kind, or two columns have one name.
+    """
+    if hasattr(table, "to_pylist"):
+        table = table.to_pylist()
+    if not (isinstance(table, Mapping) or hasattr(table, "columns")):
+        if not hasattr(table, "__iter__") or isinstance(table, str | bytes | np.ndarray):
+            expect(table, (), "the table", "a DataFrame, columns by name, or dictionaries")
+        return (dict(row) for row in table)
+    columns = list(table if isinstance(table, Mapping) else table.columns)
+    names = [str(name) for name in columns]
+    if (twice := repeated(names)) is not None:
+        raise BadInputError(f"two columns of the frame are called {twice!r}: rename one")
+    values = map(_values, (table[name] for name in columns))
+    return (dict(zip(names, row, strict=True)) for row in zip(*values, strict=True))
+
+
+def _values(column: Any) -> Iterable[Any]:
+    """Python's own values; but an array's ``tolist`` makes integers of times."""
+    own = hasattr(column, "tolist") and not isinstance(column, np.ndarray)
+    return column.tolist() if own else column
+
+
 def from_pandas(frame: Any, *, user: str | None, **columns: Any) -> Store:
     """Returns the store of a ``pandas.DataFrame``; columns as of ``from_rows``."""
     if not hasattr(frame, "columns"):
         expect(frame, (), "frame", "a pandas.DataFrame (from_rows takes dictionaries)")
-    names = [str(name) for name in frame.columns]
-    twice = repeated(names)
-    if twice is not None:
-        raise BadInputError(f"two columns of the frame are called {twice!r}: rename one")
-    values = zip(*(frame[name].tolist() for name in frame.columns), strict=True)
-    columns = _with_inputs(columns, names, user)
-    return from_rows((dict(zip(names, row, strict=True)) for row in values), user=user, **columns)
+    rows = table_rows(frame)
+    columns = _with_inputs(columns, [str(name) for name in frame.columns], user)
+    return from_rows(rows, user=user, **columns)
 
 
 def from_huggingface(dataset: Any, *, user: str | None, **columns: Any) -> Store:
@@ -150,6 +213,9 @@ def from_rows(
     classes: int | None = None,
     silo: str | None = None,
     scale: Mapping[str, tuple[float, float]] | None = None,
+    categories: Mapping[str, Sequence[Any]] | None = None,
+    missing: Sequence[str] = (),
+    dates: Mapping[str, str] | None = None,
     tokenizer: Any = "bytes",
     seq_len: int = 128,
 ) -> Store:
@@ -169,9 +235,12 @@ def from_rows(
       inputs: these columns. A DataFrame or ``Dataset`` also takes shell patterns, and by default
         all others; rows alone do not say what columns there are.
       chat_template: file of a template for messages; default the tokeniser's own.
-      classes: number of classes of the target; None: it is a number.
+      classes: number of classes of the target; None, or 0: it is a number.
       silo: column of the silo.
       scale: (middle, half width) by column, known without these data.
+      categories: words by column (of the target: names of its classes), known without these data.
+      missing: inputs, names or patterns, whose cells may be empty (``SourceConfig``).
+      dates: how dates that are text are written, by column; they become years since 2000.
       tokenizer: see ``load_tokenizer``.
       seq_len: tokens in an example.
 
@@ -209,6 +278,9 @@ def from_rows(
         classes=classes,
         silo_column=silo,
         scale=dict(scale or {}),
+        categories={name: tuple(words) for name, words in (categories or {}).items()},
+        missing=tuple(missing),
+        dates=dict(dates or {}),
     )
-    users, _ = read_table(config, (), located)
-    return keyed(store_of(users.items()), key_name(user))
+    users, task = read_table(config, (), located)
+    return keyed(store_of(users.items()), key_name(user), task)

@@ -63,15 +63,20 @@ def value_to_id(value: Any, where: str) -> str:
         )
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if isinstance(value, float) and math.isfinite(value) and value == int(value):
+    if isinstance(value, float) and math.isfinite(value):
         raise BadInputError(
-            f"{where}: the user id {value!r} is a floating-point number, which mixes up large ids: "
-            "store ids as integers or text"
+            f"{where}: the user id is a floating-point number, which mixes up large ids: store ids "
+            "as integers or text"
         )
     if isinstance(value, str) and re.fullmatch(r"\d+\.0+", value):
         raise BadInputError(
-            f"{where}: the user id {value!r} is a number with decimals, as of a column with gaps: "
-            "the same person may be written without: store ids as integers or text"
+            f"{where}: the user id is a number with decimals, as of a column with gaps: the same "
+            "person may be written without: store ids as integers or text"
+        )
+    if isinstance(value, str) and re.fullmatch(r"\d([.,]\d+)?[eE]\+\d+", value.strip()):
+        raise BadInputError(
+            f"{where}: the user id is a number in powers of ten, as a spreadsheet writes long ids, "
+            "and many ids are then written alike: store ids as text"
         )
     if isinstance(value, str) and SEPARATOR in value:
         raise no_sets(where)
@@ -172,9 +177,7 @@ class UserKey:
             name, path = self._call
 
             def each(text: str) -> str:
-                return check_user_id(
-                    FUNCTIONS[name](text), f"{where}, {self.expression} of {text!r}"
-                )
+                return check_user_id(FUNCTIONS[name](text), f"{where}, {self.expression}")
 
             return owners_to_id(_look_up(row, path, where), where, each)
         return owners_to_id(_look_up(row, self.expression, where), where)

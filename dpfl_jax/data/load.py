@@ -27,6 +27,12 @@ from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError, expect
 from dpfl_jax.task import Task
 
+# Settings of stores of arrays and tables, and of tables alone.
+_COLUMNS = (
+    ("target_column", "input_columns", "classes", "silo_column"),
+    ("scale", "categories", "missing", "dates"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
@@ -93,10 +99,13 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
     is_file, bad = config.source in FORMATS, BadRows(config.on_bad_row == "drop")
     if config.on_bad_row == "drop" and not is_file:
         raise BadInputError("data.on_bad_row is for files (of a store: dpfl data build)")
-    if config.source != "store" and not (is_file and config.target_column is not None):
-        for name in ("target_column", "input_columns", "classes", "silo_column", "scale"):
+    if not (is_file and config.target_column is not None):
+        of_stores, of_tables = _COLUMNS
+        for name in of_tables if config.source == "store" else (*of_stores, *of_tables):
             if getattr(config, name):
-                more = ", whose data.target_column is set" if is_file else " and stores of arrays"
+                more = ", whose data.target_column is set" if is_file else ""
+                if name in of_stores and not is_file:
+                    more = " and stores of arrays"
                 raise BadInputError(f"data.{name} is for tables{more}")
     if config.conversations and (not is_file or config.target_column is not None):
         raise BadInputError(
@@ -126,7 +135,8 @@ def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
         unit = f"users are synthetic: {config.records_per_user} records each, drawn at random"
         found = dataclasses.replace(found, store=store, unit=unit)
     key = _unit_key(config, found)
-    limited = keyed(limit_store(found.store, config.max_users, config.max_examples_per_user), key)
+    limited = limit_store(found.store, config.max_users, config.max_examples_per_user)
+    limited = keyed(limited, key, found.task)
     return dataclasses.replace(found, store=limited, dropped=found.dropped or bad.dropped)
 
 
@@ -333,7 +343,7 @@ def _checked(
     """Refuses what would train nothing, or something else, in silence."""
     for user, batch in users:
         x, label = np.asarray(batch["x"]), np.asarray(batch["label"])
-        where = f"{name}: user {user!r} has"
+        where = f"{name}: a user has"
         if not (np.isfinite(x).all() and np.isfinite(label).all()):
             raise BadInputError(f"{where} numbers that are not finite: mend or leave out the row")
         if task.classes and not (

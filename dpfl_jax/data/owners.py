@@ -61,7 +61,7 @@ class SharedStore:
     def __init__(self, sets: Store):
         """Reads the names of all sets."""
         self.sets, self.schema = sets, sets.schema
-        self.unit_key = unit_key_of(sets)
+        self.unit_key, self.task = unit_key_of(sets), getattr(sets, "task", None)
         members = [name.split(SEPARATOR) for name in sets.user_ids(range(sets.num_users))]
         self._names = sorted({name for some in members for name in some}, key=user_order_key)
         place = {name: i for i, name in enumerate(self._names)}

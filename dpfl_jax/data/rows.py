@@ -83,7 +83,7 @@ def text_of(row: Mapping[str, Any], column: str, where: str) -> str:
         except UnicodeDecodeError as error:
             raise BadInputError(f"{where}: the text is not UTF-8 ({error.reason})") from error
     if not isinstance(text, str):
-        raise BadInputError(f"{where}: the text in {column!r} is {text!r}, not text")
+        raise BadInputError(f"{where}: {column!r} holds {type(text).__name__}, not text")
     return text
 
 
@@ -111,17 +111,18 @@ class BadRows:
     """What is done with rows that cannot be used, each by itself, whatever the others hold.
 
     Attributes:
+      drops: whether they are left out, and counted.
       dropped: how many were left out.
     """
 
     def __init__(self, drop: bool = False) -> None:
         """``drop``: leave them out, and count."""
-        self._drop, self.dropped = drop, 0
+        self.drops, self.dropped = drop, 0
         self._first: BadInputError | None = None
 
     def __call__(self, error: BadInputError) -> None:
         """Takes note of a bad row, or raises ``error``, which says what is wrong with it."""
-        if not self._drop:
+        if not self.drops:
             raise error
         self._first = self._first or error
         self.dropped += 1
@@ -198,7 +199,7 @@ def _jsonl(path: pathlib.Path, columns: Sequence[str] | None, bad: BadRows) -> I
                 continue
             where = f"{path}, line {number}"
             try:
-                row = _json_object(line, where)
+                row = _json_object(line.removeprefix(codecs.BOM_UTF8), where)
             except BadInputError as error:
                 bad(error)
                 continue
@@ -288,14 +289,16 @@ def _csv(
         lines = csv_reader(text, delimiter=delimiter, strict=True)
         try:
             names = next(lines, [])
+            if names:  # of a file that begins with a mark of order, in whatever encoding
+                names[0] = names[0].removeprefix("\ufeff")
             if not any(name.strip() for name in names):
                 raise BadInputError(
                     f"{path}: the first line must name the columns, but it is blank"
                 )
-            if len(names) == 1 and ";" in names[0] and delimiter == ",":
-                raise BadInputError(
-                    f"{path}: cells seem to lie between semicolons: set data.delimiter=';'"
-                )
+            for sign, kind in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "commas")):
+                if len(names) == 1 and sign in names[0] and sign != delimiter:
+                    remedy = "data.source=tsv" if sign == "\t" else f"'data.delimiter=\"{sign}\"'"
+                    raise BadInputError(f"{path}: cells seem to lie between {kind}: set {remedy}")
             _check(names, columns, path)
             chosen = [(name, names.index(name)) for name in columns or names]
             rows = (cells for cells in lines if cells)  # of blank lines there are none
@@ -315,5 +318,6 @@ def _csv(
             wanted = "UTF-8" if encoding == "utf-8-sig" else encoding
             raise BadInputError(
                 f"{path}, after line {lines.line_num}: the text is not {wanted} "
-                f"({getattr(error, 'reason', error)})"
+                f"({getattr(error, 'reason', error)}): set data.encoding, to cp1252 or latin-1 of "
+                "files from Windows, say"
             ) from error

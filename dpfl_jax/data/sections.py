@@ -6,12 +6,20 @@ import dataclasses
 import math
 from typing import Annotated, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from dpfl_jax.data.rows import CsvFormat
 from dpfl_jax.errors import BadInputError
 
+
+def _no_truth(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("yes, no, on and off are true and false in YAML: put them in quotes")
+    return value
+
+
 _Count = Annotated[int, Field(gt=0)]
+_Word = Annotated[str | int, BeforeValidator(_no_truth)]
 # Columns of conversations: NAME_column of a section, NAME of ``chats.Conversations``.
 CONVERSATION = ("messages", "prompt", "completion", "chosen", "rejected")
 
@@ -44,10 +52,16 @@ class SourceConfig:
         arrays: the field (default ``label``).
       input_columns: what it is predicted from, names or shell patterns; default all other columns.
         Of a store of arrays: one field (default the only one that is not a plain number).
-      classes: how many classes the target has, a public number: it is 0, 1, ... Without it the
-        target is a number (regression).
+      categories: by column, its words, known without these data (the target's are its classes).
+      missing: inputs, names or shell patterns, whose cells may be empty, which counts as the middle
+        of their ``scale``, or as none of their ``categories``.
+      dates: by column, how dates that are text are written, such as "%d.%m.%Y"; all become years
+        since 2000.
+      classes: how many classes the target has, a public number: it is 0, 1, ... Without it, or
+        with 0, the target is a number (regression).
       silo_column: which silo holds a row. The silos' names are taken as public.
       delimiter, encoding: of CSV files (``CsvFormat``).
+      decimal: what is before the decimals of numbers in tables that are text.
       on_bad_row: of files, a row that has no user, no text, or what is no number in a table: error,
         or drop it and count. Each is judged by itself.
       scale: by column (the target too): middle and half width, known without these data; a value v
@@ -77,10 +91,14 @@ class SourceConfig:
     chat_template: str | None = None
     target_column: str | None = None
     input_columns: tuple[str, ...] | None = None
-    classes: Annotated[int, Field(ge=2)] | None = None
+    categories: dict[str, tuple[_Word, ...]] = dataclasses.field(default_factory=dict, hash=False)
+    missing: tuple[str, ...] = ()
+    dates: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    classes: Literal[0] | Annotated[int, Field(ge=2)] | None = None
     silo_column: str | None = None
     delimiter: Annotated[str, Field(min_length=1, max_length=1)] | None = None
     encoding: str | None = None
+    decimal: Literal["point", "comma"] = "point"
     on_bad_row: Literal["error", "drop"] = "error"
     scale: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict, hash=False)
     seq_len: _Count = 128
@@ -136,8 +154,10 @@ class SourceConfig:
                 "the chat template is taken as known without these data; how many conversations "
                 "were too long is counted without noise: the guarantee does not cover that number"
             )
-        if self.scale:
-            found.append("data.scale is taken as known without these data")
+        declared = ("scale", "categories", "missing", "dates")
+        if named := [f"data.{name}" for name in declared if getattr(self, name)]:
+            are = "is" if len(named) == 1 else "are"
+            found.append(f"{', '.join(named)} {are} taken as known without these data")
         return tuple(found)
 
     @property

@@ -19,6 +19,7 @@ import numpy as np
 
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.task import Task
 
 
 class Readable(Protocol):
@@ -162,6 +163,7 @@ class StoreBase:
     Attributes:
       of_sets: whether its users are sets of owners (``data/owners.py``), not people.
       unit_key: what makes a user of it, for the guarantee: the column or key of their ids.
+      task: what is learned from it, where that is known.
       immutable: whether records stay as they are, so that a fingerprint is computed once.
     """
 
@@ -169,6 +171,7 @@ class StoreBase:
     user_offsets: np.ndarray
     of_sets: bool = False
     unit_key: str = ""
+    task: Task | None = None
     immutable: bool = False
 
     @property
@@ -379,6 +382,7 @@ class UserView(StoreBase):
         self.parent, self._every = parent, every
         self.of_sets = getattr(parent, "of_sets", False)
         self.unit_key = unit_key_of(parent)
+        self.task = getattr(parent, "task", None)
         self.immutable = getattr(parent, "immutable", False)
         self.schema = parent.schema
         self._users = users[some]
@@ -397,8 +401,15 @@ class UserView(StoreBase):
         return self.parent.records(self._first[user] + place)
 
 
-# How libraries write a cell without a value.
-MISSING = frozenset({"nan", "NaN", "None", "null", "NULL", "<NA>", "NaT"})
+# How people and libraries write a cell without a value, in small letters.
+_MISSING = frozenset(
+    {"", "nan", "none", "null", "na", "n/a", "#n/a", "<na>", "nat", "\\n", "?", "-", "--", "."}
+)
+
+
+def is_missing(value: object) -> bool:
+    """Whether a cell holds no value, or blanks (U+00A0 is one), or what stands for none."""
+    return str(value).strip().casefold() in _MISSING
 
 
 def no_sets(where: str) -> BadInputError:
@@ -414,10 +425,10 @@ def unit_key_of(store: Any) -> str:
     return str(getattr(store, "unit_key", ""))
 
 
-def keyed(store: Any, unit_key: str) -> Any:
-    """``store``, of which it is now known what makes a user (``StoreBase.unit_key``)."""
+def keyed(store: Any, unit_key: str, task: Task | None = None) -> Any:
+    """``store``, of which it is now known what makes a user, and what is learned."""
     for one in (store, getattr(store, "sets", store)):  # a shared store is split by its sets
-        one.unit_key = unit_key
+        one.unit_key, one.task = unit_key, task
     return store
 
 
@@ -432,15 +443,24 @@ def expect_store(data: Any, name: str) -> None:
 
 
 def check_user_id(user_id: object, where: str = "") -> str:
-    """Returns ``user_id`` if it is a non-empty string, else raises BadInputError naming ``where``.
+    """Returns ``user_id`` if it is a text that names somebody, else raises naming ``where``.
 
     A missing id must never become a user of its own ("None", "nan", ""): all rows without an id
     would then be protected as one person.
+
+    Raises:
+      BadInputError: it is missing, or no text.
     """
-    if not isinstance(user_id, str) or not user_id or user_id in MISSING:
-        place = f" ({where})" if where else ""
+    place = f" ({where})" if where else ""
+    if is_missing(user_id):
         raise BadInputError(
-            f"a user id is {user_id!r}{place}: every row needs a non-empty user id; "
-            "drop such rows or give each a user of its own"
+            f"a user id is {user_id!r}{place}: every row needs a user id; drop such rows or give "
+            "each a user of its own"
         )
+    if not isinstance(user_id, str):
+        kind = _KINDS.get(type(user_id), type(user_id).__name__)
+        raise BadInputError(f"a user id is {kind}{place}: store ids as text or whole numbers")
     return user_id
+
+
+_KINDS = {bool: "true or false", float: "a number with decimals", dict: "an object"}

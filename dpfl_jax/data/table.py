@@ -1,28 +1,38 @@
-"""Tables of numbers: rows of CSV, TSV, Parquet, Arrow or JSONL files as inputs and a target."""
+"""Tables: rows of CSV, TSV, Parquet, Arrow or JSONL files as inputs and a target."""
 
 from __future__ import annotations
 
 import collections
-import fnmatch
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from dpfl_jax.data.columns import (
+    Wrong,
+    input_names,
+    inputs_of,
+    is_pattern,
+    missing_in,
+    read_cell,
+    read_row,
+    scaled,
+    word_of,
+)
 from dpfl_jax.data.documents import expand_paths, read_file_rows
 from dpfl_jax.data.keys import UserKey, value_to_id
 from dpfl_jax.data.rows import BadRows, LocatedRow, no_column
 from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.errors import BadInputError, repeated
-from dpfl_jax.task import Task
+from dpfl_jax.task import Table, Task
 
 Users = dict[str, dict[str, np.ndarray]]
 # Formats in which only the rows, which are people's own, say what columns there are.
 _UNDECLARED = ("jsonl", "rows")
-_LARGEST = float(np.finfo(np.float32).max)
+# Numbers are far from order 1 where more than this share of them, and of two or more, is larger.
+_FAR, _SHARE = 10.0, 0.01
 
 
 def read_table(
@@ -34,21 +44,22 @@ def read_table(
     """Reads the files of a configuration as a table.
 
     Statistics of the columns are information about people that no guarantee counts: numbers are
-    scaled by what ``config.scale`` declares, or stay as they are.
+    scaled by what ``config.scale`` declares, and columns that would need it are refused without.
 
     Args:
       config: ``source`` is the files' format; ``target_column`` is set.
       keep: further columns of numbers that examples carry, such as a budget; never inputs.
       rows: instead of files.
-      bad: told of rows that hold what is no number, no class, or no user; default: they are errors.
+      bad: told of rows that hold what is no number, no class, or no user; default: they are errors,
+        all of them in one sentence.
 
     Returns:
-      users: by user ``x`` float32 [n, inputs], ``label`` float32 or int32 [n], ``silo`` int32 [n]
+      users: by user ``x`` float32 [n, numbers], ``label`` float32 or int32 [n], ``silo`` int32 [n]
         (place of the silo's name among all) if there is a silo column, and float64 [n] of ``keep``.
       task: what is learned.
 
     Raises:
-      BadInputError: naming the file and the row.
+      BadInputError: naming the file, the row and the columns.
     """
     target, silo = config.target_column, config.silo_column
     assert target is not None
@@ -67,93 +78,206 @@ def read_table(
         paths = expand_paths(config.path)
         rows = read_file_rows(paths, config.source, csv=config.csv, bad=bad)
     declared = config.source not in _UNDECLARED
-    if not declared and (
-        config.input_columns is None or any(map(_is_pattern, config.input_columns))
-    ):
+    found_in_header = config.input_columns is None or any(map(is_pattern, config.input_columns))
+    if not declared and found_in_header:
         raise BadInputError(
             "rows that are objects of their own declare no columns, so that the first person would "
             "choose those of all: name the inputs as data.input_columns, without * ? or ["
         )
-    inputs: tuple[str, ...] | None = None
+    table: Table | None = None
+    header: list[str] = []
+    numbers: list[str] = []
+    wrong, no_id, classes = Wrong(), None, 0
     users: dict[str, list[int]] = {}
-    x: list[list[float]] = []
-    more: dict[str, list[Any]] = {name: [] for name in others}
-    there: set[str] = set()
+    cells: list[list[float]] = []
+    silos: list[str] = []
     alike: collections.Counter[str] = collections.Counter()
     for where, row in rows:
-        if inputs is None:
-            named = list(row) if declared else list(config.input_columns or ())
-            inputs = input_names(config.input_columns, named, [*others, *ids], where)
-            there = set(row)
-        if config.input_columns is None and set(row) != there:  # else one person chose for all
-            raise BadInputError(
-                f"{where}: the columns are {sorted(row)}, but those of the first row are "
-                f"{sorted(there)}: name the inputs as data.input_columns"
+        if table is None:
+            header = list(row)
+            named = header if declared else list(config.input_columns or ())
+            table = table_of(
+                config, input_names(config.input_columns, named, [*others, *ids], where)
             )
+            classes = classes_of(config, table)
+            numbers = [*table.inputs, target, *keep]
+            wrong = Wrong(classes)
+        if found_in_header and list(row) != header:  # else one person chose for all
+            raise BadInputError(_other_header(where, list(row), header))
+        mine = Wrong(classes) if bad.drops else wrong
         try:
             if ids and not set(ids) & set(row):
                 raise BadInputError(
                     f"{where}: there is no column {config.user_column!r}: set data.user_column to "
                     f"one of {sorted(row)}, or to null if every row is a person of its own"
                 )
-            numbers = [_number(row, name, where, config.scale) for name in inputs]
-            cells: dict[str, Any] = {
-                name: value_to_id(row.get(name), where)
-                if name == silo
-                else _number(row, name, where, config.scale)
-                for name in others
-            }
-            if config.classes is not None:
-                _check_class(cells[target], config.classes, where, target)
+            for name in (*numbers, silo):
+                if name is not None and name not in row:
+                    raise no_column(where, name, list(row))
+            values = read_row(row, numbers, table, where, mine)
+            label = values[len(table.inputs)]
+            if classes and not (label == label // 1 and 0 <= label < classes) and label == label:
+                mine.add("classes", target, where)
+            if bad.drops and mine:
+                raise mine.error()
+            home = "" if silo is None else value_to_id(row[silo], f"{where}, silo")
             owner = None if key is None else key(row, where)
         except BadInputError as error:
+            if not bad.drops and wrong:
+                no_id = no_id or error
+                continue
             bad(error)
             continue
-        users.setdefault(owner or _own_name(row, alike), []).append(len(x))
-        x.append(numbers)
-        for name, cell in cells.items():
-            more[name].append(cell)
-    if not x or inputs is None:
+        users.setdefault(owner or _own_name(row, alike), []).append(len(cells))
+        cells.append(values)
+        silos.append(home)
+    if table is None or not (cells or wrong):
         raise bad.none_left("the table has no rows")
-    unknown = sorted({*config.scale} - {*inputs, target})
-    if unknown:
-        raise BadInputError(
-            f"data.scale names {unknown}, but the inputs and the target are "
-            f"{[*inputs, target]}: correct the name"
-        )
-    if config.classes is not None and target in config.scale:
-        raise BadInputError(f"data.scale names {target!r}, whose values are classes: remove it")
-    columns = {"x": _scaled(np.array(x), inputs, config.scale).astype(np.float32)}
-    if config.classes is None:
-        label = _scaled(np.array(more[target])[:, None], (target,), config.scale)[:, 0]
-        columns["label"] = label.astype(np.float32)
+    whole = np.array(cells, np.float64).reshape(len(cells), len(numbers))
+    _check_sizes(config, table, whole, wrong)
+    if wrong:
+        raise wrong.error() if no_id is None else BadInputError(f"{wrong.error()}; {no_id}")
+    last = len(table.inputs)
+    columns = {"x": inputs_of(table, whole[:, :last])}
+    if classes:
+        columns["label"] = whole[:, last].astype(np.int32)
     else:
-        columns["label"] = np.array(more[target], np.int32)
+        columns["label"] = scaled(table, whole[:, last], target).astype(np.float32)
     if silo is not None:
-        columns["silo"] = _numbered(more[silo])
-    columns |= {name: np.array(more[name], np.float64) for name in keep}
+        columns["silo"] = _numbered(silos)
+    columns |= {name: whole[:, last + 1 + i] for i, name in enumerate(keep)}
     task = Task(
-        "regression" if config.classes is None else "classes",
-        (len(inputs),),
-        config.classes or 0,
-        scaled=bool(config.scale),
+        "classes" if classes else "regression",
+        columns["x"].shape[1:],
+        classes,
+        scaled=bool(table.scale),
+        table=table,
     )
     return {u: {n: a[rows] for n, a in columns.items()} for u, rows in users.items()}, task
+
+
+def table_of(config: SourceConfig, inputs: tuple[str, ...]) -> Table:
+    """What a configuration declares of a table with these inputs.
+
+    Raises:
+      BadInputError: it names other columns, or declares what does not go together.
+    """
+    target = config.target_column or ""
+    words = {name: tuple(map(word_of, given)) for name, given in config.categories.items()}
+    table = Table(
+        inputs,
+        target,
+        {name: (float(a), float(b)) for name, (a, b) in config.scale.items()},
+        words,
+        missing_in(config.missing, inputs),
+        dict(config.dates),
+        config.decimal,
+    )
+    for setting in ("scale", "categories", "dates"):
+        if unknown := sorted({*getattr(table, setting)} - {*inputs, target}):
+            raise BadInputError(
+                f"data.{setting} names {unknown}, but the inputs and the target are "
+                f"{[*inputs, target]}: correct the name"
+            )
+    for name, listed in words.items():
+        if len(listed) < 2 or repeated(listed) is not None:
+            raise BadInputError(
+                f"data.categories of {name!r} lists {list(listed)}: it must be two words or more, "
+                "each of them once"
+            )
+    for setting in ("scale", "dates"):
+        if both := sorted({*getattr(table, setting)} & {*words}):
+            raise BadInputError(
+                f"data.{setting} names {both[0]!r}, whose values are words of data.categories: "
+                "remove it"
+            )
+    if classes_of(config, table) and target in table.scale:
+        raise BadInputError(f"data.scale names {target!r}, whose values are classes: remove it")
+    for name in table.missing:
+        if name not in words and name not in table.scale:
+            raise BadInputError(
+                f"data.missing names {name!r}: an empty cell counts as the middle of the column, "
+                f"so declare data.scale={{{name}: [middle, half width]}}"
+            )
+    return table
+
+
+def classes_of(config: SourceConfig, table: Table) -> int:
+    """How many classes the target has; 0 if it is a number.
+
+    Raises:
+      BadInputError: two settings say different numbers.
+    """
+    names = len(table.categories.get(table.target, ()))
+    if names and config.classes not in (None, names):
+        raise BadInputError(
+            f"data.classes is {config.classes}, but data.categories lists {names} words of the "
+            f"target {table.target!r}: remove data.classes"
+        )
+    return names or config.classes or 0
+
+
+def _check_sizes(config: SourceConfig, table: Table, cells: np.ndarray, wrong: Wrong) -> None:
+    """Tells ``wrong`` of columns that no private training gets far with as they are.
+
+    Nothing is chosen by what is found: the run stops, and whoever starts it declares something.
+    """
+    public = hasattr(config, "public_fraction") and not table.scale  # whose records set the scale
+    for column, name in enumerate([*table.inputs, table.target]):
+        known = cells[:, column][np.isfinite(cells[:, column])]
+        if name in {*table.scale, *table.categories} or not len(known):
+            continue
+        if name == table.target:
+            if config.classes:
+                continue
+            if config.classes is None and len(known) > 9 and _two_values(known):
+                wrong.add("two values", name)
+        elif _counts(known):
+            wrong.add("counts", name)
+            continue
+        large = np.count_nonzero(np.abs(known) > _FAR)
+        if not public and large > max(1, _SHARE * len(known)):
+            wrong.add("far", name)
+
+
+def _two_values(values: np.ndarray) -> bool:
+    return len(np.unique(values)) == 2 and bool(np.isin(values, (-1.0, 0.0, 1.0, 2.0)).all())
+
+
+def _counts(values: np.ndarray) -> bool:
+    """Whether a column numbers the rows; some may be left out, and a file may begin anew."""
+    steps = np.diff(values)
+    return len(values) > 19 and (steps == 1).mean() > 0.9 and values.max() >= len(values) / 2
+
+
+def _other_header(where: str, names: list[str], header: list[str]) -> str:
+    if sorted(names) == sorted(header):
+        return (
+            f"{where}: the columns stand in another order than in the first file: name the inputs "
+            "as data.input_columns"
+        )
+    return (
+        f"{where}: the columns are {names}, but those of the first row are {header}: name the "
+        "inputs as data.input_columns"
+    )
 
 
 def read_coded(
     rows: Iterable[LocatedRow], columns: Mapping[str, Sequence[str] | None]
 ) -> Iterator[list[float]]:
     """Yields each row as numbers; words of a column count by their place in its list."""
+    words = {name: tuple(listed) for name, listed in columns.items() if listed is not None}
+    table = Table(tuple(columns), "", categories=words)
     for where, row in rows:
         numbers = []
-        for name, words in columns.items():
-            if words is None:
-                numbers.append(_number(row, name, where))
-            elif row[name] in words:
-                numbers.append(float(words.index(row[name])))
-            else:
-                raise BadInputError(f"{where}: {name} is {row[name]!r}, not one of {list(words)}")
+        for name in columns:
+            if name not in row:
+                raise no_column(where, name, sorted(row))
+            value = read_cell(row[name], name, table)
+            if isinstance(value, str):
+                wanted = f"not one of {list(words[name])}" if name in words else "not a number"
+                raise BadInputError(f"{where}: {name} is {wanted}")
+            numbers.append(value)
         yield numbers
 
 
@@ -163,84 +287,6 @@ def _own_name(row: Mapping[str, Any], alike: collections.Counter[str]) -> str:
     name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
     alike[name] += 1
     return f"row {name}" + (f" #{alike[name]}" if alike[name] > 1 else "")
-
-
-def _is_pattern(name: str) -> bool:
-    return any(sign in name for sign in "*?[")
-
-
-def input_names(
-    patterns: Sequence[str] | None, columns: Sequence[str], used: Sequence[str], where: str
-) -> tuple[str, ...]:
-    """Columns that are inputs, in an order that does not depend on that of ``columns``.
-
-    Args:
-      patterns: names and shell patterns, in this order; those of a pattern in alphabetical order.
-        None: all columns.
-      columns: what the file, not a row, says that there is.
-      used: columns that are no inputs.
-      where: for errors.
-
-    Raises:
-      BadInputError: a pattern that names none, or one that is ``used``; no column is left.
-    """
-    found: dict[str, None] = {}
-    for pattern in ("*",) if patterns is None else patterns:
-        if pattern in used:
-            raise BadInputError(
-                f"data.input_columns names {pattern!r}, which is the target, an id, a silo or a "
-                "budget: an input cannot be"
-            )
-        exact = [pattern] if pattern in columns else []
-        named = exact or sorted(fnmatch.filter(columns, pattern))
-        if not named and patterns is not None:
-            raise no_column(where, pattern, list(columns))
-        found |= dict.fromkeys(name for name in named if name not in used)
-    if not found:
-        raise BadInputError(f"{where}: no column is left to learn from beside {list(used)}")
-    return tuple(found)
-
-
-def _number(
-    row: Mapping[str, Any],
-    name: str,
-    where: str,
-    scale: Mapping[str, tuple[float, float]] | None = None,
-) -> float:
-    """A cell; it and what ``scale`` makes of it are finite in float32."""
-    if name not in row:
-        raise no_column(where, name, sorted(row))
-    try:
-        value = float(row[name])
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        raise BadInputError(
-            f"{where}: the column {name!r} holds {row[name]!r}, not a number: mend the row, or "
-            "name the columns to use in data.input_columns (who holds a record: data.silo_column)"
-        )
-    middle, half_width = (scale or {}).get(name, (0.0, 1.0))
-    if not abs((value - middle) / half_width) <= _LARGEST:
-        raise BadInputError(
-            f"{where}: the column {name!r} holds {row[name]!r}, which float32 cannot hold: mend "
-            "the row, or declare its range in data.scale"
-        )
-    return value
-
-
-def _check_class(value: float, classes: int, where: str, column: str) -> None:
-    if not (value == int(value) and 0 <= value < classes):
-        raise BadInputError(
-            f"{where}: {column} is {value:g}, but the labels of data.classes={classes} are whole "
-            f"numbers from 0 to {classes - 1}: without data.classes it is a number to predict"
-        )
-
-
-def _scaled(
-    values: np.ndarray, names: Sequence[str], scale: Mapping[str, tuple[float, float]]
-) -> np.ndarray:
-    middle, width = np.array([scale.get(name, (0.0, 1.0)) for name in names]).T
-    return (values - middle) / width
 
 
 def _numbered(names: list[str]) -> np.ndarray:

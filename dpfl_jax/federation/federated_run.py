@@ -488,8 +488,6 @@ def _kept(prepared: FederatedRun) -> dict[str, Any]:
     advice = "raise it"
     if prepared.config.federation.partition != "natural":  # where records lie is ours to say
         advice += ", or spread subjects over more silos"
-    if prepared.personal is not None:
-        advice = "rpdp uses one record of a person in a silo, so give each record an id of its own"
     found["warning"] = (
         f"mechanism.max_items_per_subject={cap} leaves out {before - after} of {before} records "
         f"({(before - after) / before:.0%}): {advice}"

@@ -68,8 +68,26 @@ def spread(store: Store, config: FederatedConfig, classes: int | None = None) ->
         silos = assign_to_silos(
             subjects, keys, section.silos, section.partition, alpha=section.alpha
         )
-    cap = config.mechanism.max_items_per_subject
-    keep = (
-        cap_per_subject(subjects, silos, keys, cap) if config.mechanism.kind != "fed_avg" else None
-    )
+    keep = None
+    if config.mechanism.kind != "fed_avg":
+        keep = capped(config, subjects, silos, keys)
     return FederatedData.from_assignment(store, subjects, silos, section.silos, keep)
+
+
+def capped(
+    config: FederatedConfig, subjects: np.ndarray, silos: np.ndarray, keys: np.ndarray
+) -> np.ndarray:
+    """The records that the cap per subject and silo leaves, bool [n].
+
+    Raises:
+      BadInputError: of personal budgets, which take one record of a subject, some would be left out
+        that nobody said may be.
+    """
+    keep = cap_per_subject(subjects, silos, keys, config.mechanism.max_items_per_subject)
+    if config.mechanism.kind == "rpdp" and not keep.all():
+        raise BadInputError(
+            "mechanism.kind=rpdp protects records, one of a user in a silo, but users have "
+            "several: set data.user_column=null to train on every row as a person of its own, or "
+            "data.max_examples_per_user=1 to train on the first of each user alone"
+        )
+    return keep

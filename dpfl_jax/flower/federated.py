@@ -37,13 +37,12 @@ from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.guidance import balance_of
 from dpfl_jax.federation.mechanisms import SiloFacts
-from dpfl_jax.federation.partition import cap_per_subject
 from dpfl_jax.federation.personal.personalise import (
     Published,
     personalise,
     published_guarantee,
 )
-from dpfl_jax.federation.placement import subject_keys
+from dpfl_jax.federation.placement import capped, subject_keys
 from dpfl_jax.federation.recipes import Claim
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.federation.server import OptimizerServer
@@ -162,8 +161,7 @@ class Subjects:
         self.subjects = np.repeat(np.arange(store.num_users), store.examples_per_user)
         self.keys = subject_keys(store, config.federation.partition_seed)
         alone = np.zeros(len(self.subjects), np.int64)
-        cap = config.mechanism.max_items_per_subject
-        self.keep = cap_per_subject(self.subjects, alone, self.keys, cap)
+        self.keep = capped(config, self.subjects, alone, self.keys)
         self.description = found.description
 
     @functools.cached_property

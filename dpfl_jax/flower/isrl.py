@@ -80,7 +80,8 @@ class Records:
         self.fingerprint, self.description = found.fingerprint, found.description
         self.learned, self.unit_key = found.learned, found.unit_key
         kind: Any = "classes" if found.classes else "regression"
-        self.task = tasks.Task(kind, (found.features,), found.classes)
+        table = found.learned.table
+        self.task = tasks.Task(kind, (found.features,), found.classes, table=table)
         self.facts = {"num_records": int(np.asarray(found.train.sizes)[0])}
 
     def about(self, guarantee: Guarantee, account: str) -> Guarantee:

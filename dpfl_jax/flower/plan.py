@@ -21,7 +21,7 @@ _MOST_NAME = 300
 # What each party has for itself: where its data lie, what it keeps, its ledger.
 _OWN_DATA = (
     "source", "path", "user_column", "text_column", "target_column", "input_columns", "silo_column",
-    "delimiter", "encoding", "on_bad_row", "tokenizer", "public_fraction",
+    "delimiter", "encoding", "decimal", "on_bad_row", "tokenizer", "public_fraction",
 )  # fmt: skip
 _OWN = ("name", "seed", "train", "processes", "metrics", "eval")
 _OWN_PRIVACY = ("ledger", "account", "budget")

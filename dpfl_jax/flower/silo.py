@@ -271,10 +271,13 @@ class Silo:
         different = first_difference(self.study, header.get("study"))
         if different:
             raise RefusedError(f"the server's study is not this silo's: {different}")
+        task = self.held.task
+        if task.table is not None:  # how a silo writes its decimals is its own
+            task = dataclasses.replace(task, table=dataclasses.replace(task.table, decimal="point"))
         told = {
             "name": self.name,
             "facts": self.held.facts,
-            "task": dataclasses.asdict(self.held.task),
+            "task": dataclasses.asdict(task),
             # The server knows it again by this, when it was restarted; nobody else can say it.
             "token": self._key.keyed_digest("hello", json.dumps(self.study, sort_keys=True)),
         }

@@ -45,8 +45,10 @@ def build_by_name(kind: str, task: Task, options: Mapping[str, Any]) -> Any:
         fitting["lstm"] = lambda **more: StackedLSTM(task.vocab_size, shape[0], **more)
     elif task.kind == "classes":
         fitting["mlp"] = lambda **more: MLP(shape, classes, **more)
+        fitting["linear"] = lambda **more: MLP(shape, classes, hidden=(), **more)
         if classes == 2 and len(shape) == 1:
             fitting["logistic"] = lambda **more: LogisticRegression(shape[0], **more)
+            fitting["linear"] = fitting["logistic"]
         if len(shape) > 1:
             fitting["cnn"] = lambda **more: LeafCNN(classes, input_shape=shape, **more)
             fitting["small_cnn"] = lambda **more: SmallCNN(classes, shape, **more)

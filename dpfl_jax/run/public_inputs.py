@@ -19,6 +19,7 @@ OTHER_RUNS_CAVEAT = (
     "other runs on these people are not counted: what several runs spend adds up, and no ledger "
     "(privacy.ledger) was charged for this one"
 )
+_MOST_NAMES = 40
 # Fields of mechanisms that bound what a unit contributes, as a guarantee names them.
 _BOUNDS = {
     "clip_norm": "clip norm: {:g}",
@@ -126,10 +127,20 @@ def _of_the_data(data: Any, task: Task | None, remote: bool) -> Iterator[str]:
     elif task.kind in ("classes", "regression") and (share := _scaled_by(data, task)) is not None:
         yield f"scaling constants: {share or source}"
     if task.classes:
-        yield f"class list: {task.classes}, of {source if data.classes is None else 'data.classes'}"
-    if data.target_column is not None and not remote:
-        columns = ", ".join(data.input_columns or ("all others in the file",))
-        yield f"input columns: {columns}; target: {data.target_column}"
+        named = next((n for n in ("classes", "categories") if getattr(data, n)), None)
+        yield f"class list: {task.classes}, of {source if named is None else f'data.{named}'}"
+    for name, what in (
+        ("categories", "words of columns"),
+        ("missing", "columns with gaps"),
+        ("dates", "columns of dates"),
+    ):
+        if given := getattr(data, name):
+            yield f"{what}: data.{name} of {', '.join(given)}"
+    if task.table is not None and not remote:
+        names = [n if n.isprintable() and n.strip() else repr(n) for n in task.table.inputs]
+        if len(names) > _MOST_NAMES:
+            names = [*names[:_MOST_NAMES], f"... {names[-1]} ({len(names)} columns)"]
+        yield f"input columns: {', '.join(names)}; target: {task.table.target}"
     elif task.kind in ("classes", "regression"):
         yield f"input columns: those of {source}"
     if data.silo_column is not None and not remote:

@@ -264,6 +264,11 @@ def algorithm_of(
 VALIDATION_CAVEAT = (
     "losses on validation are computed without noise: the guarantee covers nobody's examples there"
 )
+KNOWN_CAVEAT = (
+    "people in validation are trained on, too: losses on validation are computed without noise on "
+    "their examples there, which the guarantee does not cover, and tell nothing of how the model "
+    "does on people it has not seen"
+)
 
 
 def fit(
@@ -350,6 +355,10 @@ def fit(
         if alone is not None and console is not None:
             console.print(f"warning: {alone}", markup=False, highlight=False)
         held_out = () if validation is None else (VALIDATION_CAVEAT,)
+        if validation is not None and _known(plan.data, validation):
+            held_out = (KNOWN_CAVEAT,)
+            if console is not None:
+                console.print(f"warning: {KNOWN_CAVEAT}", markup=False, highlight=False)
         packed = (PACKING_CAVEAT,) if plan.execution.packing else ()
         caveats = (PRIVATE_METRICS_CAVEAT, *packed, *held_out, TUNING_CAVEAT)
         if validation is not None and pace is not None and pace.chooses:
@@ -373,13 +382,15 @@ def fit(
             told = summary(result, result.guarantee)
             console.print(told, style="bold", highlight=False, soft_wrap=True)
         if own is not None and own.writes:
-            people = plan.population
+            people, task = plan.population, getattr(plan.data, "task", None)
             report = build_report(
                 own.path.name,
                 result,
                 result.guarantee,
                 mechanism=plan.stated["mechanism"],
                 data={"users": people.num_users, "examples": people.num_examples},
+                task=None if task is None else dataclasses.asdict(task),
+                loss=loss_fn if isinstance(loss_fn, str) else None,
             )
             stated = plan.statement(result.guarantee, result.accounted)
             if plan.bounding is not None:
@@ -395,6 +406,13 @@ def fit(
     finally:
         if own is not None:
             own.close()
+
+
+def _known(data: Any, validation: Any) -> bool:
+    """Whether somebody in validation is trained on, too, as far as stores name people."""
+    stores = (by_set(data), by_set(validation))
+    named = all(hasattr(s, "user_ids") and hasattr(s, "num_users") for s in stores)
+    return named and not people(data).isdisjoint(people(validation))
 
 
 def _refuse_shared(data: Any, validation: Any) -> None:

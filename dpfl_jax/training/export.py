@@ -137,12 +137,18 @@ def _other(
     """A run of any system, but for central ones of language models."""
     params, config = kept.released, kept.config
     structure: dict[str, Any] = {}
+    told = kept.report.get("task")
     if isinstance(config, IsrlConfig):  # one matrix
-        structure = {"loss": config.model.loss}
-    elif config is not None:
-        told, section = kept.report["task"], config.model
-        task, key = Task.of(told), jax.random.key(config.init_seed)
-        structure = {"task": told, "options": section.options}
+        scaled = {"scale": None, "target": None, "names": None, **kept.report.get("inputs", {})}
+        linear = {**scaled, "max_norm": config.data.max_norm}
+        structure = {"loss": config.model.loss, "task": told, "linear": linear}
+    elif config is None:  # of `fit`
+        structure = {"loss": kept.report.get("loss"), "task": told}
+    else:
+        section, task = config.model, Task.of(kept.report["task"])
+        key = jax.random.key(config.init_seed)
+        loss = "classification" if task.kind == "classes" else task.kind
+        structure = {"task": told, "options": section.options, "loss": loss}
         if section.module is not None:
             structure["module"] = section.module
             digest = kept.report["model"].get("base", {}).get("digest")

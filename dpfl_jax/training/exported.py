@@ -26,6 +26,7 @@ from dpfl_jax.models.checkpoint.files import CONFIG, DTYPES, TensorFiles, Tensor
 from dpfl_jax.task import Task
 from dpfl_jax.training.modules import functional
 from dpfl_jax.training.own_model import built
+from dpfl_jax.training.predictions import predict
 
 PyTree = Any
 STRUCTURE = "model.json"
@@ -42,12 +43,33 @@ class Exported:
         or nobody said.
       task: of the data that it was trained on; None where that is not known.
       guarantee: what holds for it.
+      structure: what else the export says of the model.
     """
 
     params: PyTree
     model: Any
     task: Task | None
     guarantee: Guarantee
+    structure: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def predict(self, rows: Any) -> dict[str, np.ndarray]:
+        """What the model says of new rows.
+
+        Args:
+          rows: of a model of a table, a DataFrame, an Arrow table, columns by name, or
+            dictionaries: the columns that it was trained on are found by name, read and scaled as
+            they were then, and checked; others are not looked at. Of other models an array
+            [n, ...] of inputs, made as ``x`` of training was.
+
+        Returns:
+          ``prediction`` [n]: a class (its name, if the data had names) or a number, in the units of
+          the target; and for classes ``probability_NAME`` of each [n] (of a hinge loss, ``score``).
+
+        Raises:
+          BadInputError: columns that are not there or hold something else; a language model; or
+            nobody said what computes with the parameters.
+        """
+        return predict(self.params, self.model, self.task, self.structure, rows)
 
 
 def save_named(
@@ -86,7 +108,7 @@ def save_named(
     return writer.path, numbers
 
 
-def load_exported(path: str | os.PathLike[str], like: Any = None) -> Exported:
+def load_exported(path: str | os.PathLike[str], like: Any = None, model: Any = None) -> Exported:
     """Reads what ``dpfl export`` wrote.
 
     Args:
@@ -95,6 +117,7 @@ def load_exported(path: str | os.PathLike[str], like: Any = None) -> Exported:
         module or a pytree of the same structure, whose values are replaced (but for parameters
         that were not trained); or the function that ``model.module`` named, which is called. None:
         nested dicts and lists, by name.
+      model: what computes with parameters that are no module, as of ``fit``.
 
     Raises:
       BadInputError: it is none, or ``like`` has other parameters.
@@ -107,25 +130,29 @@ def load_exported(path: str | os.PathLike[str], like: Any = None) -> Exported:
         )
     guarantee = _checked(folder).privacy
     if like is None and (folder / CONFIG).exists():
-        model = LanguageModel(read_config(folder))
-        shapes = jax.eval_shape(model.init, jax.random.key(0))
-        params = load_checkpoint(folder, model.config, shapes)
-        return Exported(params, model, None, guarantee)
+        language = LanguageModel(read_config(folder))
+        shapes = jax.eval_shape(language.init, jax.random.key(0))
+        params = load_checkpoint(folder, language.config, shapes)
+        return Exported(params, language, None, guarantee)
     files = TensorFiles(folder, STRUCTURE)
     try:
         found = {name: jnp.asarray(files.whole(name)) for name in files}
         structure = files.config
     finally:
         files.close()
-    task = Task.of(structure["task"]) if "task" in structure else None
-    model = _library_model(structure, task)
+    task = Task.of(structure["task"]) if structure.get("task") else None
+    model = _library_model(structure, task) if model is None else model
     if like is None:
-        return Exported(_nested(found, structure["parameters"]), model, task, guarantee)
+        params = _nested(found, structure["parameters"])
+        return Exported(params, model, task, guarantee, structure)
     if callable(like) and not functional(like).is_module and task is not None:
         place, options = structure.get("module"), structure.get("options", {})
         model, like = built(like, place or "like", task, options, jax.random.key(0))
+        if model is not None and not hasattr(model, "apply"):  # a loss of its own
+            structure = {**structure, "loss": None}
     arrays, rebuild, _ = functional(like)
-    return Exported(rebuild(_replaced(arrays, found, structure)), model, task, guarantee)
+    params = rebuild(_replaced(arrays, found, structure))
+    return Exported(params, model, task, guarantee, structure)
 
 
 def _checked(folder: pathlib.Path) -> Statement:

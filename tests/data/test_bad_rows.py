@@ -16,7 +16,7 @@ from dpfl_jax.errors import BadInputError
 
 PEOPLE = [f"p{i % 7}" for i in range(30)]
 TEXTS = [{"user": user, "text": f"text {i}"} for i, user in enumerate(PEOPLE)]
-TABLE = [{"user": user, "a": float(i), "b": i / 7, "y": i % 2} for i, user in enumerate(PEOPLE)]
+TABLE = [{"user": user, "a": float(i % 9), "b": i / 7, "y": i % 2} for i, user in enumerate(PEOPLE)]
 # By kind of data and file: rows that are bad by themselves.
 BAD = {
     ("text", "jsonl"): [{"text": "nobody"}, {"user": None, "text": "x"}, {"user": "p1"},

@@ -14,9 +14,9 @@ from dpfl_jax.data import DataConfig, SourceConfig, load_dataset, load_examples
 from dpfl_jax.errors import BadInputError
 
 ROWS = [
-    {"who": "ann", "a": 1.0, "b": 10.0, "y": 2.0, "site": "north"},
-    {"who": "bob", "a": 2.0, "b": 20.0, "y": 0.0, "site": "south"},
-    {"who": "ann", "a": 3.0, "b": 30.0, "y": 1.0, "site": "east"},
+    {"who": "ann", "a": 1.0, "b": 4.0, "y": 2.0, "site": "north"},
+    {"who": "bob", "a": 2.0, "b": 5.0, "y": 0.0, "site": "south"},
+    {"who": "ann", "a": 3.0, "b": 6.0, "y": 1.0, "site": "east"},
 ]
 
 
@@ -54,7 +54,7 @@ def test_every_format_gives_the_same_examples(format, tmp_path):
     assert found.task.input_shape == (2,)
     assert not found.task.scaled
     ann = of_user(found.store, "ann")
-    np.testing.assert_array_equal(ann["x"], [[1, 10], [3, 30]])
+    np.testing.assert_array_equal(ann["x"], [[1, 4], [3, 6]])
     np.testing.assert_array_equal(ann["label"], np.float32([2, 1]))
     np.testing.assert_array_equal(ann["silo"], [1, 0])  # east, north, south
     assert of_user(found.store, "bob")["silo"].tolist() == [2]
@@ -62,7 +62,7 @@ def test_every_format_gives_the_same_examples(format, tmp_path):
 
 def test_classes_scales_patterns_and_kept_columns(tmp_path):
     path = write(tmp_path, "csv")
-    found = load_examples(config(path, classes=3, input_columns=("[ab]",), scale={"b": (20, 5)}))
+    found = load_examples(config(path, classes=3, input_columns=("[ab]",), scale={"b": (5, 0.5)}))
     assert (found.task.kind, found.task.classes, found.task.scaled) == ("classes", 3, True)
     ann = of_user(found.store, "ann")
     np.testing.assert_array_equal(ann["x"], [[1, -2], [3, 2]])
@@ -94,10 +94,14 @@ def test_numbers_of_silos_follow_their_value(tmp_path):
 @pytest.mark.parametrize(
     ("change", "settings", "message"),
     [
-        ({"a": "much"}, {}, r"row 3: the column 'a' holds 'much', not a number.*data.silo_column"),
-        ({"y": "nan"}, {}, r"row 3: the column 'y' holds 'nan', not a number"),
-        ({"y": "1.5"}, {"classes": 3}, r"row 3: y is 1.5, but .*whole numbers from 0 to 2"),
-        ({"y": "3"}, {"classes": 3}, r"row 3: y is 3, but"),
+        ({"a": "much"}, {}, r"words, not numbers, in 'a' \(first: .*row 3\).*data\.silo_column"),
+        ({"y": "nan"}, {}, r"rows without the target 'y' \(first: .*row 3\)"),
+        (
+            {"y": "1.5"},
+            {"classes": 3},
+            r"labels in 'y' that are not whole numbers from 0 to 2 \(first: .*row 3\)",
+        ),
+        ({"y": "3"}, {"classes": 3}, "not whole numbers from 0 to 2"),
         ({"who": ""}, {}, "user id is ''"),
         ({"site": ""}, {}, "id is ''"),
         ({}, {"target_column": "z"}, "no column 'z'"),
@@ -109,9 +113,9 @@ def test_numbers_of_silos_follow_their_value(tmp_path):
         ({}, {"scale": {"y": (0, 1)}, "classes": 3}, "'y', whose values are classes"),
         ({}, {"input_columns": ("a", "who")}, "names 'who', which is the target, an id"),
         ({}, {"silo_column": "y"}, "one column has two uses"),
-        ({"a": "1e39"}, {}, "which float32 cannot hold"),
+        ({"a": "1e39"}, {}, "numbers in 'a' that float32 cannot hold"),
         ({"who": "nan"}, {}, "a user id is 'nan'"),
-        ({"who": "1.0"}, {}, "'1.0' is a number with decimals"),
+        ({"who": "1.0"}, {}, "the user id is a number with decimals"),
         ({}, {"target_column": None}, r"data\.target_column"),
         ({}, {"records_per_user": 2}, "users of data.source=csv have several"),
     ],
@@ -147,7 +151,7 @@ def test_a_data_source_of_ones_own_is_one_file(tmp_path, monkeypatch):
 
 def test_removing_a_row_moves_no_other(tmp_path):
     """Every row a person of its own: what a row is called depends on the row alone."""
-    rows = [{"a": float(i % 20), "y": float(i % 20)} for i in range(60)]  # three of each
+    rows = [{"a": i % 20 / 2, "y": i % 20 / 2} for i in range(60)]  # three of each
     options = {"user_column": None, "silo_column": None}
     whole = load_dataset(data_config(write(tmp_path, "csv", rows), **options))
     for gone in (0, 31, 59):
@@ -198,20 +202,23 @@ def test_one_row_does_not_choose_the_columns_of_all(tmp_path):
 
 
 @pytest.mark.parametrize("inputs", [None, ("*",), ("a", "b"), ("a", "[b-z]")])
-def test_the_order_of_columns_in_a_file_is_nobodys(tmp_path, inputs):
+def test_no_file_chooses_the_order_for_others(tmp_path, inputs):
+    """The order of one file is kept; where files differ, the first would choose for all."""
     paths = []
     for number, names in enumerate((("b", "y", "who", "a"), ("who", "a", "b", "y"))):
         (tmp_path / str(number)).mkdir()
-        rows = [{n: f"p{number}" if n == "who" else float(ord(n[0])) for n in names}]
+        rows = [{n: f"p{number}" if n == "who" else float(ord(n[0]) - 97) for n in names}]
         paths.append(write(tmp_path / str(number), "csv", rows))
     for order in (paths, paths[::-1]):
-        found = load_examples(
-            dataclasses.replace(
-                config(paths[0], silo_column=None, input_columns=inputs), path=tuple(order)
-            )
-        )
+        plain = config(paths[0], silo_column=None, input_columns=inputs, scale={"y": (0, 30)})
+        both = dataclasses.replace(plain, path=tuple(order))
+        if inputs != ("a", "b"):
+            with pytest.raises(BadInputError, match="in another order than in the first file"):
+                load_examples(both)
+            continue
+        found = load_examples(both)
         for user in ("p0", "p1"):
-            np.testing.assert_array_equal(of_user(found.store, user)["x"], [[ord("a"), ord("b")]])
+            np.testing.assert_array_equal(of_user(found.store, user)["x"], [[0, 1]])
 
 
 def test_nobody_counts_double(tmp_path):
@@ -247,3 +254,58 @@ def test_people_of_a_given_test_part_may_be_known(tmp_path, monkeypatch):
         assert data.known == (length == 1)
     with pytest.raises(BadInputError, match="whole numbers from 0 to 1"):
         load_dataset(DataConfig(source="my_parts:PARTS", stride=2))
+
+
+def numbers(path, **columns):
+    names = ["who", *columns]
+    rows = zip(*([f"p{i}" for i in range(40)], *columns.values()), strict=True)
+    path.write_text("\n".join(",".join(map(str, row)) for row in (names, *rows)))
+    return config(str(path), silo_column=None)
+
+
+def test_what_would_burn_the_budget_is_refused_before_the_first_step(tmp_path):
+    """Columns far from order 1 without a scale, a count of rows, a 0/1 target without classes."""
+    path, spread = tmp_path / "table.csv", np.linspace(0, 1, 40)
+    plain = numbers(path, a=60 + spread, gain=[5000] * 4 + [0] * 36, b=spread, y=9 * spread)
+    with pytest.raises(BadInputError, match="far from order 1 in 'a', 'gain', which"):
+        load_examples(plain)
+    for scale in ({"a": (60, 1), "gain": (0, 5000)}, {"a": (0, 1), "gain": (0, 1)}):
+        load_examples(dataclasses.replace(plain, scale=scale))
+    for first in (0, 1, 1001):
+        counted = numbers(path, nr=range(first, first + 40), b=spread, y=spread)
+        with pytest.raises(BadInputError, match="from which nothing is learned, in 'nr'"):
+            load_examples(counted)
+        load_examples(dataclasses.replace(counted, scale={"nr": (20, 20)}))
+    for low, high in ((0, 1), (-1, 1), (1, 2)):
+        binary = numbers(path, b=spread, y=[low if i % 3 else high for i in range(40)])
+        with pytest.raises(BadInputError, match=r"two values in 'y': set data\.classes=2"):
+            load_examples(binary)
+        assert load_examples(dataclasses.replace(binary, classes=0)).task.kind == "regression"
+    # One person's typing error is no column far from order 1.
+    load_examples(numbers(path, b=[*spread[1:], 1000], y=9 * spread, c=spread))
+
+
+def test_the_order_of_the_file_is_kept(tmp_path):
+    plain = numbers(tmp_path / "table.csv", c=[1] * 40, a=[2] * 40, b=[3] * 40, y=[4] * 40)
+    for inputs, order in ((None, "cab"), (("*",), "cab"), (("b", "[ac]"), "bca")):
+        found = load_examples(dataclasses.replace(plain, input_columns=inputs))
+        assert found.task.table.inputs == tuple(order)
+        np.testing.assert_array_equal(
+            of_user(found.store, "p1")["x"], [["cab".index(n) + 1 for n in order]]
+        )
+
+
+def test_yes_and_no_are_quoted_in_a_configuration():
+    from dpfl_jax.config.load import validate_config
+
+    raw = {
+        "data": {"source": "csv", "target_column": "y", "categories": {"smoker": [True, False]}},
+        "mechanism": {"kind": "uls", "cohort_size": 8, "group_size": 1, "clip_norm": 1.0},
+        "privacy": {"epsilon": 1.0}, "train": {"steps": 1},
+    }  # fmt: skip
+    with pytest.raises(BadInputError, match="true and false in YAML: put them in quotes"):
+        validate_config(raw)
+    raw["data"]["categories"] = {"smoker": ["yes", "no"], "cp": [1, 2]}
+    # What nobody said is that of a table: a linear model.
+    assert validate_config(raw).model.kind == "linear"
+    assert validate_config(raw | {"model": {"kind": "mlp"}}).model.kind == "mlp"

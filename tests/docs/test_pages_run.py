@@ -55,6 +55,7 @@ def workplace(tmp_path, monkeypatch):
     visits = [f"p{i % 60},{20 + i % 50},{i % 7 / 7},{i % 3},{i % 2},{i % 9}" for i in range(180)]
     columns = "patient,age,lab_x,lab_y,hospital,days"
     pathlib.Path("visits.csv").write_text("\n".join([columns, *visits]))
+    pathlib.Path("new.csv").write_text("\n".join([columns, *visits[:9]]))
     news = pd.DataFrame({"url": [f"https://s{i % 9}.org/{i}" for i in range(40)], "text": "news"})
     pathlib.Path("parts").mkdir()
     news.to_parquet("parts/0.parquet")

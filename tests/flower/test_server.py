@@ -54,11 +54,13 @@ def test_a_server_has_no_ledger_and_says_who_has(tmp_path):
     assert found["counts"] == "3 silos, and the sizes of each"
 
 
-def test_a_table_that_is_not_like_the_others_is_found_before_the_first_round(tmp_path):
+@pytest.mark.parametrize("change", ["a column more", "another order"])
+def test_a_table_that_is_not_like_the_others_is_found_before_the_first_round(change, tmp_path):
     folders = make_silos(tmp_path, study())
     table = tmp_path / "bern.csv"
     rows = [line.split(",") for line in table.read_text().splitlines()]
-    more = [[*row[:3], "height" if not i else "180", *row[3:]] for i, row in enumerate(rows)]
+    more = [[*row[:3], "height" if not i else "1.8", *row[3:]] for i, row in enumerate(rows)]
+    more = [row[::-1] for row in rows] if change == "another order" else more
     table.write_text("\n".join(",".join(row) for row in more))
     with pytest.raises(BadInputError, match="the tables of aarau and bern are not alike"):
         prepare(config_of(tmp_path), Here(opened(folders)), QUIET)

@@ -658,7 +658,8 @@ def with_budgets(tmp_path, expected_batch):
     budgets = {"kind": "column", "column": "eps", "path": str(tmp_path / "budgets.csv")}
     privacy = {"epsilon": 10.0, "delta": 1e-3, "budgets": budgets, "unreachable": "exclude"}
     policy = {**POLICY, "unit": "record", "mechanisms": ["rpdp"]}
-    folder = make_silos(tmp_path, study(mechanism=mechanism, privacy=privacy), policy)["bern"]
+    raw = study(mechanism=mechanism, privacy=privacy, data={"max_examples_per_user": 1})
+    folder = make_silos(tmp_path, raw, policy)["bern"]
     people = {row.split(",")[1] for row in (tmp_path / "bern.csv").read_text().splitlines()[1:]}
     return folder, people
 

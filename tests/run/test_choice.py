@@ -1,5 +1,6 @@
 """What held-out loss decides, the best checkpoint and when to stop, and at what epsilon."""
 
+import io
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import yaml
+from rich.console import Console
 from silo_configs import SILOS
 
 import dpfl_jax as dpfl
@@ -99,6 +101,19 @@ def test_nobody_who_is_trained_on_chooses(choice, tmp_path):
             loss, {"w": jnp.zeros(3)}, plan(), optax.sgd(0.1), validation=mixed,
             run_dir=tmp_path / "run", pace=dpfl.Pace(eval_every=3, **choice),
         )  # fmt: skip
+
+
+def test_it_says_that_somebody_is_trained_on_and_held_out():
+    mixed = dpfl.from_arrays(
+        {"x": np.zeros((2, 3), "f4"), "label": np.zeros(2, "f4")}, ["0:5", "z"]
+    )
+    shown = Console(file=io.StringIO(), width=1000)
+    result = dpfl.fit(
+        loss, {"w": jnp.zeros(3)}, plan(), optax.sgd(0.1), validation=mixed, console=shown
+    )
+    told = "people in validation are trained on, too"
+    assert any(told in caveat for caveat in result.guarantee.caveats)
+    assert f"warning: {told}" in shown.file.getvalue()
 
 
 @pytest.mark.slow

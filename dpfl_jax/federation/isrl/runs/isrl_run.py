@@ -385,6 +385,8 @@ def _report(prepared: IsrlRun, result: RunResult) -> tuple[dict[str, Any], State
         guarantee,
         **_facts(prepared, guarantee, taken),
         model={"kind": prepared.task.kind, "parameters": prepared.task.dim},
+        task=dataclasses.asdict(prepared.records.learned),
+        inputs=prepared.records.inputs,
         data={
             "description": prepared.records.description,
             "silos": config.data.silos,

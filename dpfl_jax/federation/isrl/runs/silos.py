@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,8 @@ class SiloRecords:
       fingerprint: of the training records; sensitive.
       owners: whether somebody owns several records.
       public: whether some records were declared public.
+      inputs: what features and target were made with, beside the table's own scale: ``scale`` and
+        ``target``, (middle, width) by the public records; ``names`` of classes.
       unit_key: what makes a record, and a user of several.
       learned: the task of the data.
     """
@@ -45,6 +49,7 @@ class SiloRecords:
     learned: Task
     owners: bool = False
     public: bool = False
+    inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRecords:
@@ -71,8 +76,10 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
     rows, chance, held_chance = found.store.read(order), chance[order], held_chance[order]
     x = rows["x"].reshape(len(order), -1).astype(np.float64)
     y = fine = rows["label"].astype(np.float64)
+    inputs: dict[str, Any] = {}
     if config.source in ("digits", "mnist") and not softmax:
         y, classes = (y % 2 == 0).astype(np.float64), 2
+        inputs["names"] = ["odd", "even"]
     silo = rows.get("silo")
     what = "scaled by public constants"
     if not task.scaled:
@@ -83,9 +90,13 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
                 "records to set the scale: it must leave at least 2, and others to train on"
             )
         mean, spread = x[:public].mean(0), x[:public].std(0)
-        x = (x - mean) / np.where(spread > 0, spread, 1.0)
+        spread = np.where(spread > 0, spread, 1.0)
+        x = (x - mean) / spread
+        inputs["scale"] = [mean.tolist(), spread.tolist()]
         if not classes:
-            y = (y - y[:public].mean()) / max(float(y[:public].std()), 1e-12)
+            middle, width = float(y[:public].mean()), max(float(y[:public].std()), 1e-12)
+            y = (y - middle) / width
+            inputs["target"] = [middle, width]
         x, y, fine = x[public:], y[public:], fine[public:]
         silo = None if silo is None else silo[public:]
         held_chance = held_chance[public:]
@@ -133,6 +144,7 @@ def load_silos(config: IsrlDataConfig, *, softmax: bool, signed: bool) -> SiloRe
         task,
         found.store.num_users < found.store.num_examples,
         not task.scaled,
+        inputs,
     )
 
 
