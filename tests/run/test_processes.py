@@ -17,6 +17,7 @@ from runs import final_state
 from silo_configs import SILOS
 
 from dpfl_jax.accounting import Account, Ledger
+from dpfl_jax.cli.main import main
 from dpfl_jax.clipping import split
 from dpfl_jax.config import load_config
 from dpfl_jax.config.base import ProcessesConfig
@@ -168,7 +169,6 @@ def workspace(tmp_path_factory):
         "optimizer": {"name": "sgd", "learning_rate": 0.5},
         # Processes of a busy machine are silent for long; tests that kill one set it lower.
         "processes": {"lost_after_s": 200},
-        "eval": {"personalize": True},
         "train": {"steps": 12, "checkpoint_every": 4},
         "execution": {"microbatch_size": 2},
     }
@@ -181,7 +181,6 @@ def workspace(tmp_path_factory):
     save_checkpoint(folder / "base", LLAMA, values, max_file_bytes=20_000)
     assert len(list((folder / "base").glob("*.safetensors"))) > 1
     config["name"] = "adapters"
-    del config["eval"]
     config["model"] = {
         "checkpoint": str(folder / "base"),
         "lora": {"rank": 2, "alpha": 4.0, "targets": ["*/attention/*", "*/mlp/down"]},
@@ -262,11 +261,9 @@ def wait_for_steps(run_dir, steps, job):
 
 @pytest.fixture(scope="module")
 def whole(workspace):
-    """One process with eight devices, never interrupted."""
+    """One process with eight devices, this one, never interrupted."""
     run_dir = workspace / "whole"
-    job = start(workspace, run_dir, 1, 8)
-    output, _ = job.communicate(timeout=PATIENCE)
-    assert job.returncode == 0, output
+    assert main(["train", str(workspace / "small.yaml"), "--run-dir", str(run_dir)]) == 0
     return run_dir
 
 
@@ -274,7 +271,7 @@ def whole(workspace):
 def test_two_processes_train_what_one_does(workspace, whole):
     run_dir = workspace / "two"
     with_key_of(run_dir, whole)
-    job = start(workspace, run_dir, 2, 4)
+    job = start(workspace, run_dir, 2, 1)
     output, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, output
     (alone, _), (together, used) = final(workspace, whole), final(workspace, run_dir)
@@ -286,19 +283,33 @@ def test_two_processes_train_what_one_does(workspace, whole):
     assert reports[0]["eval"]["final"]["loss"] == pytest.approx(
         reports[1]["eval"]["final"]["loss"], rel=1e-5
     )
-    # Held-out users, each with a copy of their own, were split over the devices of both.
-    alone, together = (report["personalization"] for report in reports)
-    assert alone["users"] == together["users"] > 1
-    assert alone["learning_rate"] == together["learning_rate"]
-    assert together["before"] == pytest.approx(alone["before"], rel=1e-5)
-    assert together["after"] == pytest.approx(alone["after"], rel=1e-5)
-    assert alone["after"] != pytest.approx(alone["before"], rel=1e-3)
     secret = json.loads((run_dir / "private" / "root_key.json").read_text())["secret"]
     for file in (run_dir / "checkpoints").rglob("*"):
         if file.is_file():
             content = file.read_bytes()
             assert secret.encode() not in content
             assert bytes.fromhex(secret) not in content
+
+
+@pytest.mark.nightly
+def test_two_processes_personalize_what_one_does(workspace):
+    """Held-out users, each with a copy of their own, are split over the devices of both."""
+    found, before = [], None
+    for count, devices in ((1, 8), (2, 4)):
+        run_dir = workspace / f"personal-{count}"
+        if before:
+            with_key_of(run_dir, before)
+        before = run_dir
+        job = start(workspace, run_dir, count, devices, "eval.personalize=true")
+        output, _ = job.communicate(timeout=PATIENCE)
+        assert job.returncode == 0, output
+        found.append(json.loads((run_dir / "report.json").read_text())["personalization"])
+    alone, together = found
+    assert alone["users"] == together["users"] > 1
+    assert alone["learning_rate"] == together["learning_rate"]
+    assert together["before"] == pytest.approx(alone["before"], rel=1e-5)
+    assert together["after"] == pytest.approx(alone["after"], rel=1e-5)
+    assert alone["after"] != pytest.approx(alone["before"], rel=1e-3)
 
 
 @pytest.fixture(scope="module")
