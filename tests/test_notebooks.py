@@ -53,7 +53,7 @@ def test_a_notebook_is_stored_with_its_outputs(path):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow("4_dataframe")
+@pytest.mark.slow("6_personal_epsilon")
 @EACH
 def test_a_notebook_says_again_what_is_stored(path, capsys, tmp_path, monkeypatch):
     """Word for word, and numbers to 5 %: seeds are fixed, rounding is not the same everywhere."""

@@ -220,11 +220,15 @@ def _chosen(
             alarms = _counts(score, cut, sides)
             log_p = family.log_p(alarms, _CLAIM)
             if log_p < math.log(_BREAKS):
-                # By what they would prove of noise; then by how surely they refute the claim.
-                broken.append((family.refuted(alarms, level), -log_p, attack, cut))
+                broken.append((-log_p, attack, cut, alarms))
     if broken:
-        _, _, attack, cut = max(broken)
-        return attack, scores[attack], float(cut)
+        # By what they would prove of noise; then by how surely they refute the claim.
+        best = (-1, 0.0, "", 0.0)
+        for surely, attack, cut, alarms in sorted(broken, reverse=True):
+            proves = family.refuted(alarms, level, max(best[0] - 1, -1))
+            best = max(best, (proves, surely, attack, float(cut)))
+        _, _, attack, cut = best
+        return attack, scores[attack], cut
     attack, score = next(iter(scores.items()))
     return attack, score, float(np.quantile(score[(learn | choose) & ~trials.inside], 1 - usual))
 
@@ -295,17 +299,28 @@ class _Family:
         rates = np.geomspace(2.0 / units, 0.5, 24)
         right = np.floor(units * self.claim.power(rates)).astype(int)
 
-        def proves(i: int) -> int:
-            return self.refuted((math.ceil(units * rates[i]), units, int(right[i]), units), level)
-
-        self.known[units, level] = float(rates[max(range(len(rates)), key=proves)])
+        best, most = 0, -1
+        for i in reversed(range(len(rates))):  # large ones prove most, mostly; the least of equals
+            alarms = (math.ceil(units * rates[i]), units, int(right[i]), units)
+            proves = self.refuted(alarms, level, max(most - 1, -1))
+            if proves >= most:
+                best, most = i, proves
+        self.known[units, level] = float(rates[best])
         return self.known[units, level]
 
-    def refuted(self, alarms: tuple[int, int, int, int], level: float) -> int:
-        """The last place in the family that is refuted at this level; -1 if none is."""
-        low, high = -1, len(_FACTORS)  # curves grow: refuted up to a place, and none behind it
+    def refuted(self, alarms: tuple[int, int, int, int], level: float, beyond: int = -1) -> int:
+        """The last place in the family that is refuted at this level; ``beyond`` if none behind is.
+
+        Every curve that is looked at costs time: who has something to beat asks for the next one.
+        """
+        low, high = beyond, len(_FACTORS)  # curves grow: refuted up to a place, and none behind it
+        step = 1
         while high - low > 1:
-            middle = (low + high) // 2 if (low, high) != (-1, len(_FACTORS)) else _CLAIM
+            middle = (low + high) // 2
+            if beyond >= 0:
+                middle, step = min(middle, low + step), 2 * step
+            elif (low, high) == (-1, len(_FACTORS)):
+                middle = _CLAIM
             if self.log_p(alarms, middle) < math.log(level):
                 low = middle
             else:

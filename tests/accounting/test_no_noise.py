@@ -89,6 +89,7 @@ def test_no_noise_is_no_guarantee(name, how):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("-0.001]", "-1e-05]", "-1e-09]")
 @pytest.mark.parametrize("noise", [1e-2, 1e-3, 1e-5, 1e-7, 1e-9, 1e-300])
 @pytest.mark.parametrize("name", [n for n in EVENTS if n != "discrete laplace, parameter 0"])
 def test_too_little_noise_is_the_answer_or_one_sentence_and_soon(name, noise):

@@ -1,7 +1,5 @@
 """The library's own releases under attack: sound ones stand, planted bugs are seen."""
 
-import dataclasses
-
 import numpy as np
 import pytest
 
@@ -9,31 +7,16 @@ from benchmarks import audit as bench
 from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import ULS
 
-# Of all bugs those that need few trials and one program are looked for every time.
-QUICK = ("noise / 2", "key reused in two steps", "one draw in all steps")
-
-
-def small(**options):
-    return bench.central(ULS, 2.0, 4, 0.5, 1, trials=2400, directions=400, **options)
-
 
 @pytest.mark.slow
 def test_a_sound_mechanism_stands():
-    trials = small()
+    trials = bench.central(ULS, 2.0, 4, 0.5, 1, trials=2400, directions=400)
     outside = trials.seen[~trials.inside]
     assert abs(outside.mean()) < 5 / np.sqrt(outside.size)
     assert outside.var() == pytest.approx(1.0, abs=5 * np.sqrt(2 / outside.size))
     found = audit(trials, 0.999)
     assert not found.exceeds, str(found)
     assert found.attack == "likelihood ratio"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bug", QUICK)
-def test_planted_bugs_are_seen_soon(bug):
-    with bench.BUGS[bug][0]():
-        found = audit(dataclasses.replace(small(), name=bug), 0.999)
-    assert found.proved > found.claimed, str(found)
 
 
 @pytest.mark.slow
@@ -68,7 +51,7 @@ def test_every_mechanism_stands_and_little_of_it_is_hidden_from_the_attack(kind)
 
 
 @pytest.mark.slow
-@pytest.mark.nightly("rpdp", "epsilon 1", "uls, T=1, epsilon 8", "uls, T=100, epsilon 4")
+@pytest.mark.nightly("rpdp", "epsilon 1", "epsilon 8", "uls, T=100")
 @pytest.mark.parametrize("name", bench.TIGHTNESS)
 def test_the_attack_proves_most_of_what_is_claimed(name):
     found = audit(bench.TIGHTNESS[name]())

@@ -1,16 +1,15 @@
 """``dpfl train`` on a federation: report, bad input, the papers' recipes."""
 
+import contextlib
+import io
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import yaml
 
 from dpfl_jax.cli.main import main
 
-pytestmark = pytest.mark.slow  # each run is a process of its own
+pytestmark = pytest.mark.slow
 
 pytest.importorskip("sklearn")
 
@@ -49,22 +48,12 @@ def last_json(text):
     return json.loads(text.strip().splitlines()[-1])
 
 
-def command(config_file, run_dir, *args):
-    env = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "dpfl_jax.cli.main", "train", str(config_file),
-         "--run-dir", str(run_dir), *args],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def finished(config_file):
     run_dir = config_file.parent / "whole"
-    done = command(config_file, run_dir, "--json")
-    output, errors = done.communicate(timeout=300)
-    assert done.returncode == 0, errors
-    return run_dir, last_json(output)
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert dpfl("train", config_file, "--run-dir", run_dir, "--json") == 0
+    return run_dir, last_json(output.getvalue())
 
 
 def test_the_report_says_what_a_subject_gets(finished):

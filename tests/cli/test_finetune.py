@@ -426,8 +426,8 @@ def test_the_usual_choices_of_other_data_and_of_all_parameters(workspace, tmp_pa
 
 @pytest.mark.slow
 def test_one_command_trains_and_exports_and_never_over_another_run(workspace, capsys, tmp_path):
-    arguments = ["finetune", workspace / "base", workspace / "posts.jsonl", "--steps", "2"]
-    arguments += ["--out", tmp_path / "out", "mechanism.cohort_size=16", "execution.packing=2"]
+    arguments = ["finetune", workspace / "base", workspace / "posts.jsonl", "--steps", "1"]
+    arguments += ["--out", tmp_path / "out", "mechanism.cohort_size=16", "execution.packing=0"]
     report, _ = dpfl(capsys, *arguments)
     assert report["status"] == "finished"
     assert report["privacy"]["epsilon"] <= 8.0

@@ -32,7 +32,7 @@ def write_tokenizer(path):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow("gpt2-lora", "llama_tied_scaled-all")
+@pytest.mark.slow("gpt2-lora")
 @pytest.mark.parametrize("trained", ["lora", "all"])
 @pytest.mark.parametrize("name", TINY)
 def test_a_family_is_trained_exported_and_opened(name, trained, tmp_path, capsys):

@@ -502,9 +502,8 @@ def test_a_group_costs_what_is_told():
 
 def central_config(kind, **mechanism):
     return {
-        "data": {"source": "python_source", "seq_len": 16, "max_users": 60,
-                 "max_examples_per_user": 4},
-        "model": {"overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
+        "data": {"source": "digits", "records_per_user": 6},
+        "model": {"kind": "mlp", "options": {"hidden": [8]}},
         "mechanism": {"kind": kind, "group_size": 2, **mechanism},
         "train": {"steps": 3},
         "privacy": {"epsilon": 8.0, "delta": 1e-4},

@@ -35,11 +35,9 @@ def split(mesh, path, x):
 
 @pytest.mark.nightly
 @pytest.mark.slow(
-    "experts-mixed-keep",
     "one MLP-mixed-gram",
     "experts-mixed-direct",
     "one MLP-fully sharded-keep",
-    "one MLP-fully sharded-direct",
 )
 @pytest.mark.parametrize("method", ["gram", "direct", "keep"])
 @pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)

@@ -137,7 +137,7 @@ def every_number_is_noised(silo):
 
 
 @pytest.mark.nightly
-@pytest.mark.slow("rpdp", "subject_uls")
+@pytest.mark.slow("rpdp")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_study_equals_the_simulation_to_the_last_bit(tmp_path, kind):
     raw = study(**KINDS[kind])

@@ -10,7 +10,7 @@ from dpfl_jax.training.trained import load_trained
 
 CONFIG = {
     "data": {
-        "source": "python_source", "seq_len": 16, "max_users": 30, "max_examples_per_user": 2,
+        "source": "jsonl", "seq_len": 16, "max_examples_per_user": 2,
         "validation_fraction": 0.0, "test_fraction": 0.0,
     },
     "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
@@ -36,15 +36,29 @@ KINDS = {
 }
 
 
+@pytest.fixture
+def written(tmp_path):
+    """Of a kind: its configuration, on two posts of each of 30 people."""
+    posts = [{"user": f"u{i % 30}", "text": f"the post {i} of 60"} for i in range(60)]
+    (tmp_path / "posts.jsonl").write_text("\n".join(map(json.dumps, posts)))
+
+    def write(kind):
+        fields, _, _ = KINDS[kind]
+        size = {} if "batch_size" in fields else {"cohort_size": 6}
+        mechanism = {"kind": kind, "group_size": 2, **size, **fields}
+        file = tmp_path / "own.yaml"
+        data = CONFIG["data"] | {"path": str(tmp_path / "posts.jsonl")}
+        file.write_text(yaml.safe_dump(CONFIG | {"data": data, "mechanism": mechanism}))
+        return file
+
+    return write
+
+
 @pytest.mark.nightly
-@pytest.mark.slow("blt")
+@pytest.mark.slow("bandmf")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_from_yaml_is_verified_read_priced_and_compiled(kind, tmp_path, capsys):
-    fields, sampling, last = KINDS[kind]
-    size = {} if "batch_size" in fields else {"cohort_size": 6}
-    mechanism = {"kind": kind, "group_size": 2, **size, **fields}
-    file, place = tmp_path / "own.yaml", tmp_path / "run"
-    file.write_text(yaml.safe_dump(CONFIG | {"mechanism": mechanism}))
+def test_a_run_from_yaml_is_verified_and_read(kind, written, tmp_path, capsys):
+    file, place, (_, sampling, last) = written(kind), tmp_path / "run", KINDS[kind]
     assert main(["train", str(file), "--json", "--run-dir", str(place)]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert 7.9 < report["privacy"]["epsilon"] <= 8.0
@@ -52,5 +66,11 @@ def test_a_run_from_yaml_is_verified_read_priced_and_compiled(kind, tmp_path, ca
     assert any(told.startswith(last) for told in report["privacy"]["assumptions"][-2:])
     assert main(["verify", str(place)]) == 0
     assert load_trained(place).step == 7  # its checkpoint holds what noise keeps, too
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_from_yaml_is_priced_and_compiled(kind, written):
+    file = written(kind)
     assert main(["train", str(file), "--dry-run"]) == 0
     assert main(["compile", str(file), "--topology", "cpu:2"]) == 0

@@ -295,7 +295,8 @@ def test_a_private_sweep_end_to_end(config, capsys, monkeypatch):
     """From the command line, killed after a checkpoint; the score is what the model gives."""
     monkeypatch.setenv("DPFL_CACHE_DIR", str(config.parent / "cache"))
     monkeypatch.setattr(RootKey, "generate", classmethod(lambda cls: KEY))
-    command = ["sweep", str(config), *GRID, "--expected-runs", "2", "--json", "--out"]
+    command = ["sweep", str(config), *GRID[:2], "--private", "--expected-runs", "2", "--json"]
+    command.append("--out")
     whole, out = config.parent / "whole", config.parent / "out"
     assert main([*command, str(whole)]) == 0
     first = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -313,7 +314,7 @@ def test_a_private_sweep_end_to_end(config, capsys, monkeypatch):
         assert main(["verify", str(folder)]) == 0
     capsys.readouterr()
     # The score again, from what was released.
-    sweep = private(config, "other")
+    sweep = private(config, "other", {"learning_rate": AXES["learning_rate"]})
     (run,) = [
         run for run in map(sweep._prepared, sweep._cells) if run.values == first["best"]["cell"]
     ]

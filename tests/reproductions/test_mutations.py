@@ -77,7 +77,7 @@ def test_noise_of_the_strictest_silo_for_all_is_not_that_of_the_average(tmp_path
     assert flips(unbalanced, claim, "federation_noise", strictest, tmp_path, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_attack_sees_a_quarter_of_the_noise_of_sound_mechanisms(tmp_path, monkeypatch):
     made = empirical_audit.accounting.calibrate_noise_multiplier
     name = "sound HiGradAvgDP: no attack finds more than epsilon 4"
@@ -97,7 +97,7 @@ def test_the_fitted_curve_in_place_of_certified_rates_overruns(tmp_path, monkeyp
     assert claims.count(False) >= 2  # of hospitals too few budgets are tried to meet one
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gradients_of_a_user_that_are_all_alike_do_not_favour_uls(tmp_path, monkeypatch):
     made = figure_2.planner
     monkeypatch.setattr(figure_2, "planner", lambda epsilon, decay: made(epsilon, 0.0))
@@ -158,7 +158,7 @@ def test_a_subject_is_not_sampled_as_a_record_is(monkeypatch):
     assert not subject_audit._fractions().holds
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_records_that_do_not_gather_have_no_skew(tmp_path, monkeypatch):
     def even(made):
         return lambda owner, keys, silos, law, alpha: made(owner, keys, silos, law, alpha=1.0)
@@ -221,7 +221,7 @@ def test_a_server_that_is_trusted_with_less(monkeypatch):
     assert not verdict()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bits_that_are_not_centred(tmp_path, monkeypatch):
     monkeypatch.setattr(vector_protocol, "one_pass", stand_in)
     made = vector_protocol.VectorProtocol.sum

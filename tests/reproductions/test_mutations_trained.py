@@ -72,7 +72,7 @@ def silos_by_noise(monkeypatch):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_noise_that_ignores_epsilon(silos_by_noise, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     name = "MB-SGD as published: the error at epsilon 12 is below that at 3"
@@ -168,7 +168,7 @@ def test_the_fitted_curve_of_patients_replaced_by_uniform_rates(
     assert flips_with_uniform_rates(personal_budgets, name, tmp_path, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_fitted_curve_of_hospitals_replaced_by_uniform_rates(
     accuracy_by_batch, folders, tmp_path, monkeypatch
 ):
@@ -185,7 +185,7 @@ def heart_model():
     return LogisticRegression(30)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_fitted_curve_of_images_replaced_by_uniform_rates(
     accuracy_by_batch, folders, tmp_path, monkeypatch
 ):
@@ -206,7 +206,7 @@ def test_published_batches_are_not_those_of_uniform_rates(monkeypatch):
     assert [claim.holds for claim in claims()] == [False, False, True]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_filter_that_forgets_to_charge(accuracy_by_batch, tmp_path, monkeypatch):
     """Its records never leave, whatever they spend."""
     pytest.importorskip("sklearn")
@@ -254,7 +254,7 @@ def accuracy_by_groups(monkeypatch):
     return weighs
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_groups_of_a_subject_that_are_clipped_as_single_records(accuracy_by_groups, tmp_path):
     """Then no subject weighs more than another, and skew costs LocalGroupDP nothing."""
     pytest.importorskip("sklearn")
@@ -264,7 +264,7 @@ def test_groups_of_a_subject_that_are_clipped_as_single_records(accuracy_by_grou
     assert not verdicts(skew, tmp_path)[name]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_few_subjects_that_are_many(accuracy_by_groups, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     name = "text B: LocalGroupDP drops substantially"
@@ -287,7 +287,7 @@ def fractions_of_text_b(monkeypatch):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_sampling_fraction_of_records_for_subjects(accuracy_by_groups, tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     name = "the contradiction between the texts is the sampling fraction: same code, other noise"
@@ -472,7 +472,7 @@ def test_a_group_size_for_all_budgets(tmp_path, monkeypatch):
     assert not verdicts(budgets, tmp_path)[name]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_correlated_noise_that_does_not_cancel(tmp_path, monkeypatch):
     name = "epsilon 8, sgd: BandMF is not behind ULS by more than 5% of ULS's gain"
     data = types.SimpleNamespace(train=types.SimpleNamespace(num_users=1168), validation=None)

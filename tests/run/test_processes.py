@@ -17,6 +17,7 @@ from runs import final_state
 from silo_configs import SILOS
 
 from dpfl_jax.accounting import Account, Ledger
+from dpfl_jax.cli.main import main
 from dpfl_jax.clipping import split
 from dpfl_jax.config import load_config
 from dpfl_jax.config.base import ProcessesConfig
@@ -168,11 +169,16 @@ def workspace(tmp_path_factory):
         "optimizer": {"name": "sgd", "learning_rate": 0.5},
         # Processes of a busy machine are silent for long; tests that kill one set it lower.
         "processes": {"lost_after_s": 200},
-        "eval": {"personalize": True},
         "train": {"steps": 12, "checkpoint_every": 4},
         "execution": {"microbatch_size": 2},
     }
     (folder / "small.yaml").write_text(yaml.safe_dump(config))
+    table = {
+        "name": "table",
+        "data": {"source": "digits", "records_per_user": 6},
+        "model": {"kind": "mlp", "options": {"hidden": [8]}},
+    }
+    (folder / "table.yaml").write_text(yaml.safe_dump(config | table))
     # The same on adapters of a checkpoint in the Hugging Face layout, in two files.
     shapes = jax.eval_shape(LanguageModel(LLAMA).init, jax.random.key(0))
     values = jax.tree.map(lambda x: 0.2 * rng.normal(size=x.shape).astype(np.float32), shapes)
@@ -181,7 +187,6 @@ def workspace(tmp_path_factory):
     save_checkpoint(folder / "base", LLAMA, values, max_file_bytes=20_000)
     assert len(list((folder / "base").glob("*.safetensors"))) > 1
     config["name"] = "adapters"
-    del config["eval"]
     config["model"] = {
         "checkpoint": str(folder / "base"),
         "lora": {"rank": 2, "alpha": 4.0, "targets": ["*/attention/*", "*/mlp/down"]},
@@ -262,23 +267,24 @@ def wait_for_steps(run_dir, steps, job):
 
 @pytest.fixture(scope="module")
 def whole(workspace):
-    """One process with eight devices, never interrupted."""
+    """One process with eight devices, this one, never interrupted."""
     run_dir = workspace / "whole"
-    job = start(workspace, run_dir, 1, 8)
-    output, _ = job.communicate(timeout=PATIENCE)
-    assert job.returncode == 0, output
+    assert main(["train", str(workspace / "small.yaml"), "--run-dir", str(run_dir)]) == 0
     return run_dir
 
 
 @pytest.mark.slow
-def test_two_processes_train_what_one_does(workspace, whole):
-    run_dir = workspace / "two"
+def test_two_processes_train_what_one_does(workspace):
+    whole, run_dir = workspace / "table-whole", workspace / "table-two"
+    assert main(["train", str(workspace / "table.yaml"), "--run-dir", str(whole)]) == 0
     with_key_of(run_dir, whole)
-    job = start(workspace, run_dir, 2, 4)
+    job = start(workspace, run_dir, 2, 1, config="table")
     output, _ = job.communicate(timeout=PATIENCE)
     assert job.returncode == 0, output
-    (alone, _), (together, used) = final(workspace, whole), final(workspace, run_dir)
-    same(alone, together)
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    states = [final_state(place, fallback_sharding=here) for place in (whole, run_dir)]
+    chex.assert_trees_all_close(*states, atol=3e-6)
+    used = yaml.safe_load((run_dir / "config.yaml").read_text())["facts"]["hardware"]
     assert "in 2 processes" in used[0]
     assert output.count("finished after") == 1  # process 0 alone speaks
     reports = [json.loads((d / "report.json").read_text()) for d in (whole, run_dir)]
@@ -286,19 +292,33 @@ def test_two_processes_train_what_one_does(workspace, whole):
     assert reports[0]["eval"]["final"]["loss"] == pytest.approx(
         reports[1]["eval"]["final"]["loss"], rel=1e-5
     )
-    # Held-out users, each with a copy of their own, were split over the devices of both.
-    alone, together = (report["personalization"] for report in reports)
-    assert alone["users"] == together["users"] > 1
-    assert alone["learning_rate"] == together["learning_rate"]
-    assert together["before"] == pytest.approx(alone["before"], rel=1e-5)
-    assert together["after"] == pytest.approx(alone["after"], rel=1e-5)
-    assert alone["after"] != pytest.approx(alone["before"], rel=1e-3)
     secret = json.loads((run_dir / "private" / "root_key.json").read_text())["secret"]
     for file in (run_dir / "checkpoints").rglob("*"):
         if file.is_file():
             content = file.read_bytes()
             assert secret.encode() not in content
             assert bytes.fromhex(secret) not in content
+
+
+@pytest.mark.nightly
+def test_two_processes_personalize_what_one_does(workspace):
+    """Held-out users, each with a copy of their own, are split over the devices of both."""
+    found, before = [], None
+    for count, devices in ((1, 8), (2, 4)):
+        run_dir = workspace / f"personal-{count}"
+        if before:
+            with_key_of(run_dir, before)
+        before = run_dir
+        job = start(workspace, run_dir, count, devices, "eval.personalize=true")
+        output, _ = job.communicate(timeout=PATIENCE)
+        assert job.returncode == 0, output
+        found.append(json.loads((run_dir / "report.json").read_text())["personalization"])
+    alone, together = found
+    assert alone["users"] == together["users"] > 1
+    assert alone["learning_rate"] == together["learning_rate"]
+    assert together["before"] == pytest.approx(alone["before"], rel=1e-5)
+    assert together["after"] == pytest.approx(alone["after"], rel=1e-5)
+    assert alone["after"] != pytest.approx(alone["before"], rel=1e-3)
 
 
 @pytest.fixture(scope="module")
