@@ -115,6 +115,10 @@ class _Grads(dict):
 GRADS = _Grads()
 
 
+# Not compiled anew at every step: programs of a thousand silos take all of a process's maps.
+_noised = jax.jit(lambda noise, key, clean: noise.add(key, clean), static_argnums=0)
+
+
 def reference_round(federation, builder, params, optimizer, silos, poison=()):
     """A round as a plain loop over silos and steps. Returns (mean update, dropped)."""
     updates, weights, dropped = [], [], 0
@@ -128,7 +132,7 @@ def reference_round(federation, builder, params, optimizer, silos, poison=()):
             divisor = draws[t].divisor or plan.mechanism.divisor(plan.facts)
             noise = Noise(float(stddev), plan.mechanism.clip_norm, plan.mechanism.noise)
             clean = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), total)
-            noised = noise.add(jnp.asarray(keys[t]), clean)
+            noised = _noised(noise, jnp.asarray(keys[t]), clean)
             grad = jax.tree.map(lambda g, d=divisor: g / jnp.float32(d), noised)
             step, state = optimizer.update(grad, state, local)
             local = optax.apply_updates(local, step)
