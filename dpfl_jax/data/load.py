@@ -255,7 +255,8 @@ def _texts(config: SourceConfig, bad: BadRows) -> Examples:
 def _tokens(store: Store, tokenizer: Tokenizer, unit: str, test: Store | None = None) -> Examples:
     schema = store.schema
     kind: Literal["tokens", "preferences"] = "preferences" if schema.pairs else "tokens"
-    task = Task(kind, schema.fields[0].shape, 0, schema.vocab_size, tokenizer.bos_id)
+    bos_id = None if schema.kind == "answers" else tokenizer.bos_id  # answers' is in the data
+    task = Task(kind, schema.fields[0].shape, 0, schema.vocab_size, bos_id)
     return Examples(store, task, unit, test, tokenizer)
 
 

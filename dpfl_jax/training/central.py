@@ -25,6 +25,7 @@ from dpfl_jax.mechanisms.batches import check_packed_loss, draw_digest, step_arg
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import in_pieces
 from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
+from dpfl_jax.models import LanguageModel
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
@@ -334,6 +335,14 @@ def fit(
         )
     loss = named_loss(loss_fn, params, model) if isinstance(loss_fn, str) else loss_fn
     expect(loss, Callable, "loss_fn", "a function (params, example), or a loss by name")  # type: ignore[arg-type]
+    language = getattr(loss, "__self__", None)
+    schema = getattr(plan.data, "schema", None)
+    begins = isinstance(language, LanguageModel) and language.config.bos_id is not None
+    if begins and schema is not None and schema.kind == "answers":
+        raise BadInputError(
+            "the data's sequences hold their beginning, and the model would prepend another: "
+            "make it of dataclasses.replace(config, bos_id=None)"
+        )
     arrays, rebuild, is_module = functional(params)
     if is_module:
         loss = of_arrays(loss, rebuild)

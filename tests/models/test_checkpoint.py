@@ -247,7 +247,6 @@ def test_a_tensor_that_does_not_fit_is_named(damage, message, tmp_path):
         ({"rope_scaling": {"type": "linear"}}, "has no factor"),
         ({"attention_bias": True}, "biases in attention or in the MLP"),
         ({"hidden_size": None}, "no number hidden_size"),
-        ({"bos_token_id": None}, "no bos_token_id"),
         ({"model_type": "mixtral"}, "model_type 'mixtral', but only .*, qwen3_moe"),
         ({"model_type": "qwen3_moe"}, "no number moe_intermediate_size"),
         (OF_EXPERTS | {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\], but only \[\]"),

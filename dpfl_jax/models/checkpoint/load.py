@@ -24,6 +24,9 @@ Place = Callable[[PyTree], PyTree]
 def read_config(path: Any) -> TransformerConfig:
     """The transformer of a checkpoint, from its config.json alone.
 
+    Its ``bos_id`` is what config.json says. Whether sequences begin with it is the tokeniser's word
+    (``load_tokenizer(path).bos_id``), or of chats the data's, which then hold it: None.
+
     Raises:
       BadInputError: no checkpoint, or of a family that is not known.
     """
