@@ -139,6 +139,13 @@ def _sources(
                 f"the checkpoint {files.path} has a tensor {name!r}, for which a model of its "
                 f"{CONFIG} has no place"
             )
+        embedding = prefix + family.top["embedding"].name
+        if tied and not files.equal(name, embedding):
+            raise BadInputError(
+                f"{files.path / CONFIG} ties the output head to the embedding, but {name!r} holds "
+                f"other numbers than {embedding!r}: set its tie_word_embeddings to false, or "
+                "remove the tensor that is not the model's"
+            )
     return sources
 
 
