@@ -346,7 +346,8 @@ class _OneDevice:
         def add(params: PyTree, unit: PyTree, sums: PyTree, count: jax.Array) -> Any:
             one = reference(params, unit)
             more = jax.tree.map(lambda a, b: a + count * b, sums, one.sum)
-            return more, _norm(one.sum), one.norms[0]
+            norm = jnp.where(jnp.isfinite(one.losses[0]), one.norms[0], 0.0)  # as StepStats counts
+            return more, _norm(one.sum), norm
 
         alone = jax.tree.map(whole, params)
         zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, "f4"), device), params)

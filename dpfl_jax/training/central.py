@@ -16,6 +16,7 @@ from dpfl_jax.clipping import Trainable, convolutions, join, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.example_keys import key_argument, with_any_key
+from dpfl_jax.data.labels import check_labels
 from dpfl_jax.data.owners import by_set, people
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable, expect_store
@@ -46,7 +47,13 @@ from dpfl_jax.run.report import (
 from dpfl_jax.run.state import TrainState, init_state
 from dpfl_jax.run.terms import Terms, training_digest
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
-from dpfl_jax.training.modules import check_one_example, functional, named_loss, of_arrays
+from dpfl_jax.training.modules import (
+    check_one_example,
+    functional,
+    named_loss,
+    number_of_classes,
+    of_arrays,
+)
 from dpfl_jax.training.step import TrainStep, make_train_step
 
 PyTree = Any
@@ -350,6 +357,10 @@ def fit(
     if validation is not None:
         evaluate = Evaluator(loss, plan.mesh).of(by_set(validation))
     algorithm = algorithm_of(loss, arrays, plan, optimizer, trainable)
+    if schema is not None and {"x", "label"} <= {field.name for field in schema.fields}:
+        classes = number_of_classes(loss_fn, params, model, plan.example)
+        for store in filter(None, (plan.data, validation)) if classes else ():
+            check_labels(store, classes)
     console = console or default_console()
     if plan.bounding is not None and console is not None:
         console.print(str(plan.bounding), highlight=False)

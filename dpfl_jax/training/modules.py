@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.errors import BadInputError, repeated
-from dpfl_jax.models.functional import cross_entropy
+from dpfl_jax.models.dense import LogisticRegression
+from dpfl_jax.models.functional import Classifier, cross_entropy
 
 PyTree = Any
 STATISTICS = (
@@ -157,6 +158,25 @@ def named_loss(name: str, params: Any, model: Any = None) -> Callable[[Any, Any]
 
     made = {"classification": classification, "regression": regression, "causal_lm": causal_lm}
     return made[name]
+
+
+def number_of_classes(loss_fn: Any, params: Any, model: Any, example: Any) -> int | None:
+    """How many classes a loss tells apart; None of a loss that is the caller's own, or no such.
+
+    Arguments as of ``fit``; ``example`` is one of the data.
+    """
+    owner = getattr(loss_fn, "__self__", None)
+    if isinstance(owner, LogisticRegression):
+        return 2
+    if isinstance(owner, Classifier):
+        forward = owner.outputs
+    elif loss_fn == "classification":
+        forward = forward_of(params, model, loss_fn)
+    else:
+        return None
+    arrays, rebuild, _ = functional(params)
+    logits = jax.eval_shape(lambda p, x: forward(rebuild(p), x), arrays, example["x"])
+    return int(logits.shape[-1]) if getattr(logits, "ndim", 0) == 1 else None
 
 
 def of_arrays(loss_fn: Callable[..., jax.Array], rebuild: Callable[[PyTree], Any]) -> Any:
