@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.clipping import SelfCheckError, Trainable, join
-from dpfl_jax.clipping.self_check import TOLERANCE, away_from_zero, is_low
+from dpfl_jax.clipping.self_check import TOLERANCE, away_from_zero, is_low, unoptimised
 from dpfl_jax.data.pipeline import Bucket, Pipeline
 from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.mechanisms.batches import units_of
@@ -351,10 +351,8 @@ class _OneDevice:
 
         alone = jax.tree.map(whole, params)
         zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, "f4"), device), params)
-        # Its few units are computed sooner than such a program is optimised.
-        quick = {"xla_backend_optimization_level": 0} if device.platform == "cpu" else None
         return cls(
-            jax.jit(add, compiler_options=quick),
+            jax.jit(add, compiler_options=unoptimised()),
             join(alone, jax.tree.map(whole, frozen)),
             zeros,
             device,

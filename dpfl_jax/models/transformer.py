@@ -302,9 +302,9 @@ class Transformer(nn.Module):
         embedding = self.param("embedding", init, (c.vocab_size, c.embed_dim))
         inputs = tokens
         first = jnp.arange(tokens.shape[0]) == 0 if segments is None else begins(segments)
-        shifted = not self.decode and c.bos_id is not None
-        if shifted:
-            inputs = jnp.where(first, c.bos_id, jnp.roll(tokens, 1))
+        bos = None if self.decode else c.bos_id
+        if bos is not None:
+            inputs = jnp.where(first, bos, jnp.roll(tokens, 1))
         # Rows before the cast (casting the table would cost its size), and NaN, not another row,
         # for an id outside the vocabulary: a wrong tokeniser must not go unnoticed.
         x = jnp.take(embedding, inputs, axis=0, mode="fill").astype(dtype)
@@ -349,7 +349,8 @@ class Transformer(nn.Module):
             for i, near in enumerate(c.local_layers):
                 x, _ = block(c, self.decode, near, name=f"block_{i}")(x, None, segments)
         x = pinned(Norm(c, name="final_norm")(x))
-        if not (self.decode or shifted):
+        unshifted = bos is None and not self.decode
+        if unshifted:
             x = jnp.roll(x, 1, axis=0)  # what a position says is of the next token
         if c.tie_embeddings:
             head = embedding.T
@@ -365,7 +366,7 @@ class Transformer(nn.Module):
         if not losses:
             return logits(x)
         found = _losses(logits, x, tokens, c.vocab_size)
-        return found if shifted else jnp.where(first, 0.0, found)
+        return jnp.where(first, 0.0, found) if unshifted else found
 
 
 def begins(segments: jax.Array) -> jax.Array:

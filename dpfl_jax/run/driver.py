@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import signal
@@ -34,12 +35,13 @@ from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.interrupt import StopRequest
 from dpfl_jax.run.profile import Profile
-from dpfl_jax.run.progress import StepProgress
+from dpfl_jax.run.progress import RunConsole, StepProgress
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
 
 PyTree = Any
 Evaluate = Callable[[PyTree], dict[str, Any]]
 _MILESTONES = 20
+_CHECKING = "checking the first step against plain gradients of single units"
 # A label that is no class, NaN among inputs, ...: trained on, they would cost the whole budget.
 _NO_LOSS = (
     "{} NaN or infinite, so the run stopped: look at the loss of single examples, and there for a "
@@ -268,9 +270,10 @@ def drive(
     clipping = None
     if algorithm.private:
         if start < steps:
-            shown = (console or Console(quiet=True)).status("checking the first step")
-            with shown, too_little_memory("the check before the first step", algorithm.smaller):
-                work.check(state)
+            shown = (console or Console(quiet=True)).status(_CHECKING)
+            smaller = algorithm.smaller
+            with shown as line, too_little_memory("the check before the first step", smaller):
+                work.check(state, functools.partial(_say, console, line))
         clipping = work.clipping()
         if clipping is not None:
             _tell(clipping, console)
@@ -429,6 +432,14 @@ def _tell(clipping: dict[str, Any], console: Console | None) -> None:
             console.print(line, highlight=False)
     if console is None and clipping["warning"]:
         warnings.warn(clipping["warning"], stacklevel=3)
+
+
+def _say(console: Console | None, line: Any, part: str) -> None:
+    """Shows which part of the check is being done."""
+    if line is not None:
+        line.update(f"{_CHECKING}: {part}")
+    elif isinstance(console, RunConsole):
+        console.begin(f"{_CHECKING}: {part}")
 
 
 def _check_losses(found: dict[str, Any]) -> bool:

@@ -210,7 +210,7 @@ class CentralSteps(Steps):
             ],
         }
 
-    def check(self, state: TrainState) -> None:
+    def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
         """Compares the compiled sum with one device, and the strategy's norms with plain ones."""
         run = self.run
         run.plan.check(
@@ -222,6 +222,7 @@ class CentralSteps(Steps):
             self.pipeline,
             self.sampler.group_size,
             run.trainable,
+            say,
         )
 
     def clipping(self) -> dict[str, Any] | None:
@@ -359,8 +360,9 @@ def fit(
     algorithm = algorithm_of(loss, arrays, plan, optimizer, trainable)
     if schema is not None and {"x", "label"} <= {field.name for field in schema.fields}:
         classes = number_of_classes(loss_fn, params, model, plan.example)
-        for store in filter(None, (plan.data, validation)) if classes else ():
-            check_labels(store, classes)
+        if classes is not None:
+            for store in filter(None, (plan.data, validation)):
+                check_labels(store, classes)
     console = console or default_console()
     if plan.bounding is not None and console is not None:
         console.print(str(plan.bounding), highlight=False)

@@ -181,6 +181,7 @@ def number_of_classes(loss_fn: Any, params: Any, model: Any, example: Any) -> in
     owner = getattr(loss_fn, "__self__", None)
     if isinstance(owner, LogisticRegression):
         return 2
+    forward: Callable[[Any, Any], Any]
     if isinstance(owner, Classifier):
         forward = owner.outputs
     elif loss_fn == "classification":
