@@ -230,8 +230,9 @@ def encode_conversations(
             if first is not None and list(ids[:1]) != [first]:
                 ids, answer = np.insert(ids, 0, first), np.insert(answer, 0, False)
             answer[:1] = False
-            if ends and tokenizer.eos_id is not None:
-                ids, answer = np.append(ids, tokenizer.eos_id), np.append(answer, True)
+            last = tokenizer.eos_id if ends else None
+            if last is not None and list(ids[-1:]) != [last]:
+                ids, answer = np.append(ids, last), np.append(answer, True)
             tokens[row, : len(ids)], mask[row, : len(ids)] = ids[:length], answer[:length]
         if not mask.any(axis=1).all():
             dropped += 1

@@ -165,12 +165,14 @@ def test_texts_prompts_and_samples_begin_and_end_as_the_family_says(family):
     assert tokenizer.stop_ids == ends
     assert prompt_ids(tokenizer, TEXT) == before + plain
     assert prompt_ids(tokenizer, (begin or "") + TEXT) == before + plain
-    texts = dpfl.from_texts([("a", TEXT)], str(folder), seq_len=20).read(np.array([0]))
-    assert texts["tokens"][0][texts["mask"][0]].tolist() == plain + after
-    row = {"user": "a", "p": "the lazy", "c": " dog"}
-    ids, learned = answers(folder, rows=[row], prompt="p", completion="c")
-    assert ids == before + plain + after
-    assert made.decode([i for i, yes in zip(ids, learned) if yes], False) == " dog" + end
+    for text in (TEXT, (begin or "") + TEXT + end):  # as rendered elsewhere
+        texts = dpfl.from_texts([("a", text)], str(folder), seq_len=20).read(np.array([0]))
+        assert texts["tokens"][0][texts["mask"][0]].tolist() == plain + after
+    for written in ("", end):
+        row = {"user": "a", "p": "the lazy", "c": " dog" + written}
+        ids, learned = answers(folder, rows=[row], prompt="p", completion="c")
+        assert ids == before + plain + after
+        assert made.decode([i for i, yes in zip(ids, learned) if yes], False) == " dog" + end
 
 
 def test_chats_begin_once(family):
