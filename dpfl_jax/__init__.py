@@ -55,6 +55,7 @@ _HOMES = {
     "load_dataset": "dpfl_jax.data",
     "load_exported": "dpfl_jax.training.exported",
     "transformer_config": "dpfl_jax.models",
+    "without_batch_norm": "dpfl_jax.models.batch_norm",
 }
 
 __all__ = [
@@ -97,6 +98,7 @@ __all__ = [
     "load_dataset",
     "load_exported",
     "transformer_config",
+    "without_batch_norm",
 ]
 
 if TYPE_CHECKING:
@@ -132,6 +134,7 @@ if TYPE_CHECKING:
     )
     from dpfl_jax.mechanisms.plan import Plan
     from dpfl_jax.models import LanguageModel, transformer_config
+    from dpfl_jax.models.batch_norm import without_batch_norm
     from dpfl_jax.randomness import RootKey
     from dpfl_jax.run.driver import Hooks, Pace
     from dpfl_jax.training import FitResult, fit

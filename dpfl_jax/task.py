@@ -69,7 +69,7 @@ class Task:
       input_shape: of one ``x``, or of one example's tokens.
       classes: number of classes; 0 if there are none.
       vocab_size: token ids (in ``tokens``, or in ``x``) are below it; 0 if x holds numbers.
-      bos_id: the id that begins a sequence of tokens.
+      bos_id: the id that a model prepends to a sequence of tokens; None: none.
       scaled: numbers are of order 1, by constants that were known without these data.
       table: what ``x`` and ``label`` were read from; None of other data.
     """
@@ -78,7 +78,7 @@ class Task:
     input_shape: tuple[int, ...] = ()
     classes: int = 0
     vocab_size: int = 0
-    bos_id: int = 1
+    bos_id: int | None = 1
     scaled: bool = True
     table: Table | None = None
 

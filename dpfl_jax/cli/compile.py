@@ -116,7 +116,7 @@ def measure(
         trained_by_name,
     )
 
-    model = build_transformer(config, vocab)
+    model = build_transformer(config, vocab, bos_id=1)
     mechanism, execution = config.mechanism, config.execution
     if mechanism.private and mechanism.noise_multiplier is None:
         # Any number of people and any noise: the same step.

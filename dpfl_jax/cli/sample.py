@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     import jax
 
+    from dpfl_jax.data import prompt_ids
     from dpfl_jax.models.checkpoint import checkpoint_dir
     from dpfl_jax.models.generate import generate
 
@@ -54,12 +55,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for token in generate(
         model,
         params,
-        tokenizer.encode(args.prompt),
+        prompt_ids(tokenizer, args.prompt),
         max_tokens=args.max_tokens,
         key=jax.random.key(args.seed),
         temperature=args.temperature,
         top_k=args.top_k,
-        stop_id=tokenizer.eos_id,
+        stop_ids=tokenizer.stop_ids,
     ):
         tokens.append(token)
         text = tokenizer.decode(tokens)

@@ -131,9 +131,10 @@ def _system(config: Any) -> Any:
 
 def _train(config: Any, run_dir: Any, console: Console) -> dict[str, Any] | None:
     """Trains, alone or as one of many processes; only process 0 speaks."""
-    from dpfl_jax.run import processes
+    from dpfl_jax.run import processes, programs
 
     processes.start(config.processes)
+    programs.keep_programs()  # a run that goes on after a kill compiles nothing again
     with processes.ending_together(f"--run-dir {run_dir}", config.processes):
         if not processes.is_primary():
             console = Console(quiet=True)

@@ -16,10 +16,11 @@ class StepStats:
 
     Attributes (float32 scalars):
       units: units drawn.
-      loss: sum of unit losses over finite ones.
+      loss: sum of unit losses.
       clipped: units whose gradient norm was above what it was clipped to.
       norm: sum of unit gradient norms.
-      nonfinite: units whose gradient had a NaN or infinity and was replaced by zero.
+      nonfinite: units whose loss, or gradient, had a NaN or infinity; such a gradient was replaced
+        by zero. They are in no other sum but ``units``.
     """
 
     units: jax.Array
@@ -27,6 +28,23 @@ class StepStats:
     clipped: jax.Array
     norm: jax.Array
     nonfinite: jax.Array
+
+    @classmethod
+    def of(cls, bounded: Any, mask: jax.Array, bound: Any) -> StepStats:
+        """Of what a clipped sum says of the units at ``mask``; ``bound`` is what it clipped to."""
+        real = mask.astype(bool)
+        finite = real & ~bounded.nonfinite & jnp.isfinite(bounded.losses)
+
+        def total(x: Any) -> jax.Array:
+            return jnp.where(finite, x, 0).astype(jnp.float32).sum()
+
+        return cls(
+            units=real.astype(jnp.float32).sum(),
+            loss=total(bounded.losses),
+            clipped=total(bounded.norms > bound),
+            norm=total(bounded.norms),
+            nonfinite=(real & ~finite).astype(jnp.float32).sum(),
+        )
 
     @classmethod
     def zero(cls, *shape: int) -> StepStats:

@@ -20,7 +20,7 @@ from dpfl_jax.data.schema import Field, Schema
 from dpfl_jax.data.sections import DataConfig, SourceConfig
 from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import ArrayStore, Store, UserView
-from dpfl_jax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from dpfl_jax.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, prompt_ids
 
 __all__ = [
     "ArrayStore",
@@ -45,6 +45,7 @@ __all__ = [
     "load_dataset",
     "load_examples",
     "load_tokenizer",
+    "prompt_ids",
     "split_by_user",
     "split_within_users",
     "store_from_documents",

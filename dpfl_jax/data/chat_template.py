@@ -19,6 +19,7 @@ import jinja2
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from dpfl_jax.data.tokenizers import json_of, named_tokens, tokenizer_settings
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.hub import local_path
 
@@ -153,21 +154,21 @@ def load_chat_template(tokenizer: Any, file: str | None = None) -> ChatTemplate 
     Raises:
       BadInputError: a file that cannot be read.
     """
-    config: dict[str, Any] = {}
+    config: Mapping[str, Any] = {}
     source, name = None, ""
     if isinstance(tokenizer, str | os.PathLike):
         path = pathlib.Path(local_path(tokenizer, "model"))
         folder = path if path.is_dir() else path.parent
         found = folder / "tokenizer_config.json"
         if os.fspath(tokenizer) != "bytes" and found.is_file():
-            config, name = _json(found), os.fspath(found)
-            source = config.get("chat_template")
+            source, name = json_of(found).get("chat_template"), os.fspath(found)
+            config = tokenizer_settings(found)
         found = folder / "chat_template.jinja"
         if os.fspath(tokenizer) != "bytes" and found.is_file():
             source, name = _read(found), os.fspath(found)
     else:
         source, name = getattr(tokenizer, "chat_template", None), "the tokeniser's chat template"
-        config = dict(getattr(tokenizer, "special_tokens_map", {}))
+        config = getattr(tokenizer, "special_tokens_map", {})
     if isinstance(source, list):  # several by name
         source = {entry.get("name"): entry.get("template") for entry in source}
     if isinstance(source, dict):
@@ -176,13 +177,8 @@ def load_chat_template(tokenizer: Any, file: str | None = None) -> ChatTemplate 
         source, name = _read(pathlib.Path(file)), file
     if not isinstance(source, str):
         return None
-    tokens = {}
-    for key, token in config.items():
-        content = token.get("content") if isinstance(token, dict) else token
-        if key.endswith("_token") and isinstance(content, str):
-            tokens[key] = content
     return ChatTemplate(
-        source, tokens, f"the chat template {name}" if os.path.exists(name) else name
+        source, named_tokens(config), f"the chat template {name}" if os.path.exists(name) else name
     )
 
 
@@ -192,13 +188,3 @@ def _read(path: pathlib.Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadInputError(f"cannot read the chat template {path}: {reason}") from error
-
-
-def _json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        found = json.loads(_read(path))
-    except ValueError as error:
-        if isinstance(error, BadInputError):
-            raise
-        raise BadInputError(f"{path} is no JSON file: {error}") from error
-    return found if isinstance(found, dict) else {}

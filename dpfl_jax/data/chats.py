@@ -201,8 +201,9 @@ def encode_conversations(
 ) -> tuple[np.ndarray, int]:
     """Tokenises documents and cuts each at the end to ``schema.seq_len`` tokens.
 
-    A token is an answer's if one of its characters is. The beginning token is left out: models
-    prepend it.
+    A token is an answer's if one of its characters is. The beginning is a token like others: the
+    chat template's, or, where prompt and answer are text, the tokeniser's. A model of these
+    prepends none, and so predicts no first token.
 
     Args:
       documents: of ``Conversations.document``.
@@ -225,10 +226,13 @@ def encode_conversations(
             answer = np.zeros(len(ids), bool)
             for start, stop in spans:
                 answer |= (places[:, 0] < stop) & (places[:, 1] > start)
-            if len(ids) and ids[0] == tokenizer.bos_id:
-                ids, answer = ids[1:], answer[1:]
-            if ends and tokenizer.eos_id is not None:
-                ids, answer = np.append(ids, tokenizer.eos_id), np.append(answer, True)
+            first = tokenizer.bos_id if ends else None
+            if first is not None and list(ids[:1]) != [first]:
+                ids, answer = np.insert(ids, 0, first), np.insert(answer, 0, False)
+            answer[:1] = False
+            last = tokenizer.eos_id if ends else None
+            if last is not None and list(ids[-1:]) != [last]:
+                ids, answer = np.append(ids, last), np.append(answer, True)
             tokens[row, : len(ids)], mask[row, : len(ids)] = ids[:length], answer[:length]
         if not mask.any(axis=1).all():
             dropped += 1

@@ -79,13 +79,20 @@ def encode_user(
             if bad is not None:
                 bad.dropped += dropped
         else:
-            ids = tokenizer.encode_batch(these)
+            ids = [_bare(document, tokenizer) for document in tokenizer.encode_batch(these)]
             records = chunk_documents(ids, schema, tokenizer.eos_id)[0]
         found.append(records)
         count += len(found[-1])
         if max_examples is not None and count >= max_examples:
             break
     return np.concatenate(found)[:max_examples]
+
+
+def _bare(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    """Without a beginning and an end that were written into the text: it gets them anyway."""
+    if len(ids) and ids[0] == tokenizer.bos_id:
+        ids = ids[1:]
+    return ids[:-1] if len(ids) and ids[-1] == tokenizer.eos_id else ids
 
 
 def none_usable(schema: Schema) -> BadInputError:

@@ -15,6 +15,7 @@ from dpfl_jax.data.chats import conversations_in
 from dpfl_jax.data.chunking import store_from_documents
 from dpfl_jax.data.documents import FORMATS, expand_paths, read_documents
 from dpfl_jax.data.keys import key_name, value_to_id
+from dpfl_jax.data.labels import are_classes
 from dpfl_jax.data.owners import SharedStore, by_set, store_of
 from dpfl_jax.data.registry import data_source
 from dpfl_jax.data.rows import BadRows
@@ -265,7 +266,8 @@ def _texts(config: SourceConfig, bad: BadRows) -> Examples:
 def _tokens(store: Store, tokenizer: Tokenizer, unit: str, test: Store | None = None) -> Examples:
     schema = store.schema
     kind: Literal["tokens", "preferences"] = "preferences" if schema.pairs else "tokens"
-    task = Task(kind, schema.fields[0].shape, 0, schema.vocab_size, tokenizer.bos_id)
+    bos_id = None if schema.kind == "answers" else tokenizer.bos_id  # answers' is in the data
+    task = Task(kind, schema.fields[0].shape, 0, schema.vocab_size, bos_id)
     return Examples(store, task, unit, test, tokenizer)
 
 
@@ -327,7 +329,7 @@ def _stored(config: SourceConfig) -> Examples:
             x, label = found[inputs[0]], found[target]
             scale = 255.0 if x.dtype == np.uint8 else 1.0
             own = {"x": x.reshape(len(x), *shape).astype(np.float32) / scale,
-                   "label": label.astype(np.float32 if classes is None else np.int32)}  # fmt: skip
+                   "label": label.astype(np.float32) if classes is None else label}  # fmt: skip
             # Other numbers of a record: its silo, or its budget.
             rest = {n: a for n, a in found.items() if a.ndim == 1 and n not in (inputs[0], target)}
             yield name, rest | own
@@ -346,9 +348,7 @@ def _checked(
         where = f"{name}: a user has"
         if not (np.isfinite(x).all() and np.isfinite(label).all()):
             raise BadInputError(f"{where} numbers that are not finite: mend or leave out the row")
-        if task.classes and not (
-            label.dtype.kind in "iu" and ((label >= 0) & (label < task.classes)).all()
-        ):
+        if task.classes and not are_classes(label, task.classes):
             raise BadInputError(
                 f"{where} labels that are not whole numbers from 0 to {task.classes - 1}: check "
                 "data.target_column and data.classes"
@@ -356,7 +356,7 @@ def _checked(
         silo = np.asarray(batch.get("silo", 0))
         if silo.dtype.kind not in "iu" or (silo < 0).any():
             raise BadInputError(f"{where} silos that are not whole numbers from 0 on")
-        yield user, batch
+        yield user, {**batch, "label": label.astype(np.int32)} if task.classes else batch
 
 
 def _by_user(store: Store) -> Iterator[tuple[str, dict[str, np.ndarray]]]:

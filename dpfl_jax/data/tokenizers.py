@@ -1,13 +1,15 @@
 """Tokenisers: bytes (no file needed), and files of the ``tokenizers`` and SentencePiece libraries.
 
-Ids of a document never include the beginning-of-sequence token: the model prepends ``bos_id``.
+How a text begins, and which tokens end it, is what ``transformers`` makes of the same files.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,15 +22,18 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     Attributes:
-      vocab_size: ids are below it (``bos_id`` included).
-      bos_id: the id that a model prepends; never produced by ``encode``.
+      vocab_size: ids are below it.
+      bos_id: the id that every text begins with, which a model prepends and ``encode`` leaves out;
+        None if texts begin with their own first token.
       eos_id: the id that ends a document, or None if the tokeniser has none.
+      stop_ids: any of them ends what a model writes.
       fingerprint: hex digest; equal fingerprints give equal ids.
     """
 
     vocab_size: int
-    bos_id: int
+    bos_id: int | None
     eos_id: int | None
+    stop_ids: frozenset[int]
     fingerprint: str
 
     def encode(self, text: str) -> list[int]:
@@ -46,8 +51,9 @@ class ByteTokenizer:
 
     vocab_size = 259
     pad_id = 0
-    bos_id = 1
+    bos_id: int | None = 1
     eos_id: int | None = 2
+    stop_ids = frozenset({2})
     fingerprint = hashlib.sha256(b"dpfl_jax bytes: pad 0, bos 1, eos 2, byte b = 3 + b").hexdigest()
 
     def encode(self, text: str) -> list[int]:
@@ -79,14 +85,19 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A tokeniser of the ``tokenizers`` library."""
 
-    _EOS = ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[EOS]", "[SEP]")
-    _BOS = ("<s>", "<bos>", "<|begin_of_text|>", "<|startoftext|>", "[BOS]", "[CLS]")
+    # Of a file that nothing lies beside: what ends a text by the families' conventions.
+    _ENDS = ("</s>", "<|endoftext|>", "<eos>", "<|end_of_text|>", "[EOS]")
 
-    def __init__(self, data: bytes, name: str):
-        """Takes the content of a ``tokenizer.json``; ``name`` is what errors call it.
+    def __init__(self, data: bytes, name: str, settings: Mapping[str, Any] | None = None):
+        """Takes the content of a ``tokenizer.json``.
+
+        Args:
+          data: of the file.
+          name: what errors call it.
+          settings: what is said of it elsewhere (``tokenizer_settings``).
 
         Raises:
-          BadInputError: if it is not a tokeniser.
+          BadInputError: if it is not a tokeniser, or its beginning or end cannot be told.
         """
         import tokenizers
 
@@ -97,18 +108,23 @@ class HuggingFaceTokenizer:
         # Truncation or padding written into the file would silently drop or invent text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        size = self._tokenizer.get_vocab_size(with_added_tokens=True)
-        highest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-        size = max(size, highest + 1)
-        self.eos_id = self._special(self._EOS)
-        bos = self._special(self._BOS)
-        self.bos_id = size if bos is None or bos == self.eos_id else bos
-        self.vocab_size = max(size, self.bos_id + 1)
-        self.fingerprint = hashlib.sha256(b"tokenizers\0" + data).hexdigest()
-
-    def _special(self, names: Sequence[str]) -> int | None:
-        ids = (self._tokenizer.token_to_id(name) for name in names)
-        return next((i for i in ids if i is not None), None)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        settings = settings or {}
+        self.bos_id, after = _around(json.loads(data).get("post_processor"), name)
+        id_of = self._tokenizer.token_to_id
+        self.eos_id, self.stop_ids = _ends_of(settings, id_of, after, name)
+        if self.eos_id is None and not settings:
+            found = [token for token in self._ENDS if token in vocabulary]
+            if len(found) > 1:
+                raise BadInputError(
+                    f"{name} has the tokens {' and '.join(found)}, each of which may end a text: "
+                    'put a tokenizer_config.json beside it that holds {"eos_token": ...}'
+                )
+            self.eos_id = vocabulary[found[0]] if found else None
+            self.stop_ids = frozenset(vocabulary[token] for token in found)
+        ends = f"\0{self.bos_id}\0{self.eos_id}".encode()
+        self.fingerprint = hashlib.sha256(b"tokenizers\0" + data + ends).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of ``text``, without special tokens."""
@@ -126,15 +142,15 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ``ids``; special tokens are left out."""
-        known = [int(i) for i in ids if i != self.bos_id and i != self.eos_id]
+        known = [int(i) for i in ids if i != self.bos_id and i not in self.stop_ids]
         return self._tokenizer.decode(known, skip_special_tokens=True)
 
 
 class SentencePieceTokenizer:
     """A SentencePiece ``.model`` file (extra ``sentencepiece``)."""
 
-    def __init__(self, path: str | os.PathLike[str]):
-        """Reads the file.
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any] | None = None):
+        """Reads the file; ``settings`` as of ``HuggingFaceTokenizer``.
 
         Raises:
           BadInputError: if it is not there, is not a model, or the library is not installed.
@@ -151,11 +167,18 @@ class SentencePieceTokenizer:
             self._model.LoadFromSerializedProto(data)
         except Exception as error:
             raise BadInputError(f"{path} is not a SentencePiece model: {error}") from error
-        size, bos, eos = self._model.GetPieceSize(), self._model.bos_id(), self._model.eos_id()
-        self.eos_id: int | None = eos if eos >= 0 else None
-        self.bos_id = bos if bos >= 0 else size
-        self.vocab_size = max(size, self.bos_id + 1)
-        self.fingerprint = hashlib.sha256(b"sentencepiece\0" + data).hexdigest()
+        bos, eos = (i if i >= 0 else None for i in (self._model.bos_id(), self._model.eos_id()))
+
+        def piece(text: str) -> int | None:
+            found = self._model.PieceToId(text)
+            return None if found == self._model.unk_id() else found
+
+        settings = settings or {}
+        self.bos_id = bos if settings.get("add_bos_token", True) else None
+        self.eos_id, self.stop_ids = _ends_of(settings, piece, eos, str(path))
+        self.vocab_size = self._model.GetPieceSize()
+        ends = f"\0{self.bos_id}\0{self.eos_id}".encode()
+        self.fingerprint = hashlib.sha256(b"sentencepiece\0" + data + ends).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of ``text``, without special tokens."""
@@ -167,12 +190,14 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ``ids``; special tokens are left out."""
-        known = [int(i) for i in ids if i != self.bos_id and i != self.eos_id]
+        known = [int(i) for i in ids if i != self.bos_id and i not in self.stop_ids]
         return self._model.DecodeIds(known)
 
 
 def load_tokenizer(name: Any) -> Tokenizer:
     """Returns the tokeniser called ``"bytes"``, the one in a file, or one that is at hand.
+
+    Of a file, ``tokenizer_config.json`` and its neighbours say how texts begin and end.
 
     Args:
       name: ``"bytes"``; a ``tokenizer.json`` of the tokenizers library or a SentencePiece
@@ -184,7 +209,8 @@ def load_tokenizer(name: Any) -> Tokenizer:
     """
     library = getattr(name, "backend_tokenizer", name)  # transformers keep one of tokenizers
     if hasattr(library, "to_str") and hasattr(library, "get_vocab"):
-        return HuggingFaceTokenizer(library.to_str().encode(), type(name).__name__)
+        named = {} if library is name else named_tokens(getattr(name, "special_tokens_map", {}))
+        return HuggingFaceTokenizer(library.to_str().encode(), type(name).__name__, named)
     if hasattr(name, "encode_batch") and hasattr(name, "fingerprint"):
         return name
     if not isinstance(name, str | os.PathLike):
@@ -200,13 +226,115 @@ def load_tokenizer(name: Any) -> Tokenizer:
         held = [os.path.join(path, f) for f in ("tokenizer.json", "tokenizer.model")]
         path = next((f for f in held if os.path.exists(f)), path)
     if path.endswith(".json"):
-        return HuggingFaceTokenizer(_read(path), path)
+        return HuggingFaceTokenizer(_read(path), path, tokenizer_settings(path))
     if path.endswith((".model", ".spm")):
-        return SentencePieceTokenizer(path)
+        return SentencePieceTokenizer(path, tokenizer_settings(path))
     raise BadInputError(
         f"tokenizer {path!r} is neither 'bytes' nor a .json (tokenizers) nor a .model "
         "(SentencePiece) file, nor a folder with one"
     )
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Returns what a model reads of a prompt that it goes on with.
+
+    Raises:
+      BadInputError: nothing: the prompt is empty, and texts begin with no token of their own.
+    """
+    ids = list(tokenizer.encode(prompt))
+    if tokenizer.bos_id is not None and ids[:1] != [tokenizer.bos_id]:
+        ids.insert(0, tokenizer.bos_id)
+    if not ids:
+        raise BadInputError(
+            "the prompt is empty, but this tokenizer's texts begin with no token of their own: "
+            "give a first word"
+        )
+    return ids
+
+
+def tokenizer_settings(file: str | os.PathLike[str]) -> dict[str, Any]:
+    """What the files beside a tokeniser's say of it: tokens by name, and ``eos_token_id``.
+
+    As in ``transformers``, tokenizer_config.json goes before special_tokens_map.json, and
+    generation_config.json before config.json.
+
+    Raises:
+      BadInputError: one of them cannot be read.
+    """
+    folder = pathlib.Path(file).parent
+    found: dict[str, Any] = {}
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        told = json_of(folder / name)
+        found = named_tokens(told) | found
+        if told.get("add_bos_token") is False:
+            found["add_bos_token"] = False
+    for name in ("generation_config.json", "config.json"):
+        ids = json_of(folder / name).get("eos_token_id")
+        if ids is not None and "eos_token_id" not in found:
+            found["eos_token_id"] = ids
+    return found
+
+
+def json_of(path: pathlib.Path) -> dict[str, Any]:
+    """The JSON object in a file beside a tokeniser's; empty if there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(_read(path))
+    except ValueError as error:
+        raise BadInputError(f"{path} is no JSON file: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def named_tokens(told: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and others, which are text or an object with it."""
+    found = {}
+    for key, token in told.items():
+        content = token.get("content") if isinstance(token, Mapping) else token
+        if key.endswith("_token") and isinstance(content, str):
+            found[key] = str(content)
+    return found
+
+
+def _around(processor: Any, name: str) -> tuple[int | None, int | None]:
+    """The ids that a post-processor of ``tokenizers`` puts before a text and after it."""
+    kind = (processor or {}).get("type")
+    if kind == "Sequence":
+        found = [_around(part, name) for part in processor["processors"]]
+        return tuple(next((i for i in side if i is not None), None) for side in zip(*found))  # type: ignore[return-value]
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return processor["cls"][1], processor["sep"][1]
+    if kind != "TemplateProcessing":
+        return None, None
+    parts = processor["single"]
+    at = next((i for i, part in enumerate(parts) if "Sequence" in part), len(parts))
+
+    def ids(parts: list[dict[str, Any]]) -> list[int]:
+        named = [part["SpecialToken"]["id"] for part in parts if "SpecialToken" in part]
+        return [i for token in named for i in processor["special_tokens"][token]["ids"]]
+
+    before, after = ids(parts[:at]), ids(parts[at:])
+    if len(before) > 1:
+        raise BadInputError(
+            f"{name} begins each text with {len(before)} tokens, but one is the most that is known"
+        )
+    return next(iter(before), None), next(iter(after), None)
+
+
+def _ends_of(
+    settings: Mapping[str, Any], id_of: Callable[[str], int | None], after: int | None, name: str
+) -> tuple[int | None, frozenset[int]]:
+    """What ends a text, and all that ends a sample; ``after``: what the tokeniser itself adds."""
+    token, told = settings.get("eos_token"), settings.get("eos_token_id")
+    eos = None if token is None else id_of(token)
+    if token is not None and eos is None:
+        raise BadInputError(
+            f"{name} has no token {token!r}, which a file beside it calls the eos_token: correct "
+            "one of them"
+        )
+    ends = [i for i in (told if isinstance(told, list) else [told]) if type(i) is int]
+    eos = next((i for i in (eos, after, *ends) if i is not None), None)
+    return eos, frozenset(ends if eos is None else [*ends, eos])
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:

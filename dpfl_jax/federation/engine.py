@@ -111,15 +111,7 @@ def bounded_sum(
             bounded = bounded_grad(
                 params, jax.tree.map(pick, units), row_mask, pick(group), clip_norm
             )
-            real = row_mask.astype(jnp.float32)
-            finite = real * (1.0 - bounded.nonfinite)
-            stats = StepStats(
-                units=stats.units + real.sum(),
-                loss=stats.loss + jnp.where(finite > 0, bounded.losses, 0.0).sum(),
-                clipped=stats.clipped + (finite * (bounded.norms > clip_norm)).sum(),
-                norm=stats.norm + (finite * bounded.norms).sum(),
-                nonfinite=stats.nonfinite + (real * bounded.nonfinite).sum(),
-            )
+            stats = jax.tree.map(jnp.add, stats, StepStats.of(bounded, row_mask, clip_norm))
             return (*accumulate.add(total, errors, bounded.sum), stats)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)

@@ -204,13 +204,14 @@ class FederatedSteps(Steps):
             "strategy": self.run.execution.model_dump(),
         }
 
-    def check(self, state: TrainState) -> None:
+    def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
         """Looks whether units mix, and compares the strategy's norms with plain ones."""
         found = self._first_work()
         if found is None:
             return
         piece, units, group = found
         params = self.run.server.broadcast(state.opt_state["server"])
+        say("that silos' units do not mix (it is compiled for this)")
         _check_unmixed(self.release, params, self._kept(state.opt_state, piece), piece.chunk)
         if self.run.execution.strategy not in ("vmap", "scan"):
             mechanism = self.run.federation.mechanism
@@ -219,6 +220,7 @@ class FederatedSteps(Steps):
                 rule=mechanism.rule(mechanism.clip_norm),
                 strategy=self.run.execution.strategy,
             )
+            say("norms of two units")
             self_check(bounded, self.run.given, units, group=group)
 
     def inputs(self) -> Iterator[tuple[int, Iterator[Piece]]]:

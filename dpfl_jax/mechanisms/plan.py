@@ -291,6 +291,7 @@ class Plan:
         pipeline: Pipeline,
         group_size: int | None,
         trainable: Trainable = None,
+        say: Callable[[str], object] = str,
     ) -> None:
         """Holds a compiled sum against one device's, and its norms against plain ones.
 
@@ -305,12 +306,14 @@ class Plan:
           pipeline: gives the first units.
           group_size: the sampler's.
           trainable: as for ``fit``.
+          say: is told what is being done.
 
         Raises:
           clipping.SelfCheckError: they disagree, or units mix.
         """
+        say("its sum over a few units (the step is compiled for this)")
         given = (summed, self.mechanism, loss_fn, trained, frozen, pipeline, group_size)
-        check_sum(*given, trainable=trainable)
+        summed_up = check_sum(*given, trainable=trainable)
         strategy = self.execution.strategy
         formed = strategy in ("vmap", "scan") or in_pieces(
             self.mechanism, self.mesh, **self.execution.cut
@@ -318,9 +321,11 @@ class Plan:
         if formed or not self.mechanism.private:
             return
         bounded = self.mechanism.bounded_grad(loss_fn, strategy=strategy, trainable=trainable)
-        for some in pipeline.first_units(2, group_size):
+        shapes = pipeline.first_units(2, group_size)
+        for number, some in enumerate(shapes, 1):
+            say(f"norms of two units, shape {number} of {len(shapes)}")
             rows = jax.tree.map(lambda leaf: leaf[0], units_of(self.mechanism, some))
-            self_check(bounded, params, rows)
+            self_check(bounded, params, rows, tolerance=summed_up.tolerance)
 
     def noise(self) -> optax.GradientTransformationExtraArgs:
         """Turns a clipped sum into a private gradient: noise is added, and the sum divided.

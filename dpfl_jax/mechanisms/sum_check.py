@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.clipping import SelfCheckError, Trainable, join
-from dpfl_jax.clipping.self_check import TOLERANCE, away_from_zero, is_low
+from dpfl_jax.clipping.self_check import TOLERANCE, away_from_zero, is_low, unoptimised
 from dpfl_jax.data.pipeline import Bucket, Pipeline
 from dpfl_jax.mechanisms import Mechanism
 from dpfl_jax.mechanisms.batches import units_of
@@ -346,14 +346,13 @@ class _OneDevice:
         def add(params: PyTree, unit: PyTree, sums: PyTree, count: jax.Array) -> Any:
             one = reference(params, unit)
             more = jax.tree.map(lambda a, b: a + count * b, sums, one.sum)
-            return more, _norm(one.sum), one.norms[0]
+            norm = jnp.where(jnp.isfinite(one.losses[0]), one.norms[0], 0.0)  # as StepStats counts
+            return more, _norm(one.sum), norm
 
         alone = jax.tree.map(whole, params)
         zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, "f4"), device), params)
-        # Its few units are computed sooner than such a program is optimised.
-        quick = {"xla_backend_optimization_level": 0} if device.platform == "cpu" else None
         return cls(
-            jax.jit(add, compiler_options=quick),
+            jax.jit(add, compiler_options=unoptimised()),
             join(alone, jax.tree.map(whole, frozen)),
             zeros,
             device,

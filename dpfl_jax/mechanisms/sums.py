@@ -213,7 +213,7 @@ def _by_hand(
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
             bounded = bounded_grad(join(params, frozen), row, mask=mask)
             own = mechanism.rule.of_units(row, jnp.float32(mechanism.clip_norm))[1]
-            return bounded.sum, _stats(bounded, mask, own)
+            return bounded.sum, StepStats.of(bounded, mask, own)
 
         carry = (
             jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
@@ -268,7 +268,7 @@ def _automatic(
 
         def part(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
             bounded = bounded_grad(join(params, frozen), row, mask=mask)
-            return bounded.sum, _stats(bounded, mask, mechanism.clip_norm)
+            return bounded.sum, StepStats.of(bounded, mask, mechanism.clip_norm)
 
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
             def split(x: jax.Array) -> jax.Array:
@@ -318,15 +318,3 @@ def _loop(
         )
     sums, errors, stats = state
     return accumulate.finish(sums, errors), stats
-
-
-def _stats(bounded: Any, mask: jax.Array, bound: Any) -> StepStats:
-    real = mask.astype(jnp.float32)
-    finite = real * (1.0 - bounded.nonfinite)
-    return StepStats(
-        units=real.sum(),
-        loss=jnp.where(finite > 0, bounded.losses, 0.0).sum(),
-        clipped=(finite * (bounded.norms > bound)).sum(),
-        norm=(finite * bounded.norms).sum(),
-        nonfinite=(real * bounded.nonfinite).sum(),
-    )

@@ -130,7 +130,8 @@ class TransformerConfig:
         ``"blockwise"`` those of two blocks of 512, so that memory grows with the length alone;
         ``"auto"``: plain up to 1,024 positions.
       dtype: of activations and matrix products; parameters, norms, softmax and loss are float32.
-      bos_id: put before every sequence by the model.
+      bos_id: put before every sequence by the model; None: nothing, and then a sequence's first
+        token is not predicted.
       lora: adapters (a mapping is taken too); None: no adapters.
     """
 
@@ -169,7 +170,7 @@ class TransformerConfig:
     remat: Remat | bool = "light"
     attention: AttentionForm = "auto"
     dtype: str = "float32"
-    bos_id: int = 1
+    bos_id: int | None = 1
     lora: Lora | None = None
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -263,7 +264,7 @@ class TransformerConfig:
             raise BadInputError(
                 f"model: rotary positions need an even head width, but it is {self.width}"
             )
-        if not 0 <= self.bos_id < self.vocab_size:
+        if self.bos_id is not None and not 0 <= self.bos_id < self.vocab_size:
             raise BadInputError(
                 f"model: bos_id {self.bos_id} is not below vocab_size {self.vocab_size}"
             )

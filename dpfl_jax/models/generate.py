@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,26 +27,28 @@ def generate(
     key: jax.Array,
     temperature: float = 1.0,
     top_k: int | None = None,
-    stop_id: int | None = None,
+    stop_ids: Collection[int] = (),
 ) -> Iterator[int]:
     """Yields tokens that follow a prompt.
 
     Args:
       model: the model.
       params: its parameters.
-      prompt: ids, without the beginning-of-sequence id; may be empty.
+      prompt: ids as the model reads them, its beginning included (``dpfl_jax.data.prompt_ids``).
       max_tokens: at most so many are sampled.
       key: of the draws.
       temperature: logits are divided by it; 0: always the most likely token.
       top_k: draw from the k most likely tokens; None: from all.
-      stop_id: ends the text, and is not yielded.
+      stop_ids: any of them ends the text, and is not yielded.
 
     Raises:
       BadInputError: nothing to sample, prompt and sample are longer than the model takes, a token
         outside the vocabulary, or settings that make no sense.
     """
     config = model.config
-    tokens = np.concatenate([[config.bos_id], np.asarray(prompt, np.int64)])
+    tokens = np.asarray(prompt, np.int64)
+    if not len(tokens):
+        raise BadInputError("the prompt has no token that a model could go on from")
     length = len(tokens) + max_tokens
     if max_tokens < 1:
         raise BadInputError(f"the number of tokens to sample is {max_tokens}, but at least 1")
@@ -65,7 +67,7 @@ def generate(
         )
     if config.positions == "rotary":  # the cache need not be longer than this text
         config = dataclasses.replace(config, max_seq_len=length)
-    return _tokens(config, params, tokens, max_tokens, key, temperature, top_k, stop_id)
+    return _tokens(config, params, tokens, max_tokens, key, temperature, top_k, stop_ids)
 
 
 # One program for all parameters of a model.
@@ -93,7 +95,7 @@ def _tokens(
     key: jax.Array,
     temperature: float,
     top_k: int | None,
-    stop_id: int | None,
+    stop_ids: Collection[int],
 ) -> Iterator[int]:
     cache, some = LanguageModel(config).start(params), jnp.asarray(tokens, jnp.int32)
     for i in range(max_tokens):
@@ -101,7 +103,7 @@ def _tokens(
             config, params, cache, some, jax.random.fold_in(key, i), temperature, top_k
         )
         token = int(drawn)
-        if token == stop_id:
+        if token in stop_ids:
             return
         yield token
         some = drawn[None]

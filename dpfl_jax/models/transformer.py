@@ -280,8 +280,9 @@ class Transformer(nn.Module):
     With ``losses``, the cross-entropy of each token instead, float32 [length].
 
     The input is shifted right behind the beginning-of-sequence id, so that position t predicts
-    token t from the tokens before it. With ``decode`` it is not shifted: the model goes on from its
-    cache, and position t predicts what follows token t.
+    token t from the tokens before it; without such an id, nothing predicts a sequence's first
+    token, and its loss is 0. With ``decode`` it is not shifted: the model goes on from its cache,
+    and position t predicts what follows token t.
 
     With ``segments``, int32 [length], there are several sequences, one behind the other: each
     begins anew where the number changes, and sees itself alone.
@@ -300,12 +301,10 @@ class Transformer(nn.Module):
         init = nn.initializers.normal(_STDDEV)
         embedding = self.param("embedding", init, (c.vocab_size, c.embed_dim))
         inputs = tokens
-        if not self.decode:
-            bos = jnp.full((1,), c.bos_id, tokens.dtype)
-            inputs = jnp.concatenate([bos, tokens[:-1]])
-        if segments is not None:
-            first = begins(segments)
-            inputs = jnp.where(first, c.bos_id, inputs)
+        first = jnp.arange(tokens.shape[0]) == 0 if segments is None else begins(segments)
+        bos = None if self.decode else c.bos_id
+        if bos is not None:
+            inputs = jnp.where(first, bos, jnp.roll(tokens, 1))
         # Rows before the cast (casting the table would cost its size), and NaN, not another row,
         # for an id outside the vocabulary: a wrong tokeniser must not go unnoticed.
         x = jnp.take(embedding, inputs, axis=0, mode="fill").astype(dtype)
@@ -350,6 +349,9 @@ class Transformer(nn.Module):
             for i, near in enumerate(c.local_layers):
                 x, _ = block(c, self.decode, near, name=f"block_{i}")(x, None, segments)
         x = pinned(Norm(c, name="final_norm")(x))
+        unshifted = bos is None and not self.decode
+        if unshifted:
+            x = jnp.roll(x, 1, axis=0)  # what a position says is of the next token
         if c.tie_embeddings:
             head = embedding.T
         else:
@@ -361,7 +363,10 @@ class Transformer(nn.Module):
                 found = c.logit_softcap * jnp.tanh(found / c.logit_softcap)
             return pinned(found)
 
-        return _losses(logits, x, tokens, c.vocab_size) if losses else logits(x)
+        if not losses:
+            return logits(x)
+        found = _losses(logits, x, tokens, c.vocab_size)
+        return jnp.where(first, 0.0, found) if unshifted else found
 
 
 def begins(segments: jax.Array) -> jax.Array:
@@ -459,6 +464,9 @@ class LanguageModel:
         del rng
         tokens, real = example["tokens"], example["mask"].astype(bool)
         segments = example.get("segments")
+        if self.config.bos_id is None:
+            first = jnp.arange(real.shape[0]) == 0 if segments is None else begins(segments)
+            real = real & ~first
         losses = jnp.where(real, self._apply(params, tokens, True, segments), 0.0)
         if segments is None:
             return losses.sum() / jnp.maximum(real.sum(), 1).astype(jnp.float32)
@@ -483,7 +491,7 @@ class LanguageModel:
           params: as returned by ``init``.
           cache: what was read before: ``start(params)``, or as returned by the last call. It holds
             max_seq_len positions; the caller must not read more.
-          tokens: int32 [length]; the first of a sequence is bos_id.
+          tokens: int32 [length]; the first of a sequence is bos_id, if there is one.
 
         Returns:
           float32 [length, vocab_size], row t for what follows token t; and the new cache.

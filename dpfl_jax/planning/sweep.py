@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from rich.console import Console
 
@@ -197,8 +196,8 @@ class Sweep:
             the refused one's folder: with a larger ``privacy.budget`` the same call goes on.
           StoppedError: interrupted; the same call goes on.
         """
+        from dpfl_jax.run.programs import keep_programs
         from dpfl_jax.run.progress import StepProgress
-        from dpfl_jax.training.pretrain import default_cache_dir
 
         if not 0 <= rank < of:
             raise BadInputError(f"rank {rank} of {of} processes: ranks go from 0 to {of - 1}")
@@ -207,12 +206,7 @@ class Sweep:
         for cell in left:  # what is wrong with an axis is said before the first run
             self.cell_config(cell)
         load = functools.lru_cache(maxsize=1)(load_dataset)
-        if (
-            getattr(jax.config, "jax_compilation_cache_dir", None) is None
-        ):  # cells share most compiled programs
-            # Not in the folder, which somebody may have sent: programs are read from there and run.
-            jax.config.update("jax_compilation_cache_dir", str(default_cache_dir() / "compiled"))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        keep_programs()  # cells share most of them
         ledger = self.base.privacy.ledger
         if ledger is not None:
             new = "" if pathlib.Path(ledger).exists() else f"a new ledger is made at {ledger}\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -47,13 +47,17 @@ class Steps(abc.ABC):
         """What must be equal in all processes, by name."""
         return {}
 
-    def check(self, state: TrainState) -> None:
+    def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
         """Looks, before the first step, whether what is compiled is what is accounted for.
+
+        Args:
+          state: the steps begin with.
+          say: is told what is being done.
 
         Raises:
           clipping.SelfCheckError: it is not.
         """
-        del state
+        del state, say
 
     def clipping(self) -> dict[str, Any] | None:
         """How the norms of how many parameters are computed (``clipping.Explanation``), as JSON."""

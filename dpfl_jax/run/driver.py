@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import signal
@@ -34,12 +35,20 @@ from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.interrupt import StopRequest
 from dpfl_jax.run.profile import Profile
-from dpfl_jax.run.progress import StepProgress
+from dpfl_jax.run.progress import RunConsole, StepProgress
 from dpfl_jax.run.terms import PUBLIC_KEY_CAVEAT, begin
 
 PyTree = Any
 Evaluate = Callable[[PyTree], dict[str, Any]]
 _MILESTONES = 20
+_CHECKING = "checking the first step against plain gradients of single units"
+# A label that is no class, NaN among inputs, ...: trained on, they would cost the whole budget.
+_NO_LOSS = (
+    "{} NaN or infinite, so the run stopped: look at the loss of single examples, and there for a "
+    "label that is no class of the model (classes are whole numbers from 0, one output each), NaN "
+    "among the inputs, inputs that are too large (scale them), or the logarithm or root of a "
+    "negative number"
+)
 # Steps are noted before they are taken: one by one if they are slow, else about as often as this.
 NOTED_EVERY_S = 1.0
 
@@ -240,7 +249,11 @@ def drive(
 
     def evaluated(done: int) -> None:
         if evaluate is not None and _evaluation(log.rows, done) is None:
-            log.append({"step": done, "eval": evaluate(algorithm.params(state))})
+            found = evaluate(algorithm.params(state))
+            if done == 0 and not math.isfinite(found["loss"]):
+                before = "before the first step the mean loss of held-out examples is"
+                raise BadInputError(_NO_LOSS.format(before))
+            log.append({"step": done, "eval": found})
 
     if start == 0:
         evaluated(0)
@@ -257,14 +270,15 @@ def drive(
     clipping = None
     if algorithm.private:
         if start < steps:
-            shown = (console or Console(quiet=True)).status("checking the first step")
-            with shown, too_little_memory("the check before the first step", algorithm.smaller):
-                work.check(state)
+            shown = (console or Console(quiet=True)).status(_CHECKING)
+            smaller = algorithm.smaller
+            with shown as line, too_little_memory("the check before the first step", smaller):
+                work.check(state, functools.partial(_say, console, line))
         clipping = work.clipping()
         if clipping is not None:
             _tell(clipping, console)
     ended = exhausted(log.rows, pace.patience)
-    spent, meter = Spent(algorithm), _Meter()
+    spent, meter, seen = Spent(algorithm), _Meter(), start > 0
 
     def costs() -> float | None:
         # What a rule chooses or stops at is no number of steps that was fixed beforehand.
@@ -285,6 +299,8 @@ def drive(
             trace.after(state)
             before, done = done, after
             meter.count(taken, done - before)
+            if not seen:
+                seen = _check_losses(algorithm.row(taken.stats)["outside_guarantee"])
             last = done == steps
             logs = last or _due(pace.log_every, before, done)
             saves = last or _due(pace.checkpoint_every, before, done)
@@ -416,6 +432,24 @@ def _tell(clipping: dict[str, Any], console: Console | None) -> None:
             console.print(line, highlight=False)
     if console is None and clipping["warning"]:
         warnings.warn(clipping["warning"], stacklevel=3)
+
+
+def _say(console: Console | None, line: Any, part: str) -> None:
+    """Shows which part of the check is being done."""
+    if line is not None:
+        line.update(f"{_CHECKING}: {part}")
+    elif isinstance(console, RunConsole):
+        console.begin(f"{_CHECKING}: {part}")
+
+
+def _check_losses(found: dict[str, Any]) -> bool:
+    """Whether a step had units; raises BadInputError if many have no loss or gradient.
+
+    A single one, which is left out and counted, must not decide whether others are trained on.
+    """
+    if found.get("nonfinite_units", 0) > max(1, found.get("units", 0) / 4):
+        raise BadInputError(_NO_LOSS.format("of many units of the first step loss or gradient is"))
+    return found.get("units", 1) > 0
 
 
 def _status(row: dict[str, Any]) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from dpfl_jax.data.tokenizers import Tokenizer
+from dpfl_jax.data.tokenizers import Tokenizer, prompt_ids
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ULS, Mechanism, NonPrivate
 from dpfl_jax.mechanisms.plan import Plan
@@ -65,8 +65,8 @@ def check_prompt(prompt: str, model: Any, tokenizer: Tokenizer | None) -> None:
     """Raises BadInputError if a model cannot go on with ``prompt``."""
     if tokenizer is None or not isinstance(model, LanguageModel):
         raise BadInputError("eval.prompt is for language models, which this is none: remove it")
-    length, most = len(tokenizer.encode(prompt)), model.config.max_seq_len
-    if length >= most:
+    length, most = len(prompt_ids(tokenizer, prompt)), model.config.max_seq_len
+    if length > most:
         raise BadInputError(
             f"eval.prompt is {length} tokens long, but the model takes at most {most} with what it "
             "adds: shorten it"
@@ -77,8 +77,8 @@ def samples(
     model: LanguageModel, tokenizer: Any, prompt: str, params: Mapping[str, PyTree]
 ) -> dict[str, str]:
     """What a model writes after ``prompt`` with each of ``params``: a few times, public seeds."""
-    ids = tokenizer.encode(prompt)
-    room = model.config.max_seq_len - len(ids)
+    ids = prompt_ids(tokenizer, prompt)
+    room = model.config.max_seq_len + 1 - len(ids)
 
     def text(trained: PyTree, seed: int) -> str:
         tokens = generate(
@@ -89,7 +89,7 @@ def samples(
             key=jax.random.key(seed),
             temperature=_TEMPERATURE,
             top_k=_TOP_K,
-            stop_id=tokenizer.eos_id,
+            stop_ids=tokenizer.stop_ids,
         )
         return " ".join((prompt + tokenizer.decode(list(tokens))).split())
 

@@ -310,7 +310,7 @@ class _Texts:
 class CanarySteps(CentralSteps):
     """The steps of a run with canaries, whose metrics are of people and texts."""
 
-    def check(self, state: TrainState) -> None:
+    def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
         """As for people; and whether designed gradients come through.
 
         Raises:
@@ -330,7 +330,7 @@ class CanarySteps(CentralSteps):
                     "the model's gradient of a row of ones is not finite, so that canaries would "
                     "be left out: set audit.canaries=0 audit.texts=400, or remove the section audit"
                 )
-        super().check(state)
+        super().check(state, say)
 
     def step(self, state: TrainState, inputs: Any) -> tuple[TrainState, Taken]:
         """The same step; designed gradients are left out of its metrics."""

@@ -16,6 +16,7 @@ from dpfl_jax.clipping import Trainable, convolutions, join, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.example_keys import key_argument, with_any_key
+from dpfl_jax.data.labels import check_labels
 from dpfl_jax.data.owners import by_set, people
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable, expect_store
@@ -25,6 +26,7 @@ from dpfl_jax.mechanisms.batches import check_packed_loss, draw_digest, step_arg
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import in_pieces
 from dpfl_jax.mesh import FSDP_AXIS, parameter_shardings, place, splits_parameters
+from dpfl_jax.models import LanguageModel
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
@@ -45,7 +47,13 @@ from dpfl_jax.run.report import (
 from dpfl_jax.run.state import TrainState, init_state
 from dpfl_jax.run.terms import Terms, training_digest
 from dpfl_jax.training.evaluate import Evaluation, Evaluator
-from dpfl_jax.training.modules import check_one_example, functional, named_loss, of_arrays
+from dpfl_jax.training.modules import (
+    check_one_example,
+    functional,
+    named_loss,
+    number_of_classes,
+    of_arrays,
+)
 from dpfl_jax.training.step import TrainStep, make_train_step
 
 PyTree = Any
@@ -202,7 +210,7 @@ class CentralSteps(Steps):
             ],
         }
 
-    def check(self, state: TrainState) -> None:
+    def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
         """Compares the compiled sum with one device, and the strategy's norms with plain ones."""
         run = self.run
         run.plan.check(
@@ -214,6 +222,7 @@ class CentralSteps(Steps):
             self.pipeline,
             self.sampler.group_size,
             run.trainable,
+            say,
         )
 
     def clipping(self) -> dict[str, Any] | None:
@@ -339,6 +348,14 @@ def fit(
         )
     loss = named_loss(loss_fn, params, model) if isinstance(loss_fn, str) else loss_fn
     expect(loss, Callable, "loss_fn", "a function (params, example), or a loss by name")  # type: ignore[arg-type]
+    language = getattr(loss, "__self__", None)
+    schema = getattr(plan.data, "schema", None)
+    begins = isinstance(language, LanguageModel) and language.config.bos_id is not None
+    if begins and schema is not None and schema.kind == "answers":
+        raise BadInputError(
+            "the data's sequences hold their beginning, and the model would prepend another: "
+            "make it of dataclasses.replace(config, bos_id=None)"
+        )
     arrays, rebuild, is_module = functional(params)
     if is_module:
         loss = of_arrays(loss, rebuild)
@@ -346,6 +363,11 @@ def fit(
     if validation is not None:
         evaluate = Evaluator(loss, plan.mesh).of(by_set(validation))
     algorithm = algorithm_of(loss, arrays, plan, optimizer, trainable)
+    if schema is not None and {"x", "label"} <= {field.name for field in schema.fields}:
+        classes = number_of_classes(loss_fn, params, model, plan.example)
+        if classes is not None:
+            for store in filter(None, (plan.data, validation)):
+                check_labels(store, classes)
     console = console or default_console()
     if plan.bounding is not None and console is not None:
         console.print(str(plan.bounding), highlight=False)

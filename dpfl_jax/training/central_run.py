@@ -543,7 +543,7 @@ def model_facts(config: RunConfig, model: Any) -> dict[str, Any]:
 
 def _declared_model(config: RunConfig) -> LanguageModel:
     if config.model.checkpoint is not None:
-        return build_transformer(config, 1)
+        return build_transformer(config, 1, None)
     if "vocab_size" in config.model.overrides:  # the tokeniser's file need not be here
         return build_transformer(config, config.model.overrides["vocab_size"], bos_id=1)
     tokenizer = load_tokenizer(data_section(config).tokenizer)

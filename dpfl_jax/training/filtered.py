@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -232,9 +232,9 @@ class FilteredSteps(CentralSteps):
 
         self.look = look
 
-    def check(self, state: TrainState) -> None:
+    def check(self, state: TrainState, say: Callable[[str], object] = str) -> None:
         """As every run; and this is the state that steps go on from."""
-        super().check(state)
+        super().check(state, say)
         self.params, self.hidden = state.params, state.units
 
     def inputs(self) -> Iterator[tuple[int, StepBatch]]:

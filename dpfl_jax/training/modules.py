@@ -11,12 +11,22 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.errors import BadInputError, repeated
-from dpfl_jax.models.functional import cross_entropy
+from dpfl_jax.models.dense import LogisticRegression
+from dpfl_jax.models.functional import Classifier, cross_entropy
 
 PyTree = Any
-STATISTICS = (
+_STATISTICS = (
     "the model keeps statistics of its batches (BatchNorm), which mix people and are not private: "
-    "use GroupNorm, LayerNorm or RMSNorm instead"
+)
+_FROZEN_NNX = (
+    "train dpfl_jax.without_batch_norm(module), or, if its statistics are of public data, freeze "
+    "them by module.eval()"
+)
+_FROZEN_LINEN = (
+    "if they are of public data, freeze them: give variables['params'] alone, and as the loss one "
+    "of model.apply({'params': params, 'batch_stats': statistics}, x) with "
+    "use_running_average=True; else replace BatchNorm by LayerNorm, or by GroupNorm on x[None] "
+    "(Flax takes the first axis for the batch)"
 )
 
 
@@ -43,8 +53,9 @@ def functional(model: Any) -> Functional:
         such as ``layers/0/kernel``.
 
     Raises:
-      BadInputError: an NNX module that changes as it computes: statistics of a batch, or dropout
-        with randomness of its own; variables of a Linen module with statistics of a batch.
+      BadInputError: an NNX module that changes as it computes: statistics of a batch that are not
+        frozen, or dropout with randomness of its own; variables of a Linen module with statistics
+        of a batch.
     """
     homes = {c.__module__.partition(".")[0] for c in type(model).__mro__}
     if "equinox" in homes:
@@ -74,7 +85,7 @@ def functional(model: Any) -> Functional:
             "the parameters are a collection of modules: make them the attributes of one module"
         )
     if isinstance(model, Mapping) and {"params", "batch_stats"} <= set(model):
-        raise BadInputError(STATISTICS)
+        raise BadInputError(_STATISTICS + _FROZEN_LINEN)
     return Functional(model, lambda p: p, False)
 
 
@@ -102,9 +113,12 @@ def _named(tree: PyTree) -> tuple[dict[str, jax.Array], Callable[[dict[str, Any]
 def _check_nnx(model: Any) -> None:
     from flax import nnx
 
-    if jax.tree.leaves(nnx.state(model, nnx.BatchStat)):
-        raise BadInputError(STATISTICS)
-    draws = [m for _, m in nnx.iter_graph(model) if isinstance(m, nnx.Dropout)]
+    modules = [m for _, m in nnx.iter_graph(model) if isinstance(m, nnx.Module)]
+    for module in modules:
+        kept = any(isinstance(held, nnx.BatchStat) for held in vars(module).values())
+        if kept and not getattr(module, "use_running_average", False):
+            raise BadInputError(_STATISTICS + _FROZEN_NNX)
+    draws = [m for m in modules if isinstance(m, nnx.Dropout)]
     if any(m.rate > 0 and not m.deterministic and m.rngs is not None for m in draws):
         raise BadInputError(
             "the model's dropout holds randomness of its own, which would be the same at every "
@@ -159,6 +173,26 @@ def named_loss(name: str, params: Any, model: Any = None) -> Callable[[Any, Any]
     return made[name]
 
 
+def number_of_classes(loss_fn: Any, params: Any, model: Any, example: Any) -> int | None:
+    """How many classes a loss tells apart; None of a loss that is the caller's own, or no such.
+
+    Arguments as of ``fit``; ``example`` is one of the data.
+    """
+    owner = getattr(loss_fn, "__self__", None)
+    if isinstance(owner, LogisticRegression):
+        return 2
+    forward: Callable[[Any, Any], Any]
+    if isinstance(owner, Classifier):
+        forward = owner.outputs
+    elif loss_fn == "classification":
+        forward = forward_of(params, model, loss_fn)
+    else:
+        return None
+    arrays, rebuild, _ = functional(params)
+    logits = jax.eval_shape(lambda p, x: forward(rebuild(p), x), arrays, example["x"])
+    return int(logits.shape[-1]) if getattr(logits, "ndim", 0) == 1 else None
+
+
 def of_arrays(loss_fn: Callable[..., jax.Array], rebuild: Callable[[PyTree], Any]) -> Any:
     """A loss of a module as one of its arrays, with the same further arguments."""
 
@@ -184,7 +218,7 @@ def forward_of(params: Any, model: Any, name: str = "") -> Callable[[Any, Any], 
         if isinstance(params, dict) and set(params) - {"params"} and "params" in params:
             raise BadInputError(
                 f"the model has variables beside its parameters ({sorted(set(params) - {'params'})}"
-                "), which no private step may change: use a model without (no BatchNorm)"
+                f"), which no private step may change: {_FROZEN_LINEN}"
             )
         if isinstance(params, dict) and set(params) == {"params"}:
             return model.apply

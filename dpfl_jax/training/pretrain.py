@@ -10,7 +10,6 @@ import dataclasses
 import fcntl
 import hashlib
 import json
-import os
 import pathlib
 import shutil
 import time
@@ -32,18 +31,11 @@ from dpfl_jax.run import processes
 from dpfl_jax.run.checkpoint import load_params, save_params
 from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory, open_lock
+from dpfl_jax.run.programs import default_cache_dir
 from dpfl_jax.run.progress import StepProgress
 from dpfl_jax.run.state import shardings_of
 
 PyTree = Any
-
-
-def default_cache_dir() -> pathlib.Path:
-    """``$DPFL_CACHE_DIR``, or dpfl_jax in the user's cache folder."""
-    if "DPFL_CACHE_DIR" in os.environ:
-        return pathlib.Path(os.environ["DPFL_CACHE_DIR"])
-    base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(base) / "dpfl_jax"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,13 +64,13 @@ def build_model(config: RunConfig, data: Dataset) -> Any:
     return model if section.dpo is None else PreferenceModel(model.config, section.dpo.beta)
 
 
-def build_transformer(config: RunConfig, vocab_size: int, bos_id: int = 1) -> LanguageModel:
+def build_transformer(config: RunConfig, vocab_size: int, bos_id: int | None) -> LanguageModel:
     """The transformer of a config.
 
     Args:
       config: the configuration.
       vocab_size: of the data's tokeniser.
-      bos_id: of the data's tokeniser (a checkpoint has its own).
+      bos_id: of the data.
 
     Raises:
       BadInputError: data and checkpoint do not fit, or a setting is unknown.
@@ -100,19 +100,17 @@ def build_transformer(config: RunConfig, vocab_size: int, bos_id: int = 1) -> La
                 "can be set beside model.checkpoint"
             )
     found = read_config(section.checkpoint)
-    # A tokeniser without a beginning id was given one behind its vocabulary, which is never read.
-    needed = vocab_size - 1 if bos_id == vocab_size - 1 else vocab_size
-    if needed > found.vocab_size:
+    if vocab_size > found.vocab_size:
         raise BadInputError(
-            f"the data's tokeniser has {needed} ids, but the checkpoint {section.checkpoint} only "
-            f"{found.vocab_size}: set data.tokenizer=checkpoint to use its own"
+            f"the data's tokeniser has {vocab_size} ids, but the checkpoint {section.checkpoint} "
+            f"only {found.vocab_size}: set data.tokenizer=checkpoint to use its own"
         )
     if config.data.seq_len > found.max_seq_len:
         raise BadInputError(
             f"data.seq_len is {config.data.seq_len}, but the checkpoint {section.checkpoint} takes "
             f"at most {found.max_seq_len} tokens"
         )
-    return LanguageModel(dataclasses.replace(found, **section.overrides, **more))
+    return LanguageModel(dataclasses.replace(found, bos_id=bos_id, **section.overrides, **more))
 
 
 def data_section(config: RunConfig) -> DataConfig:

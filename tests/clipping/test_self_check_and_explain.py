@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from zoo import ZOO
 
-from dpfl_jax.clipping import SelfCheckError, bounded_grad, self_check
+from dpfl_jax.clipping import PerLayer, SelfCheckError, Standard, bounded_grad, self_check
 from dpfl_jax.clipping.taps import leaves
 
 
@@ -27,6 +27,22 @@ def test_self_check_ignores_padding():
     f = bounded_grad(loss, clip_norm=1.0)
     assert self_check(f, params, batch, jnp.array([0, 0, 1, 0, 0])).units == 1
     assert self_check(f, params, batch, jnp.zeros(5)).units == 0
+
+
+@pytest.mark.parametrize("rule", [Standard(1.0), PerLayer(1.0)])
+@pytest.mark.parametrize("bad", ["root of a negative", "data"])
+def test_a_unit_with_nan_in_some_parameters_is_no_internal_error(rule, bad):
+    def loss(params, x):
+        return jnp.sqrt(params["w"] @ x) + jnp.square(params["b"] - x[0])
+
+    batch = jnp.asarray([[-1.0, -2.0], [1.0, 2.0]])
+    if bad == "data":
+        batch = jnp.asarray([[jnp.nan, 1.0], [1.0, 2.0]])
+    params = {"b": jnp.ones(()), "w": jnp.ones(2)}
+    f = bounded_grad(loss, rule=rule, strategy="ghost")
+    got = self_check(f, params, batch)
+    assert got.max_relative_error < 1e-5
+    assert self_check(f, params, batch[:1]).units == 1
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import json
 import re
 
 import numpy as np
+import optax
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -91,8 +92,8 @@ def test_the_mask_covers_exactly_the_answers(folder, tmp_path, template):
     first, second = (CHAT[i]["content"] for i in (2, 4))
     start = "\n" if template == MARKED else ""
     assert learned == f"{start}{first}<|im_end|>{after}{start}{second}<|im_end|>{after}"
-    # The model prepends the beginning token, so that the text has none.
-    assert all_of_it.startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    start = "<s>" if template == MARKED else ""
+    assert all_of_it.startswith(f"{start}<|im_start|>system\nBe brief.<|im_end|>")
     assert all_of_it.endswith(learned[-12:])
 
 
@@ -144,6 +145,16 @@ def test_prompts_and_completions(folder):
     assert answers(store, str(folder))[0] == "Ende<|im_end|>\n"
 
 
+def test_a_model_that_would_prepend_a_second_beginning_is_refused():
+    row = {"user": "a", "p": "2 + 2 = ", "c": "4"}
+    plan = dpfl.ULS(group_size=1, cohort_size=1, sampling_prob=0.5).plan(
+        rows(data_rows=[row], prompt="p", completion="c"), steps=1, epsilon=1e3, delta=0.1
+    )
+    model = dpfl.LanguageModel(dpfl.transformer_config("tiny", vocab_size=259))
+    with pytest.raises(dpfl.BadInputError, match=r"prepend another.*bos_id=None"):
+        dpfl.fit(model.loss, {}, plan, optax.sgd(0.1))
+
+
 def test_preferences(folder):
     row = {"user": "a", "p": [ASKS], "c": [SAYS], "r": [{**SAYS, "content": "No"}]}
     store = rows(data_rows=[row], prompt="p", chosen="c", rejected="r", tokenizer=str(folder))
@@ -161,8 +172,8 @@ def test_preferences(folder):
 
 
 def test_what_is_too_long_is_cut_at_the_end_or_left_out_and_counted(tmp_path):
-    long = {"user": "a", "p": "x" * 6, "c": "abcdef"}
-    hopeless = {"user": "b", "p": "x" * 8, "c": "abc"}
+    long = {"user": "a", "p": "x" * 5, "c": "abcdef"}
+    hopeless = {"user": "b", "p": "x" * 7, "c": "abc"}
     file = tmp_path / "x.jsonl"
     file.write_text(json.dumps(long) + "\n" + json.dumps(hopeless))
     config = DataConfig(
@@ -174,7 +185,7 @@ def test_what_is_too_long_is_cut_at_the_end_or_left_out_and_counted(tmp_path):
     assert any("too long" in told for told in config.caveats())
     held = found.store.read(np.array([0]))
     np.testing.assert_array_equal(held["mask"][0], [False] * 6 + [True] * 2)
-    np.testing.assert_array_equal(held["tokens"][0] - 3, list(b"xxxxxxab"))
+    np.testing.assert_array_equal(held["tokens"][0], [1, *(3 + c for c in b"xxxxxab")])
     command = ["data", "build", "--input", str(file), "--prompt-column", "p", "--seq-len", "8"]
     command += ["--completion-column", "c", "--out", str(tmp_path / "S"), "--workers", "1"]
     assert main(command) == 0
@@ -295,10 +306,10 @@ def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path, template):
         tokenizer=theirs,
         chat_template=str(file),
     ).read(np.array([0]))
-    ids = found["input_ids"][int(marked) :]  # without the beginning token
+    ids = found["input_ids"]
     np.testing.assert_array_equal(held["tokens"][0][: len(ids)], ids)
     if marked:
-        np.testing.assert_array_equal(held["mask"][0][: len(ids)], found["assistant_masks"][1:])
+        np.testing.assert_array_equal(held["mask"][0][: len(ids)], found["assistant_masks"])
     assert not held["mask"][0][len(ids) :].any()
     assert re.sub(r"\s", "", text[slice(*spans[1])]) == "Ende<|im_end|>"
 

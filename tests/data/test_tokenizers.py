@@ -72,14 +72,14 @@ def test_fingerprints_differ_and_repeat(folder):
     assert prints == [load_tokenizer(n).fingerprint for n in names]
 
 
-def test_a_tokenizer_without_bos_gets_an_id_of_its_own(tmp_path):
+def test_a_tokenizer_without_special_tokens_is_given_none(tmp_path):
     made = tokenizers.Tokenizer(
         tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, unk_token="[UNK]")
     )
     made.save(str(tmp_path / "words.json"))
     tokenizer = load_tokenizer(tmp_path / "words.json")
-    assert (tokenizer.bos_id, tokenizer.vocab_size, tokenizer.eos_id) == (2, 3, None)
-    assert tokenizer.decode([2, 0]) == "a"
+    assert (tokenizer.bos_id, tokenizer.vocab_size, tokenizer.eos_id) == (None, 2, None)
+    assert tokenizer.decode([0]) == "a"
 
 
 def test_bad_files(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -238,6 +239,35 @@ def test_a_tensor_that_does_not_fit_is_named(damage, message, tmp_path):
         load(tmp_path / "c")
 
 
+def test_no_stored_tensor_is_dropped(tmp_path):
+    """``transformers`` reads another head as one, and model.safetensors before the index."""
+    own_checkpoint(tmp_path / "c")
+    embedding = "model.embed_tokens.weight"
+    edit_config(tmp_path / "c", tie_word_embeddings=True)
+    edit_tensors(tmp_path / "c", lambda t: t.update({"lm_head.weight": t[embedding].copy()}))
+    model, params = load(tmp_path / "c")
+    assert model.config.tie_embeddings
+    assert "head" not in params
+
+    def another_head(tensors):
+        tensors["lm_head.weight"][-1, -1] += 1
+
+    edit_tensors(tmp_path / "c", another_head)
+    with pytest.raises(BadInputError, match="tie_word_embeddings to false"):
+        load(tmp_path / "c")
+    edit_config(tmp_path / "c", tie_word_embeddings=False)
+    load(tmp_path / "c")
+    single = tmp_path / "c" / "model.safetensors"
+    shutil.copy(single, tmp_path / "c" / "model-00001-of-00001.safetensors")
+    weights = dict.fromkeys(load_file(single), "model-00001-of-00001.safetensors")
+    index = tmp_path / "c" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weights}))
+    with pytest.raises(BadInputError, match="remove the one that is not the model"):
+        load(tmp_path / "c")
+    single.unlink()
+    load(tmp_path / "c")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -247,7 +277,6 @@ def test_a_tensor_that_does_not_fit_is_named(damage, message, tmp_path):
         ({"rope_scaling": {"type": "linear"}}, "has no factor"),
         ({"attention_bias": True}, "biases in attention or in the MLP"),
         ({"hidden_size": None}, "no number hidden_size"),
-        ({"bos_token_id": None}, "no bos_token_id"),
         ({"model_type": "mixtral"}, "model_type 'mixtral', but only .*, qwen3_moe"),
         ({"model_type": "qwen3_moe"}, "no number moe_intermediate_size"),
         (OF_EXPERTS | {"mlp_only_layers": [1]}, r"mlp_only_layers \[1\], but only \[\]"),

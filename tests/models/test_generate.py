@@ -63,13 +63,14 @@ def test_the_most_likely_text_is_found_token_by_token(name):
     model, params = make(name)
     prompt = [5, 9, 3]
     options = {"max_tokens": 9, "key": jax.random.key(0), "temperature": 0.0}
-    sampled = list(generate(model, params, prompt, **options))
+    read = [model.config.bos_id, *prompt]
+    sampled = list(generate(model, params, read, **options))
     text, logits = list(prompt), jax.jit(model.logits)
     for _ in range(9):
         padded = jnp.asarray([*text, *[0] * (12 - len(text))], jnp.int32)
         text.append(int(logits(params, padded)[len(text)].argmax()))
     assert sampled == text[3:]
-    stopped = generate(model, params, prompt, stop_id=sampled[4], **options)
+    stopped = generate(model, params, read, stop_ids={sampled[4], 99}, **options)
     assert list(stopped) == sampled[: sampled.index(sampled[4])]
 
 
@@ -94,6 +95,7 @@ def test_draws_follow_the_logits():
     [
         ({"max_tokens": 11}, "are 13 tokens long, but the model takes at most 12"),
         ({"max_tokens": 0}, "at least 1"),
+        ({"prompt": []}, "no token"),
         ({"prompt": [23]}, "outside the model's vocabulary of 23"),
         ({"temperature": -1.0}, "temperature must be >= 0"),
         ({"top_k": 0}, "top_k >= 1"),
@@ -101,6 +103,6 @@ def test_draws_follow_the_logits():
 )
 def test_bad_settings(change, message):
     model, params = make()
-    settings = {"prompt": [4, 5], "max_tokens": 2, "key": jax.random.key(0)} | change
+    settings = {"prompt": [1, 4, 5], "max_tokens": 2, "key": jax.random.key(0)} | change
     with pytest.raises(BadInputError, match=message):
         generate(model, params, **settings)

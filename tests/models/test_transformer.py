@@ -218,3 +218,23 @@ def test_unknown_sizes_and_fields_are_named():
         transformer_config("big")
     with pytest.raises(BadInputError, match="did you mean 'num_layers'"):
         transformer_config("tiny", num_layer=2)
+
+
+@pytest.mark.parametrize("form", [{}, {"positions": "learned"}], ids=["rotary", "learned"])
+def test_without_a_beginning_a_sequence_is_read_from_its_first_token_which_is_not_predicted(form):
+    model = variant(bos_id=None, **form)
+    params, held = model.init(jax.random.key(0)), example(real=9)
+    same = variant(bos_id=int(held["tokens"][0]), **form)
+    rest = {name: array[1:] for name, array in held.items()}
+    expected = jax.value_and_grad(same.loss)(params, rest)
+    found = jax.value_and_grad(model.loss)(params, held)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+    two = example(seed=1, real=6)
+    row = {name: jnp.concatenate([held[name], two[name]]) for name in held}
+    row["segments"] = jnp.repeat(jnp.array([1, 2]), 12)
+    whole = jax.value_and_grad(lambda p: model.loss(p, held) + model.loss(p, two))(params)
+    chex.assert_trees_all_close(
+        jax.value_and_grad(model.loss)(params, row), whole, rtol=1e-5, atol=1e-6
+    )
+    only_first = {**held, "mask": jnp.arange(12) < 1}
+    assert float(model.loss(params, only_first)) == 0.0

@@ -240,7 +240,7 @@ def with_key_of(run_dir, other):
 def final(workspace, run_dir, config="small"):
     """The state in the newest checkpoint, and all hardware that the run was computed with."""
     config = load_config(workspace / f"{config}.yaml")
-    model = build_transformer(config, 259)
+    model = build_transformer(config, 259, 1)
     params, _ = split(model.init(jax.random.key(0)), trained_by_name(config.model, model))
     like = init_state(params, make_optimizer(config.optimizer, 12), make_mesh())
     checkpoints = Checkpoints(run_dir / "checkpoints", 2)

@@ -133,7 +133,7 @@ def test_the_private_run_is_the_same_with_and_without_it(config, tmp_path, capsy
     ("override", "message"),
     [
         ("eval.baseline=true", "eval.baseline needs held-out users"),
-        ("eval.prompt=" + "x" * 30, "eval.prompt is 30 tokens long"),
+        ("eval.prompt=" + "x" * 30, "eval.prompt is 31 tokens long"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_before_training(

@@ -1,5 +1,7 @@
 """No step is taken with a strategy whose norms were not compared, whatever is drawn."""
 
+import io
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +9,14 @@ import optax
 import pytest
 from fitting import fit_given as fit
 
+import dpfl_jax as dpfl
 from dpfl_jax.clipping import SelfCheckError
 from dpfl_jax.clipping.taps import leaves
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
 from dpfl_jax.mechanisms import ULS
 from dpfl_jax.randomness import RootKey
+from dpfl_jax.run.progress import RunConsole
 
 WIDTH, LENGTH, GROUP = 64, 8, 32
 
@@ -72,3 +76,25 @@ def test_what_is_compared_does_not_wait_for_a_draw(wrong):
     """One of twenty users comes in a hundred steps."""
     with pytest.raises(SelfCheckError, match="'w'"):
         train(users([GROUP] * 20), cohort=0.01, steps=2, group_buckets=True)
+
+
+def test_the_check_says_what_it_does_and_how_far_it_is():
+    told = []
+
+    class Listening(RunConsole):
+        def begin(self, doing):
+            told.append(doing.partition(": ")[2])
+
+    def run(params, example):
+        return jnp.square(params["w"].sum() - example["x"][0])
+
+    plan = ULS(group_size=2, cohort_size=2.0, clip_norm=1.0, noise_multiplier=0.5).plan(
+        users([1, 2] * 4), steps=1, delta=1e-3, execution=dpfl.Execution(group_buckets=True)
+    )
+    console = Listening(file=io.StringIO())
+    dpfl.fit(run, {"w": jnp.ones(2)}, plan, optax.sgd(0.0), console=console)
+    assert [part for part in told if part] == [
+        "its sum over a few units (the step is compiled for this)",
+        "norms of two units, shape 1 of 2",
+        "norms of two units, shape 2 of 2",
+    ]

@@ -208,6 +208,47 @@ def test_an_error_of_the_loss_itself_comes_through(plan):
         trained(plan, lambda p, e: e["pixels"].sum() * p["w"].sum(), PARAMS)
 
 
+class Convolved(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([nnx.Conv(1, 8, (2, 2), rngs=rngs), nnx.BatchNorm(8, rngs=rngs)])
+        self.head = nnx.Sequential(nnx.BatchNorm(8, rngs=rngs), nnx.Linear(8, 2, rngs=rngs))
+
+    def __call__(self, x):
+        x = x.reshape(2, 3, 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((0, 1)))
+
+
+def test_batch_norm_becomes_a_norm_of_each_example(plan):
+    net = Convolved(nnx.Rngs(0))
+    with pytest.raises(dpfl.BadInputError, match="without_batch_norm"):
+        trained(plan, "classification", net)
+    net.blocks[1].scale[...] = 3.0
+    made = dpfl.without_batch_norm(net)
+    assert type(net.blocks[1]) is nnx.BatchNorm
+    x = np.random.default_rng(0).normal(size=(2, 3, 8)).astype(np.float32)
+    groups = x.reshape(6, 2, 4)
+    mean, deviation = groups.mean((0, 2), keepdims=True), groups.std((0, 2), keepdims=True)
+    expected = 3 * ((groups - mean) / deviation).reshape(x.shape)
+    np.testing.assert_allclose(made.blocks[1](x), expected, rtol=1e-3, atol=1e-3)
+    assert made.head.layers[0](x[0, 0]).shape == (8,)
+    got = trained(plan, "classification", made)
+    assert set(dpfl.functional(got).params) == set(dpfl.functional(made).params)
+    with pytest.raises(dpfl.BadInputError, match=r"not dict: .* on x\[None\]"):
+        dpfl.without_batch_norm({})
+
+
+def test_frozen_statistics_of_batches_are_constants(plan):
+    net = Convolved(nnx.Rngs(0))
+    net.blocks[1].mean[...] = 0.5
+    net.eval()
+    got = trained(plan, "classification", net)
+    np.testing.assert_array_equal(got.blocks[1].mean[...], 0.5)
+    assert not np.array_equal(got.blocks[1].scale[...], net.blocks[1].scale[...])
+    assert not any("mean" in name for name in dpfl.functional(net).params)
+
+
 @pytest.mark.nightly
 def test_the_trained_module_shares_nothing_with_the_one_given(plan):
     net = NnxNet(nnx.Rngs(0))

@@ -94,7 +94,7 @@ def test_a_pretrained_base_is_named_and_compared(tmp_path, capsys):
     load_trained(run)
 
     # As if it had been interrupted, and the base made again with other rounding.
-    model = build_transformer(load_config(file), 259)
+    model = build_transformer(load_config(file), 259, 1)
     like = without_adapters(jax.eval_shape(model.init, jax.random.key(0)))
     params = load_params(kept, jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like))
     for old in sorted(kept.rglob("*"), reverse=True):

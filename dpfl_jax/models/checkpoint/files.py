@@ -104,6 +104,11 @@ class TensorFiles:
             for name in names:
                 if pathlib.PurePath(name).name != name:
                     raise BadInputError(f"{self.path / INDEX} names a file elsewhere: {name!r}")
+            if (self.path / SINGLE).exists() and SINGLE not in names:
+                raise BadInputError(
+                    f"{self.path} holds {SINGLE} and, in other files, what {INDEX} names: remove "
+                    "the one that is not the model"
+                )
             return names
         if (self.path / SINGLE).exists():
             return [SINGLE]
@@ -143,6 +148,14 @@ class TensorFiles:
 
     def _slice(self, name: str) -> Any:
         return self._open[self._file_of[name]].get_slice(name)
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors hold the same, read by rows."""
+        if self.shape(one) != self.shape(other):
+            return False
+        rows = self.shape(one)[0]
+        parts = ((slice(start, min(start + 4096, rows)),) for start in range(0, rows, 4096))
+        return all(np.array_equal(self.read(one, p), self.read(other, p)) for p in parts)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each weights file, by name."""

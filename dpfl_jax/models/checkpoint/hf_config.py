@@ -35,11 +35,7 @@ def to_transformer(found: Json, where: str) -> TransformerConfig:
         )
     fields = _gpt2(found, where) if kind == "gpt2" else _llama_like(kind, found, where)
     bos = found.get("bos_token_id")
-    if not isinstance(bos, int):
-        bos = found.get("eos_token_id")
-    if not isinstance(bos, int):
-        raise BadInputError(f"{where} has no bos_token_id, which every sequence begins with")
-    return TransformerConfig(**fields, bos_id=bos)
+    return TransformerConfig(**fields, bos_id=bos if isinstance(bos, int) else None)
 
 
 def from_transformer(config: TransformerConfig, dtype: str) -> dict[str, Any]:
@@ -70,7 +66,7 @@ def from_transformer(config: TransformerConfig, dtype: str) -> dict[str, Any]:
             "n_inner": config.hidden,
             "activation_function": "gelu_new",
             "layer_norm_epsilon": config.norm_eps,
-            "eos_token_id": config.bos_id,
+            "eos_token_id": None,  # else it would be GPT-2's own
         }
     written = common | {
         "hidden_size": config.embed_dim,

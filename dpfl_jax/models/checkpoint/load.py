@@ -24,6 +24,9 @@ Place = Callable[[PyTree], PyTree]
 def read_config(path: Any) -> TransformerConfig:
     """The transformer of a checkpoint, from its config.json alone.
 
+    Its ``bos_id`` is what config.json says. Whether sequences begin with it is the tokeniser's word
+    (``load_tokenizer(path).bos_id``), or of chats the data's, which then hold it: None.
+
     Raises:
       BadInputError: no checkpoint, or of a family that is not known.
     """
@@ -135,6 +138,13 @@ def _sources(
             raise BadInputError(
                 f"the checkpoint {files.path} has a tensor {name!r}, for which a model of its "
                 f"{CONFIG} has no place"
+            )
+        embedding = prefix + family.top["embedding"].name
+        if tied and not files.equal(name, embedding):
+            raise BadInputError(
+                f"{files.path / CONFIG} ties the output head to the embedding, but {name!r} holds "
+                f"other numbers than {embedding!r}: set its tie_word_embeddings to false, or "
+                "remove the tensor that is not the model's"
             )
     return sources
 

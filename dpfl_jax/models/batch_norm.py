@@ -1,0 +1,70 @@
+"""From batch normalisation, which mixes people, to one that each example has for itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from dpfl_jax.errors import BadInputError
+
+
+class _GroupNorm(nnx.GroupNorm):
+    """Of one example: ``nnx.GroupNorm`` alone would take its first axis for one of examples."""
+
+    def __call__(
+        self, x: Any, use_running_average: bool | None = None, *, mask: Any = None
+    ) -> jax.Array:
+        del use_running_average  # BatchNorm's
+        return super().__call__(x[None], mask=None if mask is None else mask[None])[0]
+
+
+def without_batch_norm(module: Any) -> Any:
+    """Returns a copy of a Flax NNX module in which group normalisation is in BatchNorm's place.
+
+    There are at most 32 groups, each of at least four channels; scales and biases stay as they are,
+    with their names. Like all models that ``fit`` trains, it takes one example without a leading
+    axis.
+
+    Args:
+      module: not changed.
+
+    Raises:
+      BadInputError: it is another library's, is a BatchNorm itself, or normalises another axis than
+        the last.
+    """
+    if not isinstance(module, nnx.Module) or isinstance(module, nnx.BatchNorm):
+        raise BadInputError(
+            f"without_batch_norm takes a Flax NNX module that has layers, not "
+            f"{type(module).__name__}: of others, replace BatchNorm by LayerNorm, or by a "
+            "GroupNorm on x[None] (Flax takes the first axis for the batch)"
+        )
+    copy = nnx.clone(module)
+    for _, node in list(nnx.iter_graph(copy)):
+        if isinstance(node, nnx.Module):
+            for name, layer in list(vars(node).items()):
+                if isinstance(layer, nnx.BatchNorm):
+                    setattr(node, name, _of_groups(layer))
+    return copy
+
+
+def _of_groups(layer: nnx.BatchNorm) -> nnx.GroupNorm:
+    channels = layer.num_features
+    if layer.axis not in (-1, None):
+        raise BadInputError(
+            f"a BatchNorm of the module normalises axis {layer.axis}: GroupNorm takes the last"
+        )
+    fitting = (n for n in range(min(32, channels // 4), 0, -1) if channels % n == 0)
+    made = _GroupNorm(
+        channels,
+        next(fitting, 1),
+        epsilon=layer.epsilon,
+        dtype=layer.dtype,
+        param_dtype=layer.param_dtype,
+        use_bias=layer.use_bias,
+        use_scale=layer.use_scale,
+        rngs=nnx.Rngs(0),
+    )
+    made.scale, made.bias = layer.scale, layer.bias
+    return made
