@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import shlex
 from typing import Any
 
 import yaml
@@ -151,10 +152,12 @@ def _write(path: pathlib.Path, text: str) -> None:
     """The configuration; never another one in its place."""
     if path.exists():
         if path.read_text() != text:
+            again = ["dpfl", "train", str(path), "--run-dir", str(path.parent / "run")]
             raise BadInputError(
                 f"{path} is of another run (or was changed): name another folder with --out, or "
-                f"go on with it by `dpfl train {path} --run-dir {path.parent / 'run'}`"
+                f"go on with it by `{shlex.join(again)}`"
             )
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+    with path.open("x") as file:
+        file.write(text)

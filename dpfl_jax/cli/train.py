@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import pathlib
+import shlex
 from typing import Any
 
 from rich.panel import Panel
@@ -134,7 +135,7 @@ def _train(config: Any, run_dir: Any, console: Console) -> dict[str, Any] | None
     from dpfl_jax.run import processes
 
     processes.start(config.processes)
-    with processes.ending_together(f"--run-dir {run_dir}", config.processes):
+    with processes.ending_together(f"--run-dir {shlex.quote(str(run_dir))}", config.processes):
         if not processes.is_primary():
             console = Console(quiet=True)
         run_dir = processes.broadcast(str(run_dir))
@@ -153,7 +154,7 @@ def _check_finished(report: dict[str, Any]) -> None:
         # The report is written; the exit code still says that the run is not done.
         raise StoppedError(
             f"stopped after {report['steps']} {_steps(report)}; the same command with --run-dir "
-            f"{report['run_dir']} goes on from there"
+            f"{shlex.quote(report['run_dir'])} goes on from there"
         )
 
 
