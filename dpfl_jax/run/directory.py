@@ -294,8 +294,9 @@ class RunDirectory:
                 f"the run directory {path} belongs to another configuration (its config.yaml says "
                 "which): use that one, or choose another --run-dir"
             )
-        for file in path.rglob("*"):  # what is written there would be written elsewhere
-            if file.is_symlink():
+        # What is written to a link is written elsewhere. Weights & Biases keeps links of its own.
+        for file in path.rglob("*"):
+            if file.is_symlink() and path / "wandb" not in file.parents:
                 raise BadInputError(
                     f"the run directory holds a link, {file}, which is not followed: put what it "
                     "links to in its place, or choose another --run-dir"

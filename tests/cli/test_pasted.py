@@ -44,7 +44,7 @@ def test_a_fine_tuning_goes_on_by_what_is_said(tmp_path):
 
 def test_no_link_is_written_through(tmp_path):
     (tmp_path / "config.yaml").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(BadInputError, match="is of another run"):
         _write(tmp_path / "config.yaml", "a")
     assert not (tmp_path / "elsewhere").exists()
 
