@@ -6,17 +6,20 @@ Silos and a server as separate processes on one machine, over TLS with certifica
 
   launch/flower_local.sh RUN_DIR                                 three made-up hospitals
   launch/flower_local.sh RUN_DIR study.yaml bern=bern.csv chur=chur.csv ...
+  launch/flower_local.sh --resume RUN_DIR ...                    go on with what is there
   launch/flower_local.sh --dry-run RUN_DIR ...                   print the commands alone
 
 RUN_DIR keeps all that the parties would have on their own machines: certificates, a folder for each
-silo (with its key, log and ledger), the server's run. Run it again and everything goes on.
+silo (with its key, log and ledger), the server's run. It must not exist: who else made it knows its
+keys, and wrote its silo.yaml. With --resume, for one that this script made, everything goes on.
 PORT (default 8000) is the server's.
 TEXT
 }
-dry=
+dry= resume=
 case ${1:-} in
   -h | --help) usage; exit 0 ;;
   --dry-run) dry=1; shift ;;
+  --resume) resume=1; shift ;;
 esac
 case ${1:--} in
   -*) usage >&2; exit 2 ;;
@@ -30,11 +33,17 @@ serve=(dpfl silo serve "$study" --run-dir "$dir/run" --port "$port"
   --certificate "$certificates/server.pem" --key "$certificates/server.key")
 if [ -n "$dry" ]; then
   [ $# -gt 1 ] || set -- "$dir" "$study" aarau= bern= chur=
-  for silo in "${@:3}"; do echo "dpfl silo run $dir/silo-${silo%%=*} --finish"; done
-  echo "${serve[@]}"
+  for silo in "${@:3}"; do printf 'dpfl silo run %q --finish\n' "$dir/silo-${silo%%=*}"; done
+  printf '%q ' "${serve[@]}"; echo
   exit 0
 fi
-mkdir -p "$dir"
+if [ -z "$resume" ]; then
+  mkdir -p "$(dirname "$dir")"
+  if ! mkdir -m 700 "$dir" 2>/dev/null; then
+    echo "flower_local: $dir exists: name a new RUN_DIR, or give --resume if this script made it here" >&2
+    exit 2
+  fi
+fi
 
 if [ $# -lt 2 ]; then
   set -- "$dir" "$study" aarau="$dir/aarau.csv" bern="$dir/bern.csv" chur="$dir/chur.csv"

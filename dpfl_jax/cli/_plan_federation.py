@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import shlex
 from typing import Any
 
 from dpfl_jax.cli._outputs import save_figure, write_config
@@ -79,7 +80,8 @@ def run(args: argparse.Namespace, config: Any, console: Any) -> dict[str, Any]:
         # With the target as it was asked for: a delta that follows from the data is left to them.
         chosen = best.config.model_copy(update={"privacy": config.privacy})
         write_config(args.out, chosen, reason)
-        console.print(f"written: {args.out}; run it with: dpfl train {args.out}")
+        train = ["dpfl", "train", str(args.out)]
+        console.print(f"written: {args.out}; run it with: {shlex.join(train)}")
     return result
 
 

@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import pathlib
+import shlex
 from typing import Any
 
 from dpfl_jax.cli._outputs import save_figure
@@ -84,7 +85,8 @@ def fit(args: argparse.Namespace, config: Any, planner: Any, console: Any) -> di
     errors = sorted(abs(p["loss"] / r["loss"] - 1) for p, r in zip(again, finite))
     console.print(
         f"{len(finite)} runs fitted, median error {errors[len(errors) // 2]:.2%} on themselves; "
-        f"written: {args.fit}, drawn: {picture}; use it: dpfl plan CONFIG --with {args.fit}",
+        f"written: {args.fit}, drawn: {picture}; use it: dpfl plan CONFIG --with "
+        f"{shlex.quote(str(args.fit))}",
         highlight=False,
         soft_wrap=True,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import shlex
 from typing import Any
 
 import yaml
@@ -149,12 +150,14 @@ def source_of(data: str) -> str:
 
 def _write(path: pathlib.Path, text: str) -> None:
     """The configuration; never another one in its place."""
-    if path.exists():
-        if path.read_text() != text:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        if path.is_symlink() or path.read_text() != text:
+            again = ["dpfl", "train", str(path), "--run-dir", str(path.parent / "run")]
             raise BadInputError(
                 f"{path} is of another run (or was changed): name another folder with --out, or "
-                f"go on with it by `dpfl train {path} --run-dir {path.parent / 'run'}`"
-            )
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
+                f"go on with it by `{shlex.join(again)}`"
+            ) from None

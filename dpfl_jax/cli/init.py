@@ -7,6 +7,7 @@ import difflib
 import itertools
 import pathlib
 import re
+import shlex
 from typing import Any
 
 import dpfl_jax
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise BadInputError(f"{out} cannot be written: {error.strerror}") from None
     console.print(
         f"{args.name} written to {out}, with a ledger ({_LEDGER}) that every run of it is charged "
-        f"to; next: dpfl train {out}",
+        f"to; next: dpfl train {shlex.quote(str(out))}",
         highlight=False,
     )
     return {"name": args.name, "file": str(out)}

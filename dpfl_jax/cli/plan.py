@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import shlex
 from typing import Any
 
 from dpfl_jax.cli import _bill, _plan_federation, _predict
@@ -231,7 +232,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "steps": steps,
         }
         _write(args, chosen, plan.reason, epsilon)
-        console.print(f"written: {args.out}; run it with: dpfl train {args.out}")
+        train = ["dpfl", "train", str(args.out)]
+        console.print(f"written: {args.out}; run it with: {shlex.join(train)}")
     return result
 
 

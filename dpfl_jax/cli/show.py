@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pathlib
+import shlex
 from typing import Any
 
 from rich.markdown import Markdown
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     state = f"at step {last['step']}" if last else "before its first step"
     console.print(
         f"{directory}: unfinished, {state}; `dpfl train` with its configuration and "
-        f"--run-dir {directory} goes on"
+        f"--run-dir {shlex.quote(str(directory))} goes on"
     )
     return {"status": "unfinished", "run_dir": str(directory), "last": last}
 

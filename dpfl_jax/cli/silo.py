@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import pathlib
+import shlex
 from typing import Any
 
 from dpfl_jax.cli.main import add_json_flag
@@ -30,10 +32,10 @@ examples:
 """
 
 _SILO = """\
-# One silo. `dpfl silo check {folder}` says what this allows.
-name: {name}                # the order of names is the order of silos
-config: {config}            # the study, the same file at all parties
-data: {{path: {data}}}      # what of the study's section data is this silo's own
+# One silo. `dpfl silo check` with this folder says what this allows.
+name: {name}  # the order of names is the order of silos
+config: {config}  # the study, the same file at all parties
+data: {{path: {data}}}  # what of the study's section data is this silo's own
 server: {server}
 root_certificates: {certificates}
 certificate: {certificate}
@@ -115,31 +117,34 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
     privacy = config.privacy
     folder.mkdir(parents=True, exist_ok=True)
 
-    def from_there(path: str | None) -> str:
-        return "null" if path is None else os.path.relpath(path, folder)
+    def from_there(path: str | None) -> str | None:
+        return path and os.path.relpath(path, folder)
 
     epsilon = max(privacy.epsilon) if isinstance(privacy.epsilon, tuple) else privacy.epsilon
     rounds = config.isrl.rounds if isrl else config.federation.rounds
     delta = privacy.delta if isinstance(privacy.delta, float) else 1e-5
-    text = _SILO.format(
-        folder=folder,
-        name=args.name,
-        config=from_there(args.config),
-        data=from_there(args.data),
-        server=args.server,
-        certificates=from_there(args.root_certificates),
-        certificate=from_there(args.certificate),
-        key=from_there(args.key),
-        epsilon=epsilon if epsilon is not None else 1.0,
-        delta=delta,
-        unit="record" if isrl else "subject",
-        rounds=rounds or 1000,
-        mechanism=f"isrl/{config.isrl.algorithm}" if isrl else config.mechanism.kind,
-    )
+    told = {
+        "name": args.name,
+        "config": from_there(args.config),
+        "data": from_there(args.data),
+        "server": args.server,
+        "certificates": from_there(args.root_certificates),
+        "certificate": from_there(args.certificate),
+        "key": from_there(args.key),
+        "epsilon": epsilon if epsilon is not None else 1.0,
+        "delta": delta,
+        "unit": "record" if isrl else "subject",
+        "rounds": rounds or 1000,
+        "mechanism": f"isrl/{config.isrl.algorithm}" if isrl else config.mechanism.kind,
+    }
+    # JSON is YAML: a path with a comma or a colon in it stays one string.
+    quoted = {name: json.dumps(value, ensure_ascii=False) for name, value in told.items()}
+    text = _SILO.format(**quoted)
     write_atomically(folder / CONFIG, text)
     make_key(folder)
     console = Console(stderr=args.json)
-    console.print(f"made {folder}: review {folder / CONFIG}, then `dpfl silo check {folder}`")
+    check = shlex.join(["dpfl", "silo", "check", str(folder)])
+    console.print(f"made {folder}: review {folder / CONFIG}, then `{check}`")
     return {"folder": str(folder), "name": args.name}
 
 

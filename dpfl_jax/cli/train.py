@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import pathlib
+import shlex
 from typing import Any
 
 from rich.panel import Panel
@@ -135,7 +136,7 @@ def _train(config: Any, run_dir: Any, console: Console) -> dict[str, Any] | None
 
     processes.start(config.processes)
     programs.keep_programs()  # a run that goes on after a kill compiles nothing again
-    with processes.ending_together(f"--run-dir {run_dir}", config.processes):
+    with processes.ending_together(f"--run-dir {shlex.quote(str(run_dir))}", config.processes):
         if not processes.is_primary():
             console = Console(quiet=True)
         run_dir = processes.broadcast(str(run_dir))
@@ -154,7 +155,7 @@ def _check_finished(report: dict[str, Any]) -> None:
         # The report is written; the exit code still says that the run is not done.
         raise StoppedError(
             f"stopped after {report['steps']} {_steps(report)}; the same command with --run-dir "
-            f"{report['run_dir']} goes on from there"
+            f"{shlex.quote(report['run_dir'])} goes on from there"
         )
 
 

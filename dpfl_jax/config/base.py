@@ -13,8 +13,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-# It names a folder.
-NAME = r"^[^/\\.\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*$"
+# It names a folder, whose path is printed in commands that people paste.
+NAME = r"^\w[\w .,:@+-]*$"
 # What float32 holds with room for sums; infinity is none of them.
 Positive = Annotated[float, Field(gt=0, le=1e30)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]

@@ -23,7 +23,7 @@ from dpfl_jax.flower.server import run_study
 from dpfl_jax.flower.silo import UNSAID, Silo, read_study
 from dpfl_jax.flower.wire import pack, unpack, why_of
 from dpfl_jax.run.console import Console
-from dpfl_jax.run.directory import write_atomically
+from dpfl_jax.run.directory import open_plain, write_atomically
 
 _RECORD, _BODY = "dpfl", "body"
 _POLL_S = 0.1
@@ -175,8 +175,7 @@ def server_app() -> ServerApp:
     """A ServerApp that runs the study its run configuration names.
 
     ``config``: the configuration; ``run-dir``: of the server; ``log``: file for what it says;
-    ``wait``: seconds until a silo that is gone is left out. How it ended is in ``outcome.json``
-    beside the run directory.
+    ``wait``: seconds until a silo that is gone is left out; ``outcome``: file for how it ended.
     """
     ignore_matplotlibrc()  # this is a process of Flower's
     app = ServerApp()
@@ -188,7 +187,7 @@ def server_app() -> ServerApp:
         run_dir, log = pathlib.Path(str(told["run-dir"])), pathlib.Path(str(told["log"]))
         outcome: dict[str, Any] = {}
         # Flower keeps what an app prints to itself. Whoever reads this breaks its lines.
-        with log.open("a", buffering=1) as file:
+        with open_plain(log) as file:
             console = Console(file=file, width=1000)
             try:
                 transport = GridTransport(grid, float(told["wait"]), console)
@@ -201,7 +200,6 @@ def server_app() -> ServerApp:
                 raise
             finally:
                 outcome = outcome or {"status": "failed", "why": f"the server failed: see {log}"}
-                place = run_dir.with_name(run_dir.name + ".outcome.json")
-                write_atomically(place, json.dumps(outcome))
+                write_atomically(pathlib.Path(str(told["outcome"])), json.dumps(outcome))
 
     return app

@@ -169,6 +169,12 @@ class Subjects:
         """Public sizes."""
         return dataclasses.asdict(SiloFacts.of(self.as_silo(0, 1).silos[0]))
 
+    @property
+    def num_params(self) -> int:
+        """Of the study's model."""
+        model = self.config.model
+        return build_by_name(model.kind, self.task, model.options).num_params
+
     def as_silo(self, index: int, count: int) -> FederatedData:
         """The data of a federation of which only this silo is here."""
         where = np.full(len(self.subjects), index)

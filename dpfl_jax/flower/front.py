@@ -12,6 +12,7 @@ import re
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -29,38 +30,60 @@ _NOT_HANDED_ON = {
 }  # fmt: skip
 
 
-# Whoever reaches the port may send bytes and never end: a silo's updates alone are large, they are
-# sent by who was made a node before, and none may stand still.
-_LARGE, _MOST_BYTES = "push-object", 2 << 30  # what protobuf allows
-_MOST_OTHER_BYTES = 1 << 20
-_STILL_S = 60.0
+# Whoever reaches the port may send bytes and never end, and is a node by a key it has just made. A
+# silo's updates alone are large: a node sends one at a time, its length is said before, what does
+# not fit beside the others waits, and none may stand still or crawl.
+_LARGE, _MOST_BYTES = "push-object", 2 << 30  # what protobuf allows, of all nodes together
+_MOST_OTHER_BYTES, _MOST_CALLS = 1 << 20, 1000
+_STILL_S, _SLOWEST = 60.0, 20_000  # bytes a second
+_WAIT_S = 25.0  # after 30 a silo gives up
 _NODE = "flwr-public-key"  # the header by which a SuperLink knows a node, signed
 
 
 async def _body(request: Request, most: int) -> bytes | None:
     """What is sent; None if it is too long, or stops on the way."""
     pieces, held = request.stream(), bytearray()
-    with contextlib.suppress(StopAsyncIteration):
-        while len(held) <= most:
-            try:
+    try:
+        async with asyncio.timeout(_STILL_S + most / _SLOWEST):
+            while len(held) <= most:
                 held += await asyncio.wait_for(anext(pieces), _STILL_S)
-            except (TimeoutError, ClientDisconnect):
-                return None
-    return None if len(held) > most else bytes(held)
+    except StopAsyncIteration:
+        return bytes(held)
+    except (TimeoutError, ClientDisconnect):
+        pass
+    return None
 
 
 def _app(link: int) -> Starlette:
     client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{link}", timeout=60.0)
     nodes: set[str] = set()
+    sending: dict[str, int] = {}  # bytes of each node's update that is on its way
 
     async def hand_on(request: Request) -> Response:
         call = request.path_params["call"]
         if re.fullmatch("[a-z-]+", call) is None:
             return Response(status_code=404)
         node = request.headers.get(_NODE, "")
-        if call == _LARGE and node not in nodes:
+        if call != _LARGE:
+            return await handed_on(request, call, node, _MOST_OTHER_BYTES)
+        if node not in nodes:
             return Response(status_code=401)
-        body = await _body(request, _MOST_BYTES if call == _LARGE else _MOST_OTHER_BYTES)
+        length = request.headers.get("content-length", "")
+        if re.fullmatch("[0-9]{1,10}", length) is None or int(length) > _MOST_BYTES:
+            return Response(status_code=413, headers={"connection": "close"})
+        end = time.monotonic() + _WAIT_S
+        while node in sending or sum(sending.values()) + int(length) > _MOST_BYTES:
+            if time.monotonic() > end:
+                return Response(status_code=503, headers={"connection": "close"})
+            await asyncio.sleep(0.01)
+        sending[node] = int(length)
+        try:
+            return await handed_on(request, call, node, int(length))
+        finally:
+            del sending[node]
+
+    async def handed_on(request: Request, call: str, node: str, most: int) -> Response:
+        body = await _body(request, most)
         if body is None:
             return Response(status_code=413, headers={"connection": "close"})
         told = {k: v for k, v in request.headers.items() if k not in _NOT_HANDED_ON}
@@ -102,6 +125,7 @@ def front(
         ssl_cert_reqs=ssl.CERT_NONE if silos is None else ssl.CERT_REQUIRED,
         log_config=None,
         access_log=False,
+        limit_concurrency=_MOST_CALLS,
     )
     try:
         config.load()

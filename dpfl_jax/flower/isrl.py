@@ -84,6 +84,11 @@ class Records:
         self.task = tasks.Task(kind, (found.features,), found.classes, table=table)
         self.facts = {"num_records": int(np.asarray(found.train.sizes)[0])}
 
+    @property
+    def num_params(self) -> int:
+        """Of the study's model, at most: one weight for each feature and class."""
+        return self.task.input_shape[0] * max(self.task.classes, 1)
+
     def about(self, guarantee: Guarantee, account: str) -> Guarantee:
         """A guarantee for this silo's records; ``account``: of its own ledger."""
         inputs = isrl_inputs(self.config, self.learned, "the sizes of all silos, by the plan")

@@ -55,7 +55,8 @@ class Log:
         row = {"kind": kind, "time": now, **row}
         sealed = json.loads(json.dumps({**row, "previous": self._previous}))
         line = json.dumps({**sealed, "seal": self._seal(sealed)}, sort_keys=True).encode()
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        descriptor = os.open(self.path, flags, 0o600)
         before = os.fstat(descriptor).st_size
         try:
             with os.fdopen(descriptor, "wb") as file:

@@ -9,6 +9,7 @@ has answered is in its folder.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import pathlib
 import ssl
@@ -35,6 +36,7 @@ from flwr.proto.node_pb2 import Node
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
+    iterate_object_tree,
     no_object_id_recompute,
 )
 from flwr.supercore.inflatable.inflatable_protobuf_utils import (
@@ -59,6 +61,7 @@ _POLL_S = 0.2
 _RETRY_S = 2.0
 # Whoever leaves takes back what was not fetched yet.
 _LEAVE_S = 5.0
+_OBJECTS = 3  # of a request: the message, its content, the record of bytes
 
 
 def run_node(silo: Silo, insecure: bool = False, finish: bool = False) -> None:
@@ -80,7 +83,8 @@ def run_node(silo: Silo, insecure: bool = False, finish: bool = False) -> None:
     waiting = False
     while not ended():
         try:
-            with connected(silo.config.server, tls) as (client, node):
+            most = silo.largest_request
+            with connected(silo.config.server, tls, most) as (client, node):
                 silo.console.print(f"{silo.name} is connected to {silo.config.server}")
                 waiting = False
                 while not ended():
@@ -129,8 +133,16 @@ def _finished(silo: Silo) -> int:
 
 
 @contextlib.contextmanager
-def connected(address: str, tls: ssl.SSLContext | None) -> Iterator[tuple[FleetHttpClient, Node]]:
-    """A node of the SuperLink, with a name of its own for this connection."""
+def connected(
+    address: str, tls: ssl.SSLContext | None, most: int
+) -> Iterator[tuple[FleetHttpClient, Node]]:
+    """A node of the SuperLink, with a name of its own for this connection.
+
+    Args:
+      address: HOST:PORT of the server.
+      tls: how it is known; None: not at all.
+      most: bytes of its largest reply; a longer one ends the connection.
+    """
     private, public = generate_key_pairs()
     identity = public_key_to_bytes(public)
     signs: Any = [
@@ -141,6 +153,8 @@ def connected(address: str, tls: ssl.SSLContext | None) -> Iterator[tuple[FleetH
         f"http{'s' * (tls is not None)}://{address}", interceptors=signs, verify=tls or False
     ) as client:
         client._client.follow_redirects = False  # to other machines that a silo can reach
+        client._client.headers["accept-encoding"] = "identity"
+        client._client.event_hooks = {"response": [functools.partial(_read, most=most)]}
         client.RegisterNode(RegisterNodeFleetRequest(public_key=identity))
         interval = HEARTBEAT_DEFAULT_INTERVAL
         made = client.ActivateNode(
@@ -166,6 +180,20 @@ def connected(address: str, tls: ssl.SSLContext | None) -> Iterator[tuple[FleetH
                 client.UnregisterNode(UnregisterNodeFleetRequest(node_id=node.node_id))
 
 
+def _read(response: httpx.Response, most: int) -> None:
+    """Reads a reply; whoever sends it may send without end, or a little that unpacks to a lot."""
+    if "content-encoding" in response.headers:
+        raise httpx.RemoteProtocolError("its reply is compressed, which nobody has asked for")
+    held = bytearray()
+    for piece in response.iter_raw():
+        held += piece
+        if len(held) > most:
+            raise httpx.RemoteProtocolError(
+                f"its reply is larger than the {most:,} bytes that this study's model needs"
+            )
+    response._content = bytes(held)
+
+
 def _answer(client: FleetHttpClient, node: Node, app: Callable[..., Message]) -> bool:
     """Answers one message; returns whether there was one."""
     got = client.PullMessages(PullMessagesRequest(node=node))
@@ -173,6 +201,8 @@ def _answer(client: FleetHttpClient, node: Node, app: Callable[..., Message]) ->
         return False
     run = message_from_proto(got.messages_list[0]).metadata.run_id
     tree = got.message_object_trees[0]
+    if sum(1 for _ in iterate_object_tree(tree)) > _OBJECTS:
+        raise httpx.RemoteProtocolError("its message has parts that no request has")
     message = pull_and_inflate_object_from_tree(
         tree,
         make_pull_object_fn_protobuf(client.PullObject, node, run),

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpfl_jax.config import FederatedConfig, IsrlConfig, config_to_dict
-from dpfl_jax.config.base import NAME
 from dpfl_jax.data.registry import SETS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower.wire import MessageError
 from dpfl_jax.mechanisms.base import check_noise_multiplier
 
 _MOST_NAME = 300
+_NAME = re.compile(r"[^/\\.\x00-\x1f\x7f][^/\\\x00-\x1f\x7f]*")
 
 # What each party has for itself: where its data lie, what it keeps, its ledger.
 _OWN_DATA = (
@@ -31,7 +31,7 @@ def is_name(value: Any) -> bool:
     """Whether it may name a run or a silo: it becomes part of a path and of a log."""
     if not isinstance(value, str) or len(value) > _MOST_NAME or not value.isprintable():
         return False
-    return re.match(NAME, value) is not None
+    return _NAME.fullmatch(value) is not None
 
 
 def study_of(config: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -23,7 +24,7 @@ from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.flower.front import front
 from dpfl_jax.flower.plan import study_of
 from dpfl_jax.flower.silo import read_study
-from dpfl_jax.run.directory import RunDirectory, finished_report, private_folder
+from dpfl_jax.run.directory import RunDirectory, finished_report, open_plain, private_folder
 
 _APP = """\
 [build-system]
@@ -48,6 +49,7 @@ clientapp = "study:nobody"
 config = {config}
 run-dir = {run_dir}
 log = {log}
+outcome = {outcome}
 wait = {wait}
 """
 # Silos run what is installed with them (``flower.node``): this app is the server's alone.
@@ -93,56 +95,61 @@ def serve(
     RunDirectory.check(run_dir, config_fingerprint(study))
     directory = pathlib.Path(run_dir).absolute()
     directory.parent.mkdir(parents=True, exist_ok=True)
-    outcome = directory.with_name(directory.name + ".outcome.json")
-    outcome.unlink(missing_ok=True)
-    home = directory.with_name(directory.name + ".flower")
-    private_folder(home)  # what is written there is run
-    app = home / "app"
-    app.mkdir(exist_ok=True)
-    told = home / "study.log"
-    files = {"config": pathlib.Path(config).absolute(), "run_dir": directory, "log": told}
-    quoted = {name: json.dumps(str(path)) for name, path in files.items()}
-    (app / "pyproject.toml").write_text(_APP.format(wait=float(wait), **quoted))
-    (app / "study.py").write_text(_STUDY)
+    logs = directory.with_name(directory.name + ".flower")
+    private_folder(logs)
+    told, log = logs / "study.log", logs / "superlink.log"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         link = free.getsockname()[1]
-    (home / "config.toml").write_text(
-        '[superlink]\ndefault = "study"\n\n[superlink.study]\n'
-        f'address = "127.0.0.1:{link}"\ninsecure = true\n'
-    )
-    environment = {
-        **os.environ,
-        "FLWR_HOME": str(home),
-        "FLWR_TELEMETRY_ENABLED": "0",
-        "FLWR_DISABLE_UPDATE_CHECK": "1",
-        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
-    }
     # Of this machine alone, where no certificate of the server's name would do.
     command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(link), "--insecure"]
     command += ["--disable-runtime-dependency-installation"]
-    log = home / "superlink.log"
     _wait_for_another(directory)
-    seen = told.stat().st_size if told.exists() else 0
-    with (
-        log.open("ab") as file,
-        _running(command, environment, file),
-        front(host, port, link, tls, silos),
-    ):
-        _start(environment, app, log, console)
-        console.print(f"serving {config} at {host}:{port}; logs: {home}", markup=False)
-        ended = False
-        while not ended:
+    with open_plain(told) as file:
+        seen = file.seek(0, os.SEEK_END)
+    with contextlib.ExitStack() as stack:
+        # What lies there is run, so it is not beside the run: somebody may have sent that folder.
+        fresh = tempfile.TemporaryDirectory(prefix="dpfl-", ignore_cleanup_errors=True)
+        home = pathlib.Path(stack.enter_context(fresh))
+        outcome = home / "outcome.json"
+        files = {"config": pathlib.Path(config).absolute(), "run_dir": directory}
+        _write_app(home, link, wait, files | {"log": told, "outcome": outcome})
+        environment = {
+            **os.environ,
+            "FLWR_HOME": str(home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ.get('PATH', '')}",
+        }
+        file = stack.enter_context(open_plain(log))
+        stack.enter_context(_running(command, environment, file))
+        stack.enter_context(front(host, port, link, tls, silos))
+        _start(environment, home / "app", log, console)
+        console.print(f"serving {config} at {host}:{port}; logs: {logs}", markup=False)
+        while not outcome.exists():
             time.sleep(0.2)
-            ended = outcome.exists()
             seen = _tell(told, seen, console)
-    how = json.loads(outcome.read_text())
+        _tell(told, seen, console)
+        how = json.loads(outcome.read_text())
     if how["status"] == "failed":
         raise StoppedError(how["why"])
     report = finished_report(directory)
     if report is None:
         raise StoppedError("the server was stopped; the same command goes on")
     return report
+
+
+def _write_app(home: pathlib.Path, link: int, wait: float, files: dict[str, pathlib.Path]) -> None:
+    """The study as an app, and where the SuperLink that runs it listens."""
+    app = home / "app"
+    app.mkdir()
+    quoted = {name: json.dumps(str(path)) for name, path in files.items()}
+    (app / "pyproject.toml").write_text(_APP.format(wait=float(wait), **quoted))
+    (app / "study.py").write_text(_STUDY)
+    (home / "config.toml").write_text(
+        '[superlink]\ndefault = "study"\n\n[superlink.study]\n'
+        f'address = "127.0.0.1:{link}"\ninsecure = true\n'
+    )
 
 
 def _tell(log: pathlib.Path, told: int, console: Console) -> int:

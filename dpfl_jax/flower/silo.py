@@ -22,6 +22,7 @@ import json
 import os
 import pathlib
 import secrets
+import shlex
 import traceback
 from typing import Any
 
@@ -120,7 +121,7 @@ def read_key(folder: pathlib.Path) -> RootKey:
     except FileNotFoundError:
         raise BadInputError(f"{path} is missing: a silo without its key cannot go on") from None
     if mode & 0o077:
-        raise BadInputError(f"{path} can be read by others: chmod 600 {path}")
+        raise BadInputError(f"{path} can be read by others: chmod 600 {shlex.quote(str(path))}")
     try:
         return RootKey(bytes.fromhex(text))
     except ValueError:
@@ -219,6 +220,14 @@ class Silo:
     def _charged(self) -> set[str]:
         """Runs of the ledger, in all its accounts."""
         return {run for account in self.ledger.accounts() for run in self.ledger.runs(account)}
+
+    @property
+    def largest_request(self) -> int:
+        """Bytes of the largest message that a server has a reason to send: parameters, or a plan.
+
+        Parameters have four bytes each, or eight; a plan has a line for each silo.
+        """
+        return (1 << 20) + 8 * self.held.num_params
 
     def close(self) -> None:
         """Lets another process work."""

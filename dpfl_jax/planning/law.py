@@ -167,7 +167,7 @@ class Law:
             raise BadInputError(f"cannot read the fit {file}: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInputError(
-                f"{file} is not a fit: make one with dpfl plan CONFIG --fit {file}"
+                f"{file} is not a fit: make one with dpfl plan CONFIG --fit FILE"
             ) from error
         if version != VERSION:
             raise BadInputError(f"{file} is a fit of another version: fit again")

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 import pathlib
+import stat
 import tempfile
 import time
 import uuid
@@ -35,16 +36,21 @@ SPENT = "private/users.csv"  # what each user of a central run with budgets of t
 REPORTS = ("report.json", "report.md", NAME, RECORDS, RECORDS_SUMMARY, SPENT, *kept.FILES)
 
 
-def open_lock(path: pathlib.Path) -> IO[str]:
-    """A file to lock: whoever made the folder may have put a link there, and nothing is emptied.
+def open_plain(path: pathlib.Path) -> IO[str]:
+    """A file to lock or to append lines to: whoever made the folder may have put a link there.
 
     Raises:
-      BadInputError: it cannot be opened, or is a link.
+      BadInputError: it cannot be opened, or is a link or no plain file.
     """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
+        file = os.fdopen(os.open(path, flags, 0o644), "a", buffering=1)
     except OSError as error:
         raise BadInputError(f"{path} cannot be opened ({error.strerror}): remove it") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise BadInputError(f"{path} is no plain file: remove it")
+    return file
 
 
 class RunDirectory:
@@ -288,6 +294,13 @@ class RunDirectory:
                 f"the run directory {path} belongs to another configuration (its config.yaml says "
                 "which): use that one, or choose another --run-dir"
             )
+        # What is written to a link is written elsewhere. Weights & Biases keeps links of its own.
+        for file in path.rglob("*"):
+            if file.is_symlink() and path / "wandb" not in file.parents:
+                raise BadInputError(
+                    f"the run directory holds a link, {file}, which is not followed: put what it "
+                    "links to in its place, or choose another --run-dir"
+                )
         if finished_report(path) is not None:
             raise BadInputError(
                 f"the run in {path} is finished and is not overwritten: see it with `dpfl show`, "
@@ -300,7 +313,7 @@ class RunDirectory:
             self._lock.close()
 
     def _acquire_lock(self) -> IO[str]:
-        lock = open_lock(self.path / "run.lock")
+        lock = open_plain(self.path / "run.lock")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

@@ -30,7 +30,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import processes
 from dpfl_jax.run.checkpoint import load_params, save_params
 from dpfl_jax.run.content import content_digest
-from dpfl_jax.run.directory import RunDirectory, open_lock
+from dpfl_jax.run.directory import RunDirectory, open_plain
 from dpfl_jax.run.programs import default_cache_dir
 from dpfl_jax.run.progress import StepProgress
 from dpfl_jax.run.state import shardings_of
@@ -158,7 +158,7 @@ def _alone(path: pathlib.Path) -> Iterator[None]:
         yield
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open_lock(path.with_suffix(".lock")) as lock:
+    with open_plain(path.with_suffix(".lock")) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

@@ -41,6 +41,23 @@ def test_a_folder_is_made_and_checked(place, config, capsys):
     assert (place / "bern/private/root_key").read_text() == secret
 
 
+def test_what_is_given_stays_one_value(place, capsys):
+    """A file's name could make a person a visit."""
+    told = {
+        "--name": "bern: #1",
+        "--config": "study.yaml",
+        "--data": "bern.csv, user_column: visit",
+    }
+    told |= {"--server": "[::1]:8000", "--root-certificates": "ca: {}.pem"}
+    words = [word for pair in told.items() for word in pair]
+    assert main(["silo", "init", "my silo;x", *words]) == 0
+    assert "then `dpfl silo check 'my silo;x'`" in " ".join(capsys.readouterr().out.split())
+    found = yaml.safe_load((place / "my silo;x" / "silo.yaml").read_text())
+    assert found["data"] == {"path": "../bern.csv, user_column: visit"}
+    assert (found["name"], found["server"]) == ("bern: #1", "[::1]:8000")
+    assert found["root_certificates"] == "../ca: {}.pem"
+
+
 def test_no_request_breaks_the_check(place, capsys):
     init()
     silo = Silo(place / "bern")
@@ -64,5 +81,5 @@ def test_bad_input_is_one_sentence(place, capsys):
     text = path.read_text()
     path.write_text(text.replace("epsilon: 8.0", "epsilon: -1"))
     assert "policy.epsilon" in said("check", "bern")
-    path.write_text(text.replace("{path: ../bern.csv}", "{path: ../bern.csv, classes: 3}"))
+    path.write_text(text.replace('"../bern.csv"}', '"../bern.csv", classes: 3}'))
     assert "data.classes is another here" in said("check", "bern")

@@ -67,6 +67,8 @@ def test_overrides_reach_any_key(minimal):
         ("privacy.account=$(touch x)", "privacy.account: string should match"),
         ("processes.coordinator=a.example:80", "set the variable DPFL_COORDINATOR"),
         ('name="a\\nb"', "name: string should match"),
+        ("name=$(touch x)", "name: string should match"),
+        ("name=a;b", "name: string should match"),
     ],
 )
 def test_each_mistake_is_one_sentence(minimal, override, message):

@@ -5,6 +5,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 import types
 
 import pytest
@@ -82,6 +83,41 @@ def test_nothing_large_is_held_for_who_is_no_node(link, monkeypatch):
             assert open_end.recv(100).startswith(b"HTTP/1.1 413")
 
 
+def test_updates_of_all_nodes_together_are_bounded(link, monkeypatch):
+    """Anybody is a node by a key that was just made."""
+    monkeypatch.setattr(front_module, "_MOST_BYTES", 3 << 20)
+    monkeypatch.setattr(front_module, "_WAIT_S", 0.3)
+    with front("127.0.0.1", 0, link, None) as port:
+        at, two = f"http://127.0.0.1:{port}/v1/fleet", bytes(2 << 20)
+
+        def push(node, content):
+            node = {FLEET_HTTP_PUBLIC_KEY_HEADER: node}
+            return httpx.post(f"{at}/push-object", content=content, headers=node).status_code
+
+        for node in ("bern", "chur"):
+            head = {FLEET_HTTP_PUBLIC_KEY_HEADER: node}
+            assert httpx.post(f"{at}/activate-node", content=b"x", headers=head).is_success
+        assert push("chur", bytes((3 << 20) + 1)) == 413
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as open_end:
+            head = (
+                f"POST /v1/fleet/push-object HTTP/1.1\r\nHost: a\r\nContent-Length: {2 << 20}\r\n"
+            )
+            open_end.sendall(f"{head}{FLEET_HTTP_PUBLIC_KEY_HEADER}: bern\r\n\r\nx".encode())
+            end = time.monotonic() + 10
+            while push("bern", b"x") != 503:  # it sends already
+                assert time.monotonic() < end
+            assert push("chur", two) == 503  # no room beside it
+            assert push("chur", bytes(1 << 20)) == 200
+        while push("chur", two) != 200:
+            assert time.monotonic() < end
+        chunks = httpx.post(
+            f"{at}/push-object",
+            content=iter([b"x"]),
+            headers={FLEET_HTTP_PUBLIC_KEY_HEADER: "bern"},
+        )
+        assert chunks.status_code == 413  # of no length
+
+
 def test_what_it_cannot_listen_with_is_one_sentence(link, tmp_path):
     (tmp_path / "a").write_text("no certificate")
     with pytest.raises(BadInputError, match="look at --host"), front("127.0.0.1", link, 1, None):
@@ -125,7 +161,7 @@ def test_who_has_no_certificate_of_a_silo_is_turned_away(link, tmp_path):
                 httpx.post(call, content=b"x", verify=context_of(silo(name)))
             with (
                 pytest.raises(httpx.HTTPError),
-                connected(f"127.0.0.1:{port}", context_of(silo(name))),
+                connected(f"127.0.0.1:{port}", context_of(silo(name)), 1 << 20),
             ):
                 pass
     wrong = silo("bern")

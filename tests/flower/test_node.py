@@ -1,9 +1,13 @@
 """What a silo's process puts on the wire, byte for byte, and what it never asks for."""
 
 import contextlib
+import gzip
+import http.server
 import io
+import threading
 import types
 
+import httpx
 import numpy as np
 import pytest
 
@@ -111,6 +115,7 @@ def test_what_goes_wrong_in_a_silo_stays_there():
 def test_no_message_ends_a_silo(monkeypatch):
     answers = Answers(b"a reply")
     answers.config = SiloConfig(name="bern", config="", policy=POLICY)
+    answers.largest_request = 1 << 20
     answers.log = types.SimpleNamespace(rows=[])
     cut = Link(b"a request")
     cut.objects = {key: value[:9] for key, value in cut.objects.items()}
@@ -134,6 +139,52 @@ def test_no_message_ends_a_silo(monkeypatch):
     run_node(answers, insecure=True, finish=True)
     assert len(asked) == len(links)
     assert link.pushed
+
+
+class Large(http.server.BaseHTTPRequestHandler):
+    """Answers with more than anybody has asked for."""
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        body = self.server.body
+        self.send_response(200)
+        if (encoding := self.server.encoding) is not None:
+            self.send_header("content-encoding", encoding)
+        self.server.accepted.add(self.headers["accept-encoding"])
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        with contextlib.suppress(OSError):  # who reads has left
+            self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("compressed", [True, False])
+def test_a_server_does_not_fill_a_silos_memory(compressed, monkeypatch):
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Large)
+    body = bytes(1 << 20)
+    server.body = gzip.compress(gzip.compress(body)) if compressed else body
+    server.encoding, server.accepted = "gzip, gzip" if compressed else None, set()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with (
+            pytest.raises(httpx.HTTPError, match="compressed" if compressed else "larger than"),
+            node.connected(f"127.0.0.1:{server.server_port}", None, 1000),
+        ):
+            pass
+        assert server.accepted == {"identity"}
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def test_a_request_has_no_parts_without_end():
+    link = Link(b"a request")
+    link.tree.children.extend([link.tree.children[0]] * 100)
+    link.PullObject = None  # nothing is fetched
+    with pytest.raises(httpx.HTTPError, match="parts that no request has"):
+        _answer(link, Node(node_id=7), client_app(Answers(b"a reply")))
 
 
 def test_a_message_of_something_else_is_refused():

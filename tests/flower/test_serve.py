@@ -1,11 +1,14 @@
 """What the server's process says, when it does not begin, and what it ends."""
 
+import contextlib
 import io
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 import types
 
 import pytest
@@ -13,7 +16,7 @@ import yaml
 from rich.console import Console
 
 from dpfl_jax.config import config_fingerprint
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, StoppedError
 from tests.flower.studies import QUIET, config_of, study
 
 pytest.importorskip("flwr")
@@ -48,18 +51,27 @@ def test_a_study_is_told_to_silos_as_it_is_written(tmp_path, monkeypatch):
     """A variable of the server's environment is no part of it."""
     monkeypatch.setenv("DB_PASSWORD", "s3cr3t")
     file = tmp_path / "study.yaml"
-    file.write_text(yaml.safe_dump({**study(), "name": "${DB_PASSWORD}"}))
+    raw = study()
+    file.write_text(
+        yaml.safe_dump({**raw, "data": {**raw["data"], "user_column": "${DB_PASSWORD}"}})
+    )
     told = []
-    monkeypatch.setattr(serving, "study_of", lambda config: told.append(config.name) or 1 / 0)
+
+    def keep(config, *_):
+        told.append(config.data.user_column)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(serving, "study_of", keep)
     with pytest.raises(ZeroDivisionError):
         serve(file, tmp_path / "run", QUIET)
     assert told == ["${DB_PASSWORD}"]
-    monkeypatch.setattr(apps, "run_study", lambda config, *_: told.append(config.name) or 1 / 0)
+    monkeypatch.setattr(apps, "run_study", keep)
     monkeypatch.setattr(apps, "_end_with", lambda parent: None)
     started = []
     monkeypatch.setattr(apps.ServerApp, "main", lambda app: started.append)
     server_app()
     context = {"config": file, "run-dir": tmp_path / "run", "log": tmp_path / "log", "wait": 1.0}
+    context["outcome"] = tmp_path / "outcome.json"
     with pytest.raises(ZeroDivisionError):
         started[0](None, types.SimpleNamespace(run_config=context))
     assert told == ["${DB_PASSWORD}"] * 2
@@ -72,6 +84,55 @@ def test_flowers_process_of_a_server_ignores_the_current_folder_too(monkeypatch)
     assert done
 
 
+@pytest.fixture
+def sent(tmp_path, monkeypatch):
+    """The folder beside a run, as somebody sent it; and what the server would run."""
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(study()))
+    ran = []
+
+    def start(environment, app, *_):
+        ran.extend(path.relative_to(app).as_posix() for path in app.rglob("*"))
+        ran.append(str(pathlib.Path(environment["FLWR_HOME"]).stat().st_mode & 0o777))
+        told = tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+        pathlib.Path(told["outcome"]).write_text('{"status": "failed", "why": "it is over"}')
+
+    for name in ("_running", "front"):
+        monkeypatch.setattr(serving, name, lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(serving, "_start", start)
+    folder = tmp_path / "run.flower"
+    folder.mkdir()
+    return folder, ran
+
+
+def test_nothing_that_lies_beside_a_run_is_run_or_written_to(sent, tmp_path):
+    folder, ran = sent
+    (tmp_path / "kept").write_text("mine")
+    (folder / "app" / "dpfl_jax").mkdir(parents=True)
+    (folder / "app" / "dpfl_jax" / "__init__.py").write_text("raise SystemExit('it ran')")
+    for name in ("app/study.py", "app/pyproject.toml", "config.toml"):
+        (folder / name).symlink_to(tmp_path / "kept")
+    (tmp_path / "run.outcome.json").symlink_to(tmp_path / "kept")
+    with pytest.raises(StoppedError, match="it is over"):
+        serve(tmp_path / "study.yaml", tmp_path / "run", QUIET)
+    assert sorted(ran) == [str(0o700), "pyproject.toml", "study.py"]
+    assert (tmp_path / "kept").read_text() == "mine"
+
+
+@pytest.mark.parametrize("log", ["study.log", "superlink.log"])
+def test_logs_of_a_server_are_plain_files(sent, log, tmp_path):
+    folder, ran = sent
+    (tmp_path / "kept").write_text("mine")
+    (folder / log).symlink_to(tmp_path / "kept")
+    with pytest.raises(BadInputError, match=f"{log} cannot be opened"):
+        serve(tmp_path / "study.yaml", tmp_path / "run", QUIET)
+    (folder / log).unlink()
+    os.mkfifo(folder / log)
+    with pytest.raises(BadInputError, match=f"{log} is no plain file"):
+        serve(tmp_path / "study.yaml", tmp_path / "run", QUIET)
+    assert not ran
+    assert (tmp_path / "kept").read_text() == "mine"
+
+
 # Flower's commands are looked for beside the interpreter.
 BESIDE = """
 import sys
@@ -81,7 +142,7 @@ sys.exit(main(sys.argv[2:]))
 """
 # As a SuperLink does, it starts what goes on without it; the pipe is open as long as that lives.
 LINK = """#!/bin/sh
-sleep 60 > "$FLWR_HOME/alive" &
+sleep 60 > "$ALIVE" &
 wait
 """
 
@@ -92,10 +153,9 @@ def test_a_server_that_is_told_to_end_ends_what_it_started(tmp_path):
     for name, text in {"flower-superlink": LINK, "flwr": "#!/bin/sh\n"}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    home = tmp_path / "run.flower"
-    home.mkdir()
-    os.mkfifo(home / "alive")
-    pipe = os.open(home / "alive", os.O_RDONLY | os.O_NONBLOCK)
+    alive_file = tmp_path / "alive"
+    os.mkfifo(alive_file)
+    pipe = os.open(alive_file, os.O_RDONLY | os.O_NONBLOCK)
 
     def alive():
         try:
@@ -112,7 +172,9 @@ def test_a_server_that_is_told_to_end_ends_what_it_started(tmp_path):
 
     words = ["silo", "serve", "study.yaml", "--run-dir", "run", "--port", "0", "--insecure"]
     server = subprocess.Popen(
-        [sys.executable, "-c", BESIDE, str(tmp_path / "python"), *words], cwd=tmp_path
+        [sys.executable, "-c", BESIDE, str(tmp_path / "python"), *words],
+        cwd=tmp_path,
+        env={**os.environ, "ALIVE": str(alive_file), "TMPDIR": str(tmp_path)},
     )
     try:
         waits_for(alive, "the server did not begin")
@@ -121,6 +183,7 @@ def test_a_server_that_is_told_to_end_ends_what_it_started(tmp_path):
         end = time.monotonic() + 10
         while alive():
             assert time.monotonic() < end, "what it started goes on"
+        assert not list(tmp_path.glob("dpfl-*"))
     finally:
         server.kill()
         os.close(pipe)

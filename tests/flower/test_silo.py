@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 
+import jax
 import numpy as np
 import pytest
 import yaml
@@ -731,3 +732,18 @@ def test_what_is_packed_is_found_again():
     assert header == {"round": 3}
     assert tree_of(arrays, "params", tree)["b"][1].tolist() == [1, 1]
     assert pack({"round": 3}, params=tree) == pack({"round": 3}, params=tree)
+
+
+@pytest.mark.parametrize("isrl", [False, True])
+def test_a_silo_reads_as_much_as_its_study_needs(tmp_path, isrl):
+    """It knows that before any plan, so that who poses as its server fills no memory."""
+    silo = Silo(make_silos(tmp_path, study(ISRL) if isrl else study(), POLICY)["bern"])
+    others = {**silo.held.facts, "num_records": 20}
+    rows = [{"name": name, **(silo.held.facts if name == "bern" else others)}
+            for name in ("aarau", "bern", "chur")]  # fmt: skip
+    plan = Plan("run-1", study_of(config_of(tmp_path)), rows, [8.0] * 3)
+    like = silo.held.work(plan, 1, read_key(silo.folder).child("run")).like
+    wide = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float64), like)
+    assert len(pack({"kind": "round", "run": "r" * 300}, params=wide)) < silo.largest_request
+    assert silo.largest_request < 2 << 20
+    assert sum(leaf.size for leaf in jax.tree.leaves(like)) <= silo.held.num_params

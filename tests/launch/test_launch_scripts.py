@@ -303,7 +303,15 @@ def test_a_silo_that_cannot_begin_ends_the_federation_and_is_named(fails, serves
     (certificates / "server.pem").touch()
     path = f"{folder}:{os.environ['PATH']}"
     ended = subprocess.run(
-        ["bash", LAUNCH / "flower_local.sh", tmp_path / "run", "study.yaml", "aarau=a", "bern=b"],
+        [
+            "bash",
+            LAUNCH / "flower_local.sh",
+            "--resume",
+            tmp_path / "run",
+            "study.yaml",
+            "aarau=a",
+            "bern=b",
+        ],
         env={**os.environ, "PATH": path, "FAILS": fails, "SERVES": serves},
         capture_output=True,
         text=True,
@@ -332,6 +340,26 @@ def test_launchers_run_nothing_of_the_current_folder_or_beside_a_run(tmp_path, m
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     assert launch("until_done.sh", "a.yaml", "run").stdout.strip().startswith("/home/me/.cache/")
-    done = launch("flower_local.sh", "run")
+    done = launch("flower_local.sh", "--resume", "run")
     assert (tmp_path / "run" / "bern.csv").exists(), done.stderr
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_federation_uses_no_keys_and_certificates_that_were_sent(tmp_path):
+    """Who made the folder knows them, and its `silo.yaml` says where the data are sent."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "kept").write_text("mine")
+    (tmp_path / "run" / "bern.csv").symlink_to(tmp_path / "kept")
+    done = launch("flower_local.sh", str(tmp_path / "run"))
+    assert done.returncode == 2
+    assert "--resume if this script made it" in done.stderr
+    assert (tmp_path / "kept").read_text() == "mine"
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["bern.csv"]
+
+
+def test_commands_of_a_federation_are_quoted():
+    """They are printed to be pasted."""
+    lines = launch("flower_local.sh", "--dry-run", "r;touch P", "my study.yaml", "b=b.csv").stdout
+    silo, server = map(shlex.split, lines.splitlines())
+    assert silo == ["dpfl", "silo", "run", "r;touch P/silo-b", "--finish"]
+    assert server[:6] == ["dpfl", "silo", "serve", "my study.yaml", "--run-dir", "r;touch P/run"]

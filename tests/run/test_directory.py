@@ -121,3 +121,16 @@ def test_what_belongs_to_somebody_else_keeps_no_secret(tmp_path, monkeypatch):
     with pytest.raises(BadInputError, match="private is to keep a secret, but it belongs to some"):
         RunDirectory(path, {}, "f")
     assert not list(pathlib.Path(path, "private").iterdir())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints", "profile/trace", "wandb"])
+def test_a_run_that_was_sent_writes_nowhere_else(tmp_path, name):
+    RunDirectory(tmp_path / "run", {}, "f").close()
+    if name != "wandb":
+        (tmp_path / "run" / "wandb").mkdir()
+        (tmp_path / "run" / "wandb" / "latest-run").symlink_to("run-1")  # its own
+    RunDirectory(tmp_path / "run", {}, "f").close()
+    (tmp_path / "run" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "run" / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(BadInputError, match=f"holds a link, .*{name}"):
+        RunDirectory(tmp_path / "run", {}, "f")
