@@ -8,6 +8,7 @@ import math
 from typing import Any, Literal
 
 from dpfl_jax.errors import BadInputError, one_line
+from dpfl_jax.task import EACH_ROW
 
 _LISTS = ("assumptions", "caveats", "public_inputs")
 Status = Literal["upper bound", "exact", "paper's closed form", "none"]
@@ -95,6 +96,8 @@ class Guarantee:
     @property
     def whose(self) -> str:
         """The unit, and what makes one: "user by column visit_id"."""
+        if self.unit_key == EACH_ROW:
+            return EACH_ROW
         return f"{self.unit} by {self.unit_key}" if self.unit_key else self.unit
 
     def paragraph(self) -> str:

@@ -13,6 +13,7 @@ from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.run.console import Console
 from dpfl_jax.run.progress import RunConsole
+from dpfl_jax.task import EACH_ROW
 
 DESCRIPTION = """\
 Train a model with a privacy guarantee for people.
@@ -178,6 +179,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     if report["eval"]:
         table = Table(title="held out", title_justify="left")
         unit = "subject" if "silos" in report else "user"
+        unit = "row" if report["privacy"].get("unit_key") == EACH_ROW else unit
         unit = "silo" if "parameters" in report else unit
         accuracies = any(v.get("accuracy") is not None for v in report["eval"].values())
         perplexities = any("perplexity" in v for v in report["eval"].values())
@@ -227,9 +229,10 @@ def _in_one_line(report: dict[str, Any]) -> str:
     if beside is None or losses.keys() != {"initial", "final"}:
         return ""
     privacy = report["privacy"]
+    unit = "row" if privacy.get("unit_key") == EACH_ROW else privacy["unit"]
     return (
         f"held-out loss {losses['initial']:.3f} before, {losses['final']:.3f} with privacy "
-        f"(epsilon {rounded_up(privacy['epsilon'], 3)} for each {privacy['unit']}), "
+        f"(epsilon {rounded_up(privacy['epsilon'], 3)} for each {unit}), "
         f"{beside[-1]['loss']:.3f} without (for comparison only)"
     )
 

@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.config.schema import RunConfig
+from dpfl_jax.config.text import read_yaml
 from dpfl_jax.data.keys import names_function
 from dpfl_jax.errors import BadInputError, imported
 
@@ -60,14 +60,12 @@ def read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     file = pathlib.Path(path)
     try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise BadInputError(f"there is no config file {file}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"the config file {file} cannot be read: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        where = " ".join(str(error).split())
-        raise BadInputError(f"{file} is not valid YAML: {where}") from None
+    raw = read_yaml(text, str(file))
     if not isinstance(raw, dict):
         raise BadInputError(f"{file} must hold a YAML mapping of sections, such as `train:`")
     _check_size(raw, str(file))
@@ -154,9 +152,27 @@ def validate_config(raw: Mapping[str, Any], where: str = "the config") -> AnyCon
     elif "federation" in raw:
         kind = FederatedConfig
     try:
-        return kind.model_validate(raw)
+        config = kind.model_validate(raw)
     except ValidationError as error:
         raise BadInputError(_one_sentence(error, where, kind)) from None
+    if (key := _taken_for_number(raw, config_to_dict(config))) is not None:
+        raise BadInputError(f"{where}: {key} is true or false, but it must be a number")
+    return config
+
+
+def _taken_for_number(raw: Any, read: Any) -> str | None:
+    """The first key whose yes or no became 1 or 0."""
+    if isinstance(raw, bool):
+        return "" if type(read) in (int, float) else None
+    pairs: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(raw, Mapping) and isinstance(read, dict):
+        pairs = ((key, value, read.get(key)) for key, value in raw.items())
+    elif isinstance(raw, list | tuple) and isinstance(read, list):
+        pairs = zip(range(len(raw)), raw, read)
+    for key, value, became in pairs:
+        if (inner := _taken_for_number(value, became)) is not None:
+            return f"{key}.{inner}" if inner else str(key)
+    return None
 
 
 def config_to_dict(config: BaseModel) -> dict[str, Any]:
@@ -193,10 +209,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     parts = key.strip().split(".")
     if not separator or not all(parts):
         raise BadInputError(f"the override {override!r} must look like section.key=value")
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise BadInputError(f"the value in the override {override!r} is not valid YAML") from None
+    value = read_yaml(text, f"the override {override!r}", one_value=True)
     node = raw
     for part in parts[:-1]:
         child = node.get(part)
@@ -220,6 +233,8 @@ def _expand(value: Any, where: str) -> Any:
         name = match.group(1)
         if name not in os.environ:
             raise BadInputError(f"{where} uses ${{{name}}}, but the variable {name} is not set")
+        if not os.environ[name]:
+            raise BadInputError(f"{where} uses ${{{name}}}, but the variable {name} is empty")
         return os.environ[name]
 
     return _VARIABLE.sub(substitute, value)
@@ -245,6 +260,8 @@ def _one_sentence(error: ValidationError, where: str, kind: type[AnyConfig]) -> 
         return f"{where}: {message}{more}"
     given = first.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool | None) else ""
+    if first["type"] == "string_type":
+        shown += ", which YAML takes for no text: put it in quotes"
     return f"{where}: {key}: {message}{shown}{more}"
 
 
