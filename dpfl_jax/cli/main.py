@@ -9,6 +9,7 @@ stdout without ``--json`` and to stderr with it.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import json
 import logging
@@ -123,6 +124,14 @@ def _ignore_code_in_current_folder() -> None:
     ignore_matplotlibrc()
 
 
+def _of_a_file(error: OSError) -> str:
+    """What a disk or a folder would not do, and what to do about it."""
+    advice = "see who may read and write there"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        advice = "free space, and give the same command again; a run goes on with its --run-dir"
+    return f"{error.filename or 'a file'} cannot be used ({error.strerror}): {advice}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code.
 
@@ -151,6 +160,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dpfl: interrupted", file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.errno is None or isinstance(error, BrokenPipeError):
+            raise
+        if verbose:
+            traceback.print_exc()
+        print(plain(f"dpfl: error: {_of_a_file(error)}"), file=sys.stderr)
+        return 2
     except StoppedError as error:
         print(plain(f"dpfl: {error}"), file=sys.stderr)
         return 1

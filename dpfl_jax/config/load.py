@@ -180,18 +180,46 @@ def config_to_dict(config: BaseModel) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+# A run that a budget refused goes on once it is raised.
+_NOT_COMPUTED = ("name", "execution", "processes", "metrics", "sweep", "privacy.budget")
+# Data are known by their content; the others say what is written when.
+_OF_ONE_START = ("data.path", "train.log_every", "train.checkpoint_every", "train.keep_checkpoints")
+
+
 def config_fingerprint(config: AnyConfig) -> str:
-    """Identifies what a run computes, whatever its name and devices: resuming needs the same."""
-    content = config_to_dict(config)
-    content.pop("name")
-    content.pop("execution")
-    content.pop("processes")
-    content.pop("metrics")
-    content.pop("sweep", None)
-    if "budget" in content["privacy"]:  # a run that it refused goes on once it is raised
-        content["privacy"]["budget"] = None
-    text = json.dumps(content, sort_keys=True)
+    """Identifies what a run computes, whatever its name and devices."""
+    text = json.dumps(_without(config_to_dict(config), _NOT_COMPUTED), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def other_run(began: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first key for which a run cannot go on, of two configurations as plain JSON."""
+    left_out = {*_NOT_COMPUTED, *_OF_ONE_START} - {"sweep"}  # of a private sweep it is the run
+    return differing_key(_without(began, left_out), _without(now, left_out))
+
+
+def differing_key(mine: Any, theirs: Any, key: str = "") -> str | None:
+    """The first key whose values differ; None if none does."""
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        names = sorted({*mine, *theirs})
+        inner = (
+            differing_key(mine.get(name), theirs.get(name), f"{key}.{name}".lstrip("."))
+            for name in names
+        )
+        return next(filter(None, inner), None)
+    return None if mine == theirs else key
+
+
+def _without(content: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """What is not a key of a section is null instead of gone."""
+    found = dict(content)
+    for key in keys:
+        section, _, name = key.partition(".")
+        if not name:
+            found.pop(section, None)
+        elif isinstance(found.get(section), Mapping) and name in found[section]:
+            found[section] = {**found[section], name: None}
+    return found
 
 
 def _with_full_ledger(raw: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:

@@ -23,7 +23,17 @@ class _Loader(yaml.SafeLoader):
     """``yaml.SafeLoader`` that takes 1e-8 for a number."""
 
 
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+class _Dumper(yaml.SafeDumper):
+    """``yaml.SafeDumper`` that puts the text 1e-8 in quotes."""
+
+
+for _kind in (_Loader, _Dumper):
+    _kind.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
+def write_yaml(content: Any) -> str:
+    """What ``read_yaml`` reads as it was."""
+    return yaml.dump(content, Dumper=_Dumper, sort_keys=False)
 
 
 def read_yaml(text: str, where: str, one_value: bool = False) -> Any:

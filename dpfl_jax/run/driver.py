@@ -310,6 +310,8 @@ def drive(
                 meter.restart()
             if stopping or ended:
                 break
+        if checkpoints is not None:
+            checkpoints.open_all()
     asked.end()
     ended |= done == steps
     if ended:

@@ -1,5 +1,6 @@
 """The command line itself: where arguments may stand, and what is refused."""
 
+import errno
 import shutil
 import subprocess
 import sys
@@ -78,3 +79,15 @@ def test_completion_without_its_package_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
     assert "pip install 'dpfl_jax[completion]'" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_sentence(monkeypatch, capsys):
+    def full(args):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a/report.md")
+
+    monkeypatch.setattr("dpfl_jax.cli.show.run", full)
+    assert main(["show", "runs/a"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("dpfl: error: runs/a/report.md cannot be used (No space left on device)")
+    assert "free space" in said
+    assert "Traceback" not in said
