@@ -172,6 +172,8 @@ class RunResult:
         return _evaluation(self.metrics, step)
 
 
+# Optax and the engine promote integers to floats, whatever the caller forbids their own code.
+@jax.numpy_dtype_promotion("standard")
 def drive(
     algorithm: Algorithm,
     *,
