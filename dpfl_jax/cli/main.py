@@ -9,14 +9,16 @@ stdout without ``--json`` and to stderr with it.
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import importlib
 import json
 import logging
 import os
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dpfl_jax import __version__
 from dpfl_jax.errors import (
@@ -53,7 +55,17 @@ class _Parser(argparse.ArgumentParser):
     """Bad arguments are bad input like any other: one sentence, exit code 2."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
+        if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            message += _meant(found[1], self._option_string_actions)
+        elif found := re.search(r"invalid choice: '([^']*)' \((.*)\)", message):
+            hint = _meant(found[1], re.findall(r"[\w-]+", found[2]))
+            message = message[: found.start(2) - 2] + hint if hint else message
         raise BadInputError(f"{self.prog}: {message} (see `{self.prog} --help`)")
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(given, list(known), n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def build_parser(*needed: str | None) -> argparse.ArgumentParser:
@@ -109,7 +121,8 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
     if rest and hasattr(args, "overrides") and not any(a.startswith("-") for a in rest):
         args.overrides = [*args.overrides, *rest]
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        commands = parser._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+        commands[args.command].error(f"unrecognized arguments: {' '.join(rest)}")  # type: ignore[index]
     return args
 
 

@@ -36,7 +36,7 @@ def load_config(
     A ``federation`` section makes it federated, an ``isrl`` section a federation without trust.
 
     Args:
-      path: YAML file.
+      path: YAML file; ``configs/...`` that is not here is the one that comes with the package.
       overrides: ``"section.key=value"`` strings; values are YAML. ``${NAME}`` in any string is
         replaced by the environment variable NAME.
       allow_code: it may name code (``package.module:NAME``), which is imported and called: whoever
@@ -49,7 +49,19 @@ def load_config(
     Raises:
       BadInputError: for anything wrong in the file or the overrides.
     """
-    return make_config(read_sections(path), overrides, path, allow_code)
+    file = pathlib.Path(path)
+    raw = read_sections(shipped(file))
+    # A ledger beside a file that comes with the package is one in this folder.
+    return make_config(raw, overrides, file if file.exists() else file.name, allow_code)
+
+
+def shipped(file: pathlib.Path) -> pathlib.Path:
+    """``configs/...`` of the package, where there is no such file here: outside of a checkout."""
+    package = pathlib.Path(__file__).parents[1]
+    places = [folder / file for folder in (package, package.parent)]
+    if file.exists() or file.parts[:1] != ("configs",) or ".." in file.parts:
+        return file
+    return next((place for place in places if place.exists()), file)
 
 
 def read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import dpfl_jax
 from dpfl_jax.cli.main import COMMANDS, _parse, build_parser, main
 from dpfl_jax.errors import BadInputError
 
@@ -30,6 +31,25 @@ def test_overrides_may_stand_anywhere(argv):
 def test_unknown_options_are_refused(extra):
     with pytest.raises(BadInputError, match="unrecognized arguments: --nope"):
         _parse(build_parser("train"), ["train", "c.yaml", *extra])
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [
+        (["trian", "c.yaml"], "train"),
+        (["train", "c.yaml", "--dryrun"], "--dry-run"),
+        (["train", "c.yaml", "a.b=1", "--rundir=r"], "--run-dir"),
+        (["data", "biuld"], "build"),
+        (["account", "ulss"], "uls"),
+    ],
+)
+def test_a_typo_gets_a_suggestion(argv, near, capsys):
+    assert main(argv) == 2
+    assert f"did you mean {near!r}?" in capsys.readouterr().err
+
+
+def test_all_names_of_the_package_are_completed():
+    assert {*dpfl_jax.__all__} <= {*dir(dpfl_jax)}
 
 
 def test_a_command_without_overrides_takes_no_more():
@@ -78,7 +98,7 @@ def test_completion_knows_every_command_and_its_options(shell, capsys):
 def test_completion_without_its_package_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
-    assert "pip install 'dpfl_jax[completion]'" in capsys.readouterr().err
+    assert "pip install shtab" in capsys.readouterr().err
 
 
 def test_a_full_disk_is_one_sentence(monkeypatch, capsys):

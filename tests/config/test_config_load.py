@@ -170,6 +170,16 @@ def test_environment_variables_are_expanded(minimal, monkeypatch):
         load_config(minimal, ["data.silo_column=${COLUMN}"])
 
 
+def test_outside_of_a_checkout_configs_are_those_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ledger = ["privacy.ledger=spent.jsonl", "privacy.account=people"]
+    config = load_config("configs/table/uls.yaml", ["data.path=visits.csv", *ledger])
+    assert config.data.path == "visits.csv"
+    assert config.privacy.ledger == str(tmp_path / "spent.jsonl")
+    with pytest.raises(BadInputError, match="no config file configs/none"):
+        load_config("configs/none.yaml")
+
+
 def test_a_relative_ledger_is_one_file_wherever_the_command_is_started(
     minimal, tmp_path, monkeypatch
 ):
