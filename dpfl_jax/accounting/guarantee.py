@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import decimal
 import math
+import re
+import textwrap
 from typing import Any, Literal
 
 from dpfl_jax.errors import BadInputError, one_line
@@ -92,6 +94,24 @@ class Guarantee:
             f"epsilon {rounded_up(self.epsilon, 4)}, delta {rounded_up(self.delta, 3)} for each "
             f"{self.whose} ({self.adjacency}; trust model: {self.trust}{unverified})"
         )
+
+    def in_short(self, meaning: str) -> list[str]:
+        """Whom it protects, the numbers, what they mean, and three things that are not covered.
+
+        Args:
+          meaning: a sentence of ``Meaning``.
+        """
+        if not self.private:
+            return [self.summary()]
+        epsilon, delta = rounded_up(self.epsilon, 4), rounded_up(self.delta, 3)
+        # Those of this very run stand last.
+        left_out = [re.split(": |; ", caveat)[0] for caveat in reversed(self.caveats[-3:])]
+        return [
+            f"protects each {self.whose} ({self.adjacency}; trust model: {self.trust})",
+            f"epsilon {epsilon}, delta {delta}",
+            meaning,
+            *(f"not covered: {textwrap.shorten(clause, 200)}" for clause in left_out),
+        ]
 
     @property
     def whose(self) -> str:

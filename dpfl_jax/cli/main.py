@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import errno
+import glob
 import importlib
+import importlib.util
 import json
 import logging
 import os
+import pathlib
 import re
 import sys
 import traceback
@@ -145,6 +148,17 @@ def _of_a_file(error: OSError) -> str:
     return f"{error.filename or 'a file'} cannot be used ({error.strerror}): {advice}"
 
 
+def _use_no_tpu_that_is_not_here() -> None:
+    """``dpfl compile`` needs libtpu; on a machine without a TPU JAX then looks for one, aloud."""
+    has = importlib.util.find_spec
+    signs = ("/dev/accel*", "/dev/vfio/*", "/sys/bus/pci/devices/*/vendor")
+    files = [file for sign in signs for file in glob.glob(sign)]
+    google = [f for f in files if f.startswith("/dev") or "0x1ae0" in pathlib.Path(f).read_text()]
+    told = [name for name in os.environ if name.startswith(("TPU_", "CLOUD_TPU", "JAX_PLATFORM"))]
+    if has("libtpu") and not (has("jax_plugins") or google or told):  # nor a GPU
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code.
 
@@ -152,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         _ignore_code_in_current_folder()
+        _use_no_tpu_that_is_not_here()
     argv = list(sys.argv[1:] if argv is None else argv)
     command = next((a for a in argv if not a.startswith("-")), None)
     own = argv.index("--") if "--" in argv else len(argv)  # behind it another program's

@@ -209,7 +209,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print(table)
     for name, text in report.get("samples", {}).items():
         console.print(Panel(Text(text), title=f"what it writes {name} training"))
-    console.print(Panel(report["guarantee"], title="guarantee"))
+    console.print(Panel("\n".join(in_short(report)), title="guarantee"))
+    console.print(f"all of it: dpfl show {report['run_dir']} --full", highlight=False)
     for line in (report.get("audit") or {}).get("summary", ()):
         console.print(f"audit of {line}", highlight=False, soft_wrap=True)
     for line in filter(None, (_in_one_line(report), _got_worse(report))):
@@ -218,6 +219,18 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         f"{report['status']} after {taken(report)} {_steps(report)}: "
         f"{report['run_dir']}/report.md, and a picture in curves.png"
     )
+
+
+def in_short(told: dict[str, Any]) -> list[str]:
+    """The guarantee of a report, or of a price, in six lines."""
+    from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE, Guarantee
+    from dpfl_jax.accounting.attacks import meaning_of_bound
+
+    guarantee, meaning = Guarantee.from_json(told["privacy"]), told.get("meaning")
+    if guarantee.private and meaning is None:
+        relation = REPLACE if guarantee.adjacency.startswith("replace") else ADD_OR_REMOVE
+        meaning = meaning_of_bound(guarantee.epsilon, guarantee.delta, relation).sentences()
+    return guarantee.in_short(meaning[0].split(";")[0].rstrip(".") if meaning else "")
 
 
 def _in_one_line(report: dict[str, Any]) -> str:
@@ -272,4 +285,4 @@ def _print_price(console: Console, price: dict[str, Any]) -> None:
             value = f"{value:,}"
         table.add_row(key, str(value))
     console.print(table)
-    console.print(Panel(price["guarantee"], title="guarantee, if run as configured"))
+    console.print(Panel("\n".join(in_short(price)), title="guarantee, if run as configured"))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import dpfl_jax
-from dpfl_jax.cli.main import COMMANDS, _parse, build_parser, main
+from dpfl_jax.cli.main import COMMANDS, _parse, _use_no_tpu_that_is_not_here, build_parser, main
 from dpfl_jax.errors import BadInputError
 
 
@@ -46,6 +46,23 @@ def test_unknown_options_are_refused(extra):
 def test_a_typo_gets_a_suggestion(argv, near, capsys):
     assert main(argv) == 2
     assert f"did you mean {near!r}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("there", "environment", "wanted"),
+    [
+        ({"libtpu"}, {}, "cpu"),
+        ({"libtpu", "jax_plugins"}, {}, None),
+        ({"libtpu"}, {"TPU_WORKER_ID": "0"}, None),
+        (set(), {}, None),
+    ],
+)
+def test_a_compiler_for_tpus_is_no_tpu(monkeypatch, there, environment, wanted):
+    monkeypatch.setattr("os.environ", environment)
+    monkeypatch.setattr("glob.glob", lambda sign: [])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in there or None)
+    _use_no_tpu_that_is_not_here()
+    assert environment.get("JAX_PLATFORMS") == wanted
 
 
 def test_all_names_of_the_package_are_completed():
