@@ -181,23 +181,22 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         unit = "subject" if "silos" in report else "user"
         unit = "row" if report["privacy"].get("unit_key") == EACH_ROW else unit
         unit = "silo" if "parameters" in report else unit
-        accuracies = any(v.get("accuracy") is not None for v in report["eval"].values())
-        perplexities = any("perplexity" in v for v in report["eval"].values())
-        columns = ["", "loss by example", f"loss by {unit}", *["accuracy"] * accuracies]
-        columns += ["perplexity"] * perplexities
-        for column in columns:
+        shown = [
+            name
+            for name in ("accuracy", "majority_accuracy", "base_rate", "auc", "perplexity")
+            if any(v.get(name) is not None for v in report["eval"].values())
+        ]
+        heads = [name.replace("_", " ").replace("auc", "AUC") for name in shown]
+        for column in ["", "loss by example", f"loss by {unit}", *heads]:
             table.add_column(column, justify="left" if not column else "right")
         rows = [(evaluated(report, k), v) for k, v in report["eval"].items()]
         rows += list(report.get("baselines", {}).items())
         for name, value in rows:
             apart = value["loss_by_silo"] if unit == "silo" else value["loss_by_user"]
             cells = [f"{value['loss']:.4f}", f"{apart:.4f}"]
-            if accuracies:
-                accuracy = value.get("accuracy")
-                cells.append("" if accuracy is None else f"{accuracy:.4f}")
-            if perplexities:
-                perplexity = value.get("perplexity")
-                cells.append("" if perplexity is None else f"{perplexity:,.2f}")
+            for column in shown:
+                number, digits = value.get(column), 2 if column == "perplexity" else 4
+                cells.append("" if number is None else f"{number:,.{digits}f}")
             table.add_row(name, *cells)
         console.print(table)
     if "claim" in report:
