@@ -218,12 +218,12 @@ def check_one_example(loss_fn: Callable[..., Any], params: PyTree, example: PyTr
         return
     except BadInputError:
         raise
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as early:
         raise BadInputError(
             f"the loss cannot be traced by JAX: it asks for a value before there is one "
-            f"({str(error).splitlines()[0]}): use jnp, jnp.where and jax.lax.cond in the place of "
+            f"({str(early).splitlines()[0]}): use jnp, jnp.where and jax.lax.cond in the place of "
             "NumPy, float() and if"
-        ) from error
+        ) from early
     except KeyError as missing:
         if not isinstance(example, Mapping) or missing.args[0] in example:
             raise
