@@ -98,6 +98,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _init(args: argparse.Namespace) -> dict[str, Any]:
+    import json
     import os
 
     from dpfl_jax.config import IsrlConfig
@@ -116,17 +117,17 @@ def _init(args: argparse.Namespace) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
 
     def from_there(path: str | None) -> str:
-        return "null" if path is None else os.path.relpath(path, folder)
+        return "null" if path is None else json.dumps(os.path.relpath(path, folder))
 
     epsilon = max(privacy.epsilon) if isinstance(privacy.epsilon, tuple) else privacy.epsilon
     rounds = config.isrl.rounds if isrl else config.federation.rounds
     delta = privacy.delta if isinstance(privacy.delta, float) else 1e-5
     text = _SILO.format(
         folder=folder,
-        name=args.name,
+        name=json.dumps(args.name),
         config=from_there(args.config),
         data=from_there(args.data),
-        server=args.server,
+        server=json.dumps(args.server),
         certificates=from_there(args.root_certificates),
         certificate=from_there(args.certificate),
         key=from_there(args.key),

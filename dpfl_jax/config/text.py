@@ -15,6 +15,7 @@ from dpfl_jax.errors import BadInputError, one_line, repeated
 
 # As of YAML 1.2; without one of these, PyYAML takes 1e-8 for text.
 _EXPONENT = re.compile(r"[-+]?\d+[eE][-+]?\d+")
+_CUT = re.compile(r" #\S")  # a comment begins with a blank, or is what a name went on with
 _NUMBERS = ("int", "float")
 _QUOTES = "put a value that holds one of : # & * ! @ % ` [ ] { } \\ in single quotes"
 
@@ -89,7 +90,8 @@ def _check(root: yaml.Node | None, text: str, where: str, one_value: bool) -> No
             if (twice := repeated(names)) is not None:
                 raise BadInputError(f"{at}: the key {twice!r} stands there twice: keep one")
             for name, value in node.value:
-                inner = f"{key}.{name.value}" if key else str(name.value)
+                shown = name.value if isinstance(name, yaml.ScalarNode) else "?"
+                inner = f"{key}.{shown}" if key else shown
                 left += [(inner, name), (inner, value)]
         elif isinstance(node, yaml.SequenceNode):
             left += [(key, entry) for entry in node.value]
@@ -106,8 +108,7 @@ def _check_plain(node: yaml.ScalarNode, text: str, at: str) -> None:
             f"{at} is {value}, which YAML reads as another number: write a decimal number, or put "
             "it in quotes if it is text"
         )
-    behind = text[node.end_mark.index :].split("\n", 1)[0]
-    if kind == "str" and re.match(r" #\S", behind):
+    if kind == "str" and _CUT.match(text, node.end_mark.index):
         raise BadInputError(
             f"{at} is cut off at the #, where YAML begins a comment: put the value in quotes, or a "
             "blank behind the #"

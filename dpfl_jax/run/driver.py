@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import signal
@@ -172,8 +173,18 @@ class RunResult:
         return _evaluation(self.metrics, step)
 
 
-# Optax and the engine promote integers to floats, whatever the caller forbids their own code.
-@jax.numpy_dtype_promotion("standard")
+def _promotes(function: Callable[..., RunResult]) -> Callable[..., RunResult]:
+    """Optax and the engine promote integers to floats, whatever callers forbid their own code."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **options: Any) -> RunResult:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **options)
+
+    return wrapped
+
+
+@_promotes
 def drive(
     algorithm: Algorithm,
     *,

@@ -41,6 +41,27 @@ def test_a_folder_is_made_and_checked(place, config, capsys):
     assert (place / "bern/private/root_key").read_text() == secret
 
 
+def test_a_limit_without_a_value_and_one_said_twice_are_refused(place, capsys):
+    init()
+    path = place / "bern/silo.yaml"
+    text = path.read_text()
+    for change, told in (
+        (text.replace("total_epsilon: 8.0 ", "total_epsilon: "), "policy.total_epsilon is empty"),
+        (text + "  total_epsilon: 800\n", "the key 'total_epsilon' stands there twice"),
+    ):
+        assert change != text
+        path.write_text(change)
+        assert main(["silo", "check", "bern"]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_names_of_files_are_quoted(place):
+    words = ["--name", "010", "--config", "study.yaml", "--data", "a #1: b.csv"]
+    assert main(["silo", "init", "other", *words]) == 0
+    read = read_silo_config(place / "other")
+    assert (read.name, read.data["path"]) == ("010", "../a #1: b.csv")
+
+
 def test_no_request_breaks_the_check(place, capsys):
     init()
     silo = Silo(place / "bern")
@@ -64,5 +85,5 @@ def test_bad_input_is_one_sentence(place, capsys):
     text = path.read_text()
     path.write_text(text.replace("epsilon: 8.0", "epsilon: -1"))
     assert "policy.epsilon" in said("check", "bern")
-    path.write_text(text.replace("{path: ../bern.csv}", "{path: ../bern.csv, classes: 3}"))
+    path.write_text(text.replace('"../bern.csv"', '"../bern.csv", classes: 3'))
     assert "data.classes is another here" in said("check", "bern")

@@ -101,6 +101,7 @@ def test_a_small_file_that_holds_too_much_is_refused(tmp_path):
         "a0: &a0 [x]\n" + "\n".join(aliases),
         "a: &a [*a]",
         "a: " + "[" * 60 + "]" * 60,
+        "a0: &a0 [x]\n" + "\n".join(aliases) + "\n? *a9\n: x",
         "a: " + "[" * 3000,
         "a: " + "[" * 3000 + "]" * 3000,
         "a: 2026-13-41",
