@@ -149,3 +149,8 @@ def __getattr__(name: str) -> Any:
     if name == "accounting":
         return importlib.import_module("dpfl_jax.accounting")
     raise AttributeError(f"module 'dpfl_jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """What is loaded, and what is on first use: notebooks complete both."""
+    return sorted({*globals(), *__all__})

@@ -64,6 +64,17 @@ def repeated(names: Iterable[_T]) -> _T | None:
     return None
 
 
+def unrepeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, as the ``object_pairs_hook`` of ``json.loads``.
+
+    Raises:
+      ValueError: a key stands there twice: which value was meant, nobody can tell.
+    """
+    if (twice := repeated(name for name, _ in pairs)) is not None:
+        raise ValueError(f"the key {twice!r} stands there twice")
+    return dict(pairs)
+
+
 def imported(place: str, setting: str) -> Any:
     """What ``package.module:NAME`` names: the caller has made sure that its code may run.
 

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+# What makes a unit where no column names users: guarantees are then said to be "for each row".
+EACH_ROW = "row, which counts as a user"
 # Names of models (dpfl_jax.models.by_name), here so that a configuration is read without JAX.
 ModelKind = Literal["transformer", "lstm", "cnn", "small_cnn", "mlp", "logistic", "linear"]
 

@@ -77,6 +77,29 @@ FITS = {
     r"loss of one example must be one number, but it has shape \(3,\)": {
         "loss": lambda p, e: e["x"] * p["w"]
     },
+    "must be one number, but it is a tuple: return the number alone": {
+        "loss": lambda p, e: (loss(p, e), {"aux": 1.0})
+    },
+    "must be one number, but it is a NoneType": {"loss": lambda p, e: None},
+    "loss of one example is int32, which has no gradient": {
+        "loss": lambda p, e: jnp.int32(loss(p, e))
+    },
+    "loss of one example is bool": {"loss": lambda p, e: loss(p, e) > 0},
+    r"asks for 'features', which neither an example \(label, x\) nor": {
+        "loss": lambda p, e: loss(p, {"x": e["features"]})
+    },
+    "cannot be traced by JAX: .*jnp.where": {
+        "loss": lambda p, e: loss(p, e) if e["label"] else 0.0
+    },
+    "cannot be traced by JAX": {"loss": lambda p, e: float(loss(p, e))},
+    "cannot be traced by JAX: .*jnp": {"loss": lambda p, e: np.sum(np.asarray(e["x"]))},
+    "optimizer asks for more .*'value'.*from their gradients alone": {
+        "optimizer": optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau())
+    },
+    "optimizer asks for more .*'value_fn'": {"optimizer": optax.lbfgs()},
+    r"is a MultiSteps: give its .gradient_transformation\(\)": {
+        "optimizer": optax.MultiSteps(optax.sgd(0.1), 2)
+    },
     "no floating-point parameter": {
         "params": {"w": np.zeros(3, np.int32)},
         "loss": lambda p, e: jnp.float32((e["x"] @ p["w"]).sum()),
@@ -96,6 +119,12 @@ def test_fits(message, plan):
     first = [given.pop(name) for name in ("loss", "params", "plan", "optimizer")]
     with pytest.raises(dpfl.BadInputError, match=message):
         dpfl.fit(*first, **given)
+
+
+def test_who_forbids_their_own_code_to_promote_types_can_train(plan):
+    with jax.numpy_dtype_promotion("strict"):
+        result = dpfl.fit(loss, PARAMS, plan, optax.adam(0.1))
+    assert np.isfinite(result.params["w"]).all()
 
 
 OTHERS = {

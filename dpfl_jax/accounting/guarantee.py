@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import decimal
 import math
+import re
+import textwrap
 from typing import Any, Literal
 
 from dpfl_jax.errors import BadInputError, one_line
+from dpfl_jax.task import EACH_ROW
 
 _LISTS = ("assumptions", "caveats", "public_inputs")
 Status = Literal["upper bound", "exact", "paper's closed form", "none"]
@@ -92,9 +95,29 @@ class Guarantee:
             f"{self.whose} ({self.adjacency}; trust model: {self.trust}{unverified})"
         )
 
+    def in_short(self, meaning: str) -> list[str]:
+        """Whom it protects, the numbers, what they mean, and three things that are not covered.
+
+        Args:
+          meaning: a sentence of ``Meaning``.
+        """
+        if not self.private:
+            return [self.summary()]
+        epsilon, delta = rounded_up(self.epsilon, 4), rounded_up(self.delta, 3)
+        # Those of this very run stand last.
+        left_out = [re.split(": |; ", caveat)[0] for caveat in reversed(self.caveats[-3:])]
+        return [
+            f"protects each {self.whose} ({self.adjacency}; trust model: {self.trust})",
+            f"epsilon {epsilon}, delta {delta}",
+            meaning,
+            *(f"not covered: {textwrap.shorten(clause, 200)}" for clause in left_out),
+        ]
+
     @property
     def whose(self) -> str:
         """The unit, and what makes one: "user by column visit_id"."""
+        if self.unit_key == EACH_ROW:
+            return EACH_ROW
         return f"{self.unit} by {self.unit_key}" if self.unit_key else self.unit
 
     def paragraph(self) -> str:

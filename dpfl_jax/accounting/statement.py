@@ -36,7 +36,7 @@ from dpfl_jax.accounting.composition import TableTooLargeError
 from dpfl_jax.accounting.drawn import IDEALISED_FLOAT
 from dpfl_jax.accounting.guarantee import Guarantee
 from dpfl_jax.accounting.independent import independent
-from dpfl_jax.errors import BadInputError, one_line, repeated
+from dpfl_jax.errors import BadInputError, one_line, unrepeated
 
 VERSION = 2
 _READ = (1, 2)  # 1 has no digests, and says neither what makes a unit nor what was public
@@ -199,7 +199,9 @@ def read(path: str | os.PathLike[str]) -> Statement:
     """
     path = pathlib.Path(path)
     try:
-        values = json.loads(path.read_text(), object_pairs_hook=_table, parse_constant=_no_number)
+        values = json.loads(
+            path.read_text(), object_pairs_hook=unrepeated, parse_constant=_no_number
+        )
     except (OSError, ValueError, RecursionError) as error:
         raise BadInputError(f"{path} cannot be read: {error}") from error
     for text in _strings(values):
@@ -234,12 +236,6 @@ def _strings(values: Any) -> Iterator[str]:
             left += [*value, *value.values()]
         elif isinstance(value, list):
             left += value
-
-
-def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if (twice := repeated(name for name, _ in pairs)) is not None:
-        raise ValueError(f"{twice!r} stands there twice")
-    return dict(pairs)
 
 
 def _no_number(text: str) -> Any:

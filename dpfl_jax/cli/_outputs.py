@@ -27,9 +27,9 @@ def write_config(path: pathlib.Path, config: Any, reason: str) -> None:
     Raises:
       BadInputError: it cannot be written there.
     """
-    import yaml
+    from dpfl_jax.config.text import write_yaml
 
-    text = yaml.safe_dump(config_to_dict(config), sort_keys=False)
+    text = write_yaml(config_to_dict(config))
     try:
         path.write_text(f"# {reason}.\n{text}")
     except OSError as error:

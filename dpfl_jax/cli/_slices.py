@@ -132,8 +132,8 @@ def slice_mesh(topology: str, axes: dict[str, Any]) -> Any:
     except Exception as error:
         first = (str(error).splitlines() or [type(error).__name__])[0]
         raise BadInputError(
-            f"compile: no TPU compiler for {topology} ({first}): install libtpu, and give a shape "
-            "that exists"
+            f"compile: no TPU compiler for {topology} ({first}): pip install libtpu, "
+            "and give a shape that exists"
         ) from error
     return make_mesh(**axes, devices=list(found.devices))
 

@@ -8,7 +8,7 @@ from dpfl_jax.errors import BadInputError
 
 DESCRIPTION = """\
 Print a script that makes the shell complete `dpfl`. It needs the package `shtab`
-(pip install 'dpfl_jax[completion]').
+(pip install shtab).
 
 examples:
   dpfl completion bash > ~/.local/share/bash-completion/completions/dpfl
@@ -28,7 +28,5 @@ def run(args: argparse.Namespace) -> None:
     try:
         import shtab
     except ImportError as error:
-        raise BadInputError(
-            "completion needs a package: pip install 'dpfl_jax[completion]'"
-        ) from error
+        raise BadInputError("completion needs a package: pip install shtab") from error
     print(shtab.complete(build_parser(*COMMANDS), args.shell))

@@ -7,8 +7,6 @@ import pathlib
 import shlex
 from typing import Any
 
-import yaml
-
 from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError
 
@@ -68,6 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     """Makes the configuration, trains and exports."""
     from dpfl_jax.cli.train import train_or_price
     from dpfl_jax.config.load import make_config
+    from dpfl_jax.config.text import write_yaml
     from dpfl_jax.run import processes
     from dpfl_jax.run.progress import RunConsole
     from dpfl_jax.training.export import export
@@ -76,7 +75,7 @@ def run(args: argparse.Namespace) -> dict[str, Any] | None:
     raw = configuration(args)
     # `raw` has the overrides afterwards.
     config = make_config(raw, args.overrides, out / "config.yaml", args.allow_code)
-    text = yaml.safe_dump(raw, sort_keys=False)
+    text = write_yaml(raw)
     console = RunConsole(stderr=args.json)
     if processes.is_primary():
         console.print(text, highlight=False, soft_wrap=True, markup=False)

@@ -9,13 +9,19 @@ stdout without ``--json`` and to stderr with it.
 from __future__ import annotations
 
 import argparse
+import difflib
+import errno
+import glob
 import importlib
+import importlib.util
 import json
 import logging
 import os
+import pathlib
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from dpfl_jax import __version__
 from dpfl_jax.errors import (
@@ -53,7 +59,17 @@ class _Parser(argparse.ArgumentParser):
     """Bad arguments are bad input like any other: one sentence, exit code 2."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
+        if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
+            message += _meant(found[1], self._option_string_actions)
+        elif found := re.search(r"invalid choice: '([^']*)' \((.*)\)", message):
+            hint = _meant(found[1], re.findall(r"[\w-]+", found[2]))
+            message = message[: found.start(2) - 2] + hint if hint else message
         raise BadInputError(f"{self.prog}: {message} (see `{self.prog} --help`)")
+
+
+def _meant(given: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(given, list(known), n=1)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def build_parser(*needed: str | None) -> argparse.ArgumentParser:
@@ -109,7 +125,8 @@ def _parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Nam
     if rest and hasattr(args, "overrides") and not any(a.startswith("-") for a in rest):
         args.overrides = [*args.overrides, *rest]
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        commands = parser._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+        commands[args.command].error(f"unrecognized arguments: {' '.join(rest)}")  # type: ignore[index]
     return args
 
 
@@ -124,6 +141,25 @@ def _ignore_code_in_current_folder() -> None:
     ignore_matplotlibrc()
 
 
+def _of_a_file(error: OSError) -> str:
+    """What a disk or a folder would not do, and what to do about it."""
+    advice = "see who may read and write there"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        advice = "free space, and give the same command again; a run goes on with its --run-dir"
+    return f"{error.filename or 'a file'} cannot be used ({error.strerror}): {advice}"
+
+
+def _use_no_tpu_that_is_not_here() -> None:
+    """``dpfl compile`` needs libtpu; on a machine without a TPU JAX then looks for one, aloud."""
+    has = importlib.util.find_spec
+    signs = ("/dev/accel*", "/dev/vfio/*", "/sys/bus/pci/devices/*/vendor")
+    files = [file for sign in signs for file in glob.glob(sign)]
+    google = [f for f in files if f.startswith("/dev") or "0x1ae0" in pathlib.Path(f).read_text()]
+    told = [name for name in os.environ if name.startswith(("TPU_", "CLOUD_TPU", "JAX_PLATFORM"))]
+    if has("libtpu") and not (has("jax_plugins") or google or told):  # nor a GPU
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code.
 
@@ -131,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         _ignore_code_in_current_folder()
+        _use_no_tpu_that_is_not_here()
     argv = list(sys.argv[1:] if argv is None else argv)
     command = next((a for a in argv if not a.startswith("-")), None)
     own = argv.index("--") if "--" in argv else len(argv)  # behind it another program's
@@ -152,6 +189,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("dpfl: interrupted", file=sys.stderr)
         return 1
+    except OSError as error:
+        if error.errno is None or isinstance(error, BrokenPipeError):
+            raise
+        if verbose:
+            traceback.print_exc()
+        print(plain(f"dpfl: error: {_of_a_file(error)}"), file=sys.stderr)
+        return 2
     except StoppedError as error:
         print(plain(f"dpfl: {error}"), file=sys.stderr)
         return 1

@@ -437,6 +437,7 @@ def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
     import math
 
     import numpy as np
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
@@ -444,25 +445,36 @@ def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
     top = int(math.log2(min(planner.users.num_users, 4 * plan.budget)))
     cohorts = [2**k for k in range(max(0, top - 5), top + 1)]
     found = {(o.group_size, o.size): o.noise for o in planner.heat_map(cohorts)}
-    image = np.array([[found[g, m] for m in cohorts] for g in groups])
-    figure = Figure(figsize=(7, 5))
+    # What is recommended is a row on top: perhaps of another mechanism, or of a cohort not here.
+    best, rows = plan.best, [[found[g, m] for m in cohorts] for g in groups]
+    image = np.array([*rows, [best.noise] * len(cohorts)])
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
     ax = figure.subplots()
-    shown = ax.imshow(np.log10(image), origin="lower", cmap="viridis_r", aspect="auto")
+    norm = LogNorm(image.min(), image.max())
+    shown = ax.imshow(image, origin="lower", cmap="viridis_r", aspect="auto", norm=norm)
+
+    def write(column: float, row: int, text: str, **more: Any) -> None:
+        dark = norm(image[row, 0 if row == len(groups) else int(column)]) > 0.5
+        color = "white" if dark else "black"
+        ax.text(column, row, text, ha="center", va="center", color=color, fontsize=8, **more)
+
     for i, g in enumerate(groups):
         for j, m in enumerate(cohorts):
-            ax.text(j, i, f"{image[i, j]:.2g}", ha="center", va="center", fontsize=7)
+            write(j, i, f"{image[i, j]:.2g}")
             if g * m == plan.budget:
                 ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, linewidth=2))
+    size = f"group size {best.group_size}, {best.size} a step: noise {best.noise:.3g}"
+    write((len(cohorts) - 1) / 2, len(groups), f"{best.kind.upper()}, {size}", weight="bold")
+    ax.axhline(len(groups) - 0.5, color="white", linewidth=4)
     ax.set_xticks(range(len(cohorts)), [str(m) for m in cohorts])
-    ax.set_yticks(range(len(groups)), [str(g) for g in groups])
+    ax.set_yticks(range(len(groups) + 1), [*map(str, groups), "recommended"])
     ax.set(xlabel="cohort size M", ylabel="group size G")
     rival = min((o for o in plan.options if o.kind == "els"), key=lambda o: o.noise, default=None)
     title = f"ULS: noise on the averaged gradient; outlined: budget {plan.budget}"
     if rival is not None:
         title += f"\nELS at that budget: {rival.noise:.3g} (G = {rival.group_size})"
     ax.set_title(title, fontsize=9)
-    figure.colorbar(shown, label="log10 noise")
-    figure.tight_layout()
+    figure.colorbar(shown, label="noise on the averaged gradient")
     save_figure(figure, file)
 
 

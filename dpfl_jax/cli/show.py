@@ -10,6 +10,7 @@ from typing import Any
 from rich.markdown import Markdown
 
 from dpfl_jax.cli.main import add_json_flag
+from dpfl_jax.cli.train import in_short
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.console import Console
 
@@ -33,6 +34,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("run", metavar="RUN", help="run directory")
+    parser.add_argument("--full", action="store_true", help="all that the guarantee says")
     parser.add_argument(
         "--records",
         action="store_true",
@@ -60,7 +62,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if report_file.exists():
         _refuse_changed(directory)
         report = json.loads(report_file.read_text())
-        console.print(Markdown((directory / "report.md").read_text(), hyperlinks=False))
+        text = (directory / "report.md").read_text()
+        if not args.full:
+            short = "\n".join(f"- {line}" for line in in_short(report))
+            text = text.replace(report["guarantee"], f"{short}\n- all of it: --full")
+        console.print(Markdown(text, hyperlinks=False))
         return report
     if not (directory / "config.yaml").exists():
         raise BadInputError(f"{directory} is not a run directory: it has no config.yaml")

@@ -12,7 +12,7 @@ from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.errors import BadInputError
 
 DESCRIPTION = """\
-Train with silos in processes of their own, on Flower (pip install 'dpfl_jax[flower]').
+Train with silos in processes of their own, on Flower (pip install 'flwr>=1.41,<1.42').
 
 A silo's folder holds its root key, its policy (silo.yaml), its ledger and its log. Its records stay
 where they are: what leaves the silo is what it has sampled, clipped and noised. docs/guides/
@@ -196,7 +196,7 @@ def _flower() -> None:
     import os
 
     if importlib.util.find_spec("flwr") is None:
-        raise BadInputError("silos elsewhere need Flower: pip install 'dpfl_jax[flower]'")
+        raise BadInputError("silos elsewhere need Flower: pip install 'flwr>=1.41,<1.42'")
     os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
     os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 

@@ -6,8 +6,6 @@ import argparse
 import pathlib
 from typing import Any
 
-import yaml
-
 from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError
 
@@ -209,11 +207,9 @@ def _axis(text: str) -> tuple[str, list[Any]]:
     name, equals, values = text.partition("=")
     if not (name and equals and values):
         raise BadInputError(f"--grid {text!r} must look like epsilon=1,4,16")
-    try:
-        found = yaml.safe_load(f"[{values}]")
-    except yaml.YAMLError:
-        raise BadInputError(f"the values of --grid {text!r} are not a list") from None
-    return name, found
+    from dpfl_jax.config.text import read_yaml
+
+    return name, read_yaml(f"[{values}]", f"--grid {text!r}", one_value=True)
 
 
 def _print(

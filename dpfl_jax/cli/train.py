@@ -14,6 +14,7 @@ from dpfl_jax.cli.main import add_code_flag, add_json_flag
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.run.console import Console
 from dpfl_jax.run.progress import RunConsole
+from dpfl_jax.task import EACH_ROW
 
 DESCRIPTION = """\
 Train a model with a privacy guarantee for people.
@@ -180,24 +181,24 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     if report["eval"]:
         table = Table(title="held out", title_justify="left")
         unit = "subject" if "silos" in report else "user"
+        unit = "row" if report["privacy"].get("unit_key") == EACH_ROW else unit
         unit = "silo" if "parameters" in report else unit
-        accuracies = any(v.get("accuracy") is not None for v in report["eval"].values())
-        perplexities = any("perplexity" in v for v in report["eval"].values())
-        columns = ["", "loss by example", f"loss by {unit}", *["accuracy"] * accuracies]
-        columns += ["perplexity"] * perplexities
-        for column in columns:
+        shown = [
+            name
+            for name in ("accuracy", "majority_accuracy", "base_rate", "auc", "perplexity")
+            if any(v.get(name) is not None for v in report["eval"].values())
+        ]
+        heads = [name.replace("_", " ").replace("auc", "AUC") for name in shown]
+        for column in ["", "loss by example", f"loss by {unit}", *heads]:
             table.add_column(column, justify="left" if not column else "right")
         rows = [(evaluated(report, k), v) for k, v in report["eval"].items()]
         rows += list(report.get("baselines", {}).items())
         for name, value in rows:
             apart = value["loss_by_silo"] if unit == "silo" else value["loss_by_user"]
             cells = [f"{value['loss']:.4f}", f"{apart:.4f}"]
-            if accuracies:
-                accuracy = value.get("accuracy")
-                cells.append("" if accuracy is None else f"{accuracy:.4f}")
-            if perplexities:
-                perplexity = value.get("perplexity")
-                cells.append("" if perplexity is None else f"{perplexity:,.2f}")
+            for column in shown:
+                number, digits = value.get(column), 2 if column == "perplexity" else 4
+                cells.append("" if number is None else f"{number:,.{digits}f}")
             table.add_row(name, *cells)
         console.print(table)
     if "claim" in report:
@@ -209,7 +210,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         console.print(table)
     for name, text in report.get("samples", {}).items():
         console.print(Panel(Text(text), title=f"what it writes {name} training"))
-    console.print(Panel(report["guarantee"], title="guarantee"))
+    console.print(Panel("\n".join(in_short(report)), title="guarantee"))
+    console.print(f"all of it: dpfl show {report['run_dir']} --full", highlight=False)
     for line in (report.get("audit") or {}).get("summary", ()):
         console.print(f"audit of {line}", highlight=False, soft_wrap=True)
     for line in filter(None, (_in_one_line(report), _got_worse(report))):
@@ -218,6 +220,18 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
         f"{report['status']} after {taken(report)} {_steps(report)}: "
         f"{report['run_dir']}/report.md, and a picture in curves.png"
     )
+
+
+def in_short(told: dict[str, Any]) -> list[str]:
+    """The guarantee of a report, or of a price, in six lines."""
+    from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE, Guarantee
+    from dpfl_jax.accounting.attacks import meaning_of_bound
+
+    guarantee, meaning = Guarantee.from_json(told["privacy"]), told.get("meaning")
+    if guarantee.private and meaning is None:
+        relation = REPLACE if guarantee.adjacency.startswith("replace") else ADD_OR_REMOVE
+        meaning = meaning_of_bound(guarantee.epsilon, guarantee.delta, relation).sentences()
+    return guarantee.in_short(meaning[0].split(";")[0].rstrip(".") if meaning else "")
 
 
 def _in_one_line(report: dict[str, Any]) -> str:
@@ -229,9 +243,10 @@ def _in_one_line(report: dict[str, Any]) -> str:
     if beside is None or losses.keys() != {"initial", "final"}:
         return ""
     privacy = report["privacy"]
+    unit = "row" if privacy.get("unit_key") == EACH_ROW else privacy["unit"]
     return (
         f"held-out loss {losses['initial']:.3f} before, {losses['final']:.3f} with privacy "
-        f"(epsilon {rounded_up(privacy['epsilon'], 3)} for each {privacy['unit']}), "
+        f"(epsilon {rounded_up(privacy['epsilon'], 3)} for each {unit}), "
         f"{beside[-1]['loss']:.3f} without (for comparison only)"
     )
 
@@ -271,4 +286,4 @@ def _print_price(console: Console, price: dict[str, Any]) -> None:
             value = f"{value:,}"
         table.add_row(key, str(value))
     console.print(table)
-    console.print(Panel(price["guarantee"], title="guarantee, if run as configured"))
+    console.print(Panel("\n".join(in_short(price)), title="guarantee, if run as configured"))

@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.config.schema import RunConfig
+from dpfl_jax.config.text import read_yaml
 from dpfl_jax.data.keys import names_function
 from dpfl_jax.errors import BadInputError, imported
 
@@ -36,7 +36,7 @@ def load_config(
     A ``federation`` section makes it federated, an ``isrl`` section a federation without trust.
 
     Args:
-      path: YAML file.
+      path: YAML file; ``configs/...`` that is not here is the one that comes with the package.
       overrides: ``"section.key=value"`` strings; values are YAML. ``${NAME}`` in any string is
         replaced by the environment variable NAME.
       allow_code: it may name code (``package.module:NAME``), which is imported and called: whoever
@@ -49,7 +49,19 @@ def load_config(
     Raises:
       BadInputError: for anything wrong in the file or the overrides.
     """
-    return make_config(read_sections(path), overrides, path, allow_code)
+    file = pathlib.Path(path)
+    raw = read_sections(shipped(file))
+    # A ledger beside a file that comes with the package is one in this folder.
+    return make_config(raw, overrides, file if file.exists() else file.name, allow_code)
+
+
+def shipped(file: pathlib.Path) -> pathlib.Path:
+    """``configs/...`` of the package, where there is no such file here: outside of a checkout."""
+    package = pathlib.Path(__file__).parents[1]
+    places = [folder / file for folder in (package, package.parent)]
+    if file.exists() or file.parts[:1] != ("configs",) or ".." in file.parts:
+        return file
+    return next((place for place in places if place.exists()), file)
 
 
 def read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -60,14 +72,12 @@ def read_sections(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     file = pathlib.Path(path)
     try:
-        raw = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise BadInputError(f"there is no config file {file}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise BadInputError(f"the config file {file} cannot be read: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        where = " ".join(str(error).split())
-        raise BadInputError(f"{file} is not valid YAML: {where}") from None
+    raw = read_yaml(text, str(file))
     if not isinstance(raw, dict):
         raise BadInputError(f"{file} must hold a YAML mapping of sections, such as `train:`")
     _check_size(raw, str(file))
@@ -154,9 +164,27 @@ def validate_config(raw: Mapping[str, Any], where: str = "the config") -> AnyCon
     elif "federation" in raw:
         kind = FederatedConfig
     try:
-        return kind.model_validate(raw)
+        config = kind.model_validate(raw)
     except ValidationError as error:
         raise BadInputError(_one_sentence(error, where, kind)) from None
+    if (key := _taken_for_number(raw, config_to_dict(config))) is not None:
+        raise BadInputError(f"{where}: {key} is true or false, but it must be a number")
+    return config
+
+
+def _taken_for_number(raw: Any, read: Any) -> str | None:
+    """The first key whose yes or no became 1 or 0."""
+    if isinstance(raw, bool):
+        return "" if type(read) in (int, float) else None
+    pairs: Iterable[tuple[Any, Any, Any]] = ()
+    if isinstance(raw, Mapping) and isinstance(read, dict):
+        pairs = ((key, value, read.get(key)) for key, value in raw.items())
+    elif isinstance(raw, list | tuple) and isinstance(read, list):
+        pairs = zip(range(len(raw)), raw, read)
+    for key, value, became in pairs:
+        if (inner := _taken_for_number(value, became)) is not None:
+            return f"{key}.{inner}" if inner else str(key)
+    return None
 
 
 def config_to_dict(config: BaseModel) -> dict[str, Any]:
@@ -164,18 +192,46 @@ def config_to_dict(config: BaseModel) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
+# A run that a budget refused goes on once it is raised.
+_NOT_COMPUTED = ("name", "execution", "processes", "metrics", "sweep", "privacy.budget")
+# Data are known by their content; the others say what is written when.
+_OF_ONE_START = ("data.path", "train.log_every", "train.checkpoint_every", "train.keep_checkpoints")
+
+
 def config_fingerprint(config: AnyConfig) -> str:
-    """Identifies what a run computes, whatever its name and devices: resuming needs the same."""
-    content = config_to_dict(config)
-    content.pop("name")
-    content.pop("execution")
-    content.pop("processes")
-    content.pop("metrics")
-    content.pop("sweep", None)
-    if "budget" in content["privacy"]:  # a run that it refused goes on once it is raised
-        content["privacy"]["budget"] = None
-    text = json.dumps(content, sort_keys=True)
+    """Identifies what a run computes, whatever its name and devices."""
+    text = json.dumps(_without(config_to_dict(config), _NOT_COMPUTED), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def other_run(began: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first key for which a run cannot go on, of two configurations as plain JSON."""
+    left_out = {*_NOT_COMPUTED, *_OF_ONE_START} - {"sweep"}  # of a private sweep it is the run
+    return differing_key(_without(began, left_out), _without(now, left_out))
+
+
+def differing_key(mine: Any, theirs: Any, key: str = "") -> str | None:
+    """The first key whose values differ; None if none does."""
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        names = sorted({*mine, *theirs})
+        inner = (
+            differing_key(mine.get(name), theirs.get(name), f"{key}.{name}".lstrip("."))
+            for name in names
+        )
+        return next(filter(None, inner), None)
+    return None if mine == theirs else key
+
+
+def _without(content: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """What is not a key of a section is null instead of gone."""
+    found = dict(content)
+    for key in keys:
+        section, _, name = key.partition(".")
+        if not name:
+            found.pop(section, None)
+        elif isinstance(found.get(section), Mapping) and name in found[section]:
+            found[section] = {**found[section], name: None}
+    return found
 
 
 def _with_full_ledger(raw: dict[str, Any], file: pathlib.Path) -> dict[str, Any]:
@@ -193,10 +249,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     parts = key.strip().split(".")
     if not separator or not all(parts):
         raise BadInputError(f"the override {override!r} must look like section.key=value")
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise BadInputError(f"the value in the override {override!r} is not valid YAML") from None
+    value = read_yaml(text, f"the override {override!r}", one_value=True)
     node = raw
     for part in parts[:-1]:
         child = node.get(part)
@@ -220,6 +273,8 @@ def _expand(value: Any, where: str) -> Any:
         name = match.group(1)
         if name not in os.environ:
             raise BadInputError(f"{where} uses ${{{name}}}, but the variable {name} is not set")
+        if not os.environ[name]:
+            raise BadInputError(f"{where} uses ${{{name}}}, but the variable {name} is empty")
         return os.environ[name]
 
     return _VARIABLE.sub(substitute, value)
@@ -245,6 +300,8 @@ def _one_sentence(error: ValidationError, where: str, kind: type[AnyConfig]) -> 
         return f"{where}: {message}{more}"
     given = first.get("input")
     shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool | None) else ""
+    if first["type"] == "string_type":
+        shown += ", which YAML takes for no text: put it in quotes"
     return f"{where}: {key}: {message}{shown}{more}"
 
 

@@ -91,9 +91,7 @@ def build_with_beam(
         import apache_beam as beam
         from apache_beam.options.pipeline_options import PipelineOptions
     except ImportError as error:
-        raise BadInputError(
-            "--engine beam needs Apache Beam: pip install 'dpfl_jax[beam]'"
-        ) from error
+        raise BadInputError("--engine beam needs Apache Beam: pip install apache-beam") from error
     out = pathlib.Path(out).absolute()
     paths = [os.fspath(p.absolute()) for p in expand_paths(path)]
     identity = {

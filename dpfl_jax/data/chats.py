@@ -18,7 +18,7 @@ from dpfl_jax.data.chat_template import ChatTemplate, Spans, load_chat_template
 from dpfl_jax.data.rows import no_column, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.tokenizers import Tokenizer
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, unrepeated
 
 Messages = list[dict[str, Any]]
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -167,7 +167,7 @@ def _messages(row: Mapping[str, Any], column: str, where: str) -> Messages:
     found = row[column]
     if isinstance(found, str):
         try:
-            found = json.loads(found)
+            found = json.loads(found, object_pairs_hook=unrepeated)
         except (ValueError, RecursionError):
             raise BadInputError(f"{where}: {column!r} holds text that is no JSON list") from None
     if not isinstance(found, list | tuple) or not found:

@@ -26,6 +26,7 @@ import numpy as np
 
 from dpfl_jax.data.store import SEPARATOR, check_user_id, no_sets
 from dpfl_jax.errors import BadInputError, imported
+from dpfl_jax.task import EACH_ROW
 
 
 def base_domain(url: str) -> str:
@@ -115,7 +116,7 @@ def key_name(expression: str | None) -> str:
       expression: as ``UserKey`` takes it; None where every row is a person of its own.
     """
     if expression is None:
-        return "row, as no column names users"
+        return EACH_ROW
     return f"{'key' if re.search(r'[{(:]', expression) else 'column'} {expression}"
 
 

@@ -26,7 +26,7 @@ from dpfl_jax.data.store import ArrayStore, Store, keyed, unit_key_of
 from dpfl_jax.data.table import read_table
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
 from dpfl_jax.errors import BadInputError, expect
-from dpfl_jax.task import Task
+from dpfl_jax.task import EACH_ROW, Task
 
 # Settings of stores of arrays and tables, and of tables alone.
 _COLUMNS = (
@@ -170,11 +170,12 @@ def load_dataset(config: DataConfig) -> Dataset:
         names = [set(s.user_ids(range(s.num_users))) for s in (store, found.test)]
         known = not names[0].isdisjoint(names[1])
     public = _load_public(config, found.tokenizer)
+    users = "rows" if unit_key_of(store) == EACH_ROW else "users"
     description = (
-        f"{config.source}: {store.num_users} users, {store.num_examples} examples"
+        f"{config.source}: {store.num_users} {users}, {store.num_examples} examples"
         + _told_shared(store, parts)
         + found.left_out
-        + "".join(f"; {n} {p.num_users} users" for n, p in parts.items() if p.num_users)
+        + "".join(f"; {n} {p.num_users} {users}" for n, p in parts.items() if p.num_users)
         + (f"; public {public.num_examples} examples" if public is not None else "")
     )
     held_out = {n: p if fractions[n] > 0 else None for n, p in parts.items() if n != "train"}

@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.ipc
 import pyarrow.parquet
 
-from dpfl_jax.errors import BadInputError, repeated
+from dpfl_jax.errors import BadInputError, repeated, unrepeated
 
 LocatedRow = tuple[str, dict[str, Any]]
 
@@ -209,7 +209,7 @@ def _jsonl(path: pathlib.Path, columns: Sequence[str] | None, bad: BadRows) -> I
 def _json_object(line: bytes, where: str) -> dict[str, Any]:
     try:
         text = line.decode()
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=unrepeated)
         if "\\u" in text:  # an escaped lone surrogate is no text either
             json.dumps(row, ensure_ascii=False).encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:

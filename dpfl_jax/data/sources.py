@@ -180,7 +180,7 @@ def _open_tfds(name: str, split: str, data_dir: str | None) -> tuple[Any, Any]:
         import tensorflow_datasets as tfds
     except ImportError as error:
         raise BadInputError(
-            "reading TFDS data needs its library: pip install 'dpfl_jax[tfds]'"
+            "reading TFDS data needs its library: pip install tensorflow-datasets"
         ) from error
     try:
         # Where the library has no code of a name it goes by the files that are prepared.

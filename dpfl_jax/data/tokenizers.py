@@ -159,7 +159,7 @@ class SentencePieceTokenizer:
             import sentencepiece
         except ImportError as error:
             raise BadInputError(
-                f"{path} needs the sentencepiece library: pip install 'dpfl_jax[sentencepiece]'"
+                f"{path} needs the sentencepiece library: pip install sentencepiece"
             ) from error
         data = _read(path)
         self._model: Any = sentencepiece.SentencePieceProcessor()

@@ -45,5 +45,5 @@ def plot_audits(audits: Sequence[Audit]) -> Any:
         verdict = "REFUTED" if found.exceeds else f"proved {found.proved:.3g}"
         claimed = rounded_up(found.claimed, 3)
         ax.set_title(f"{found.name}: epsilon {claimed} claimed, {verdict}", fontsize=10)
-        ax.legend(loc="upper left", fontsize=8)
+        ax.legend(loc="best", fontsize=8)
     return figure

@@ -219,7 +219,13 @@ class FederatedRun(Prepared):
             self.personal.check_rates(self.federation)
         config, model = self.config, self.model
         predict = model.predict if self.subjects.task.kind == "classes" else None
-        evaluator = Evaluator(model.loss, data_parallel_mesh(), config.eval.batch_size, predict)
+        evaluator = Evaluator(
+            model.loss,
+            data_parallel_mesh(),
+            config.eval.batch_size,
+            predict,
+            classes=self.subjects.task.classes,
+        )
         evaluate, pace = evaluator.of(self.held_out), Pace.of(config)
         result = self.rounds(
             evaluate=evaluate, pace=pace, run_dir=directory, charge=charge, console=console

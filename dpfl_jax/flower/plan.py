@@ -6,10 +6,10 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from dpfl_jax.config import FederatedConfig, IsrlConfig, config_to_dict
+from dpfl_jax.config.load import differing_key
 from dpfl_jax.data.registry import SETS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower.wire import MessageError
@@ -129,18 +129,13 @@ def silos_in(config: FederatedConfig | IsrlConfig) -> int:
     return config.data.silos if isinstance(config, IsrlConfig) else config.federation.silos
 
 
-def first_difference(mine: Any, theirs: Any, key: str = "") -> str | None:
+def first_difference(mine: Any, theirs: Any) -> str | None:
     """Where two studies differ, in words; None if nowhere.
 
     Without the values: who hears of it may not be who knows them.
     """
-    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        for name in sorted({*mine, *theirs}):
-            found = first_difference(mine.get(name), theirs.get(name), f"{key}.{name}".lstrip("."))
-            if found:
-                return found
-        return None
-    return None if mine == theirs else f"{key} is another here than there"
+    key = differing_key(mine, theirs)
+    return None if key is None else f"{key} is another here than there"
 
 
 @dataclasses.dataclass(frozen=True)

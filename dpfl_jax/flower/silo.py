@@ -26,7 +26,6 @@ import shlex
 import traceback
 from typing import Any
 
-import yaml
 from pydantic import Field, ValidationError
 from rich.console import Console
 
@@ -35,6 +34,7 @@ from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.config import FederatedConfig, IsrlConfig, validate_config
 from dpfl_jax.config.base import NAME, Section
 from dpfl_jax.config.load import AnyConfig, config_to_dict, read_sections, refuse_code
+from dpfl_jax.config.text import read_yaml
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.flower import federated, isrl
 from dpfl_jax.flower.log import Log
@@ -88,7 +88,7 @@ def read_silo_config(folder: pathlib.Path) -> SiloConfig:
     """
     path = folder / CONFIG
     try:
-        return SiloConfig.model_validate(yaml.safe_load(path.read_text()))
+        return SiloConfig.model_validate(read_yaml(path.read_text(), str(path)))
     except FileNotFoundError:
         raise BadInputError(
             f"{folder} is no folder of a silo (it has no {CONFIG}): make one with `dpfl silo init`"
@@ -97,8 +97,6 @@ def read_silo_config(folder: pathlib.Path) -> SiloConfig:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
         raise BadInputError(f"{path}: {key}: {first['msg']}") from None
-    except yaml.YAMLError as error:
-        raise BadInputError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
 
 
 def make_key(folder: pathlib.Path) -> None:

@@ -523,7 +523,7 @@ def mean_of_examples(loss_fn: LossFn, axis: str | None = None) -> LossFn:
         else:
             losses, count = every(_without_absent(user)), jnp.sum(mask)
         # proof: uls-sensitivity-2
-        return jnp.sum(jnp.where(mask, losses, 0.0)) / jnp.maximum(count, 1)
+        return jnp.sum(jnp.where(mask, losses, 0.0)) / jnp.maximum(count, 1).astype(losses.dtype)
 
     return user_loss
 

@@ -11,14 +11,22 @@ without noise, and are as secret as the key. Only their owner may read the folde
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import glob
+import io
 import json
+import logging
 import pathlib
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
@@ -29,6 +37,21 @@ from dpfl_jax.run.terms import refuse_other
 
 # How long processes wait for each other's parts of one checkpoint.
 _SLOW_STORAGE_S = 7200
+
+
+# What Orbax's threads fail at they log with a traceback, and then raise it here.
+logging.getLogger("absl").addFilter(
+    lambda record: not (record.exc_info and "orbax" in record.pathname)
+)
+
+
+@epath.register_path_cls
+class _Folder(type(epath.Path("/"))):  # type: ignore[misc]
+    """A path whose name is no pattern: Orbax finds nothing below `study [copy]` (its issue 924)."""
+
+    def glob(self, pattern: str) -> Iterator[_Folder]:
+        """As of ``pathlib``."""
+        return map(self._new, glob.iglob(f"{glob.escape(str(self))}/{pattern}"))
 
 
 class Checkpoints:
@@ -49,7 +72,8 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=self, async_options=ocp.AsyncOptions(timeout_secs=_SLOW_STORAGE_S)
         )
-        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._manager = ocp.CheckpointManager(_Folder(self.directory), options=options)
+        self._unopened: set[int] = set()
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Which of them stay: Orbax asks after each save."""
@@ -85,6 +109,7 @@ class Checkpoints:
         step = int(state.step)
         if step == self.latest_step():
             return
+        self._unopened.add(step)
         progress = {
             "step": step,
             "root_key": key.fingerprint,
@@ -92,13 +117,12 @@ class Checkpoints:
             "terms": terms,
             "state": content_digest(_to_tree(state), key),
         }
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_to_tree(state)),
-                progress=ocp.args.JsonSave({**progress, "seal": _seal(key, progress)}),
-            ),
+        args = ocp.args.Composite(
+            state=ocp.args.StandardSave(_to_tree(state)),
+            progress=ocp.args.JsonSave({**progress, "seal": _seal(key, progress)}),
         )
+        with self._room():
+            self._manager.save(step, args=args)
 
     def restore(
         self, like: TrainState, key: RootKey, terms: dict[str, Any], step: int | None = None
@@ -147,20 +171,10 @@ class Checkpoints:
         if step is None:
             raise BadInputError(f"there is no checkpoint in {self._manager.directory}")
         abstract = shapes_of(_to_tree(like))
-        try:
-            restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore(abstract),
-                    progress=ocp.args.JsonRestore(),
-                ),
-            )
-        except (ValueError, OSError, KeyError) as error:
-            reason = str(error).split("\n", 1)[0]
-            raise BadInputError(
-                f"the checkpoint of step {step} in {self._manager.directory} cannot be restored: "
-                f"{reason}; remove it to go on from the one before"
-            ) from None
+        args = ocp.args.Composite(
+            state=ocp.args.StandardRestore(abstract), progress=ocp.args.JsonRestore()
+        )
+        restored = _attempt(lambda: self._manager.restore(step, args=args), self.directory, step)
         # Files keep no tuples: states are given back in the structure that they were made in.
         leaves = jax.tree.leaves(restored["state"])
         state = jax.tree.unflatten(jax.tree.structure(abstract), leaves)
@@ -181,12 +195,66 @@ class Checkpoints:
         Raises:
           Exception: the last one could not be written.
         """
-        self._manager.wait_until_finished()
+        with self._room():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _room(self) -> Iterator[None]:
+        """One sentence for a full disk."""
+        try:
+            yield
+        except (ValueError, OSError) as error:
+            if "No space left" not in str(error) and "quota" not in str(error):
+                raise
+            raise BadInputError(
+                f"no checkpoint can be written to {self.directory}, as the disk is full: free "
+                "space; the same command with the same run directory goes on from the one before"
+            ) from error
+
+    def open_all(self) -> None:
+        """Opens once all that were written and are kept: what a disk took may not come back.
+
+        One process reads all; one of many what tells that their parts were joined.
+
+        Raises:
+          BadInputError: one cannot be opened.
+        """
+        self.finish()
+        kept, self._unopened = self._unopened & set(self._manager.all_steps()), set()
+        for step in sorted(kept) if processes.is_primary() else ():
+            _read_on_host(self.directory, step, ("step",) if processes.many() else None)
 
     def close(self) -> None:
         """Waits for writing to finish."""
         self.finish()
         self._manager.close()
+
+
+def _attempt(read: Callable[[], Any], directory: pathlib.Path, step: int) -> Any:
+    """What ``read`` returns; of a damaged checkpoint there is one sentence.
+
+    Orbax leaves the other reads behind once one has failed, and each prints a traceback at its end.
+    """
+    real, reason = sys.stderr, ""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        try:
+            return read()
+        except (RuntimeError, MemoryError):  # of devices
+            raise
+        except Exception as error:
+            reason = str(error).split("\n", 1)[0].split(" [tensorstore_spec")[0][:300]
+        finally:
+            if reason:
+                logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+                time.sleep(0.2)
+                gc.collect()
+                logging.getLogger("asyncio").setLevel(logging.NOTSET)
+            else:
+                real.write(printed.getvalue())
+    raise BadInputError(
+        f"the checkpoint of step {step} in {directory} cannot be restored: {reason}; remove it to "
+        "go on from the one before"
+    )
 
 
 def _seal(key: RootKey, progress: dict[str, Any]) -> str:
@@ -203,13 +271,13 @@ def _to_tree(state: TrainState) -> dict[str, Any]:
 def save_params(path: pathlib.Path, params: Any) -> None:
     """Writes parameters alone; the directory appears when it is complete."""
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.absolute(), params)
+        checkpointer.save(_Folder(path.absolute()), params)
 
 
 def load_params(path: pathlib.Path, like: Any) -> Any:
     """Reads parameters in the shapes, dtypes and shardings of ``like``."""
     with ocp.StandardCheckpointer() as checkpointer:
-        return checkpointer.restore(path.absolute(), shapes_of(like))
+        return checkpointer.restore(_Folder(path.absolute()), shapes_of(like))
 
 
 def released(directory: pathlib.Path, step: int) -> Any:
@@ -221,14 +289,27 @@ def released(directory: pathlib.Path, step: int) -> Any:
 
     Returns:
       Nested dicts and lists: files keep no tuples, and no names of classes.
+
+    Raises:
+      BadInputError: it cannot be read.
     """
-    state = directory.absolute() / str(step) / "state"
-    handler = ocp.PyTreeCheckpointHandler()
-    found = handler.metadata(state).tree["params"]
-    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), {"params": found})
-    on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
-    args = ocp.args.PyTreeRestore(item=like, partial_restore=True, restore_args=on_host)
-    return handler.restore(state, args=args)["params"]
+    return _read_on_host(directory, step, ("params",))["params"]
+
+
+def _read_on_host(directory: pathlib.Path, step: int, parts: Sequence[str] | None) -> Any:
+    """Some ``parts`` of a checkpoint's state, or all."""
+
+    def read() -> Any:
+        state = _Folder(directory.absolute()) / str(step) / "state"
+        handler = ocp.PyTreeCheckpointHandler()
+        tree = handler.metadata(state).tree
+        found = {name: tree[name] for name in parts or tree}
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found)
+        on_host = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), like)
+        args = ocp.args.PyTreeRestore(item=like, partial_restore=True, restore_args=on_host)
+        return handler.restore(state, args=args)
+
+    return _attempt(read, directory, step)
 
 
 def shapes_of(tree: Any) -> Any:

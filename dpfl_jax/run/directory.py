@@ -22,6 +22,8 @@ from typing import IO, Any
 import yaml
 
 from dpfl_jax.accounting.statement import NAME
+from dpfl_jax.config.load import other_run
+from dpfl_jax.config.text import write_yaml
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import kept
 from dpfl_jax.randomness import RootKey
@@ -104,7 +106,7 @@ class RunDirectory:
             another process works in it.
         """
         self.path, self.writes = pathlib.Path(path).absolute(), True
-        self.check(self.path, fingerprint)
+        self.check(self.path, fingerprint, config)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = self._acquire_lock()
         self.resumed = (self.path / "config.yaml").exists()
@@ -272,27 +274,40 @@ class RunDirectory:
 
     def _write_content(self) -> None:
         content = {**self._content, "seal": seal_of(self._content, self.root_key)}
-        write_atomically(self.path / "config.yaml", yaml.safe_dump(content, sort_keys=False))
+        write_atomically(self.path / "config.yaml", write_yaml(content))
 
     @staticmethod
-    def check(path: str | os.PathLike[str], fingerprint: str) -> None:
+    def check(path: str | os.PathLike[str], fingerprint: str, content: Mapping[str, Any]) -> None:
         """Raises BadInputError unless ``path`` is new, or an unfinished run like this one."""
         path = pathlib.Path(path).absolute()
-        if not path.exists():
+        if "\\" in str(path):
+            raise BadInputError(
+                f"the run directory {path} has a backslash in its path, which checkpoints take for "
+                "another folder: choose a name without"
+            )
+        above = next(p for p in (path, *path.parents) if p.exists())
+        if not above.is_dir():
+            raise BadInputError(
+                f"{above} is a file, and {path} is to be a folder of a run: choose another"
+            )
+        if above != path:
             return
-        if not path.is_dir():
-            raise BadInputError(f"the run directory {path} is a file: choose another name")
         config = path / "config.yaml"
         if not config.exists():
-            if {p.name for p in path.iterdir()} - {"run.lock", "private"}:
+            names = {p.name for p in path.iterdir() if not p.match(".*.tmp")}  # of a write cut off
+            if names - {"run.lock", "private"}:
                 raise BadInputError(
                     f"the run directory {path} is not empty and holds no run: choose another"
                 )
             return
-        if _parsed(config).get("fingerprint") != fingerprint:
+        known = _parsed(config)
+        began = known.get("config")
+        began = began if isinstance(began, Mapping) else {}
+        key = other_run(began, json.loads(json.dumps(content)))
+        if known.get("fingerprint") != fingerprint and key is not None:
             raise BadInputError(
-                f"the run directory {path} belongs to another configuration (its config.yaml says "
-                "which): use that one, or choose another --run-dir"
+                f"the run directory {path} belongs to another configuration: {key} is another in "
+                "its config.yaml; use that one, or choose another --run-dir"
             )
         # What is written to a link is written elsewhere. Weights & Biases keeps links of its own.
         for file in path.rglob("*"):
@@ -456,11 +471,16 @@ def write_atomically(path: pathlib.Path, content: str | bytes, mode: int = 0o644
     temporary.unlink(missing_ok=True)  # of a process that died; or somebody's link, or open to all
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     descriptor = os.open(temporary, flags, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:  # of a full disk
+        temporary.unlink(missing_ok=True)
+        error.filename = str(path)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

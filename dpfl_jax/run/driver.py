@@ -181,6 +181,18 @@ class RunResult:
         return _evaluation(self.metrics, step)
 
 
+def _promotes(function: Callable[..., RunResult]) -> Callable[..., RunResult]:
+    """Optax and the engine promote integers to floats, whatever callers forbid their own code."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **options: Any) -> RunResult:
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args, **options)
+
+    return wrapped
+
+
+@_promotes
 def drive(
     algorithm: Algorithm,
     *,
@@ -326,6 +338,8 @@ def drive(
                 meter.restart()
             if stopping or ended:
                 break
+        if checkpoints is not None:
+            checkpoints.open_all()
     asked.end()
     ended |= done == steps
     if ended:

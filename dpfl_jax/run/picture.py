@@ -64,13 +64,16 @@ def draw(metrics: Sequence[Mapping[str, Any]], report: Mapping[str, Any]) -> Any
     rows = [r for r in metrics if "outside_guarantee" in r]
     accuracy = [(s, e["accuracy"]) for s, e in evals if e.get("accuracy") is not None]
     samples = report.get("samples", {})
-    columns = 3 if accuracy else 2
+    # Silos that are elsewhere tell of no loss.
+    learnt = bool(evals) or any(r["outside_guarantee"]["train_loss"] is not None for r in rows)
+    columns = 1 + learnt + bool(accuracy)
     figure = Figure(figsize=(10, 4.9 if samples else 3.6), layout="constrained")
     grid = figure.add_gridspec(2 if samples else 1, 1, height_ratios=[5, 2][: 1 + bool(samples)])
     axes = (
         grid[0].subgridspec(1, columns, width_ratios=[3, 2, 2][:columns]).subplots(squeeze=False)[0]
     )
-    _loss(axes[0], evals, rows, report)
+    if learnt:
+        _loss(axes[0], evals, rows, report)
     spent = [(r["step"], r["epsilon_spent"]) for r in rows if r["epsilon_spent"] is not None]
     _spent(axes[-1], [(0, 0.0), *spent] if spent else [], report)
     if accuracy:

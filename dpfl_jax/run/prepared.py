@@ -136,7 +136,7 @@ def run_prepared(
     kept.pop("processes")  # where a run computes is no part of it
     fingerprint = config_fingerprint(config)
     processes.check_same({"configuration": fingerprint})
-    processes.primary_first(lambda: RunDirectory.check(run_dir, fingerprint))
+    processes.primary_first(lambda: RunDirectory.check(run_dir, fingerprint, kept))
     openers = [sink_of(name) for name in config.metrics.sinks]
     prepared = processes.together(prepare)
     key = key if config.seed is None else RootKey.from_seed(config.seed)

@@ -61,7 +61,7 @@ def sink_of(name: str) -> Callable[[pathlib.Path, bool], Sink]:
         package = importlib.import_module(_PACKAGES[name])
     except ImportError as error:
         raise BadInputError(
-            f"metrics.sinks={name} needs a package: pip install 'dpfl_jax[{name}]'"
+            f"metrics.sinks={name} needs a package: pip install {_PACKAGES[name]}"
         ) from error
     return lambda path, everything: Sink(*_OPEN[name](package, path, everything), everything)
 

@@ -54,6 +54,7 @@ from dpfl_jax.training.modules import (
     number_of_classes,
     of_arrays,
 )
+from dpfl_jax.training.optimizers import check_optimizer
 from dpfl_jax.training.step import TrainStep, make_train_step
 
 PyTree = Any
@@ -109,6 +110,7 @@ class Central(Algorithm):
             else ()
         )
         self.trained, frozen = split(params, trainable)
+        check_optimizer(optimizer, self.trained)
         places = parameter_shardings(frozen, self.mesh, self.copied)
         self.frozen = place(frozen, places, copy=False)
         how = plan.execution
@@ -330,7 +332,6 @@ def fit(
         per-unit gradients, or units mix; no step was taken.
     """
     expect(plan, Plan, "plan", "what mechanism.plan(data, steps=..., epsilon=...) returns")
-    expect(optimizer, optax.GradientTransformation, "optimizer", "an Optax optimiser")
     for value, kind, name, wanted in (
         (key, RootKey, "key", "a RootKey, as RootKey.generate() makes"),
         (run_dir, (str, os.PathLike, RunDirectory), "run_dir", "the path of a folder"),

@@ -216,7 +216,10 @@ class CentralRun(Prepared):
         if self.held_out is not None:
             predict = self.model.predict if self.data.task.kind == "classes" else None
             right = self.model.right if isinstance(self.model, PreferenceModel) else None
-            evaluator = Evaluator(self.model.loss, mesh, config.eval.batch_size, predict, right)
+            classes = self.data.task.classes
+            evaluator = Evaluator(
+                self.model.loss, mesh, config.eval.batch_size, predict, right, classes
+            )
             evaluate = evaluator.of(self.held_out)
         algorithm = algorithm_of(self.model.loss, params, plan, self.optimizer, trainable)
         if config.model.module is not None and jax.tree.leaves(algorithm.frozen):

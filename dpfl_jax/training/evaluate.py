@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from scipy import stats
 
 from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
@@ -30,6 +31,10 @@ class Evaluation:
       accuracy: share of examples whose label is predicted, or of pairs whose chosen answer has
         become likelier, beside the rejected one, than it was for the reference (1/2 if neither
         has); None of other tasks.
+      majority_accuracy: of classes: what the most frequent label alone would reach.
+      base_rate: of two classes: the share of examples whose label is 1.
+      auc: of two classes: how often an example of label 1 gets a higher score than one of label 0;
+        None if all labels are one.
     """
 
     loss: float
@@ -37,6 +42,9 @@ class Evaluation:
     examples: int
     users: int
     accuracy: float | None = None
+    majority_accuracy: float | None = None
+    base_rate: float | None = None
+    auc: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON types."""
@@ -58,6 +66,16 @@ def summarize(losses: np.ndarray, user_offsets: np.ndarray) -> Evaluation:
     )
 
 
+def auc_of(scores: np.ndarray, labels: np.ndarray) -> float | None:
+    """Area under the ROC curve, ties counted half; None if all labels (0 or 1) are the same."""
+    ranks = stats.rankdata(scores)
+    positive = labels == 1
+    count, others = int(positive.sum()), int((~positive).sum())
+    if not count or not others:
+        return None
+    return float((ranks[positive].sum() - count * (count + 1) / 2) / (count * others))
+
+
 class Evaluator:
     """Evaluates one model on one store, compiled once."""
 
@@ -68,6 +86,7 @@ class Evaluator:
         batch_size: int = 64,
         predict: Callable[..., jax.Array] | None = None,
         right: Callable[[jax.Array], jax.Array] | None = None,
+        classes: int = 0,
     ) -> None:
         """Prepares the evaluation.
 
@@ -77,16 +96,26 @@ class Evaluator:
           batch_size: examples per device and batch.
           predict: ``(params, x) -> label``, compared with the ``label`` of an example that has one.
           right: ``loss -> hit``, where the loss tells.
+          classes: how many the labels have, where they are classes.
         """
         self._batch = batch_size * unit_parts(mesh)
         self._sharding = NamedSharding(mesh, PartitionSpec(unit_axes(mesh)))
 
-        def one(params: PyTree, example: Any) -> tuple[jax.Array, jax.Array]:
-            hit = jnp.float32(jnp.nan)
+        self._classes = classes
+
+        def one(params: PyTree, example: Any) -> tuple[jax.Array, ...]:
+            hit = score = jnp.float32(jnp.nan)
             if predict is not None and "label" in example:
                 hit = (predict(params, example["x"]) == example["label"]).astype(jnp.float32)
             loss = loss_fn(params, example)
-            return loss, hit if right is None else right(loss)
+            if classes == 2:  # the log-odds of a cross-entropy
+                zero, one = (
+                    loss_fn(params, {**example, "label": jnp.full_like(example["label"], label)})
+                    for label in (0, 1)
+                )
+                score = zero - one
+            label = example["label"] if classes else 0
+            return loss, hit if right is None else right(loss), score, jnp.float32(label)
 
         # Whole on every device: each process then has all losses.
         whole = None if self._sharding.is_fully_addressable else replicated(mesh)
@@ -94,6 +123,10 @@ class Evaluator:
 
     def measure(self, params: PyTree, store: Readable) -> tuple[np.ndarray, np.ndarray]:
         """Returns losses and hits (NaN without labels), float32 [n], in store order."""
+        losses, hits, *_ = self._columns(params, store)
+        return losses, hits
+
+    def _columns(self, params: PyTree, store: Readable) -> list[np.ndarray]:
         first, stop = int(store.user_offsets[0]), int(store.user_offsets[-1])
         mine = local_columns(self._sharding, self._batch, axis=0)
         parts = []
@@ -104,8 +137,8 @@ class Evaluator:
                 store.read(positions[mine]), mine, self._batch, 0, self._sharding
             )
             parts.append(self._measure(params, examples))
-        losses, hits = (np.concatenate([np.asarray(p[i]) for p in parts]) for i in (0, 1))
-        return losses.astype(np.float32)[: stop - first], hits[: stop - first]
+        whole = (np.concatenate([np.asarray(p[i], np.float32) for p in parts]) for i in range(4))
+        return [column[: stop - first] for column in whole]
 
     def of(self, store: Readable) -> Callable[[PyTree], dict[str, Any]]:
         """``params -> dict``: what a run logs of ``store``."""
@@ -113,7 +146,14 @@ class Evaluator:
 
     def __call__(self, params: PyTree, store: Readable) -> Evaluation:
         """Returns the means on ``store``."""
-        losses, hits = self.measure(params, store)
+        losses, hits, scores, labels = self._columns(params, store)
         found = summarize(losses.astype(np.float64), store.user_offsets)
         accuracy = float(hits.mean())
-        return dataclasses.replace(found, accuracy=None if np.isnan(accuracy) else accuracy)
+        found = dataclasses.replace(found, accuracy=None if np.isnan(accuracy) else accuracy)
+        if not self._classes:
+            return found
+        shares = np.bincount(labels.astype(int), minlength=self._classes) / len(labels)
+        found = dataclasses.replace(found, majority_accuracy=float(shares.max()))
+        if self._classes != 2:
+            return found
+        return dataclasses.replace(found, base_rate=float(shares[1]), auc=auc_of(scores, labels))

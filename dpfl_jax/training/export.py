@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -67,36 +68,37 @@ def export(
         raise BadInputError("the size of a weights file must be above 0")
     directory = pathlib.Path(run)
     kept = read_run(directory, which)
-    size: dict[str, Any] = {"dtype": dtype, "max_file_bytes": max_file_bytes}
-    base = None
-    if isinstance(kept.config, RunConfig) and kept.config.model.is_transformer:
-        base = kept.config.model.checkpoint
-        trained = load_trained(directory, dtype=dtype, which=which, merged=not adapter)
-        if adapter:
-            target, layout = _adapter(trained, out, dtype), "peft"
-            number = sum(x.size for n, x in flat_paths(trained.params).items() if is_adapter(n))
+    with _whole_or_nothing(pathlib.Path(out)):
+        size: dict[str, Any] = {"dtype": dtype, "max_file_bytes": max_file_bytes}
+        base = None
+        if isinstance(kept.config, RunConfig) and kept.config.model.is_transformer:
+            base = kept.config.model.checkpoint
+            trained = load_trained(directory, dtype=dtype, which=which, merged=not adapter)
+            if adapter:
+                target, layout = _adapter(trained, out, dtype), "peft"
+                number = sum(x.size for n, x in flat_paths(trained.params).items() if is_adapter(n))
+            else:
+                target, layout = _transformer(out, trained.model, trained.params, base, size)
+                number = trained.model.num_params
+        elif adapter:
+            raise BadInputError(f"the run in {directory} trained no adapters: leave out --adapter")
         else:
-            target, layout = _transformer(out, trained.model, trained.params, base, size)
-            number = trained.model.num_params
-    elif adapter:
-        raise BadInputError(f"the run in {directory} trained no adapters: leave out --adapter")
-    else:
-        target, layout, number = _other(kept, out, size, build)
-    report = kept.report
-    facts = dict(report.get("model", {}))
-    if base is not None:
-        facts["checkpoint"] = pathlib.Path(base).name  # where it lay is nobody's business
-    told = {
-        "run": report["name"],
-        "steps": report["steps"],
-        "exported_step": kept.step,
-        "finished_at": report["finished_at"],
-        "model": facts,
-        "dpfl_jax": __version__,
-    }
-    write_atomically(target / "run.json", json.dumps(told, indent=2) + "\n")
-    stated = kept.stated.tied(exported=digests.of_export(target, NAME))
-    write_atomically(target / NAME, stated.dumps())
+            target, layout, number = _other(kept, out, size, build)
+        report = kept.report
+        facts = dict(report.get("model", {}))
+        if base is not None:
+            facts["checkpoint"] = pathlib.Path(base).name  # where it lay is nobody's business
+        told = {
+            "run": report["name"],
+            "steps": report["steps"],
+            "exported_step": kept.step,
+            "finished_at": report["finished_at"],
+            "model": facts,
+            "dpfl_jax": __version__,
+        }
+        write_atomically(target / "run.json", json.dumps(told, indent=2) + "\n")
+        stated = kept.stated.tied(exported=digests.of_export(target, NAME))
+        write_atomically(target / NAME, stated.dumps())
     return {
         "out": str(target),
         "layout": layout,
@@ -105,6 +107,23 @@ def export(
         "guarantee": report["guarantee"],
         "privacy": report["privacy"],
     }
+
+
+@contextlib.contextmanager
+def _whole_or_nothing(out: pathlib.Path) -> Iterator[None]:
+    """A model without its guarantee is not left behind, of a full disk say."""
+    ours = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    try:
+        yield
+    except BaseException as error:
+        for path in out.iterdir() if ours and out.is_dir() else ():
+            path.unlink()
+        if "No space left" in str(error):  # of safetensors, a class of its own
+            raise BadInputError(
+                f"the export to {out} was not written, as the disk is full: free space, and give "
+                "the same command again"
+            ) from error
+        raise
 
 
 def _adapter(trained: Any, out: Any, dtype: str) -> pathlib.Path:

@@ -228,21 +228,43 @@ def forward_of(params: Any, model: Any, name: str = "") -> Callable[[Any, Any], 
 
 
 def check_one_example(loss_fn: Callable[..., Any], params: PyTree, example: PyTree) -> None:
-    """Raises BadInputError if a loss cannot be computed for one example, but for a batch it can."""
+    """Raises BadInputError if a loss is not one number with a gradient, for one example."""
     if not jax.tree.leaves(params):
         raise BadInputError("the parameters hold no array: give those of the model's init")
     try:
-        found = jax.eval_shape(loss_fn, params, example)
-        value = found[0] if isinstance(found, tuple) else found
-        shape = getattr(value, "shape", ())
+        value = jax.eval_shape(loss_fn, params, example)
+        if not isinstance(value, jax.ShapeDtypeStruct):
+            raise BadInputError(
+                f"the loss of one example must be one number, but it is a {type(value).__name__}: "
+                "return the number alone (no auxiliary output)"
+            )
+        shape = value.shape
         if shape != ():
             raise BadInputError(
                 f"the loss of one example must be one number, but it has shape {shape}: sum it, or "
                 "take its mean"
             )
+        if not jnp.issubdtype(value.dtype, jnp.floating):
+            raise BadInputError(
+                f"the loss of one example is {value.dtype}, which has no gradient: it must be a "
+                "floating-point number"
+            )
         return
     except BadInputError:
         raise
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as early:
+        raise BadInputError(
+            f"the loss cannot be traced by JAX: it asks for a value before there is one "
+            f"({str(early).splitlines()[0]}): use jnp, jnp.where and jax.lax.cond in the place of "
+            "NumPy, float() and if"
+        ) from early
+    except KeyError as missing:
+        if not isinstance(example, Mapping) or missing.args[0] in example:
+            raise
+        raise BadInputError(
+            f"the loss asks for {missing.args[0]!r}, which neither an example "
+            f"({', '.join(example)}) nor the parameters have"
+        ) from missing
     except Exception as failed:  # whatever the user's code raises; it comes up again later
         error = failed
     batch = jax.tree.map(lambda x: jnp.stack([x, x]), example)

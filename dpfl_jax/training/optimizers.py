@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import optax
 
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, expect
 
 
 def learning_rate_schedule(
@@ -68,14 +68,38 @@ def build_optimizer(
     rate = learning_rate_schedule(learning_rate, schedule, warmup_steps, steps)
     try:
         made = factory(learning_rate=rate, **options)  # type: ignore[misc]
-        like = jax.ShapeDtypeStruct((1,), np.float32)  # some options fail at the first update alone
-        jax.eval_shape(lambda g: made.update(g, made.init(g), g), like)
+        # Some options fail at the first update alone.
+        _update_shape(made, jax.ShapeDtypeStruct((1,), np.float32))
     except TypeError as error:
         raise BadInputError(
-            f"optax.{name} cannot be used with these options ({error}): it must update parameters "
-            "from their gradients alone"
+            f"optax.{name} cannot be used with these options ({error}): {_ALONE}"
         ) from None
     return made
+
+
+_ALONE = "it must update parameters from their gradients alone, as losses are private"
+
+
+def check_optimizer(optimizer: Any, params: Any) -> None:
+    """Refuses what is no optimiser of Optax, or asks for losses (plateaus, line searches).
+
+    Raises:
+      BadInputError: it is one of these.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        raise BadInputError("optimizer is a MultiSteps: give its .gradient_transformation()")
+    expect(optimizer, optax.GradientTransformation, "optimizer", "an Optax optimiser")
+    try:
+        _update_shape(optimizer, params)
+    except TypeError as error:
+        if "required keyword-only argument" not in str(error):
+            raise
+        raise BadInputError(f"the optimizer asks for more ({error}): {_ALONE}") from None
+
+
+def _update_shape(optimizer: Any, params: Any) -> None:
+    with jax.numpy_dtype_promotion("standard"):
+        jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
 
 
 def _parameters(factory: Any) -> list[str]:

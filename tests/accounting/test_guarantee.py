@@ -26,6 +26,22 @@ ONE = Guarantee(
 NAMES = ("epsilon", "delta")
 
 
+def test_in_short_it_is_six_lines():
+    caveats = (*(f"caveat {i}: and why" for i in range(5)), "other runs are not counted: add up")
+    given = Guarantee("user", "add-or-remove one user", "central", 3.99991, 1e-5, 1.0, "pld", "all",
+                      caveats=caveats, unit_key="column who")  # fmt: skip
+    assert given.in_short("Whoever accuses finds few") == [
+        "protects each user by column who (add-or-remove one user; trust model: central)",
+        "epsilon 4, delta 1e-05",
+        "Whoever accuses finds few",
+        "not covered: other runs are not counted",
+        "not covered: caveat 4",
+        "not covered: caveat 3",
+    ]
+    nobody = dataclasses.replace(given, epsilon=math.inf)
+    assert nobody.in_short("") == ["NO differential-privacy guarantee"]
+
+
 def test_paragraph_names_everything():
     text = str(ONE)
     for word in ("1.5", "1e-06", "user", "add-or-remove", "central", "8.4", "Poisson", "PLD"):

@@ -1,12 +1,14 @@
 """The command line itself: where arguments may stand, and what is refused."""
 
+import errno
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from dpfl_jax.cli.main import COMMANDS, _parse, build_parser, main
+import dpfl_jax
+from dpfl_jax.cli.main import COMMANDS, _parse, _use_no_tpu_that_is_not_here, build_parser, main
 from dpfl_jax.errors import BadInputError
 
 
@@ -29,6 +31,42 @@ def test_overrides_may_stand_anywhere(argv):
 def test_unknown_options_are_refused(extra):
     with pytest.raises(BadInputError, match="unrecognized arguments: --nope"):
         _parse(build_parser("train"), ["train", "c.yaml", *extra])
+
+
+@pytest.mark.parametrize(
+    ("argv", "near"),
+    [
+        (["trian", "c.yaml"], "train"),
+        (["train", "c.yaml", "--dryrun"], "--dry-run"),
+        (["train", "c.yaml", "a.b=1", "--rundir=r"], "--run-dir"),
+        (["data", "biuld"], "build"),
+        (["account", "ulss"], "uls"),
+    ],
+)
+def test_a_typo_gets_a_suggestion(argv, near, capsys):
+    assert main(argv) == 2
+    assert f"did you mean {near!r}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("there", "environment", "wanted"),
+    [
+        ({"libtpu"}, {}, "cpu"),
+        ({"libtpu", "jax_plugins"}, {}, None),
+        ({"libtpu"}, {"TPU_WORKER_ID": "0"}, None),
+        (set(), {}, None),
+    ],
+)
+def test_a_compiler_for_tpus_is_no_tpu(monkeypatch, there, environment, wanted):
+    monkeypatch.setattr("os.environ", environment)
+    monkeypatch.setattr("glob.glob", lambda sign: [])
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in there or None)
+    _use_no_tpu_that_is_not_here()
+    assert environment.get("JAX_PLATFORMS") == wanted
+
+
+def test_all_names_of_the_package_are_completed():
+    assert {*dpfl_jax.__all__} <= {*dir(dpfl_jax)}
 
 
 def test_a_command_without_overrides_takes_no_more():
@@ -77,4 +115,16 @@ def test_completion_knows_every_command_and_its_options(shell, capsys):
 def test_completion_without_its_package_is_one_sentence(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
-    assert "pip install 'dpfl_jax[completion]'" in capsys.readouterr().err
+    assert "pip install shtab" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_sentence(monkeypatch, capsys):
+    def full(args):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a/report.md")
+
+    monkeypatch.setattr("dpfl_jax.cli.show.run", full)
+    assert main(["show", "runs/a"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("dpfl: error: runs/a/report.md cannot be used (No space left on device)")
+    assert "free space" in said
+    assert "Traceback" not in said

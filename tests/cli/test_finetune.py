@@ -151,7 +151,7 @@ def test_adapters_are_trained_privately_exported_and_opened(kind, workspace, tmp
     assert after < before - 0.3
     assert report["privacy"]["unit"] == "user"
     assert report["privacy"]["epsilon"] <= 8.0
-    assert "differential privacy for each" in shown
+    assert "protects each user" in shown
     assert "taken as public" in report["guarantee"]
 
     # What was trained, and kept: adapters. Seven projections in each of two blocks.

@@ -2,11 +2,14 @@
 
 import json
 import pathlib
+import types
 
 import pytest
 import yaml
 
 from dpfl_jax.cli.main import main
+from dpfl_jax.cli.plan import _draw
+from dpfl_jax.planning.planner import Option
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 
@@ -111,3 +114,29 @@ def test_of_devices_it_counts_local_epochs_and_leaves_examples_out(capsys, tmp_p
         assert main(["train", str(file), *change]) == 0
         flops.append(json.loads(capsys.readouterr().out.splitlines()[-1])["training_flops"])
     assert flops[1] == 3 * flops[0]
+
+
+def test_the_picture_is_readable_and_has_the_recommended_row(monkeypatch):
+    drawn = []
+    monkeypatch.setattr("dpfl_jax.cli.plan.save_figure", lambda figure, file: drawn.append(figure))
+    groups = (1, 2, 4)
+    planner = types.SimpleNamespace(
+        sensitivities=types.SimpleNamespace(user=dict.fromkeys(groups, 1.0)),
+        users=types.SimpleNamespace(num_users=10_000),
+        heat_map=lambda cohorts: [
+            Option("uls", g, m, 0.1, 0.5, g**-0.5) for g in groups for m in cohorts
+        ],
+    )
+    best = Option("bandmf", 4, 16, 0.1, 0.5, 0.5, bands=8, error=0.2)
+    _draw(planner, types.SimpleNamespace(budget=64, best=best, options=[best]), "plan.png")
+    axes, bar = drawn[0].axes
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["1", "2", "4", "recommended"]
+    cells = axes.texts
+    assert cells[-1].get_text() == f"BANDMF, group size 4, 16 a step: noise {best.noise:.3g}"
+    # Dark cells hold white numbers, bright ones black.
+    image = axes.images[0]
+    for text in cells[:-1]:
+        column, row = text.get_position()
+        dark = image.norm(image.get_array()[int(row), int(column)]) > 0.5
+        assert text.get_color() == ("white" if dark else "black")
+    assert "log10" not in bar.get_ylabel()

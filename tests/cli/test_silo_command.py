@@ -58,6 +58,27 @@ def test_what_is_given_stays_one_value(place, capsys):
     assert found["root_certificates"] == "../ca: {}.pem"
 
 
+def test_a_limit_without_a_value_and_one_said_twice_are_refused(place, capsys):
+    init()
+    path = place / "bern/silo.yaml"
+    text = path.read_text()
+    for change, told in (
+        (text.replace("total_epsilon: 8.0 ", "total_epsilon: "), "policy.total_epsilon is empty"),
+        (text + "  total_epsilon: 800\n", "the key 'total_epsilon' stands there twice"),
+    ):
+        assert change != text
+        path.write_text(change)
+        assert main(["silo", "check", "bern"]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_names_of_files_are_quoted(place):
+    words = ["--name", "010", "--config", "study.yaml", "--data", "a #1: b.csv"]
+    assert main(["silo", "init", "other", *words]) == 0
+    read = read_silo_config(place / "other")
+    assert (read.name, read.data["path"]) == ("010", "../a #1: b.csv")
+
+
 def test_no_request_breaks_the_check(place, capsys):
     init()
     silo = Silo(place / "bern")

@@ -69,6 +69,25 @@ def test_overrides_reach_any_key(minimal):
         ('name="a\\nb"', "name: string should match"),
         ("name=$(touch x)", "name: string should match"),
         ("name=a;b", "name: string should match"),
+        # An unset variable of the shell, and what YAML takes for nothing: no protection goes.
+        ("data.user_column=", "'data.user_column=' is empty.*variable of the shell"),
+        ("privacy.budget=", "'privacy.budget=' is empty"),
+        ("data.user_column=#patient", "cuts a value off at the #: put it in quotes"),
+        ("data.user_column=&user", "is empty.*needs quotes"),
+        ("mechanism={kind: els, group_size}", "is empty"),
+        ("data.path=a #1.csv", "cuts a value off at the #: put it in quotes"),
+        ("train.steps=010", "is 010, which YAML reads as another number"),
+        ("train.steps=1:30", "is 1:30, which YAML reads as another number"),
+        ("population={num_users: 5, num_examples: 9, limited_examples: {010: 5}}", "is 010"),
+        ("train.steps=true", "train.steps is true or false, but it must be a number"),
+        ("data.scale={age: [0, yes]}", "data.scale.age.1 is true or false"),
+        ("train={steps: 3, steps: 300}", "the key 'steps' stands there twice"),
+        ("data.user_column=no", "given: False.*put it in quotes"),
+        ("data.user_column=2024-01-01", "takes for no text: put it in quotes"),
+        ("data.path=a: b.csv", "put it in quotes"),
+        ("data.user_column=@id", "not valid YAML .*in single quotes"),
+        ("data.user_column=!id", "not valid YAML .*in single quotes"),
+        ("data.path=*.csv", "not valid YAML .*in single quotes"),
     ],
 )
 def test_each_mistake_is_one_sentence(minimal, override, message):
@@ -84,6 +103,7 @@ def test_a_small_file_that_holds_too_much_is_refused(tmp_path):
         "a0: &a0 [x]\n" + "\n".join(aliases),
         "a: &a [*a]",
         "a: " + "[" * 60 + "]" * 60,
+        "a0: &a0 [x]\n" + "\n".join(aliases) + "\n? *a9\n: x",
         "a: " + "[" * 3000,
         "a: " + "[" * 3000 + "]" * 3000,
         "a: 2026-13-41",
@@ -91,6 +111,39 @@ def test_a_small_file_that_holds_too_much_is_refused(tmp_path):
         (tmp_path / "c.yaml").write_text(text)
         with pytest.raises(BadInputError, match=r"holds more than|is not valid YAML"):
             load_config(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("privacy: {epsilon: 4}\nprivacy: {epsilon: 80}\n", "'privacy' stands there twice"),
+        ("privacy:\n  epsilon: 4\n  epsilon: 80\n", "line 2, privacy: the key 'epsilon' stands"),
+        ("data:\n  user_column:\n  path: x\n", "line 2, data.user_column is empty"),
+        ("data:\n  user_column: #patient\n", "line 2, data.user_column is empty"),
+        ("data:\n  user_column: &patient\n", "line 2, data.user_column is empty"),
+        ("data:\n  path: a #1.csv\n", "line 2, data.path is cut off at the #.*in quotes"),
+        ("data:\n  path: [a, ~]\n  silo: b: c\n", "line 3, is not valid YAML.*single quotes"),
+        ("train:\n  steps: 010\n", "train.steps is 010"),
+    ],
+)
+def test_a_file_that_yaml_would_read_otherwise_is_refused(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(BadInputError, match=message):
+        load_config(tmp_path / "c.yaml")
+
+
+def test_what_is_clear_is_read(minimal):
+    overrides = [
+        "data.user_column=null",
+        "data.path='a #1.csv'",
+        "optimizer.options={eps: 1e-8}",
+        "train.steps=1_000",
+    ]
+    config = load_config(minimal, overrides)
+    assert (config.data.user_column, config.data.path) == (None, "a #1.csv")
+    assert (config.optimizer.options["eps"], config.train.steps) == (1e-8, 1000)
+    minimal.write_text(minimal.read_text() + "seed: 3 #8, and a comment\nname: x # y\n")
+    assert load_config(minimal).name == "x"
 
 
 def test_missing_sections_and_files_are_named(tmp_path):
@@ -115,6 +168,19 @@ def test_environment_variables_are_expanded(minimal, monkeypatch):
     assert config.data.path == "/somewhere/x.jsonl"
     with pytest.raises(BadInputError, match="ABSENT_DIR is not set"):
         load_config(minimal, ["data.path=${ABSENT_DIR}/x.jsonl"])
+    monkeypatch.setenv("COLUMN", "")
+    with pytest.raises(BadInputError, match="COLUMN is empty"):
+        load_config(minimal, ["data.silo_column=${COLUMN}"])
+
+
+def test_outside_of_a_checkout_configs_are_those_of_the_package(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ledger = ["privacy.ledger=spent.jsonl", "privacy.account=people"]
+    config = load_config("configs/table/uls.yaml", ["data.path=visits.csv", *ledger])
+    assert config.data.path == "visits.csv"
+    assert config.privacy.ledger == str(tmp_path / "spent.jsonl")
+    with pytest.raises(BadInputError, match="no config file configs/none"):
+        load_config("configs/none.yaml")
 
 
 def test_a_relative_ledger_is_one_file_wherever_the_command_is_started(

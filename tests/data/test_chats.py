@@ -199,6 +199,7 @@ def test_what_is_too_long_is_cut_at_the_end_or_left_out_and_counted(tmp_path):
 BAD_ROWS = {
     "row 0: 'm' holds str, not a list": '"hello"',
     "'m' holds text that is no JSON list": "hello",
+    "'m' holds text that is no JSON": '[{"role": "user", "role": "assistant", "content": "x"}]',
     "'m' holds an empty list": [],
     "message 1: it is str, not an object": ["hello"],
     "message 1: the role is 'robot', not one of": [{"role": "robot", "content": "x"}],

@@ -10,8 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from dpfl_jax.accounting import Guarantee
 from dpfl_jax.data import DataConfig, SourceConfig, load_dataset, load_examples
+from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.run.public_inputs import about
 
 ROWS = [
     {"who": "ann", "a": 1.0, "b": 4.0, "y": 2.0, "site": "north"},
@@ -83,6 +86,24 @@ def test_without_a_user_column_every_row_is_a_person(tmp_path):
         config(path, user_column=None, input_columns=("a",), records_per_user=2)
     ).store
     assert sorted(pairs.examples_per_user.tolist()) == [1, 2]
+
+
+def test_where_no_column_names_users_the_headline_says_row(tmp_path):
+    path = write(tmp_path, "csv", [{"user": f"p{i % 50}", "a": i, "y": i} for i in range(99)])
+    told = {}
+    for column in ("user", None):
+        section = DataConfig("csv", str(path), column, target_column="y", input_columns=("a",))
+        data = load_dataset(section)
+        given = Guarantee("user", "add-or-remove one user", "central", 1.0, 1e-5, 1.0, "pld", "all")
+        stated = about(given, unit_key_of(data.train), ())
+        told[column] = data.description, stated.summary(), str(stated)
+    assert "50 users" in told["user"][0]
+    assert "for each user by column user" in told["user"][1]
+    assert "99 rows" in told[None][0]
+    assert " users" not in told[None][0]
+    for text in told[None][1:]:
+        assert "for each row, which counts as a user" in text
+        assert "each user" not in text
 
 
 def test_numbers_of_silos_follow_their_value(tmp_path):

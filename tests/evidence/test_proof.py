@@ -12,6 +12,7 @@ from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import Trials, audit
 from dpfl_jax.evidence.proof import guessed, one_run_bound
+from dpfl_jax.evidence.trade_off import plot_audits
 from dpfl_jax.evidence.trials import laws, log_likelihood_ratio, scaled
 
 DELTA = 1e-5
@@ -146,3 +147,13 @@ def test_what_cannot_be_audited_is_said():
         audit(drawn(events.gaussian(1.0, 1), rng, 4000), 1.0)
     with pytest.raises(BadInputError, match="no audit knows"):
         list(laws(events.fixed_size(1.0, 10, 2, 1)))
+
+
+@pytest.mark.parametrize("sigma", [2.0, 0.25])
+def test_numbers_of_the_picture_stand_in_its_legend_where_no_two_meet(sigma):
+    event = events.gaussian(sigma, 1)
+    figure = plot_audits([audit(drawn(event, np.random.default_rng(0), 600))])
+    (axes,) = figure.axes
+    said = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert sum("falsely accused: " in text for text in said) == 3
+    assert not axes.texts

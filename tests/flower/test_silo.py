@@ -216,7 +216,7 @@ def test_another_plan_in_the_place_of_the_accepted_one_is_noticed(made):
 def rewritten(silo, **policy):
     """The silo's file, with another policy."""
     path = silo.folder / "silo.yaml"
-    raw = silo_module.yaml.safe_load(path.read_text())
+    raw = yaml.safe_load(path.read_text())
     path.write_text(json.dumps({**raw, "policy": {**raw["policy"], **policy}}))
 
 
@@ -239,7 +239,7 @@ def test_a_policy_that_changes_ends_what_it_forbids(made):
 
 def test_a_policy_says_what_all_runs_may_cost(made):
     path = made / "silo.yaml"
-    raw = silo_module.yaml.safe_load(path.read_text())
+    raw = yaml.safe_load(path.read_text())
     del raw["policy"]["total_epsilon"]
     path.write_text(json.dumps(raw))
     with pytest.raises(BadInputError, match=r"policy\.total_epsilon: Field required"):
@@ -326,7 +326,7 @@ def test_foreign_and_damaged_requests_are_refused(made):
 )
 def test_a_plan_beyond_the_policy_is_refused_in_one_sentence(made, change, said):
     path = made / "silo.yaml"
-    raw = silo_module.yaml.safe_load(path.read_text())
+    raw = yaml.safe_load(path.read_text())
     path.write_text(json.dumps({**raw, "policy": {**POLICY, **change}}))
     silo = Silo(made)
     plan = plan_of(silo)

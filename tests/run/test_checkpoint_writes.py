@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import dpfl_jax as dpfl
-from dpfl_jax.run.checkpoint import Checkpoints
+from dpfl_jax.run.checkpoint import Checkpoints, load_params, released, save_params
 from dpfl_jax.run.state import TrainState
 
 KEY = dpfl.RootKey.from_seed(0)
@@ -60,3 +60,55 @@ def kept(folder):
     return sorted(
         int(p.name) for p in (folder / "killed/checkpoints").iterdir() if p.name.isdigit()
     )
+
+
+STATE = TrainState(params={"w": jnp.arange(3.0)}, opt_state=[jnp.zeros(3)], step=jnp.int32(2))
+
+
+def saved(folder):
+    with Checkpoints(folder, 2) as checkpoints:
+        checkpoints.save(STATE, KEY, {}, {})
+        checkpoints.open_all()
+
+
+@pytest.mark.parametrize("name", ["study [copy]", "a]b*?", "[!a]", "né %20 #"])
+def test_no_name_of_a_folder_is_a_pattern(tmp_path, name):
+    folder = tmp_path / name / "checkpoints"
+    saved(folder)
+    with Checkpoints(folder, 2) as checkpoints:
+        assert int(checkpoints.restore(STATE, KEY, {}, 2).step) == 2
+    assert released(folder, 2)["w"].tolist() == [0, 1, 2]
+    save_params(tmp_path / name / "p", STATE.params)
+    assert load_params(tmp_path / name / "p", STATE.params)["w"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_checkpoint_is_one_sentence_and_is_seen_at_the_end(tmp_path, capfd):
+    saved(tmp_path)
+    parts = list((tmp_path / "2" / "state" / "d").iterdir())
+    with Checkpoints(tmp_path, 2) as checkpoints:
+        for part in parts:
+            part.write_bytes(b"")
+        checkpoints._unopened = {2}
+        for reading in (
+            checkpoints.open_all,
+            lambda: checkpoints.restore(STATE, KEY, {}, 2),
+            lambda: released(tmp_path, 2),
+        ):
+            with pytest.raises(
+                dpfl.BadInputError, match=r"step 2 in .* cannot be restored"
+            ) as told:
+                reading()
+            assert len(str(told.value)) < 600
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    with Checkpoints(tmp_path, 2) as checkpoints:
+
+        def full(*_, **__):
+            raise ValueError("RESOURCE_EXHAUSTED: Failed to write: No space left on device")
+
+        monkeypatch.setattr(checkpoints._manager, "save", full)
+        with pytest.raises(dpfl.BadInputError, match="the disk is full: free space"):
+            checkpoints.save(STATE, KEY, {}, {})

@@ -1,5 +1,6 @@
 """What a run directory holds, and what it must not."""
 
+import errno
 import os
 import pathlib
 import stat
@@ -7,6 +8,7 @@ import stat
 import pytest
 import yaml
 
+from dpfl_jax.config import config_fingerprint, config_to_dict, validate_config
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.directory import RunDirectory, write_atomically
 from dpfl_jax.training.pretrain import _alone
@@ -51,6 +53,65 @@ def test_hardware_is_known_before_the_first_checkpoint(tmp_path):
         "layouts": ["None"],
     }
     assert (known["fingerprint"], known["config"]) == ("f", {"a": 1})
+
+
+def test_another_configuration_is_refused_by_its_key(tmp_path):
+    raw = {
+        "data": {"source": "csv", "path": "a.csv"},
+        "mechanism": {"kind": "uls", "group_size": 1, "cohort_size": 16},
+        "privacy": {"epsilon": 2.0},
+        "train": {"steps": 3},
+    }
+
+    def opened(change):
+        changed = {name: {**section, **change.get(name, {})} for name, section in raw.items()}
+        config = validate_config(changed)
+        facts = {"data": "the same"}
+        content = config_to_dict(config)
+        found = RunDirectory(tmp_path / "run", content, config_fingerprint(config), None, facts)
+        found.close()
+        return found
+
+    first = opened({})
+    # Data are known by their content, and how often something is written changes no run.
+    often = {"log_every": 2, "checkpoint_every": 7, "keep_checkpoints": 3}
+    again = opened({"data": {"path": "moved/a.csv"}, "train": often})
+    assert again.resumed
+    assert again.run_id == first.run_id
+    for change, key in (
+        ({"train": {"steps": 4}}, "train.steps"),
+        ({"mechanism": {"cohort_size": 8}, "data": {"path": "b"}}, "mechanism.cohort_size"),
+    ):
+        with pytest.raises(BadInputError, match=f"another configuration: {key} is another"):
+            opened(change)
+
+
+def test_a_directory_below_a_file_and_one_with_a_backslash_are_refused(tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(BadInputError, match=r"notes is a file, and .*notes/runs/a is to be"):
+        RunDirectory(tmp_path / "notes" / "runs" / "a", {}, "f")
+    with pytest.raises(BadInputError, match="has a backslash"):
+        RunDirectory(tmp_path / "a\\b" / "run", {}, "f")
+    assert [p.name for p in tmp_path.iterdir()] == ["notes"]
+
+
+def test_a_disk_that_was_full_at_the_start_leaves_a_directory_that_can_be_used(
+    tmp_path, monkeypatch
+):
+    real, calls = os.fsync, []
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) > 2:  # the key is written, and config.yaml is not
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match=r"No space left.*config\.yaml"):
+            RunDirectory(tmp_path / "run", {}, "f")
+    (tmp_path / "run" / ".config.yaml.1.tmp").write_text("of a process that was killed")
+    assert not RunDirectory(tmp_path / "run", {}, "f").resumed
 
 
 def test_going_on_takes_back_the_report_of_the_interruption(tmp_path):

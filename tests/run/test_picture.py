@@ -77,6 +77,16 @@ def test_without_held_out_people_the_training_loss_is_marked(run):
     plt.close(figure)
 
 
+def test_where_nothing_tells_of_a_loss_no_empty_axis_is_drawn(run):
+    metrics, report = run
+    rows = [row for row in metrics if "eval" not in row]
+    for row in rows:
+        row["outside_guarantee"] = {"train_loss": None}
+    figure = draw(rows, report)
+    assert [axis.get_title() for axis in figure.axes] == ["privacy spent: epsilon, at most"]
+    plt.close(figure)
+
+
 def test_samples_are_shown_as_they_are(run):
     metrics, report = run
     texts = {"before": "$x_1 = \\frac$\x07", "after": "My lord,\n" + "word " * 500}

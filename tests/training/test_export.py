@@ -1,5 +1,6 @@
 """``dpfl export`` of any model, and ``load_exported``: what comes back is what was released."""
 
+import errno
 import json
 import pathlib
 
@@ -13,6 +14,7 @@ from runs import final_state
 
 import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
+from dpfl_jax.training.export import _whole_or_nothing
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs" / "table"
 MODULE = """
@@ -308,3 +310,28 @@ def test_only_what_was_exported_is_read(folder, capsys):
     with pytest.raises(dpfl.BadInputError, match=r"guarantee\.json cannot be read"):
         dpfl.load_exported(folder)
     assert "is not a run directory" in export(capsys, folder, "out", code=2)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("Error while serializing: I/O error: No space left"),
+    ],
+)
+def test_an_export_that_fails_leaves_no_model_without_its_guarantee(tmp_path, error):
+    out = tmp_path / "out"
+
+    def write(folder):
+        with _whole_or_nothing(folder):
+            folder.mkdir(exist_ok=True)
+            (folder / "model.safetensors").write_text("half")
+            raise error
+
+    with pytest.raises(dpfl.BadInputError, match="disk is full"):
+        write(out)
+    assert not list(out.iterdir())
+    (out / "mine").write_text("was there before")
+    with pytest.raises(dpfl.BadInputError, match="disk is full"):
+        write(out)
+    assert (out / "mine").exists()

@@ -204,8 +204,8 @@ def test_what_cannot_be_trained_is_named(plan, loss, params, message):
 
 
 def test_an_error_of_the_loss_itself_comes_through(plan):
-    with pytest.raises(KeyError, match="pixels"):
-        trained(plan, lambda p, e: e["pixels"].sum() * p["w"].sum(), PARAMS)
+    with pytest.raises(AttributeError, match="pixels"):
+        trained(plan, lambda p, e: e["x"].pixels.sum() * p["w"].sum(), PARAMS)
 
 
 class Convolved(nnx.Module):
