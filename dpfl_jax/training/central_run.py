@@ -196,8 +196,8 @@ class CentralRun(Prepared):
         """All steps, to the users."""
         event = self.mechanism.event(self.population, self.config.train.steps)
         if self.population.shared:
-            return Charge(event, self.delta, adjacency=SHARED_ADJACENCY)
-        return Charge(event, self.delta)
+            return Charge(event, self.delta, self.unit_key, adjacency=SHARED_ADJACENCY)
+        return Charge(event, self.delta, self.unit_key)
 
     def train(
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
