@@ -380,9 +380,7 @@ class SubjectServer:
         if self.config.mechanism.kind == "rpdp":
             public = _published(self.config, self.federation, self.groups)
             return personal_statement(self.federation.mechanism, public, rounds, guarantee)
-        reach = self.federation.max_silos_per_subject
-        counts = [plan.facts.num_subjects for plan in self.federation.silos]
-        least = max(max(counts), math.ceil(sum(counts) / reach))
+        least = self.federation.least_subjects
         return federated_statement(self.federation, rounds, least, guarantee)
 
     def public_inputs(self, counts: str) -> tuple[str, ...]:

@@ -481,9 +481,11 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         declared = config.population
 
         def count(other: Mechanism) -> Population:
-            return other.declared_population(
+            found = other.declared_population(
                 declared.num_users, declared.num_examples, declared.limited_examples
             )
+            other.check_population(found)
+            return found
 
         population = count(mechanism)
         model = _declared_model(config)
