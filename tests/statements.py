@@ -1,6 +1,9 @@
 """Statements of every mechanism, for tests of what is stated and what is verified."""
 
+import dataclasses
 import math
+
+import numpy as np
 
 from dpfl_jax.accounting.rates import TwoStage, solver
 from dpfl_jax.federation.federation import Federation, SiloPlan
@@ -44,7 +47,8 @@ EXTRA = ("a caveat of the run alone",)
 
 
 def central(mechanism, steps=30, delta=1e-5, shared=False):
-    population = Population(num_users=400, num_examples=2000, num_units=1200, shared=shared)
+    found = mechanism.population(np.arange(0, 2001, 5))  # 400 users of five examples each
+    population = dataclasses.replace(found, shared=shared)
     guarantee = mechanism.guarantee(population, steps, delta, EXTRA)
     return central_statement(mechanism, population, steps, guarantee)
 
@@ -57,11 +61,16 @@ def selection():
 
 
 def federated(mechanisms, silos_per_subject=2, delta=1e-5, rounds=5):
-    plans = [SiloPlan(m, SiloFacts(100 + 7 * i, 40 + i), 3) for i, m in enumerate(mechanisms)]
+    plans = []
+    for i, mechanism in enumerate(mechanisms):
+        records = 100 + 7 * i
+        subjects = max(40 + i, math.ceil(records / mechanism.max_items_per_subject))
+        plans.append(SiloPlan(mechanism, SiloFacts(records, subjects), 3))
     federation = Federation(tuple(plans), rounds, silos_per_subject)
+    people = sum(plan.facts.num_subjects for plan in plans)
     told = Claim("given", math.inf, delta, math.inf, math.inf, rounds, rounds)
-    guarantee = federated_guarantee(federation, told, delta, rounds, EXTRA, num_subjects=90)
-    return federated_statement(federation, rounds, 90, guarantee)
+    guarantee = federated_guarantee(federation, told, delta, rounds, EXTRA, num_subjects=people)
+    return federated_statement(federation, rounds, people, guarantee)
 
 
 def personal(**changes):

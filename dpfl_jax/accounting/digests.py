@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import pathlib
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 CONFIG = "config.yaml"
 # What may lie beside an export without being part of it.
@@ -24,8 +25,8 @@ def digest(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def checkpoint(step: int) -> str:
-    """Where a run's directory holds what was released after ``step`` steps."""
+def checkpoint(step: int | str) -> str:
+    """Where a run's directory holds what was released after ``step`` steps; "*": any number."""
     return f"checkpoints/{step}/state"
 
 
@@ -41,41 +42,55 @@ def of_export(directory: pathlib.Path, guarantee: str) -> dict[str, str]:
     return {file.name: digest(file) for file in files}
 
 
+class Comparison(NamedTuple):
+    """What of a folder is as its guarantee says.
+
+    Attributes:
+      same: names of files that are as they were.
+      changed: a sentence for each file that is not.
+      missing: names that have a digest, but no file here.
+      untied: checkpoints without a digest: any model may lie there.
+    """
+
+    same: list[str]
+    changed: list[str]
+    missing: list[str]
+    untied: list[str]
+
+
 def compare(
     directory: pathlib.Path, known: Mapping[str, str], names: Iterable[str] | None = None
-) -> tuple[list[str], list[str]]:
+) -> Comparison:
     """Holds files against their digests.
 
     Args:
       directory: where they lie.
       known: digests by name.
       names: which of them; default all. One that is not known is changed, too.
-
-    Returns:
-      (names of files that are as they were, a sentence each for those that are not). A file that is
-      not here is in neither.
     """
-    same, changed = [], []
+    found = Comparison([], [], [], [])
     for name in known if names is None else names:
         path = directory / name
         if ".." in pathlib.PurePath(name).parts or pathlib.PurePath(name).is_absolute():
-            changed.append(f"the guarantee names a file outside its folder: {name!r}")
+            found.changed.append(f"the guarantee names a file outside its folder: {name!r}")
         elif not (path.is_file() or path.is_dir()):
-            continue
+            found.missing.append(name)
         elif name in known and digest(path) == known[name]:
-            same.append(name)
+            found.same.append(name)
         else:
-            changed.append(f"{path} is not the one that the guarantee was written for")
-    return same, changed
+            found.changed.append(f"{path} is not the one that the guarantee was written for")
+    for path in sorted(directory.glob(checkpoint("*"))):
+        if (name := path.relative_to(directory).as_posix()) not in known:
+            found.untied.append(name)
+    return found
 
 
-def compare_export(
-    directory: pathlib.Path, known: Mapping[str, str], guarantee: str
-) -> tuple[list[str], list[str]]:
+def compare_export(directory: pathlib.Path, known: Mapping[str, str], guarantee: str) -> Comparison:
     """The same for an export, in whose folder every file must be one that its guarantee knows."""
-    same, changed = compare(directory, known)
+    found = compare(directory, known)
     for path in sorted(directory.iterdir()):
         added = any(path.match(pattern) for pattern in _ADDED)
         if path.name not in known and path.name != guarantee and not added:
-            changed.append(f"{path} is no file of this export, and might be read in its place")
-    return same, changed
+            why = "is no file of this export, and might be read in its place"
+            found.changed.append(f"{path} {why}")
+    return found

@@ -3,7 +3,8 @@
 A run *reserves* its whole event before its first step, and that is what counts, however early it
 ends: when it ends may follow from what it showed. *commit* notes that it has ended.
 Events of one account (data set, unit, adjacency) are held to its budget by a privacy filter
-(``privacy_filter``), which holds for runs that were chosen after looking at earlier ones.
+(``privacy_filter``), which holds for runs that were chosen after looking at earlier ones. Units of
+all runs of an account are by one key: what a visit spends does not add up to what its patient does.
 
 The file has one JSON record per line, each with the hash of the record before it: a record removed
 or changed in the middle is noticed. Records are written by one ``write`` and synced to disk under
@@ -34,7 +35,7 @@ from dpfl_jax.accounting.accountant import ADD_OR_REMOVE, REPLACE, check_delta, 
 from dpfl_jax.accounting.event_types import ApproximateDpEvent
 from dpfl_jax.accounting.guarantee import Guarantee, rounded_up
 from dpfl_jax.accounting.privacy_filter import filtered_epsilon
-from dpfl_jax.errors import BadInputError
+from dpfl_jax.errors import BadInputError, one_line
 
 
 class LedgerError(BadInputError):
@@ -65,11 +66,23 @@ class Account:
       unit: "user", "subject", "record".
       adjacency: as in ``Guarantee``; its first word says how it is accounted: "replace" or
         "replace-one", or "add-or-remove", "zero-out" or "empty".
+      unit_key: as in ``Guarantee``: what makes a unit, the same in all runs of the account; "" if
+        that is not known. It is no part of the account's name.
     """
 
     dataset: str
     unit: str = "user"
     adjacency: str = "add-or-remove one user"
+    unit_key: str = dataclasses.field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        """A column has any name; one of a guarantee is one line, too."""
+        object.__setattr__(self, "unit_key", one_line(self.unit_key))
+
+    @property
+    def whose(self) -> str:
+        """The unit, and what makes one, as of a guarantee."""
+        return f"{self.unit} by {self.unit_key}" if self.unit_key else self.unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +146,10 @@ class Ledger:
 
         Raises:
           BudgetExceededError: a budget of the account would be exceeded; nothing is recorded.
-          LedgerError: if the run already reserved something else, or the file is damaged.
-          BadInputError: if the guarantee has another unit or adjacency than the account, or it is
-            not known how the account's adjacency is accounted.
+          LedgerError: if the run already reserved something else, what makes a unit is not what it
+            is in other runs of the account, or the file is damaged.
+          BadInputError: if the guarantee has another unit, unit key or adjacency than the account,
+            or it is not known how the account's adjacency is accounted.
         """
         delta, budget = check_delta(delta), None if budget is None else check_epsilon(budget)
         if not run:
@@ -154,7 +168,9 @@ class Ledger:
                     f"run {run!r} is in {self.path} under another data set, unit or adjacency: "
                     "choose another name"
                 )
-            notes = _notes(records, account, run, budgets, delta, budget)
+            unit_key = account.unit_key or getattr(event, "unit_key", "")
+            notes = _notes_on_units(records, account, run, unit_key)
+            notes += _notes(records, account, run, budgets, delta, budget)
             others = [entry for name, entry in entries.items() if name != run]
             # In the order in which they were first reserved.
             runs = (entries if run in entries else entries | {run: {"events": [stored]}}).values()
@@ -178,6 +194,7 @@ class Ledger:
                     {
                         "kind": "reserve",
                         "account": _key(account),
+                        "unit_key": unit_key,
                         "run": run,
                         "event": stored,
                         "budget": promised,
@@ -279,17 +296,20 @@ def _as_event(event: dp_accounting.DpEvent | Guarantee, account: Account) -> dp_
         return event
     if not event.private:
         return dp_accounting.NonPrivateDpEvent()
-    if (event.unit, event.adjacency) != (account.unit, account.adjacency):
+    same = (event.unit, event.adjacency) == (account.unit, account.adjacency)
+    keys = {event.unit_key, account.unit_key} - {""}
+    if not same or len(keys) > 1:
         raise BadInputError(
-            f"the guarantee is for each {event.unit} ({event.adjacency}), but the account counts "
-            f"what is spent on each {account.unit} ({account.adjacency}): reserve it in an Account "
-            f"with unit={event.unit!r} and adjacency={event.adjacency!r}"
+            f"the guarantee is for each {event.whose} ({event.adjacency}), but the account counts "
+            f"what is spent on each {account.whose} ({account.adjacency}): reserve it in an "
+            f"Account with unit={event.unit!r}, adjacency={event.adjacency!r} and "
+            f"unit_key={event.unit_key!r}"
         )
     return ApproximateDpEvent(event.epsilon, event.delta)
 
 
 def _key(account: Account) -> dict[str, str]:
-    return dataclasses.asdict(account)
+    return {name: getattr(account, name) for name in ("dataset", "unit", "adjacency")}
 
 
 def _spent(entries: Iterable[dict[str, Any]], account: Account, delta: float) -> float:
@@ -391,6 +411,40 @@ def _notes(
         notes.append(
             f"the budget of this account is {before} (delta {at}), which is what can be "
             f"guaranteed, although this run keeps to {now}"
+        )
+    return tuple(notes)
+
+
+def _notes_on_units(
+    records: list[dict[str, Any]], account: Account, run: str, unit_key: str
+) -> tuple[str, ...]:
+    """Sentences about runs whose cost is not, or may not be, on the units of this one.
+
+    Raises:
+      LedgerError: what makes a unit is not what it is in other runs of the account.
+    """
+    key, reserved = _key(account), [r for r in records if r["kind"] == "reserve"]
+    mine = [r for r in reserved if r["account"] == key]
+    known = next((r["unit_key"] for r in mine if r.get("unit_key")), unit_key)
+    if unit_key and known != unit_key:
+        raise LedgerError(
+            f"this run protects each {account.unit} by {unit_key!r}, but the runs of this account "
+            f"did by {known!r}, and what is spent on these does not add up: name the same column "
+            "(data.user_column), or another account (privacy.account), whose budget is its own"
+        )
+    notes = []
+    if known and not (unit_key and all(r.get("unit_key") for r in mine if r["run"] != run)):
+        notes.append(
+            f"some runs of this account do not say what makes a {account.unit}: costs add up only "
+            f"if it was {known!r} in all of them"
+        )
+    apart = [r["account"] for r in reserved if r["account"] != key]
+    apart = [other for other in apart if other["dataset"] == account.dataset]
+    if apart:
+        listed = dict.fromkeys(f"{other['unit']}: {other['adjacency']}" for other in apart)
+        notes.append(
+            f"{account.dataset} has further accounts in this ledger, of another unit or adjacency "
+            f"({'; '.join(listed)}): what their runs spent is not counted here"
         )
     return tuple(notes)
 

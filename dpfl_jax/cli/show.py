@@ -90,10 +90,10 @@ def _refuse_changed(directory: pathlib.Path) -> None:
     if not (directory / statement.NAME).exists():
         return
     known = statement.read(directory / statement.NAME).digests
-    if known is not None:
-        _, changed = digests.compare(directory, known.run, [digests.CONFIG])
-        if changed:
-            raise BadInputError(f"{changed[0]}: bring it back")
+    if known is None:
+        return
+    if changed := digests.compare(directory, known.run, [digests.CONFIG]).changed:
+        raise BadInputError(f"{changed[0]}: bring it back")
 
 
 def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str, Any]:

@@ -25,7 +25,8 @@ public numbers of the data and the events that follow from them. This command
      either;
   3. compares the text with the numbers;
   4. given a folder, compares the files in it with the digests in guarantee.json: config.yaml and
-     checkpoints of a run, all files of an export.
+     checkpoints of a run, all files of an export. Those that are not there are named, and so are
+     checkpoints without a digest, which may be any model.
 
 It needs nothing but the file, and nothing in the file is private. It cannot show that this
 mechanism is what ran, nor that the data are as the assumptions say, nor who wrote it: digests tie
@@ -81,20 +82,22 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         failures += doubt
     if beside and (folder / "report.json").exists():
         failures += _unlike_report(folder / "report.json", stated)
-    compared: list[str] = []
+    files = digests.Comparison([], [], [], [])
     if beside and stated.digests is not None:
         if known := stated.digests.exported:
-            compared, changed = digests.compare_export(folder, known, statement.NAME)
+            files = digests.compare_export(folder, known, statement.NAME)
         else:
-            compared, changed = digests.compare(folder, stated.digests.run)
-        failures += changed
+            files = digests.compare(folder, stated.digests.run)
+        failures += files.changed
     result = {
         "holds": not failures,
         "failures": failures,
         "file": str(given),
         "version": stated.version,
         "privacy": stated.privacy.to_json(),
-        "compared": compared,
+        "compared": files.same,
+        "missing": files.missing,
+        "untied": files.untied,
         "caveats_of_the_run": [] if failures else own_caveats,
         "dp_accounting_epsilon": None if opinion is None else list(opinion),
     }
@@ -146,6 +149,10 @@ def _print(console: Console, stated: Any, result: dict[str, Any]) -> None:
         say(f"its digests are those of {', '.join(result['compared'])}")
     else:
         say("no model or configuration was compared with it: give the folder that holds them")
+    if result["missing"]:
+        say(f"not here, and not compared: {', '.join(result['missing'])}", style="bold")
+    if result["untied"]:
+        say(f"has no digest, so may be any model: {', '.join(result['untied'])}", style="bold")
     say(f"one {privacy.unit}: {privacy.unit_key or 'the file does not say what makes one'}")
     say("assumed to be public, and not protected, which no file can show:")
     for name in privacy.public_inputs or ["the file lists nothing"]:

@@ -156,8 +156,7 @@ class FederatedRun(Prepared):
     @property
     def unit_key(self) -> str:
         """What makes a subject, or a record."""
-        key = unit_key_of(self.subjects.train)
-        return key if self.federation.mechanism.unit == "subject" else f"row (subjects by {key})"
+        return unit_key_in(self.federation.mechanism, self.subjects.train)
 
     @property
     def public_inputs(self) -> tuple[str, ...]:
@@ -205,11 +204,12 @@ class FederatedRun(Prepared):
 
     def charge(self) -> Charge:
         """All rounds, to one unit of the whole federation."""
-        event = whole_event(self.federation, self.delta)
+        event, key = whole_event(self.federation, self.delta), unit_key_of(self.subjects.train)
         if not self.federation.mechanism.private:
-            return Charge(event, self.delta, "subject", "add-or-remove one subject")
+            return Charge(event, self.delta, key, "subject", "add-or-remove one subject")
         guarantee = self.guarantee(self.federation.rounds)
-        return Charge(event, self.delta, guarantee.unit, guarantee.adjacency)
+        key = key if guarantee.unit == "subject" else "row"
+        return Charge(event, self.delta, key, guarantee.unit, guarantee.adjacency)
 
     def train(
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
@@ -291,6 +291,12 @@ class FederatedRun(Prepared):
             caveats,
             num_subjects=self.subjects.train.num_users,
         )
+
+
+def unit_key_in(mechanism: SiloMechanism, store: Store) -> str:
+    """What makes a subject, or a record, of a store in silos."""
+    key = unit_key_of(store)
+    return key if mechanism.unit == "subject" else f"row (subjects by {key})"
 
 
 def federated_inputs(

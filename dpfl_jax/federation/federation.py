@@ -90,6 +90,12 @@ class Federation:
         return np.flatnonzero([plan.facts.num_records > 0 for plan in self.silos])
 
     @property
+    def least_subjects(self) -> int:
+        """The fewest subjects in all silos together that the silos' numbers allow."""
+        counts = [plan.facts.num_subjects for plan in self.silos]
+        return max(max(counts), math.ceil(sum(counts) / self.max_silos_per_subject))
+
+    @property
     def participation(self) -> float:
         """Probability with which a silo takes part in a round."""
         if self.cohort is None:

@@ -77,8 +77,7 @@ def federated_guarantee(
     summed = rounds * steps[-1] * (1 if unit == "record" else reach)
     assumptions += accounting.noise_assumptions(mechanism.noise, epsilon, delta, summed)
     if mechanism.private:
-        counts = [plan.facts.num_subjects for plan in federation.silos]
-        units = num_subjects or max(max(counts), math.ceil(sum(counts) / reach))
+        units = num_subjects or federation.least_subjects
         if unit == "record":
             units = sum(plan.facts.num_records for plan in federation.silos)
         caveats = (*accounting.delta_caveats(delta, units, f"{unit}s"), *caveats)

@@ -77,8 +77,12 @@ def _federated(basis: dict[str, Any]) -> Statement:
     def plan(row: dict[str, Any]) -> SiloPlan:
         mechanism = SILOS.parse_known({**basis["mechanism"], **row.get("mechanism", {})})
         facts = SiloFacts(whole(row, "num_records"), whole(row, "num_subjects"))
-        if facts.num_subjects > facts.num_records:
-            raise BadInputError(f"a silo has more subjects than records: {row}")
+        subjects, cap = facts.num_subjects, mechanism.max_items_per_subject
+        if not subjects <= facts.num_records <= cap * subjects:
+            raise BadInputError(
+                f"a silo of {subjects} subjects has {subjects} to {cap * subjects} records under "
+                f"max_items_per_subject={cap}, but the file says {facts.num_records}"
+            )
         return SiloPlan(mechanism, facts, whole(row, "local_steps", 1))
 
     silos = tuple(plan(row) for row in basis["silos"])
@@ -88,8 +92,9 @@ def _federated(basis: dict[str, Any]) -> Statement:
     elif basis["participation_prob"] is not None:
         cohort = Poisson(len(silos), basis["participation_prob"])
     rounds, delta = whole(basis, "rounds"), basis["delta"]
-    subjects = whole(basis, "num_subjects", max(plan.facts.num_subjects for plan in silos))
-    federation = Federation(silos, rounds, basis["max_silos_per_subject"], cohort)
+    reach = whole(basis, "max_silos_per_subject", 1)
+    federation = Federation(silos, rounds, reach, cohort)
+    subjects = whole(basis, "num_subjects", federation.least_subjects)
     told = Claim("given", math.inf, delta, math.inf, math.inf, rounds, rounds)
     guarantee = federated_guarantee(federation, told, delta, rounds, num_subjects=subjects)
     known = of_the_mechanism(federation.mechanism, f"{len(silos)} silos")

@@ -32,6 +32,7 @@ from dpfl_jax.federation.federated_run import (
     knobs,
     noised,
     read_subjects,
+    unit_key_in,
 )
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import federated_guarantee
@@ -183,7 +184,7 @@ class Subjects:
     def about(self, guarantee: Guarantee, account: str) -> Guarantee:
         """A guarantee for this silo's people; ``account``: of its own ledger."""
         inputs = federated_inputs(self.config, self.task, "the sizes of all silos, by the plan")
-        return about(guarantee, unit_key_of(self.store), inputs, account)
+        return about(guarantee, unit_key_in(self.config.mechanism, self.store), inputs, account)
 
     def work(self, plan: Plan, index: int, key: RootKey) -> SubjectWork:
         """What a plan asks of this silo; ``key`` is used for nothing else."""
@@ -209,7 +210,7 @@ class SubjectWork:
             )
             personal.check(config.federation.rounds)
             personal.check_rates(self.federation)
-        self._personal, self._data = personal, data
+        self._personal, self._data, self.unit_key = personal, data, unit_key_of(held.store)
         model = build_by_name(config.model.kind, held.task, config.model.options)
         local, server = round_optimizers(config)
         assert config.privacy.delta is not None
@@ -280,7 +281,8 @@ class SubjectWork:
         """What a ledger is charged for the whole run: what ``asked`` computes."""
         _, federation, subject = self._priced(policy.delta, policy.unit)
         event = whole_event(federation, policy.delta, subject)
-        return Charge(event, policy.delta, policy.unit, f"add-or-remove one {policy.unit}")
+        key = self.unit_key if policy.unit == "subject" else "row"
+        return Charge(event, policy.delta, key, policy.unit, f"add-or-remove one {policy.unit}")
 
     def _priced(self, delta: float, unit: str) -> tuple[float, Federation, bool]:
         """Epsilon of a unit, the federation of which it is, and whether it is of a subject.
@@ -382,9 +384,7 @@ class SubjectServer:
         if self.config.mechanism.kind == "rpdp":
             public = _published(self.config, self.federation, self.groups)
             return personal_statement(self.federation.mechanism, public, rounds, guarantee)
-        reach = self.federation.max_silos_per_subject
-        counts = [plan.facts.num_subjects for plan in self.federation.silos]
-        least = max(max(counts), math.ceil(sum(counts) / reach))
+        least = self.federation.least_subjects
         return federated_statement(self.federation, rounds, least, guarantee)
 
     def public_inputs(self, counts: str) -> tuple[str, ...]:

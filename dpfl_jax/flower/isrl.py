@@ -141,7 +141,8 @@ class MessageWork:
 
     def charge(self, policy: Policy) -> Charge:
         """What a ledger is charged for the whole run."""
-        return Charge(self.noise.event, policy.delta, policy.unit, f"replace one {policy.unit}")
+        adjacency = f"replace one {policy.unit}"
+        return Charge(self.noise.event, policy.delta, "row", policy.unit, adjacency)
 
     def guarantee(self) -> Guarantee:
         """Of the whole run, for this silo's records."""

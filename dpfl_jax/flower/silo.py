@@ -341,7 +341,7 @@ class Silo:
     def _charge(self, work: Any) -> tuple[Charge, accounting.Account]:
         """What the ledger is charged, and whose account."""
         charge = work.charge(self.policy)
-        return charge, accounting.Account(self.name, charge.unit, charge.adjacency)
+        return charge, charge.account(self.name)
 
     def _opened(self, plan: Plan, known: dict[str, Any] | None) -> _Run:
         """The run of a plan, after everything about it was checked."""

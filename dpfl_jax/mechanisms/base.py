@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting.statement import whole
 from dpfl_jax.clipping import Normalized, PerLayer, Rule, Standard, bounded_grad
 from dpfl_jax.config.kinds import CENTRAL, Named
 from dpfl_jax.data.owners import BoundedStore, by_set, whole_of
@@ -191,6 +192,25 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         """
         del limited
         return Population(num_users, num_examples, num_examples)
+
+    def unit_bounds(self, population: Population) -> tuple[int, int]:
+        """The fewest and the most units that so many users with so many examples can have."""
+        return 1, population.num_examples
+
+    def check_population(self, population: Population) -> None:
+        """Raises BadInputError unless there can be data with these numbers."""
+        numbers = dataclasses.asdict(population)
+        examples = whole(numbers, "num_examples", 1)
+        # Records with several owners may be fewer than these.
+        users = whole(numbers, "num_users", 1, None if population.shared else examples)
+        units = whole(numbers, "num_units", 1)
+        least, most = self.unit_bounds(population)
+        if not least <= units <= most:
+            raise BadInputError(
+                f"num_units is {units}, but {users} users with {examples} examples have from "
+                f"{least} to {most} that mechanism.kind={self.kind} may draw: give the numbers of "
+                "one data set (declared ones: section population)"
+            )
 
     @classmethod
     def at_budget(cls: type[Self], compute_budget: float, group_size: int, **common: Any) -> Self:

@@ -40,12 +40,8 @@ def restate(basis: dict[str, Any]) -> Statement:
       BadInputError: no mechanism has it.
     """
     mechanism = CENTRAL.parse_known(basis["mechanism"])
-    numbers = basis["population"]
-    examples = whole(numbers, "num_examples", 1)
-    whole(numbers, "num_units", 1, examples)
-    # Records with several owners may be fewer than these.
-    whole(numbers, "num_users", 1, None if numbers.get("shared") else examples)
-    population, steps = Population(**numbers), whole(basis, "steps")
+    population, steps = Population(**basis["population"]), whole(basis, "steps")
+    mechanism.check_population(population)
     guarantee = dataclasses.replace(
         mechanism.guarantee(population, steps, basis["delta"]),
         public_inputs=of_the_mechanism(mechanism, population.told),

@@ -96,6 +96,10 @@ class ELS(Mechanism):
             )
         return Population(num_users, num_examples, limited[self.group_size])
 
+    def unit_bounds(self, population: Population) -> tuple[int, int]:
+        """Nobody has more than ``group_size`` of them, alone or with others."""
+        return 1, min(population.num_examples, self.group_size * population.num_users)
+
     @classmethod
     def at_budget(cls, compute_budget: float, group_size: int, **common: Any) -> ELS:
         """The budget is the batch."""

@@ -71,6 +71,10 @@ class OwnerSets(ULS):
             "mechanism.kind=owner_sets needs the data themselves: leave out the section population"
         )
 
+    def unit_bounds(self, population: Population) -> tuple[int, int]:
+        """Nobody is in more than ``sets_per_user`` sets, and each holds a record."""
+        return 1, min(population.num_examples, self.sets_per_user * population.num_users)
+
     @classmethod
     def at_budget(cls, compute_budget: float, group_size: int, **common: Any) -> OwnerSets:
         """Refused: a budget does not say how many sets of a user are used."""

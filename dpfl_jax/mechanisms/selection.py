@@ -407,14 +407,12 @@ class Selection:
         """
         cells = []
         for cell in values["cells"]:
-            numbers = cell["population"]
-            examples = whole(numbers, "num_examples", 1)
-            whole(numbers, "num_units", 1, examples)
-            whole(numbers, "num_users", 1, examples)
-            if numbers.get("shared"):
+            population = Population(**cell["population"])
+            if population.shared:
                 raise BadInputError("records with several owners have no private sweep")
             mechanism = CENTRAL.parse_known(cell["mechanism"])
-            cells.append(Trained(mechanism, Population(**numbers), whole(cell, "steps", 1)))
+            mechanism.check_population(population)
+            cells.append(Trained(mechanism, population, whole(cell, "steps", 1)))
         return cls(
             tuple(cells),
             RunCount(values["expected_runs"], values["shape"]),

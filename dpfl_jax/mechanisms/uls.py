@@ -119,6 +119,10 @@ class ULS(Mechanism):
         """The units are the users."""
         return Population(num_users, num_examples, num_users)
 
+    def unit_bounds(self, population: Population) -> tuple[int, int]:
+        """The units are the users."""
+        return population.num_users, population.num_users
+
     @classmethod
     def at_budget(cls, compute_budget: float, group_size: int, **common: Any) -> ULS:
         """Each user of the cohort has up to ``group_size`` examples."""

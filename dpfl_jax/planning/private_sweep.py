@@ -172,7 +172,7 @@ class PrivateSweep:
             guarantee = first.about(selection.guarantee())
             console.print(f"{len(runs)} cells, {self.expected_runs:g} runs expected; the whole:")
             console.print(guarantee.summary(), highlight=False)
-            self._charge(selection, directory, console)
+            self._charge(selection, first.unit_key, directory, console)
             console.print(
                 "how many runs there are is secret, and so is how far they are: nothing is "
                 "printed until the best is found",
@@ -285,7 +285,9 @@ class PrivateSweep:
 
     # ---- running ---------------------------------------------------------------------------
 
-    def _charge(self, selection: Selection, directory: RunDirectory, console: Console) -> None:
+    def _charge(
+        self, selection: Selection, unit_key: str, directory: RunDirectory, console: Console
+    ) -> None:
         """The whole sweep, before its first run, once.
 
         It is never committed: that would cost no less, and tell when the last run ended.
@@ -294,7 +296,7 @@ class PrivateSweep:
         if privacy.ledger is None or privacy.account is None:
             return
         found = accounting.Ledger(privacy.ledger).reserve(
-            accounting.Account(privacy.account),
+            accounting.Account(privacy.account, unit_key=unit_key),
             directory.run_id,
             selection.event,
             selection.delta,

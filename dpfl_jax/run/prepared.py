@@ -34,14 +34,21 @@ class Charge:
     Attributes:
       event: what it may spend at most.
       delta: at which the account is kept.
+      unit_key: what makes a unit: costs of others do not add up with it. A record is a row,
+        whoever's it is.
       unit: whose account it is.
       adjacency: as in ``Guarantee``.
     """
 
     event: Any
     delta: float
+    unit_key: str
     unit: str = "user"
     adjacency: str = "add-or-remove one user"
+
+    def account(self, name: str) -> accounting.Account:
+        """Of this name."""
+        return accounting.Account(name, self.unit, self.adjacency, self.unit_key)
 
 
 # report.json and guarantee.json of a run.
@@ -215,7 +222,7 @@ class _Bill:
         if self._ledger is None:
             return
         privacy, charge = self._prepared.config.privacy, self._prepared.charge()
-        account = accounting.Account(privacy.account, charge.unit, charge.adjacency)
+        account = charge.account(privacy.account)
         self._paid = f"{self._run}:{draws}"
         found = self._ledger.reserve(
             account, self._paid, charge.event, charge.delta, privacy.budget

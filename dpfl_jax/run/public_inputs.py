@@ -48,8 +48,8 @@ def about(
     counted = OTHER_RUNS_CAVEAT
     if account is not None:
         counted = (
-            f"its epsilon is that of this run alone: runs on these people add up in the account "
-            f"{account!r} of the ledger"
+            "its epsilon is that of this run alone: runs of this unit and adjacency add up in the "
+            f"account {account!r} of the ledger"
         )
     caveats = [c for c in guarantee.caveats if c not in (OTHER_RUNS_CAVEAT, counted)]
     return dataclasses.replace(

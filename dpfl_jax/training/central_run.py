@@ -196,8 +196,8 @@ class CentralRun(Prepared):
         """All steps, to the users."""
         event = self.mechanism.event(self.population, self.config.train.steps)
         if self.population.shared:
-            return Charge(event, self.delta, adjacency=SHARED_ADJACENCY)
-        return Charge(event, self.delta)
+            return Charge(event, self.delta, self.unit_key, adjacency=SHARED_ADJACENCY)
+        return Charge(event, self.delta, self.unit_key)
 
     def train(
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
@@ -484,9 +484,11 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         declared = config.population
 
         def count(other: Mechanism) -> Population:
-            return other.declared_population(
+            found = other.declared_population(
                 declared.num_users, declared.num_examples, declared.limited_examples
             )
+            other.check_population(found)
+            return found
 
         population = count(mechanism)
         model = _declared_model(config)

@@ -167,8 +167,7 @@ def _checked(folder: pathlib.Path) -> Statement:
         return stated
     if not (known := stated.digests.exported):
         raise BadInputError(f"{folder / NAME} is the guarantee of no export: bring its own back")
-    _, changed = digests.compare_export(folder, known, NAME)
-    if changed:
+    if changed := digests.compare_export(folder, known, NAME).changed:
         raise BadInputError(f"{changed[0]}: take the export as it was written")
     return stated
 

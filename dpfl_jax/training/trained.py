@@ -165,8 +165,7 @@ def _refuse_changed(directory: pathlib.Path, stated: Statement, name: str) -> No
     """Raises BadInputError unless a file of a run is the one that its guarantee was written for."""
     if stated.digests is None:  # of a release that had none
         return
-    _, changed = digests.compare(directory, stated.digests.run, [name])
-    if changed:
+    if changed := digests.compare(directory, stated.digests.run, [name]).changed:
         raise BadInputError(f"{changed[0]}: bring it back")
 
 

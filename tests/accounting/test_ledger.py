@@ -102,10 +102,11 @@ def test_what_is_reserved_counts_however_early_a_run_ends(tmp_path):
 
 def old(path, *records):
     """A ledger as it was written before it was a filter."""
-    previous = ""
+    previous, account = "", {"dataset": USERS.dataset, "unit": "user"}
+    account["adjacency"] = USERS.adjacency
     for kind, run, event in records:
         record = {"kind": kind, "run": run, "event": serialize.to_json(event), "time": 0.0}
-        record |= {"account": dataclasses.asdict(USERS), "previous": previous}
+        record |= {"account": account, "previous": previous}
         line = json.dumps(record, sort_keys=True).encode() + b"\n"
         with path.open("ab") as file:
             file.write(line)
@@ -185,8 +186,59 @@ def test_a_guarantee_of_another_unit_or_adjacency_is_refused(unit, adjacency, tm
         ledger.reserve(Account("d", unit, adjacency), "r", found, 1e-8, 2.0)
     mine = Account("d", found.unit, found.adjacency)
     assert ledger.reserve(mine, "r", found, 1e-8, 2.0).after == pytest.approx(1.0)
+    keyed = dataclasses.replace(found, unit_key="column a")
+    with pytest.raises(BadInputError, match="unit_key='column a'"):
+        ledger.reserve(dataclasses.replace(mine, unit_key="column b"), "k", keyed, 1e-8)
     nothing = dataclasses.replace(found, epsilon=math.inf, unit="none", adjacency="none")
     assert Ledger(tmp_path / "m").reserve(mine, "open", nothing, 1e-8).after == math.inf
+
+
+def by(key, unit="user", adjacency="add-or-remove one user"):
+    return Account("fingerprint-1", unit, adjacency, key)
+
+
+def test_an_account_adds_up_units_by_one_key(tmp_path):
+    """Ten visits of a patient may each spend what the patient has."""
+    ledger, visits = Ledger(tmp_path / "l"), by("column visit")
+    ledger.reserve(by("column patient"), "a", noisy(100), DELTA, 8.0)
+    size = os.path.getsize(ledger.path)
+    for run in ("a", "b"):
+        with pytest.raises(BadInputError, match=r"by 'column visit', but .* by 'column patient'"):
+            ledger.reserve(visits, run, noisy(100), DELTA, 8.0)
+    guarantee = Guarantee("user", USERS.adjacency, "central", 1.0, 1e-9, 1.0, "-", "-")
+    visit = dataclasses.replace(guarantee, unit_key="column visit")
+    with pytest.raises(BadInputError, match="name the same column"):
+        ledger.reserve(USERS, "b", visit, DELTA)
+    assert os.path.getsize(ledger.path) == size
+    assert ledger.reserve(by("column patient"), "b", noisy(100), DELTA, 8.0).notes == ()
+    ledger.commit("b")
+    assert ledger.spent(USERS, DELTA) == ledger.spent(visits, DELTA) > 0
+    assert ledger.accounts() == [USERS]
+
+
+def test_runs_that_do_not_say_what_a_unit_is_are_counted_with_a_note(tmp_path):
+    """Those of a ledger of before, or of a loop of one's own."""
+    ledger = old(tmp_path / "l", ("reserve", "a", noisy(100)))
+    assert len(ledger.reserve(USERS, "b", noisy(100), DELTA, 8.0).notes) == 2  # of before
+    for run in "cd":
+        (note,) = ledger.reserve(by("column patient"), run, noisy(100), DELTA, 8.0).notes
+        assert "only if it was 'column patient' in all of them" in note
+    (note,) = ledger.reserve(USERS, "e", noisy(100), DELTA, 8.0).notes
+    assert "do not say what makes a user" in note
+    with pytest.raises(BadInputError, match="name the same column"):
+        ledger.reserve(by("column visit"), "f", noisy(100), DELTA, 8.0)
+
+
+def test_other_accounts_of_the_same_people_are_named(tmp_path):
+    ledger = Ledger(tmp_path / "l")
+    records = by("row", "record", "replace one record")
+    subjects = by("column patient", "subject", "zero-out one subject")
+    for number, account in enumerate((USERS, Account("others"), records)):
+        notes = ledger.reserve(account, f"{number}", noisy(100), DELTA, 8.0).notes
+        assert len(notes) == (account is records)
+    (note,) = ledger.reserve(subjects, "3", noisy(100), DELTA, 8.0).notes
+    assert "(user: add-or-remove one user; record: replace one record)" in note
+    assert "is not counted here" in note
 
 
 def test_an_adjacency_that_nobody_knows_is_refused(tmp_path):

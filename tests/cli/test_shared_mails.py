@@ -46,7 +46,7 @@ def test_mails_from_yaml_with_guarantee_and_ledger(tmp_path, capsys, kind):
                  "test_fraction": 0.0},
         "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
         "mechanism": {"kind": kind, **sizes[kind]},
-        "privacy": {"epsilon": 8.0, "delta": 1e-4, "ledger": str(tmp_path / "ledger"),
+        "privacy": {"epsilon": 8.0, "delta": 1e-4, "ledger": str(tmp_path / "ledger.jsonl"),
                     "account": "mails", "budget": 9.0},
         "train": {"steps": 6, "checkpoint_every": 3},
     }  # fmt: skip
@@ -65,7 +65,7 @@ def test_mails_from_yaml_with_guarantee_and_ledger(tmp_path, capsys, kind):
     said = " ".join(printed.err.split())
     assert f"kept {dropped['examples_kept']:,} of {dropped['examples']:,} records" in said
     account = accounting.ledger.Account("mails", "user", SHARED_ADJACENCY)
-    spent = accounting.Ledger(tmp_path / "ledger").spent(account, 1e-4)
+    spent = accounting.Ledger(tmp_path / "ledger.jsonl").spent(account, 1e-4)
     assert spent == pytest.approx(report["privacy"]["epsilon"], abs=1e-3)
     assert main(["verify", str(place)]) == 0
     # A second run would take these people beyond their budget.

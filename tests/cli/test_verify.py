@@ -3,22 +3,24 @@
 import copy
 import dataclasses
 import json
+import math
 
 import pytest
 import yaml
 from rich.console import Console
 
-from dpfl_jax.accounting import Guarantee, epsilon, meaning, statement
+from dpfl_jax.accounting import Guarantee, digests, epsilon, meaning, statement
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.load import validate_config
 from dpfl_jax.federation import federated_run
+from dpfl_jax.federation.federation import Federation, SiloPlan
+from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, worst_guarantee
-from dpfl_jax.federation.mechanisms import (
-    HiGradAvgDP,
-)
-from dpfl_jax.mechanisms import (
-    ULS,
-)
+from dpfl_jax.federation.mechanisms import HiGradAvgDP, SiloFacts
+from dpfl_jax.federation.recipes import Claim
+from dpfl_jax.federation.silo_statement import federated_statement
+from dpfl_jax.mechanisms import ELS, ULS, Population
+from dpfl_jax.mechanisms.central_statement import central_statement
 from tests.run.silo_configs import SILOS
 from tests.statements import EXTRA, SOUND, central, federated, personal
 
@@ -70,6 +72,32 @@ def test_digests_name_files_of_their_own_folder_alone(tmp_path, capsys):
         code, told = verify(tmp_path / "run", capsys)
         assert code == 3
         assert "names a file outside its folder" in told
+
+
+def test_a_model_that_is_gone_and_one_without_a_digest_are_named(tmp_path, capsys):
+    """The guarantee holds for the run, and says nothing of what lies in another step's folder."""
+    for step in (2, 3):
+        (tmp_path / "checkpoints" / f"{step}" / "state").mkdir(parents=True)
+        (tmp_path / "checkpoints" / f"{step}" / "state" / "model").write_text(f"{step}")
+    (tmp_path / "config.yaml").write_text("name: tiny")
+    made = SOUND["uls"]().tied(run=digests.of_run(tmp_path, [3, 2]))
+    (tmp_path / "guarantee.json").write_text(made.dumps())
+
+    def told():
+        code = main(["verify", str(tmp_path), "--json"])
+        printed = capsys.readouterr()
+        found = json.loads(printed.out.splitlines()[-1])
+        return code, found["missing"], found["untied"], " ".join(printed.err.split())
+
+    code, *none, said = told()
+    assert (code, none) == (0, [[], []])
+    assert "those of config.yaml, checkpoints/3/state, checkpoints/2/state" in said
+    (tmp_path / "checkpoints" / "3").rename(tmp_path / "checkpoints" / "4")
+    code, missing, untied, said = told()
+    assert (code, missing, untied) == (0, ["checkpoints/3/state"], ["checkpoints/4/state"])
+    assert "those of config.yaml, checkpoints/2/state not here" in said
+    assert "not compared: checkpoints/3/state has no digest" in said
+    assert "may be any model: checkpoints/4/state" in said
 
 
 def reworded(values):
@@ -271,6 +299,10 @@ def population(**numbers):
     return lambda v: v["basis"]["population"].update(numbers)
 
 
+def cell(**numbers):
+    return lambda v: v["basis"]["cells"][1]["population"].update(numbers)
+
+
 def basis(**numbers):
     return lambda v: v["basis"].update(numbers)
 
@@ -288,13 +320,25 @@ IMPOSSIBLE = [
     ("uls", population(num_users=-7), "num_users is -7"),
     ("uls", population(num_users=10**9), "num_users is 1000000000"),
     ("els", population(num_units=10**9), "num_units is 1000000000"),
+    ("els", population(num_users=10), "num_units is 1600, but 10 users with 2000 examples have"),
+    ("els", population(num_units=1601), "from 1 to 1600 that mechanism.kind=els may draw"),
+    ("els, several owners", population(num_users=10), "from 1 to 40 that"),
+    ("individual_els", population(num_users=399), "from 1 to 1197 that"),
+    ("owner_sets", population(num_users=99), "from 1 to 396 that"),
+    ("uls", population(num_units=2000), "from 400 to 400 that"),
+    ("selection", cell(num_units=2000), "from 400 to 400 that"),
+    ("selection", cell(num_users=2001), "num_users is 2001"),
     ("uls", population(num_users=True), "num_users is True"),
     ("uls", basis(steps=4.0), "steps is 4.0"),
     ("uls", basis(steps=10**400), "steps is 1"),
     ("hi_grad_avg", basis(rounds=True), "rounds is True"),
     ("hi_grad_avg", basis(num_subjects=-1), "num_subjects is -1"),
     ("hi_grad_avg", basis(num_subjects=1), "num_subjects is 1"),
+    ("hi_grad_avg", basis(num_subjects=82), "num_subjects is 82"),
     ("local_item", silo(num_records=-(10**6)), "num_records is -1000000"),
+    ("local_item", silo(num_records=10**6), "a silo of 100 subjects has 100 to 100 records"),
+    ("hi_grad_avg", silo(num_subjects=24), "a silo of 24 subjects has 24 to 96 records"),
+    ("subject_uls", silo(num_subjects=101), "a silo of 101 subjects has 101 to 101 records"),
     ("personal", basis(num_records=-3), "num_records is -3"),
     ("personal", basis(rounds=7), "rounds is 7"),
     ("isrl", kind(silo_size=0), "silo_size is 0"),
@@ -311,7 +355,7 @@ IMPOSSIBLE = [
 # By the mechanism -> what is said instead of it.
 PUBLIC = {
     "uls": {
-        "counts: 400 users, 2,000 examples, 1,200 units that may be drawn": "counts: 1000000 users",
+        "counts: 400 users, 2,000 examples": "counts: 1000000 users",
         "clip norm: 1": "clip norm: 10",
         "group size: 3 examples of a user": "group size: 1000 examples of a user",
     },
@@ -353,6 +397,27 @@ def test_public_inputs_are_those_of_the_mechanism(name, tmp_path, capsys):
             assert code == 3
             assert all(f"privacy.public_inputs {word}" in said for word in words)
         assert verified(tuple(others))[0] == 3
+
+
+def test_cheap_guarantees_of_data_that_cannot_be_are_refused(tmp_path, capsys):
+    """Everything in the file follows from these numbers, but nobody has that many units."""
+    els = ELS(group_size=1, batch_size=5, noise_multiplier=0.5)
+    population = Population(10, 10**6, 10**6)
+    made = central_statement(els, population, 100, els.guarantee(population, 100, 1e-5))
+    assert made.privacy.epsilon < 0.01
+    true = dataclasses.replace(population, num_units=10)
+    assert els.guarantee(true, 100, 1e-5).epsilon > 100
+    hi = HiGradAvgDP(batch_size=5, noise_multiplier=1.0)
+    federation = Federation((SiloPlan(hi, SiloFacts(10**6, 10), 1),), 10, 1)
+    told = Claim("given", math.inf, 1e-5, math.inf, math.inf, 10, 10)
+    guarantee = federated_guarantee(federation, told, 1e-5, 10, num_subjects=10)
+    silo = federated_statement(federation, 10, 10, guarantee)
+    assert silo.privacy.epsilon < 0.01
+    for forged, words in ((made, "from 1 to 10 that"), (silo, "10 subjects has 10 to 10 records")):
+        (tmp_path / "guarantee.json").write_text(forged.dumps())
+        code, said = verify(tmp_path, capsys)
+        assert code == 3
+        assert words in said
 
 
 @pytest.mark.parametrize(("name", "change", "words"), IMPOSSIBLE)
@@ -515,6 +580,14 @@ def federated_config(kind, **mechanism):
     made["mechanism"] = {"kind": kind, "sampling_prob": 0.2, "max_items_per_subject": 3} | mechanism
     made["federation"] |= {"silos": 3, "rounds": 2}
     return made
+
+
+def test_a_declared_population_that_cannot_be_is_priced_by_nobody(tmp_path, capsys):
+    declared = {"num_users": 10, "num_examples": 10**6, "limited_examples": {2: 10**6}}
+    config, file = central_config("els", batch_size=16), tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"name": "tiny", **config, "population": declared}))
+    assert main(["train", str(file), "--dry-run"]) == 2
+    assert "num_units is 1000000, but 10 users" in capsys.readouterr().err
 
 
 RUNS = {

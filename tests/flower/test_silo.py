@@ -54,7 +54,9 @@ class Work:
         return Asked("hi_grad_avg", self.rounds, self.sigma, epsilon, "subject")
 
     def charge(self, policy):
-        return Charge(events.gaussian(2.0, 1), policy.delta, "subject", "add-or-remove one")
+        return Charge(
+            events.gaussian(2.0, 1), policy.delta, "column patient", "subject", "add-or-remove one"
+        )
 
     def guarantee(self):
         return guarantee_of(self.config, self.federation, (), self.rounds)
@@ -466,7 +468,7 @@ def test_runs_of_another_measure_are_not_left_out_of_the_total(made, monkeypatch
     silo.policy = silo.policy.model_copy(update={"total_epsilon": 50.0})
     assert kind_of(agree(silo, plan_of(silo))) == "accepted"
     assert kind_of(agree(silo, plan_of(silo, "run-2"))) == "accepted"
-    charge = Charge(events.gaussian(2.0, 1), 1e-3, "record", "replace one record")
+    charge = Charge(events.gaussian(2.0, 1), 1e-3, "row", "record", "replace one record")
     monkeypatch.setattr(Work, "charge", lambda *_: charge)
     assert kind_of(agree(silo, plan_of(silo, "run-3"))) == "refused"
     assert "by another measure" in silo.log.rows[-1]["why"]
@@ -520,6 +522,9 @@ def test_the_ledger_is_charged_what_the_policy_is_held_against(tmp_path, unit):
     asked, charge = work.asked(policy), work.charge(policy)
     assert asked.unit == charge.unit == unit
     assert charge.adjacency == f"add-or-remove one {unit}"
+    assert charge.unit_key == ("column person" if unit == "subject" else "row")
+    stated = silo.held.about(work.guarantee(), "bern")
+    assert (stated.unit, stated.unit_key) == ("record", "row (subjects by column person)")
     assert epsilon(charge.event, policy.delta) >= asked.epsilon * (1 - 1e-9)
 
 

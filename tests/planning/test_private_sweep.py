@@ -164,6 +164,8 @@ def test_the_best_is_released_and_nothing_of_the_others(config, pretend, monkeyp
     # One charge; the same command again runs nothing.
     ledger, account = Ledger(config.parent / "spent.jsonl"), Account("people")
     assert len(ledger.runs(account)) == 1
+    (charged,) = map(json.loads, ledger.path.read_text().splitlines())
+    assert charged["unit_key"] == "column who"
     assert ledger.spent(account, 1e-3) == pytest.approx(result["privacy"]["epsilon"], rel=1e-6)
     assert 7.5 < result["privacy"]["epsilon"] <= 8
     count = len(pretend)

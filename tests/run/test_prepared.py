@@ -64,6 +64,8 @@ def test_two_runs_on_one_ledger_beyond_its_budget(tmp_path, capsys, name, traced
     account = entries[0]["account"]
     assert account["unit"] == report["privacy"]["unit"]
     assert account["adjacency"] == report["privacy"]["adjacency"]
+    key = "synthetic group of 6 rows" if account["unit"] == "subject" else "row"
+    assert entries[0]["unit_key"] == key
 
 
 def test_what_is_to_be_known_of_an_account_is_printed(tmp_path):
@@ -73,7 +75,7 @@ def test_what_is_to_be_known_of_an_account_is_printed(tmp_path):
         privacy = {"ledger": str(tmp_path / "spent"), "account": "people", "budget": budget}
         prepared = types.SimpleNamespace(
             config=types.SimpleNamespace(privacy=types.SimpleNamespace(**privacy)),
-            charge=lambda: Charge(event, 1e-6),
+            charge=lambda: Charge(event, 1e-6, "column patient"),
         )
         _Bill(prepared, types.SimpleNamespace(run_id=run), Console(file=said))("draws")
     lines = said.getvalue().splitlines()
@@ -97,12 +99,12 @@ def test_no_delta_or_epsilon_is_printed_below_what_it_is(tmp_path):
     privacy = {"ledger": str(tmp_path / "spent"), "account": "people", "budget": budget}
     prepared = types.SimpleNamespace(
         config=types.SimpleNamespace(privacy=types.SimpleNamespace(**privacy)),
-        charge=lambda: Charge(event, 1.0004e-6),
+        charge=lambda: Charge(event, 1.0004e-6, "column patient"),
     )
     _Bill(prepared, types.SimpleNamespace(run_id="a"), Console(file=said))("draws")
     assert "(delta 1.01e-06)" in said.getvalue()
     assert ", 0.0001234 left" in said.getvalue()  # down: 0.0001235 are not
     ledger = Ledger(tmp_path / "spent")
     assert "is now 2.00001 " in ledger.reserve(
-        Account("people"), "b", event, 1.0004e-6, 2.000001
+        Account("people", unit_key="column patient"), "b", event, 1.0004e-6, 2.000001
     ).notes[0]  # fmt: skip

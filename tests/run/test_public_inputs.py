@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import types
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from silo_configs import SILOS
 import dpfl_jax as dpfl
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.load import validate_config
+from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.isrl.runs import isrl_run
+from dpfl_jax.run.prepared import _Bill
 from dpfl_jax.run.public_inputs import OTHER_RUNS_CAVEAT, one_row_each
 from dpfl_jax.training import central_run
 
@@ -159,6 +162,25 @@ def test_a_checkpoint_and_its_tokenizer_are_named(tmp_path, monkeypatch):
     assert f"initial checkpoint: bundled:quickstart ({digest})" in guarantee.public_inputs
     assert "tokenizer: that of the checkpoint" in guarantee.public_inputs
     assert "first adapters: drawn with init_seed=0" in guarantee.public_inputs
+
+
+def test_a_ledger_is_charged_for_units_by_one_column(tmp_path, monkeypatch):
+    """A run of visits, or of rows, does not spend of its patients' budget."""
+    file = tmp_path / "spent.jsonl"
+    privacy = CONFIG["privacy"] | {"ledger": str(file), "account": "patients", "budget": 8.0}
+
+    def charged(column):
+        config = CONFIG | {"data": CONFIG["data"] | {"user_column": column}, "privacy": privacy}
+        prepared, _ = stated(central_run, config, tmp_path, monkeypatch)
+        run = types.SimpleNamespace(run_id=str(column))
+        _Bill(prepared, run, Console(quiet=True))("draws")
+
+    charged("patient")
+    for column, name in (("visit_id", "column visit_id"), (None, "row, as no column names users")):
+        with pytest.raises(BadInputError, match=f"by '{name}', but .* by 'column patient'"):
+            charged(column)
+    (record,) = map(json.loads, file.read_text().splitlines())
+    assert record["unit_key"] == "column patient"
 
 
 KINDS = ("first parameters", "scaling constants", "class list", "input columns", "counts")

@@ -121,14 +121,14 @@ class IsrlRun(Prepared):
         noise = self.parameters.noise
         if not noise or noise[0].sampling == "with_replacement":
             # Infinite at any delta.
-            return Charge(dp_accounting.NonPrivateDpEvent(), 0.5, unit, adjacency)
+            return Charge(dp_accounting.NonPrivateDpEvent(), 0.5, "row", unit, adjacency)
         worst = max(noise, key=lambda z: z.rate)
         worst = dataclasses.replace(
             worst,
             noise_multiplier=min(z.noise_multiplier for z in noise),
             rounds=max(z.rounds for z in noise),
         )
-        return Charge(worst.event, max(z.budget.delta for z in noise), unit, adjacency)
+        return Charge(worst.event, max(z.budget.delta for z in noise), "row", unit, adjacency)
 
     def train(
         self, directory: RunDirectory, console: Console, charge: Callable[[str], Any]
