@@ -23,6 +23,7 @@ import yaml
 from dpfl_jax.accounting.statement import NAME
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import kept
+from dpfl_jax.files import check_links, read_text
 from dpfl_jax.randomness import RootKey
 
 FINISHED = "finished"
@@ -276,6 +277,7 @@ class RunDirectory:
             return
         if not path.is_dir():
             raise BadInputError(f"the run directory {path} is a file: choose another name")
+        check_links(path)
         config = path / "config.yaml"
         if not config.exists():
             if {p.name for p in path.iterdir()} - {"run.lock", "private"}:
@@ -373,7 +375,7 @@ def _parsed(file: pathlib.Path) -> dict[str, Any]:
     """What a YAML or JSON file of a run holds."""
     parse = json.loads if file.suffix == ".json" else yaml.safe_load
     try:
-        found = parse(file.read_text())
+        found = parse(read_text(file))
     except (yaml.YAMLError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

@@ -92,7 +92,9 @@ def test_links_are_not_followed(tmp_path):
         path = tmp_path / name.replace("/", "-")
         (path / name).parent.mkdir(parents=True)
         (path / name).symlink_to(target)
-        with pytest.raises(BadInputError, match=f"{name} .*cannot be opened"):
+        with pytest.raises(
+            BadInputError, match=f"{name} .*(outside of the folder|cannot be opened)"
+        ):
             RunDirectory(path, {}, "f")
         (path / name).unlink()
         RunDirectory(path, {}, "f").close()  # the lock is not held any more
@@ -104,6 +106,16 @@ def test_links_are_not_followed(tmp_path):
     write_atomically(tmp_path / "file", "new", mode=0o600)
     assert ((tmp_path / "file").read_text(), mode(tmp_path / "file")) == ("new", 0o600)
     assert target.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "metrics.jsonl", "attacks.png"])
+def test_a_run_does_not_go_on_behind_links(name, tmp_path):
+    """Into another run's checkpoints, of which the oldest would be deleted."""
+    RunDirectory(tmp_path / "run", {}, "f").close()
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(BadInputError, match=f"{name} is .*precious, outside of the folder"):
+        RunDirectory(tmp_path / "run", {}, "f")
 
 
 def test_what_belongs_to_somebody_else_keeps_no_secret(tmp_path, monkeypatch):
