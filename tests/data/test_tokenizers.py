@@ -1,5 +1,7 @@
 """Tokenisers made here and loaded from disk."""
 
+import json
+
 import numpy as np
 import pytest
 import sentencepiece
@@ -91,3 +93,17 @@ def test_bad_files(tmp_path):
             load_tokenizer(tmp_path / name)
     with pytest.raises(BadInputError, match="neither 'bytes' nor"):
         load_tokenizer("words")
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_named(tmp_path):
+    """A panic of the library is no Exception, and its reason may quote the text."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1}, unk_token="a"))
+    told = json.loads(made.to_str())
+    empty = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated"}
+    told["pre_tokenizer"] = empty | {"invert": False}
+    (tmp_path / "t.json").write_text(json.dumps(told))
+    tokenizer, text = load_tokenizer(tmp_path / "t.json"), "a" * 40 + "b"
+    for encode in (tokenizer.encode, lambda t: tokenizer.encode_batch([t])):
+        with pytest.raises(BadInputError, match=r"t.json fails on a text") as error:
+            encode(text)
+        assert "aaa" not in str(error.value)
