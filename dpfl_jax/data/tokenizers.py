@@ -219,6 +219,8 @@ def load_tokenizer(name: Any) -> Tokenizer:
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:
+    if os.path.exists(path) and not os.path.isfile(path):  # a device never ends
+        raise BadInputError(f"cannot read the tokenizer file {path}: it is no regular file")
     try:
         with open(path, "rb") as file:
             return file.read()

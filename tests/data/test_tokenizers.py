@@ -1,6 +1,7 @@
 """Tokenisers made here and loaded from disk."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_jax.data import ByteTokenizer, load_tokenizer
+from dpfl_jax.data.chat_template import load_chat_template
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.models.checkpoint.files import read_json
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "to be or not to be", "a b c d e f g"] * 20
 
@@ -91,6 +94,13 @@ def test_bad_files(tmp_path):
         (tmp_path / name).write_text("{}")
         with pytest.raises(BadInputError, match=message):
             load_tokenizer(tmp_path / name)
+    for name in ("t.json", "t.jinja", "config.json"):  # of a folder that somebody sent: no end
+        os.mkfifo(tmp_path / name)
+    for read in (load_tokenizer, lambda path: load_chat_template("bytes", str(path))):
+        with pytest.raises(BadInputError, match="regular file"):
+            read(tmp_path / ("t.json" if read is load_tokenizer else "t.jinja"))
+    with pytest.raises(BadInputError, match="regular file"):
+        read_json(tmp_path / "config.json", "checkpoint")
     with pytest.raises(BadInputError, match="neither 'bytes' nor"):
         load_tokenizer("words")
 

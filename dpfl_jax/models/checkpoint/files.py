@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.files import within
+from dpfl_jax.files import read_text, within
 from dpfl_jax.hub import local_path
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -276,7 +276,7 @@ def read_json(path: pathlib.Path, what: str) -> dict[str, Any]:
       BadInputError: it is not there, or is something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except FileNotFoundError:
         raise BadInputError(f"there is no {what} in {path.parent}: it has no {path.name}") from None
     except (OSError, ValueError) as error:
