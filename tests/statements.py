@@ -1,6 +1,7 @@
 """Statements of every mechanism, for tests of what is stated and what is verified."""
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -42,6 +43,7 @@ from dpfl_jax.mechanisms import (
 )
 from dpfl_jax.mechanisms.central_statement import central_statement
 from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained
+from dpfl_jax.run.report import render_markdown
 
 EXTRA = ("a caveat of the run alone",)
 
@@ -181,3 +183,24 @@ SOUND = {
     "isrl, one pass": lambda: isrl("disjoint"),
     "isrl, as published": lambda: isrl("with_replacement"),
 }
+
+
+def finished(folder, made, **more):
+    """Writes what a finished run leaves beside its configuration; returns its report."""
+    report = {
+        "name": "run",
+        "status": "finished",
+        "steps": 2,
+        "planned_steps": 2,
+        "best_step": None,
+        "summary": made.privacy.summary(),
+        "privacy": made.privacy.to_json(),
+        "guarantee": made.text,
+        "eval": {},
+        **more,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "guarantee.json").write_text(made.dumps())
+    (folder / "report.json").write_text(json.dumps(report))
+    (folder / "report.md").write_text(render_markdown(report))
+    return report

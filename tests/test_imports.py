@@ -9,7 +9,7 @@ ROOT = pathlib.Path(__file__).parents[1] / "dpfl_jax"
 # From the ground up: whoever is in a line imports from lines above it alone.
 FLOORS = (
     ("errors", "task"),
-    ("hub",),
+    ("hub", "files"),
     ("randomness", "accounting", "clipping", "models"),
     ("noise", "evidence"),
     ("sampling", "mesh"),

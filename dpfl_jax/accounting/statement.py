@@ -37,6 +37,7 @@ from dpfl_jax.accounting.drawn import IDEALISED_FLOAT
 from dpfl_jax.accounting.guarantee import Guarantee
 from dpfl_jax.accounting.independent import independent
 from dpfl_jax.errors import BadInputError, one_line, unrepeated
+from dpfl_jax.files import read_text
 
 VERSION = 2
 _READ = (1, 2)  # 1 has no digests, and says neither what makes a unit nor what was public
@@ -48,6 +49,7 @@ _ROUNDING = 1e-6
 _OF_THE_RUN = ("unit_key", "public_inputs")
 # An explanation takes a second at most.
 _MOST_EVENTS, _COARSE = 8, 0.1
+_MOST_DEPTH = 50
 Cases = Sequence[Sequence[dp_accounting.DpEvent]]
 
 
@@ -200,14 +202,19 @@ def read(path: str | os.PathLike[str]) -> Statement:
     path = pathlib.Path(path)
     try:
         values = json.loads(
-            path.read_text(), object_pairs_hook=unrepeated, parse_constant=_no_number
+            read_text(path), object_pairs_hook=unrepeated, parse_constant=_no_number
         )
     except (OSError, ValueError, RecursionError) as error:
         raise BadInputError(f"{path} cannot be read: {error}") from error
-    for text in _strings(values):
-        if one_line(text) != text:
+    for value, depth in _walk(values):
+        if depth > _MOST_DEPTH or (isinstance(value, int) and abs(value) >= 2**63):
             raise BadInputError(
-                f"{path} holds a line break or an unseen letter in {one_line(text)[:60]!r}, which "
+                f"{path} holds a whole number of more than 64 bits, or more than {_MOST_DEPTH} "
+                f"values within each other, which no {NAME} does: take it from whoever made it anew"
+            )
+        if isinstance(value, str) and one_line(value) != value:
+            raise BadInputError(
+                f"{path} holds a line break or an unseen letter in {one_line(value)[:60]!r}, which "
                 f"no {NAME} does: what it says could be taken for what `dpfl verify` says"
             )
     if not isinstance(values, dict) or "version" not in values:
@@ -225,17 +232,16 @@ def read(path: str | os.PathLike[str]) -> Statement:
         raise BadInputError(f"{path}: {where}: {first['msg']}") from error
 
 
-def _strings(values: Any) -> Iterator[str]:
-    """All there are, names included."""
-    left = [values]
+def _walk(values: Any) -> Iterator[tuple[Any, int]]:
+    """All values, names included, each with how deep it lies."""
+    left = [(values, 0)]
     while left:
-        value = left.pop()
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, dict):
-            left += [*value, *value.values()]
+        value, depth = left.pop()
+        yield value, depth
+        if isinstance(value, dict):
+            left += [(inner, depth + 1) for inner in (*value, *value.values())]
         elif isinstance(value, list):
-            left += value
+            left += [(inner, depth + 1) for inner in value]
 
 
 def _no_number(text: str) -> Any:
@@ -266,6 +272,31 @@ def cost(cases: Cases, delta: float, relation: NeighboringRelation) -> float:
             return math.inf
 
     return min((max(map(one, case)) for case in cases if case), default=math.inf)
+
+
+def read_report(folder: pathlib.Path, stated: Statement) -> tuple[dict[str, Any], str]:
+    """A run's report.json.
+
+    Args:
+      folder: of the run.
+      stated: its guarantee.json.
+
+    Returns:
+      (the report, a sentence if it states another guarantee than the file beside it, else "").
+
+    Raises:
+      BadInputError: it is no report.
+    """
+    file = folder / "report.json"
+    try:
+        report = json.loads(read_text(file))
+        told = (Guarantee.from_json(report["privacy"]), report["guarantee"])
+        summary = stated.privacy.summary()
+        same = told == (stated.privacy, stated.text)
+        same = same and report.get("summary", summary).startswith(summary)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise BadInputError(f"{file} is no report of a run: {error}") from error
+    return report, "" if same else f"{file} states another guarantee than the file beside it"
 
 
 def differences(
@@ -299,8 +330,11 @@ def differences(
         found += _unlike_the_basis(stated, again)
         own = [caveat for caveat in own if caveat not in again.privacy.caveats]
     try:
-        cases = stated.cases
-        real = cost(cases, privacy.delta, stated.relation)
+        real = cost(stated.cases, privacy.delta, stated.relation)
+        of_groups = [
+            cost([[serialize.from_json(group.event)]], privacy.delta, stated.relation)
+            for group in stated.groups
+        ]
     except (ValueError, ArithmeticError) as error:
         return [*found, f"its events cannot be accounted: {error}"], own
     if not real <= privacy.epsilon * (1 + _ROUNDING):
@@ -308,8 +342,7 @@ def differences(
             f"privacy.epsilon is {privacy.epsilon:.7g}, but the events cost {real:.7g} at delta "
             f"{privacy.delta:g}"
         )
-    for group in stated.groups:
-        real = cost([[serialize.from_json(group.event)]], privacy.delta, stated.relation)
+    for group, real in zip(stated.groups, of_groups):
         if not real <= group.epsilon * (1 + _ROUNDING):
             found.append(
                 f"the group {group.of!r} has epsilon {group.epsilon:.7g}, but its event costs "

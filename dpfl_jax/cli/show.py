@@ -51,28 +51,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Prints report.md, or where an unfinished run stands."""
+    """Prints the report, or where an unfinished run stands."""
     import json
+
+    from dpfl_jax.run.report import render_markdown, shown
 
     console = Console(stderr=args.json)
     directory = pathlib.Path(args.run)
     if args.records:
         return _records(directory, args.limit, console)
-    report_file = directory / "report.json"
-    if report_file.exists():
-        _refuse_changed(directory)
-        report = json.loads(report_file.read_text())
-        text = (directory / "report.md").read_text()
+    if (directory / "report.json").exists():
+        report = _checked(directory)
+        try:
+            told = render_markdown(report)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise BadInputError(f"{directory / 'report.json'} is damaged: {error!r}") from error
         if not args.full:
-            short = "\n".join(f"- {line}" for line in in_short(report))
-            text = text.replace(report["guarantee"], f"{short}\n- all of it: --full")
-        console.print(Markdown(text, hyperlinks=False))
+            short = "\n".join(f"- {shown(line)}" for line in in_short(report))
+            told = told.replace(shown(report["guarantee"]), f"{short}\n- all of it: --full")
+        console.print(Markdown(told, hyperlinks=False))
         return report
     if not (directory / "config.yaml").exists():
         raise BadInputError(f"{directory} is not a run directory: it has no config.yaml")
     rows = []
     metrics = directory / "metrics.jsonl"
-    if metrics.exists():
+    if metrics.is_file():
         rows = [line for line in metrics.read_text().splitlines() if line.endswith("}")]
     last = json.loads(rows[-1]) if rows else None
     state = f"at step {last['step']}" if last else "before its first step"
@@ -83,17 +86,24 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"status": "unfinished", "run_dir": str(directory), "last": last}
 
 
-def _refuse_changed(directory: pathlib.Path) -> None:
-    """Raises BadInputError if config.yaml is not the one that the guarantee was written for."""
+def _checked(directory: pathlib.Path) -> dict[str, Any]:
+    """The report of a run, with the meaning of its guarantee.
+
+    Raises:
+      BadInputError: it states another guarantee than guarantee.json, or config.yaml is not the one
+        that this was written for.
+    """
     from dpfl_jax.accounting import digests, statement
 
-    if not (directory / statement.NAME).exists():
-        return
-    known = statement.read(directory / statement.NAME).digests
-    if known is None:
-        return
-    if changed := digests.compare(directory, known.run, [digests.CONFIG]).changed:
+    stated = statement.read(directory / statement.NAME)
+    report, unlike = statement.read_report(directory, stated)
+    changed = [unlike] if unlike else []
+    if stated.digests is not None:
+        changed += digests.compare(directory, stated.digests.run, [digests.CONFIG]).changed
+    if changed:
         raise BadInputError(f"{changed[0]}: bring it back")
+    meaning = stated.meaning()
+    return report | {"meaning": None if meaning is None else meaning.sentences()}
 
 
 def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str, Any]:

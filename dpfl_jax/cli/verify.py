@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import pathlib
 from typing import Any
 
@@ -32,7 +31,8 @@ It needs nothing but the file, and nothing in the file is private. It cannot sho
 mechanism is what ran, nor that the data are as the assumptions say, nor who wrote it: digests tie
 files together, and sign nothing. What only the run knows (what makes a unit, what was taken as
 public, a public seed, an interruption) is printed apart, as the file could leave it out. A
-report.json beside the file, if that or its folder is given, must state the same guarantee.
+report.json and a report.md beside the file, if that or its folder is given, must state the same
+guarantee.
 
 examples:
   dpfl verify runs/mine
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         opinion, doubt = statement.second_opinion(stated)
         failures += doubt
     if beside and (folder / "report.json").exists():
-        failures += _unlike_report(folder / "report.json", stated)
+        failures += _unlike_report(folder, stated)
     files = digests.Comparison([], [], [], [])
     if beside and stated.digests is not None:
         if known := stated.digests.exported:
@@ -112,17 +112,22 @@ def _restate(basis: dict[str, Any]) -> Any:
     return importlib.import_module(_SYSTEMS[name]).restate(basis)
 
 
-def _unlike_report(file: pathlib.Path, stated: Any) -> list[str]:
-    from dpfl_jax.accounting import Guarantee
+def _unlike_report(folder: pathlib.Path, stated: Any) -> list[str]:
+    """Where the reports of a run state another guarantee, a sentence each."""
+    from dpfl_jax.accounting.statement import read_report
+    from dpfl_jax.files import read_text
 
-    try:
-        report = json.loads(file.read_text())
-        told = (Guarantee.from_json(report["privacy"]), report["guarantee"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInputError(f"{file} is no report of a run: {error}") from error
-    if told == (stated.privacy, stated.text):
-        return []
-    return [f"{file} states another guarantee than the file beside it"]
+    def plain(text: str) -> str:  # without the escapes of Markdown
+        return " ".join(text.replace("\\", "").split())
+
+    found = [sentence for sentence in [read_report(folder, stated)[1]] if sentence]
+    file = folder / "report.md"
+    if file.exists():
+        told = [plain(paragraph) for paragraph in read_text(file).split("\n\n")]
+        same = told[2:4] == ["## Guarantee", plain(stated.text)]
+        if not same or not told[1].startswith(f"**{plain(stated.privacy.summary())}"):
+            found.append(f"{file} states another guarantee than the file beside it")
+    return found
 
 
 def _print(console: Console, stated: Any, result: dict[str, Any]) -> None:

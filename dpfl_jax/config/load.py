@@ -23,6 +23,18 @@ from dpfl_jax.errors import BadInputError, imported
 
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 
+# Where `${NAME}` is replaced: what stands in other keys is published with the run.
+_PATHS = (
+    "data.path",
+    "data.chat_template",
+    "data.tokenizer",
+    "data.public",
+    "model.checkpoint",
+    "pretrain.cache_dir",
+    "privacy.ledger",
+    "privacy.budgets.path",
+)
+
 _MOST_VALUES, _MOST_DEPTH = 100_000, 50
 
 AnyConfig = RunConfig | FederatedConfig | IsrlConfig
@@ -37,8 +49,8 @@ def load_config(
 
     Args:
       path: YAML file; ``configs/...`` that is not here is the one that comes with the package.
-      overrides: ``"section.key=value"`` strings; values are YAML. ``${NAME}`` in any string is
-        replaced by the environment variable NAME.
+      overrides: ``"section.key=value"`` strings; values are YAML. ``${NAME}`` in a path
+        (``_PATHS``) is replaced by the environment variable NAME, and refused anywhere else.
       allow_code: it may name code (``package.module:NAME``), which is imported and called: whoever
         wrote the file then decides what runs.
 
@@ -261,16 +273,21 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     node[parts[-1]] = value
 
 
-def _expand(value: Any, where: str) -> Any:
+def _expand(value: Any, where: str, key: str = "") -> Any:
     if isinstance(value, dict):
-        return {k: _expand(v, where) for k, v in value.items()}
+        return {k: _expand(v, where, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
     if isinstance(value, list):
-        return [_expand(v, where) for v in value]
+        return [_expand(v, where, key) for v in value]
     if not isinstance(value, str):
         return value
 
     def substitute(match: re.Match[str]) -> str:
         name = match.group(1)
+        if key not in _PATHS:
+            raise BadInputError(
+                f"{where}: {key} uses ${{{name}}}, but variables are replaced in paths alone "
+                f"({', '.join(_PATHS)}), as other values are published with the run: write it out"
+            )
         if name not in os.environ:
             raise BadInputError(f"{where} uses ${{{name}}}, but the variable {name} is not set")
         if not os.environ[name]:

@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dpfl_jax.data.tokenizers import json_of, named_tokens, tokenizer_settings
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import read_text
 from dpfl_jax.hub import local_path
 
 Spans = list[tuple[int, int]]
@@ -184,7 +185,7 @@ def load_chat_template(tokenizer: Any, file: str | None = None) -> ChatTemplate 
 
 def _read(path: pathlib.Path) -> str:
     try:
-        return path.read_bytes().decode()
+        return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadInputError(f"cannot read the chat template {path}: {reason}") from error

@@ -24,6 +24,7 @@ from dpfl_jax.data.rows import (
     text_of,
 )
 from dpfl_jax.errors import BadInputError, repeated
+from dpfl_jax.files import within
 from dpfl_jax.hub import local_path
 
 Document = tuple[str, str]
@@ -155,12 +156,16 @@ def huggingface_files(path: pathlib.Path) -> list[pathlib.Path]:
 def read_folder(root: pathlib.Path) -> Iterator[Document]:
     """Streams the text files of a folder; a user is a first-level file or first-level folder.
 
-    Hidden files are skipped. Every other file must be UTF-8 text.
+    Hidden files are skipped. Every other file must be UTF-8 text, and no link to another place.
     """
     some = False
-    for path in sorted(p for p in root.rglob("*") if p.is_file()):
+    for path in sorted(root.rglob("*")):
         parts = path.relative_to(root).parts
         if any(part.startswith(".") for part in parts):
+            continue
+        if path.is_symlink():
+            within(root, os.path.join(*parts))
+        if not path.is_file():
             continue
         try:
             text = path.read_bytes().decode()

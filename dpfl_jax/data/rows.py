@@ -27,6 +27,7 @@ from dpfl_jax.errors import BadInputError, repeated, unrepeated
 LocatedRow = tuple[str, dict[str, Any]]
 
 field_size_limit(2**31 - 1)  # a text may be longer than Python's csv expects
+_PART = 1024  # rows that are made Python objects at once
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _SUFFIXES = {
     ".jsonl": "jsonl",
@@ -229,18 +230,19 @@ def _table(
 ) -> Iterator[LocatedRow]:
     number = 0
     for batch in batches:
+        where = f"{path}, rows {number + 1} to {number + batch.num_rows}"
         # Arrow checks text only when asked to; a bad value would otherwise surface anywhere.
         try:
             chosen = batch if columns is None else batch.select(list(columns))
             chosen.validate(full=True)
-            rows = chosen.to_pylist()
+            # Part by part: a batch of a few bytes may hold millions of nulls.
+            for start in range(0, chosen.num_rows, _PART):
+                for row in chosen.slice(start, _PART).to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
         except (pa.ArrowInvalid, UnicodeDecodeError) as error:
             kind = "the text is not UTF-8" if "UTF" in str(error).upper() else "damaged"
-            last = number + batch.num_rows
-            raise BadInputError(f"{path}, rows {number + 1} to {last}: {kind} ({error})") from error
-        for row in rows:
-            number += 1
-            yield f"{path}, row {number}", row
+            raise BadInputError(f"{where}: {kind} ({error})") from error
 
 
 def _check(names: Sequence[str], columns: Sequence[str] | None, path: pathlib.Path) -> None:
@@ -256,7 +258,7 @@ def _parquet(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[Loca
     open_binary(path).close()
     with pa.parquet.ParquetFile(path) as file:
         _check(file.schema_arrow.names, columns, path)
-        yield from _table(file.iter_batches(1024, columns=columns), path, columns)
+        yield from _table(file.iter_batches(_PART, columns=columns), path, columns)
 
 
 def _arrow(path: pathlib.Path, columns: Sequence[str] | None) -> Iterator[LocatedRow]:

@@ -32,10 +32,12 @@ from dpfl_jax.data.records import READABLE, RecordReader, open_records
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import StoreBase, content_fingerprint
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import within
 
 MANIFEST = "manifest.json"
 KIND = "dpfl_jax user-partitioned store"
 VERSION = 1
+_INDEX = {"offsets.npy", "ids.npy", "ids_ends.npy"}
 SHARED_VERSION = 2  # as 1, but of sets of owners: older programs would take each for a user
 
 
@@ -183,6 +185,8 @@ class ShardStore(StoreBase):
             raise BadInputError(
                 f"{self.path / MANIFEST}: unknown shard format {self.manifest.shard_format!r}"
             )
+        if {entry.file for entry in self.manifest.index} != _INDEX:
+            raise BadInputError(f"{self.path / MANIFEST} does not list {', '.join(sorted(_INDEX))}")
         for entry in (*self.manifest.shards, *self.manifest.index):
             self._check_size(entry)
         for entry in self.manifest.index:
@@ -202,7 +206,7 @@ class ShardStore(StoreBase):
         return type(self), (os.fspath(self.path),)
 
     def _check_size(self, entry: FileEntry) -> None:
-        path = self.path / entry.file
+        path = within(self.path, entry.file)
         if not path.is_file():
             raise BadInputError(f"the store's file {path} is missing: build the store again")
         size = path.stat().st_size

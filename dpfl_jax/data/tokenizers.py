@@ -105,6 +105,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except Exception as error:
             raise BadInputError(f"{name} is not a tokenizers JSON file: {error}") from error
+        self._name = name
         # Truncation or padding written into the file would silently drop or invent text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -128,16 +129,24 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of ``text``, without special tokens."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encoded([text])[0].ids
+
+    def _encoded(self, texts: Sequence[str]) -> Any:
+        try:
+            return self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        except BaseException as error:  # a panic of the library is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
+                raise
+        # Without the library's reason, which may quote a text.
+        raise BadInputError(f"{self._name} fails on a text: mend that file, or choose another")
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the ids of each text; the library uses its own threads."""
-        done = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
-        return [np.asarray(e.ids, dtype=np.uint32) for e in done]
+        return [np.asarray(e.ids, dtype=np.uint32) for e in self._encoded(texts)]
 
     def encode_placed(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns of each text the ids, and [n, 2]: from which character to which each is made."""
-        done = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        done = self._encoded(texts)
         return [(np.asarray(e.ids, np.uint32), np.array(e.offsets).reshape(-1, 2)) for e in done]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -338,6 +347,8 @@ def _ends_of(
 
 
 def _read(path: str | os.PathLike[str]) -> bytes:
+    if os.path.exists(path) and not os.path.isfile(path):  # a device never ends
+        raise BadInputError(f"cannot read the tokenizer file {path}: it is no regular file")
     try:
         with open(path, "rb") as file:
             return file.read()

@@ -26,6 +26,7 @@ from dpfl_jax.accounting.statement import NAME, Statement, read
 from dpfl_jax.config import RunConfig, config_fingerprint, config_to_dict
 from dpfl_jax.data import Store, load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.files import within
 from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.planning.sweep import ALIASES, SIZES, Cell, Sweep
@@ -316,9 +317,9 @@ class PrivateSweep:
 
     def _winner(self, directory: RunDirectory, runs: list[Scored]) -> pathlib.Path:
         """Runs all there are; returns the folder of the best."""
-        root, folder = directory.root_key, directory.path / "private" / "runs"
+        root, private = directory.root_key, directory.path / "private"
         if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
-            compiled = folder.with_name("compiled")
+            compiled = private / "compiled"
             _make_empty(compiled)  # no program that came with the folder is run
             jax.config.update("jax_compilation_cache_dir", str(compiled))
         best = math.inf
@@ -327,7 +328,8 @@ class PrivateSweep:
             # proof: selection-cell-1
             cell = int(root.numpy("selection:cell", number).integers(len(runs)))
             key = root.child("selection:run", number)
-            path = folder / key.derive("name").hex()[:16]  # the number is nobody's business
+            # The number is nobody's business.
+            path = within(directory.path, f"private/runs/{key.derive('name').hex()[:16]}")
             report = finished_report(path)
             if report is None:
                 prepared = functools.partial(runs.__getitem__, cell)

@@ -27,6 +27,7 @@ from dpfl_jax.config import RunConfig, config_fingerprint, load_config
 from dpfl_jax.config.kinds import CENTRAL, configured
 from dpfl_jax.data import load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
+from dpfl_jax.files import check_links, within
 from dpfl_jax.run.directory import finished_report, write_atomically
 
 # Short names of the axes of a compute-budget study; any other key of a configuration works too.
@@ -238,7 +239,8 @@ class Sweep:
         from dpfl_jax.training.central_run import run_experiment
 
         config = self.cell_config(cell)
-        path = self.directory / "cells" / self.digest(cell)
+        path = within(self.directory, f"cells/{self.digest(cell)}")
+        check_links(path)
         row: dict[str, Any] = {**cell.values, "repeat": cell.repeat, "seed": config.seed}
         started = time.perf_counter()
         try:
@@ -276,7 +278,7 @@ class Sweep:
         }
 
     def _result(self, cell: Cell) -> pathlib.Path:
-        return self.directory / "results" / f"{self.digest(cell)}.json"
+        return within(self.directory, f"results/{self.digest(cell)}.json")
 
     # ---- results ---------------------------------------------------------------------------
 
@@ -301,6 +303,7 @@ class Sweep:
         import pyarrow.parquet
 
         self.directory.mkdir(parents=True, exist_ok=True)
+        check_links(self.directory)
         rows, files = self.table(), []
         for name, content in (("table", rows), ("best", self.best())):
             file = self.directory / f"{name}.jsonl"

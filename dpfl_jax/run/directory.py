@@ -26,6 +26,7 @@ from dpfl_jax.config.load import other_run
 from dpfl_jax.config.text import write_yaml
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import kept
+from dpfl_jax.files import read_text
 from dpfl_jax.randomness import RootKey
 
 FINISHED = "finished"
@@ -401,7 +402,7 @@ def _parsed(file: pathlib.Path) -> dict[str, Any]:
     """What a YAML or JSON file of a run holds."""
     parse = json.loads if file.suffix == ".json" else yaml.safe_load
     try:
-        found = parse(file.read_text())
+        found = parse(read_text(file))
     except (yaml.YAMLError, ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):

@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import platform
+import re
 from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
@@ -176,8 +177,9 @@ def evaluated(report: dict[str, Any], key: str) -> str:
 
 def render_markdown(report: dict[str, Any]) -> str:
     """The report as Markdown; sections that it does not have are left out."""
-    lines = [f"# {report['name']}: {report['status']} after {taken(report)} steps", ""]
-    lines += [f"**{report['summary']}**", "", "## Guarantee", "", report["guarantee"], ""]
+    title = f"{report['name']}: {report['status']} after {taken(report)} steps"
+    lines = [f"# {shown(title)}", "", f"**{shown(report['summary'])}**", ""]
+    lines += ["## Guarantee", "", shown(report["guarantee"]), ""]
     if listed := report["privacy"].get("public_inputs"):
         lines += ["## Assumed to be public, and not protected", "", *_items(listed), ""]
     if sentences := report.get("meaning"):
@@ -185,21 +187,21 @@ def render_markdown(report: dict[str, Any]) -> str:
         lines += [*_items(sentences), "", "![](attacks.png)", ""]
     if claim := report.get("claim"):
         rows = [{"epsilon": name, "": value} for name, value in claim_rows(claim)]
-        lines += _table("Claimed and real", rows)
-        lines += [*[f"- {reason}" for reason in claim["why"]], ""]
+        lines += [*_table("Claimed and real", rows), *_items(claim["why"]), ""]
     lines += _table("The same run under other notions of privacy", report.get("relations"))
     shown = {evaluated(report, key): value for key, value in report["eval"].items()}
     rows = [{"": k, **v} for k, v in {**shown, **report.get("baselines", {})}.items()]
     lines += _table("Held out", rows)
     if clipping := report.get("clipping"):
         lines += ["## Clipping", ""]
-        lines += [f"- {clipping[k]}" for k in ("summary", "warning") if clipping[k]] + [""]
+        lines += [*_items([clipping[k] for k in ("summary", "warning") if clipping[k]]), ""]
     lines += _table(
         "Excess risk that is possible (rates: constants 1, logarithms left out)",
         report.get("possible_risk"),
     )
     for name, text in report.get("samples", {}).items():
-        lines += [f"## What the model writes {name} training", "", "```", text, "```", ""]
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+        lines += [f"## What the model writes {shown(name)} training", "", fence, text, fence, ""]
     parameters = report.get("parameters", {}).items()
     lines += _table("Parameters", [{"parameter": k, **v} for k, v in parameters])
     silos = report.get("silos", [])
@@ -208,18 +210,22 @@ def render_markdown(report: dict[str, Any]) -> str:
     if most < len(silos):
         lines += [f"{len(silos) - most} more in report.json", ""]
     if audited := report.get("audit"):
-        lines += ["## Audit", "", *[f"- {line}" for line in audited["summary"]]]
-        lines += [f"- {line}" for line in audited["cost"]["told"]]
-        lines += ["", "![](audit.png)", ""]
-    for title in _BULLETS:
-        if section := report.get(title):
-            lines += [f"## {title.capitalize()}", ""]
-            lines += [f"- {key}: {_short(value, key)}" for key, value in section.items()] + [""]
+        told = [*audited["summary"], *audited["cost"]["told"]]
+        lines += ["## Audit", "", *_items(told), "", "![](audit.png)", ""]
+    for name in _BULLETS:
+        if section := report.get(name):
+            told = [f"{key}: {_short(value, key)}" for key, value in section.items()]
+            lines += [f"## {name.capitalize()}", "", *_items(told), ""]
     return "\n".join(lines)
 
 
+def shown(value: Any) -> str:
+    """A line of Markdown that shows just this: no links, pictures, HTML, code or cells."""
+    return re.sub(r"([\\`<|\[])", r"\\\1", " ".join(str(value).split()))
+
+
 def _items(sentences: Sequence[str]) -> list[str]:
-    return [f"- {sentence}" for sentence in sentences]
+    return [f"- {shown(sentence)}" for sentence in sentences]
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]] | None) -> list[str]:
@@ -228,11 +234,10 @@ def _table(title: str, rows: Sequence[dict[str, Any]] | None) -> list[str]:
         return []
     known = dict.fromkeys(name for row in rows for name in row)
     columns = [c for c in known if any(row.get(c) is not None for row in rows)]
-    heads = [c.replace("_", " ") for c in columns]
-    lines = [f"## {title}", "", "| " + " | ".join(heads) + " |", "|---" * len(columns) + "|"]
-    for row in rows:
-        lines.append("| " + " | ".join(_short(row.get(c), c) for c in columns) + " |")
-    return [*lines, ""]
+    cells = [[c.replace("_", " ") for c in columns]]
+    cells += [[_short(row.get(c), c) for c in columns] for row in rows]
+    head, *lines = (f"| {' | '.join(map(_text, row))} |" for row in cells)
+    return [f"## {title}", "", head, "|---" * len(columns) + "|", *lines, ""]
 
 
 def _short(value: Any, name: str) -> str:

@@ -104,8 +104,8 @@ def export(
         "layout": layout,
         "parameters": number,
         "step": kept.step,
-        "guarantee": report["guarantee"],
-        "privacy": report["privacy"],
+        "guarantee": stated.text,
+        "privacy": stated.privacy.to_json(),
     }
 
 

@@ -6,10 +6,8 @@ it, and their bounds in it, decide who takes part in all of its steps: that is w
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import functools
-import io
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +19,7 @@ import numpy as np
 from dpfl_jax.accounting.renyi_filter import LEVELS, RenyiFilter, bounds, levels_of
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import csv_text
 from dpfl_jax.mechanisms.batches import units_of
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import unit_norms
@@ -179,9 +178,8 @@ class Filtered(Central):
             (spent / self.filter.budget).tolist(),
             self.filter.epsilons(spent, self.delta).tolist(),
         )
-        text = io.StringIO()
-        csv.writer(text).writerows([COLUMNS, *zip(names, *columns)])
-        write_atomically(directory.path / SPENT, text.getvalue(), mode=0o600)
+        text = csv_text([COLUMNS, *zip(names, *columns)])
+        write_atomically(directory.path / SPENT, text, mode=0o600)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

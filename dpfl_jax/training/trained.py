@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 from typing import Any, Literal
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.accounting import digests
-from dpfl_jax.accounting.statement import NAME, Statement, read
+from dpfl_jax.accounting.statement import NAME, Statement, read, read_report
 from dpfl_jax.config import RunConfig, validate_config
 from dpfl_jax.config.load import read_sections
 from dpfl_jax.data import load_tokenizer
@@ -25,7 +24,7 @@ from dpfl_jax.models.checkpoint.load import flat_paths, nested
 from dpfl_jax.models.lora import merge, without_adapters
 from dpfl_jax.run.checkpoint import Checkpoints, load_params, released
 from dpfl_jax.run.content import content_digest
-from dpfl_jax.run.directory import FINISHED
+from dpfl_jax.run.directory import finished_report
 from dpfl_jax.training.start import (
     base_from_checkpoint,
     build_transformer,
@@ -127,15 +126,17 @@ def read_run(directory: pathlib.Path, which: Literal["last", "best"] = "last") -
     Raises:
       BadInputError: it is none, is not finished, or has no such checkpoint.
     """
-    if not (directory / "config.yaml").exists():
+    if not (directory / "config.yaml").is_file():
         raise BadInputError(f"{directory} is not a run directory: it has no config.yaml")
-    report_file = directory / "report.json"
-    report = json.loads(report_file.read_text()) if report_file.exists() else {}
-    if report.get("status") != FINISHED:
+    report = finished_report(directory)
+    if report is None:
         raise BadInputError(
             f"the run in {directory} is not finished: go on with `dpfl train` and its --run-dir"
         )
     stated = read(directory / NAME)
+    _, unlike = read_report(directory, stated)
+    if unlike:
+        raise BadInputError(f"{unlike}: bring it back")
     _refuse_changed(directory, stated, digests.CONFIG)
     known = read_sections(directory / "config.yaml")
     told = known["config"]

@@ -11,7 +11,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.training.trained import read_run
-from tests.statements import SOUND
+from tests.statements import SOUND, finished
 
 RUNS = "open('ran', 'a').write(__name__)\n"
 
@@ -43,8 +43,7 @@ def configuration(folder, **sections):
 
 def test_a_folder_runs_nothing_for_being_the_current_one(folder):
     """`dpfl show` reads Markdown by a library that tries to import linkify_it."""
-    (folder / "report.json").write_text("{}")
-    (folder / "report.md").write_text("# https://example.com\n")
+    finished(folder, SOUND["uls"](), name="https://example.com")
     (folder / "matplotlibrc").write_text("text.usetex: True\n")  # has TeX run, on a preamble
     told = "import os, sys; from dpfl_jax.cli.main import main; main(); import matplotlib;"
     told += "print(matplotlib.rcParams['text.usetex'], os.environ['PYTHONSAFEPATH'], sys.path)"
@@ -125,8 +124,7 @@ def test_what_a_run_directory_names_is_not_imported(folder, capsys):
     configuration(folder, mechanism=kind)
     sent = {"config": yaml.safe_load((folder / "c.yaml").read_text()), "facts": {}}
     (run / "config.yaml").write_text(yaml.safe_dump(sent))
-    (run / "report.json").write_text('{"status": "finished", "steps": 1}')
-    (run / "guarantee.json").write_text(SOUND["uls"]().dumps())
+    finished(run, SOUND["uls"]())
     with pytest.raises(BadInputError, match="was not imported"):
         read_run(run)
     for command in (["export", "run", "out"], ["audit", "run"], ["sample", "run", "--prompt", "a"]):

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import json
 import math
+import os
+import re
 
 import pytest
 import yaml
@@ -22,7 +24,7 @@ from dpfl_jax.federation.silo_statement import federated_statement
 from dpfl_jax.mechanisms import ELS, ULS, Population
 from dpfl_jax.mechanisms.central_statement import central_statement
 from tests.run.silo_configs import SILOS
-from tests.statements import EXTRA, SOUND, central, federated, personal
+from tests.statements import EXTRA, SOUND, central, federated, finished, personal
 
 
 def verify(path, capsys, *options):
@@ -623,3 +625,83 @@ def test_the_report_of_a_run_holds(name, tmp_path, capsys):
     assert code == 3
     assert "states another guarantee" in told
     assert verify(run / "guarantee.json", capsys) == (0, "")
+
+
+@pytest.mark.parametrize("place", ["privacy", "guarantee", "summary"])
+def test_a_changed_report_is_neither_printed_nor_exported(place, tmp_path, capsys):
+    """Of a run that somebody sent, whose guarantee.json holds: only `verify` said so."""
+    made = SOUND["uls"]()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("config: {}\nfacts: {}\n")
+    report = finished(tmp_path / "run", made)
+    assert verify(tmp_path / "run", capsys) == (0, "")
+    assert main(["show", str(tmp_path / "run")]) == 0
+    if place == "privacy":
+        report["privacy"]["epsilon"] = 0.125
+    else:
+        report[place] = re.sub(r"\d+\.\d+", "0.125", report[place], count=1)
+    (tmp_path / "run" / "report.json").write_text(json.dumps(report))
+    assert verify(tmp_path / "run", capsys)[0] == 3
+    for command in (["show"], ["show", "--json"], ["export", "--out", str(tmp_path / "out")]):
+        words = [command[0], str(tmp_path / "run"), *command[1:]]
+        if command[0] == "export":
+            words = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
+        assert main(words) == 2
+        told = capsys.readouterr()
+        assert "states another guarantee" in told.err
+        assert "0.125" not in told.out + told.err
+
+
+def test_a_changed_text_beside_the_report_does_not_hold(tmp_path, capsys):
+    """`show` prints report.json: people read report.md by other means, too."""
+    made = SOUND["uls"]()
+    finished(tmp_path, made)
+    file = tmp_path / "report.md"
+    parts = re.split("(## Guarantee)", file.read_text())
+    for place in (0, 2):  # the headline, the paragraph
+        changed = re.sub(r"\d+\.\d+", "0.125", parts[place], count=1)
+        file.write_text("".join([*parts[:place], changed, *parts[place + 1 :]]))
+        code, told = verify(tmp_path, capsys)
+        assert code == 3
+        assert "report.md states another guarantee" in told
+    main(["show", str(tmp_path)])
+    assert "0.125" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["guarantee.json", "report.json", "report.md"])
+def test_a_file_without_an_end_is_not_read(name, tmp_path, capsys):
+    finished(tmp_path, SOUND["uls"]())
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    code, told = verify(tmp_path, capsys)
+    assert code == 2
+    assert f"{name} must be a regular file" in told
+    assert main(["show", str(tmp_path)]) == (0 if name == "report.md" else 2)
+
+
+@pytest.mark.parametrize("group", [False, True])
+@pytest.mark.parametrize("what", ["deep", "huge"])
+def test_numbers_and_nesting_without_bound_are_refused(what, group, tmp_path, capsys):
+    values = SOUND["uls"]().to_json()
+    event = {"type": "GaussianDpEvent", "noise_multiplier": 1.0}
+    if what == "huge":
+        event = {"type": "SelfComposedDpEvent", "event": event, "count": int("9" * 4000)}
+    for _ in range(400 * (what == "deep")):
+        event = {"type": "ComposedDpEvent", "events": [event]}
+    if group:
+        values["groups"] = [{"of": "some", "epsilon": 1.0, "event": event}]
+    else:
+        values["events"] = [[event]]
+    (tmp_path / "guarantee.json").write_text(json.dumps(values))
+    code, told = verify(tmp_path / "guarantee.json", capsys)
+    assert code == 2
+    assert "more than 64 bits, or more than 50 values within each other" in told
+
+
+def test_a_group_whose_event_costs_nothing_computable_is_told(tmp_path, capsys):
+    values = SOUND["uls"]().to_json()
+    values["groups"] = [{"of": "some", "epsilon": 1.0, "event": {"type": "os.system"}}]
+    (tmp_path / "guarantee.json").write_text(json.dumps(values))
+    code, told = verify(tmp_path / "guarantee.json", capsys)
+    assert code == 3
+    assert "its events cannot be accounted" in told

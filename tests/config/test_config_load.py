@@ -183,6 +183,18 @@ def test_outside_of_a_checkout_configs_are_those_of_the_package(tmp_path, monkey
         load_config("configs/none.yaml")
 
 
+def test_variables_are_replaced_in_paths_alone(minimal, monkeypatch):
+    """What stands in other keys is published: whoever sent the file could ask for a password."""
+    monkeypatch.setenv("DB_PASSWORD", "s3cr3t")
+    for key in ("privacy.account", "name", "data.user_column", "sweep.grid.kind", "optimizer.name"):
+        with pytest.raises(BadInputError, match=f"{key} uses .*DB_PASSWORD.* paths alone") as error:
+            load_config(minimal, [f"{key}=a ${{DB_PASSWORD}}"])
+        assert "s3cr3t" not in str(error.value)
+    given = ["data.path=[a.jsonl, '${DB_PASSWORD}']", "model.checkpoint=${DB_PASSWORD}"]
+    config = load_config(minimal, given)
+    assert (config.data.path, config.model.checkpoint) == (("a.jsonl", "s3cr3t"), "s3cr3t")
+
+
 def test_a_relative_ledger_is_one_file_wherever_the_command_is_started(
     minimal, tmp_path, monkeypatch
 ):

@@ -1,5 +1,6 @@
 """Every damage to a store is caught, and the sentence names the file."""
 
+import dataclasses
 import json
 import shutil
 
@@ -139,3 +140,23 @@ def test_manifest_damage(store):
     path.unlink()
     with pytest.raises(BadInputError, match=r"has no manifest.json"):
         open_store(store)
+
+
+def test_a_store_that_somebody_sent_names_its_own_files(memory, tmp_path):
+    """Another file of ours would be read as records, and trained on."""
+    write_store(memory, tmp_path / "store", "ragged")
+    good = Manifest.read(tmp_path / "store")
+    path = tmp_path / "store" / good.shards[0].file
+    path.rename(tmp_path / "moved")
+    for name, place in (("../moved", None), (str(tmp_path / "moved"), None), (path.name, path)):
+        if place is not None:
+            place.symlink_to(tmp_path / "moved")
+        entry = dataclasses.replace(good.shards[0], file=name)
+        dataclasses.replace(good, shards=(entry,)).write(tmp_path / "store")
+        with pytest.raises(BadInputError, match="outside of the folder"):
+            open_store(tmp_path / "store")
+    path.unlink()
+    (tmp_path / "moved").rename(path)
+    dataclasses.replace(good, index=good.index[:2]).write(tmp_path / "store")
+    with pytest.raises(BadInputError, match=r"does not list ids\.npy"):
+        open_store(tmp_path / "store")

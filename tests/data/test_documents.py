@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 
 import pyarrow as pa
 import pyarrow.ipc
@@ -10,7 +11,7 @@ import pytest
 
 from dpfl_jax.data.documents import expand_paths, read_documents
 from dpfl_jax.data.keys import UserKey
-from dpfl_jax.data.rows import guess_format
+from dpfl_jax.data.rows import guess_format, read_rows
 from dpfl_jax.errors import BadInputError
 
 ROWS = [("ann", "one"), ("bob", 'two\nlines, "quoted"'), ("ann", "three é")]
@@ -57,6 +58,33 @@ def test_folder_gives_one_user_per_entry(tmp_path):
     (tmp_path / ".hidden").write_bytes(b"\xff")
     expected = [("ann", "first"), ("ann", "second"), ("bob.txt", "alone")]
     assert list(read_documents([tmp_path])) == expected
+
+
+def test_a_folder_of_texts_has_no_links_to_others(tmp_path):
+    (tmp_path / "ours").write_text("secret")
+    for place in ("texts/ann/b.txt", "texts/bob"):
+        link = tmp_path / place
+        link.parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "texts" / "one.txt").write_text("a")
+        link.symlink_to(tmp_path / "ours")
+        with pytest.raises(BadInputError, match=f"{link.name} is .*ours, outside of the folder"):
+            list(read_documents([tmp_path / "texts"]))
+        link.unlink()
+    (tmp_path / "texts" / "two.txt").symlink_to("one.txt")
+    assert list(read_documents([tmp_path / "texts"])) == [("one.txt", "a"), ("two.txt", "a")]
+
+
+def test_a_batch_of_many_nulls_is_read_in_parts(tmp_path):
+    """A file of a few hundred bytes, whose rows would take gigabytes at once."""
+    batch = pa.record_batch([pa.nulls(10**6)] * 2, names=["user", "text"])
+    with pa.ipc.new_file(str(tmp_path / "n.arrow"), batch.schema) as writer:
+        writer.write_batch(batch)
+    tracemalloc.start()
+    try:
+        assert next(read_rows(tmp_path / "n.arrow", "arrow"))[1] == {"user": None, "text": None}
+        assert tracemalloc.get_traced_memory()[1] < 10**7
+    finally:
+        tracemalloc.stop()
 
 
 def test_globs_and_lists(tmp_path):

@@ -1,5 +1,8 @@
 """Tokenisers made here and loaded from disk."""
 
+import json
+import os
+
 import numpy as np
 import pytest
 import sentencepiece
@@ -8,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_jax.data import ByteTokenizer, load_tokenizer
+from dpfl_jax.data.chat_template import load_chat_template
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.models.checkpoint.files import read_json
 
 CORPUS = ["the quick brown fox jumps over the lazy dog", "to be or not to be", "a b c d e f g"] * 20
 
@@ -89,5 +94,26 @@ def test_bad_files(tmp_path):
         (tmp_path / name).write_text("{}")
         with pytest.raises(BadInputError, match=message):
             load_tokenizer(tmp_path / name)
+    for name in ("t.json", "t.jinja", "config.json"):  # of a folder that somebody sent: no end
+        os.mkfifo(tmp_path / name)
+    for read in (load_tokenizer, lambda path: load_chat_template("bytes", str(path))):
+        with pytest.raises(BadInputError, match="regular file"):
+            read(tmp_path / ("t.json" if read is load_tokenizer else "t.jinja"))
+    with pytest.raises(BadInputError, match="regular file"):
+        read_json(tmp_path / "config.json", "checkpoint")
     with pytest.raises(BadInputError, match="neither 'bytes' nor"):
         load_tokenizer("words")
+
+
+def test_a_tokenizer_that_fails_on_a_text_is_named(tmp_path):
+    """A panic of the library is no Exception, and its reason may quote the text."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 1}, unk_token="a"))
+    told = json.loads(made.to_str())
+    empty = {"type": "Split", "pattern": {"Regex": "(a|aa)+$"}, "behavior": "Isolated"}
+    told["pre_tokenizer"] = empty | {"invert": False}
+    (tmp_path / "t.json").write_text(json.dumps(told))
+    tokenizer, text = load_tokenizer(tmp_path / "t.json"), "a" * 40 + "b"
+    for encode in (tokenizer.encode, lambda t: tokenizer.encode_batch([t])):
+        with pytest.raises(BadInputError, match=r"t.json fails on a text") as error:
+            encode(text)
+        assert "aaa" not in str(error.value)

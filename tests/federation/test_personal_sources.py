@@ -17,6 +17,7 @@ from dpfl_jax.federation.partition import assign_by_labels
 from dpfl_jax.federation.personal import personalise
 from dpfl_jax.federation.personal.budgets import budgets_of_column
 from dpfl_jax.federation.personal.personalise import column_budgets, record_budgets
+from dpfl_jax.federation.personal.records import read_records
 from dpfl_jax.federation.placement import own_silos, spread, subject_keys
 from dpfl_jax.federation.subjects import load_subjects
 from dpfl_jax.randomness import RootKey
@@ -225,6 +226,24 @@ def test_an_edited_budget_is_named_when_a_run_goes_on(tmp_path):
         BadInputError, match=f"'{name}' has the budget 7.25 in b.csv, .* {before:g}"
     ):
         dataclasses.replace(personal, budgets=edited).check_unchanged(run, "b.csv")
+
+
+def test_an_id_is_no_formula_of_a_spreadsheet(tmp_path):
+    """Whoever chose it would have whoever opens the private tables send them somewhere."""
+    personal = prepare(config(), Console(quiet=True)).personal
+    odd = ('=HYPERLINK("http://evil")', "+1", "-2", "@a", "'=b", "'c", "d")
+    personal = dataclasses.replace(personal, names=(*odd, *personal.names[len(odd) :]))
+    (tmp_path / "private").mkdir()
+    personal.remember(tmp_path)
+    personal.write(tmp_path, 3)
+    for name in ("budgets.csv", "records.csv"):
+        with (tmp_path / "private" / name).open(newline="") as file:
+            cells = [row[0] for row in csv.reader(file)][name == "records.csv" :]
+        assert cells[: len(odd)] == [f"'{text}" for text in odd[:-1]] + ["d"]
+    assert [row["record"] for row in read_records(tmp_path)[1]] == list(personal.names)
+    edited = dataclasses.replace(personal, budgets=personal.budgets + 1)
+    with pytest.raises(BadInputError, match=r"record '=HYPERLINK.*has the budget"):
+        edited.check_unchanged(tmp_path, "b.csv")
 
 
 def test_a_run_does_not_go_on_with_other_budgets():

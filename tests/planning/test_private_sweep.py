@@ -98,7 +98,7 @@ def pretend(monkeypatch):
                 "name": "fake",
                 "steps": 2,
                 "planned_steps": 2,
-                "summary": "",
+                "summary": stated.privacy.summary(),
                 "privacy": stated.privacy.to_json(),
                 "guarantee": stated.text,
                 "eval": {},
@@ -112,6 +112,16 @@ def pretend(monkeypatch):
 
     monkeypatch.setattr(private_sweep, "run_prepared", run_prepared)
     return ran
+
+
+def test_nothing_is_run_behind_a_link(config, pretend):
+    """Runs that somebody else made would be scored, and lose their checkpoints."""
+    (config.parent / "out" / "private").mkdir(parents=True)
+    (config.parent / "other").mkdir()
+    (config.parent / "out" / "private" / "runs").symlink_to(config.parent / "other")
+    with pytest.raises(BadInputError, match="outside of the folder"):
+        private(config).run(_quiet())
+    assert not list((config.parent / "other").iterdir())
 
 
 def test_the_best_is_released_and_nothing_of_the_others(config, pretend, monkeypatch, capsys):

@@ -305,3 +305,31 @@ def test_no_program_that_came_with_the_folder_is_run(config, monkeypatch):
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("name", ["cells", "cells/DIGEST", "cells/DIGEST/checkpoints", "results",
+                                  "table.parquet"])  # fmt: skip
+def test_a_sweep_changes_nothing_behind_links(name, config, monkeypatch):
+    """A folder that somebody sent: it leads to another run, whose checkpoints would go."""
+    ran, other = pretend(monkeypatch), config.parent / "other"
+    grid = sweep(config, {"clip_norm": [1.0]})
+    digest = grid.digest(grid.cells()[0])
+    loss = {"final": {"loss": 1.0, "loss_by_user": 1.0}, "initial": {"loss": 1.0}}
+    stated = {"epsilon": 1.0, "delta": 1e-3, "noise_multiplier": 1.0, "caveats": []}
+    report = {"status": "finished", "eval": loss, "privacy": stated}
+    for run in (other, other / digest):
+        (run / "checkpoints").mkdir(parents=True)
+        (run / "report.json").write_text(json.dumps(report))
+    link = grid.directory / name.replace("DIGEST", digest)
+    link.parent.mkdir(parents=True)
+    link.symlink_to(other)
+    before = sorted(other.rglob("*"))
+
+    def whole():
+        grid.run(Console(quiet=True))
+        grid.write_tables()
+
+    with pytest.raises(BadInputError, match="outside of the folder"):
+        whole()
+    assert sorted(other.rglob("*")) == before
+    assert not ran or name == "table.parquet"

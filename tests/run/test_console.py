@@ -1,7 +1,6 @@
 """What is shown is text, whoever wrote it."""
 
 import io
-import json
 
 import pytest
 from rich.markdown import Markdown
@@ -11,6 +10,7 @@ from rich.table import Table
 from dpfl_jax.cli.main import main
 from dpfl_jax.run.console import Console
 from dpfl_jax.run.progress import RunConsole
+from tests.statements import SOUND, finished
 
 ODD = "[/x] [red]a[/red] :smile: \x1b]0;owned\x07\x9b2J\u202e b"
 
@@ -42,13 +42,14 @@ def test_a_warning_is_seen():
 
 def test_a_report_that_somebody_sent_moves_no_cursor(tmp_path, capsys):
     run = tmp_path / "[/x]"
-    run.mkdir(parents=True)
-    (run / "report.json").write_text(json.dumps({"summary": ODD}))
-    (run / "report.md").write_text(f"# {ODD}\n[a](http://evil.example)\n")
+    finished(run, SOUND["uls"](), name=ODD, model={"kind": "[a](http://evil.example)"})
     assert main(["show", str(run)]) == 0
     told = capsys.readouterr().out
     assert "\x1b" not in told
-    assert "http://evil.example" in told  # where a link leads is seen
+    assert "[a](http://evil.example)" in told
+    (run / "report.json").write_text((run / "report.json").read_text().replace("planned_", "p"))
+    assert main(["show", str(run)]) == 2
+    assert "report.json is damaged" in capsys.readouterr().err
     assert main(["show", str(tmp_path / ODD)]) == 2
     assert "\x1b" not in capsys.readouterr().err
     (run / "report.json").unlink()

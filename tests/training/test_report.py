@@ -2,6 +2,7 @@
 
 import functools
 import io
+import re
 
 import jax
 import jax.numpy as jnp
@@ -61,3 +62,30 @@ def test_a_run_says_how_norms_are_computed(shown):
     lines = render_markdown(report).splitlines()
     assert lines[2] == f"**{report['summary']}**"
     assert lines.index(report["guarantee"]) > 2
+
+
+def test_what_others_wrote_is_text_in_a_report():
+    """Names, columns and texts of a configuration or a model: no links, pictures, HTML, cells."""
+    odd = "[x](javascript:alert(1)) <script>1</script> `a` | b\n# c"
+    shown = r"\[x](javascript:alert(1)) \<script>1\</script> \`a\` \| b # c"
+    written = "hello\n```\n![](https://evil.example/b.png)"
+    report = {
+        "name": odd,
+        "status": "finished",
+        "steps": 1,
+        "planned_steps": 1,
+        "best_step": None,
+        "summary": odd,
+        "guarantee": odd,
+        "privacy": {"public_inputs": [odd]},
+        "eval": {"final": {odd: odd}},
+        "samples": {"after": written},
+        "model": {odd: odd},
+    }
+    text = render_markdown(report)
+    outside, inside, rest = text.split("\n````\n")
+    assert inside == written
+    text = outside + rest
+    assert text.count(shown) == 8
+    for bad in ("[x]", "<script", "`a`", "| b", "\n# c"):
+        assert re.search(rf"(?<!\\){re.escape(bad)}", text) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import io
 import json
 import math
 import pathlib
@@ -18,6 +17,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.mechanisms.rpdp import RPDP
 from dpfl_jax.federation.personal.policies import Assignment
+from dpfl_jax.files import csv_text, unquoted
 from dpfl_jax.run.directory import RECORDS, RECORDS_SUMMARY, write_atomically
 
 BUDGETS = "private/budgets.csv"
@@ -103,9 +103,8 @@ class Personal:
     def remember(self, directory: pathlib.Path) -> None:
         """Writes what every record asked for under ``private/`` (owner only), once a run."""
         if not (directory / BUDGETS).exists():
-            text = io.StringIO()
-            csv.writer(text).writerows(zip(self.names, self.budgets.tolist()))
-            write_atomically(directory / BUDGETS, text.getvalue(), mode=0o600)
+            text = csv_text(zip(self.names, self.budgets.tolist()))
+            write_atomically(directory / BUDGETS, text, mode=0o600)
 
     def check_unchanged(self, directory: pathlib.Path, source: str) -> None:
         """Raises BadInputError, naming a record, if a run began with other budgets of the records.
@@ -118,9 +117,9 @@ class Personal:
             return
         with (directory / BUDGETS).open(newline="") as file:
             rows = list(csv.reader(file))
-        if [name for name, _ in rows] != list(self.names):
+        if [unquoted(name) for name, _ in rows] != list(self.names):
             return  # other records: the run directory says so
-        for (name, before), now in zip(rows, self.budgets.tolist(), strict=True):
+        for name, (_, before), now in zip(self.names, rows, self.budgets.tolist(), strict=True):
             if float(before) != now:
                 raise BadInputError(
                     f"record {name!r} has the budget {now:g} in {source}, but the run in "
@@ -153,13 +152,10 @@ class Personal:
         """Writes the table and its summary under ``private/`` (owner only); returns the summary."""
         summary = self.summary(rounds)
         spent, stay = self.spent(rounds), np.minimum(self.assignment.stay, rounds)
-        text = io.StringIO()
-        writer = csv.writer(text)
-        writer.writerow(COLUMNS)
         columns = (self.silos, self.budgets, self.assignment.rates, stay, spent)
-        writer.writerows(zip(self.names, *(c.tolist() for c in columns)))
+        text = csv_text([COLUMNS, *zip(self.names, *(c.tolist() for c in columns))])
         (directory / "private").mkdir(mode=0o700, exist_ok=True)
-        write_atomically(directory / RECORDS, text.getvalue(), mode=0o600)
+        write_atomically(directory / RECORDS, text, mode=0o600)
         told = json.dumps(_plain(summary), indent=2, allow_nan=False)
         write_atomically(directory / RECORDS_SUMMARY, told + "\n", mode=0o600)
         return summary
@@ -191,4 +187,5 @@ def read_records(directory: pathlib.Path) -> tuple[dict[str, Any], list[dict[str
         )
     summary = json.loads((directory / RECORDS_SUMMARY).read_text())
     with (directory / RECORDS).open(newline="") as file:
-        return summary, list(csv.DictReader(file))
+        rows = list(csv.DictReader(file))
+    return summary, [row | {COLUMNS[0]: unquoted(row[COLUMNS[0]])} for row in rows]

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.files import read_text, within
 from dpfl_jax.hub import local_path
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -245,18 +246,10 @@ def copy_companions(source: pathlib.Path, target: pathlib.Path) -> None:
       BadInputError: one is a link to something else than the checkpoint, or the hub's cache, holds:
         of a checkpoint that somebody sent this would be another of our files.
     """
-    inside = source.resolve()
-    # Of a repository the hub's cache holds snapshots/REVISION/NAME, a link to blobs/DIGEST.
-    blobs = [folder.parent / "blobs" for folder in inside.parents if folder.name == "snapshots"]
     for name in COMPANIONS:
-        file = (source / name).resolve()
-        if not file.is_file():
+        if not (source / name).is_file():
             continue
-        if inside not in file.parents and file.parent not in blobs:
-            raise BadInputError(
-                f"{source / name} is a link to {file}, outside the checkpoint: put a copy in its "
-                "place"
-            )
+        file = within(source, name)
         if name.endswith("_config.json"):
             told = without_code(read_json(file, name))
             (target / name).write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
@@ -296,7 +289,7 @@ def read_json(path: pathlib.Path, what: str) -> dict[str, Any]:
       BadInputError: it is not there, or is something else.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(read_text(path))
     except FileNotFoundError:
         raise BadInputError(f"there is no {what} in {path.parent}: it has no {path.name}") from None
     except (OSError, ValueError) as error:
