@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Prints the report, or where an unfinished run stands."""
     import json
 
-    from dpfl_jax.run.report import render_markdown, shown
+    from dpfl_jax.run.report import as_text, render_markdown
 
     console = Console(stderr=args.json)
     directory = pathlib.Path(args.run)
@@ -67,8 +67,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise BadInputError(f"{directory / 'report.json'} is damaged: {error!r}") from error
         if not args.full:
-            short = "\n".join(f"- {shown(line)}" for line in in_short(report))
-            told = told.replace(shown(report["guarantee"]), f"{short}\n- all of it: --full")
+            short = "\n".join(f"- {as_text(line)}" for line in in_short(report))
+            told = told.replace(as_text(report["guarantee"]), f"{short}\n- all of it: --full")
         console.print(Markdown(told, hyperlinks=False))
         return report
     if not (directory / "config.yaml").exists():

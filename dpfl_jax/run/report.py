@@ -178,8 +178,8 @@ def evaluated(report: dict[str, Any], key: str) -> str:
 def render_markdown(report: dict[str, Any]) -> str:
     """The report as Markdown; sections that it does not have are left out."""
     title = f"{report['name']}: {report['status']} after {taken(report)} steps"
-    lines = [f"# {shown(title)}", "", f"**{shown(report['summary'])}**", ""]
-    lines += ["## Guarantee", "", shown(report["guarantee"]), ""]
+    lines = [f"# {as_text(title)}", "", f"**{as_text(report['summary'])}**", ""]
+    lines += ["## Guarantee", "", as_text(report["guarantee"]), ""]
     if listed := report["privacy"].get("public_inputs"):
         lines += ["## Assumed to be public, and not protected", "", *_items(listed), ""]
     if sentences := report.get("meaning"):
@@ -201,7 +201,7 @@ def render_markdown(report: dict[str, Any]) -> str:
     )
     for name, text in report.get("samples", {}).items():
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-        lines += [f"## What the model writes {shown(name)} training", "", fence, text, fence, ""]
+        lines += [f"## What the model writes {as_text(name)} training", "", fence, text, fence, ""]
     parameters = report.get("parameters", {}).items()
     lines += _table("Parameters", [{"parameter": k, **v} for k, v in parameters])
     silos = report.get("silos", [])
@@ -219,13 +219,13 @@ def render_markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def shown(value: Any) -> str:
+def as_text(value: Any) -> str:
     """A line of Markdown that shows just this: no links, pictures, HTML, code or cells."""
     return re.sub(r"([\\`<|\[])", r"\\\1", " ".join(str(value).split()))
 
 
 def _items(sentences: Sequence[str]) -> list[str]:
-    return [f"- {shown(sentence)}" for sentence in sentences]
+    return [f"- {as_text(sentence)}" for sentence in sentences]
 
 
 def _table(title: str, rows: Sequence[dict[str, Any]] | None) -> list[str]:
@@ -236,7 +236,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]] | None) -> list[str]:
     columns = [c for c in known if any(row.get(c) is not None for row in rows)]
     cells = [[c.replace("_", " ") for c in columns]]
     cells += [[_short(row.get(c), c) for c in columns] for row in rows]
-    head, *lines = (f"| {' | '.join(map(_text, row))} |" for row in cells)
+    head, *lines = (f"| {' | '.join(map(as_text, row))} |" for row in cells)
     return [f"## {title}", "", head, "|---" * len(columns) + "|", *lines, ""]
 
 
