@@ -171,9 +171,9 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         prob = self.probability(SiloFacts.of(silo))
         if self.sampling == "fixed":
             size = min(silo.num_records, max(1, round(prob * silo.num_records)))
-            return FixedSize(silo.num_records, size).indices(key, step)
+            return FixedSize(size).indices(key, step, silo.num_records)
         # proof: records-1
-        return Poisson(silo.num_records, prob).indices(key, step)
+        return Poisson(prob).indices(key, step, silo.num_records)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Makes units of the local records ``chosen``; here each is its own."""

@@ -70,9 +70,9 @@ class SubjectULS(SiloMechanism):
         prob = self.probability(SiloFacts.of(silo))
         if self.sampling == "fixed":
             size = min(silo.num_subjects, max(1, round(prob * silo.num_subjects)))
-            return FixedSize(silo.num_subjects, size).indices(key, step)
+            return FixedSize(size).indices(key, step, silo.num_subjects)
         # proof: subject-uls-sampling-1
-        return Poisson(silo.num_subjects, prob).indices(key, step)
+        return Poisson(prob).indices(key, step, silo.num_subjects)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Chooses up to G records of each subject, afresh at each step."""
