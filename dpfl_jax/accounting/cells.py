@@ -129,6 +129,7 @@ def cell_of(
 
 
 def _poisson(sums: NoisedSums) -> DpEvent:
+    # proof: subject-uls-event-1
     return events.uls(sums.noise_multiplier, sums.scheme.prob, sums.steps)
 
 
