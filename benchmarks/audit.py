@@ -309,11 +309,11 @@ def _realised_batch() -> Any:
 
 
 def _double_rate() -> Any:
-    from dpfl_jax.sampling import laws
+    from dpfl_jax.sampling import schemes
 
-    real = laws.poisson_indices
+    real = schemes.poisson_indices
     return mock.patch.object(
-        laws, "poisson_indices", lambda rng, n, prob: real(rng, n, min(1.0, 2 * prob))
+        schemes, "poisson_indices", lambda rng, n, prob: real(rng, n, min(1.0, 2 * prob))
     )
 
 

@@ -275,12 +275,11 @@ def _samplers(store: Any, args: argparse.Namespace) -> Iterator[tuple[str, Any, 
 
     key = RootKey.from_seed(0)
     kept = limit_contributions(key.numpy("contribution"), store.user_offsets, args.limit)
-    examples = ExampleSampler(Poisson(len(kept), min(1.0, args.batch / len(kept))), kept, key)
+    examples = ExampleSampler(Poisson(min(1.0, args.batch / len(kept))), kept, key)
     yield "ELS", examples, None, False
     yield "ELS, raw", examples, None, True
     prob = min(1.0, args.cohort / store.num_users)
-    law = Poisson(store.num_users, prob)
-    users = UserSampler(law, store.user_offsets, args.group_size, key)
+    users = UserSampler(Poisson(prob), store.user_offsets, args.group_size, key)
     yield "ULS", users, None, False
     yield "ULS, raw", users, None, True
     yield "ULS, buckets", users, bucket_group_sizes(args.group_size), True

@@ -5,7 +5,7 @@ docs/extending.md walks through them. Both are trained from YAML, stopped, resum
 
 import dataclasses
 import json
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -30,7 +30,6 @@ class EveryUser(Mechanism):
     num_users: int
 
     kind: ClassVar[str] = "every_user"
-    accountant: ClassVar[str] = "Gaussian, closed form"
 
     @property
     def divisor(self) -> float:
@@ -47,18 +46,18 @@ class EveryUser(Mechanism):
     def sampling_probability(self, population: Population) -> float:
         return 1.0
 
+    def scheme(self, population):
+        return Poisson(1.0)
+
     def sampler(self, user_offsets, key):
-        users = len(user_offsets) - 1
-        return UserSampler(Poisson(users, 1.0), np.asarray(user_offsets), self.group_size, key)
+        scheme = self.scheme(self.population(user_offsets))
+        return UserSampler(scheme, np.asarray(user_offsets), self.group_size, key)
 
     def unit_loss(self, loss_fn):
         return mean_of_examples(loss_fn)
 
     def units(self, examples, example_mask):
         return {"examples": examples, "mask": example_mask}
-
-    def event(self, population: Population, steps: int) -> Any:
-        return events.gaussian(self.sigma, steps)
 
     def told_sampling(self, population: Population) -> str:
         return "all users at each step"

@@ -25,7 +25,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from dpfl_jax.accounting import REPLACE, events
+from dpfl_jax.accounting import REPLACE, cells, events
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import ArrayStore
@@ -167,7 +167,9 @@ def central(
             rows.append(turn * row)
         found = np.asarray(jnp.stack(rows, axis=1))
         coins.append(inside)
-        seen.append(mechanism.along(found[:units], inside, plan.sampler(own)))
+        seen.append(
+            cells.audit_statistic(mechanism.matrix(steps), found[:units], inside, plan.sampler(own))
+        )
         more = [np.broadcast_to(found[units:], (units, steps))] if others else []
         if not alone:
             more.append(found[:units, :_BESIDE])

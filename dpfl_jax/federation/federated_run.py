@@ -78,9 +78,9 @@ def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federa
         reach = 1 if section.partition == "confined" else section.silos
     cohort: FixedSize | Poisson | None = None
     if section.participation_prob is not None and section.participation_prob < 1:
-        cohort = Poisson(section.silos, section.participation_prob)
+        cohort = Poisson(section.participation_prob)
     if section.silos_per_round is not None and section.silos_per_round < section.silos:
-        cohort = FixedSize(section.silos, section.silos_per_round)
+        cohort = FixedSize(section.silos_per_round)
     plans = tuple(
         SiloPlan(mechanism, known, section.local_steps, weight)
         for known, weight in zip(facts, weights, strict=True)

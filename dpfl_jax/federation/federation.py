@@ -52,7 +52,7 @@ class Federation:
       rounds: R.
       max_silos_per_subject: H, most silos in which one subject has records. An assumption that no
         silo can check alone.
-      cohort: law that draws the silos of a round; None: all of them. Who takes part is visible.
+      cohort: how the silos of a round are drawn, which is visible; None: all take part.
     """
 
     silos: tuple[SiloPlan, ...]
@@ -73,11 +73,8 @@ class Federation:
             )
         if len({plan.mechanism.layout for plan in self.silos}) > 1:
             raise BadInputError("all silos must run the same kind of mechanism, with its options")
-        if self.cohort is not None and self.cohort.population != len(self.silos):
-            raise BadInputError(
-                f"the cohort is drawn from {self.cohort.population} silos, but there are "
-                f"{len(self.silos)}"
-            )
+        if isinstance(self.cohort, FixedSize):
+            self.cohort.size_bound(len(self.silos))
 
     @property
     def mechanism(self) -> SiloMechanism:
@@ -101,7 +98,7 @@ class Federation:
         if self.cohort is None:
             return 1.0
         if isinstance(self.cohort, FixedSize):
-            return self.cohort.size / self.cohort.population
+            return self.cohort.size / len(self.silos)
         return float(self.cohort.prob)
 
     @property
@@ -115,7 +112,7 @@ class Federation:
         most = len(self.participants)
         if self.cohort is None or not isinstance(self.cohort, FixedSize):
             return most
-        return min(most, self.cohort.size_bound())
+        return min(most, self.cohort.size)
 
     def cohort_of(
         self, key: RootKey, round_index: int, silo_key: Callable[[int], RootKey] | None = None
@@ -134,7 +131,7 @@ class Federation:
             own = silo_key or (lambda i: key.child("silo", i, round_index))
             members = self.participants.tolist()
             return np.array([i for i in members if self.takes_part(own(i))], np.int64)
-        drawn = self.cohort.indices(key.child("silo-cohort"), round_index)
+        drawn = self.cohort.indices(key.child("silo-cohort"), round_index, len(self.silos))
         return np.intersect1d(drawn, self.participants)
 
     def takes_part(self, key: RootKey) -> bool:

@@ -90,7 +90,9 @@ def federated_guarantee(
     between = f"{probs[0]:.4g}" if probs[0] == probs[-1] else f"{probs[0]:.4g} to {probs[-1]:.4g}"
     what = "subjects" if mechanism.kind == "subject_uls" else "records"
     law = {"poisson": "Poisson", "fixed": "fixed-size"}[mechanism.sampling]
-    cohort = "all silos" if federation.cohort is None else federation.cohort.describe("silos")
+    cohort = "all silos"
+    if federation.cohort is not None:
+        cohort = federation.cohort.describe(len(federation.silos), "silos")
     return accounting.Guarantee(
         unit=unit,
         adjacency={

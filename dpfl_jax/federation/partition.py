@@ -231,10 +231,10 @@ def batch_statistics(silo: Silo, prob: float, draws: int, key: RootKey) -> Batch
       draws: batches.
       key: root key of the simulation (not of a run).
     """
-    law = Poisson(silo.num_records, prob)
+    scheme = Poisson(prob)
     largest, distinct, records = (np.zeros(draws, np.int64) for _ in range(3))
     for i in range(draws):
-        counts = np.bincount(silo.subject_of_record[law.indices(key, i)])
+        counts = np.bincount(silo.subject_of_record[scheme.indices(key, i, silo.num_records)])
         largest[i] = counts.max(initial=0)
         distinct[i] = np.count_nonzero(counts)
         records[i] = counts.sum()

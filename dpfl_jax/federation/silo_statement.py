@@ -88,9 +88,9 @@ def _federated(basis: dict[str, Any]) -> Statement:
     silos = tuple(plan(row) for row in basis["silos"])
     cohort: Cohort | None = None
     if basis["silos_per_round"] is not None:
-        cohort = FixedSize(len(silos), basis["silos_per_round"])
+        cohort = FixedSize(basis["silos_per_round"])
     elif basis["participation_prob"] is not None:
-        cohort = Poisson(len(silos), basis["participation_prob"])
+        cohort = Poisson(basis["participation_prob"])
     rounds, delta = whole(basis, "rounds"), basis["delta"]
     reach = whole(basis, "max_silos_per_subject", 1)
     federation = Federation(silos, rounds, reach, cohort)

@@ -20,16 +20,13 @@ for k of T is of; draws of different stretches are independent. A run may end wi
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import numpy as np
-
-from dpfl_jax import accounting
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import Population
 from dpfl_jax.mechanisms.uls import ULS
-from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import RandomAllocation, UserSampler
+from dpfl_jax.sampling import RandomAllocation
+from dpfl_jax.sampling.schemes import AtRate
 
 LEAST_RATE = 1e-12
 
@@ -45,10 +42,6 @@ class Allocation(ULS):
     """
 
     kind: ClassVar[str] = "allocation"
-    accountant: ClassVar[str] = "PLD, random allocation of Gaussians (rounded upwards)"
-    assumed: ClassVar[tuple[str, ...]] = (
-        "all steps of a stretch are taken by one run under one key, which draws a user's step once",
-    )
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -73,28 +66,10 @@ class Allocation(ULS):
         """1 / t, of a step of which nothing else is known."""
         return 1.0 / self.once_in(population)
 
-    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
-        """Allocates users to the steps of each stretch, and samples examples within each user."""
-        once_in = self.once_in(self.population(user_offsets))
+    def scheme(self, population: Population) -> AtRate:
+        """A step of every stretch for each user."""
         # proof: allocation-sampling-1
-        law = RandomAllocation(len(user_offsets) - 1, once_in)
-        return UserSampler(law, np.asarray(user_offsets), self.group_size, key)
-
-    @property
-    def remembers(self) -> bool:
-        """A user's step is one of a stretch under one draw alone."""
-        return True
-
-    def event(self, population: Population, steps: int) -> Any:
-        """A Gaussian of which nobody knows the step, for every stretch."""
-        return accounting.events.allocated(self.sigma, self.once_in(population), steps)
-
-    def guarantee(
-        self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
-    ) -> accounting.Guarantee:
-        """As of every mechanism; and what is drawn once must not be drawn again."""
-        made = super().guarantee(population, steps, delta, caveats)
-        return dataclasses.replace(made, assumptions=(*made.assumptions, *self.assumed))
+        return RandomAllocation(self.once_in(population))
 
     def told_sampling(self, population: Population) -> str:
         """Users to steps, then as ULS."""

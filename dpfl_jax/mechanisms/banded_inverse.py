@@ -15,15 +15,15 @@ import numpy as np
 import optax
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting.cells import KEPT_SUMS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import Population
-from dpfl_jax.mechanisms.in_turns import KEPT_SUMS, InTurns
+from dpfl_jax.mechanisms.in_turns import InTurns
 from dpfl_jax.noise import (
     MOST_NOISE,
     Noise,
     banded_inverse,
     inverse_column,
-    inverse_multiplied,
     inverse_strategy,
     redrawn,
     redrawn_rows,
@@ -93,10 +93,6 @@ class BandedInverse(InTurns):
     def column(self, steps: int) -> np.ndarray:
         """That of the bands, or more."""
         return inverse_column(self.chosen, steps)
-
-    def multiplied(self, rows: np.ndarray) -> np.ndarray:
-        """By the bands."""
-        return inverse_multiplied(self.chosen, rows)
 
     def taken_back(self, noise: Noise) -> optax.GradientTransformationExtraArgs:
         """By the bands."""

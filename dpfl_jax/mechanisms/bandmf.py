@@ -23,24 +23,17 @@ are; M is expected over the draws of groups, too.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import optax
 
-from dpfl_jax import accounting
+from dpfl_jax.accounting.cells import StrategyMatrix
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import Population
 from dpfl_jax.mechanisms.uls import ULS
 from dpfl_jax.noise import Noise, banded, strategy, workload_of
-from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import CyclicPoisson, Sampler, UserSampler, check_probability
-
-ASSUMPTIONS = (
-    "the number of groups of users and the strategy of the noise (its bands) are public constants, "
-    "fixed before looking at one user's data",
-    "checkpoints are as secret as the root key: they hold sums of the last steps without noise",
-)
+from dpfl_jax.sampling import CyclicPoisson, check_probability
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,9 +53,6 @@ class BandMF(ULS):
     strategy: tuple[float, ...] | None = None
 
     kind: ClassVar[str] = "bandmf"
-    accountant: ClassVar[str] = (
-        "PLD, Poisson-subsampled Gaussians of a user's turns (exact up to rounding upwards)"
-    )
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -121,17 +111,15 @@ class BandMF(ULS):
             f"{population.num_users}, or use more data",
         )
 
-    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
-        """Samples users of a group by Poisson, and examples within each, afresh at each step."""
-        prob = self.sampling_probability(self.population(user_offsets))
+    def scheme(self, population: Population) -> CyclicPoisson:
+        """As many groups as bands; of the group whose turn it is, each user by a coin."""
         # proof: bandmf-sampling-1
-        law = CyclicPoisson(len(user_offsets) - 1, prob, self.bands)
-        return UserSampler(law, np.asarray(user_offsets), self.group_size, key)
+        return CyclicPoisson(self.sampling_probability(population), self.bands)
 
-    @property
-    def remembers(self) -> bool:
-        """Turns of a user are apart under one draw of groups alone, and rows overlap."""
-        return self.bands > 1
+    def matrix(self, steps: int) -> StrategyMatrix:
+        """Banded."""
+        del steps
+        return StrategyMatrix(self.column, "banded")
 
     def noise_transform(self) -> optax.GradientTransformationExtraArgs:
         """Noise of standard deviation C sigma in every row of C G, taken back as its bands say."""
@@ -143,44 +131,9 @@ class BandMF(ULS):
 
     # ---- what is accounted -----------------------------------------------------------------
 
-    def event(self, population: Population, steps: int) -> Any:
-        """A Poisson-subsampled Gaussian for every turn of a user (Theorem 4)."""
-        prob = self.sampling_probability(population)
-        return accounting.events.banded(self.sigma, prob, self.column, steps)
-
     def told_sampling(self, population: Population) -> str:
         """Groups in turns, then as ULS."""
         told = super().told_sampling(population)
         if self.bands == 1:
             return told
         return f"{self.bands} groups of users, drawn user by user, in turns; of a group: {told}"
-
-    def guarantee(
-        self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()
-    ) -> accounting.Guarantee:
-        """As of every mechanism; with more than one band more is assumed."""
-        made = super().guarantee(population, steps, delta, caveats)
-        if self.bands == 1:
-            return made
-        return dataclasses.replace(made, assumptions=(*made.assumptions, *ASSUMPTIONS))
-
-    def along(self, seen: np.ndarray, inside: np.ndarray, sampler: Sampler) -> np.ndarray:
-        """Of every turn of a unit what its column of C says; NaN where it has no such turn."""
-        if self.bands == 1:
-            return seen
-        units, steps = seen.shape
-        column = np.asarray(self.column)
-        white = sum(np.pad(seen, ((0, 0), (i, 0)))[:, :steps] * c for i, c in enumerate(column))
-        # Who is not in the data has a group like everybody: it is drawn, and means nothing.
-        group: np.ndarray = np.random.default_rng(0).integers(self.bands, size=(units,))
-        users: Any = sampler
-        group[inside] = users.law.group_of(users.key)[: inside.sum()]
-        found = np.full((units, -(-steps // self.bands)), np.nan)
-        for turn in range(found.shape[1]):
-            first = turn * self.bands + group
-            reached = first[:, None] + np.arange(self.bands)
-            there = np.where(reached < steps, column, 0.0)
-            values = np.take_along_axis(np.asarray(white), np.minimum(reached, steps - 1), axis=1)
-            with np.errstate(invalid="ignore"):
-                found[:, turn] = (values * there).sum(axis=1) / np.linalg.norm(there, axis=1)
-        return found

@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting import cells
 from dpfl_jax.accounting.statement import whole
 from dpfl_jax.clipping import Normalized, PerLayer, Rule, Standard, bounded_grad
 from dpfl_jax.config.kinds import CENTRAL, Named
@@ -26,6 +27,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise import MOST_NOISE, Noise, transformation
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Sampler
+from dpfl_jax.sampling.schemes import AtRate
 
 if TYPE_CHECKING:
     from dpfl_jax.mechanisms.plan import Plan
@@ -110,7 +112,6 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
       noise: ``"exact"`` (drawn and added in integers: low bits tell nothing of the sum), or
         ``"float"`` (float32, as elsewhere; the guarantee says what that leaves open).
       unit: whom it protects.
-      accountant: how the epsilon of its event is computed, for the guarantee.
     """
 
     clip_norm: float = 1.0
@@ -119,7 +120,6 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
     noise: accounting.NoiseLaw = "exact"
 
     unit: ClassVar[str] = "user"
-    accountant: ClassVar[str] = "PLD of the mechanism's event (rounded upwards)"
     private: ClassVar[bool] = True
     several_owners: ClassVar[bool] = False  # whether it protects all of an example
     own_budgets: ClassVar[bool] = False  # whether users leave when budgets of their own are spent
@@ -236,6 +236,10 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
     @abc.abstractmethod
     def sampling_probability(self, population: Population) -> float:
         """Probability with which one unit is drawn at each step; raises BadInputError over 1."""
+
+    @abc.abstractmethod
+    def scheme(self, population: Population) -> AtRate:
+        """Which units are drawn at each step; raises BadInputError if there are too few."""
 
     @abc.abstractmethod
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> Sampler:
@@ -359,13 +363,12 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         """Whether users are devices of a federated round, whose updates are clipped."""
         return False
 
-    @property
-    def remembers(self) -> bool:
+    def is_stateful(self, population: Population) -> bool:
         """Whether noise or sampling of a step depends on earlier steps' draws.
 
         Then a run cannot go on as another computation, which draws anew.
         """
-        return False
+        return self.scheme(population).is_stateful
 
     @property
     def noise_keys(self) -> int:
@@ -374,20 +377,20 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
 
     # ---- what is accounted -----------------------------------------------------------------
 
-    def along(self, seen: np.ndarray, inside: np.ndarray, sampler: Sampler) -> np.ndarray:
-        """What tells an audit most of each unit: a column for each step of the event, in its order.
+    @property
+    def contribution(self) -> cells.Contribution | None:
+        """What one privacy unit has in a draw; None: it is itself what is drawn."""
+        return None
 
-        Args:
-          seen: [units, steps], what was released along each unit's direction, over noise_stddev.
-          inside: bool [units], who is in the data: the first units of the sampler's, in order.
-          sampler: of the run.
-        """
-        del inside, sampler
-        return seen
+    def matrix(self, steps: int) -> cells.StrategyMatrix:
+        """That of the noise of ``steps`` steps."""
+        del steps
+        return cells.INDEPENDENT
 
-    @abc.abstractmethod
     def event(self, population: Population, steps: int) -> Any:
         """The ``dp_accounting.DpEvent`` of ``steps`` steps for one privacy unit."""
+        given = (self.scheme(population), self.sigma, steps, population.num_units)
+        return cells.NoisedSums(*given, self.matrix(steps), self.contribution).event()
 
     def calibrate(
         self: Self, population: Population, steps: int, epsilon: float, delta: float
@@ -467,7 +470,8 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
         """
         self._check_owners(population)
         own = accounting.delta_caveats(delta, population.num_users, "users")
-        event = self.event(population, steps)
+        event, scheme = self.event(population, steps), self.scheme(population)
+        cell = cells.cell_of(scheme, self.matrix(steps), self.contribution)
         epsilon = accounting.epsilon(event, delta, accountant=accounting.accountant_of(event))
         told = accounting.Guarantee(
             unit=self.unit,
@@ -477,11 +481,12 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
             delta=delta,
             noise_multiplier=self.sigma,
             steps=steps,
-            accountant=self.accountant,
+            accountant=cell.accountant,
             sampling=f"{self.told_sampling(population)}, {steps} steps",
             assumptions=(
                 *COMMON_ASSUMPTIONS,
                 *accounting.noise_assumptions(self.noise, epsilon, delta, steps),
+                *(cell.assumptions if scheme.is_stateful else ()),
             ),
             caveats=(*own, *caveats),
         )

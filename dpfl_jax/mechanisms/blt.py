@@ -22,7 +22,6 @@ from dpfl_jax.noise import (
     buffered,
     buffered_column,
     buffered_strategy,
-    multiplied,
     workload_of,
 )
 
@@ -80,10 +79,6 @@ class BLT(InTurns):
     def column(self, steps: int) -> np.ndarray:
         """That of the buffers."""
         return buffered_column(self.chosen, steps)
-
-    def multiplied(self, rows: np.ndarray) -> np.ndarray:
-        """By the buffers."""
-        return multiplied(self.chosen, rows)
 
     def taken_back(self, noise: Noise) -> optax.GradientTransformationExtraArgs:
         """By the buffers."""

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dpfl_jax import accounting
+from dpfl_jax.accounting.cells import Contribution
 from dpfl_jax.data.owners import whole_of
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
@@ -35,6 +35,7 @@ from dpfl_jax.sampling import (
     limited_size,
 )
 from dpfl_jax.sampling.contribution import check_group_size
+from dpfl_jax.sampling.schemes import AtRate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,9 +54,6 @@ class ELS(Mechanism):
 
     kind: ClassVar[str] = "els"
     several_owners: ClassVar[bool] = True
-    accountant: ClassVar[str] = (
-        "PLD, mixture of Gaussians with Binomial sensitivity (exact up to rounding upwards)"
-    )
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -116,20 +114,23 @@ class ELS(Mechanism):
             f"set mechanism.batch_size to at most {population.num_units}, or use more data",
         )
 
+    def scheme(self, population: Population) -> AtRate:
+        """Each example by a coin."""
+        # proof: els-sampling-2
+        return Poisson(self.sampling_probability(population))
+
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> ExampleSampler:
         """Limits contributions once (from the key), then samples examples by Poisson."""
         # proof: els-sampling-1
         positions = limit_contributions(
             key.numpy("contribution-limit"), user_offsets, self.group_size
         )
-        prob = self.sampling_probability(self.population(user_offsets))
-        # proof: els-sampling-2
-        return ExampleSampler(Poisson(len(positions), prob), positions, key)
+        return ExampleSampler(self.scheme(self.population(user_offsets)), positions, key)
 
-    def event(self, population: Population, steps: int) -> Any:
-        """Mixture of Gaussians with Binomial(group_size, p) sensitivity (Theorem 1)."""
-        prob = self.sampling_probability(population)
-        return accounting.events.els(self.sigma, prob, self.group_size, steps)
+    @property
+    def contribution(self) -> Contribution:
+        """Of ``group_size`` examples a draw holds Binomial(group_size, p) (Theorem 1)."""
+        return Contribution(units=self.group_size)
 
     def told_sampling(self, population: Population) -> str:
         """Limited once, then Poisson over examples."""

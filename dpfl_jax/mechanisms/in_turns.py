@@ -20,24 +20,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import optax
 
-from dpfl_jax import accounting
+from dpfl_jax.accounting.cells import StrategyMatrix
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.allocation import Allocation
 from dpfl_jax.mechanisms.base import Population
 from dpfl_jax.noise import Noise
-from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import Sampler, Turns, UserSampler
+from dpfl_jax.sampling import Cyclic
 
-Self = TypeVar("Self", bound="InTurns")
-KEPT_SUMS = (
-    "checkpoints are as secret as the root key: they hold sums of earlier steps without noise"
-)
 _LARGEST_CLIP = 1e20  # float32 ends at 3e38: for 1e9 people in 1e9 steps
 
 
@@ -53,17 +47,6 @@ class InTurns(Allocation, abc.ABC, kinds=CENTRAL):
     """
 
     horizon: int | None = None
-
-    accountant: ClassVar[str] = (
-        "one Gaussian of all steps, without amplification by sampling (sensitivity rounded upwards)"
-    )
-    assumed: ClassVar[tuple[str, ...]] = (
-        "all steps are taken by one run under one key, which draws a user's turn once; whose turn "
-        "it is may be known",
-        "the number of turns and the matrix of the noise are public constants, fixed before "
-        "looking at one user's data",
-        KEPT_SUMS,
-    )
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -108,21 +91,15 @@ class InTurns(Allocation, abc.ABC, kinds=CENTRAL):
         """The first column of K, or more; float64 [steps], none above the one before."""
 
     @abc.abstractmethod
-    def multiplied(self, rows: np.ndarray) -> np.ndarray:
-        """K G, for ``rows`` G along the last axis."""
-
-    @abc.abstractmethod
     def taken_back(self, noise: Noise) -> optax.GradientTransformationExtraArgs:
         """The transformation that adds K^-1 Z, where ``noise`` draws Z."""
 
     # ---- what runs -------------------------------------------------------------------------
 
-    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
-        """Draws every user's turn, and samples examples within each user, afresh at each step."""
-        separation = self.once_in(self.population(user_offsets))
+    def scheme(self, population: Population) -> Cyclic:
+        """Turns, drawn once."""
         # proof: in-turns-sampling-1
-        law = Turns(len(user_offsets) - 1, separation)
-        return UserSampler(law, np.asarray(user_offsets), self.group_size, key)
+        return Cyclic(self.once_in(population))
 
     def noise_transform(self) -> optax.GradientTransformationExtraArgs:
         """Noise of standard deviation C sigma in every row of K G, taken back later."""
@@ -134,14 +111,13 @@ class InTurns(Allocation, abc.ABC, kinds=CENTRAL):
 
     # ---- what is accounted -----------------------------------------------------------------
 
-    def event(self, population: Population, steps: int) -> Any:
-        """One Gaussian, of the most that a user's turns so far move."""
-        separation, column = self.once_in(population), self.column(max(steps, 1))
+    def matrix(self, steps: int) -> StrategyMatrix:
+        """Toeplitz; raises BadInputError beyond the horizon."""
         if steps > (self.horizon or 0):
             raise BadInputError(
                 f"{steps} steps are asked for, but mechanism.horizon is {self.horizon}: raise it"
             )
-        return accounting.events.toeplitz(self.sigma, column, separation, steps)
+        return StrategyMatrix(tuple(self.column(max(steps, 1)).tolist()), "toeplitz")
 
     def told_sampling(self, population: Population) -> str:
         """Turns, then as ULS."""
@@ -151,18 +127,3 @@ class InTurns(Allocation, abc.ABC, kinds=CENTRAL):
             f"first {separation} on that is drawn uniformly and independently (no amplification by "
             f"sampling is counted on), {self._examples} of a user who takes part"
         )
-
-    def along(self, seen: np.ndarray, inside: np.ndarray, sampler: Sampler) -> np.ndarray:
-        """Of all turns of a unit together what its columns of K say; of the steps that were."""
-        users: Any = sampler
-        there = ~np.isnan(seen).all(axis=0)
-        seen = seen[:, there]
-        # Who is not in the data has a turn like everybody: it is drawn, and means nothing.
-        turn: np.ndarray = np.random.default_rng(0).integers(users.law.once_in, size=(len(seen),))
-        turn[inside] = users.law.turn_of(users.key)[: inside.sum()]
-        steps = np.arange(seen.shape[1])
-        taken = (steps % users.law.once_in == turn[:, None]).astype(float)
-        moved, rows = (self.multiplied(part) for part in (taken, seen))
-        with np.errstate(invalid="ignore"):  # no turn
-            found: np.ndarray = (moved * rows).sum(axis=1) / np.linalg.norm(moved, axis=1)
-        return found[:, None]

@@ -62,12 +62,14 @@ class NonPrivate(Mechanism):
             f"set mechanism.batch_size to at most {population.num_units}, or use more data",
         )
 
+    def scheme(self, population: Population) -> Poisson:
+        """Each example by a coin."""
+        return Poisson(self.sampling_probability(population))
+
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> ExampleSampler:
         """Poisson over all examples."""
-        population = self.population(user_offsets)
         positions = np.arange(user_offsets[0], user_offsets[-1], dtype=np.int64)
-        law = Poisson(len(positions), self.sampling_probability(population))
-        return ExampleSampler(law, positions, key)
+        return ExampleSampler(self.scheme(self.population(user_offsets)), positions, key)
 
     def bounded_grad(self, loss_fn: LossFn, **options: Any) -> Any:
         """The plain gradient of the sum of losses, in the shape of a bounded sum."""

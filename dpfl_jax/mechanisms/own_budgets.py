@@ -24,7 +24,7 @@ from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import Mechanism, Population
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import Staying
+from dpfl_jax.sampling import PoissonWithDropout
 
 Self = TypeVar("Self", bound="OwnBudgets")
 ASSUMPTIONS = (
@@ -88,8 +88,7 @@ class OwnBudgets(Mechanism, abc.ABC, kinds=CENTRAL):
         """To each user's own bound."""
         return OwnBound(self.clip_norm, self.clipping == "normalized")
 
-    @property
-    def remembers(self) -> bool:
+    def is_stateful(self, population: Population) -> bool:
         """Who takes part depends on earlier steps."""
         return True
 
@@ -99,11 +98,10 @@ class OwnBudgets(Mechanism, abc.ABC, kinds=CENTRAL):
         return super()
 
     def sampler(self, user_offsets: np.ndarray, key: RootKey) -> Any:
-        """As without budgets, but of nobody until the law is told until when each unit stays."""
+        """As without budgets, but of nobody until it is known until when each unit stays."""
         made = self._below.sampler(user_offsets, key)
-        nobody = np.zeros(made.law.population, np.int64)
-        law = Staying(made.law.population, made.law.prob, nobody)
-        return dataclasses.replace(made, law=law)
+        nobody = np.zeros(made.population, np.int64)
+        return dataclasses.replace(made, scheme=PoissonWithDropout(made.scheme.prob, nobody))
 
     @property
     @abc.abstractmethod

@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting.cells import Contribution
 from dpfl_jax.data.owners import whole_of
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import Population
-from dpfl_jax.mechanisms.els import ELS
 from dpfl_jax.mechanisms.uls import ULS
 from dpfl_jax.sampling import check_probability
 
@@ -44,7 +44,6 @@ class OwnerSets(ULS):
 
     kind: ClassVar[str] = "owner_sets"
     several_owners: ClassVar[bool] = True
-    accountant: ClassVar[str] = ELS.accountant
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -92,10 +91,10 @@ class OwnerSets(ULS):
             f"set mechanism.cohort_size to at most {population.num_units}, or use more data",
         )
 
-    def event(self, population: Population, steps: int) -> Any:
+    @property
+    def contribution(self) -> Contribution:
         """A user is in Binomial(sets_per_user, q) of the sets drawn, each moving the sum by C."""
-        prob = self.sampling_probability(population)
-        return accounting.events.els(self.sigma, prob, self.sets_per_user, steps)
+        return Contribution(units=self.sets_per_user)
 
     def guarantee(
         self, population: Population, steps: int, delta: float, caveats: tuple[str, ...] = ()

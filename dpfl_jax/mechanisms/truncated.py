@@ -19,14 +19,10 @@ import dataclasses
 import math
 from typing import Any, ClassVar
 
-import numpy as np
-
-from dpfl_jax import accounting
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import Population
 from dpfl_jax.mechanisms.uls import ULS
-from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import TruncatedPoisson, UserSampler
+from dpfl_jax.sampling import TruncatedPoisson
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +36,6 @@ class Truncated(ULS):
     cohort_cap: int
 
     kind: ClassVar[str] = "truncated"
-    accountant: ClassVar[str] = "PLD, truncated Poisson-subsampled Gaussian (rounded upwards)"
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -58,18 +53,10 @@ class Truncated(ULS):
         cap = math.ceil(cohort + 4.0 * math.sqrt(cohort))
         return cls(group_size=group_size, cohort_size=cohort, cohort_cap=cap, **common)
 
-    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
-        """Samples users by Poisson, cut at random, and examples within each, afresh."""
-        prob = self.sampling_probability(self.population(user_offsets))
+    def scheme(self, population: Population) -> TruncatedPoisson:
+        """Each user by a coin; the draw is cut at random."""
         # proof: truncated-sampling-1
-        law = TruncatedPoisson(len(user_offsets) - 1, prob, self.cohort_cap)
-        return UserSampler(law, np.asarray(user_offsets), self.group_size, key)
-
-    def event(self, population: Population, steps: int) -> Any:
-        """Of the larger of two neighbouring sets: one user more than there are."""
-        prob, users = self.sampling_probability(population), population.num_users + 1
-        # proof: truncated-event-1
-        return accounting.events.truncated_poisson(self.sigma, prob, users, self.cohort_cap, steps)
+        return TruncatedPoisson(self.sampling_probability(population), self.cohort_cap)
 
     def told_sampling(self, population: Population) -> str:
         """As ULS, and the cap."""

@@ -27,7 +27,6 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from dpfl_jax import accounting
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import (
     LossFn,
@@ -42,6 +41,7 @@ from dpfl_jax.mechanisms.local_steps import bounded_updates
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Poisson, UserSampler, check_probability
 from dpfl_jax.sampling.contribution import check_group_size
+from dpfl_jax.sampling.schemes import AtRate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,6 @@ class ULS(Mechanism):
     local_epochs: int = 1
 
     kind: ClassVar[str] = "uls"
-    accountant: ClassVar[str] = "PLD, Poisson-subsampled Gaussian (exact up to rounding upwards)"
 
     def __post_init__(self) -> None:
         """Validates the fields."""
@@ -143,12 +142,15 @@ class ULS(Mechanism):
             f"set mechanism.cohort_size to at most {population.num_users}, or use more data",
         )
 
-    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
-        """Samples users by Poisson, and examples within each, afresh at each step."""
-        prob = self.sampling_probability(self.population(user_offsets))
+    def scheme(self, population: Population) -> AtRate:
+        """Each user by a coin."""
         # proof: uls-sampling-1
-        law = Poisson(len(user_offsets) - 1, prob)
-        return UserSampler(law, np.asarray(user_offsets), self.group_size, key)
+        return Poisson(self.sampling_probability(population))
+
+    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
+        """Draws users, and examples within each, afresh at each step."""
+        scheme = self.scheme(self.population(user_offsets))
+        return UserSampler(scheme, np.asarray(user_offsets), self.group_size, key)
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
         """The mean of the losses of the user's examples."""
@@ -182,11 +184,6 @@ class ULS(Mechanism):
     def units(self, examples: PyTree, example_mask: Any) -> PyTree:
         """A user is ``{"examples": [group_size, ...], "mask": bool [group_size]}``."""
         return {"examples": examples, "mask": example_mask}
-
-    def event(self, population: Population, steps: int) -> Any:
-        """Poisson-subsampled Gaussian over users (Theorem 2); group_size does not matter."""
-        prob = self.sampling_probability(population)
-        return accounting.events.uls(self.sigma, prob, steps)
 
     def told_sampling(self, population: Population) -> str:
         """Poisson over users."""

@@ -5,7 +5,6 @@ from dpfl_jax.noise.banded_inverse import (
     banded_inverse,
     inverse_column,
     inverse_error,
-    inverse_multiplied,
     inverse_strategy,
     redrawn,
     redrawn_rows,
@@ -16,7 +15,6 @@ from dpfl_jax.noise.buffered import (
     buffered_column,
     buffered_error,
     buffered_strategy,
-    multiplied,
 )
 from dpfl_jax.noise.exact import compiler_options
 from dpfl_jax.noise.gaussian import GaussianNoise
@@ -41,9 +39,7 @@ __all__ = [
     "compiler_options",
     "inverse_column",
     "inverse_error",
-    "inverse_multiplied",
     "inverse_strategy",
-    "multiplied",
     "once",
     "prefix_error",
     "redrawn",

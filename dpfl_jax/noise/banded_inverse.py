@@ -55,11 +55,6 @@ def inverse_column(taken: tuple[float, ...], steps: int) -> np.ndarray:
     return np.maximum.accumulate(column[::-1])[::-1]
 
 
-def inverse_multiplied(taken: tuple[float, ...], rows: np.ndarray) -> np.ndarray:
-    """C G, for ``rows`` G along the last axis."""
-    return np.asarray(signal.lfilter([1.0], _bands(taken), rows))
-
-
 def inverse_error(taken: tuple[float, ...], steps: int, workload: Workload = PREFIX_SUMS) -> float:
     """``Workload.error`` of these bands, in ``steps`` steps."""
     return workload.error(signal.lfilter(_bands(taken), [1.0], workload.response(steps)))

@@ -51,11 +51,6 @@ def buffered_column(buffers: Buffers, steps: int) -> np.ndarray:
     return np.r_[1.0, np.minimum(column[1:] * upwards, 1.0)]
 
 
-def multiplied(buffers: Buffers, rows: np.ndarray) -> np.ndarray:
-    """C G, for ``rows`` G along the last axis."""
-    return rows + sum(w * _delayed(d, rows) for d, w in zip(*buffers, strict=True))
-
-
 def buffered_error(buffers: Buffers, steps: int, workload: Workload = PREFIX_SUMS) -> float:
     """``Workload.error`` of these buffers, in ``steps`` steps."""
     decays, scales = map(np.asarray, buffers)

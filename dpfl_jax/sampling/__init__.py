@@ -10,34 +10,34 @@ from dpfl_jax.sampling.contribution import (
     limited_size,
 )
 from dpfl_jax.sampling.hosts import Share, share_of
-from dpfl_jax.sampling.laws import (
+from dpfl_jax.sampling.personalized import PersonalizedPoisson
+from dpfl_jax.sampling.schemes import (
+    Cyclic,
     CyclicPoisson,
     FixedSize,
-    Law,
     Poisson,
+    PoissonWithDropout,
     RandomAllocation,
-    Staying,
+    Scheme,
     TruncatedPoisson,
-    Turns,
     poisson_indices,
 )
-from dpfl_jax.sampling.personalized import PersonalizedPoisson
 from dpfl_jax.sampling.units import ExampleSampler, UserSampler
 
 __all__ = [
+    "Cyclic",
     "CyclicPoisson",
     "Draw",
     "ExampleSampler",
     "FixedSize",
-    "Law",
     "PersonalizedPoisson",
     "Poisson",
+    "PoissonWithDropout",
     "RandomAllocation",
     "Sampler",
+    "Scheme",
     "Share",
-    "Staying",
     "TruncatedPoisson",
-    "Turns",
     "UserSampler",
     "check_probability",
     "choose_within_users",

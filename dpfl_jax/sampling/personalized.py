@@ -1,15 +1,14 @@
-"""Laws in which units differ: own probabilities, and silos first, records then."""
+"""The sampling scheme in which units differ: each has a probability of its own."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
 
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling.laws import check_population, poisson_indices
+from dpfl_jax.sampling.schemes import check_population, poisson_indices
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,7 +20,6 @@ class PersonalizedPoisson:
     """
 
     probs: np.ndarray
-    name: ClassVar[str] = "personalized-poisson"
 
     def __post_init__(self) -> None:
         """Validates the probabilities."""
@@ -31,40 +29,41 @@ class PersonalizedPoisson:
             raise BadInputError("every sampling probability must be a number in [0, 1]")
         object.__setattr__(self, "probs", probs)
 
-    @property
-    def population(self) -> int:
-        """Number of units."""
-        return len(self.probs)
-
-    @property
-    def expected_size(self) -> float:
+    def expected_size(self, population: int) -> float:
         """Sum of the probabilities."""
+        del population
         return float(self.probs.sum())
 
-    def size_bound(self, tail: float = 1e-15) -> int:
+    def size_bound(self, population: int, tail: float = 1e-15) -> int:
         """Bernstein's bound: a size that a draw exceeds with probability at most ``tail``."""
         log = -np.log(tail)
         variance = float((self.probs * (1 - self.probs)).sum())
         slack = log / 3 + np.sqrt(log * log / 9 + 2 * variance * log)
-        return min(int(np.count_nonzero(self.probs)), int(np.ceil(self.expected_size + slack)))
+        return min(
+            int(np.count_nonzero(self.probs)), int(np.ceil(self.expected_size(population) + slack))
+        )
 
-    def describe(self, units: str) -> str:
+    def describe(self, population: int, units: str) -> str:
         """One line for the report."""
         return (
-            f"Poisson over {self.population} {units}, each with its own probability "
+            f"Poisson over {population} {units}, each with its own probability "
             f"({self.probs.min():.6g} to {self.probs.max():.6g})"
         )
 
-    def indices(self, key: RootKey, step: int) -> np.ndarray:
+    def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
         """Returns the indices of ``step``.
 
         Thinning: coins of the largest probability for all, then a second coin for those drawn; the
-        same law as one coin each, at a cost that follows the draw.
+        same distribution as one coin each, at a cost that follows the draw.
         """
+        if population != len(self.probs):
+            raise BadInputError(
+                f"there are {len(self.probs)} sampling probabilities, but {population} units"
+            )
         rng = key.numpy("sampling", step)
         most = float(self.probs.max())
         if most == 0.0:
             return np.zeros(0, np.int64)
         # proof: rpdp-sampling-1
-        drawn = poisson_indices(rng, self.population, most)
+        drawn = poisson_indices(rng, population, most)
         return drawn[rng.random(len(drawn)) * most < self.probs[drawn]]

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from dpfl_jax.accounting import cells
 from dpfl_jax.clipping import join
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.owners import whole_of
@@ -240,7 +241,8 @@ class WithCanaries(Central):
             return None
         seen = result.seen.astype(np.float32)
         seen[:, result.steps :] = np.nan  # nothing was released
-        seen = self.mechanism.along(seen, self.inside, self._drawn)
+        matrix = self.mechanism.matrix(self.steps)
+        seen = cells.audit_statistic(matrix, seen, self.inside, self._drawn)
         return RunAudit(
             self.inside,
             seen,

@@ -98,7 +98,7 @@ class Central(Algorithm):
         self.optimizer, self.steps, self.delta = optimizer, plan.steps, plan.delta
         self.mesh, self.trainable, self.given = plan.mesh, trainable, params
         self.private = plan.mechanism.private
-        self.movable = not plan.mechanism.remembers
+        self.movable = not plan.mechanism.is_stateful(plan.population)
         self.random, self.shipped = plan.random(loss_fn), plan.shipped(loss_fn)
         if plan.execution.packing:
             check_packed_loss(loss_fn, plan.data, params)

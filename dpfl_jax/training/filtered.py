@@ -191,7 +191,7 @@ class _Everybody:
     key: RootKey
 
     def draw(self, part: int) -> Draw:
-        last = min((part + 1) * self.width, self.sampler.law.population)
+        last = min((part + 1) * self.width, self.sampler.population)
         units = np.arange(part * self.width, last)
         if isinstance(self.sampler, ExampleSampler):
             return Draw(units, self.sampler.positions[units])
@@ -243,13 +243,13 @@ class FilteredSteps(CentralSteps):
             first, end = at - into, min(at - into + run.every, run.steps)
             spending = self._before(stretch) if not into else self._restored(stretch)
             self.hidden = run.placed(spending.hidden(self.key, stretch))
-            law: Any = self.sampler.law
+            scheme: Any = self.sampler.scheme
             # proof: individual-sampling-1
             left = run.filter.steps_left(spending.spent, spending.levels, run.every, run.parts)
-            staying = dataclasses.replace(law, until=first + left[self.owners])
+            staying = dataclasses.replace(scheme, until=first + left[self.owners])
             pipeline = dataclasses.replace(
                 self.pipeline,
-                sampler=dataclasses.replace(self.sampler, law=staying),
+                sampler=dataclasses.replace(self.sampler, scheme=staying),
                 per_unit=run.bounds[spending.levels][self.owners],
             )
             for batch in pipeline.iterate(at, end):

@@ -125,7 +125,7 @@ class Bench:
         )
         cohort = None
         if self.participation < 1:
-            cohort = Poisson(self.data.num_silos, self.participation)
+            cohort = Poisson(self.participation)
         return Federation(plans, self.rounds, 1, cohort)
 
     def personal(

@@ -43,8 +43,8 @@ def store():
 
 def samplers(store):
     everything = np.arange(store.num_examples)
-    yield ExampleSampler(Poisson(len(everything), 0.05), everything, KEY), None
-    users = UserSampler(Poisson(store.num_users, 0.4), store.user_offsets, 8, KEY)
+    yield ExampleSampler(Poisson(0.05), everything, KEY), None
+    users = UserSampler(Poisson(0.4), store.user_offsets, 8, KEY)
     yield users, None
     yield users, bucket_group_sizes(8)
 
@@ -104,7 +104,7 @@ def test_raw_records_unpack_on_the_device(vocab_size):
 
     store = ArrayStore.from_users(((f"u{u}", examples(n)) for u, n in enumerate(COUNTS)), schema)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    sampler = UserSampler(Poisson(store.num_users, 0.4), store.user_offsets, 8, KEY)
+    sampler = UserSampler(Poisson(0.4), store.user_offsets, 8, KEY)
     raw = Pipeline(store, sampler, 8, (2, 8), mesh, compact=True)
     plain = Pipeline(store, sampler, 8, (2, 8), mesh)
     for step in range(3):
@@ -195,7 +195,7 @@ class Counting:
         return self.store.read(positions)
 store = open_store(path)
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-sampler = UserSampler(Poisson(store.num_users, 0.4), store.user_offsets, 8, RootKey.from_seed(3))
+sampler = UserSampler(Poisson(0.4), store.user_offsets, 8, RootKey.from_seed(3))
 pipeline = Pipeline(Counting(store), sampler, 8, bucket_group_sizes(8), mesh)
 out = []
 for batch in pipeline.iterate(0, 4):

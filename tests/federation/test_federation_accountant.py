@@ -185,7 +185,7 @@ def test_cohorts_bound_how_many_silos_meet_in_a_round():
     all_silos = uniform(
         HiGradAvgDP, 500, 8, 5, 10, batch_size=20, max_items_per_subject=3, noise_multiplier=4.0
     )
-    some = dataclasses.replace(all_silos, cohort=FixedSize(8, 2))
+    some = dataclasses.replace(all_silos, cohort=FixedSize(2))
     two = dataclasses.replace(all_silos, max_silos_per_subject=2)
     assert federated_epsilon(some, DELTA) == pytest.approx(federated_epsilon(two, DELTA))
     assert federated_epsilon(some, DELTA) < federated_epsilon(all_silos, DELTA)

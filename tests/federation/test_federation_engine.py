@@ -193,12 +193,12 @@ def test_optimizer_state_is_kept_or_reset():
 def test_cohorts_are_drawn_by_round_and_empty_ones_are_rounds():
     data = make_data(silos=8, records=300, only={5: 0})
     federation = make_federation(data, MECHANISMS["local_item"])
-    fixed = dataclasses.replace(federation, cohort=FixedSize(8, 3))
+    fixed = dataclasses.replace(federation, cohort=FixedSize(3))
     drawn = [fixed.cohort_of(KEY, r) for r in range(40)]
     assert all(len(c) <= 3 and 5 not in c for c in drawn)
     assert len({tuple(c) for c in drawn}) > 10
     np.testing.assert_array_equal(drawn[7], fixed.cohort_of(KEY, 7))
-    rare = dataclasses.replace(federation, cohort=Poisson(8, 0.05))
+    rare = dataclasses.replace(federation, cohort=Poisson(0.05))
     mesh = data_parallel_mesh(jax.devices()[:1])
     builder = RoundBuilder(rare, data, KEY, mesh)
     sizes = [len(list(pieces)) for _, pieces in builder.prefetch(0, 30)]

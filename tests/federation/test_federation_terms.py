@@ -188,7 +188,7 @@ def test_rates_are_accounted_for_what_runs():
         return Federation((SiloPlan(mechanism, facts, steps),) * 2, 5, 1, cohort)
 
     setting = TwoStage(1.0, 2, 5, 0.5, 1e-5)
-    half = Poisson(2, 0.5)
+    half = Poisson(0.5)
     assert federated_epsilon(federation(setting, cohort=half), 1e-5) > 0
     for made in (
         federation(setting),

@@ -178,7 +178,7 @@ def check_personal(silos, records, budgets, policy, setting):
         for silo in data.silos
     )
     prob = setting.participation_prob
-    cohort = Poisson(silos, prob) if prob < 1 else None
+    cohort = Poisson(prob) if prob < 1 else None
     federation = with_rates(
         Federation(plans, setting.rounds, 1, cohort), data, made, setting, [1.0] * silos
     )

@@ -202,7 +202,7 @@ def test_equal_budgets_are_uniform_sampling():
     for i, plan in enumerate(federation.silos):
         silo = data.silos[i]
         mine = plan.mechanism.select(silo, KEY, 7)
-        assert mine.tolist() == Poisson(silo.num_records, rate).indices(KEY, 7).tolist()
+        assert mine.tolist() == Poisson(rate).indices(KEY, 7, silo.num_records).tolist()
         same = LocalItemDP(sampling_prob=rate, clip_norm=0.7, noise_multiplier=3.0)
         expected = plan.mechanism.expected_batch
         own = dataclasses.replace(plan.mechanism, expected_batch=same.divisor(plan.facts))

@@ -10,7 +10,7 @@ from dpfl_jax.data import ArrayStore
 from dpfl_jax.mechanisms import Individual, IndividualELS
 from dpfl_jax.mechanisms.batches import step_arguments
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import Staying
+from dpfl_jax.sampling import PoissonWithDropout
 from dpfl_jax.training.filtered import Filtered, FilteredSteps, Spending
 
 SIZES = np.array([0.02, 0.1, 0.3, 0.6, 0.95, 5.0])  # of gradients, over the clip norm
@@ -50,14 +50,14 @@ def made(data, steps=40, key=0, execution=None, loss=loss_fn, width=2, kind=Indi
 
 def taken(steps):
     """Of a run whose model stays as it is: (users drawn, levels, clipped sum) of each step."""
-    drawn, indices, found = {}, Staying.indices, []
+    drawn, indices, found = {}, PoissonWithDropout.indices, []
 
-    def noted(self, key, step):
-        drawn[step] = indices(self, key, step)
+    def noted(self, key, step, population):
+        drawn[step] = indices(self, key, step, population)
         return drawn[step]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Staying, "indices", noted)
+        patch.setattr(PoissonWithDropout, "indices", noted)
         for number, batch in steps.inputs():
             arguments = step_arguments(steps.run.mechanism, batch)
             total, _ = steps.compiled.sum(steps.params, *arguments, steps.run.frozen)

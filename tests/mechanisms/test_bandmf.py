@@ -17,7 +17,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import ULS, BandMF, Population
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import Poisson, UserSampler
+from dpfl_jax.sampling import CyclicPoisson, Poisson
 
 COLUMN = (0.75, 0.5, 0.4375)
 
@@ -109,15 +109,11 @@ def test_epsilon_midway_is_that_of_the_first_group_and_only_grows():
 def test_a_user_in_every_turn_is_seen(monkeypatch):
     """Users drawn as by ULS, at the probability of a group."""
 
-    def everybody(self, user_offsets, key):
-        law = Everybody(len(user_offsets) - 1, self.sampling_probability(None))
-        return UserSampler(law, np.asarray(user_offsets), self.group_size, key)
+    def indices(self, key, step, population):
+        return Poisson(self.prob).indices(key, step, population)
 
-    class Everybody(Poisson):
-        def group_of(self, key):
-            return np.zeros(self.population, int)
-
-    monkeypatch.setattr(BandMF, "sampler", everybody)
+    monkeypatch.setattr(CyclicPoisson, "indices", indices)
+    monkeypatch.setattr(CyclicPoisson, "group_of", lambda self, key, n: np.zeros(n, int))
     found = audit(bench.SOUND["bandmf"](4.0, 7, 4000), 0.999)
     assert found.proved > found.claimed, str(found)
 
@@ -145,7 +141,8 @@ def test_too_large_a_cohort_and_no_strategy_are_one_sentence():
         mechanism.noise_transform()
 
 
-def test_more_than_one_band_remembers():
-    assert BandMF(group_size=1, cohort_size=2, bands=2).remembers
-    assert not BandMF(group_size=1, cohort_size=2, bands=1).remembers
-    assert not ULS(group_size=1, cohort_size=2).remembers
+def test_more_than_one_band_is_stateful():
+    population = Population(80, 160, 80)
+    assert BandMF(group_size=1, cohort_size=2, bands=2).is_stateful(population)
+    assert not BandMF(group_size=1, cohort_size=2, bands=1).is_stateful(population)
+    assert not ULS(group_size=1, cohort_size=2).is_stateful(population)

@@ -109,7 +109,7 @@ def test_every_step_has_the_same_shapes_and_every_unit_once(store):
 
 
 def test_a_draw_larger_than_the_buffer_gets_a_larger_one(store):
-    sampler = UserSampler(Poisson(store.num_users, 0.9), store.user_offsets, 4, KEY)
+    sampler = UserSampler(Poisson(0.9), store.user_offsets, 4, KEY)
     pipeline = Pipeline(store, sampler, 8, (2, 4), capacities=(1, 1))
     batch = pipeline.build(0)
     assert sum(b.unit_mask.sum() for b in batch.buckets) == sampler.draw(0).size > 100

@@ -5,15 +5,16 @@ import math
 
 import numpy as np
 import pytest
+from scipy import linalg
 
 from benchmarks import audit as bench
-from dpfl_jax.accounting import epsilon, events
+from dpfl_jax.accounting import cells, epsilon, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import BLT, Allocation, Population
-from dpfl_jax.noise import buffered_column, multiplied
+from dpfl_jax.noise import buffered_column
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import Turns
+from dpfl_jax.sampling import Cyclic
 
 BUFFERS = {"decays": (0.75, 0.25), "scales": (0.5, 0.125)}
 PEOPLE = Population(100, 200, 100)
@@ -38,16 +39,16 @@ def test_the_guarantee_rests_on_no_sampling():
 def test_a_user_with_a_turn_more_is_seen(monkeypatch):
     """Turns twice as close as accounted."""
 
-    def indices(self, key, step):
-        half = self.once_in // 2
-        return np.flatnonzero(self.turn_of(key) % half == step % half)
+    def indices(self, key, step, population):
+        half = self.period // 2
+        return np.flatnonzero(self.turn_of(key, population) % half == step % half)
 
-    def turn_of(self, key):
-        return drawn(self, key) % (self.once_in // 2)
+    def turn_of(self, key, population):
+        return drawn(self, key, population) % (self.period // 2)
 
-    drawn = Turns.turn_of
-    monkeypatch.setattr(Turns, "turn_of", turn_of)
-    monkeypatch.setattr(Turns, "indices", indices)
+    drawn = Cyclic.turn_of
+    monkeypatch.setattr(Cyclic, "turn_of", turn_of)
+    monkeypatch.setattr(Cyclic, "indices", indices)
     found = audit(bench.SOUND["blt"](4.0, 7, 4000), 0.999)
     assert found.proved > found.claimed, str(found)
 
@@ -58,13 +59,13 @@ def test_a_run_that_ended_early_is_attacked_by_its_steps():
     sampler = made.sampler(np.arange(101), RootKey.from_seed(0))
     seen = np.full((100, 8), np.nan)
     seen[:, :3] = np.random.default_rng(0).normal(size=(100, 3))
-    found = made.along(seen, np.ones(100, bool), sampler)
-    turns = sampler.law.turn_of(sampler.key)
+    found = cells.audit_statistic(made.matrix(8), seen, np.ones(100, bool), sampler)
+    turns = sampler.scheme.turn_of(sampler.key, 100)
     assert found.shape == (100, 1)
     assert np.isnan(found[turns == 3, 0]).all()
-    rows = multiplied(made.chosen, seen[:, :3])
-    np.testing.assert_allclose(found[turns == 2, 0], rows[turns == 2, 2])
     column = buffered_column(made.chosen, 3)
+    rows = seen[:, :3] @ linalg.toeplitz(column, np.zeros(3)).T
+    np.testing.assert_allclose(found[turns == 2, 0], rows[turns == 2, 2])
     np.testing.assert_allclose(
         found[turns == 0, 0], rows[turns == 0] @ column / np.linalg.norm(column)
     )

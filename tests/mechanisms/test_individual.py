@@ -195,8 +195,9 @@ def test_bounds_do_not_tell_who_was_drawn(monkeypatch):
     norms = FilteredSteps.compute_norms
 
     def of_those_drawn(self, stretch):
-        law = dataclasses.replace(self.sampler.law, until=np.full(self.run.users, 10))
-        drawn = law.indices(self.key, max(5 * stretch - 1, 0))
+        users = self.run.users
+        scheme = dataclasses.replace(self.sampler.scheme, until=np.full(users, 10))
+        drawn = scheme.indices(self.key, max(5 * stretch - 1, 0), users)
         found = np.full(self.run.users, np.inf, np.float32)
         found[drawn] = norms(self, stretch)[drawn]
         return found

@@ -22,7 +22,7 @@ def test_els_limits_once_and_samples_what_it_accounts():
     assert (population.num_users, population.num_examples, population.num_units) == (5, 22, 12)
     sampler = mechanism.sampler(OFFSETS, KEY)
     assert len(sampler.positions) == 12
-    assert sampler.law.prob == mechanism.sampling_probability(population) == 4 / 12
+    assert sampler.scheme.prob == mechanism.sampling_probability(population) == 4 / 12
     assert sampler.expected_size == pytest.approx(mechanism.divisor)
     again = mechanism.sampler(OFFSETS, KEY)
     np.testing.assert_array_equal(sampler.positions, again.positions)
@@ -36,14 +36,14 @@ def test_uls_samples_users():
     population = mechanism.population(OFFSETS)
     assert population.num_units == 5
     sampler = mechanism.sampler(OFFSETS, KEY)
-    assert sampler.law.prob == mechanism.sampling_probability(population) == 0.4
+    assert sampler.scheme.prob == mechanism.sampling_probability(population) == 0.4
     assert sampler.expected_size == pytest.approx(mechanism.divisor)
     assert mechanism.event(population, 7).event.sampling_probability == 0.4
 
 
 def test_declared_probabilities_do_not_depend_on_the_data():
     mechanism = ULS(group_size=2, cohort_size=3, sampling_prob=0.25, noise_multiplier=1.0)
-    assert mechanism.sampler(OFFSETS, KEY).law.prob == 0.25
+    assert mechanism.sampler(OFFSETS, KEY).scheme.prob == 0.25
     assert mechanism.divisor == 3.0
 
 

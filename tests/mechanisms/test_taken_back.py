@@ -179,7 +179,7 @@ def test_a_plan_chooses_what_is_taken_back_and_keeps_it():
     for kind, chosen in (("blt", "decays"), ("banded_inverse", "taken")):
         empty = dataclasses.replace(made(kind, cohort_size=21), **dict.fromkeys(MADE[kind][1]))
         assert empty.once_in(PEOPLE) == 5
-        assert empty.remembers
+        assert empty.is_stateful(PEOPLE)
         with pytest.raises(BadInputError, match="or horizon yet"):
             empty.noise_transform()
         planned = empty.calibrate(PEOPLE, 40, 4.0, 1e-5)

@@ -15,10 +15,10 @@ KEY = RootKey.from_seed(3)
 
 def test_draws_are_poisson_s_cut_at_random():
     """False-alarm rate 1e-6."""
-    law, free = TruncatedPoisson(60, 0.5, 30), Poisson(60, 0.5)
+    scheme, free = TruncatedPoisson(0.5, 30), Poisson(0.5)
     counts, cut = np.zeros(60), 0
     for step in range(2000):
-        drawn, all_of_them = law.indices(KEY, step), free.indices(KEY, step)
+        drawn, all_of_them = scheme.indices(KEY, step, 60), free.indices(KEY, step, 60)
         assert len(drawn) == min(30, len(all_of_them))
         assert set(drawn) <= set(all_of_them)
         assert (np.diff(drawn) > 0).all()
@@ -30,8 +30,8 @@ def test_draws_are_poisson_s_cut_at_random():
     # Sizes are not independent of who is drawn: variances are a little below the binomial's.
     z2 = ((counts - expected) ** 2).sum() / (expected * (1 - expected / 2000))
     assert z2 < stats.chi2.isf(1e-6, 60)
-    assert law.size_bound() == 30
-    assert TruncatedPoisson(60, 0.5, 100).size_bound() == free.size_bound()
+    assert scheme.size_bound(60) == 30
+    assert TruncatedPoisson(0.5, 100).size_bound(60) == free.size_bound(60)
 
 
 def test_the_event_is_that_of_one_user_more_and_a_high_cap_costs_nothing():
@@ -54,4 +54,4 @@ def test_a_cap_for_a_budget_and_one_that_is_too_small():
     with pytest.raises(BadInputError, match="cohort_cap is 10, less than the expected 20 users"):
         Truncated(group_size=1, cohort_size=20, cohort_cap=10)
     with pytest.raises(BadInputError, match="cap of a draw is 0"):
-        TruncatedPoisson(10, 0.5, 0)
+        TruncatedPoisson(0.5, 0)

@@ -8,13 +8,12 @@ import pytest
 from noising import Recorded, buffered_matrix, key_of, released
 
 from dpfl_jax.accounting import events
-from dpfl_jax.mechanisms import BLT, ULS, Population
+from dpfl_jax.mechanisms import BLT, Population
 from dpfl_jax.noise import (
     Noise,
     buffered,
     buffered_column,
     buffered_strategy,
-    multiplied,
     transformation,
 )
 
@@ -28,8 +27,6 @@ def test_the_column_is_that_of_its_matrix_upwards_and_never_grows():
             np.testing.assert_allclose(column, made[:, 0], rtol=1e-12)
             assert (column >= made[:, 0]).all()
             assert (np.diff(column) <= 0).all()
-    rows = np.random.default_rng(0).normal(size=(3, 20))
-    np.testing.assert_allclose(multiplied(BUFFERS, rows), rows @ buffered_matrix(BUFFERS, 20).T)
 
 
 @pytest.mark.parametrize("buffers", [((0.0,), (0.0,)), ((0.9, 0.5), (0.0, 0.0))])
@@ -63,7 +60,7 @@ def test_what_a_unit_adds_is_moved_as_accounted_among_sums_that_are_far_larger()
             total = np.float32(1e5 * way) + np.float32(extra * (step % 50 == 0) * 2**-6 * own)
             sums.append(total.astype(float))
             _, state = transform.update({"w": jnp.asarray(total)}, state, noise_key=key_of(step))
-        wanted = multiplied(buffers, np.array(sums).T).T
+        wanted = buffered_matrix(buffers, steps) @ np.array(sums)
         np.testing.assert_allclose(noise.rows, wanted, rtol=1e-9)
         found.append((np.array(noise.rows), wanted))
     moved, wanted = (b - a for a, b in zip(*found, strict=True))
@@ -79,4 +76,3 @@ def test_the_grid_of_exact_noise_is_fine_enough_for_every_row():
     for t in range(1, steps + 1):
         reach = np.linalg.norm(column) * math.sqrt(t / steps)
         assert 3.0 / made.event(population, t).noise_multiplier >= reach * (1 - 1e-12)
-    assert not ULS(group_size=1, cohort_size=20).remembers

@@ -12,13 +12,13 @@ ALARM = 1e-6
 KEY = RootKey.from_seed(5)
 
 
-def turns(law, stretches, key=KEY):
+def turns(units, period, stretches, key=KEY):
     """The step of each unit in each stretch, int [stretches, units]; exactly one, or it fails."""
-    found = np.full((stretches, law.population), -1)
-    for step in range(stretches * law.once_in):
-        drawn = law.indices(key, step)
+    found = np.full((stretches, units), -1)
+    for step in range(stretches * period):
+        drawn = RandomAllocation(period).indices(key, step, units)
         assert (np.diff(drawn) > 0).all()
-        stretch, turn = divmod(step, law.once_in)
+        stretch, turn = divmod(step, period)
         assert (found[stretch, drawn] == -1).all()
         found[stretch, drawn] = turn
     assert found.min() >= 0
@@ -26,7 +26,7 @@ def turns(law, stretches, key=KEY):
 
 
 def test_every_unit_is_drawn_exactly_once_in_every_stretch_and_uniformly():
-    found = turns(RandomAllocation(300, 8), 200)
+    found = turns(300, 8, 200)
     assert stats.chisquare(np.bincount(found.ravel(), minlength=8)).pvalue > ALARM
     # Of a unit in two stretches in a row, and of two units in one: independent.
     for a, b in ((found[:-1], found[1:]), (found[:, :-1], found[:, 1:])):
@@ -35,25 +35,25 @@ def test_every_unit_is_drawn_exactly_once_in_every_stretch_and_uniformly():
 
 
 def test_a_step_is_drawn_without_those_before_it():
-    law = RandomAllocation(100, 7)
-    later = law.indices(KEY, 1000)
-    np.testing.assert_array_equal(RandomAllocation(100, 7).indices(KEY, 1000), later)
-    assert not np.array_equal(law.indices(KEY.child("other"), 1000), later)
+    scheme = RandomAllocation(7)
+    later = scheme.indices(KEY, 1000, 100)
+    np.testing.assert_array_equal(RandomAllocation(7).indices(KEY, 1000, 100), later)
+    assert not np.array_equal(scheme.indices(KEY.child("other"), 1000, 100), later)
 
 
 def test_who_is_last_moves_nobody():
     """With one key, too: the others' steps do not depend on how many follow them."""
     for users in (5, 64, 333):
-        more = turns(RandomAllocation(users + 1, 4), 3)
-        np.testing.assert_array_equal(turns(RandomAllocation(users, 4), 3), more[:, :-1])
+        more = turns(users + 1, 4, 3)
+        np.testing.assert_array_equal(turns(users, 4, 3), more[:, :-1])
 
 
 def test_what_is_expected_and_bounded():
-    law = RandomAllocation(1000, 25)
-    assert law.expected_size == 40
-    assert stats.binom.sf(law.size_bound(1e-9), 1000, 0.04) <= 1e-9
-    assert "in one of every 25 steps" in law.describe("users")
+    scheme = RandomAllocation(25)
+    assert scheme.expected_size(1000) == 40
+    assert stats.binom.sf(scheme.size_bound(1000, 1e-9), 1000, 0.04) <= 1e-9
+    assert "in one of every 25 steps" in scheme.describe(1000, "users")
     for wrong in (0, 2.5, float("nan")):
-        with pytest.raises(BadInputError, match=f"once_in is {wrong}"):
-            RandomAllocation(10, wrong)
-    assert len(RandomAllocation(100, 10**9).indices(KEY, 0)) == 0  # as fast as with few steps
+        with pytest.raises(BadInputError, match=f"period is {wrong}"):
+            RandomAllocation(wrong)
+    assert len(RandomAllocation(10**9).indices(KEY, 0, 100)) == 0  # as fast as with few steps

@@ -23,11 +23,11 @@ STEPS = 4000
 
 
 def examples(positions, prob):
-    return ExampleSampler(Poisson(len(positions), prob), positions, KEY)
+    return ExampleSampler(Poisson(prob), positions, KEY)
 
 
 def users(offsets, prob, group_size):
-    return UserSampler(Poisson(len(offsets) - 1, prob), offsets, group_size, KEY)
+    return UserSampler(Poisson(prob), offsets, group_size, KEY)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_bounds_on_users_by_how_many_examples_they_hold(law):
     offsets = np.r_[0, np.cumsum(sizes_of_users)]
     sizes, prob = (1, 2, 4, 8), 0.3
     if law:
-        sampler = UserSampler(FixedSize(467, 140), offsets, 8, KEY)
+        sampler = UserSampler(FixedSize(140), offsets, 8, KEY)
         # A law may draw users together: no less than all of a sort is sure.
         assert sampler.bucket_bounds(sizes) == (140, 100, 40, 25)
     else:

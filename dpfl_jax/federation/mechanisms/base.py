@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from dpfl_jax.accounting import NoiseLaw
+from dpfl_jax.accounting.cells import Contribution, NoisedSums
 from dpfl_jax.clipping import BoundedSum, Rule, Standard, bounded_grad
 from dpfl_jax.config.kinds import SILOS, Named
 from dpfl_jax.errors import BadInputError
@@ -133,8 +134,12 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         """What must be equal in all silos: one program and one kind of event serves them."""
         return (type(self), self.sampling, self.noise)
 
+    def num_units(self, facts: SiloFacts) -> int:
+        """Units of a silo that may be drawn: its records."""
+        return facts.num_records
+
     def probability(self, facts: SiloFacts) -> float:
-        """Q of each record; a silo smaller than its batch takes all its records at every step."""
+        """Of each record; a silo smaller than its batch takes all its records at every step."""
         if self.sampling_prob is not None:
             return self.sampling_prob
         assert self.batch_size is not None
@@ -147,7 +152,7 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
     def divisor(self, facts: SiloFacts) -> float:
         """Expected number of units of a step: a constant, never the realised number."""
         # proof: divisor-1
-        return max(self.probability(facts) * facts.num_records, 1.0)
+        return max(self.probability(facts) * self.num_units(facts), 1.0)
 
     def at_round(self, round_index: int) -> SiloMechanism:
         """The mechanism in a round; only mechanisms whose units may leave differ by round."""
@@ -165,15 +170,16 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         return self.assemble(silo, self.select(silo, key, step), key, step)
 
     def select(self, silo: Silo, key: RootKey, step: int) -> np.ndarray:
-        """Local records of a step, int64 [m], sorted."""
-        if silo.num_records == 0:
+        """Local records (or subjects) of a step, int64 [m], sorted."""
+        facts = SiloFacts.of(silo)
+        prob, units = self.probability(facts), self.num_units(facts)
+        if units == 0:
             return np.zeros(0, np.int64)
-        prob = self.probability(SiloFacts.of(silo))
         if self.sampling == "fixed":
-            size = min(silo.num_records, max(1, round(prob * silo.num_records)))
-            return FixedSize(silo.num_records, size).indices(key, step)
+            size = min(units, max(1, round(prob * units)))
+            return FixedSize(size).indices(key, step, units)
         # proof: records-1
-        return Poisson(silo.num_records, prob).indices(key, step)
+        return Poisson(prob).indices(key, step, units)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Makes units of the local records ``chosen``; here each is its own."""
@@ -192,7 +198,7 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
 
     def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
         """A number of units, public, that draws of a silo with these facts seldom exceed."""
-        return binomial_bound(facts.num_records, self.probability(facts), tail)
+        return binomial_bound(self.num_units(facts), self.probability(facts), tail)
 
     def most_units(self, facts: SiloFacts) -> int:
         """A public number, no smaller than ``size_bound`` of any silo with these facts."""
@@ -256,13 +262,25 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
 
     # ---- what is accounted -----------------------------------------------------------------
 
-    @abc.abstractmethod
+    def contribution(self, unit: str) -> Contribution | None:
+        """What one record, or one subject, has in a draw; None: it is what is drawn."""
+        del unit
+        return None
+
     def event(self, facts: SiloFacts, steps: int) -> Any:
         """The event of ``steps`` local steps for one unit (``unit``) of this silo."""
+        return self._event(facts, steps, self.unit)
 
     def subject_event(self, facts: SiloFacts, steps: int) -> Any:
         """The same for one subject, whatever the mechanism's own unit."""
-        return self.event(facts, steps)
+        if self.unit == "subject":
+            return self.event(facts, steps)
+        return self._event(facts, steps, "subject")
+
+    def _event(self, facts: SiloFacts, steps: int, unit: str) -> Any:
+        scheme, of = Poisson(self.probability(facts)), self.contribution(unit)
+        units = self.num_units(facts)
+        return NoisedSums(scheme, self.sigma, steps, units, contribution=of).event()
 
     def unsound(self) -> tuple[str, ...]:
         """Why no guarantee follows from ``event``; empty if one does."""

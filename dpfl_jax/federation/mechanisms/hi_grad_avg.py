@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting.cells import Contribution
 from dpfl_jax.clipping import GroupAverage, Rule, Standard
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
@@ -102,11 +102,10 @@ class HiGradAvgDP(SiloMechanism):
         """One record's loss, or the mean over a subject's records in the batch."""
         return mean_of_examples(loss_fn) if self.order == "average_then_clip" else loss_fn
 
-    def event(self, facts: SiloFacts, steps: int) -> Any:
-        """Poisson-subsampled Gaussian at 1 - (1-q)^K."""
-        return events.hi_grad_avg_dp(
-            self.sigma, self.probability(facts), self.max_items_per_subject, steps
-        )
+    def contribution(self, unit: str) -> Contribution:
+        """Of K records those in a batch are averaged: Poisson at 1 - (1-q)^K."""
+        del unit
+        return Contribution(units=self.max_items_per_subject, averaged=True)
 
     def unsound(self) -> tuple[str, ...]:
         """The first paper's denominator scales the noise by a private count."""

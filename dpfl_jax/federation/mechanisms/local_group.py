@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting.cells import Contribution
 from dpfl_jax.config.kinds import DERIVED
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
-from dpfl_jax.federation.mechanisms.base import SiloDraw, SiloFacts, SiloMechanism, runs_of
+from dpfl_jax.federation.mechanisms.base import SiloDraw, SiloMechanism, runs_of
 from dpfl_jax.randomness import RootKey
 
 
@@ -81,15 +81,10 @@ class LocalGroupDP(SiloMechanism):
             return min(self.batch_noise)
         return super().sigma
 
-    def event(self, facts: SiloFacts, steps: int) -> Any:
-        """A mixture of Gaussians with shifts min(Binomial(K, q), batch_cap)."""
-        return events.local_group_dp(
-            self.sigma,
-            self.probability(facts),
-            self.max_items_per_subject,
-            steps,
-            self.batch_cap,
-        )
+    def contribution(self, unit: str) -> Contribution:
+        """K records, at most ``batch_cap`` of them in a batch, each moving the sum by C."""
+        del unit
+        return Contribution(units=self.max_items_per_subject, cap=self.batch_cap)
 
     def unsound(self) -> tuple[str, ...]:
         """The paper's noise follows the private batch."""

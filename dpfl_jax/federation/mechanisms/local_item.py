@@ -11,10 +11,10 @@ Averaging", Algorithm 1's baseline.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from dpfl_jax.accounting import events
-from dpfl_jax.federation.mechanisms.base import SiloFacts, SiloMechanism
+from dpfl_jax.accounting.cells import Contribution
+from dpfl_jax.federation.mechanisms.base import SiloMechanism
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,13 +24,7 @@ class LocalItemDP(SiloMechanism):
     kind: ClassVar[str] = "local_item"
     unit: ClassVar[str] = "record"
 
-    def event(self, facts: SiloFacts, steps: int) -> Any:
-        """Poisson-subsampled Gaussian over records."""
+    def contribution(self, unit: str) -> Contribution | None:
+        """A subject has K records, each of which moves the sum by up to C."""
         # proof: local-item-event-1
-        return events.poisson(self.sigma, self.probability(facts), steps)
-
-    def subject_event(self, facts: SiloFacts, steps: int) -> Any:
-        """A subject of K records moves the sum by up to K C: a mixture of Gaussians."""
-        return events.local_group_dp(
-            self.sigma, self.probability(facts), self.max_items_per_subject, steps
-        )
+        return None if unit == "record" else Contribution(units=self.max_items_per_subject)

@@ -100,7 +100,7 @@ class RPDP(SiloMechanism):
         """Each record by its own coin."""
         if silo.num_records == 0:
             return np.zeros(0, np.int64)
-        return PersonalizedPoisson(self._rates(silo)).indices(key, step)
+        return PersonalizedPoisson(self._rates(silo)).indices(key, step, silo.num_records)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Every record for itself."""
@@ -122,7 +122,7 @@ class RPDP(SiloMechanism):
         """A batch size that a draw exceeds with probability at most ``tail``."""
         if silo.num_records == 0:
             return 0
-        return PersonalizedPoisson(self._rates(silo)).size_bound(tail)
+        return PersonalizedPoisson(self._rates(silo)).size_bound(silo.num_records, tail)
 
     def expected_records(self, facts: SiloFacts) -> float:
         """The declared number."""

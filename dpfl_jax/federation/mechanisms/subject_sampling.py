@@ -11,11 +11,10 @@ et al. 2024, Algorithm 2) inside each silo.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from dpfl_jax.accounting import events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.mechanisms.base import (
@@ -26,8 +25,7 @@ from dpfl_jax.federation.mechanisms.base import (
     mean_of_examples,
 )
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import FixedSize, Poisson, choose_within_users
-from dpfl_jax.sampling.base import binomial_bound
+from dpfl_jax.sampling import choose_within_users
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,26 +51,16 @@ class SubjectULS(SiloMechanism):
             raise BadInputError(f"group_size is {self.group_size}, but it must be at least 1")
 
     def probability(self, facts: SiloFacts) -> float:
-        """Q of each subject."""
+        """Of each subject."""
         if self.sampling_prob is not None:
             return self.sampling_prob
         assert self.batch_size is not None
         return min(1.0, self.batch_size / (self.group_size * max(facts.num_subjects, 1)))
 
-    def divisor(self, facts: SiloFacts) -> float:
-        """Expected number of subjects in a step."""
-        return max(self.probability(facts) * facts.num_subjects, 1.0)
-
-    def select(self, silo: Silo, key: RootKey, step: int) -> np.ndarray:
-        """Local subjects of a step."""
-        if silo.num_subjects == 0:
-            return np.zeros(0, np.int64)
-        prob = self.probability(SiloFacts.of(silo))
-        if self.sampling == "fixed":
-            size = min(silo.num_subjects, max(1, round(prob * silo.num_subjects)))
-            return FixedSize(silo.num_subjects, size).indices(key, step)
+    def num_units(self, facts: SiloFacts) -> int:
+        """Its subjects."""
         # proof: subject-uls-sampling-1
-        return Poisson(silo.num_subjects, prob).indices(key, step)
+        return facts.num_subjects
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Chooses up to G records of each subject, afresh at each step."""
@@ -87,16 +75,7 @@ class SubjectULS(SiloMechanism):
         del facts
         return self.group_size
 
-    def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
-        """A number of subjects that a draw exceeds with probability at most ``tail``."""
-        return binomial_bound(facts.num_subjects, self.probability(facts), tail)
-
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
         """The mean over the subject's records."""
         # proof: subject-uls-sensitivity-1
         return mean_of_examples(loss_fn)
-
-    def event(self, facts: SiloFacts, steps: int) -> Any:
-        """Poisson-subsampled Gaussian over subjects; K plays no part."""
-        # proof: subject-uls-event-1
-        return events.uls(self.sigma, self.probability(facts), steps)

@@ -1,0 +1,291 @@
+"""The proven cells: what a sampling scheme with a noise strategy costs one privacy unit.
+
+A mechanism's participation resolves to a scheme (``sampling.schemes``) and to what one privacy unit
+has in a draw (``Contribution``); its noise resolves to a ``StrategyMatrix``. ``cell_of`` looks the
+scheme's type and the matrix's kind up: what is not in the table is not proven, and refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+from dp_accounting import DpEvent
+from scipy import signal
+
+from dpfl_jax.accounting import events
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.sampling import schemes
+
+MatrixKind = Literal["independent", "banded", "toeplitz"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Contribution:
+    """What one privacy unit has in a draw where it is not itself what is drawn, at most.
+
+    Attributes:
+      units: K, drawn units that are its own.
+      cap: of these in one step; None: all.
+      averaged: whether those of a step are weighted to one contribution.
+    """
+
+    units: int
+    cap: int | None = None
+    averaged: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class StrategyMatrix:
+    """C of the noise C^-1 Z, lower triangular and Toeplitz, by its first column.
+
+    Attributes:
+      column: float [steps], or as far as it is not 0.
+      kind: ``independent`` (the identity), ``banded`` (nothing beyond ``column``), ``toeplitz``.
+    """
+
+    column: tuple[float, ...] = (1.0,)
+    kind: MatrixKind = "independent"
+
+
+INDEPENDENT = StrategyMatrix()
+
+
+@dataclasses.dataclass(frozen=True)
+class NoisedSums:
+    """What is accounted: steps of clipped sums over the units drawn, plus noise.
+
+    Attributes:
+      scheme: which units are drawn; one of ``sampling.schemes``.
+      noise_multiplier: standard deviation of each entry of Z over the sensitivity of a drawn unit.
+      steps: taken.
+      population: units that may be drawn.
+      matrix: C of the noise.
+      contribution: what one privacy unit has in a draw; None: it is itself what is drawn.
+    """
+
+    scheme: Any
+    noise_multiplier: float
+    steps: int
+    population: int
+    matrix: StrategyMatrix = INDEPENDENT
+    contribution: Contribution | None = None
+
+    def event(self) -> DpEvent:
+        """Of one privacy unit, added or removed.
+
+        Raises:
+          BadInputError: nothing is proven of these.
+        """
+        return cell_of(self.scheme, self.matrix, self.contribution).event(self)
+
+
+# Of each unit a column for each step of the event, of (matrix, seen, inside, sampler).
+Statistic = Callable[[StrategyMatrix, np.ndarray, np.ndarray, Any], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What is proven of one kind of scheme with one kind of matrix.
+
+    Attributes:
+      event: of one privacy unit.
+      accountant: how the epsilon of that event is computed, for the guarantee.
+      proof: page of docs/theory.
+      assumptions: that the proof needs besides those of all mechanisms.
+      statistic: what tells an audit most; None: what was released at each step.
+    """
+
+    event: Callable[[NoisedSums], DpEvent]
+    accountant: str
+    proof: str
+    assumptions: tuple[str, ...] = ()
+    statistic: Statistic | None = None
+
+
+def cell_of(
+    scheme: Any, matrix: StrategyMatrix = INDEPENDENT, contribution: Contribution | None = None
+) -> Cell:
+    """The cell of these (``NoisedSums``).
+
+    Raises:
+      BadInputError: nothing is proven of them; the nearest that is proven is named.
+    """
+    several = contribution is not None
+    if (cell := _TABLE.get((type(scheme), matrix.kind, several))) is not None:
+        return cell
+    near = [
+        f"{kind.__name__} with {noise} noise"
+        for kind, noise, more in _TABLE
+        if more == several and (kind is type(scheme) or noise == matrix.kind)
+    ]
+    raise BadInputError(
+        f"nothing is proven of {type(scheme).__name__} sampling with {matrix.kind} noise"
+        + (" where a privacy unit has several of the units that are drawn" if several else "")
+        + (f": take {near[0]}" if near else "")
+    )
+
+
+def _poisson(sums: NoisedSums) -> DpEvent:
+    # proof: subject-uls-event-1
+    return events.uls(sums.noise_multiplier, sums.scheme.prob, sums.steps)
+
+
+def _poisson_of_several(sums: NoisedSums) -> DpEvent:
+    of, given = sums.contribution, (sums.noise_multiplier, sums.scheme.prob)
+    assert of is not None
+    if of.averaged:
+        return events.hi_grad_avg_dp(*given, of.units, sums.steps)
+    return events.local_group_dp(*given, of.units, sums.steps, of.cap)
+
+
+def _truncated(sums: NoisedSums) -> DpEvent:
+    given = (sums.noise_multiplier, sums.scheme.prob)
+    # Of the larger of two neighbouring sets: one unit more than there are.
+    # proof: truncated-event-1
+    return events.truncated_poisson(*given, sums.population + 1, sums.scheme.cap, sums.steps)
+
+
+def _allocation(sums: NoisedSums) -> DpEvent:
+    return events.allocated(sums.noise_multiplier, sums.scheme.period, sums.steps)
+
+
+def _cyclic_poisson(sums: NoisedSums) -> DpEvent:
+    column, period = sums.matrix.column, sums.scheme.period
+    if len(column) > period:
+        raise BadInputError(
+            f"noise of {len(column)} bands needs users to pause for as many steps, but their "
+            f"period is {period}: raise it"
+        )
+    padded = (*column, *[0.0] * (period - len(column)))
+    return events.banded(sums.noise_multiplier, sums.scheme.prob, padded, sums.steps)
+
+
+def _cyclic(sums: NoisedSums) -> DpEvent:
+    given = (sums.noise_multiplier, sums.matrix.column, sums.scheme.period)
+    return events.toeplitz(*given, sums.steps)
+
+
+# ---- what tells an audit most --------------------------------------------------------------------
+
+
+def audit_statistic(
+    matrix: StrategyMatrix, seen: np.ndarray, inside: np.ndarray, sampler: Any
+) -> np.ndarray:
+    """What tells an audit most of each unit: a column for each step of the event, in its order.
+
+    Args:
+      matrix: of the noise.
+      seen: [units, steps], what was released along each unit's direction, over the noise.
+      inside: bool [units], who is in the data: the first units of the sampler's, in order.
+      sampler: of the run; one of ``sampling``.
+    """
+    cell = _TABLE.get((type(sampler.scheme), matrix.kind, False))
+    if cell is None or cell.statistic is None:
+        return seen
+    return cell.statistic(matrix, seen, inside, sampler)
+
+
+def _turns(drawn: np.ndarray, period: int, inside: np.ndarray) -> np.ndarray:
+    """Who is not in the data has a turn like everybody: it is drawn, and means nothing."""
+    turns: np.ndarray = np.random.default_rng(0).integers(period, size=inside.shape)
+    turns[inside] = drawn[: inside.sum()]
+    return turns
+
+
+def _column_of_each_turn(
+    matrix: StrategyMatrix, seen: np.ndarray, inside: np.ndarray, sampler: Any
+) -> np.ndarray:
+    """Of every turn of a unit what its column of C says; NaN where it has no such turn."""
+    scheme: schemes.CyclicPoisson = sampler.scheme
+    if scheme.period == 1:
+        return seen
+    units, steps = seen.shape
+    column = np.asarray(matrix.column)
+    white = sum(np.pad(seen, ((0, 0), (i, 0)))[:, :steps] * c for i, c in enumerate(column))
+    group = _turns(scheme.group_of(sampler.key, sampler.population), scheme.period, inside)
+    found = np.full((units, -(-steps // scheme.period)), np.nan)
+    for turn in range(found.shape[1]):
+        first = turn * scheme.period + group
+        reached = first[:, None] + np.arange(len(column))
+        there = np.where(reached < steps, column, 0.0)
+        values = np.take_along_axis(np.asarray(white), np.minimum(reached, steps - 1), axis=1)
+        with np.errstate(invalid="ignore"):
+            found[:, turn] = (values * there).sum(axis=1) / np.linalg.norm(there, axis=1)
+    return found
+
+
+def _columns_of_all_turns(
+    matrix: StrategyMatrix, seen: np.ndarray, inside: np.ndarray, sampler: Any
+) -> np.ndarray:
+    """Of all turns of a unit together what its columns of C say; of the steps that were."""
+    scheme: schemes.Cyclic = sampler.scheme
+    seen = seen[:, ~np.isnan(seen).all(axis=0)]
+    turn = _turns(scheme.turn_of(sampler.key, sampler.population), scheme.period, inside)
+    steps = np.arange(seen.shape[1])
+    taken = (steps % scheme.period == turn[:, None]).astype(float)
+    column = np.asarray(matrix.column)[None, : len(steps)]
+    moved, rows = (
+        signal.fftconvolve(part, column, axes=1)[:, : len(steps)] for part in (taken, seen)
+    )
+    with np.errstate(invalid="ignore"):  # no turn
+        found: np.ndarray = (moved * rows).sum(axis=1) / np.linalg.norm(moved, axis=1)
+    return found[:, None]
+
+
+# ---- the table -----------------------------------------------------------------------------------
+
+KEPT_SUMS = (
+    "checkpoints are as secret as the root key: they hold sums of earlier steps without noise"
+)
+# By type of scheme, kind of matrix, and whether a privacy unit has several drawn units.
+_TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
+    (schemes.Poisson, "independent", False): Cell(
+        _poisson, "PLD, Poisson-subsampled Gaussian (exact up to rounding upwards)", "uls"
+    ),
+    (schemes.Poisson, "independent", True): Cell(
+        _poisson_of_several,
+        "PLD, mixture of Gaussians with Binomial sensitivity (exact up to rounding upwards)",
+        "els",
+    ),
+    (schemes.TruncatedPoisson, "independent", False): Cell(
+        _truncated, "PLD, truncated Poisson-subsampled Gaussian (rounded upwards)", "truncated"
+    ),
+    (schemes.RandomAllocation, "independent", False): Cell(
+        _allocation,
+        "PLD, random allocation of Gaussians (rounded upwards)",
+        "allocation",
+        (
+            "all steps of a stretch are taken by one run under one key, which draws a user's step "
+            "once",
+        ),
+    ),
+    (schemes.CyclicPoisson, "banded", False): Cell(
+        _cyclic_poisson,
+        "PLD, Poisson-subsampled Gaussians of a user's turns (exact up to rounding upwards)",
+        "bandmf",
+        (
+            "the number of groups of users and the strategy of the noise (its bands) are public "
+            "constants, fixed before looking at one user's data",
+            "checkpoints are as secret as the root key: they hold sums of the last steps without "
+            "noise",
+        ),
+        _column_of_each_turn,
+    ),
+    (schemes.Cyclic, "toeplitz", False): Cell(
+        _cyclic,
+        "one Gaussian of all steps, without amplification by sampling (sensitivity rounded "
+        "upwards)",
+        "blt",
+        (
+            "all steps are taken by one run under one key, which draws a user's turn once; whose "
+            "turn it is may be known",
+            "the number of turns and the matrix of the noise are public constants, fixed before "
+            "looking at one user's data",
+            KEPT_SUMS,
+        ),
+        _columns_of_all_turns,
+    ),
+}
