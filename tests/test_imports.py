@@ -10,9 +10,10 @@ ROOT = pathlib.Path(__file__).parents[1] / "dpfl_jax"
 FLOORS = (
     ("errors", "task"),
     ("hub", "files"),
-    ("randomness", "accounting", "clipping", "models"),
-    ("noise", "evidence"),
+    ("randomness", "clipping", "models"),
     ("sampling", "mesh"),
+    ("accounting",),
+    ("noise", "evidence"),
     ("data",),
     ("config",),
     ("run",),

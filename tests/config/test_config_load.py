@@ -170,7 +170,7 @@ def test_environment_variables_are_expanded(minimal, monkeypatch):
         load_config(minimal, ["data.path=${ABSENT_DIR}/x.jsonl"])
     monkeypatch.setenv("COLUMN", "")
     with pytest.raises(BadInputError, match="COLUMN is empty"):
-        load_config(minimal, ["data.silo_column=${COLUMN}"])
+        load_config(minimal, ["data.path=${COLUMN}"])
 
 
 def test_outside_of_a_checkout_configs_are_those_of_the_package(tmp_path, monkeypatch):

@@ -89,7 +89,9 @@ def test_without_a_user_column_every_row_is_a_person(tmp_path):
 
 
 def test_where_no_column_names_users_the_headline_says_row(tmp_path):
-    path = write(tmp_path, "csv", [{"user": f"p{i % 50}", "a": i, "y": i} for i in range(99)])
+    path = write(
+        tmp_path, "csv", [{"user": f"p{i % 50}", "a": i % 7 / 7, "y": i % 5 / 5} for i in range(99)]
+    )
     told = {}
     for column in ("user", None):
         section = DataConfig("csv", str(path), column, target_column="y", input_columns=("a",))

@@ -19,6 +19,7 @@ from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.isrl.runs import isrl_run
 from dpfl_jax.run.prepared import _Bill
 from dpfl_jax.run.public_inputs import OTHER_RUNS_CAVEAT, one_row_each
+from dpfl_jax.task import EACH_ROW
 from dpfl_jax.training import central_run
 
 CONFIG = {
@@ -176,7 +177,7 @@ def test_a_ledger_is_charged_for_units_by_one_column(tmp_path, monkeypatch):
         _Bill(prepared, run, Console(quiet=True))("draws")
 
     charged("patient")
-    for column, name in (("visit_id", "column visit_id"), (None, "row, as no column names users")):
+    for column, name in (("visit_id", "column visit_id"), (None, EACH_ROW)):
         with pytest.raises(BadInputError, match=f"by '{name}', but .* by 'column patient'"):
             charged(column)
     (record,) = map(json.loads, file.read_text().splitlines())
