@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="run directory, finished, or an export's")
     parser.add_argument("rows", metavar="FILE", help=".csv, .tsv, .parquet, .arrow, .jsonl, .npy")
     parser.add_argument("--out", required=True, metavar="FILE", help=".csv or .parquet, a new one")
-    parser.add_argument("--delimiter", help="between the cells of CSV files (default: a comma)")
+    parser.add_argument("--delimiter", help="between cells of CSV files, --out too (default: ,)")
     parser.add_argument("--encoding", help="of CSV files (default: UTF-8)")
     parser.add_argument(
         "--which", choices=["last", "best"], default="last", help="checkpoint, as of `dpfl export`"
@@ -75,7 +75,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     try:
         table = pa.table({**columns, **found})
         if out.suffix == ".csv":
-            pa.csv.write_csv(table, out)
+            form = pa.csv.WriteOptions(delimiter=args.delimiter or ",")
+            pa.csv.write_csv(table, out, form)
         else:
             pa.parquet.write_table(table, out)
     except (OSError, pa.ArrowException) as error:

@@ -74,6 +74,11 @@ _WRONG = {
         "declare what brings each to order 1, known without these data, as "
         "data.scale={{{first}: [middle, half width]}} ([0, 1] leaves a column as it is)",
     ),
+    "outside": (
+        "numbers of ten half widths and more from the middle of data.scale in {all}",
+        "leave such cells empty if they stand for what is missing (-999, say) and name the column "
+        "in data.missing, or declare the width that the numbers have",
+    ),
     "two values": (
         "two values in {all}",
         "set data.classes=2 if they are the classes 0 and 1 (others: data.categories), or "

@@ -300,6 +300,7 @@ def _csv(
             for sign, kind in ((";", "semicolons"), ("\t", "tabs"), ("|", "bars"), (",", "commas")):
                 if len(names) == 1 and sign in names[0] and sign != delimiter:
                     remedy = "data.source=tsv" if sign == "\t" else f"'data.delimiter=\"{sign}\"'"
+                    remedy += f" (of `dpfl predict` and `dpfl data`: --delimiter '{sign}')"
                     raise BadInputError(f"{path}: cells seem to lie between {kind}: set {remedy}")
             _check(names, columns, path)
             chosen = [(name, names.index(name)) for name in columns or names]

@@ -225,7 +225,13 @@ def _check_sizes(config: SourceConfig, table: Table, cells: np.ndarray, wrong: W
     public = hasattr(config, "public_fraction") and not table.scale  # whose records set the scale
     for column, name in enumerate([*table.inputs, table.target]):
         known = cells[:, column][np.isfinite(cells[:, column])]
-        if name in {*table.scale, *table.categories} or not len(known):
+        if name in table.categories or not len(known):
+            continue
+        middle, half = table.scale.get(name, (0.0, 1.0))
+        large = np.count_nonzero(np.abs(known - middle) > _FAR * half)
+        if name in table.scale:
+            if (middle, half) != (0.0, 1.0) and large > max(1, _SHARE * len(known)):
+                wrong.add("outside", name)
             continue
         if name == table.target:
             if config.classes:
@@ -235,7 +241,6 @@ def _check_sizes(config: SourceConfig, table: Table, cells: np.ndarray, wrong: W
         elif _counts(known):
             wrong.add("counts", name)
             continue
-        large = np.count_nonzero(np.abs(known) > _FAR)
         if not public and large > max(1, _SHARE * len(known)):
             wrong.add("far", name)
 

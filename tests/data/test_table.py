@@ -298,12 +298,15 @@ def test_what_would_burn_the_budget_is_refused_before_the_first_step(tmp_path):
         counted = numbers(path, nr=range(first, first + 40), b=spread, y=spread)
         with pytest.raises(BadInputError, match="from which nothing is learned, in 'nr'"):
             load_examples(counted)
-        load_examples(dataclasses.replace(counted, scale={"nr": (20, 20)}))
+        load_examples(dataclasses.replace(counted, scale={"nr": (first + 20, 20)}))
     for low, high in ((0, 1), (-1, 1), (1, 2)):
         binary = numbers(path, b=spread, y=[low if i % 3 else high for i in range(40)])
         with pytest.raises(BadInputError, match=r"two values in 'y': set data\.classes=2"):
             load_examples(binary)
         assert load_examples(dataclasses.replace(binary, classes=0)).task.kind == "regression"
+    gaps = numbers(path, age=[-999, -999, *range(40, 78)], b=spread, y=9 * spread)
+    with pytest.raises(BadInputError, match=r"ten half widths .* 'age': leave such cells empty"):
+        load_examples(dataclasses.replace(gaps, scale={"age": (60, 30)}))
     # One person's typing error is no column far from order 1.
     load_examples(numbers(path, b=[*spread[1:], 1000], y=9 * spread, c=spread))
 
