@@ -154,8 +154,8 @@ def federations(draw, kinds):
         "cohort": draw(
             st.one_of(
                 st.none(),
-                st.builds(FixedSize, st.just(number), st.integers(1, number)),
-                st.builds(Poisson, st.just(number), st.sampled_from([0.2, 0.7])),
+                st.builds(FixedSize, st.integers(1, number)),
+                st.builds(Poisson, st.sampled_from([0.2, 0.7])),
             )
         ),
     }
