@@ -54,6 +54,7 @@ class OwnBudgets(Mechanism, abc.ABC, kinds=CENTRAL):
     order: float | None = None
 
     own_budgets: ClassVar[bool] = True
+    accountant: ClassVar[str]  # how the epsilon of the filter is computed, for the guarantee
     unfiltered: ClassVar[str]  # kind of the same mechanism, in which nobody leaves
     leaving: ClassVar[str]  # how a guarantee goes on, after what is drawn
     costliest: ClassVar[str]  # what step costs most, in words
@@ -205,4 +206,5 @@ class OwnBudgets(Mechanism, abc.ABC, kinds=CENTRAL):
     ) -> accounting.Guarantee:
         """As of every mechanism; and what is told to nobody."""
         made = super().guarantee(population, steps, delta, (CAVEAT, *caveats))
-        return dataclasses.replace(made, assumptions=(*made.assumptions, *ASSUMPTIONS))
+        assumptions = (*made.assumptions, *ASSUMPTIONS)
+        return dataclasses.replace(made, accountant=self.accountant, assumptions=assumptions)

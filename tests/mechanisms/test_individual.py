@@ -43,6 +43,7 @@ def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
     planned, delta = Individual(**given).calibrated(population, 60, 4.0, 1e-4)
     assert planned.least_steps == 30
     told = planned.guarantee(population, 60, delta)
+    assert told.accountant.startswith("Renyi filter over Poisson-subsampled Gaussians")
     assert 3.99 < told.epsilon <= 4.0
     assert any("told to nobody" in said for said in told.assumptions)
     same = accounting.epsilon(planned.event(population, 60), delta, accountant="rdp")
