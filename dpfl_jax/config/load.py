@@ -304,8 +304,12 @@ def _one_sentence(error: ValidationError, where: str, kind: type[AnyConfig]) -> 
     more = f" ({error.error_count() - 1} more after this one)" if error.error_count() > 1 else ""
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _keys_at(location[:-1], kind)
-        near = difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known here: {', '.join(sorted(known))}"
+        # `epsilon` alone is privacy.epsilon, and nothing that is spelt like it.
+        elsewhere = [f"{s}.{key}" for s in _keys_at([], kind) if key in _keys_at([s], kind)]
+        near = elsewhere or difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?"
+        if not near:
+            hint = f"known here: {', '.join(sorted(known))}"
         return f"unknown key {key!r} in {where}: {hint}{more}"
     if first["type"] == "missing":
         return f"the key {key!r} is missing from {where}{more}"
