@@ -21,13 +21,13 @@ smoke() { # name, Python, archive
   *) uv pip install --quiet --python "$1/bin/python" "$3" ;;
   esac
   "$1/bin/dpfl" init table/uls --out "$1.yaml" >/dev/null
-  "$1/bin/dpfl" train "$1.yaml" data.path=visits.csv data.user_column=patient \
-    data.target_column=days train.steps=5 --run-dir "$1-run" --json 2>/dev/null | grep -q '"finished"'
+  "$1/bin/dpfl" train "$1.yaml" data.path=visits.csv data.user_column=patient privacy.account=patients \
+    data.target_column=days train.steps=5 --run-dir "$1-run" --json | grep -q '"finished"'
   "$1/bin/dpfl" export "$1-run" "$1-exported" >/dev/null
   "$1/bin/dpfl" predict "$1-exported" visits.csv --out "$1-predicted.csv" >/dev/null
   "$1/bin/dpfl" init --out "$1-quickstart.yaml" >/dev/null  # its data and model are in the archive
   "$1/bin/dpfl" train "$1-quickstart.yaml" train.steps=1 eval.baseline=false --run-dir "$1-plays" \
-    --json 2>/dev/null | grep -q '"finished"'
+    --json | grep -q '"finished"'
   echo "$1: $("$1/bin/python" -c 'import jax, sys; print(f"Python {sys.version.split()[0]}, jax {jax.__version__}")'): trained"
 }
 
