@@ -268,12 +268,8 @@ def _stretch(
 
 
 @dataclasses.dataclass(frozen=True)
-class RandomAllocation(AtRate):
-    """Each unit in exactly one of every ``period`` steps (add-or-remove adjacency).
-
-    Which step it is is a uniform draw of the unit's own, afresh for each stretch of ``period``
-    steps; who else is there has no part in it.
-    """
+class _OncePerPeriod(AtRate, abc.ABC):
+    """A scheme in which each unit takes part in one of every ``period`` steps."""
 
     period: int
     is_stateful = True
@@ -286,6 +282,15 @@ class RandomAllocation(AtRate):
     def rate(self) -> float:
         """One of ``period`` steps."""
         return 1.0 / self.period
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomAllocation(_OncePerPeriod):
+    """Each unit in exactly one of every ``period`` steps (add-or-remove adjacency).
+
+    Which step it is is a uniform draw of the unit's own, afresh for each stretch of ``period``
+    steps; who else is there has no part in it.
+    """
 
     def describe(self, population: int, units: str) -> str:
         """One line for the report."""
@@ -300,24 +305,12 @@ class RandomAllocation(AtRate):
 
 
 @dataclasses.dataclass(frozen=True)
-class Cyclic(AtRate):
+class Cyclic(_OncePerPeriod):
     """Each unit at every ``period``-th step, from one of the first ``period`` on.
 
     Which of these it is is a uniform draw of the unit's own, once for the run. So two steps of a
     unit are ``period`` apart, and it has no more of them than fit (add-or-remove).
     """
-
-    period: int
-    is_stateful = True
-
-    def __post_init__(self) -> None:
-        """Validates the period."""
-        _check_period(self.period)
-
-    @property
-    def rate(self) -> float:
-        """One of ``period`` steps."""
-        return 1.0 / self.period
 
     @property
     def separation(self) -> int:
