@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from benchmarks.clipping import machine, non_private
 from benchmarks.pods import MODELS
-from dpfl_jax.clipping import PerLayer, bounded_grad, join, split
+from dpfl_jax.clipping import PerLayer, clipped_grad, join, split
 from dpfl_jax.clipping.flops import count_flops, jaxpr_flops
 from dpfl_jax.models import LanguageModel, transformer_config
 from dpfl_jax.models.lora import is_adapter
@@ -153,7 +153,7 @@ def variants(cell: Cell, loss: Any, platform: str) -> dict[str, tuple[Callable[.
     def ours(**how: Any) -> Callable[..., Any]:
         def run(trained: PyTree, data: Any) -> PyTree:
             frozen, batch = data
-            made = bounded_grad(of_units(frozen), platform=platform, **how)
+            made = clipped_grad(of_units(frozen), platform=platform, **how)
             return made(trained, grouped(batch)).sum
 
         return run

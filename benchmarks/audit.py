@@ -180,12 +180,12 @@ def _wrong_sum(change: Callable[..., Any]) -> Iterator[None]:
     """The clipped sum of central mechanisms, changed: ``change(real, loss, rule, options)``."""
     from dpfl_jax.mechanisms import base
 
-    real = base.bounded_grad
+    real = base.clipped_grad
 
     def wrong(loss: Any, *, rule: Any, **options: Any) -> Any:
         return change(real, loss, rule, options)
 
-    with mock.patch.object(base, "bounded_grad", wrong):
+    with mock.patch.object(base, "clipped_grad", wrong):
         yield
 
 

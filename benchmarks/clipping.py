@@ -21,14 +21,14 @@ import numpy as np
 from benchmarks._clipping_models import MODELS, workload
 from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.cli.main import add_json_flag
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.clipping.flops import count_flops
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.noise import Noise
 
 HELP = "time, memory and arithmetic of bounded gradients over the non-private gradient"
 DESCRIPTION = """\
-Measures each strategy of bounded_grad, the non-private gradient in one batch and in microbatches of
+Measures each strategy of clipped_grad, the non-private gradient in one batch and in microbatches of
 every size, JAX-Privacy's clipped_grad (where installed), Optax's per-example DP-SGD, and the two
 laws of noise alone, all in one process, in random order, and prints medians. Time and memory ratios
 are over the fastest non-private variant, FLOP ratios over one batch. Time is CPU seconds on a CPU,
@@ -152,13 +152,13 @@ def _variants(
         f = non_private(example.loss, m, mapped=True)
         out[f"non-private, mapped, microbatch {m}"] = (False, f, flat)
     for strategy in ("auto", "ghost", "scan", "vmap"):
-        out[strategy] = (True, bounded_grad(work.loss, clip_norm=1.0, strategy=strategy), batch)
+        out[strategy] = (True, clipped_grad(work.loss, clip_norm=1.0, strategy=strategy), batch)
     sizes = [m for m in (2, 4, 8, 16) if m < units and units % m == 0]
     for m in sizes:
-        f = bounded_grad(work.loss, clip_norm=1.0, strategy="ghost", microbatch_size=m)
+        f = clipped_grad(work.loss, clip_norm=1.0, strategy="ghost", microbatch_size=m)
         out[f"ghost, microbatch {m}"] = (True, f, batch)
     for m in sizes:
-        f = bounded_grad(work.loss, clip_norm=1.0, strategy="scan", microbatch_size=m)
+        f = clipped_grad(work.loss, clip_norm=1.0, strategy="scan", microbatch_size=m)
         out[f"scan, microbatch {m}"] = (True, f, batch)
     try:
         peer = importlib.import_module("jax_privacy.clipping")
@@ -252,7 +252,7 @@ def prepare(
 def _errors(rows: list[Row], work: Any, params: PyTree, batch: PyTree, units: int) -> None:
     """Fills in the largest relative error of each parameter's sum against a float32 reference."""
     del units
-    f = bounded_grad(work.loss, clip_norm=1.0, strategy="scan")
+    f = clipped_grad(work.loss, clip_norm=1.0, strategy="scan")
     want = jax.tree.leaves(jax.jit(f)(params, batch).sum)
     for row in rows:
         if not row.private or row.strategy.startswith("noise"):

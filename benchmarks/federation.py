@@ -218,11 +218,11 @@ def _python_loop(
     import jax
     import optax
 
-    from dpfl_jax.federation.engine import bounded_sum
+    from dpfl_jax.federation.engine import clipped_sum
     from dpfl_jax.noise import Noise
 
     if "step" not in _COMPILED:
-        summed = bounded_sum(mechanism, model.loss, examples_at_once=args.microbatch_size)
+        summed = clipped_sum(mechanism, model.loss, examples_at_once=args.microbatch_size)
 
         def step(local: Any, state: Any, x: Any, rows: Any, scale: Any) -> Any:
             units, mask, group, noise_key = x

@@ -26,7 +26,7 @@ in bfloat16) on one GPU: all of them trained (full) or adapters (lora), by examp
 of four examples (uls), at several lengths. Of each such cell, by turns in one process:
 
   non-private     the same batch, without clipping
-  flat            bounded_grad as `auto` takes it
+  flat            clipped_grad as `auto` takes it
   per-layer       the same, each parameter clipped apart
   jax-privacy     JAX-Privacy's clipped_grad, about 1,024 tokens at once, and all at once
   vmap            gradients of all units, formed and clipped

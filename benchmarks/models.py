@@ -22,7 +22,7 @@ from benchmarks._clipping_models import workload
 from benchmarks._third_party import MODELS, TRAINED
 from benchmarks.clipping import machine, non_private, prepare
 from dpfl_jax.cli.main import add_json_flag
-from dpfl_jax.clipping import bounded_grad, join, split
+from dpfl_jax.clipping import clipped_grad, join, split
 from dpfl_jax.errors import BadInputError
 
 HELP = "models of other libraries: error, time and memory over the non-private step"
@@ -99,7 +99,7 @@ class Variant:
         trained, frozen = split(params, trainable)
         self.told: dict[str, Any] = {}
         if isinstance(how, str):
-            gradient = bounded_grad(loss, clip_norm=1.0, trainable=trainable, strategy=how)
+            gradient = clipped_grad(loss, clip_norm=1.0, trainable=trainable, strategy=how)
             self.row = prepare(how, True, _as_taken(gradient), params, batch, 1)
             told = gradient.explain(params, batch)
             self.told = {

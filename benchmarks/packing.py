@@ -19,7 +19,7 @@ from dpfl_jax.data.rows import guess_format, read_rows
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, Mechanism
 from dpfl_jax.mechanisms.batches import step_arguments
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
 
@@ -126,7 +126,7 @@ def _one(
         if args.places_only:
             continue
         loss = plan.shipped(model.loss if shapes else lambda p, e: model.loss(p, e))
-        summed = jax.jit(bounded_sum_over_microbatches(mechanism, loss, plan.mesh))
+        summed = jax.jit(clipped_sum_over_microbatches(mechanism, loss, plan.mesh))
         params = jax.jit(model.init)(jax.random.key(0))
         begun = time.perf_counter()
         sums.append(summed(params, *step_arguments(mechanism, batches[0]))[0])

@@ -4,7 +4,7 @@
 
 A *mechanism* (``ELS``, ``ULS``, ``BandMF``, ``BLT``, ``Allocation``) joins sampling, clipped
 gradients, noise and accounting; its *plan* for a data set, a number of steps and a target is what
-can be run and accounted; ``fit`` runs it; ``bounded_grad`` is useful alone; ``accounting`` needs no
+can be run and accounted; ``fit`` runs it; ``clipped_grad`` is useful alone; ``accounting`` needs no
 JAX.
 """
 
@@ -24,7 +24,7 @@ _HOMES = {
     "BLT": "dpfl_jax.mechanisms",
     "BandMF": "dpfl_jax.mechanisms",
     "BandedInverse": "dpfl_jax.mechanisms",
-    "BoundedSum": "dpfl_jax.clipping",
+    "ClippedGradResult": "dpfl_jax.clipping",
     "DataConfig": "dpfl_jax.data",
     "ELS": "dpfl_jax.mechanisms",
     "Execution": "dpfl_jax.config.execution",
@@ -41,7 +41,7 @@ _HOMES = {
     "RootKey": "dpfl_jax.randomness",
     "Truncated": "dpfl_jax.mechanisms",
     "ULS": "dpfl_jax.mechanisms",
-    "bounded_grad": "dpfl_jax.clipping",
+    "clipped_grad": "dpfl_jax.clipping",
     "clipped_fun": "dpfl_jax.clipping",
     "export": "dpfl_jax.training.export",
     "fit": "dpfl_jax.training",
@@ -68,7 +68,7 @@ __all__ = [
     "BadInputError",
     "BandMF",
     "BandedInverse",
-    "BoundedSum",
+    "ClippedGradResult",
     "DataConfig",
     "Execution",
     "FitResult",
@@ -84,8 +84,8 @@ __all__ = [
     "RootKey",
     "Truncated",
     "accounting",
-    "bounded_grad",
     "clipped_fun",
+    "clipped_grad",
     "export",
     "fit",
     "from_arrays",
@@ -104,7 +104,7 @@ __all__ = [
 if TYPE_CHECKING:
     from dpfl_jax import accounting
     from dpfl_jax.accounting import Guarantee
-    from dpfl_jax.clipping import BoundedSum, bounded_grad, clipped_fun
+    from dpfl_jax.clipping import ClippedGradResult, clipped_fun, clipped_grad
     from dpfl_jax.config import AuditConfig
     from dpfl_jax.config.execution import Execution
     from dpfl_jax.data import (

@@ -14,7 +14,7 @@ from dpfl_jax.cli._hlo import collectives
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import (
     make_mesh,
     parameter_shardings,
@@ -78,7 +78,7 @@ def test_sums_and_sensitivity_are_the_same_on_every_layout(kind, params):
     want = None
     for name in LAYOUTS if kind == "els" else ("data", "mixed"):
         mesh = make_mesh(**LAYOUTS[name])
-        total = jax.jit(bounded_sum_over_microbatches(mechanism, MODEL.loss, mesh))
+        total = jax.jit(clipped_sum_over_microbatches(mechanism, MODEL.loss, mesh))
         placed = jax.device_put(params, parameter_shardings(params, mesh))
         got, stats = total(placed, units, mask, used)
         want = (got, stats) if want is None else want
@@ -144,7 +144,7 @@ def test_gradients_meet_over_data_once_a_step(sizes, params):
 
     def sent(devices):
         mesh = make_mesh(**sizes, devices=jax.devices()[:devices])
-        total = bounded_sum_over_microbatches(mechanism, MODEL.loss, mesh)
+        total = clipped_sum_over_microbatches(mechanism, MODEL.loss, mesh)
         places = parameter_shardings(params, mesh)
         rows = NamedSharding(mesh, PartitionSpec(None, unit_axes(mesh)))
         units, mask, used = buffers(mechanism, row=2 * devices)

@@ -42,7 +42,7 @@ from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 
@@ -139,7 +139,7 @@ def central(
 
     loss = example_loss(_loss, store(np.ones(units, bool)))
     summed = jax.jit(
-        bounded_sum_over_microbatches(
+        clipped_sum_over_microbatches(
             mechanism, loss, mesh, strategy=execution.strategy, **execution.cut
         )
     )

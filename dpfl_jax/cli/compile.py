@@ -210,7 +210,7 @@ def _explain(
     from dpfl_jax.mechanisms.sums import in_pieces
 
     pieces = in_pieces(mechanism, mesh, **cut)
-    bounded = mechanism.bounded_grad(model.loss, **options, **pieces)
+    bounded = mechanism.clipped_grad(model.loss, **options, **pieces)
     if not hasattr(bounded, "explain"):
         return "not private"
     params = jax.eval_shape(model.init, jax.random.key(0))

@@ -2,9 +2,9 @@
 
 from dpfl_jax.clipping.adaptive import AdaptiveClip
 from dpfl_jax.clipping.auto import Explanation
-from dpfl_jax.clipping.bounded import BoundedGrad, bounded_grad, clipped_fun
+from dpfl_jax.clipping.gradients import ClippedGrad, clipped_fun, clipped_grad
 from dpfl_jax.clipping.probe import Probed, probe
-from dpfl_jax.clipping.result import BoundedSum
+from dpfl_jax.clipping.result import ClippedGradResult
 from dpfl_jax.clipping.rules import (
     Automatic,
     GroupAverage,
@@ -22,8 +22,8 @@ from dpfl_jax.clipping.trainable import Trainable, join, split
 __all__ = [
     "AdaptiveClip",
     "Automatic",
-    "BoundedGrad",
-    "BoundedSum",
+    "ClippedGrad",
+    "ClippedGradResult",
     "Explanation",
     "GroupAverage",
     "Normalized",
@@ -36,8 +36,8 @@ __all__ = [
     "SelfCheckError",
     "Standard",
     "Trainable",
-    "bounded_grad",
     "clipped_fun",
+    "clipped_grad",
     "group_sizes",
     "join",
     "probe",

@@ -121,7 +121,7 @@ def machine_for(platform: str | None) -> Machine:
     name = {"cuda": "gpu", "rocm": "gpu"}.get(name, name)
     if name not in MACHINES:
         raise BadInputError(
-            f"bounded_grad: platform is {name!r}, but it must be one of {sorted(MACHINES)}"
+            f"clipped_grad: platform is {name!r}, but it must be one of {sorted(MACHINES)}"
         )
     machine = MACHINES[name]
     return dataclasses.replace(machine, rounding=max(machine.rounding, _least_rounding()))

@@ -45,19 +45,19 @@ def check_isolated(
 
     unit = jax.tree.map(one, units)
     value = jax.make_jaxpr(lambda p, u: loss(p, u)[0])(leaves, unit)
-    refuse_unseeable(value, "bounded_grad: the loss")
+    refuse_unseeable(value, "clipped_grad: the loss")
     if not bound:
         return
     if captured := axes_of(value.out_avals[0]) - axes:
         raise BadInputError(
-            f"bounded_grad: the loss of a unit varies over the mesh axes {sorted(captured)}, but "
+            f"clipped_grad: the loss of a unit varies over the mesh axes {sorted(captured)}, but "
             "the units passed in do not: the loss uses data from outside; pass them in the batch"
         )
     # The gradient too: rules of its own (custom_vjp) show only there.
     gradient = jax.make_jaxpr(jax.grad(loss, has_aux=True))(leaves, unit)
     for name, over in _messages(gradient.jaxpr, frozenset()):
         raise BadInputError(
-            f"bounded_grad: the loss of a unit, or its gradient, communicates over the axis "
+            f"clipped_grad: the loss of a unit, or its gradient, communicates over the axis "
             f"{over!r} ({name}): it would depend on other units (a statistic of the batch?) or "
             "hold only a part of this one, and the clip norm would bound neither; make the loss a "
             "function of one unit, and leave the splitting of parameters to automatic sharding"

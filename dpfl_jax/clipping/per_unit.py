@@ -78,7 +78,7 @@ def in_microbatches(solve: Any, problem: Problem, microbatch_size: int) -> Solut
     size = min(microbatch_size, n)
     if size % problem.parts:
         raise BadInputError(
-            f"bounded_grad: microbatches of {size} units cannot be split over the "
+            f"clipped_grad: microbatches of {size} units cannot be split over the "
             f"{problem.parts} parts of unit_sharding; take a multiple"
         )
     steps = -(-n // size)

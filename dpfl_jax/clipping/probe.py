@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from dpfl_jax.clipping.bounded import BoundedGrad
+from dpfl_jax.clipping.gradients import ClippedGrad
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any
@@ -30,7 +30,7 @@ class Probed:
       tried: (strategy, microbatch size or None, temporary bytes) of all that were compiled.
     """
 
-    bounded: BoundedGrad
+    bounded: ClippedGrad
     temp_bytes: int
     tried: tuple[tuple[str, int | None, int], ...]
 
@@ -44,7 +44,7 @@ class Probed:
 
 
 def probe(
-    bounded: BoundedGrad,
+    bounded: ClippedGrad,
     params: PyTree,
     batch: PyTree,
     *,
@@ -95,14 +95,14 @@ def probe(
             return Probed(fixed, taken, tuple(tried))
     least = min(taken for _, _, taken in tried)
     raise BadInputError(
-        f"bounded_grad: the gradient of one unit takes {least / 2**20:.0f} MiB of temporary "
+        f"clipped_grad: the gradient of one unit takes {least / 2**20:.0f} MiB of temporary "
         f"memory, but {(limit or 0) / 2**20:.0f} MiB are allowed: shorten the examples, lower the "
         "group size, turn remat on, or split the parameters over more devices"
     )
 
 
 def _temp_bytes(
-    bounded: BoundedGrad,
+    bounded: ClippedGrad,
     params: PyTree,
     batch: PyTree,
     mask: jax.Array | None,

@@ -33,7 +33,7 @@ class Problem:
       group: int or float [n], or None.
       rule: the clip rule.
       sharding: how the unit axis is split under automatic sharding; None: as the compiler likes.
-      pieces: cuts a unit into pieces whose losses add up to its own, see ``bounded_grad``; None:
+      pieces: cuts a unit into pieces whose losses add up to its own, see ``clipped_grad``; None:
         a unit's gradient is formed at once.
       gradient_sharding: ``(name, shape) -> NamedSharding``, how a unit's gradient is split over
         devices while it is accumulated; None: as the compiler likes.
@@ -166,7 +166,7 @@ class Problem:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Judgement:
-    """What the rule decided for each unit; arrays as in ``BoundedSum``, ``keeps`` bool [n] each."""
+    """What the rule decided for each unit; arrays as in the result, ``keeps`` bool [n] each."""
 
     norms: jax.Array
     leaf_norms: list[jax.Array]
@@ -179,7 +179,7 @@ class Judgement:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """What a strategy returns: ``BoundedSum`` with flat lists of leaves."""
+    """What a strategy returns: ``ClippedGradResult`` with flat lists of leaves."""
 
     sums: list[jax.Array]
     norms: jax.Array
@@ -212,13 +212,13 @@ def trainable_mask(params: PyTree, trainable: PyTree | Callable[[str], bool] | N
             )
         except ValueError as error:
             raise BadInputError(
-                "bounded_grad: `trainable` must be a function of a parameter's name or a tree of "
+                "clipped_grad: `trainable` must be a function of a parameter's name or a tree of "
                 f"bools that is a prefix of the parameters ({error})"
             ) from error
     for (path, x), keep in zip(flat, chosen):
         if keep and jnp.issubdtype(jnp.result_type(x), jnp.complexfloating):
             raise BadInputError(
-                f"bounded_grad: the parameter {leaf_name(path)!r} is complex: store its real and "
+                f"clipped_grad: the parameter {leaf_name(path)!r} is complex: store its real and "
                 "imaginary parts as two parameters"
             )
     mask = [
@@ -226,7 +226,7 @@ def trainable_mask(params: PyTree, trainable: PyTree | Callable[[str], bool] | N
         for keep, (_, x) in zip(chosen, flat)
     ]
     if not any(mask):
-        raise BadInputError("bounded_grad: no floating-point parameter is trainable")
+        raise BadInputError("clipped_grad: no floating-point parameter is trainable")
     return mask
 
 
@@ -247,7 +247,7 @@ def as_arrays(what: str, tree: PyTree) -> PyTree:
         except (TypeError, ValueError) as error:
             kind = f"an array of {x.dtype}" if hasattr(x, "dtype") else f"a {type(x).__name__}"
             raise BadInputError(
-                f"bounded_grad: the entry {leaf_name(path)!r} of {what} must be an array of "
+                f"clipped_grad: the entry {leaf_name(path)!r} of {what} must be an array of "
                 f"numbers, but it is {kind}: take it out, and let the loss close over it"
             ) from error
 
@@ -262,11 +262,11 @@ def count_units(batch: PyTree) -> int:
     """
     shapes = [jnp.shape(x) for x in jax.tree.leaves(batch)]
     if not shapes:
-        raise BadInputError("bounded_grad: the batch holds no arrays")
+        raise BadInputError("clipped_grad: the batch holds no arrays")
     lengths = {s[0] if s else None for s in shapes}
     if len(lengths) != 1 or None in lengths:
         raise BadInputError(
-            "bounded_grad: every array of the batch needs the same leading unit axis, "
+            "clipped_grad: every array of the batch needs the same leading unit axis, "
             f"but their shapes are {shapes}"
         )
     return int(shapes[0][0])

@@ -13,7 +13,7 @@ PyTree = Any
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class BoundedSum:
+class ClippedGradResult:
     """The sum of bounded unit gradients, and what was seen on the way.
 
     Everything but ``sum`` is of single units and has had no noise added: it is as private as the

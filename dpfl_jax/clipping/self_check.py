@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping.bounded import BoundedGrad
 from dpfl_jax.clipping.cost import machine_for
+from dpfl_jax.clipping.gradients import ClippedGrad
 from dpfl_jax.clipping.per_unit import solve_vmap
 from dpfl_jax.clipping.problem import Problem
 
@@ -40,7 +40,7 @@ class SelfCheck:
 
 
 def self_check(
-    bounded: BoundedGrad,
+    bounded: ClippedGrad,
     params: PyTree,
     batch: PyTree,
     mask: jax.Array | None = None,
@@ -120,7 +120,7 @@ def self_check(
     worst = int(np.argmax(per_leaf))
     if not per_leaf[worst] <= tolerance:
         raise SelfCheckError(
-            f"bounded_grad: the norms of strategy {bounded.strategy!r} disagree with per-unit "
+            f"clipped_grad: the norms of strategy {bounded.strategy!r} disagree with per-unit "
             f"gradients at parameter {names[worst]!r} (relative error {per_leaf[worst]:.1e}, "
             f"allowed {tolerance:.0e}), so no step was taken: use strategy='scan' and report this"
         )
@@ -180,7 +180,7 @@ def _length(batch: PyTree) -> int:
 
 
 def is_low(
-    bounded: BoundedGrad, params: PyTree, batch: PyTree, rng: Any = None, group: Any = None
+    bounded: ClippedGrad, params: PyTree, batch: PyTree, rng: Any = None, group: Any = None
 ) -> bool:
     """Whether anything in the loss is computed in less than float32."""
     if machine_for(bounded.platform).rounding > 0:

@@ -22,7 +22,7 @@ def split(params: PyTree, trainable: Trainable = None) -> tuple[PyTree, PyTree]:
 
     Args:
       params: any pytree of arrays (or of anything with a dtype).
-      trainable: as in ``bounded_grad``: a function of a parameter's name, or a tree of bools that
+      trainable: as in ``clipped_grad``: a function of a parameter's name, or a tree of bools that
         is a prefix of the parameters; None: all that are floating point.
 
     Raises:

@@ -83,7 +83,7 @@ class Released:
 _PER_STEP = ("units", "mask", "group", "active", "noise_key", "stddev", "divisor")
 
 
-def bounded_sum(
+def clipped_sum(
     mechanism: SiloMechanism, loss_fn: Callable[..., jax.Array], **options: Any
 ) -> Callable[..., tuple[PyTree, StepStats]]:
     """Returns one local step's sum before noise, for one silo.
@@ -91,7 +91,7 @@ def bounded_sum(
     ``(params, units [M, B, ...], mask [M, B], group [M, B], microbatches, clip_norm)
     -> (sum, StepStats)``.
     """
-    bounded_grad = mechanism.bounded_grad(loss_fn, **options)
+    clipped_grad = mechanism.clipped_grad(loss_fn, **options)
 
     def summed(
         params: PyTree,
@@ -108,7 +108,7 @@ def bounded_sum(
                 return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
             row_mask = pick(mask)
-            bounded = bounded_grad(
+            bounded = clipped_grad(
                 params, jax.tree.map(pick, units), row_mask, pick(group), clip_norm
             )
             stats = jax.tree.map(jnp.add, stats, StepStats.of(bounded, row_mask, clip_norm))
@@ -145,12 +145,12 @@ def make_release(
         fastest on a CPU, where XLA has no good convolutions with a batch of kernels.
       keep_state: whether a silo's optimiser state lives on between its rounds. If not,
         ``opt_states`` is None and every round starts afresh.
-      **options: of ``SiloMechanism.bounded_grad``.
+      **options: of ``SiloMechanism.clipped_grad``.
 
     The chunk's number of silos must be a multiple of devices times width; opt_states has a leading
     silo axis.
     """
-    summed = bounded_sum(mechanism, loss_fn, **options)
+    summed = clipped_sum(mechanism, loss_fn, **options)
 
     def one_silo(
         start: PyTree, opt_state: PyTree, silo: Chunk, microbatches: jax.Array

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh
 
 from dpfl_jax import accounting
-from dpfl_jax.clipping import SelfCheckError, bounded_grad, self_check
+from dpfl_jax.clipping import SelfCheckError, clipped_grad, self_check
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.execution import RoundExecution
 from dpfl_jax.data.example_keys import key_argument, keyed, with_any_key
@@ -215,7 +215,7 @@ class FederatedSteps(Steps):
         _check_unmixed(self.release, params, self._kept(state.opt_state, piece), piece.chunk)
         if self.run.execution.strategy not in ("vmap", "scan"):
             mechanism = self.run.federation.mechanism
-            bounded = bounded_grad(
+            bounded = clipped_grad(
                 mechanism.unit_loss(self.loss_fn),
                 rule=mechanism.rule(mechanism.clip_norm),
                 strategy=self.run.execution.strategy,

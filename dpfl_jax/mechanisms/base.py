@@ -19,7 +19,7 @@ import optax
 from dpfl_jax import accounting
 from dpfl_jax.accounting import cells
 from dpfl_jax.accounting.statement import whole
-from dpfl_jax.clipping import Normalized, PerLayer, Rule, Standard, bounded_grad
+from dpfl_jax.clipping import Normalized, PerLayer, Rule, Standard, clipped_grad
 from dpfl_jax.config.kinds import CENTRAL, Named
 from dpfl_jax.data.owners import BoundedStore, by_set, whole_of
 from dpfl_jax.data.store import Readable
@@ -285,7 +285,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
             "execution.examples_at_once and execution.split_users"
         )
 
-    def bounded_grad(
+    def clipped_grad(
         self,
         loss_fn: LossFn,
         *,
@@ -300,7 +300,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
           examples_at_once: examples of a unit processed at once; the gradients of the rest are
             accumulated before the norm is taken. None: all.
           example_sharding: how these examples are split over devices; None: not.
-          **options: passed to ``clipping.bounded_grad`` (``strategy``, ...).
+          **options: passed to ``clipping.clipped_grad`` (``strategy``, ...).
         """
         unit_loss = self.unit_loss(loss_fn)
         if examples_at_once is not None:
@@ -311,7 +311,7 @@ class Mechanism(Named, abc.ABC, kinds=CENTRAL):
             unit_loss, options["pieces"] = self.in_pieces(
                 loss_fn, examples_at_once, example_sharding
             )
-        return bounded_grad(unit_loss, rule=self.rule, **options)
+        return clipped_grad(unit_loss, rule=self.rule, **options)
 
     @property
     def sigma(self) -> float:

@@ -26,20 +26,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.clipping import BoundedGrad, Rule, Trainable, bounded_grad, join, split
+from dpfl_jax.clipping import ClippedGrad, Rule, Trainable, clipped_grad, join, split
 from dpfl_jax.clipping.result import vary, varying_axes
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import LossFn, PyTree, mean_of_examples, pieces_of_user
 
 
-def bounded_updates(
+def clipped_updates(
     loss_fn: LossFn,
     rule: Rule,
     learning_rate: float,
     batch_size: int | None,
     epochs: int,
     **options: Any,
-) -> BoundedGrad:
+) -> ClippedGrad:
     """Returns the function that sums users' bounded updates.
 
     Args:
@@ -48,7 +48,7 @@ def bounded_updates(
       learning_rate: of a local step.
       batch_size: most examples of a local step; None: all.
       epochs: passes over a user's examples.
-      **options: of ``clipping.bounded_grad``; ``auto`` takes one user after the other.
+      **options: of ``clipping.clipped_grad``; ``auto`` takes one user after the other.
 
     Raises:
       BadInputError: options under which no update is formed on one device.
@@ -66,7 +66,7 @@ def bounded_updates(
         )
     loss = _loss_of_update(loss_fn, learning_rate, batch_size, epochs, options.get("trainable"))
     strategy: Any = "scan" if asked == "auto" else asked
-    return bounded_grad(loss, rule=rule, strategy=strategy, **options)
+    return clipped_grad(loss, rule=rule, strategy=strategy, **options)
 
 
 def _loss_of_update(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax import accounting
-from dpfl_jax.clipping import BoundedSum, join, split
+from dpfl_jax.clipping import ClippedGradResult, join, split
 from dpfl_jax.mechanisms.base import LossFn, Mechanism, Population, PyTree, require_positive
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import ExampleSampler, Poisson, check_probability
@@ -71,7 +71,7 @@ class NonPrivate(Mechanism):
         positions = np.arange(user_offsets[0], user_offsets[-1], dtype=np.int64)
         return ExampleSampler(self.scheme(self.population(user_offsets)), positions, key)
 
-    def bounded_grad(self, loss_fn: LossFn, **options: Any) -> Any:
+    def clipped_grad(self, loss_fn: LossFn, **options: Any) -> Any:
         """The plain gradient of the sum of losses, in the shape of a bounded sum."""
         trainable = options.get("trainable")
 
@@ -83,13 +83,13 @@ class NonPrivate(Mechanism):
             losses = jnp.where(mask, losses, 0.0)
             return losses.sum(), losses
 
-        def summed(params: PyTree, batch: PyTree, mask: jax.Array) -> BoundedSum:
+        def summed(params: PyTree, batch: PyTree, mask: jax.Array) -> ClippedGradResult:
             trained, frozen = split(params, trainable)
             gradient = jax.value_and_grad(total, has_aux=True)
             (_, losses), grad = gradient(trained, frozen, batch, mask)
             grad = jax.tree.map(lambda g: g.astype(jnp.float32), grad)
             weights = mask.astype(jnp.float32)
-            return BoundedSum(
+            return ClippedGradResult(
                 sum=grad,
                 norms=jnp.zeros_like(weights),
                 weights=weights,

@@ -45,7 +45,7 @@ from dpfl_jax.mechanisms.batches import (
 )
 from dpfl_jax.mechanisms.central_statement import central_statement
 from dpfl_jax.mechanisms.sum_check import check_sum
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches, in_pieces
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches, in_pieces
 from dpfl_jax.mesh import DATA_AXIS, make_mesh, place, replicated, splits_parameters
 from dpfl_jax.noise.reuse import ONE_RELEASE, once
 from dpfl_jax.randomness import RootKey
@@ -236,7 +236,7 @@ class Plan:
             )
         shipped, random = self.shipped(loss_fn), self.random(loss_fn)
         summed = jax.jit(
-            bounded_sum_over_microbatches(
+            clipped_sum_over_microbatches(
                 self.mechanism,
                 shipped,
                 self.mesh,
@@ -320,7 +320,7 @@ class Plan:
         )
         if formed or not self.mechanism.private:
             return
-        bounded = self.mechanism.bounded_grad(loss_fn, strategy=strategy, trainable=trainable)
+        bounded = self.mechanism.clipped_grad(loss_fn, strategy=strategy, trainable=trainable)
         shapes = pipeline.first_units(2, group_size)
         for number, some in enumerate(shapes, 1):
             say(f"norms of two units, shape {number} of {len(shapes)}")

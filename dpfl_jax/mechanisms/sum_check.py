@@ -99,7 +99,7 @@ def check_sum(
     given = zip(host, capacities, widths, strict=True)
     which = [_places(b.num_units, min(_ROWS, most), width) for b, most, width in given]
     trial = _Trial(summed, mechanism, params, frozen, pipeline.spread(host, which))
-    reference = mechanism.bounded_grad(loss_fn, strategy="vmap", trainable=trainable)
+    reference = mechanism.clipped_grad(loss_fn, strategy="vmap", trainable=trainable)
     each = [units_of(mechanism, bucket) for bucket in _of_one_size(host)]
     if tolerance is None:
         one = jax.tree.map(lambda x: x[0, :1], each[0])

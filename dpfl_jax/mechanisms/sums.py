@@ -36,7 +36,7 @@ PyTree = Any
 Sum = Callable[..., tuple[PyTree, StepStats]]
 
 
-def bounded_sum_over_microbatches(
+def clipped_sum_over_microbatches(
     mechanism: Mechanism,
     loss_fn: Callable[..., jax.Array],
     mesh: Mesh,
@@ -55,7 +55,7 @@ def bounded_sum_over_microbatches(
       mesh: from ``mesh.make_mesh``; the rows of ``units`` are split over its unit axes.
       whole: as in ``mesh.parameter_shardings``. None: no parameter is; if the mesh would then split
         the kernel of a convolution, that is refused when the sum is traced.
-      **options: passed to ``Mechanism.bounded_grad``; ``trainable`` as the parameters were split.
+      **options: passed to ``Mechanism.clipped_grad``; ``trainable`` as the parameters were split.
         ``split_users`` shares the examples of each user out to the ``fsdp`` devices, of which each
         then forms a part of the gradient, instead of one user a device; ``examples_at_once`` counts
         those of one device.
@@ -86,18 +86,18 @@ def unit_norms(
       mechanism: whose units these are.
       loss_fn: ``(params, example) -> scalar`` for one example.
       mesh: from ``mesh.make_mesh``, of which parameters are not split.
-      **options: passed to ``Mechanism.bounded_grad``.
+      **options: passed to ``Mechanism.clipped_grad``.
 
     Returns:
       Norms; infinite where a gradient is not finite, 0 where there is no unit.
     """
-    bounded_grad = mechanism.bounded_grad(loss_fn, **options)
+    clipped_grad = mechanism.clipped_grad(loss_fn, **options)
     rows, anything = PartitionSpec(None, DATA_AXIS), Standard(mechanism.clip_norm)
 
     def local(params: PyTree, units: PyTree, mask: jax.Array, frozen: PyTree) -> jax.Array:
         def alone(unit: tuple[PyTree, jax.Array]) -> jax.Array:
             example, there = jax.tree.map(lambda x: x[None], unit)
-            bounded = bounded_grad(join(params, frozen), example, mask=there, rule=anything)
+            bounded = clipped_grad(join(params, frozen), example, mask=there, rule=anything)
             return jnp.where(bounded.nonfinite, jnp.inf, bounded.norms)[0]
 
         every = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (units, mask))
@@ -120,7 +120,7 @@ def in_pieces(
     split_users: bool,
     whole: Collection[str] = (),
 ) -> dict[str, Any]:
-    """How ``Mechanism.bounded_grad`` is told to form units piece by piece; empty if it is not.
+    """How ``Mechanism.clipped_grad`` is told to form units piece by piece; empty if it is not.
 
     Args:
       mechanism: whose units these are.
@@ -200,7 +200,7 @@ def _by_hand(
     mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, options: dict[str, Any]
 ) -> Sum:
     """Every device has all parameters."""
-    bounded_grad = mechanism.bounded_grad(loss_fn, **options)
+    clipped_grad = mechanism.clipped_grad(loss_fn, **options)
     rows = PartitionSpec(None, DATA_AXIS)
 
     def local(
@@ -211,7 +211,7 @@ def _by_hand(
         params = jax.tree.map(lambda p: jax.lax.pcast(p, DATA_AXIS, to="varying"), params)
 
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
-            bounded = bounded_grad(join(params, frozen), row, mask=mask)
+            bounded = clipped_grad(join(params, frozen), row, mask=mask)
             own = mechanism.rule.of_units(row, jnp.float32(mechanism.clip_norm))[1]
             return bounded.sum, StepStats.of(bounded, mask, own)
 
@@ -251,7 +251,7 @@ def _automatic(
     units = (None,) if "example_sharding" in options else (FSDP_AXIS,)
     inner = NamedSharding(mesh, PartitionSpec(*units))
     outer = NamedSharding(mesh, PartitionSpec(DATA_AXIS, *units))
-    bounded_grad = mechanism.bounded_grad(loss_fn, unit_sharding=inner, **options)
+    clipped_grad = mechanism.clipped_grad(loss_fn, unit_sharding=inner, **options)
     parts = mesh.shape[DATA_AXIS]
 
     def total(
@@ -267,7 +267,7 @@ def _automatic(
             return jax.tree.map(one, tree, places)
 
         def part(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
-            bounded = bounded_grad(join(params, frozen), row, mask=mask)
+            bounded = clipped_grad(join(params, frozen), row, mask=mask)
             return bounded.sum, StepStats.of(bounded, mask, mechanism.clip_norm)
 
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:

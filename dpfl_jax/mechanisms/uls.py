@@ -37,7 +37,7 @@ from dpfl_jax.mechanisms.base import (
     pieces_of_user,
     require_positive,
 )
-from dpfl_jax.mechanisms.local_steps import bounded_updates
+from dpfl_jax.mechanisms.local_steps import clipped_updates
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Poisson, UserSampler, check_probability
 from dpfl_jax.sampling.contribution import check_group_size
@@ -171,15 +171,15 @@ class ULS(Mechanism):
         cut = functools.partial(pieces_of_user, at_once=at_once, sharding=sharding)
         return mean_of_examples(loss_fn, axis), cut
 
-    def bounded_grad(self, loss_fn: LossFn, **options: Any) -> Any:
+    def clipped_grad(self, loss_fn: LossFn, **options: Any) -> Any:
         """As of every mechanism; or of users' updates."""
         rate = self.local_learning_rate
         if rate is None or options.get("examples_at_once") is not None:
-            return super().bounded_grad(loss_fn, **options)
+            return super().clipped_grad(loss_fn, **options)
         for name in ("examples_at_once", "example_sharding"):
             options.pop(name, None)
         steps = (rate, self.local_batch_size, self.local_epochs)
-        return bounded_updates(loss_fn, self.rule, *steps, **options)
+        return clipped_updates(loss_fn, self.rule, *steps, **options)
 
     def units(self, examples: PyTree, example_mask: Any) -> PyTree:
         """A user is ``{"examples": [group_size, ...], "mask": bool [group_size]}``."""

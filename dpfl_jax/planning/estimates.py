@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.clipping import Trainable, bounded_grad
+from dpfl_jax.clipping import Trainable, clipped_grad
 from dpfl_jax.data.private_quantiles import private_quantile
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.base import mean_of_examples
@@ -189,5 +189,5 @@ def _norms(
     loss_fn: Callable[..., jax.Array], params: PyTree, units: PyTree, trainable: Trainable
 ) -> jax.Array:
     real = jnp.asarray(units["mask"]).any(axis=1)
-    bounded = bounded_grad(loss_fn, clip_norm=1e30, strategy="ghost", trainable=trainable)
+    bounded = clipped_grad(loss_fn, clip_norm=1e30, strategy="ghost", trainable=trainable)
     return bounded(params, units, mask=real).norms

@@ -31,7 +31,7 @@ from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
 from dpfl_jax.mechanisms.plan import Plan
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, place, replicated
 from dpfl_jax.noise import Noise, transformation
 from dpfl_jax.planning.planner import Planner
@@ -125,7 +125,7 @@ class Proxy:
         if known not in self._sums:
             how = self.config.execution
             self._sums[known] = jax.jit(
-                bounded_sum_over_microbatches(
+                clipped_sum_over_microbatches(
                     mechanism,
                     example_loss(self.model.loss, self.data.train),
                     self.mesh,

@@ -232,7 +232,7 @@ class CentralSteps(Steps):
         run = self.run
         units = run.plan.execution.microbatch_size
         units *= run.mesh.shape[FSDP_AXIS] if splits_parameters(run.mesh) else 1
-        bounded = run.mechanism.bounded_grad(self.loss_fn, **self.options, **self.pieces)
+        bounded = run.mechanism.clipped_grad(self.loss_fn, **self.options, **self.pieces)
         largest = self.pipeline.first_units(1, self.sampler.group_size)[-1]
         shapes = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((units, *x.shape[2:]), x.dtype),

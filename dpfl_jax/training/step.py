@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.mechanisms import Mechanism
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import parameter_shardings
 from dpfl_jax.noise import NoiseState, compiler_options
 from dpfl_jax.run.state import TrainState, shardings_of
@@ -87,8 +87,8 @@ def make_train_step(
       loss_fn: ``(params, example) -> scalar`` for one example.
       optimizer: any Optax transformation; it sees only the noised, averaged gradient.
       mesh: from ``mesh.make_mesh``.
-      whole: as in ``bounded_sum_over_microbatches``; the same as of the state.
-      **options: passed to ``clipping.bounded_grad`` (e.g. ``strategy``, ``trainable``).
+      whole: as in ``clipped_sum_over_microbatches``; the same as of the state.
+      **options: passed to ``clipping.clipped_grad`` (e.g. ``strategy``, ``trainable``).
 
     Returns:
       ``step(state, units, mask, num_microbatches, noise_key, frozen=None) -> (state, StepStats)``
@@ -115,5 +115,5 @@ def make_train_step(
         places = shardings_of(params, optimizer, mesh, whole or (), after.memory)
         return jax.lax.with_sharding_constraint(new, places)
 
-    summed = bounded_sum_over_microbatches(mechanism, loss_fn, mesh, whole=whole, **options)
+    summed = clipped_sum_over_microbatches(mechanism, loss_fn, mesh, whole=whole, **options)
     return TrainStep(summed, update, mesh)

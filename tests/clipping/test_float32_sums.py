@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from neighbours import removed
 
-from dpfl_jax.clipping import GroupAverage, Normalized, OwnBound, Standard, bounded_grad
+from dpfl_jax.clipping import GroupAverage, Normalized, OwnBound, Standard, clipped_grad
 from dpfl_jax.clipping.accumulate import needs_compensation
 from dpfl_jax.errors import BadInputError
 
@@ -35,7 +35,7 @@ def test_uses_that_cancel_do_not_hide_other_units(method):
         return first + jnp.vdot(u["y"] @ w.reshape(16, 64), u["b"])
 
     options = {} if method is None else {"strategy": "ghost", "norm_method": method}
-    gradient = jax.jit(bounded_grad(loss, clip_norm=1.0, **options))
+    gradient = jax.jit(clipped_grad(loss, clip_norm=1.0, **options))
     batch = {"x": x, "a": a, "y": y, "b": b}
     assert moved_by_removing(gradient, jnp.zeros((width, width)), batch, 0, n) <= 0.1
 
@@ -53,7 +53,7 @@ def test_gram_sums_that_overflow_are_not_taken_for_small():
     x = (np.sign(true) * np.sqrt(abs(true))).astype(np.float32)[:, :, None]
     d = np.sqrt(abs(true)).astype(np.float32)[:, :, None]
     gradient = jax.jit(
-        bounded_grad(
+        clipped_grad(
             lambda p, u: jnp.sum((u["x"] @ p) * u["d"]),
             clip_norm=1.0, strategy="ghost", norm_method="gram",
         )
@@ -67,7 +67,7 @@ def test_gram_sums_that_overflow_are_not_taken_for_small():
 def test_many_microbatches_do_not_drift(size):
     n = 2**17
     gradient = jax.jit(
-        bounded_grad(lambda p, u: p * u, clip_norm=1.0, strategy="vmap", microbatch_size=size)
+        clipped_grad(lambda p, u: p * u, clip_norm=1.0, strategy="vmap", microbatch_size=size)
     )
     for seed in range(3):
         x = np.random.default_rng(seed).uniform(0.5, 1, n).astype(np.float32)
@@ -79,7 +79,7 @@ def test_many_microbatches_do_not_drift(size):
 def test_what_units_of_small_bounds_add_is_not_rounded_away():
     """However few they are: a bound may be as small as what each addition rounds by."""
     own = np.array([1.0, *[2.0**-25] * 64], np.float32)
-    gradient = bounded_grad(lambda p, u: p * u["x"], rule=OwnBound(1.0), strategy="scan")
+    gradient = clipped_grad(lambda p, u: p * u["x"], rule=OwnBound(1.0), strategy="scan")
     found = float(gradient(jnp.float32(0), {"x": np.ones_like(own), "bound": own}).sum)
     assert found == pytest.approx(own.astype(np.float64).sum(), abs=2.0**-23)
 
@@ -101,8 +101,8 @@ def test_rows_that_do_not_exist_have_the_gradient_that_jax_gives_them(mode):
 
     i = np.array([[1, 99, -50, 3], [0, 0, 7, -1]], np.int32)
     batch = {"i": i, "d": np.ones((2, 4), np.float32)}
-    plain = bounded_grad(loss, clip_norm=1e3, strategy="vmap")(table, batch)
-    fast = bounded_grad(loss, clip_norm=1e3, strategy="ghost")(table, batch)
+    plain = clipped_grad(loss, clip_norm=1e3, strategy="vmap")(table, batch)
+    fast = clipped_grad(loss, clip_norm=1e3, strategy="ghost")(table, batch)
     np.testing.assert_allclose(fast.sum, plain.sum, rtol=1e-6)
     np.testing.assert_allclose(fast.norms, plain.norms, rtol=1e-6)
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_taps import compare, relative_error
 from zoo import ZOO, transformer_loss, transformer_params
 
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.models import LanguageModel, TransformerConfig
 
 
@@ -73,11 +73,11 @@ def test_the_language_model(dtype):
         "tokens": jax.random.randint(jax.random.key(1), (4, 8), 3, 30),
         "mask": jnp.arange(8) < jnp.array([8, 5, 1, 8])[:, None],
     }
-    ways = [bounded_grad(model.loss, clip_norm=0.5, strategy=s) for s in ("ghost", "vmap")]
+    ways = [clipped_grad(model.loss, clip_norm=0.5, strategy=s) for s in ("ghost", "vmap")]
     got, want = jax.jit(lambda *given: [f(*given) for f in ways])(params, batch)
     np.testing.assert_allclose(got.norms, want.norms, rtol=tolerance)
     assert relative_error(got.sum, want.sum) < tolerance
-    uses = bounded_grad(model.loss, clip_norm=0.5, strategy="ghost").explain(params, batch).leaves
+    uses = clipped_grad(model.loss, clip_norm=0.5, strategy="ghost").explain(params, batch).leaves
     heavy = [r for r in uses if np.prod(r.shape) > 200]
     assert heavy
     assert all(r.method != "per-unit copies" for r in heavy), uses
@@ -90,7 +90,7 @@ def test_low_precision_stays_under_the_bound():
         return jnp.sum(jnp.tanh(x.astype(jnp.bfloat16) @ params["w"].astype(jnp.bfloat16)))
 
     params = {"w": jax.random.normal(jax.random.key(0), (64, 32))}
-    f = jax.jit(bounded_grad(loss, clip_norm=1e-2, strategy="ghost", norm_method="gram"))
+    f = jax.jit(clipped_grad(loss, clip_norm=1e-2, strategy="ghost", norm_method="gram"))
     for i in range(20):
         x = jax.random.normal(jax.random.key(i), (1, 3, 64))
         norm = float(jnp.linalg.norm(f(params, x).sum["w"]))
@@ -110,7 +110,7 @@ def test_sharded_parameters_and_units_change_nothing(axes):
         last = "model" if axes == "model" and p.ndim and p.shape[-1] % 2 == 0 else None
         return NamedSharding(mesh, PartitionSpec(*[None] * (p.ndim - 1), last))
 
-    f = bounded_grad(transformer_loss, clip_norm=1.0, strategy="ghost")
+    f = clipped_grad(transformer_loss, clip_norm=1.0, strategy="ghost")
     want = jax.jit(f)(params, batch)
     spread = jax.device_put(params, jax.tree.map(place, params))
     units = jax.device_put(batch, NamedSharding(mesh, PartitionSpec("data")))

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 
 STRATEGIES = ["vmap", "scan", "ghost", "auto"]
@@ -46,7 +46,7 @@ def on_the_way_back(w, x):
 @pytest.mark.parametrize("loss", [batch_statistic, in_a_loop, on_the_way_back])
 def test_collectives_over_the_units_are_refused_in_the_train_step(strategy, loss):
     mechanism = ELS(clip_norm=1.0, group_size=1, batch_size=8, noise_multiplier=1.0)
-    summed = bounded_sum_over_microbatches(mechanism, loss, make_mesh(), strategy=strategy)
+    summed = clipped_sum_over_microbatches(mechanism, loss, make_mesh(), strategy=strategy)
     with pytest.raises(BadInputError, match="communicates over the axis 'data'"):
         jax.jit(summed)(jnp.ones(3), jnp.ones((1, 8, 3)), jnp.ones((1, 8), bool), 1)
 
@@ -64,14 +64,14 @@ def test_parameters_gathered_by_hand_are_refused(check_vma):
         check_vma=check_vma,
     )
     def local(w, x):
-        return bounded_grad(loss, clip_norm=1.0)(w, x).sum
+        return clipped_grad(loss, clip_norm=1.0)(w, x).sum
 
     with pytest.raises(BadInputError, match="all_gather"):
         jax.jit(local)(jnp.ones(16), jnp.ones((8, 16)))
 
 
 def test_a_named_axis_of_an_outer_vmap_is_refused():
-    gradient = bounded_grad(lambda w, x: jnp.vdot(w, jax.lax.psum(x, "outer")), clip_norm=1.0)
+    gradient = clipped_grad(lambda w, x: jnp.vdot(w, jax.lax.psum(x, "outer")), clip_norm=1.0)
     with pytest.raises(BadInputError, match="'outer'"):
         jax.vmap(lambda x: gradient(jnp.ones(3), x).sum, axis_name="outer")(jnp.ones((4, 1, 3)))
 
@@ -85,7 +85,7 @@ def test_axes_bound_inside_the_loss_are_its_own(strategy):
         centred = jax.vmap(lambda r: r - jax.lax.pmean(r, "rows"), axis_name="rows")(x)
         return jnp.sum(jnp.square(centred @ w))
 
-    gradient = bounded_grad(loss, clip_norm=1.0, strategy=strategy)
+    gradient = clipped_grad(loss, clip_norm=1.0, strategy=strategy)
     x = np.random.default_rng(0).normal(size=(2, 5, 4, 3)).astype(np.float32)
     found = jax.vmap(lambda x: gradient(jnp.ones(3), x).sum, axis_name="outer")(x)
     for one, alone in zip(found, x):
@@ -100,6 +100,6 @@ def test_asking_which_device_this_is_is_refused(strategy):
         return jnp.vdot(w, x) * (1.0 + jax.lax.axis_index("data"))
 
     mechanism = ELS(clip_norm=1e3, group_size=1, batch_size=8, noise_multiplier=1.0)
-    summed = bounded_sum_over_microbatches(mechanism, loss, make_mesh(), strategy=strategy)
+    summed = clipped_sum_over_microbatches(mechanism, loss, make_mesh(), strategy=strategy)
     with pytest.raises(BadInputError, match="axis_index"):
         jax.jit(summed)(jnp.ones(3), jnp.ones((1, 8, 3)), jnp.ones((1, 8), bool), 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping import accumulate, bounded_grad, cost
+from dpfl_jax.clipping import accumulate, clipped_grad, cost
 from dpfl_jax.clipping.peak import peak_bytes
 from dpfl_jax.clipping.rules import GroupAverage, PerLayer, Standard
 
@@ -58,7 +58,7 @@ def test_sums_and_norms_are_those_of_vmap(rule, compensated, monkeypatch):
     options = {"mask": jnp.arange(UNITS) != 3, "group": 1 + jnp.arange(UNITS) % 3}
     made = {"ghost": {"norm_method": "keep"}, "vmap": {}}
     got, want = (
-        jax.jit(bounded_grad(loss, rule=rule, strategy=way, **more))(PARAMS, x, **options)
+        jax.jit(clipped_grad(loss, rule=rule, strategy=way, **more))(PARAMS, x, **options)
         for way, more in made.items()
     )
     assert got.nonfinite.tolist() == want.nonfinite.tolist()
@@ -71,11 +71,11 @@ def test_sums_and_norms_are_those_of_vmap(rule, compensated, monkeypatch):
 def test_units_of_several_devices_keep_their_places():
     sharding = NamedSharding(Mesh(np.array(jax.devices()[:8]), ("d",)), PartitionSpec("d"))
     x = normal(7, UNITS, 7, 2)
-    f = bounded_grad(
+    f = clipped_grad(
         loss, clip_norm=1.0, strategy="ghost", norm_method="keep", unit_sharding=sharding
     )
     got = jax.jit(f)(PARAMS, jax.device_put(x, sharding))
-    want = bounded_grad(loss, clip_norm=1.0, strategy="vmap")(PARAMS, x)
+    want = clipped_grad(loss, clip_norm=1.0, strategy="vmap")(PARAMS, x)
     chex.assert_trees_all_close(got, want, rtol=2e-5, atol=2e-5)
 
 
@@ -90,7 +90,7 @@ def test_narrow_numbers_are_taken_as_they_are(method):
     w = normal(8, 5, 4).astype(jnp.bfloat16)
     x = normal(9, UNITS, 6, 5).astype(jnp.bfloat16).at[2].set(jnp.nan).at[7].set(jnp.inf)
     got, want = (
-        jax.jit(bounded_grad(loss, clip_norm=0.5, strategy=s, norm_method=method))(w, x)
+        jax.jit(clipped_grad(loss, clip_norm=0.5, strategy=s, norm_method=method))(w, x)
         for s in ("ghost", "vmap")
     )
     np.testing.assert_array_equal(got.nonfinite, want.nonfinite)
@@ -101,7 +101,7 @@ def test_a_microbatch_of_all_units_is_no_loop():
     """XLA's CPU compiler takes twice as long for a convolution in a loop of one turn."""
     x = normal(10, UNITS, 7, 2)
     for size in (UNITS, UNITS + 5):
-        f = bounded_grad(loss, clip_norm=1.0, strategy="vmap", microbatch_size=size)
+        f = clipped_grad(loss, clip_norm=1.0, strategy="vmap", microbatch_size=size)
         assert "scan" not in str(jax.make_jaxpr(f)(PARAMS, x))
 
 
@@ -118,16 +118,16 @@ def test_what_does_not_fit_is_taken_in_microbatches():
     params = {"h": jnp.zeros((64, 64)), "x": jnp.zeros((16, 64)), "out": jnp.zeros((64, 3))}
     unit = jax.ShapeDtypeStruct((32, 1100, 16), jnp.float32)
     for size, fits in ((None, False), (16, True)):
-        f = bounded_grad(recurrent, clip_norm=1.0, strategy="ghost", microbatch_size=size)
+        f = clipped_grad(recurrent, clip_norm=1.0, strategy="ghost", microbatch_size=size)
         taken = jax.jit(f).lower(params, unit).compile().memory_analysis().temp_size_in_bytes
         guess = peak_bytes(jax.make_jaxpr(f)(params, unit).jaxpr)
         assert (taken < cost.MACHINES["cpu"].working_set) is fits
         assert 0.6 * taken < guess < 1.7 * taken
-    f = bounded_grad(recurrent, clip_norm=1.0)
+    f = clipped_grad(recurrent, clip_norm=1.0)
     assert f.explain(params, unit).microbatch_size == 16
     small = jax.ShapeDtypeStruct((8, 1100, 16), jnp.float32)
     assert f.explain(params, small).microbatch_size is None
-    limited = bounded_grad(recurrent, clip_norm=1.0, memory_limit=6e6)
+    limited = clipped_grad(recurrent, clip_norm=1.0, memory_limit=6e6)
     assert limited.explain(params, unit).microbatch_size in (2, 4)
 
 
@@ -137,5 +137,5 @@ def test_memory_and_few_rows_are_weighed(width, steps, taken):
     shapes = {"h": (width, width), "x": (16, width), "out": (width, 3)}
     params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     unit = jax.ShapeDtypeStruct((32, steps, 16), jnp.float32)
-    f = bounded_grad(recurrent, clip_norm=1.0)
+    f = clipped_grad(recurrent, clip_norm=1.0)
     assert f.explain(params, unit).microbatch_size == taken

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.clipping.peak import peak_bytes
 from dpfl_jax.clipping.result import pinned
 
@@ -27,11 +27,11 @@ def test_nearly_cancelling_positions_stay_within_the_clip_norm(strategy, method)
         y = example["x"] @ p["w"].astype(jnp.bfloat16)
         return jnp.sum((y * example["d"]).astype(jnp.float32))
 
-    norm = float(bounded_grad(loss, clip_norm=1.0, strategy="vmap")(params, batch).norms[0])
+    norm = float(clipped_grad(loss, clip_norm=1.0, strategy="vmap")(params, batch).norms[0])
     assert norm > 0
     for part in np.linspace(0.3, 0.99, 24):
         clip_norm = float(part * norm)
-        bounded = bounded_grad(loss, clip_norm=clip_norm, strategy=strategy, norm_method=method)(
+        bounded = clipped_grad(loss, clip_norm=clip_norm, strategy=strategy, norm_method=method)(
             params, batch
         )
         assert float(jnp.linalg.norm(bounded.sum["w"])) <= clip_norm * (1 + 1e-4)
@@ -56,7 +56,7 @@ def test_reduced_float32_products_are_allowed_for(platform, method):
         return jnp.sum((example["x"] @ p["w"]) * example["d"])
 
     def weight(platform):
-        bounded = bounded_grad(
+        bounded = clipped_grad(
             loss, clip_norm=1e-3, strategy="ghost", norm_method=method, platform=platform
         )
         return float(bounded(params, batch).weights[0])
@@ -84,7 +84,7 @@ def test_float32_positions_that_cancel_stay_within_the_clip_norm(method, positio
     def loss(p, example):
         return jnp.sum((example["x"] @ p["w"]) * example["d"])
 
-    f = bounded_grad(loss, clip_norm=1e-6, strategy="ghost", norm_method=method)
+    f = clipped_grad(loss, clip_norm=1e-6, strategy="ghost", norm_method=method)
     assert float(jnp.linalg.norm(f(params, batch).sum["w"])) <= 1e-6 * (1 + 2e-4)
 
 
@@ -107,7 +107,7 @@ def test_bfloat16_beside_reduced_float32_leaves_room_for_both(platform):
     params = {"w": jnp.zeros((2, 8))}
 
     def weight(platform):
-        f = bounded_grad(
+        f = clipped_grad(
             loss, clip_norm=1e-3, strategy="ghost", norm_method="direct", platform=platform
         )
         out = f(params, batch)
@@ -148,7 +148,7 @@ def test_compiled_low_precision_gradients_are_no_longer_than_told(loss, dtype, s
     """
     clip, width, n = 0.01, 8, 3
     w = jnp.asarray(np.random.default_rng(0).normal(size=width), dtype)
-    gradient = jax.jit(bounded_grad(loss, clip_norm=clip, strategy=strategy))
+    gradient = jax.jit(clipped_grad(loss, clip_norm=clip, strategy=strategy))
     for seed in range(40):
         rng = np.random.default_rng(seed + 1)
         one = {

@@ -8,7 +8,7 @@ from jax import lax
 from test_taps import compare
 from zoo import normal
 
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import clipped_grad
 
 METHODS = ["gram", "direct", "keep"]
 ODD = {}
@@ -457,7 +457,7 @@ def test_a_unit_whose_gradient_follows_from_parameters_alone_moves_the_sum_by_it
 
     w, x = jnp.ones((5, 3)), jnp.concatenate([jnp.tile(jnp.array([1e-3, -1e-3]), 32), jnp.ones(1)])
     for strategy in ("ghost", "auto"):
-        bounded = bounded_grad(loss, clip_norm=1.0, strategy=strategy)
+        bounded = clipped_grad(loss, clip_norm=1.0, strategy=strategy)
         with_it, without, other = bounded(w, x), bounded(w, x[:-1]), bounded(w, x.at[-1].set(-7.0))
         np.testing.assert_allclose(with_it.norms, 6**0.5 * jnp.abs(x), rtol=1e-5)
         assert with_it.losses.shape == x.shape
@@ -477,7 +477,7 @@ def test_odd_losses_equal_vmap(name):
 )
 def test_tables_are_not_copied(name):
     loss, params, batch = ODD[name]()
-    told = bounded_grad(loss, clip_norm=1.0, strategy="ghost").explain(params, batch)
+    told = clipped_grad(loss, clip_norm=1.0, strategy="ghost").explain(params, batch)
     assert [leaf.method for leaf in told.leaves if leaf.method == "per-unit copies"] == []
 
 
@@ -487,7 +487,7 @@ def test_the_tokens_of_a_bag_share_one_gradient():
     def loss(table, i):
         return jnp.sum(jnp.sin(table[i].mean(0)))
 
-    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    f = clipped_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
     told = f.explain(jnp.ones((50, 8)), jnp.zeros((4, 6), jnp.int32))
     assert told.leaves[0].recorded == 4 * 8
 
@@ -504,7 +504,7 @@ def test_equal_tokens_of_a_bag_are_counted(mode):
     for count in (1, 2, 3, 16, 33) if mode == "clip" else (2, 3):  # the mode is of rows alone
         tokens = jax.random.randint(jax.random.key(count), (6, count), -2, 9)
         got, want = (
-            bounded_grad(loss, clip_norm=0.1, strategy=s, norm_method="gram")(table, tokens)
+            clipped_grad(loss, clip_norm=0.1, strategy=s, norm_method="gram")(table, tokens)
             for s in ("ghost", "vmap")
         )
         np.testing.assert_allclose(got.sum, want.sum, atol=2e-5)
@@ -520,7 +520,7 @@ def test_norm_at_zero_is_reported_not_hidden():
 
     x = normal(0, 3, 2, 5).at[1].set(0.0)
     for strategy in ("vmap", "ghost"):
-        got = bounded_grad(loss, clip_norm=1.0, strategy=strategy)({"w": normal(1, 5, 3)}, x)
+        got = clipped_grad(loss, clip_norm=1.0, strategy=strategy)({"w": normal(1, 5, 3)}, x)
         assert np.array_equal(got.nonfinite, [False, True, False]), strategy
         assert np.all(np.isfinite(got.sum["w"]))
 
@@ -541,7 +541,7 @@ def test_weighting_in_low_precision_stays_under_the_bound(method, dtype, wide, n
     params, x = {"w": jnp.zeros((wide, narrow))}, jnp.ones((1, 1, wide))
     for part in (0.5, 0.6016, 0.7051, 0.9, 0.9985):
         clip_norm = part * float(np.sqrt(wide * narrow))
-        f = bounded_grad(loss, clip_norm=clip_norm, strategy="ghost", norm_method=method)
+        f = clipped_grad(loss, clip_norm=clip_norm, strategy="ghost", norm_method=method)
         assert float(jnp.linalg.norm(f(params, x).sum["w"])) <= clip_norm * (1 + 1e-5)
 
 
@@ -554,9 +554,9 @@ def test_half_precision_gradients_that_barely_exist(method):
         return jnp.sum(y.astype(jnp.float32)) * 1.2e-7
 
     params, x = {"w": jnp.zeros((4, 8))}, jnp.full((1, 2, 4), 1e4)
-    norm = float(bounded_grad(loss, clip_norm=1.0, strategy="vmap")(params, x).norms[0])
+    norm = float(clipped_grad(loss, clip_norm=1.0, strategy="vmap")(params, x).norms[0])
     for part in (0.6, 0.8, 0.9):
-        f = bounded_grad(loss, clip_norm=part * norm, strategy="ghost", norm_method=method)
+        f = clipped_grad(loss, clip_norm=part * norm, strategy="ghost", norm_method=method)
         assert float(jnp.linalg.norm(f(params, x).sum["w"])) <= part * norm * (1 + 1e-3)
 
 
@@ -569,7 +569,7 @@ def test_norm_formed_directly_is_not_too_small_where_everything_cancels():
         y = e["x"] @ p["w"]
         return jnp.sum(y * e["d"]) - jnp.sum((e["x"][::-1] @ p["w"]) * e["d"][::-1])
 
-    f = bounded_grad(loss, clip_norm=1e-3, strategy="ghost", norm_method="direct")
+    f = clipped_grad(loss, clip_norm=1e-3, strategy="ghost", norm_method="direct")
     assert float(jnp.linalg.norm(f({"w": jnp.zeros((16, 4))}, batch).sum["w"])) <= 1e-3
 
 
@@ -588,7 +588,7 @@ def test_a_tied_embedding_in_bfloat16(strategy, method):
     tokens = ids(1, 0, 512, 4, 16)
     formed = jax.vmap(jax.grad(loss), (None, 0))(w, tokens).astype(jnp.float32)
     norms = jnp.sqrt(jnp.sum(formed**2, (1, 2)))
-    f = bounded_grad(loss, clip_norm=1.0, strategy=strategy, norm_method=method)
+    f = clipped_grad(loss, clip_norm=1.0, strategy=strategy, norm_method=method)
     got = jax.jit(f)(w, tokens)
     want = jnp.einsum("n,nab->ab", jnp.minimum(1.0, 1.0 / norms), formed)
     np.testing.assert_allclose(got.norms, norms, rtol=1e-2)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from zoo import ZOO, transformer_loss, transformer_params
 
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.clipping.probe import probe
 from dpfl_jax.errors import BadInputError
 
@@ -14,7 +14,7 @@ from dpfl_jax.errors import BadInputError
 def test_less_memory_means_smaller_microbatches():
     params, (_, _, batch) = transformer_params(), ZOO["transformer"]()
     units = jax.tree.leaves(batch)[0].shape[0]
-    f = bounded_grad(transformer_loss, clip_norm=1.0, strategy="ghost")
+    f = clipped_grad(transformer_loss, clip_norm=1.0, strategy="ghost")
     free = probe(f, params, batch, memory_limit=1e12)
     assert free.tried == (("ghost", None, free.temp_bytes),)
     tight = probe(f, params, batch, memory_limit=free.temp_bytes - 1)
@@ -33,6 +33,6 @@ def test_less_memory_means_smaller_microbatches():
 @pytest.mark.nightly
 def test_too_little_memory_is_one_sentence():
     params, (_, _, batch) = transformer_params(), ZOO["transformer"]()
-    f = bounded_grad(transformer_loss, clip_norm=1.0, memory_limit=1000)
+    f = clipped_grad(transformer_loss, clip_norm=1.0, memory_limit=1000)
     with pytest.raises(BadInputError, match="MiB are allowed"):
         probe(f, params, batch)

@@ -19,7 +19,7 @@ from dpfl_jax.clipping import (
     PerGroup,
     PerLayer,
     Standard,
-    bounded_grad,
+    clipped_grad,
     group_sizes,
 )
 from dpfl_jax.errors import BadInputError
@@ -41,7 +41,7 @@ def test_no_contribution_exceeds_the_sensitivity(norms, clip_norm, rule):
 def test_a_bound_that_a_unit_brings_is_no_larger_than_the_clip_norm(normalized):
     """Noise is scaled to the clip norm, whatever it brings."""
     rule, own = OwnBound(0.5, normalized), jnp.array([0.25, 0.5, 3.0, np.inf, np.nan, -1.0])
-    gradient = bounded_grad(lambda p, u: jnp.vdot(p, u["x"]), rule=rule)
+    gradient = clipped_grad(lambda p, u: jnp.vdot(p, u["x"]), rule=rule)
     moved = [
         jnp.linalg.norm(gradient(jnp.zeros(2), {"x": jnp.full((1, 2), 9.0), "bound": b[None]}).sum)
         for b in own
@@ -74,7 +74,7 @@ def test_group_average_is_the_mean_of_clipped_gradients_of_each_group():
     params = {"w": jnp.zeros(3)}
     x = jax.random.normal(jax.random.key(0), (5, 3)) * jnp.array([0.1, 1, 2, 3, 4])[:, None]
     ids, mask = jnp.array([0, 0, 1, 1, 1]), jnp.array([1, 1, 1, 1, 0], bool)
-    f = bounded_grad(loss, rule=GroupAverage(1.0))
+    f = clipped_grad(loss, rule=GroupAverage(1.0))
     got = f(params, x, mask=mask, group=group_sizes(ids, mask)).sum["w"]
     clipped = [v / max(1.0, float(jnp.linalg.norm(v))) for v in x]
     want = (clipped[0] + clipped[1]) / 2 + (clipped[2] + clipped[3]) / 2
@@ -104,7 +104,7 @@ def leaf_gradients(params, x):
 def test_groups_of_parameters_are_clipped_apart(strategy):
     params, x = two_layer_setup()
     rule = PerGroup((("a/*", 0.3), ("*", 0.4)))
-    got = bounded_grad(two_layers, rule=rule, strategy=strategy)(params, x)
+    got = clipped_grad(two_layers, rule=rule, strategy=strategy)(params, x)
     g = leaf_gradients(params, x)
     norm_a = np.sqrt((g["a"]["w"] ** 2).sum((1, 2)) + (g["a"]["b"] ** 2).sum(1))
     norm_z = np.sqrt((g["z"]["w"] ** 2).sum((1, 2)))
@@ -120,7 +120,7 @@ def test_groups_of_parameters_are_clipped_apart(strategy):
 @pytest.mark.parametrize("strategy", ["vmap", "ghost"])
 def test_per_layer_bounds_every_leaf(strategy):
     params, x = two_layer_setup()
-    got = bounded_grad(two_layers, rule=PerLayer(0.1), strategy=strategy)(params, x[:1])
+    got = clipped_grad(two_layers, rule=PerLayer(0.1), strategy=strategy)(params, x[:1])
     norms = [float(jnp.linalg.norm(v)) for v in jax.tree.leaves(got.sum)]
     np.testing.assert_allclose(norms, 0.1 / math.sqrt(3), rtol=1e-5)
 
@@ -131,7 +131,7 @@ def test_per_layer_moves_by_at_most_c_whatever_one_unit_holds(strategy, method):
     """A unit leaves, and its data change: no layer moves by more than its share, NaN or not."""
     params, x = two_layer_setup()
     how = {"norm_method": method} if strategy == "ghost" else {}
-    bounded = bounded_grad(two_layers, rule=PerLayer(0.5), strategy=strategy, **how)
+    bounded = clipped_grad(two_layers, rule=PerLayer(0.5), strategy=strategy, **how)
 
     def summed(batch, mask):
         return bounded(params, batch, mask=mask).sum
@@ -153,7 +153,7 @@ def test_per_layer_drops_the_layers_that_are_not_finite_and_no_others(strategy):
         return jnp.sqrt(jnp.abs(p["bad"] @ e["bad"])) + p["good"] @ e["good"]
 
     batch = {"bad": jnp.zeros((1, 3)), "good": jnp.full((1, 3), 7.0)}
-    got = bounded_grad(loss, rule=PerLayer(1.0), strategy=strategy)(params, batch)
+    got = clipped_grad(loss, rule=PerLayer(1.0), strategy=strategy)(params, batch)
     assert bool(got.nonfinite[0])
     np.testing.assert_array_equal(got.sum["bad"], 0.0)
     np.testing.assert_allclose(jnp.linalg.norm(got.sum["good"]), 1 / math.sqrt(2), rtol=1e-6)
@@ -170,7 +170,7 @@ def test_per_layer_computes_nothing_twice():
         return jnp.sum(jnp.tanh(x @ p["a"].astype(x.dtype)) @ p["b"].astype(x.dtype))
 
     def methods(rule):
-        made = bounded_grad(loss, rule=rule, strategy="ghost", platform="tpu")
+        made = clipped_grad(loss, rule=rule, strategy="ghost", platform="tpu")
         found = []
         jax.eval_shape(lambda p, x: found.append(made.explain(p, x)), params, batch)
         return {leaf.method for leaf in found[0].leaves}
@@ -227,8 +227,8 @@ def test_adaptive_clip_finds_the_quantile():
 
 def test_the_clip_norm_may_be_an_array():
     params, x = two_layer_setup()
-    f = bounded_grad(two_layers, clip_norm=1.0)
+    f = clipped_grad(two_layers, clip_norm=1.0)
     adaptive = jax.jit(lambda c: f(params, x, rule=Standard(c)))
     for clip_norm in (0.1, 2.0):
-        want = bounded_grad(two_layers, clip_norm=clip_norm)(params, x)
+        want = clipped_grad(two_layers, clip_norm=clip_norm)(params, x)
         np.testing.assert_allclose(adaptive(clip_norm).weights, want.weights, rtol=1e-5)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from zoo import ZOO
 
-from dpfl_jax.clipping import PerLayer, SelfCheckError, Standard, bounded_grad, self_check
+from dpfl_jax.clipping import PerLayer, SelfCheckError, Standard, clipped_grad, self_check
 from dpfl_jax.clipping.taps import leaves
 
 
@@ -17,14 +17,14 @@ from dpfl_jax.clipping.taps import leaves
 @pytest.mark.parametrize("strategy", ["auto", "ghost", "scan"])
 def test_self_check_passes(name, strategy):
     loss, params, batch = ZOO[name]()
-    result = self_check(bounded_grad(loss, clip_norm=1.0, strategy=strategy), params, batch)
+    result = self_check(clipped_grad(loss, clip_norm=1.0, strategy=strategy), params, batch)
     assert result.units == 2
     assert result.max_relative_error < 1e-5
 
 
 def test_self_check_ignores_padding():
     loss, params, batch = ZOO["tied_embedding"]()
-    f = bounded_grad(loss, clip_norm=1.0)
+    f = clipped_grad(loss, clip_norm=1.0)
     assert self_check(f, params, batch, jnp.array([0, 0, 1, 0, 0])).units == 1
     assert self_check(f, params, batch, jnp.zeros(5)).units == 0
 
@@ -39,7 +39,7 @@ def test_a_unit_with_nan_in_some_parameters_is_no_internal_error(rule, bad):
     if bad == "data":
         batch = jnp.asarray([[jnp.nan, 1.0], [1.0, 2.0]])
     params = {"b": jnp.ones(()), "w": jnp.ones(2)}
-    f = bounded_grad(loss, rule=rule, strategy="ghost")
+    f = clipped_grad(loss, rule=rule, strategy="ghost")
     got = self_check(f, params, batch)
     assert got.max_relative_error < 1e-5
     assert self_check(f, params, batch[:1]).units == 1
@@ -53,7 +53,7 @@ def test_self_check_finds_a_wrong_norm_and_names_the_parameter(monkeypatch):
     def wrong(pairs, shape, *rest):
         return right(pairs, shape, *rest) * (0.9 if shape == (4, 16) else 1.0)
 
-    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    f = clipped_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
     self_check(f, params, batch)
     monkeypatch.setattr(leaves, "squared_norm", wrong)
     with pytest.raises(SelfCheckError, match="'wh'"):
@@ -69,7 +69,7 @@ def test_units_that_cancel_are_no_error(strategy):
 
     x = jnp.asarray(np.random.default_rng(0).normal(size=33), jnp.float32)
     batch = (jnp.stack([x, x]), jnp.asarray([1.0, -1.0]))  # opposite, and of one norm when clipped
-    f = bounded_grad(loss, clip_norm=0.1, strategy=strategy)
+    f = clipped_grad(loss, clip_norm=0.1, strategy=strategy)
     params = {"w": 0.1 * x}
     assert float(jnp.linalg.norm(f(params, batch).sum["w"])) < 1e-6
     assert self_check(f, params, batch).max_relative_error < 1e-5
@@ -83,14 +83,14 @@ def test_self_check_finds_a_wrong_sum(monkeypatch):
         return right(pairs, shape, weights, keep) * (1.1 if shape == (3, 16) else 1.0)
 
     monkeypatch.setattr(leaves, "summed_gradient", wrong)
-    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    f = clipped_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
     with pytest.raises(SelfCheckError, match="'wx'"):
         self_check(f, params, batch)
 
 
 def test_explain_says_which_parameter_and_why():
     loss, params, batch = ZOO["unsupported_mixture"]()
-    found = bounded_grad(loss, clip_norm=1.0, strategy="ghost").explain(params, batch)
+    found = clipped_grad(loss, clip_norm=1.0, strategy="ghost").explain(params, batch)
     by_name = {r.name: r for r in found.leaves}
     assert set(by_name) == set(params)
     assert by_name["dense"].uses == 1
@@ -104,11 +104,11 @@ def test_explain_says_which_parameter_and_why():
 
 def test_explain_counts_uses_and_asks_for_nothing_else():
     loss, params, batch = ZOO["tied_embedding"]()
-    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    f = clipped_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
     (report,) = f.explain(params, batch).leaves
     assert report.uses == 2
     assert report.method == "gram"
-    assert bounded_grad(loss, clip_norm=1.0, strategy="scan").explain(params, batch).leaves == ()
+    assert clipped_grad(loss, clip_norm=1.0, strategy="scan").explain(params, batch).leaves == ()
 
 
 def test_auto_scans_over_long_units_that_recompute_and_books_the_rest():
@@ -119,7 +119,7 @@ def test_auto_scans_over_long_units_that_recompute_and_books_the_rest():
 
     params = {"a": jnp.zeros((256, 256)), "b": jnp.zeros((256, 256))}
     for recompute, length, want in [(1, 4096, "scan"), (0, 4096, "ghost"), (1, 1, "ghost")]:
-        f = bounded_grad(lambda p, x, r=recompute: loss(p, x, r), clip_norm=1.0, platform="tpu")
+        f = clipped_grad(lambda p, x, r=recompute: loss(p, x, r), clip_norm=1.0, platform="tpu")
         assert f.explain(params, jnp.zeros((8, length, 256))).strategy == want
 
 
@@ -132,7 +132,7 @@ def test_gram_matrices_of_float32_cost_a_gpu_more(dtype, want):
 
     params = {"head": jax.ShapeDtypeStruct((2048, 128_256), "float32")}
     batch = jax.ShapeDtypeStruct((8, 1024, 2048), dtype)
-    (head,) = bounded_grad(loss, clip_norm=1.0, platform="gpu").explain(params, batch).leaves
+    (head,) = clipped_grad(loss, clip_norm=1.0, platform="gpu").explain(params, batch).leaves
     assert head.method == want
 
 
@@ -141,7 +141,7 @@ def test_auto_splits_the_batch_to_stay_within_memory():
         return jnp.sum(jnp.tanh(x @ params["w"]) ** 2)
 
     params, x = {"w": jnp.zeros((64, 64))}, jnp.zeros((8, 4, 64))
-    f = bounded_grad(loss, clip_norm=1.0, platform="tpu", memory_limit=5000)
+    f = clipped_grad(loss, clip_norm=1.0, platform="tpu", memory_limit=5000)
     found = f.explain(params, x)
     assert found.strategy in ("ghost", "scan")
     assert found.microbatch_size is not None
@@ -156,7 +156,7 @@ def masked_loss(params, x):
 
 def test_a_large_weight_that_is_copied_is_warned_of():
     params = {"w": jnp.ones((400, 800)), "b": jnp.ones(800), "v": jnp.ones((800, 3))}
-    f = bounded_grad(masked_loss, clip_norm=1.0, strategy="ghost")
+    f = clipped_grad(masked_loss, clip_norm=1.0, strategy="ghost")
     found = f.explain(params, jnp.ones((4, 400)))
     assert found.summary == (
         "norms of 1 of 3 parameters by book-keeping, of 2 from a copy for each unit; "
@@ -176,7 +176,7 @@ def test_explain_counts_the_arithmetic(strategy):
     def loss(params, x):
         return jnp.sum(jnp.tanh(x @ params["w"]))
 
-    f = bounded_grad(loss, clip_norm=1.0, strategy=strategy, norm_method="gram")
+    f = clipped_grad(loss, clip_norm=1.0, strategy=strategy, norm_method="gram")
     found = f.explain({"w": jnp.ones((width, width))}, jnp.ones((n, length, width)))
     assert found.strategy == "ghost"
     # Without privacy two products of 2 n L d^2; Gram matrices of both factors 2 n L^2 d each.
@@ -190,11 +190,11 @@ def test_biases_and_small_copies_are_not_warned_of():
         return jnp.sum(jnp.tanh(x @ params["w"] + params["b"]) ** 2)
 
     params = {"w": jnp.ones((4, 2**19)), "b": jnp.ones(2**19)}
-    found = bounded_grad(plain, clip_norm=1.0, strategy="ghost").explain(params, jnp.ones((64, 4)))
+    found = clipped_grad(plain, clip_norm=1.0, strategy="ghost").explain(params, jnp.ones((64, 4)))
     assert found.fallback(64) is None
     loss, params, batch = ZOO["unsupported_mixture"]()
-    found = bounded_grad(loss, clip_norm=1.0, strategy="ghost").explain(params, batch)
+    found = clipped_grad(loss, clip_norm=1.0, strategy="ghost").explain(params, batch)
     assert found.fallback(3) is None
-    scan = bounded_grad(plain, clip_norm=1.0, strategy="scan")
+    scan = clipped_grad(plain, clip_norm=1.0, strategy="scan")
     found = scan.explain({"w": jnp.ones((4, 2)), "b": jnp.ones(2)}, jnp.ones((64, 4)))
     assert found.summary.endswith("from the gradient of each unit (scan, 1 at a time)")

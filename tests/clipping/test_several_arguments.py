@@ -31,8 +31,8 @@ def norms_of(tree):
 @pytest.mark.parametrize("strategy", ["vmap", "scan", "ghost", "auto"])
 def test_a_loss_of_several_arguments(strategy):
     mask = jnp.array([1, 1, 1, 0, 1, 1])
-    several = dpfl.bounded_grad(loss, clip_norm=0.5, strategy=strategy)
-    one = dpfl.bounded_grad(lambda p, e: loss(p, *e), clip_norm=0.5, strategy=strategy)
+    several = dpfl.clipped_grad(loss, clip_norm=0.5, strategy=strategy)
+    one = dpfl.clipped_grad(lambda p, e: loss(p, *e), clip_norm=0.5, strategy=strategy)
     got, want = several(PARAMS, X, Y, mask=mask), one(PARAMS, (X, Y), mask=mask)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     each = jax.tree.map(np.asarray, each_gradient())
@@ -45,7 +45,7 @@ def test_a_loss_of_several_arguments(strategy):
 
 
 def test_the_norms_of_each_parameter_are_told():
-    got = dpfl.bounded_grad(loss, clip_norm=0.5)(PARAMS, X, Y)
+    got = dpfl.clipped_grad(loss, clip_norm=0.5)(PARAMS, X, Y)
     assert jax.tree.structure(got.leaf_norms) == jax.tree.structure(PARAMS)
     jax.tree.map(
         lambda told, g: np.testing.assert_allclose(told, norms_of(g), rtol=1e-4),
@@ -54,12 +54,12 @@ def test_the_norms_of_each_parameter_are_told():
     )
     squares = sum(np.square(x) for x in jax.tree.leaves(got.leaf_norms))
     np.testing.assert_allclose(np.sqrt(squares), got.norms, rtol=1e-5)
-    frozen = dpfl.bounded_grad(loss, clip_norm=0.5, trainable={"a": True, "z": False})
+    frozen = dpfl.clipped_grad(loss, clip_norm=0.5, trainable={"a": True, "z": False})
     assert frozen(PARAMS, X, Y).leaf_norms["z"] is None
 
 
 def test_clip_norms_are_a_tree_that_is_a_prefix_of_the_parameters():
-    gradient = dpfl.bounded_grad(loss, clip_norm={"a": 0.3, "z": 0.4})
+    gradient = dpfl.clipped_grad(loss, clip_norm={"a": 0.3, "z": 0.4})
     assert gradient.sensitivity == pytest.approx(0.5)
     got, each = gradient(PARAMS, X, Y), each_gradient()
     for name, norm in (("a", 0.3), ("z", 0.4)):
@@ -73,14 +73,14 @@ def test_clip_norms_are_a_tree_that_is_a_prefix_of_the_parameters():
         )
     assert PerGroup((("a/*", 0.3), ("z", 0.4))).partition(["a/b", "a/w", "z"]) == [0, 0, 1]
     with pytest.raises(BadInputError, match="no pattern matches the parameter 'z'"):
-        dpfl.bounded_grad(loss, clip_norm={"a": 0.3})(PARAMS, X, Y)
+        dpfl.clipped_grad(loss, clip_norm={"a": 0.3})(PARAMS, X, Y)
     with pytest.raises(BadInputError, match="is -1"):
-        dpfl.bounded_grad(loss, clip_norm={"a": 0.3, "z": -1})
+        dpfl.clipped_grad(loss, clip_norm={"a": 0.3, "z": -1})
 
 
 def test_normalised_sums_have_a_normalised_sensitivity():
-    plain = dpfl.bounded_grad(loss, clip_norm=0.5)
-    shared = dpfl.bounded_grad(loss, clip_norm=0.5, normalize_by=8.0)
+    plain = dpfl.clipped_grad(loss, clip_norm=0.5)
+    shared = dpfl.clipped_grad(loss, clip_norm=0.5, normalize_by=8.0)
     assert shared.sensitivity == pytest.approx(0.5 / 8)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a / 8, b, rtol=1e-6),
@@ -89,7 +89,7 @@ def test_normalised_sums_have_a_normalised_sensitivity():
     )
     for value in (0.0, -1.0, float("nan")):
         with pytest.raises(BadInputError, match="normalize_by is"):
-            dpfl.bounded_grad(loss, clip_norm=0.5, normalize_by=value)
+            dpfl.clipped_grad(loss, clip_norm=0.5, normalize_by=value)
 
 
 @pytest.mark.parametrize("options", [{}, {"strategy": "scan", "microbatch_size": 2}])
@@ -129,7 +129,7 @@ def test_a_function_that_is_not_finite_for_a_unit_loses_that_unit():
 
 def test_too_many_batches_are_refused_by_name():
     with pytest.raises(BadInputError, match="a mask by name"):
-        dpfl.bounded_grad(loss, clip_norm=0.5)(PARAMS, X, Y, jnp.ones(6))
+        dpfl.clipped_grad(loss, clip_norm=0.5)(PARAMS, X, Y, jnp.ones(6))
 
 
 @pytest.mark.parametrize(
@@ -138,10 +138,10 @@ def test_too_many_batches_are_refused_by_name():
 def test_sensitivities_of_any_kind_of_number_are_those_of_floats(norm):
     tree = {"a": norm, "z": norm}
     want = float(norm) * 2**0.5
-    assert dpfl.bounded_grad(loss, clip_norm=tree).sensitivity == pytest.approx(want, rel=1e-12)
+    assert dpfl.clipped_grad(loss, clip_norm=tree).sensitivity == pytest.approx(want, rel=1e-12)
     many = PerGroup(tuple((f"p{i}", norm) for i in range(4096)))
     assert many.sensitivity == pytest.approx(float(norm) * 64, rel=1e-12)
-    single = dpfl.bounded_grad(loss, clip_norm=norm, normalize_by=np.float16(0.1)).sensitivity
+    single = dpfl.clipped_grad(loss, clip_norm=norm, normalize_by=np.float16(0.1)).sensitivity
     assert single == pytest.approx(float(norm) / float(np.float16(0.1)), rel=1e-12)
 
 
@@ -166,7 +166,7 @@ def test_draws_that_would_be_shared_between_units_are_refused(strategy):
 
     batch = {"id": jnp.arange(64), "x": jnp.ones((64, 8))}
     with pytest.raises(BadInputError, match=r"draws for all units together.*threefry2x32"):
-        dpfl.bounded_grad(dropped, clip_norm=1.0, strategy=strategy)(jnp.zeros(8), batch)
+        dpfl.clipped_grad(dropped, clip_norm=1.0, strategy=strategy)(jnp.zeros(8), batch)
 
 
 def test_what_vmap_computes_otherwise_is_refused():
@@ -177,4 +177,4 @@ def test_what_vmap_computes_otherwise_is_refused():
         return jnp.sum(params * mixed(x))
 
     with pytest.raises(BadInputError, match="rule of its own for vmap"):
-        dpfl.bounded_grad(own, clip_norm=1.0)(jnp.zeros(3), X)
+        dpfl.clipped_grad(own, clip_norm=1.0)(jnp.zeros(3), X)

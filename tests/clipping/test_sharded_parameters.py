@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from neighbours import removed
 
 from dpfl_jax.cli._hlo import collectives
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.models import LanguageModel, TransformerConfig, attention
 
 MODEL = LanguageModel(
@@ -50,11 +50,11 @@ def test_sharded_parameters(model, sizes, method):
     params = model.init(jax.random.key(0))
     tokens = jax.random.randint(jax.random.key(1), (UNITS, LENGTH), 0, 128)
     batch = {"tokens": tokens, "mask": jnp.ones((UNITS, LENGTH), bool)}
-    want = jax.jit(bounded_grad(model.loss, clip_norm=0.1, strategy="vmap"))(params, batch)
+    want = jax.jit(clipped_grad(model.loss, clip_norm=0.1, strategy="vmap"))(params, batch)
 
     places = jax.tree_util.tree_map_with_path(lambda path, x: split(mesh, path, x), params)
     params, batch = jax.device_put(params, places), jax.device_put(batch, rows)
-    f = bounded_grad(
+    f = clipped_grad(
         model.loss, clip_norm=0.1, strategy="ghost", norm_method=method, unit_sharding=rows
     )
 
@@ -99,9 +99,9 @@ def test_packed_rows_split_along_the_sequence(monkeypatch):
     batch = {"tokens": tokens, "mask": segments > 0, "segments": segments}
     params, mask = model.init(jax.random.key(0)), np.arange(8) < 7
 
-    whole = bounded_grad(model.loss, clip_norm=clip, strategy="vmap")
+    whole = clipped_grad(model.loss, clip_norm=clip, strategy="vmap")
     want = jax.jit(whole)(params, batch, mask=mask)
-    split = jax.jit(bounded_grad(model.loss, clip_norm=clip, unit_sharding=rows))
+    split = jax.jit(clipped_grad(model.loss, clip_norm=clip, unit_sharding=rows))
 
     def placed(batch, mask):
         return split(params, jax.device_put(batch, cut), mask=jax.device_put(mask, rows))

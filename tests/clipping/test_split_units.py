@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from neighbours import removed
 
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.errors import BadInputError
 
 STRATEGIES = ("vmap", "scan", "ghost", "auto")
@@ -40,7 +40,7 @@ def test_data_captured_by_the_loss_are_refused(strategy):
     """Units outside the batch: their gradients would be summed over devices, then clipped."""
 
     def total(params, x):
-        here = bounded_grad(lambda p, i: loss(p, x[i]), clip_norm=1.0, strategy=strategy)
+        here = clipped_grad(lambda p, i: loss(p, x[i]), clip_norm=1.0, strategy=strategy)
         return jax.lax.psum(here(params, jnp.arange(2)).sum, "data")
 
     sharded = jax.shard_map(
@@ -56,7 +56,7 @@ def test_units_that_differ_by_their_keys_alone(strategy):
     """The same examples everywhere, another dropout key on each device: still 16 units."""
     keys = jax.random.split(jax.random.key(3), 16)
     same = jnp.broadcast_to(BATCH[:2], (2, *BATCH.shape[1:]))
-    f = bounded_grad(loss, clip_norm=0.1, strategy=strategy)
+    f = clipped_grad(loss, clip_norm=0.1, strategy=strategy)
 
     def total(params, x, keys):
         return jax.lax.psum(f(params, x, rng=keys).sum, "data")
@@ -68,7 +68,7 @@ def test_units_that_differ_by_their_keys_alone(strategy):
         out_specs=PartitionSpec(),
     )
     got = jax.jit(sharded)(PARAMS, same, keys)
-    want = bounded_grad(loss, clip_norm=0.1, strategy="vmap")(
+    want = clipped_grad(loss, clip_norm=0.1, strategy="vmap")(
         PARAMS, jnp.tile(same, (8, 1, 1)), rng=keys
     ).sum
     chex.assert_trees_all_close(got, want, atol=1e-5)
@@ -84,11 +84,11 @@ def test_microbatches_of_units_split_over_devices(strategy, size):
     batch = jax.device_put(batch, rows)
     mask = jnp.arange(48) % 5 != 0
     group = 1.0 + jnp.arange(48) % 3
-    f = bounded_grad(
+    f = clipped_grad(
         loss, clip_norm=0.5, strategy=strategy, microbatch_size=size, unit_sharding=rows
     )
     got = jax.jit(f)(PARAMS, batch, mask=mask, group=group)
-    want = jax.jit(bounded_grad(loss, clip_norm=0.5, strategy="vmap"))(PARAMS, batch, mask=mask)
+    want = jax.jit(clipped_grad(loss, clip_norm=0.5, strategy="vmap"))(PARAMS, batch, mask=mask)
     np.testing.assert_allclose(got.norms, want.norms, rtol=2e-5)
     chex.assert_trees_all_close(got.sum, want.sum, atol=2e-5)
     for unit in (1, 17, 47):
@@ -100,7 +100,7 @@ def test_microbatches_of_units_split_over_devices(strategy, size):
 
 def test_microbatches_that_cannot_be_split_are_refused():
     rows = NamedSharding(mesh(), SPEC)
-    f = bounded_grad(loss, clip_norm=1.0, microbatch_size=4, unit_sharding=rows)
+    f = clipped_grad(loss, clip_norm=1.0, microbatch_size=4, unit_sharding=rows)
     with pytest.raises(BadInputError, match="8 parts of unit_sharding"):
         f(PARAMS, BATCH)
 
@@ -109,12 +109,12 @@ def test_microbatches_that_cannot_be_split_are_refused():
 def test_auto_splits_the_batch_over_devices_and_microbatches():
     rows = NamedSharding(mesh(), SPEC)
     batch = jax.device_put(jnp.tile(BATCH, (8, 1, 1)), rows)
-    f = bounded_grad(loss, clip_norm=1.0, memory_limit=3000, unit_sharding=rows)
+    f = clipped_grad(loss, clip_norm=1.0, memory_limit=3000, unit_sharding=rows)
     found = f.explain(PARAMS, batch)
     assert found.microbatch_size is not None
     assert found.microbatch_size % 8 == 0
     assert found.microbatch_size < 128
-    want = bounded_grad(loss, clip_norm=1.0, strategy="vmap")(PARAMS, batch)
+    want = clipped_grad(loss, clip_norm=1.0, strategy="vmap")(PARAMS, batch)
     got = jax.jit(f)(PARAMS, batch)
     chex.assert_trees_all_close(got.sum, want.sum, atol=1e-4)
 
@@ -123,6 +123,6 @@ def test_auto_splits_the_batch_over_devices_and_microbatches():
 def test_a_unit_axis_left_to_the_compiler():
     free = NamedSharding(mesh(), PartitionSpec(PartitionSpec.UNCONSTRAINED))
     batch = jax.device_put(BATCH, NamedSharding(mesh(), SPEC))
-    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", unit_sharding=free)
-    want = bounded_grad(loss, clip_norm=1.0, strategy="vmap")(PARAMS, batch)
+    f = clipped_grad(loss, clip_norm=1.0, strategy="ghost", unit_sharding=free)
+    want = clipped_grad(loss, clip_norm=1.0, strategy="vmap")(PARAMS, batch)
     np.testing.assert_allclose(jax.jit(f)(PARAMS, batch).norms, want.norms, rtol=1e-5)

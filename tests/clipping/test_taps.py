@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from zoo import ZOO
 
-from dpfl_jax.clipping import Standard, bounded_grad
+from dpfl_jax.clipping import Standard, clipped_grad
 from dpfl_jax.clipping.isolation import every_program
 from dpfl_jax.clipping.taps.evaluate import _BY_VALUE, _by_value
 from dpfl_jax.errors import BadInputError
@@ -27,9 +27,9 @@ def compare(loss, params, batch, methods, mask=None):
     n = jax.tree.leaves(batch)[0].shape[0]
     mask = np.ones(n, bool) if mask is None else mask
 
-    plain = bounded_grad(loss, clip_norm=1.0, strategy="vmap")
+    plain = clipped_grad(loss, clip_norm=1.0, strategy="vmap")
     ways = [
-        bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method=method)
+        clipped_grad(loss, clip_norm=1.0, strategy="ghost", norm_method=method)
         for method in methods
     ]
 
@@ -63,7 +63,7 @@ def test_equals_vmap(name):
 def test_a_loop_stores_one_gradient_of_products_that_are_only_added_up():
     """An LSTM's two matrices have the gradient of its gates; its bias has the sum over time."""
     loss, params, batch = ZOO["lstm"]()
-    program = jax.make_jaxpr(bounded_grad(loss, clip_norm=1.0, strategy="ghost"))(params, batch)
+    program = jax.make_jaxpr(clipped_grad(loss, clip_norm=1.0, strategy="ghost"))(params, batch)
     steps, units, gates = 7, 5, 16
     stored = [
         v
@@ -79,7 +79,7 @@ def test_a_loop_stores_one_gradient_of_products_that_are_only_added_up():
 def test_a_loop_stores_values_of_sigmoids_alone():
     """Of tanh and logistic JAX's own gradient has a loop store ``1 - y`` beside ``y``, too."""
     loss, params, batch = ZOO["lstm"]()
-    program = jax.make_jaxpr(bounded_grad(loss, clip_norm=1.0, strategy="ghost"))(params, batch)
+    program = jax.make_jaxpr(clipped_grad(loss, clip_norm=1.0, strategy="ghost"))(params, batch)
     forward = next(e for e in program.jaxpr.eqns if e.primitive.name == "scan")
     made = {v: e.primitive.name for e in forward.params["jaxpr"].jaxpr.eqns for v in e.outvars}
     stored = [made.get(v) for v in forward.params["jaxpr"].jaxpr.outvars]
@@ -122,8 +122,8 @@ def test_gram_norm_does_not_lose_what_underflows(x_size, d_size, width, position
 
     x = x_size * jax.random.normal(jax.random.key(0), (3, positions, width))
     params = {"w": jnp.ones((width, 3))}
-    true = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="direct")(params, x)
-    f = bounded_grad(loss, clip_norm=1e-3, strategy="ghost", norm_method="gram")
+    true = clipped_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="direct")(params, x)
+    f = clipped_grad(loss, clip_norm=1e-3, strategy="ghost", norm_method="gram")
     got = f(params, x)
     assert np.all(got.norms >= 0.999 * true.norms)
     alone = [float(jnp.linalg.norm(f(params, x[i : i + 1]).sum["w"])) for i in range(3)]
@@ -141,7 +141,7 @@ def test_gram_norm_of_a_scaled_parameter_does_not_lose_what_underflows(x_size, d
     x = x_size * np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
     d = np.float64(np.float32(d_size)) * np.arange(1.0, 4.0)
     true = abs(scale) * np.linalg.norm(x.astype(np.float64), axis=1) * np.linalg.norm(d)
-    f = bounded_grad(loss, clip_norm=1e-3, strategy="ghost", norm_method="gram")
+    f = clipped_grad(loss, clip_norm=1e-3, strategy="ghost", norm_method="gram")
     got = f({"w": jnp.ones((64, 3))}, x)
     assert np.all(got.norms >= 0.999 * true - 1e-18)
     assert not np.any(got.nonfinite)
@@ -161,7 +161,7 @@ def test_gram_norm_does_not_lose_many_small_entries_beside_one(side, positions):
     def loss(params, unit):
         return jnp.sum((unit["x"] @ params["w"]) * unit["d"])
 
-    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    f = clipped_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
     got = f({"w": jnp.zeros((x.shape[-1], d.shape[-1]))}, {"x": x, "d": d})
     assert np.linalg.norm(np.asarray(got.sum["w"], np.float64)) <= 1.0 + 1e-5
 
@@ -175,7 +175,7 @@ def test_gram_norm_of_zeros(positions):
 
     x = np.ones((3, positions, 5), np.float32)
     x[0, :, 0], x[1, :, 1:] = 0.0, 0.0
-    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    f = clipped_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
     norms = f({"w": jnp.ones((4, 3))}, x).norms
     assert norms[0] == 0.0
     assert norms[1] < 1e-17
@@ -198,7 +198,7 @@ def test_gram_norm_of_one_side_that_is_not_finite(side, bad, positions):
         sides[side][i, -1, -1] = bad
     sides["d" if side == "x" else "x"][1] = 0.0
     batch = {name: jnp.asarray(values, jnp.float32) for name, values in sides.items()}
-    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+    f = clipped_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
     got = f({"w": jnp.ones((5, 3))}, batch)
     np.testing.assert_array_equal(got.nonfinite, [True, True, False, False])
     rest = {name: values[2:] for name, values in batch.items()}
@@ -248,7 +248,7 @@ def test_gram_matrices_of_long_units_are_half_formed():
         def loss(params, x):
             return jnp.sum(jnp.sin(x @ params["w"]))
 
-        f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
+        f = clipped_grad(loss, clip_norm=1.0, strategy="ghost", norm_method="gram")
         args = {"w": jnp.ones((64, 64))}, jnp.ones((1, length, 64))
         return jax.jit(lambda p, x: f(p, x).norms).lower(*args).compile().cost_analysis()["flops"]
 
@@ -268,7 +268,7 @@ def test_gram_norm_is_not_too_small_where_everything_cancels():
     key = jax.random.key(0)
     x = jax.random.normal(key, (1, 1, 64))
     batch = {"x": jnp.concatenate([x, x + 1e-5], 1) * 1e3, "d": jax.random.normal(key, (1, 32))}
-    f = bounded_grad(loss, clip_norm=1e-4, strategy="ghost", norm_method="gram")
+    f = clipped_grad(loss, clip_norm=1e-4, strategy="ghost", norm_method="gram")
     got = f({"w": jnp.zeros((64, 32))}, batch)
     assert float(jnp.linalg.norm(got.sum["w"])) <= 1e-4
 
@@ -286,4 +286,4 @@ def test_parameters_in_complex_arithmetic():
     compare(loss, params, jax.random.normal(keys[2], (4, 8)), [None])
     bad = {"c": jnp.ones(3, jnp.complex64), "r": jnp.ones(2)}
     with pytest.raises(BadInputError, match="'c' is complex"):
-        bounded_grad(lambda p, x: p["r"].sum() * x, clip_norm=1.0)(bad, jnp.ones(2))
+        clipped_grad(lambda p, x: p["r"].sum() * x, clip_norm=1.0)(bad, jnp.ones(2))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpfl_jax.clipping import bounded_grad, join, split
+from dpfl_jax.clipping import clipped_grad, join, split
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.config import Lora
@@ -124,7 +124,7 @@ def test_every_strategy_bounds_the_trained_leaves_alone(choice, strategy):
     model, params, batch = problem(config)
     norms, total = by_definition(model, params, trainable, batch, clip_norm=0.5)
     assert float(norms.min()) > 0
-    bounded = bounded_grad(model.loss, clip_norm=0.5, trainable=trainable, **STRATEGIES[strategy])
+    bounded = clipped_grad(model.loss, clip_norm=0.5, trainable=trainable, **STRATEGIES[strategy])
     found = jax.jit(bounded)(params, batch)
     np.testing.assert_allclose(found.norms, norms, rtol=2e-5)
     assert jax.tree.structure(found.sum) == jax.tree.structure(total)
@@ -135,7 +135,7 @@ def test_every_strategy_bounds_the_trained_leaves_alone(choice, strategy):
 @pytest.mark.slow
 def test_book_keeping_needs_no_copies_of_adapters():
     model, params, batch = problem(ADAPTED)
-    bounded = bounded_grad(model.loss, clip_norm=0.5, trainable=is_adapter, strategy="ghost")
+    bounded = clipped_grad(model.loss, clip_norm=0.5, trainable=is_adapter, strategy="ghost")
     leaves = bounded.explain(params, batch).leaves
     assert len(leaves) == 10  # five projections of the stack, two factors each
     assert {leaf.method for leaf in leaves} <= {"gram", "direct", "keep"}
@@ -145,7 +145,7 @@ def test_a_frozen_base_is_an_argument_not_a_constant():
     """What is traced holds no array of the base, and no gradient in its shape."""
     model, params, batch = problem(ADAPTED)
     trained, frozen = split(params, is_adapter)
-    bounded = bounded_grad(model.loss, clip_norm=0.5, trainable=is_adapter, strategy="ghost")
+    bounded = clipped_grad(model.loss, clip_norm=0.5, trainable=is_adapter, strategy="ghost")
 
     def step(trained, frozen, batch):
         return bounded(join(trained, frozen), batch).sum
@@ -163,7 +163,7 @@ def test_the_base_of_adapters_may_be_of_low_precision():
     trained, frozen = split(params, is_adapter)
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), frozen)
     high = jax.tree.map(lambda x: x.astype(jnp.float32), low)
-    bounded = jax.jit(bounded_grad(model.loss, clip_norm=0.5, trainable=is_adapter))
+    bounded = jax.jit(clipped_grad(model.loss, clip_norm=0.5, trainable=is_adapter))
     a, b = bounded(join(trained, low), batch), bounded(join(trained, high), batch)
     np.testing.assert_allclose(a.norms, b.norms, rtol=1e-5)
     assert {x.dtype for x in jax.tree.leaves(a.sum)} == {jnp.dtype("float32")}

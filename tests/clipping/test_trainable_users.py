@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpfl_jax.clipping import bounded_grad, join, split
+from dpfl_jax.clipping import clipped_grad, join, split
 from dpfl_jax.mechanisms.base import mean_of_examples
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.config import Lora
@@ -79,7 +79,7 @@ def by_definition(choice):
 @pytest.mark.parametrize("strategy", ["ghost", "scan"])
 def test_users_are_bounded_by_their_trained_leaves(choice, strategy):
     loss, params, users, norms, clip_norm, total, structure = by_definition(choice)
-    bounded = bounded_grad(
+    bounded = clipped_grad(
         loss, clip_norm=clip_norm, strategy=strategy, trainable=CHOICES[choice][1]
     )
     found = jax.jit(bounded)(params, users)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping import bounded_grad, cost
+from dpfl_jax.clipping import clipped_grad, cost
 
 KEY = jax.random.key(5)
 
@@ -61,7 +61,7 @@ def test_sums_and_norms_are_those_of_each_unit(kind, method, stacked, monkeypatc
     monkeypatch.setitem(cost.MACHINES, "cpu", small)
     loss = loss_of(kind, stacked)
     x, w = normal(1, 6, *KINDS[kind][1]), normal(2, *(2,) * stacked, *KINDS[kind][2])
-    f = bounded_grad(loss, clip_norm=2.0, strategy="ghost", norm_method=method)
+    f = clipped_grad(loss, clip_norm=2.0, strategy="ghost", norm_method=method)
     found = jax.jit(f)({"w": w}, x)
     each = jax.vmap(jax.grad(loss), (None, 0))({"w": w}, x)["w"]
     norms = jnp.sqrt(jnp.square(each).reshape(6, -1).sum(1))
@@ -82,7 +82,7 @@ def test_units_that_do_not_divide_among_devices_are_counted_once(groups, method)
         return jnp.sum(jnp.sin(convolve(x, params["w"], feature_group_count=groups)))
 
     options = {} if method is None else {"strategy": "ghost", "norm_method": method}
-    f = bounded_grad(loss, clip_norm=0.01, unit_sharding=sharding, **options)
+    f = clipped_grad(loss, clip_norm=0.01, unit_sharding=sharding, **options)
     params = jax.device_put({"w": normal(3, 3, 3, 4 // groups, 4)}, whole)
     x, mask = normal(4, 12, 2, 3, 4, 4), jnp.arange(12) == 0  # one real unit
     summed = jax.jit(lambda p, x: f(p, x, mask=mask).sum["w"], out_shardings=whole)(params, x)
@@ -99,7 +99,7 @@ def test_what_is_empty_is_zero(unit, kernel, method):
         return jnp.sum(convolve(x, params["w"], padding="VALID")) + jnp.sum(params["b"] * x.sum())
 
     params = {"w": jnp.ones(kernel), "b": jnp.ones(2)}
-    f = bounded_grad(loss, clip_norm=1.0, strategy="ghost", norm_method=method)
+    f = clipped_grad(loss, clip_norm=1.0, strategy="ghost", norm_method=method)
     assert not jnp.any(f(params, normal(6, 5, *unit)).sum["w"])
 
 
@@ -122,7 +122,7 @@ def test_a_unit_that_is_not_finite_takes_no_other_with_it(strategy, groups, how)
     shapes = {"w": (3, 3, 4 // groups, 8), "h": (8, 2)}
     params = {name: jax.random.normal(k, s) for k, (name, s) in zip(keys, shapes.items())}
     x, y = jax.random.normal(keys[2], (8, 8, 8, 4)), jax.random.normal(keys[3], (8, 2))
-    f = jax.jit(bounded_grad(loss, clip_norm=1.0, strategy=strategy))
+    f = jax.jit(clipped_grad(loss, clip_norm=1.0, strategy=strategy))
     without = f(params, {"x": x, "y": y}, mask=jnp.arange(8) != 1)
     for bad in ({"x": x.at[1].set(jnp.nan), "y": y}, {"x": x, "y": y.at[1].set(1e38)}):
         got = f(params, bad)

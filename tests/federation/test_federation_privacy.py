@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dpfl_jax import accounting
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
-from dpfl_jax.federation.engine import bounded_sum, make_release
+from dpfl_jax.federation.engine import clipped_sum, make_release
 from dpfl_jax.federation.mechanisms import (
     HiGradAvgDP,
     LocalGroupDP,
@@ -92,7 +92,7 @@ CASES = {
 @pytest.fixture(scope="module")
 def sums():
     return {
-        name: jax.jit(bounded_sum(m, loss_fn, examples_at_once=2)) for name, (m, _) in CASES.items()
+        name: jax.jit(clipped_sum(m, loss_fn, examples_at_once=2)) for name, (m, _) in CASES.items()
     }
 
 
@@ -148,8 +148,8 @@ def test_units_that_are_added_up_are_the_units(name, at_once):
     """
     mechanism, unit_size = CASES[name]
     data = one_silo(np.random.default_rng(3), [5, 1, 2, 4, 5], 1.0, 0, None)
-    plain = jax.jit(bounded_sum(mechanism, loss_fn, strategy="vmap"))
-    pieces = jax.jit(bounded_sum(mechanism, loss_fn, examples_at_once=at_once))
+    plain = jax.jit(clipped_sum(mechanism, loss_fn, strategy="vmap"))
+    pieces = jax.jit(clipped_sum(mechanism, loss_fn, examples_at_once=at_once))
     everybody = np.arange(5 if name == "subject_uls" else 17)
     for chosen in (everybody, everybody[:1], everybody[:0]):
         draw = mechanism.assemble(data.silos[0], chosen, KEY, 0)
@@ -191,7 +191,7 @@ def test_a_subject_of_many_records_moves_no_other(at_once):
     mask[:7, 1:] = False
     x, z = np.zeros((2, 8, 4, 4), np.float32)
     x[:7, :, 0] = z[:7, :, 0] = x[7, :, 1] = 1
-    summed = jax.jit(mechanism.bounded_grad(loss, examples_at_once=at_once, microbatch_size=8))
+    summed = jax.jit(mechanism.clipped_grad(loss, examples_at_once=at_once, microbatch_size=8))
 
     def of(there):
         units = {"examples": {"x": x, "z": z}, "mask": mask & there[:, None]}
@@ -208,7 +208,7 @@ def linear_loss(params, example):
 
 def linear_sum(mechanism, data, chosen):
     draw = mechanism.assemble(data.silos[0], np.sort(chosen), KEY, 0)
-    total, _ = jax.jit(bounded_sum(mechanism, linear_loss))(
+    total, _ = jax.jit(clipped_sum(mechanism, linear_loss))(
         {"w": jnp.zeros(2)}, *packed(data, draw, None), 1.0
     )
     return np.asarray(total["w"])

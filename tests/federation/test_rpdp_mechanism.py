@@ -22,7 +22,7 @@ from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import federated_epsilon, silo_epsilons
-from dpfl_jax.federation.engine import bounded_sum
+from dpfl_jax.federation.engine import clipped_sum
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federated_run import build_federation
 from dpfl_jax.federation.federation import Federation, SiloPlan
@@ -289,7 +289,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(seed, exponent):
     budgets = np.random.default_rng(seed).choice([0.5, 3.0, 12.0], 24)
     data, federation, _ = build(budgets, seed=seed, silos=1, sigma=2.0)
     mechanism, silo = federation.silos[0].mechanism, data.silos[0]
-    summed = SUM.setdefault(0, jax.jit(bounded_sum(mechanism, loss_fn)))
+    summed = SUM.setdefault(0, jax.jit(clipped_sum(mechanism, loss_fn)))
     chosen = mechanism.select(silo, KEY, seed)
     if not len(chosen):
         return

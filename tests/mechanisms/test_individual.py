@@ -24,7 +24,7 @@ from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ULS, Individual, IndividualELS, Population
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import driver
@@ -281,7 +281,7 @@ def test_rounding_moves_a_sum_by_less_than_the_smallest_bound():
     def moved(rule):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Individual, "rule", rule)
-            summed = jax.jit(bounded_sum_over_microbatches(mechanism, loss_fn, mesh))
+            summed = jax.jit(clipped_sum_over_microbatches(mechanism, loss_fn, mesh))
 
             def total(norms, own):
                 filled = np.zeros((3, row * rows), np.float32)

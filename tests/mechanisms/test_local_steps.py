@@ -20,7 +20,7 @@ from dpfl_jax.cli.main import main
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import BLT, ULS, Allocation, BandMF, Population, Truncated
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.noise import buffered_column
 from dpfl_jax.randomness import RootKey
@@ -95,7 +95,7 @@ def test_a_sum_is_that_of_clipped_updates_by_hand(strategy):
         wanted = jax.tree.map(lambda a, b, w=weight: a + w * b, wanted, update)
     assert min(norms) == 0.0
     assert sum(n > CLIP for n in norms) in (1, 2, 3, 4, 5)
-    found = jax.jit(device(**STEPS).bounded_grad(loss_fn, strategy=strategy))(params, units)
+    found = jax.jit(device(**STEPS).clipped_grad(loss_fn, strategy=strategy))(params, units)
     np.testing.assert_allclose(found.norms, norms, atol=1e-6)
     for name in params:
         np.testing.assert_allclose(found.sum[name], wanted[name], atol=2e-6)
@@ -107,13 +107,13 @@ def test_one_local_step_at_rate_one_is_uls():
     params, units = params_of(), units_of()
     for trainable in (None, {"w": True, "b": False}):
         plain, local = (
-            jax.jit(made.bounded_grad(loss_fn, strategy="vmap", trainable=trainable))(params, units)
+            jax.jit(made.clipped_grad(loss_fn, strategy="vmap", trainable=trainable))(params, units)
             for made in (device(), device(local_learning_rate=1.0))
         )
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), plain, local)
     assert plain.sum["b"] is None
     # And what is frozen stays where it is in all steps of more.
-    frozen = jax.jit(device(**STEPS).bounded_grad(loss_fn, trainable={"w": True, "b": False}))
+    frozen = jax.jit(device(**STEPS).clipped_grad(loss_fn, trainable={"w": True, "b": False}))
     other = jax.tree.map(lambda p: p, params) | {"b": jnp.float32(-7.0)}
     np.testing.assert_array_equal(frozen(params, units).sum["w"], frozen(other, units).sum["w"])
 
@@ -143,7 +143,7 @@ def test_a_device_moves_a_round_by_no_more_than_the_clip_norm(devices, strategy)
     """Removed, with other data in its place, on the layout that runs; long updates reach it."""
     mesh = make_mesh(data=devices, devices=jax.devices()[:devices])
     mechanism = device(**STEPS | {"local_learning_rate": 3.0})
-    summed = jax.jit(bounded_sum_over_microbatches(mechanism, loss_fn, mesh, strategy=strategy))
+    summed = jax.jit(clipped_sum_over_microbatches(mechanism, loss_fn, mesh, strategy=strategy))
     units = jax.tree.map(lambda x: x.reshape(2, 8, *x.shape[1:]), units_of(16))
     mask = np.ones((2, 8), bool)
     reached = 0.0
@@ -162,7 +162,7 @@ def test_a_device_that_fails_adds_nothing():
     """Its update is not finite: the sum is that without it, to the last bit."""
     units, params = units_of(), params_of()
     units["examples"]["x"][1, 0] = np.nan
-    summed = jax.jit(device(**STEPS).bounded_grad(loss_fn))
+    summed = jax.jit(device(**STEPS).clipped_grad(loss_fn))
     found = summed(params, units)
     assert found.nonfinite.tolist() == [False, True] + [False] * 4
     without = summed(params, units, mask=np.arange(6) != 1)
@@ -350,17 +350,17 @@ def test_bad_fields_of_local_steps_are_one_sentence(fields, message):
 def test_what_local_steps_do_not_go_with_is_one_sentence():
     made = device(**STEPS)
     with pytest.raises(BadInputError, match="strategy=ghost forms no user's gradient"):
-        made.bounded_grad(loss_fn, strategy="ghost")
+        made.clipped_grad(loss_fn, strategy="ghost")
     with pytest.raises(BadInputError, match=r"set mechanism.local_batch_size, and leave out"):
-        made.bounded_grad(loss_fn, examples_at_once=2)
+        made.clipped_grad(loss_fn, examples_at_once=2)
     mesh = make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])
     with pytest.raises(BadInputError, match=r"use execution.mesh with data alone"):
-        bounded_sum_over_microbatches(made, loss_fn, mesh)
+        clipped_sum_over_microbatches(made, loss_fn, mesh)
     with pytest.raises(BadInputError, match=r"leave out execution.examples_at_once and"):
-        bounded_sum_over_microbatches(made, loss_fn, mesh, split_users=True)
+        clipped_sum_over_microbatches(made, loss_fn, mesh, split_users=True)
     packed = units_of() | {"count": np.full(6, 9)}
     with pytest.raises(BadInputError, match=r"execution.packing .* set it to 0"):
-        made.bounded_grad(loss_fn)(params_of(), packed)
+        made.clipped_grad(loss_fn)(params_of(), packed)
 
 
 def test_canaries_and_silos_elsewhere_are_refused(tmp_path):

@@ -8,7 +8,7 @@ from neighbours import removed
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.models import LanguageModel, TransformerConfig, attention, transformer
 
@@ -50,7 +50,7 @@ def buffers(unit, rows=2, row=8):
 def total(unit, how, params, axes, units, mask, **options):
     mesh = make_mesh(**axes)
     loss = model(how).loss
-    summed = jax.jit(bounded_sum_over_microbatches(UNITS[unit], loss, mesh, **options))
+    summed = jax.jit(clipped_sum_over_microbatches(UNITS[unit], loss, mesh, **options))
     placed = place(params, parameter_shardings(params, mesh))
     return jax.device_get(summed(placed, units, mask, np.int32(2)))
 
@@ -93,6 +93,6 @@ def test_what_cannot_be_split_is_refused(parts):
     if parts == 8:
         params, loss = model("plain").init(jax.random.key(0)), model("plain").loss
     mesh = make_mesh(sequence=parts)
-    summed = jax.jit(bounded_sum_over_microbatches(UNITS["els"], loss, mesh))
+    summed = jax.jit(clipped_sum_over_microbatches(UNITS["els"], loss, mesh))
     with pytest.raises(BadInputError, match=rf"mesh.sequence={parts} splits .* as data.seq_len"):
         summed(params, units, mask, np.int32(2))

@@ -18,7 +18,7 @@ from dpfl_jax.data.packing import Shape, packed
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.models import LanguageModel, TransformerConfig, attention
 from dpfl_jax.randomness import RootKey
@@ -150,7 +150,7 @@ def sums(kind, packing, data, params, axes, change=None, how_seen="plain", **opt
     if change is not None:
         units, mask = change(units, mask)
     loss = example_loss(own.loss if packing else lambda p, e: own.loss(p, e), data, packing)
-    summed = jax.jit(bounded_sum_over_microbatches(mechanism, loss, mesh, **options))
+    summed = jax.jit(clipped_sum_over_microbatches(mechanism, loss, mesh, **options))
     placed = place(params, parameter_shardings(params, mesh))
     return jax.device_get(summed(placed, units, mask, rows)), batch
 

@@ -16,7 +16,7 @@ from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, mean_of_examples
 from dpfl_jax.mechanisms.base import pieces_of_user
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
@@ -56,8 +56,8 @@ def test_any_cut_gives_the_same_norms_and_sums(size, at_once, seed):
     np.testing.assert_allclose(
         jax.vmap(lambda piece: loss(params, piece))(pieces).sum(), loss(params, one), atol=1e-5
     )
-    want = mechanism.bounded_grad(linear, strategy="vmap")(params, units)
-    got = mechanism.bounded_grad(linear, examples_at_once=at_once)(params, units)
+    want = mechanism.clipped_grad(linear, strategy="vmap")(params, units)
+    got = mechanism.clipped_grad(linear, examples_at_once=at_once)(params, units)
     np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
     np.testing.assert_allclose(got.losses, want.losses, atol=1e-5)
     chex.assert_trees_all_close(got.sum, want.sum, atol=1e-5)
@@ -70,10 +70,10 @@ def test_a_bad_example_takes_its_user_out_and_nobody_else():
     x[1, 3] = np.nan
     units = {"examples": {"x": x}, "mask": np.ones((3, 4), bool)}
     mechanism = ULS(group_size=4, cohort_size=3, clip_norm=0.4, noise_multiplier=1.0)
-    got = mechanism.bounded_grad(linear, examples_at_once=2)(params, units)
+    got = mechanism.clipped_grad(linear, examples_at_once=2)(params, units)
     assert got.nonfinite.tolist() == [False, True, False]
     rest = jax.tree.map(lambda leaf: leaf[np.array([0, 2])], units)
-    want = mechanism.bounded_grad(linear, strategy="vmap")(params, rest)
+    want = mechanism.clipped_grad(linear, strategy="vmap")(params, rest)
     chex.assert_trees_all_close(got.sum, want.sum, atol=1e-6)
 
 
@@ -85,7 +85,7 @@ def test_an_absent_example_does_not_choke_a_loss(options):
         "examples": {"x": np.array([[[3.0, 4.0], [0.0, 0.0], [0.0, 0.0]]], "f4")},
         "mask": np.array([[True, False, False]]),
     }
-    got = mechanism.bounded_grad(
+    got = mechanism.clipped_grad(
         lambda params, example: jnp.linalg.norm(params["w"] * example["x"]), **options
     )({"w": np.ones(2, "f4")}, units)
     assert not got.nonfinite.any()
@@ -108,7 +108,7 @@ def buffers(rows=2, row=8):
 
 def total(params, axes, units, mask, **cut):
     mesh = make_mesh(**axes)
-    summed = jax.jit(bounded_sum_over_microbatches(USERS, MODEL.loss, mesh, **cut))
+    summed = jax.jit(clipped_sum_over_microbatches(USERS, MODEL.loss, mesh, **cut))
     return jax.device_get(
         summed(place(params, parameter_shardings(params, mesh)), units, mask, np.int32(2))
     )
@@ -146,7 +146,7 @@ def test_devices_that_share_a_user_share_the_work(params):
 
     def flops(axes, **cut):
         mesh = make_mesh(**axes)
-        summed = jax.jit(bounded_sum_over_microbatches(USERS, MODEL.loss, mesh, **cut))
+        summed = jax.jit(clipped_sum_over_microbatches(USERS, MODEL.loss, mesh, **cut))
         placed = place(params, parameter_shardings(params, mesh))
         return summed.lower(placed, units, mask, np.int32(2)).compile().cost_analysis()["flops"]
 
@@ -199,11 +199,11 @@ def test_training_piece_by_piece_trains_the_same_parameters(params):
 def test_single_examples_are_not_cut(tmp_path):
     examples = ELS(group_size=2, batch_size=2, noise_multiplier=1.0)
     with pytest.raises(BadInputError, match="a unit of els is one example"):
-        examples.bounded_grad(linear, examples_at_once=2)
+        examples.clipped_grad(linear, examples_at_once=2)
     with pytest.raises(BadInputError, match="examples_at_once is 0"):
-        USERS.bounded_grad(linear, examples_at_once=0)
+        USERS.clipped_grad(linear, examples_at_once=0)
     with pytest.raises(BadInputError, match="piece by piece"):
-        USERS.bounded_grad(linear, examples_at_once=2, strategy="ghost")
+        USERS.clipped_grad(linear, examples_at_once=2, strategy="ghost")
     file = tmp_path / "job.yaml"
     file.write_text(
         "data: {source: jsonl, path: unread}\n"

@@ -21,7 +21,7 @@ from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.owners import store_of
 from dpfl_jax.mechanisms.base import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling.contribution import limit_shared
@@ -240,7 +240,7 @@ MECHANISMS = [
 def test_a_user_moves_what_is_drawn_of_them_by_the_clip_norm_each(mechanism, devices):
     """Every user's records are emptied, and have other data: nothing else is drawn or moved."""
     mesh = data_parallel_mesh(jax.devices()[:devices])
-    summed = jax.jit(bounded_sum_over_microbatches(mechanism, example_loss(loss_fn, store()), mesh))
+    summed = jax.jit(clipped_sum_over_microbatches(mechanism, example_loss(loss_fn, store()), mesh))
 
     def released(user, value):
         data = store(lambda edge: value if user in edge else None)

@@ -16,7 +16,7 @@ from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
 from dpfl_jax.mechanisms import ELS, ULS, sum_check
 from dpfl_jax.mechanisms.batches import training_pipeline
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import central
@@ -48,7 +48,7 @@ def parameters(b=0.5):
 @functools.cache
 def compiled(**sizes):
     mesh = make_mesh(**sizes)
-    return mesh, jax.jit(bounded_sum_over_microbatches(MECHANISM, loss, mesh))
+    return mesh, jax.jit(clipped_sum_over_microbatches(MECHANISM, loss, mesh))
 
 
 def check(change=None, examples=(1, 2, 3, 2, 1), params=None, group_buckets=False, **sizes):
@@ -159,7 +159,7 @@ def test_a_loss_that_is_bound_to_the_mesh_is_checked_without_one_device():
         return loss(params, {"x": jax.lax.with_sharding_constraint(example["x"], anywhere)})
 
     pipeline = training_pipeline(SAMPLER, store([1, 2, 3]), mesh, 2)
-    total = jax.jit(bounded_sum_over_microbatches(MECHANISM, bound, mesh))
+    total = jax.jit(clipped_sum_over_microbatches(MECHANISM, bound, mesh))
     params, nothing = parameters(), {"a": None, "b": None}
     placed = place(params, parameter_shardings(params, mesh))
     assert not sum_check.check_sum(

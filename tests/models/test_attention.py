@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.clipping.isolation import every_program
 from dpfl_jax.models import LanguageModel, TransformerConfig, attention, transformer
 from dpfl_jax.models.attention import attend
@@ -122,7 +122,7 @@ def test_clipped_gradients_are_those_of_plain_attention(strategy, fields, short_
         lambda path, x: x if "norm" in jax.tree_util.keystr(path) else 6 * x,
         model.init(jax.random.key(0)),
     )
-    got = jax.jit(bounded_grad(model.loss, clip_norm=0.5, strategy=strategy))(params, examples())
+    got = jax.jit(clipped_grad(model.loss, clip_norm=0.5, strategy=strategy))(params, examples())
     plain = LanguageModel(dataclasses.replace(config, attention="plain", remat="none"))
     reference = jax.vmap(jax.value_and_grad(plain.loss), (None, 0))
     with pytest.MonkeyPatch.context() as patch:

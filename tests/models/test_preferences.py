@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.models import (
     LanguageModel,
     PreferenceModel,
@@ -88,7 +88,7 @@ def test_the_loss_is_the_formula_of_rafailov_et_al(lora):
 def test_clipped_sums_are_those_of_plain_gradients(lora, strategy):
     model, _, params, trained, pairs = setting(lora)
     clip = 0.5
-    f = bounded_grad(model.loss, clip_norm=clip, strategy=strategy, trainable=trained)
+    f = clipped_grad(model.loss, clip_norm=clip, strategy=strategy, trainable=trained)
     got = jax.jit(f)(params, pairs)
     plain = jax.jit(jax.vmap(jax.grad(model.loss), (None, 0)))(params, pairs)
     flat = {

@@ -8,7 +8,7 @@ import optax
 import pytest
 from flax import linen as nn
 
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import (
     MLP,
@@ -118,7 +118,7 @@ def test_outputs_loss_and_prediction_equal_numpy(name):
 def test_bounded_gradients_know_every_layer(name):
     model, params, examples = MODELS[name], params_of(name), batch(name)
     ghost, plain = (
-        jax.jit(bounded_grad(model.loss, clip_norm=0.5, strategy=s))(params, examples)
+        jax.jit(clipped_grad(model.loss, clip_norm=0.5, strategy=s))(params, examples)
         for s in ("ghost", "vmap")
     )
     assert plain.norms.min() > 0

@@ -10,7 +10,7 @@ import numpy as np
 import pydantic
 import pytest
 
-from dpfl_jax.clipping import bounded_grad
+from dpfl_jax.clipping import clipped_grad
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models import LanguageModel, TransformerConfig
 
@@ -257,7 +257,7 @@ def test_bounded_gradients_know_every_layer(name, remat):
     model = LanguageModel(dataclasses.replace(VARIANTS[name], remat=remat))
     params, examples = perturbed(model), batch(4)
     ghost, plain = (
-        jax.jit(bounded_grad(model.loss, clip_norm=0.5, strategy=s))(params, examples)
+        jax.jit(clipped_grad(model.loss, clip_norm=0.5, strategy=s))(params, examples)
         for s in ("ghost", "vmap")
     )
     np.testing.assert_allclose(ghost.norms, plain.norms, rtol=1e-5)
@@ -269,7 +269,7 @@ def test_nobody_moves_the_experts_of_others():
     """Of one unit gone and its data changed, all else is what it was."""
     model = LanguageModel(VARIANTS["experts"])
     params, examples = perturbed(model), batch(4)
-    f = jax.jit(bounded_grad(model.loss, clip_norm=0.5, strategy="ghost"))
+    f = jax.jit(clipped_grad(model.loss, clip_norm=0.5, strategy="ghost"))
     others = np.array([True, False, True, True])
     without = f(params, examples, mask=others)
     for data in (examples, batch(6)):

@@ -20,7 +20,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.mechanisms.batches import training_pipeline
 from dpfl_jax.mechanisms.sum_check import check_sum
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place, unit_parts
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.randomness import RootKey
@@ -61,7 +61,7 @@ def summed(name, layout, option, copied=True):
     example = jax.tree.map(lambda x: x[0], data.read(np.zeros(1, np.int64)))
     whole = convolutions.kernels(loss, params, example) if copied else ()
     mechanism, options = OPTIONS[option]
-    total = bounded_sum_over_microbatches(mechanism, loss, mesh, whole=whole, **options)
+    total = clipped_sum_over_microbatches(mechanism, loss, mesh, whole=whole, **options)
     sampler = mechanism.sampler(data.user_offsets, KEY)
     return (
         jax.jit(total),
@@ -97,7 +97,7 @@ def one_device(name, mechanism):
     loss, params, data = problem(name)
     mesh = make_mesh(devices=jax.devices()[:1])
     pipeline = training_pipeline(mechanism.sampler(data.user_offsets, KEY), data, mesh, ROW)
-    total = jax.jit(bounded_sum_over_microbatches(mechanism, loss, mesh, strategy="vmap"))
+    total = jax.jit(clipped_sum_over_microbatches(mechanism, loss, mesh, strategy="vmap"))
     units, mask = buffers(pipeline, mechanism)
     return jax.device_get(total(params, (units,), (mask,), (np.int32(1),), nothing(params)))
 
@@ -205,7 +205,7 @@ def test_where_kernels_are_split_units_mix_and_the_check_says_so(option):
 def test_who_does_not_say_which_parameters_are_whole_gets_no_split_kernel(layout, refused):
     loss, params, data = problem("one_d")
     mesh = make_mesh(*LAYOUTS[layout])
-    total = bounded_sum_over_microbatches(EXAMPLES, loss, mesh, strategy="vmap")
+    total = clipped_sum_over_microbatches(EXAMPLES, loss, mesh, strategy="vmap")
     pipeline = training_pipeline(EXAMPLES.sampler(data.user_offsets, KEY), data, mesh, 2)
     units, mask = buffers(pipeline, EXAMPLES)
     given = (params, (units,), (mask,), (np.int32(1),), nothing(params))

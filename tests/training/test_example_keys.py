@@ -15,7 +15,7 @@ from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments, training_pipeline
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.randomness import RootKey
 
@@ -82,7 +82,7 @@ def test_each_example_has_its_own_key_on_every_layout(name):
     sampler = mechanism.sampler(STORE.user_offsets, KEY)
     pipeline = training_pipeline(sampler, STORE, mesh, microbatch, loss_key=KEY, **buffers)
     loss = example_loss(dropout_loss, STORE)
-    summed = jax.jit(bounded_sum_over_microbatches(mechanism, loss, mesh, **options))
+    summed = jax.jit(clipped_sum_over_microbatches(mechanism, loss, mesh, **options))
     params = place(PARAMS, parameter_shardings(PARAMS, mesh))
     got, _ = summed(params, *step_arguments(mechanism, pipeline.build(step)))
     want = by_hand(mechanism, step)

@@ -12,7 +12,7 @@ from neighbours import removed
 
 from dpfl_jax.clipping import join, split
 from dpfl_jax.mechanisms import ELS, NonPrivate
-from dpfl_jax.mechanisms.sums import bounded_sum_over_microbatches
+from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.config import Lora
@@ -85,7 +85,7 @@ def test_the_sum_is_that_of_the_trained_leaves_on_every_layout(name):
     trained, frozen = parts(mesh)
     units, mask, used = buffers()
     total = jax.jit(
-        bounded_sum_over_microbatches(MECHANISM, MODEL.loss, mesh, trainable=is_adapter)
+        clipped_sum_over_microbatches(MECHANISM, MODEL.loss, mesh, trainable=is_adapter)
     )
     got, stats = total(trained, units, mask, used, frozen)
     want = by_definition(*parts(make_mesh(devices=jax.devices()[:1])), units, mask)

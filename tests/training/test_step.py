@@ -13,7 +13,7 @@ from dpfl_jax.mechanisms import ELS, ULS
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.state import init_state
-from dpfl_jax.training.step import bounded_sum_over_microbatches, make_train_step
+from dpfl_jax.training.step import clipped_sum_over_microbatches, make_train_step
 
 CLIP = 0.7
 DIM = 5
@@ -102,7 +102,7 @@ def test_sum_equals_one_unit_after_the_other(make, clipping, devices):
     mechanism = make(clipping=clipping)
     mesh = meshes()[devices]
     batch = pack(units, n, capacity=4, row=8)
-    total, stats = jax.jit(bounded_sum_over_microbatches(mechanism, loss_fn, mesh))(
+    total, stats = jax.jit(clipped_sum_over_microbatches(mechanism, loss_fn, mesh))(
         make_params(), *batch
     )
     expected = reference_sum(mechanism, make_params(), units, n)
@@ -115,7 +115,7 @@ def sums():
     """Compiled pre-noise sums for every mechanism and device count, shared by the properties."""
     return {
         (make, clipping, devices): jax.jit(
-            bounded_sum_over_microbatches(make(clipping=clipping), loss_fn, mesh)
+            clipped_sum_over_microbatches(make(clipping=clipping), loss_fn, mesh)
         )
         for make in (els, uls)
         for clipping in ("standard", "normalized")
@@ -236,7 +236,7 @@ def test_non_finite_units_are_counted_and_replaced_by_zero():
     clean = jax.tree.map(lambda u: np.delete(u, [2, 5], axis=0), units)
     units["x"][2] = np.nan
     units["y"][5] = np.inf
-    summed = jax.jit(bounded_sum_over_microbatches(els(), loss_fn, meshes()[8]))
+    summed = jax.jit(clipped_sum_over_microbatches(els(), loss_fn, meshes()[8]))
     total, stats = summed(make_params(), *pack(units, 10, 2, 8))
     expected, _ = summed(make_params(), *pack(clean, 8, 2, 8))
     assert float(stats.nonfinite) == 2
@@ -248,7 +248,7 @@ def test_non_finite_units_are_counted_and_replaced_by_zero():
 @pytest.mark.parametrize("capacity", [1, 6])
 def test_one_reduction_whatever_the_number_of_microbatches(capacity):
     """All-reduces sit outside the loop: their number does not grow with the microbatches."""
-    summed = jax.jit(bounded_sum_over_microbatches(els(), loss_fn, meshes()[8]))
+    summed = jax.jit(clipped_sum_over_microbatches(els(), loss_fn, meshes()[8]))
     batch = pack(examples(np.random.default_rng(0), 8), 8, capacity, 8)
     text = summed.lower(make_params(), *batch).compile().as_text()
     reductions = [line for line in text.splitlines() if " all-reduce(" in line]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.accounting import NoiseLaw
-from dpfl_jax.clipping import Standard, bounded_grad
+from dpfl_jax.clipping import Standard, clipped_grad
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
@@ -123,7 +123,7 @@ def make_message(loss: Loss, spec: MessageSpec, batch_capacity: int | None = Non
             else:
                 # proof: isrl-sampling-2
                 mask = real & (rank >= turn * batch) & (rank < (turn + 1) * batch)
-        total = _bounded_sum(loss, spec, w, units, mask, clip_norm, batch)
+        total = _clipped_sum(loss, spec, w, units, mask, clip_norm, batch)
         # proof: isrl-noise-1
         noised = Noise(stddev, clip_norm, spec.noise).add(keys[1], total)
         return noised / jnp.maximum(batch, 1.0)
@@ -131,7 +131,7 @@ def make_message(loss: Loss, spec: MessageSpec, batch_capacity: int | None = Non
     return message
 
 
-def _bounded_sum(
+def _clipped_sum(
     loss: Loss,
     spec: MessageSpec,
     w: jax.Array,
@@ -147,9 +147,9 @@ def _bounded_sum(
     if spec.clip == "example":
         # proof: isrl-sensitivity-1
         rule = Standard(clip_norm)  # type: ignore[arg-type]
-        bounded = bounded_grad(one, rule=rule, strategy="ghost")
+        bounded = clipped_grad(one, rule=rule, strategy="ghost")
         return bounded({"w": w}, units, mask=mask).sum["w"]
-    free = bounded_grad(one, clip_norm=1e30, strategy="ghost")
+    free = clipped_grad(one, clip_norm=1e30, strategy="ghost")
     total = free({"w": w}, units, mask=mask).sum["w"]
     mean_norm = jnp.linalg.norm(total.ravel()) / jnp.maximum(batch, 1.0)
     return total * jnp.minimum(1.0, clip_norm / jnp.maximum(mean_norm, 1e-30))

@@ -16,7 +16,7 @@ import numpy as np
 
 from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.accounting.cells import Contribution, NoisedSums
-from dpfl_jax.clipping import BoundedSum, Rule, Standard, bounded_grad
+from dpfl_jax.clipping import ClippedGradResult, Rule, Standard, clipped_grad
 from dpfl_jax.config.kinds import SILOS, Named
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
@@ -33,7 +33,7 @@ from dpfl_jax.sampling.base import binomial_bound
 
 PyTree = Any
 LossFn = Callable[..., jax.Array]
-SumFn = Callable[..., BoundedSum]
+SumFn = Callable[..., ClippedGradResult]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,16 +219,16 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         """
         return loss_fn
 
-    def bounded_grad(
+    def clipped_grad(
         self, loss_fn: LossFn, *, examples_at_once: int | None = None, **options: Any
     ) -> SumFn:
-        """Returns ``(params, units, mask, group, clip_norm) -> BoundedSum``.
+        """Returns ``(params, units, mask, group, clip_norm) -> ClippedGradResult``.
 
         Args:
           loss_fn: ``(params, record) -> scalar``.
           examples_at_once: of a unit that holds more records, so many are processed at once, and
             gradients are added up before the norm is taken: padding takes no time. None: all.
-          **options: passed to ``clipping.bounded_grad``; strategies other than ``"auto"`` and
+          **options: passed to ``clipping.clipped_grad``; strategies other than ``"auto"`` and
             ``"scan"`` process a unit at once.
         """
         unit_loss = self.unit_loss(loss_fn)
@@ -242,10 +242,10 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
 
         def summed(
             params: PyTree, units: PyTree, mask: jax.Array, group: jax.Array, clip_norm: jax.Array
-        ) -> BoundedSum:
+        ) -> ClippedGradResult:
             large = at_once is not None and units["mask"].shape[-1] > at_once
             how = {**options, "pieces": cut} if large else options
-            bounded = bounded_grad(unit_loss, rule=self.rule(clip_norm), **how)
+            bounded = clipped_grad(unit_loss, rule=self.rule(clip_norm), **how)
             return bounded(params, units, mask=mask, group=group)
 
         return summed

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import dp_accounting
 import jax
 
-from dpfl_jax.clipping import BoundedSum
+from dpfl_jax.clipping import ClippedGradResult
 from dpfl_jax.federation.mechanisms.base import LossFn, PyTree, SiloFacts, SiloMechanism, SumFn
 from dpfl_jax.mechanisms import NonPrivate
 
@@ -23,14 +23,14 @@ class FedAvg(SiloMechanism):
     unit: ClassVar[str] = "none"
     private: ClassVar[bool] = False
 
-    def bounded_grad(self, loss_fn: LossFn, **options: Any) -> SumFn:
+    def clipped_grad(self, loss_fn: LossFn, **options: Any) -> SumFn:
         """The plain gradient of the sum of losses."""
         del options
-        plain = NonPrivate(batch_size=1).bounded_grad(loss_fn)
+        plain = NonPrivate(batch_size=1).clipped_grad(loss_fn)
 
         def summed(
             params: PyTree, units: PyTree, mask: jax.Array, group: jax.Array, clip_norm: jax.Array
-        ) -> BoundedSum:
+        ) -> ClippedGradResult:
             del group, clip_norm
             return plain(params, units, mask)
 

@@ -1,4 +1,4 @@
-"""The contract of bounded_grad that every strategy keeps."""
+"""The contract of clipped_grad that every strategy keeps."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from neighbours import removed
 
-from dpfl_jax.clipping import Automatic, Normalized, PerGroup, Standard, bounded_grad
+from dpfl_jax.clipping import Automatic, Normalized, PerGroup, Standard, clipped_grad
 from dpfl_jax.errors import BadInputError
 
 STRATEGIES = ["vmap", "scan", "ghost"]
@@ -61,7 +61,7 @@ def assert_close(got, want, rtol=1e-5):
 def test_equals_unit_by_unit(strategy, rule):
     params, batch = mlp_params(), mlp_batch(6)
     want, norms = reference(mlp_loss, params, batch, rule)
-    got = jax.jit(bounded_grad(mlp_loss, rule=rule, strategy=strategy))(params, batch)
+    got = jax.jit(clipped_grad(mlp_loss, rule=rule, strategy=strategy))(params, batch)
     np.testing.assert_allclose(got.norms, norms, rtol=1e-5)
     assert_close(got.sum, want)
     losses = [mlp_loss(params, jax.tree.map(lambda a, i=i: a[i], batch)) for i in range(6)]
@@ -72,7 +72,7 @@ def test_equals_unit_by_unit(strategy, rule):
 @pytest.mark.parametrize("poison", [np.nan, 3.0])
 def test_padding_contributes_exactly_zero(strategy, poison):
     params, batch = mlp_params(), mlp_batch(4)
-    f = jax.jit(bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
+    f = jax.jit(clipped_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
     mask = jnp.array([True, False, True, False])
     poisoned = jax.tree.map(lambda a: a.at[jnp.array([1, 3])].set(poison), batch)
     clean = jax.tree.map(lambda a: a.at[jnp.array([1, 3])].set(0.0), batch)
@@ -89,7 +89,7 @@ def test_padding_contributes_exactly_zero(strategy, poison):
 @pytest.mark.parametrize("poison", [np.nan, -np.inf, 1e30])
 def test_nonfinite_unit_is_replaced_by_zero_and_reported(strategy, poison):
     params, batch = mlp_params(), mlp_batch(4)
-    f = jax.jit(bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
+    f = jax.jit(clipped_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
     batch["y"] = batch["y"].at[2, 0].set(poison)
     got = f(params, batch)
     want = f(params, jax.tree.map(lambda a: jnp.delete(a, 2, axis=0), batch))
@@ -102,7 +102,7 @@ def test_nonfinite_unit_is_replaced_by_zero_and_reported(strategy, poison):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_all_padding_batch_gives_zero(strategy):
-    f = jax.jit(bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
+    f = jax.jit(clipped_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
     got = f(mlp_params(), mlp_batch(3), mask=jnp.zeros(3, bool))
     for leaf in (*jax.tree.leaves(got.sum), got.norms, got.weights, got.losses):
         np.testing.assert_array_equal(leaf, 0)
@@ -110,7 +110,7 @@ def test_all_padding_batch_gives_zero(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_float_mask_and_no_mask(strategy):
-    f = jax.jit(bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
+    f = jax.jit(clipped_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
     params, batch = mlp_params(), mlp_batch(3)
     np.testing.assert_allclose(
         f(params, batch).norms, f(params, batch, mask=jnp.ones(3, jnp.float32)).norms, rtol=1e-6
@@ -121,7 +121,7 @@ def test_float_mask_and_no_mask(strategy):
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 1e12])
 def test_zero_tiny_and_huge_gradients(strategy, scale):
     f = jax.jit(
-        bounded_grad(lambda p, e: scale * mlp_loss(p, e), rule=Normalized(0.1), strategy=strategy)
+        clipped_grad(lambda p, e: scale * mlp_loss(p, e), rule=Normalized(0.1), strategy=strategy)
     )
     got = f(mlp_params(), mlp_batch(1))
     norm = np.sqrt(sum(float((g**2).sum()) for g in jax.tree.leaves(got.sum)))
@@ -135,7 +135,7 @@ def test_zero_tiny_and_huge_gradients(strategy, scale):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_sum_is_float32_whatever_the_parameters(strategy):
-    f = jax.jit(bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
+    f = jax.jit(clipped_grad(mlp_loss, clip_norm=1.0, strategy=strategy))
     got = f(mlp_params(dtype=jnp.bfloat16), mlp_batch(3))
     for leaf in (*jax.tree.leaves(got.sum), got.norms, got.weights, got.losses):
         assert leaf.dtype == jnp.float32
@@ -148,8 +148,8 @@ def test_sum_is_float32_whatever_the_parameters(strategy):
 def test_microbatches_change_nothing(strategy, microbatch_size):
     params, batch = mlp_params(), mlp_batch(7)
     mask = jnp.arange(7) != 3
-    want = bounded_grad(mlp_loss, clip_norm=1.0, strategy="vmap")(params, batch, mask=mask)
-    f = bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy, microbatch_size=microbatch_size)
+    want = clipped_grad(mlp_loss, clip_norm=1.0, strategy="vmap")(params, batch, mask=mask)
+    f = clipped_grad(mlp_loss, clip_norm=1.0, strategy=strategy, microbatch_size=microbatch_size)
     got = jax.jit(f)(params, batch, mask=mask)
     assert_close(got.sum, want.sum)
     np.testing.assert_allclose(got.norms, want.norms, rtol=1e-5)
@@ -165,14 +165,14 @@ def test_aux_and_rng_per_unit(strategy):
         return value, {"noise": noise}
 
     params, batch = mlp_params(), mlp_batch(4)
-    f = bounded_grad(loss, clip_norm=1.0, strategy=strategy, has_aux=True)
+    f = clipped_grad(loss, clip_norm=1.0, strategy=strategy, has_aux=True)
     got = jax.jit(f)(params, batch, rng=jax.random.key(3))
     want = jnp.stack(
         [jax.random.normal(jax.random.fold_in(jax.random.key(3), i), (5,)) for i in range(4)]
     )
     np.testing.assert_allclose(got.aux["noise"], want, rtol=1e-6)
     moved = {"x": batch["x"] + want, "y": batch["y"]}
-    expected = bounded_grad(mlp_loss, clip_norm=1.0, strategy="vmap")(params, moved)
+    expected = clipped_grad(mlp_loss, clip_norm=1.0, strategy="vmap")(params, moved)
     assert_close(got.sum, expected.sum)
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(3), i))(jnp.arange(4))
     assert_close(jax.jit(f)(params, batch, rng=keys).sum, expected.sum)
@@ -183,11 +183,11 @@ def test_aux_and_rng_per_unit(strategy):
 def test_frozen_parameters(strategy, how):
     trainable = (lambda name: name != "w") if how == "name" else {"w": False, "b": True, "v": True}
     params, batch = mlp_params(), mlp_batch(4)
-    f = bounded_grad(mlp_loss, clip_norm=0.7, strategy=strategy, trainable=trainable)
+    f = clipped_grad(mlp_loss, clip_norm=0.7, strategy=strategy, trainable=trainable)
     got = jax.jit(f)(params, batch)
     assert got.sum["w"] is None
     rest = {"b": params["b"], "v": params["v"]}
-    want = bounded_grad(
+    want = clipped_grad(
         lambda p, e: mlp_loss({**p, "w": params["w"]}, e), clip_norm=0.7, strategy="vmap"
     )(rest, batch)
     assert_close({"b": got.sum["b"], "v": got.sum["v"]}, want.sum)
@@ -201,7 +201,7 @@ def test_sensitivity_on_eight_devices(strategy, cast_first):
     """One unit added on one device moves the all-reduced sum by at most C, and reaches it."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     clip_norm = 1.0
-    f = bounded_grad(mlp_loss, clip_norm=clip_norm, strategy=strategy)
+    f = clipped_grad(mlp_loss, clip_norm=clip_norm, strategy=strategy)
     spec = PartitionSpec("data")
 
     def total(params, batch, mask):
@@ -240,13 +240,13 @@ def test_sensitivity_on_eight_devices(strategy, cast_first):
         )
         assert moved <= clip_norm * (1 + 1e-4)
         assert moved >= clip_norm * (1 - 1e-4)
-    local = bounded_grad(mlp_loss, clip_norm=clip_norm, strategy="vmap")(params, batch)
+    local = clipped_grad(mlp_loss, clip_norm=clip_norm, strategy="vmap")(params, batch)
     assert_close(with_all, local.sum)
 
 
 def test_parameters_split_by_hand_are_refused():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    f = bounded_grad(lambda p, x: jnp.sum(p * x), clip_norm=1.0)
+    f = clipped_grad(lambda p, x: jnp.sum(p * x), clip_norm=1.0)
     with pytest.raises(BadInputError, match="'model'"):
         jax.shard_map(
             lambda p, x: f(p, x).norms,
@@ -279,23 +279,23 @@ def test_rules_say_their_sensitivity():
 )
 def test_bad_arguments(arguments, message):
     with pytest.raises(BadInputError, match=message):
-        bounded_grad(mlp_loss, **arguments)
+        clipped_grad(mlp_loss, **arguments)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_bad_calls(strategy):
-    f = bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy)
+    f = clipped_grad(mlp_loss, clip_norm=1.0, strategy=strategy)
     batch = mlp_batch(3)
     with pytest.raises(BadInputError, match="same leading unit axis"):
         f(mlp_params(), {"x": batch["x"], "y": batch["y"][:2]})
     with pytest.raises(BadInputError, match="mask has shape"):
         f(mlp_params(), batch, mask=jnp.ones(2))
     with pytest.raises(BadInputError, match="must be a scalar"):
-        bounded_grad(lambda p, e: e["x"] * p["w"].sum(), clip_norm=1.0, strategy=strategy)(
+        clipped_grad(lambda p, e: e["x"] * p["w"].sum(), clip_norm=1.0, strategy=strategy)(
             mlp_params(), batch
         )
     with pytest.raises(BadInputError, match="no floating-point"):
-        bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy, trainable=lambda name: False)(
+        clipped_grad(mlp_loss, clip_norm=1.0, strategy=strategy, trainable=lambda name: False)(
             mlp_params(), batch
         )
 
@@ -306,7 +306,7 @@ def test_no_units_at_all_give_zeros(strategy, microbatch_size):
     def loss(params, example, rng):
         return mlp_loss(params, example) / jnp.sum(example["x"]), jax.random.normal(rng, (3,))
 
-    f = bounded_grad(
+    f = clipped_grad(
         loss, clip_norm=1.0, strategy=strategy, microbatch_size=microbatch_size, has_aux=True
     )
     params, batch = mlp_params(), mlp_batch(0)
@@ -324,7 +324,7 @@ def test_no_units_over_devices():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     place = NamedSharding(mesh, PartitionSpec("data"))
     for size in (None, 8):
-        f = bounded_grad(mlp_loss, clip_norm=1.0, unit_sharding=place, microbatch_size=size)
+        f = clipped_grad(mlp_loss, clip_norm=1.0, unit_sharding=place, microbatch_size=size)
         assert not any(
             np.any(leaf) for leaf in jax.tree.leaves(jax.jit(f)(mlp_params(), mlp_batch(0)))
         )
@@ -336,7 +336,7 @@ def test_a_clip_norm_that_turns_out_unusable_gives_zeros(rule, clip_norm):
     """Known on the device alone; a unit of zero gradient and one of a large one."""
     batch = {"x": jnp.stack([jnp.zeros(5), jnp.ones(5)]), "y": jnp.zeros((2, 2))}
     params = {**mlp_params(), "b": jnp.zeros(7)}
-    f = jax.jit(lambda c: bounded_grad(mlp_loss, rule=rule(c), strategy="ghost")(params, batch))
+    f = jax.jit(lambda c: clipped_grad(mlp_loss, rule=rule(c), strategy="ghost")(params, batch))
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(f(clip_norm).sum))
 
 
@@ -344,7 +344,7 @@ def test_a_clip_norm_that_turns_out_unusable_gives_zeros(rule, clip_norm):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_nan_in_a_mask_is_padding(strategy):
     params, batch = mlp_params(), mlp_batch(3)
-    f = bounded_grad(mlp_loss, clip_norm=1.0, strategy=strategy)
+    f = clipped_grad(mlp_loss, clip_norm=1.0, strategy=strategy)
     got = f(params, batch, mask=jnp.array([1.0, np.nan, 0.0]))
     np.testing.assert_array_equal(got.norms > 0, [True, False, False])
     np.testing.assert_array_equal(got.weights > 0, [True, False, False])
@@ -360,12 +360,12 @@ def test_python_numbers_as_parameter_and_as_loss(strategy):
     def loss(params, example):
         return params["scale"] * mlp_loss(params, example)
 
-    got = bounded_grad(loss, clip_norm=1.0, strategy=strategy)(params, batch)
-    want = bounded_grad(loss, clip_norm=1.0, strategy="vmap")(
+    got = clipped_grad(loss, clip_norm=1.0, strategy=strategy)(params, batch)
+    want = clipped_grad(loss, clip_norm=1.0, strategy="vmap")(
         {**params, "scale": jnp.float32(2.0)}, batch
     )
     assert_close(got.sum, want.sum)
-    none = bounded_grad(lambda p, e: 1.5, clip_norm=1.0, strategy=strategy)(params, batch)
+    none = clipped_grad(lambda p, e: 1.5, clip_norm=1.0, strategy=strategy)(params, batch)
     np.testing.assert_array_equal(none.norms, 0)
     np.testing.assert_array_equal(none.losses, 1.5)
 
@@ -395,7 +395,7 @@ def test_what_cannot_be_used_is_named(change, message):
 
     def call():
         rule = options.pop("rule", lambda: None)()
-        return bounded_grad(loss, rule=rule, **options)(params, batch, mask=mask)
+        return clipped_grad(loss, rule=rule, **options)(params, batch, mask=mask)
 
     with pytest.raises(BadInputError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""``bounded_grad``: from the loss of one unit to the bounded sum over a batch of units."""
+"""``clipped_grad``: from the loss of one unit to the bounded sum over a batch of units."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dpfl_jax.clipping.problem import (
     count_units,
     trainable_mask,
 )
-from dpfl_jax.clipping.result import BoundedSum, leaf_name, real_units, vary, varying_axes
+from dpfl_jax.clipping.result import ClippedGradResult, leaf_name, real_units, vary, varying_axes
 from dpfl_jax.clipping.rules import PerGroup, Rule, Standard
 from dpfl_jax.clipping.taps.engine import MIXED, mixed_by_convolutions, solve_ghost
 from dpfl_jax.errors import BadInputError
@@ -35,10 +35,10 @@ Strategy = Literal["auto", "vmap", "scan", "ghost"]
 STRATEGIES: tuple[Strategy, ...] = ("auto", "vmap", "scan", "ghost")
 
 
-class BoundedGrad:
-    """A function ``(params, *batch, mask=None, rng=None, group=None) -> BoundedSum``.
+class ClippedGrad:
+    """A function ``(params, *batch, mask=None, rng=None, group=None) -> ClippedGradResult``.
 
-    Made by ``bounded_grad``. It holds no state, and composes with ``jit``, ``vmap`` over outer
+    Made by ``clipped_grad``. It holds no state, and composes with ``jit``, ``vmap`` over outer
     axes, ``shard_map`` and loops. It sums over the units it is given: a sum over devices is the
     caller's, one ``psum`` a step.
     """
@@ -87,7 +87,7 @@ class BoundedGrad:
         rng: jax.Array | None = None,
         group: jax.Array | None = None,
         rule: Rule | None = None,
-    ) -> BoundedSum:
+    ) -> ClippedGradResult:
         """Returns the bounded sum of the batch.
 
         Args:
@@ -103,7 +103,7 @@ class BoundedGrad:
             anew. The sum may then move by more than ``sensitivity``, and what it guarantees holds
             only against those who do not know the key.
           group: int or float [n] for rules that weight by group (see ``GroupAverage``).
-          rule: used instead of the one given to ``bounded_grad`` (an adaptive clip norm).
+          rule: used instead of the one given to ``clipped_grad`` (an adaptive clip norm).
 
         Raises:
           BadInputError: arguments or shapes that do not fit.
@@ -118,7 +118,7 @@ class BoundedGrad:
         if not count_units(batch):  # what was solved is padding alone
             none = jax.tree.map(lambda x: x[:0], dataclasses.replace(solution, sums=[]))
             solution = dataclasses.replace(none, sums=solution.sums)
-        return BoundedSum(
+        return ClippedGradResult(
             sum=rebuild([x / self.normalize_by for x in solution.sums]),
             norms=solution.norms,
             weights=solution.weights,
@@ -128,21 +128,21 @@ class BoundedGrad:
             leaf_norms=rebuild(solution.leaf_norms),
         )
 
-    def _of_several(self, count: int) -> BoundedGrad:
+    def _of_several(self, count: int) -> ClippedGrad:
         """The same of a loss whose ``count`` arguments come as one tuple."""
         loss_fn = self.loss_fn
         try:
             inspect.signature(loss_fn).bind_partial(*range(count + 1))
         except TypeError as error:
             raise BadInputError(
-                f"bounded_grad: it got the parameters and {count} batches, which the loss does not "
+                f"clipped_grad: it got the parameters and {count} batches, which the loss does not "
                 f"take ({error}): give one for each of its arguments, and a mask by name (mask=...)"
             ) from error
         except ValueError:  # something that has no signature
             pass
         return self.with_loss(lambda params, units, **keys: loss_fn(params, *units, **keys))
 
-    def with_loss(self, loss_fn: Callable[..., Any]) -> BoundedGrad:
+    def with_loss(self, loss_fn: Callable[..., Any]) -> ClippedGrad:
         """The same of another loss."""
         one = copy.copy(self)
         one.loss_fn = loss_fn
@@ -240,7 +240,7 @@ class BoundedGrad:
         axes = varying_axes(batch, real, keys, group)
         if split := varying_axes(params) - axes:
             raise BadInputError(
-                f"bounded_grad: parameters vary over the mesh axes {sorted(split)}, but units do "
+                f"clipped_grad: parameters vary over the mesh axes {sorted(split)}, but units do "
                 "not: norms would miss what other devices hold; leave those axes to automatic "
                 "sharding"
             )
@@ -288,7 +288,7 @@ def _check_one_number_a_unit(name: str, value: Any, n: int) -> None:
     numbers = (jnp.bool_, jnp.integer, jnp.floating)
     if np.shape(value) != (n,) or not any(jnp.issubdtype(kind, k) for k in numbers):
         raise BadInputError(
-            f"bounded_grad: {name} has shape {np.shape(value)} and holds {kind}, but the batch has "
+            f"clipped_grad: {name} has shape {np.shape(value)} and holds {kind}, but the batch has "
             f"{n} units, so it must have shape ({n},) and hold bool, int or float"
         )
 
@@ -298,13 +298,13 @@ def _value_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
     pair = isinstance(out, (tuple, list)) and len(out) == 2
     if has_aux and not pair:
         raise BadInputError(
-            "bounded_grad: with has_aux=True the loss of one unit must return (value, aux), but it "
+            "clipped_grad: with has_aux=True the loss of one unit must return (value, aux), but it "
             f"returns {_described(out)}: return both, or leave has_aux out"
         )
     value, aux = out if has_aux else (out, None)
     if not jax.tree_util.all_leaves([value]) or jnp.shape(value) != ():
         raise BadInputError(
-            "bounded_grad: the loss of one unit must be a scalar, but it is "
+            "clipped_grad: the loss of one unit must be a scalar, but it is "
             f"{_described(value)}"
             + (": set has_aux=True if the second is auxiliary" if pair and not has_aux else "")
         )
@@ -339,7 +339,7 @@ def _unit_keys(rng: jax.Array, n: int) -> jax.Array:
     kind = str(jax.random.key_impl(rng) if typed else jax.config.values["jax_default_prng_impl"])
     if "threefry" not in kind:
         raise BadInputError(
-            f"bounded_grad: rng is a key of {kind}, which draws for all units together when it is "
+            f"clipped_grad: rng is a key of {kind}, which draws for all units together when it is "
             "mapped over them, so that one unit would move the others: give a threefry2x32 key "
             "(jax.random.key(seed, impl='threefry2x32'))"
         )
@@ -347,11 +347,11 @@ def _unit_keys(rng: jax.Array, n: int) -> jax.Array:
     if single:
         return jax.vmap(functools.partial(jax.random.fold_in, rng))(jnp.arange(n))
     if rng.shape[0] != n:
-        raise BadInputError(f"bounded_grad: rng holds {rng.shape[0]} keys for {n} units")
+        raise BadInputError(f"clipped_grad: rng holds {rng.shape[0]} keys for {n} units")
     return rng
 
 
-def bounded_grad(
+def clipped_grad(
     loss_fn: Callable[..., Any],
     *,
     clip_norm: float | PyTree | None = None,
@@ -367,10 +367,10 @@ def bounded_grad(
     unit_sharding: NamedSharding | None = None,
     pieces: Callable[[PyTree], PyTree] | None = None,
     gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None,
-) -> BoundedGrad:
+) -> ClippedGrad:
     """Bounds each unit's gradient and sums them, without forming them where that pays.
 
-    >>> gradient = bounded_grad(loss_fn, clip_norm=1.0)
+    >>> gradient = clipped_grad(loss_fn, clip_norm=1.0)
     >>> bounded = jax.jit(gradient)(params, batch)
     >>> bounded.sum, bounded.norms
 
@@ -404,34 +404,34 @@ def bounded_grad(
         split under automatic sharding, where all devices work on one unit.
 
     Returns:
-      A ``BoundedGrad``.
+      A ``ClippedGrad``.
 
     Raises:
       BadInputError: contradictory or missing arguments.
     """
     if (clip_norm is None) == (rule is None):
-        raise BadInputError("bounded_grad: give either clip_norm or rule")
+        raise BadInputError("clipped_grad: give either clip_norm or rule")
     if strategy not in STRATEGIES:
         raise BadInputError(
-            f"bounded_grad: strategy is {strategy!r}, but it must be one of {STRATEGIES}"
+            f"clipped_grad: strategy is {strategy!r}, but it must be one of {STRATEGIES}"
         )
     if microbatch_size is not None and microbatch_size < 1:
         raise BadInputError(
-            f"bounded_grad: microbatch_size is {microbatch_size}, but it must be at least 1"
+            f"clipped_grad: microbatch_size is {microbatch_size}, but it must be at least 1"
         )
     if pieces is not None and (strategy == "ghost" or has_aux):
         raise BadInputError(
-            "bounded_grad: units that are formed piece by piece need the strategy scan, vmap or "
+            "clipped_grad: units that are formed piece by piece need the strategy scan, vmap or "
             "auto, and a loss without auxiliary output"
         )
     if not 1e-30 <= float(normalize_by) <= 1e30:
         raise BadInputError(
-            f"bounded_grad: normalize_by is {normalize_by}, but it must be between 1e-30 and 1e30"
+            f"clipped_grad: normalize_by is {normalize_by}, but it must be between 1e-30 and 1e30"
         )
     if rule is None:
         single = jax.tree_util.all_leaves([clip_norm])
         rule = Standard(clip_norm) if single else PerGroup.of_tree(clip_norm)  # type: ignore[arg-type]
-    return BoundedGrad(
+    return ClippedGrad(
         loss_fn,
         rule,
         strategy,
@@ -450,7 +450,7 @@ def bounded_grad(
 
 def clipped_fun(
     fun: Callable[..., PyTree], *, strategy: Literal["vmap", "scan"] = "vmap", **options: Any
-) -> Callable[..., BoundedSum]:
+) -> Callable[..., ClippedGradResult]:
     """Bounds what a function returns for each unit, and sums: gradients are one such function.
 
     >>> statistics = clipped_fun(lambda params, x: x - params["mean"], clip_norm=1.0)
@@ -459,18 +459,18 @@ def clipped_fun(
     Args:
       fun: ``(params, *example) -> pytree of floating-point arrays`` for ONE unit; takes ``rng=`` if
         keys are given.
-      strategy: as of ``bounded_grad``: all units at once, or one ``microbatch_size`` at a time.
-      **options: of ``bounded_grad`` (``clip_norm`` or ``rule``, ``normalize_by``,
+      strategy: as of ``clipped_grad``: all units at once, or one ``microbatch_size`` at a time.
+      **options: of ``clipped_grad`` (``clip_norm`` or ``rule``, ``normalize_by``,
         ``microbatch_size``).
 
     Returns:
-      A function ``(params, *batch, mask=None, rng=None, group=None) -> BoundedSum``, whose sum is
-      like what ``fun`` returns, float32, and whose losses are zero. Its ``sensitivity`` is that of
-      ``BoundedGrad``.
+      A function ``(params, *batch, mask=None, rng=None, group=None) -> ClippedGradResult``, whose
+      sum is like what ``fun`` returns, float32, and whose losses are zero. Its ``sensitivity`` is
+      that of ``ClippedGrad``.
     """
-    made = bounded_grad(fun, strategy=strategy, **options)  # refuses what does not fit together
+    made = clipped_grad(fun, strategy=strategy, **options)  # refuses what does not fit together
 
-    def clipped(params: PyTree, *batch: PyTree, **given: Any) -> BoundedSum:
+    def clipped(params: PyTree, *batch: PyTree, **given: Any) -> ClippedGradResult:
         def loss(weights: PyTree, *example: PyTree, **key: Any) -> jax.Array:
             # The gradient of an inner product with respect to one side is the other.
             values = fun(params, *example, **key)
