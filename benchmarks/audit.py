@@ -39,15 +39,15 @@ from dpfl_jax.federation.mechanisms import (
 )
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mechanisms import (
-    BLT,
-    ELS,
-    ULS,
-    Allocation,
-    BandedInverse,
-    BandMF,
     Mechanism,
     Population,
-    Truncated,
+    allocation,
+    banded_inverse,
+    bandmf,
+    blt,
+    els,
+    truncated,
+    uls,
 )
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import data_parallel_mesh
@@ -77,14 +77,19 @@ _TOGETHER = 10  # audits that share one simulation, each of trials of its own
 
 
 def central(
-    kind: type[Mechanism], epsilon: float, steps: int, prob: float, seed: int, **options: Any
+    kind: Callable[..., Mechanism],
+    epsilon: float,
+    steps: int,
+    prob: float,
+    seed: int,
+    **options: Any,
 ) -> Trials:
     """Trials of ULS, BandMF or ELS at a sampling probability."""
     group, fields = options.pop("group_size", 2), options.pop("fields", {})
-    units = 1000 * (group if kind is ELS else 1)
-    size: dict[str, Any] = {"batch_size" if kind is ELS else "cohort_size": prob * units}
+    units = 1000 * (group if kind is els else 1)
+    size: dict[str, Any] = {"batch_size" if kind is els else "cohort_size": prob * units}
     population = Population(1000, 1000 * group, units)
-    mechanism = kind(group_size=group, **size, **fields)  # type: ignore[call-arg]
+    mechanism = kind(group_size=group, **size, **fields)
     mechanism, _ = mechanism.calibrated(population, steps, epsilon, DELTA)
     key = RootKey.from_seed(seed)
     found = simulate.central(mechanism, population, steps, DELTA, key, **options)
@@ -131,20 +136,18 @@ def messages(epsilon: float, seed: int, sampling: Any = "poisson", trials: int =
 
 # By name: epsilon, a seed and a number make trials of a sound mechanism in a second or a few.
 SOUND: dict[str, Callable[[float, int, int], Trials]] = {
-    "uls": lambda e, s, n: central(ULS, e, 5, 0.2, s, trials=n),
+    "uls": lambda e, s, n: central(uls, e, 5, 0.2, s, trials=n),
     "bandmf": lambda e, s, n: central(
-        BandMF, e, 8, 0.1, s, trials=n, fields={"bands": 3, "strategy": (0.75, 0.5, 0.4375)}
+        bandmf, e, 8, 0.1, s, trials=n, fields={"bands": 3, "strategy": (0.75, 0.5, 0.4375)}
     ),
-    "truncated": lambda e, s, n: central(
-        Truncated, e, 5, 0.2, s, trials=n, fields={"cohort_cap": 260}
-    ),
-    "allocation": lambda e, s, n: central(Allocation, e, 8, 0.25, s, trials=n),
-    "blt": lambda e, s, n: central(BLT, e, 8, 0.25, s, trials=n),
+    "truncated": lambda e, s, n: central(truncated, e, 5, 0.2, s, trials=n, fields={"cap": 260}),
+    "allocation": lambda e, s, n: central(allocation, e, 8, 0.25, s, trials=n),
+    "blt": lambda e, s, n: central(blt, e, 8, 0.25, s, trials=n),
     "blt, local steps": lambda e, s, n: central(
-        BLT, e, 8, 0.25, s, trials=n, fields={"local_learning_rate": 0.1, "local_epochs": 2}
+        blt, e, 8, 0.25, s, trials=n, fields={"local_learning_rate": 0.1, "local_epochs": 2}
     ),
-    "banded_inverse": lambda e, s, n: central(BandedInverse, e, 8, 0.25, s, trials=n),
-    "els": lambda e, s, n: central(ELS, e, 5, 0.1, s, trials=n, group_size=3),
+    "banded_inverse": lambda e, s, n: central(banded_inverse, e, 8, 0.25, s, trials=n),
+    "els": lambda e, s, n: central(els, e, 5, 0.1, s, trials=n, group_size=3),
     "hi_grad_avg": lambda e, s, n: silos(HiGradAvgDP, e, s, reach=2, rounds=2, trials=n),
     "local_group": lambda e, s, n: silos(LocalGroupDP, e, s, reach=2, rounds=2, trials=n),
     "local_item": lambda e, s, n: silos(LocalItemDP, e, s, rounds=2, prob=0.2, trials=n),
@@ -160,7 +163,7 @@ SOUND: dict[str, Callable[[float, int, int], Trials]] = {
 TIGHTNESS: dict[str, Callable[[], Trials]] = {
     **{
         f"uls, T={steps}, epsilon {epsilon}": lambda e=epsilon, t=steps: central(  # type: ignore[misc]
-            ULS, e, t, 1.0 if t == 1 else 0.1, 11, trials=90_000 if e == 1 else 30_000
+            uls, e, t, 1.0 if t == 1 else 0.1, 11, trials=90_000 if e == 1 else 30_000
         )
         for steps in (1, 100)
         for epsilon in (1, 4, 8)
@@ -323,20 +326,20 @@ def _two_devices() -> Mesh:
 
 # Where each is planted, and what is audited then.
 BUGS: dict[str, tuple[Callable[[], Any], Callable[[], Trials]]] = {
-    "none": (contextlib.nullcontext, lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000)),
-    "noise / 2": (_half_noise, lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000)),
+    "none": (contextlib.nullcontext, lambda: central(uls, 2.0, 4, 0.5, 1, trials=6000)),
+    "noise / 2": (_half_noise, lambda: central(uls, 2.0, 4, 0.5, 1, trials=6000)),
     "clipping the batch mean": (
         lambda: _wrong_sum(_mean_clipped),
-        lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000, directions=400),
+        lambda: central(uls, 2.0, 4, 0.5, 1, trials=6000, directions=400),
     ),
-    "key reused in two steps": (_key_twice, lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000)),
+    "key reused in two steps": (_key_twice, lambda: central(uls, 2.0, 4, 0.5, 1, trials=6000)),
     "noise once for all silos": (
         _noise_once,
         lambda: silos(HiGradAvgDP, 2.0, 1, rounds=2, trials=6000, prob=0.2),
     ),
-    "one draw in all steps": (_one_draw, lambda: central(ULS, 2.0, 4, 0.5, 1, trials=3000)),
+    "one draw in all steps": (_one_draw, lambda: central(uls, 2.0, 4, 0.5, 1, trials=3000)),
     "one noise in all steps, correlated": (
-        _one_noise, lambda: central(BLT, 2.0, 8, 0.25, 1, trials=3000)
+        _one_noise, lambda: central(blt, 2.0, 8, 0.25, 1, trials=3000)
     ),
     "one draw in all rounds": (
         _one_round, lambda: silos(HiGradAvgDP, 2.0, 1, rounds=2, trials=3000, prob=0.2)
@@ -354,12 +357,12 @@ BUGS: dict[str, tuple[Callable[[], Any], Callable[[], Trials]]] = {
                       against=5, trials=4000),
     ),
     "unclipped bias": (
-        lambda: _wrong_sum(_bias_unclipped), lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000)
+        lambda: _wrong_sum(_bias_unclipped), lambda: central(uls, 2.0, 4, 0.5, 1, trials=6000)
     ),
-    "sampling rate off by 2": (_double_rate, lambda: central(ULS, 2.0, 4, 0.25, 1, trials=12_000)),
+    "sampling rate off by 2": (_double_rate, lambda: central(uls, 2.0, 4, 0.25, 1, trials=12_000)),
     "unit split in two by sharding": (
         lambda: _wrong_sum(_halves_clipped),
-        lambda: central(ULS, 2.0, 4, 0.5, 1, trials=6000, mesh=_two_devices()),
+        lambda: central(uls, 2.0, 4, 0.5, 1, trials=6000, mesh=_two_devices()),
     ),
 }  # fmt: skip
 

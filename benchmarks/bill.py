@@ -20,14 +20,14 @@ examples:
 
 LARGE = ()
 SMALL = ("model={size: tiny}", "data.tokenizer=bytes", "data.seq_len=64", "pretrain=null")
-ULS = "mechanism={{kind: uls, group_size: {}, cohort_size: {}, clip_norm: 0.5}}"
-ELS = "mechanism={{kind: els, group_size: {}, batch_size: {}, clip_norm: 0.5}}"
+uls = "mechanism={{kind: uls, group_size: {}, cohort_size: {}, clip_norm: 0.5}}"
+els = "mechanism={{kind: els, group_size: {}, batch_size: {}, clip_norm: 0.5}}"
 RUNS = (
-    ("ULS of 1, 128 users, 12 steps", LARGE, ULS.format(1, 128), 12),
-    ("ELS of 8, 64 examples, 24 steps", LARGE, ELS.format(8, 64), 24),
-    ("ULS of 4, 48 users, 10 steps", LARGE, ULS.format(4, 48), 10),
-    ("tiny, ULS of 2, 64 users, 12 steps", SMALL, ULS.format(2, 64), 12),
-    ("tiny, ELS of 4, 256 examples, 12 steps", SMALL, ELS.format(4, 256), 12),
+    ("ULS of 1, 128 users, 12 steps", LARGE, uls.format(1, 128), 12),
+    ("ELS of 8, 64 examples, 24 steps", LARGE, els.format(8, 64), 24),
+    ("ULS of 4, 48 users, 10 steps", LARGE, uls.format(4, 48), 10),
+    ("tiny, ULS of 2, 64 users, 12 steps", SMALL, uls.format(2, 64), 12),
+    ("tiny, ELS of 4, 256 examples, 12 steps", SMALL, els.format(4, 256), 12),
 )
 
 

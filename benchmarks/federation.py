@@ -129,7 +129,8 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     subjects = np.arange(total) // 2  # two records each
     data = FederatedData.from_assignment(records, subjects, silos, args.silos)
     for kind in args.mechanism:
-        if not SILOS[kind].private:
+        maker: Any = SILOS[kind]
+        if not maker.private:
             raise BadInputError(f"--mechanism {kind} is without privacy: it is the baseline")
     plain = FedAvg(batch_size=args.batch_size, max_items_per_subject=2)
     model = LeafCNN(10, tuple(args.channels), args.hidden)

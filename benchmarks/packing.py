@@ -17,7 +17,7 @@ from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore, Schema, Store, from_texts, load_tokenizer
 from dpfl_jax.data.rows import guess_format, read_rows
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS, Mechanism
+from dpfl_jax.mechanisms import Mechanism, els, uls
 from dpfl_jax.mechanisms.batches import step_arguments
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.models import LanguageModel, TransformerConfig
@@ -64,9 +64,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             raise BadInputError(f"bench packing: --seq-len has {text!r}, which is no length")
         store = _store(args, int(text))
         at_a_time: dict[str, Any] = {"clip_norm": 1.0, "noise_multiplier": 1.0}
-        uls = ULS(group_size=args.group_size, cohort_size=args.users, **at_a_time)
-        els = ELS(group_size=10**6, batch_size=args.batch, **at_a_time)
-        for mechanism, at_once in ((uls, 1), (els, 16)):
+        users = uls(group_size=args.group_size, cohort_size=args.users, **at_a_time)
+        examples = els(group_size=10**6, batch_size=args.batch, **at_a_time)
+        for mechanism, at_once in ((users, 1), (examples, 16)):
             rows.append(_one(args, store, int(text), mechanism, at_once))
             sys.stderr.write(f"{rows[-1]}\n")
     result = {"machine": machine(), "rows": rows}

@@ -28,7 +28,7 @@ def main(
     x = rng.normal(size=(3 * people, 4)).astype("float32")
     y = x @ np.array([1.0, -2.0, 0.5, 0.0], "float32")
     data = dpfl.from_arrays({"x": x, "y": y}, users=np.arange(3 * people) % people)
-    mechanism = dpfl.ULS(group_size=3, cohort_size=people / 5)
+    mechanism = dpfl.uls(group_size=3, cohort_size=people / 5)
     plan = mechanism.plan(data, steps=steps, epsilon=4.0, delta=1e-4)
     result = dpfl.fit(
         loss,

@@ -23,7 +23,7 @@ def people(count: int, seed: int) -> dpfl.ArrayStore:
 def main(count: int = 1000, steps: int = 60) -> dpfl.FitResult:
     """Trains, and prints how well and how privately."""
     net = eqx.nn.MLP(6, 1, width_size=64, depth=1, key=jax.random.key(0))
-    plan = dpfl.ELS(group_size=2, batch_size=count // 4).plan(
+    plan = dpfl.els(group_size=2, batch_size=count // 4).plan(
         people(count, 0), steps=steps, epsilon=4.0, delta=1e-4
     )
     result = dpfl.fit(

@@ -34,7 +34,7 @@ def loss(params: dict[str, jax.Array], example: dict[str, jax.Array]) -> jax.Arr
 def train(coordinator: str, processes: int, process: int, steps: int = 20) -> None:
     """What each process does: join the others, then train as ever."""
     jax.distributed.initialize(coordinator, processes, process)
-    plan = dpfl.ULS(group_size=4, cohort_size=64).plan(people(400), steps=steps, epsilon=8.0)
+    plan = dpfl.uls(group_size=4, cohort_size=64).plan(people(400), steps=steps, epsilon=8.0)
     result = dpfl.fit(loss, {"w": jax.numpy.zeros(8)}, plan, optax.adam(0.1))
     weights = np.round(np.asarray(result.params["w"], float), 3).tolist()
     # In one piece: the other processes write to the same terminal.

@@ -43,7 +43,7 @@ def people(count: int, seed: int) -> dpfl.ArrayStore:
 
 def main(count: int = 1000, steps: int = 60) -> dpfl.FitResult:
     """Trains, and prints how well and how privately."""
-    plan = dpfl.ULS(group_size=4, cohort_size=count // 5).plan(
+    plan = dpfl.uls(group_size=4, cohort_size=count // 5).plan(
         people(count, 0), steps=steps, epsilon=4.0, delta=1e-4
     )
     result = dpfl.fit(loss, Net(8, 2), plan, optax.adam(1e-2), validation=people(100, 1))

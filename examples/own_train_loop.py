@@ -33,7 +33,7 @@ def make_data(num_users: int = 400) -> dpfl.ArrayStore:
 
 def make_plan() -> dpfl.Plan:
     """Up to four examples of each user of a cohort, for 60 steps at epsilon 8."""
-    mechanism = dpfl.ULS(group_size=4, cohort_size=100, clip_norm=1.0)
+    mechanism = dpfl.uls(group_size=4, cohort_size=100, clip_norm=1.0)
     return mechanism.plan(make_data(), steps=60, epsilon=8.0, delta=1e-4)
 
 

@@ -41,7 +41,7 @@ def main(frame: pd.DataFrame, user: str, text: str, steps: int = 30) -> dpfl.Fit
         "tiny", vocab_size=259, max_seq_len=48, num_layers=1, embed_dim=32, remat="none"
     )
     model = dpfl.LanguageModel(config)
-    plan = dpfl.ULS(group_size=2, cohort_size=len(names) // 5, clipping="normalized").plan(
+    plan = dpfl.uls(group_size=2, cohort_size=len(names) // 5, clipping="normalized").plan(
         train, steps=steps, epsilon=8.0
     )
     params = model.init(jax.random.key(0))

@@ -23,11 +23,10 @@ def main(budget: int = 4096, epsilon: float = 4.0) -> Plan:
     for o in sorted(plan.options, key=lambda option: option.noise):
         print(f"{o.kind:9s}{o.group_size:7d}{o.size:6d}{o.noise_multiplier:18.3f}{o.noise:12.5f}")
     best = plan.best
-    mechanism: dpfl.ELS | dpfl.ULS
     if best.kind == "els":
-        mechanism = dpfl.ELS(group_size=best.group_size, batch_size=best.size)
+        mechanism = dpfl.els(group_size=best.group_size, batch_size=best.size)
     else:
-        mechanism = dpfl.ULS(group_size=best.group_size, cohort_size=best.size)
+        mechanism = dpfl.uls(group_size=best.group_size, cohort_size=best.size)
     print(f"{plan.reason}\n{mechanism}")
     return plan
 

@@ -42,13 +42,13 @@ def main(net=None, warm_up=150, steps=20):
     """Trains a base on public text and adapters on 1,035 people's; returns what it writes."""
     shape = qwen3.ModelConfig(**SHAPE, vocab_size=259, rope_theta=10_000, norm_eps=1e-6)
     public = dpfl.from_texts([("nobody", text) for text in topics.values()], seq_len=96)
-    plan = dpfl.NonPrivate(batch_size=32).plan(public, steps=warm_up)
+    plan = dpfl.non_private(batch_size=32).plan(public, steps=warm_up)
     base = dpfl.fit(
         loss, net or qwen3.Qwen3(shape, rngs=nnx.Rngs(0)), plan, optax.adam(3e-3)
     ).params
     net = qwix.apply_lora_to_model(base, LORA, rngs=nnx.Rngs(1), **base.get_model_input())
     people = dpfl.load_dataset(dpfl.DataConfig(source="shakespeare", seq_len=96))
-    plan = dpfl.ULS(group_size=1, cohort_size=128).plan(people.train, steps=steps, epsilon=8.0)
+    plan = dpfl.uls(group_size=1, cohort_size=128).plan(people.train, steps=steps, epsilon=8.0)
     adapter, optimizer = (lambda name: "lora" in name), optax.adam(3e-3)
     result = dpfl.fit(loss, net, plan, optimizer, trainable=adapter, validation=people.validation)
     print(result.guarantee.summary(), result.initial.loss, "->", result.final.loss)

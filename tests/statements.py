@@ -28,18 +28,18 @@ from dpfl_jax.federation.silo_statement import (
     personal_statement,
 )
 from dpfl_jax.mechanisms import (
-    BLT,
-    ELS,
-    ULS,
-    Allocation,
-    BandedInverse,
-    BandMF,
-    Individual,
-    IndividualELS,
-    NonPrivate,
-    OwnerSets,
     Population,
-    Truncated,
+    allocation,
+    banded_inverse,
+    bandmf,
+    blt,
+    els,
+    individual,
+    individual_els,
+    non_private,
+    owner_sets,
+    truncated,
+    uls,
 )
 from dpfl_jax.mechanisms.central_statement import central_statement
 from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained
@@ -57,7 +57,7 @@ def central(mechanism, steps=30, delta=1e-5, shared=False):
 
 def selection():
     population = Population(num_users=400, num_examples=2000, num_units=400)
-    kinds = [ULS(group_size=3, cohort_size=c, noise_multiplier=2.0) for c in (20, 40)]
+    kinds = [uls(group_size=3, cohort_size=c, noise_multiplier=2.0) for c in (20, 40)]
     cells = tuple(Trained(mechanism, population, 30) for mechanism in kinds)
     return Selection(cells, RunCount(10.0), 3.0, 50, 1e-5, score_noise=2.0)
 
@@ -94,20 +94,20 @@ def isrl(sampling="poisson"):
 
 
 SOUND = {
-    "els": lambda: central(ELS(group_size=4, batch_size=30, noise_multiplier=2.0)),
-    "uls": lambda: central(ULS(group_size=3, cohort_size=20, noise_multiplier=1.0)),
+    "els": lambda: central(els(group_size=4, batch_size=30, noise_multiplier=2.0)),
+    "uls": lambda: central(uls(group_size=3, cohort_size=20, noise_multiplier=1.0)),
     "uls, declared": lambda: central(
-        ULS(group_size=3, cohort_size=20, sampling_prob=0.1, noise_multiplier=1.0)
+        uls(group_size=3, cohort_size=20, sampling_prob=0.1, noise_multiplier=1.0)
     ),
     "bandmf": lambda: central(
-        BandMF(group_size=3, cohort_size=20, bands=2, strategy=(0.8, 0.6), noise_multiplier=1.0),
+        bandmf(group_size=3, cohort_size=20, bands=2, strategy=(0.8, 0.6), noise_multiplier=1.0),
         steps=31,
     ),
     "allocation": lambda: central(
-        Allocation(group_size=3, cohort_size=20, noise_multiplier=1.0), steps=31
+        allocation(group_size=3, cohort_size=20, noise_multiplier=1.0), steps=31
     ),
     "blt": lambda: central(
-        BLT(
+        blt(
             group_size=3,
             cohort_size=20,
             decays=(0.75, 0.25),
@@ -118,13 +118,13 @@ SOUND = {
         steps=31,
     ),
     "banded_inverse": lambda: central(
-        BandedInverse(
+        banded_inverse(
             group_size=3, cohort_size=20, taken=(0.5, 0.25), horizon=40, noise_multiplier=5.0
         ),
         steps=31,
     ),
     "uls, local steps": lambda: central(
-        ULS(
+        uls(
             group_size=3,
             cohort_size=20,
             local_learning_rate=0.1,
@@ -133,26 +133,26 @@ SOUND = {
         )
     ),
     "truncated": lambda: central(
-        Truncated(group_size=3, cohort_size=20, cohort_cap=36, noise_multiplier=1.0)
+        truncated(group_size=3, cohort_size=20, cap=36, noise_multiplier=1.0)
     ),
     "individual": lambda: central(
-        Individual(
+        individual(
             group_size=3, cohort_size=20, noise_multiplier=1.0, refresh=4, least_steps=9, order=4.0
         )
     ),
     "individual_els": lambda: central(
-        IndividualELS(
+        individual_els(
             group_size=3, batch_size=20, noise_multiplier=3.0, refresh=4, least_steps=9, order=4.0
         )
     ),
     "selection": lambda: selection().statement(EXTRA),
     "els, several owners": lambda: central(
-        ELS(group_size=4, batch_size=30, noise_multiplier=2.0), shared=True
+        els(group_size=4, batch_size=30, noise_multiplier=2.0), shared=True
     ),
     "owner_sets": lambda: central(
-        OwnerSets(group_size=3, cohort_size=20, sets_per_user=4, noise_multiplier=2.0), shared=True
+        owner_sets(group_size=3, cohort_size=20, sets_per_user=4, noise_multiplier=2.0), shared=True
     ),
-    "none": lambda: central(NonPrivate(batch_size=8)),
+    "none": lambda: central(non_private(batch_size=8)),
     "hi_grad_avg": lambda: federated(
         [
             HiGradAvgDP(batch_size=20, max_items_per_subject=4, noise_multiplier=3.0 + i)

@@ -1,10 +1,11 @@
-"""A mechanism is one file: a central and a federated one, defined here and nowhere else.
+"""A participation is one file, and so are a noise strategy and a federated mechanism.
 
-docs/extending.md walks through them. Both are trained from YAML, stopped, resumed and charged.
+docs/extending.md walks through them. All are trained from YAML, stopped, resumed and charged.
 """
 
 import dataclasses
 import json
+import sys
 from typing import ClassVar
 
 import numpy as np
@@ -13,45 +14,80 @@ import yaml
 from runs import death_after_a_checkpoint
 
 from dpfl_jax.accounting import events
+from dpfl_jax.accounting.cells import TABLE, Cell, StrategyMatrix
+from dpfl_jax.auditing import simulate
 from dpfl_jax.cli.main import main
+from dpfl_jax.config.kinds import CENTRAL
+from dpfl_jax.evidence import audit
 from dpfl_jax.federation.mechanisms import SiloMechanism
-from dpfl_jax.mechanisms import Mechanism, Population, mean_of_examples
-from dpfl_jax.sampling import Poisson, UserSampler
+from dpfl_jax.mechanisms import NoiseStrategy, Participation, Population
+from dpfl_jax.mechanisms.unit_losses import mean_of_examples
+from dpfl_jax.noise import Noise, banded_inverse
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import UserSampler
+from dpfl_jax.sampling.schemes import AtRate
+
+# ---- a participation: a scheme, the cell that is proven of it, and what users have in a draw ---
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfAtATime(AtRate):
+    """A coin of each unit's own decides, once, whether it takes part in even steps or in odd ones.
+
+    In T steps a unit has at most ceil(T / 2): to whoever knows its coin these are as many
+    Gaussians, and a mixture over the coin costs no more.
+    """
+
+    period: ClassVar[int] = 2
+    is_stateful = True
+
+    @property
+    def rate(self):
+        return 0.5
+
+    def of_size(self, size, population, what):
+        return self
+
+    def describe(self, counted, unit, taken=""):
+        return f"each of {counted} in all even steps or in all odd ones, by a coin, {taken}"
+
+    def indices(self, key, step, population):
+        return np.flatnonzero(key.numpy("halves").integers(2, size=population) == step % 2)
+
+
+TABLE[HalfAtATime, "independent", False] = Cell(
+    event=lambda sums: events.gaussian(sums.noise_multiplier, -(-sums.steps // 2)),
+    accountant="PLD, Gaussians of half of the steps",
+    proof="the docstring of HalfAtATime",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EveryUser(Mechanism):
-    """All users in every step, each with up to ``group_size`` examples: no amplification.
-
-    g = (sum over all users of clip(g_u, C) + N(0, (C sigma)^2)) / num_users
-    """
+class Halves(Participation):
+    """Users in even or in odd steps, each with up to ``group_size`` examples."""
 
     group_size: int
     num_users: int
 
-    kind: ClassVar[str] = "every_user"
+    kind: ClassVar[str] = "halves"
 
     @property
-    def divisor(self) -> float:
-        return float(self.num_users)
+    def divisor(self):
+        return self.num_users / 2
 
     @property
-    def unit_examples(self) -> int:
+    def unit_examples(self):
         return self.group_size
 
-    def population(self, user_offsets: np.ndarray) -> Population:
+    def population(self, user_offsets):
         users = len(user_offsets) - 1
         return Population(users, int(user_offsets[-1] - user_offsets[0]), users)
 
-    def sampling_probability(self, population: Population) -> float:
-        return 1.0
-
-    def scheme(self, population):
-        return Poisson(1.0)
+    def scheme_of(self, population):
+        return HalfAtATime()
 
     def sampler(self, user_offsets, key):
-        scheme = self.scheme(self.population(user_offsets))
-        return UserSampler(scheme, np.asarray(user_offsets), self.group_size, key)
+        return UserSampler(HalfAtATime(), np.asarray(user_offsets), self.group_size, key)
 
     def unit_loss(self, loss_fn):
         return mean_of_examples(loss_fn)
@@ -59,8 +95,36 @@ class EveryUser(Mechanism):
     def units(self, examples, example_mask):
         return {"examples": examples, "mask": example_mask}
 
-    def told_sampling(self, population: Population) -> str:
-        return "all users at each step"
+    def describe(self, population, more=""):
+        examples = f"up to {self.group_size} examples of each{more}"
+        return HalfAtATime().describe(f"{population.num_users} users", "user", examples)
+
+
+# ---- a noise strategy ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fading(NoiseStrategy):
+    """C is 1, f, f^2, ...: a step's noise less f times the noise of the step before it."""
+
+    decay: float = 0.5
+
+    kind: ClassVar[str] = "fading"
+
+    @property
+    def is_correlated(self):
+        return True
+
+    def matrix(self, steps):
+        return StrategyMatrix(tuple(self.decay ** np.arange(steps)), "toeplitz")
+
+    def transform(self, stddev, sensitivity, divisor):
+        reach = sensitivity / (1 - self.decay**2) ** 0.5
+        noise = Noise(stddev, reach, self.arithmetic, rows=64)
+        return banded_inverse(noise, (self.decay,), divisor)
+
+
+# ---- a federated mechanism ----------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,19 +141,32 @@ class WholeSilo(SiloMechanism):
         return events.gaussian(self.sigma / self.max_items_per_subject, steps)
 
 
+TEXTS = {
+    "data": {
+        "source": "python_source",
+        "seq_len": 16,
+        "max_users": 30,
+        "max_examples_per_user": 4,
+        "validation_fraction": 0.0,
+        "test_fraction": 0.0,
+    },
+    "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
+    "train": {"steps": 4, "checkpoint_every": 2},
+}
 CONFIGS = {
-    "every_user": {
-        "data": {
-            "source": "python_source",
-            "seq_len": 16,
-            "max_users": 30,
-            "max_examples_per_user": 4,
-            "validation_fraction": 0.0,
-            "test_fraction": 0.0,
-        },
-        "model": {"size": "tiny", "overrides": {"num_layers": 1, "embed_dim": 16, "num_heads": 2}},
-        "mechanism": {"kind": "every_user", "group_size": 2, "num_users": 30},
-        "train": {"steps": 4, "checkpoint_every": 2},
+    "halves": TEXTS
+    | {"mechanism": {"participation": {"kind": "halves", "group_size": 2, "num_users": 30}}},
+    "fading": TEXTS
+    | {
+        "mechanism": {
+            "participation": {
+                "kind": "users",
+                "group_size": 2,
+                "cohort_size": 15,
+                "scheme": {"kind": "cyclic"},
+            },
+            "noise": {"kind": "fading", "decay": 0.25},
+        }
     },
     "whole_silo": {
         "data": {"source": "digits", "records_per_user": 6},
@@ -101,9 +178,10 @@ CONFIGS = {
 }
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
+@pytest.mark.nightly("whole_silo")
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_mechanism_is_one_file(kind, tmp_path, capsys, monkeypatch):
+def test_one_file_is_all_it_takes(kind, tmp_path, capsys, monkeypatch):
     if kind == "whole_silo":
         pytest.importorskip("sklearn")
     ledger = {"ledger": "spent.jsonl", "account": "people", "budget": 9.0}
@@ -118,14 +196,48 @@ def test_a_mechanism_is_one_file(kind, tmp_path, capsys, monkeypatch):
     assert main(command) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (report["status"], report["steps"]) == ("finished", 4)
-    assert report["mechanism"]["kind"] == kind
-    assert report["privacy"]["unit"] == ("user" if kind == "every_user" else "subject")
+    assert kind in json.dumps(report["mechanism"])
+    assert report["privacy"]["unit"] == ("subject" if kind == "whole_silo" else "user")
     assert 7.9 < report["privacy"]["epsilon"] <= 8.0
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     units = {r["step"]: r["outside_guarantee"]["units"] for r in rows if "eval" not in r}
     assert list(units) == [1, 2, 3, 4]
-    assert len(set(units.values())) == 1  # everybody, in every step
+    if kind == "halves":
+        assert (units[1], units[2]) == (units[3], units[4])
+        assert units[1] + units[2] == 30
     spent = [json.loads(line) for line in (tmp_path / "spent.jsonl").read_text().splitlines()]
     assert [entry["kind"] for entry in spent] == ["reserve", "commit"]
     assert main([*command[:-1], str(tmp_path / "again")]) == 2
     assert "beyond the budget of 9" in capsys.readouterr().err
+    if kind != "whole_silo":
+        assert main(["verify", str(run_dir)]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["halves", "fading"])
+def test_audits_attack_them_as_all_others(kind):
+    mechanism = CENTRAL.parse(CONFIGS[kind]["mechanism"])
+    population = Population(30, 60, 30)
+    mechanism = mechanism.calibrate(population, 4, 4.0, 1e-5)
+    key = RootKey.from_seed(0)
+    found = audit(simulate.central(mechanism, population, 4, 1e-5, key, trials=4000), 0.999)
+    assert not found.exceeds, str(found)
+
+
+def test_what_is_not_proven_is_refused():
+    section = {"participation": {"kind": "halves", "group_size": 2, "num_users": 30}}
+    mechanism = CENTRAL.parse(section | {"noise": {"kind": "fading"}})
+    with pytest.raises(ValueError, match="nothing is proven of HalfAtATime sampling with toeplitz"):
+        mechanism.calibrate(Population(30, 60, 30), 4, 4.0, 1e-5)
+
+
+def test_parts_that_are_code_are_imported_where_that_is_allowed(tmp_path, monkeypatch):
+    from dpfl_jax.config import load_config
+
+    section = CONFIGS["fading"]["mechanism"] | {"noise": {"kind": f"{__name__}:Fading"}}
+    file = tmp_path / "own.yaml"
+    file.write_text(yaml.safe_dump(TEXTS | {"mechanism": section, "privacy": {"epsilon": 1.0}}))
+    with pytest.raises(ValueError, match=r"mechanism\.noise\.kind is .*, code that would be run"):
+        load_config(file)
+    assert __name__ in sys.modules
+    assert load_config(file, allow_code=True).mechanism.noise == Fading()

@@ -13,7 +13,7 @@ from neighbours import removed
 from dpfl_jax.cli._hlo import collectives
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import (
     make_mesh,
@@ -40,8 +40,8 @@ MODEL = LanguageModel(
     TransformerConfig(num_layers=2, embed_dim=32, num_heads=4, vocab_size=VOCAB, max_seq_len=LENGTH)
 )
 MECHANISMS = {
-    "els": ELS(group_size=2, batch_size=20, clip_norm=CLIP, noise_multiplier=0.7),
-    "uls": ULS(group_size=2, cohort_size=20, clip_norm=CLIP, noise_multiplier=0.7),
+    "els": els(group_size=2, batch_size=20, clip_norm=CLIP, noise_multiplier=0.7),
+    "uls": uls(group_size=2, cohort_size=20, clip_norm=CLIP, noise_multiplier=0.7),
 }
 
 

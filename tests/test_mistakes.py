@@ -10,7 +10,7 @@ import dpfl_jax as dpfl
 from dpfl_jax.models.checkpoint import tokenizer_file
 
 PARAMS = {"w": np.zeros(3, np.float32)}
-ULS = dpfl.ULS(group_size=2, cohort_size=5)
+uls = dpfl.uls(group_size=2, cohort_size=5)
 
 
 def loss(params, example):
@@ -25,11 +25,11 @@ def store():
 
 @pytest.fixture(scope="module")
 def plan(store):
-    return ULS.plan(store, steps=2, epsilon=8.0)
+    return uls.plan(store, steps=2, epsilon=8.0)
 
 
 MECHANISMS = {
-    "clip_norm is '1'": {"clip_norm": "1"},
+    "clip_norm must be one number": {"clip_norm": "1"},
     "group_size is 2.5": {"group_size": 2.5},
     "group_size is True": {"group_size": True},
     "cohort_size is '5'": {"cohort_size": "5"},
@@ -41,7 +41,7 @@ MECHANISMS = {
 @pytest.mark.parametrize("message", MECHANISMS)
 def test_mechanisms(message):
     with pytest.raises(dpfl.BadInputError, match=message):
-        dpfl.ULS(**{"group_size": 2, "cohort_size": 5} | MECHANISMS[message])
+        dpfl.uls(**{"group_size": 2, "cohort_size": 5} | MECHANISMS[message])
 
 
 PLANS = {
@@ -55,14 +55,14 @@ PLANS = {
     r"execution is \{.*give a dpfl_jax.Execution": {"execution": {"microbatch_size": 2}},
     r"mesh is 3 .*make_mesh": {"mesh": 3},
     "set mechanism.cohort_size to at most 20": {
-        "mechanism": dpfl.ULS(group_size=2, cohort_size=500)
+        "mechanism": dpfl.uls(group_size=2, cohort_size=500)
     },
 }
 
 
 @pytest.mark.parametrize("message", PLANS)
 def test_plans(message, store):
-    given = {"mechanism": ULS, "data": store, "steps": 2, "epsilon": 8.0} | PLANS[message]
+    given = {"mechanism": uls, "data": store, "steps": 2, "epsilon": 8.0} | PLANS[message]
     with pytest.raises(dpfl.BadInputError, match=message):
         given.pop("mechanism").plan(given.pop("data"), **given)
 
@@ -72,7 +72,7 @@ FITS = {
     r"key is .*\(PRNGKeyArray\)": {"key": jax.random.key(0)},
     "optimizer is 'adam'.*give an Optax optimiser": {"optimizer": "adam"},
     r"loss_fn is 3 \(int\)": {"loss": 3},
-    "plan is ULS.*mechanism.plan": {"plan": ULS},
+    "plan is Mechanism.*mechanism.plan": {"plan": uls},
     "validation is ndarray": {"validation": np.ones(3)},
     r"loss of one example must be one number, but it has shape \(3,\)": {
         "loss": lambda p, e: e["x"] * p["w"]

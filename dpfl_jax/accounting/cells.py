@@ -114,11 +114,11 @@ def cell_of(
       BadInputError: nothing is proven of them; the nearest that is proven is named.
     """
     several = contribution is not None
-    if (cell := _TABLE.get((type(scheme), matrix.kind, several))) is not None:
+    if (cell := TABLE.get((type(scheme), matrix.kind, several))) is not None:
         return cell
     near = [
         f"{kind.__name__} with {noise} noise"
-        for kind, noise, more in _TABLE
+        for kind, noise, more in TABLE
         if more == several and (kind is type(scheme) or noise == matrix.kind)
     ]
     raise BadInputError(
@@ -182,7 +182,7 @@ def audit_statistic(
       inside: bool [units], who is in the data: the first units of the sampler's, in order.
       sampler: of the run; one of ``sampling``.
     """
-    cell = _TABLE.get((type(sampler.scheme), matrix.kind, False))
+    cell = TABLE.get((type(sampler.scheme), matrix.kind, False))
     if cell is None or cell.statistic is None:
         return seen
     return cell.statistic(matrix, seen, inside, sampler)
@@ -222,10 +222,11 @@ def _columns_of_all_turns(
 ) -> np.ndarray:
     """Of all turns of a unit together what its columns of C say; of the steps that were."""
     scheme: schemes.Cyclic = sampler.scheme
+    period = scheme.steps
     seen = seen[:, ~np.isnan(seen).all(axis=0)]
-    turn = _turns(scheme.turn_of(sampler.key, sampler.population), scheme.period, inside)
+    turn = _turns(scheme.turn_of(sampler.key, sampler.population), period, inside)
     steps = np.arange(seen.shape[1])
-    taken = (steps % scheme.period == turn[:, None]).astype(float)
+    taken = (steps % period == turn[:, None]).astype(float)
     column = np.asarray(matrix.column)[None, : len(steps)]
     moved, rows = (
         signal.fftconvolve(part, column, axes=1)[:, : len(steps)] for part in (taken, seen)
@@ -237,11 +238,8 @@ def _columns_of_all_turns(
 
 # ---- the table -----------------------------------------------------------------------------------
 
-KEPT_SUMS = (
-    "checkpoints are as secret as the root key: they hold sums of earlier steps without noise"
-)
 # By type of scheme, kind of matrix, and whether a privacy unit has several drawn units.
-_TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
+TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
     (schemes.Poisson, "independent", False): Cell(
         _poisson, "PLD, Poisson-subsampled Gaussian (exact up to rounding upwards)", "uls"
     ),
@@ -269,8 +267,6 @@ _TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
         (
             "the number of groups of users and the strategy of the noise (its bands) are public "
             "constants, fixed before looking at one user's data",
-            "checkpoints are as secret as the root key: they hold sums of the last steps without "
-            "noise",
         ),
         _column_of_each_turn,
     ),
@@ -284,7 +280,6 @@ _TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
             "turn it is may be known",
             "the number of turns and the matrix of the noise are public constants, fixed before "
             "looking at one user's data",
-            KEPT_SUMS,
         ),
         _columns_of_all_turns,
     ),

@@ -29,7 +29,7 @@ from dpfl_jax.federation.isrl.arms import at_one_delta
 from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.isrl.runs import isrl_run, messages
 from dpfl_jax.federation.mechanisms import FedAvg
-from dpfl_jax.mechanisms import NonPrivate
+from dpfl_jax.mechanisms import non_private
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import data_parallel_mesh, make_mesh
 from dpfl_jax.randomness import RootKey
@@ -181,9 +181,8 @@ def _central(config: RunConfig, own: bool, console: Console) -> Attacked:
         if mechanism.noise_multiplier is None:
             mechanism, _ = mechanism.calibrated(population, steps, *target)
         if not private:
-            mechanism = NonPrivate(
-                batch_size=min(mechanism.compute_budget, float(used.num_examples))
-            )
+            budget = min(mechanism.compute_budget, float(used.num_examples))
+            mechanism = non_private(batch_size=budget)
         plan = Plan(mechanism, used, steps, ready.delta, execution, mesh)
         run = Central(ready.model.loss, params, plan, ready.optimizer, trainable)
         result = _finished(train(run, key=key, console=console))

@@ -119,13 +119,12 @@ def central(
     """
     refuse_filtered(mechanism)
     rate = mechanism.sampling_probability(population)
-    if "sampling_prob" in {f.name for f in dataclasses.fields(mechanism)}:
-        mechanism = dataclasses.replace(mechanism, sampling_prob=rate)  # type: ignore[call-arg]
+    mechanism = mechanism.at_rates_of(population)
     units = min(trials, directions or max(200, min(_MOST_DIRECTIONS, round(400 / rate))))
     mesh = data_parallel_mesh(jax.devices()[:1]) if mesh is None else mesh
     execution = Execution(microbatch_size=64, strategy="vmap") if execution is None else execution
     params, size = _start(units + 1), np.float32(LONG * mechanism.clip_norm)
-    examples = getattr(mechanism, "group_size", 1)
+    examples = mechanism.group_size
     schema = Schema.arrays({"direction": np.int32(0), "size": size}, leading_axis=False)
 
     def store(inside: np.ndarray) -> ArrayStore:

@@ -140,9 +140,9 @@ def _in_turns(noise: float, v: Values, kind: str, name: str) -> DpEvent:
     steps, number = v["steps"], v.get(name)
     for what in ("once_in", "steps"):
         events.check_count(v[what], what, 1)
-    cls: Any = {"blt": mechanisms.BLT, "banded_inverse": mechanisms.BandedInverse}[kind]
+    preset: Any = {"blt": mechanisms.blt, "banded_inverse": mechanisms.banded_inverse}[kind]
     own = {} if number is None else {name: number}
-    made = cls(group_size=1, cohort_size=1, noise_multiplier=noise, **own)
+    made = preset(group_size=1, cohort_size=1, noise_multiplier=noise, **own)
     population = mechanisms.Population(v["once_in"], v["once_in"], v["once_in"])
     return made.for_steps(population, steps).event(population, steps)
 

@@ -151,11 +151,10 @@ def _cell_config(
     args: argparse.Namespace, config: Any, kind: str, group: int, bands: int = 1
 ) -> Any:
     from dpfl_jax.config import load_config
-    from dpfl_jax.config.kinds import CENTRAL
     from dpfl_jax.planning.sweep import at_budget
 
     budget = max(config.mechanism.compute_budget, group)
     more = {"bands": bands} if bands > 1 else {}
     mechanism = at_budget(config.mechanism, kind, budget, group, **more)
-    section = f"mechanism={json.dumps(CENTRAL.dump(mechanism))}"
+    section = f"mechanism={json.dumps(mechanism.to_section())}"
     return load_config(args.config, [*args.overrides, section], args.allow_code)

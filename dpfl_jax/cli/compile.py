@@ -107,7 +107,7 @@ def measure(
       count_only: compile nothing.
     """
     from dpfl_jax.clipping import OwnBound
-    from dpfl_jax.mechanisms import NonPrivate, Population
+    from dpfl_jax.mechanisms import Population, non_private
     from dpfl_jax.mesh import unit_parts
     from dpfl_jax.training.start import (
         build_transformer,
@@ -159,7 +159,7 @@ def measure(
         size = largest or min(compiled)
     private, units = at(size), Units(parts, size, group, length, bounds)
     plain_step = Step(
-        NonPrivate(batch_size=mechanism.compute_budget),
+        non_private(batch_size=mechanism.compute_budget),
         model, optimizer, mesh, {"trainable": trainable}, low,
     )  # fmt: skip
     plain_units = Units(parts, size * (group or 1), None, length)

@@ -480,7 +480,6 @@ def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
 
 def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:
     from dpfl_jax.config import load_config
-    from dpfl_jax.config.kinds import CENTRAL
     from dpfl_jax.planning.sweep import at_budget
 
     base: Any = load_config(args.config, args.overrides, args.allow_code)
@@ -489,7 +488,7 @@ def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon:
     mechanism = at_budget(base.mechanism, cell["kind"], budget, cell["group_size"], **bands)
     overrides = [
         *args.overrides,
-        f"mechanism={json.dumps(CENTRAL.dump(mechanism))}",
+        f"mechanism={json.dumps(mechanism.to_section())}",
         f"privacy.epsilon={epsilon}",
         f"train.steps={cell['steps']}",
         f"optimizer.learning_rate={base.optimizer.learning_rate * cell.get('rate', 1.0)}",

@@ -8,6 +8,7 @@ from dpfl_jax.clipping.result import ClippedGradResult
 from dpfl_jax.clipping.rules import (
     Automatic,
     GroupAverage,
+    NoClip,
     Normalized,
     OwnBound,
     PerGroup,
@@ -26,6 +27,7 @@ __all__ = [
     "ClippedGradResult",
     "Explanation",
     "GroupAverage",
+    "NoClip",
     "Normalized",
     "OwnBound",
     "PerGroup",

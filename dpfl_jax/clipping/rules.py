@@ -72,6 +72,7 @@ class Rule:
       compensated: whether rounding errors of sums are always added up beside them.
     """
 
+    kind: ClassVar[str]  # its name in configurations
     apart: ClassVar[bool] = False
     compensated: ClassVar[bool] = False
 
@@ -121,6 +122,20 @@ class Rule:
 
 
 @dataclasses.dataclass(frozen=True)
+class NoClip(Rule):
+    """Gradients as they are, which have no bound: for baselines without privacy."""
+
+    kind: ClassVar[str] = "none"
+
+    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
+        return jnp.ones_like(norms)
+
+    @property
+    def sensitivity(self) -> float:
+        return math.inf
+
+
+@dataclasses.dataclass(frozen=True)
 class Standard(Rule):
     """min(1, C/n): contributions have norm at most C (Abadi et al. 2016, Algorithm 1).
 
@@ -129,6 +144,8 @@ class Standard(Rule):
     """
 
     clip_norm: float
+
+    kind: ClassVar[str] = "standard"
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -158,6 +175,8 @@ class Normalized(Rule):
     """
 
     clip_norm: float
+
+    kind: ClassVar[str] = "normalized"
 
     def __post_init__(self) -> None:
         """Validates."""
@@ -373,6 +392,8 @@ class PerLayer(Rule):
     """
 
     clip_norm: float
+
+    kind: ClassVar[str] = "per_layer"
 
     apart: ClassVar[bool] = True
 

@@ -1,7 +1,8 @@
-"""Sections that are objects: ``kind`` names a class, the other keys are its fields.
+"""Sections that are objects: ``kind`` names what makes it, the other keys are its arguments.
 
-A class registers itself where it is defined; whoever asks for a kind (a configuration, a sweep, the
-planner) finds it here.
+What makes an object is a frozen dataclass, which registers itself where it is defined, or a
+function (``register``). Whoever asks for a kind (a configuration, a sweep, the planner) finds it
+here.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import inspect
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, ClassVar
@@ -21,64 +23,77 @@ from dpfl_jax.errors import BadInputError
 
 # Metadata of a dataclass field that no configuration sets.
 DERIVED = {"derived": True}
+_REQUIRED = inspect.Parameter.empty
 
 
 class Kinds:
-    """Frozen dataclasses by name; a section that is one has the type ``Annotated[Any, kinds]``.
+    """Classes and functions by name; a section that one describes is ``Annotated[Any, kinds]``.
 
     Attributes:
       home: module that defines the library's own; imported when a kind is asked for.
+      section: where in a configuration such a section stands.
+      without_kind: the class that a section without ``kind`` describes; None: it needs one.
     """
 
-    def __init__(self, home: str) -> None:
-        self.home = home
-        self._known: dict[str, type] = {}
+    def __init__(self, home: str, section: str = "mechanism") -> None:
+        self.home, self.section = home, section
+        self.without_kind: type | None = None
+        self._known: dict[str, Callable[..., Any]] = {}
 
-    def register(self, cls: type) -> None:
-        """Takes a class with an attribute ``kind``, by which runs tell it from others.
+    def register(self, maker: Callable[..., Any], kind: str | None = None) -> None:
+        """Takes a class with an attribute ``kind``, by which runs tell it from others; a function.
+
+        Args:
+          maker: class or function; its parameters are the keys of a section.
+          kind: of a function.
 
         Raises:
-          BadInputError: it has none of its own, or another class has that kind.
+          BadInputError: there is no kind, or another has it.
         """
-        kind: str | None = cls.__dict__.get("kind")
+        kind = maker.__dict__.get("kind") if kind is None else kind
         if kind is None:
             raise BadInputError(
-                f"{cls.__module__}.{cls.__qualname__} has no `kind` of its own: what it does could "
-                "not be told from what its parent does"
+                f"{_place(maker, '.')} has no `kind` of its own: what it does could not be told "
+                "from what its parent does"
             )
-        before = self._known.get(kind, cls)
-        if (before.__module__, before.__qualname__) != (cls.__module__, cls.__qualname__):
+        before = self._known.get(kind, maker)
+        if _place(before) != _place(maker):
             raise BadInputError(
-                f"{cls.__module__}.{cls.__qualname__} has the kind {kind!r} of "
-                f"{before.__module__}.{before.__qualname__}: give it another"
+                f"{_place(maker, '.')} has the kind {kind!r} of {_place(before, '.')}: give it "
+                "another"
             )
-        self._known[kind] = cls
+        self._known[kind] = maker
 
     def names(self) -> list[str]:
         """All kinds that are known by now."""
         importlib.import_module(self.home)
         return sorted(self._known)
 
-    def __getitem__(self, kind: Any) -> Any:
-        """The class of a kind, or of ``"package.module:Class"``, whose module was imported before.
+    def __getitem__(self, kind: Any) -> Callable[..., Any]:
+        """What makes a kind, or is at ``"package.module:name"``, which was imported before.
 
         Raises:
           BadInputError: there is none.
         """
         names = self.names()
         if isinstance(kind, str) and ":" in kind:
-            for cls in self._known.values():
-                if f"{cls.__module__}:{cls.__qualname__}" == kind:
-                    return cls
+            for maker in self._known.values():
+                if _place(maker) == kind:
+                    return maker
             raise BadInputError(
-                f"mechanism.kind is {kind!r}, which is no mechanism of this kind, or was not "
-                "imported"
+                f"{self.section}.kind is {kind!r}, which is no {self.section} of this kind, or was "
+                "not imported"
             )
         if not isinstance(kind, str) or kind not in self._known:
             raise BadInputError(
-                f"mechanism.kind is {kind!r}: {_or(names, kind, 'it must be one of ')}"
+                f"{self.section}.kind is {kind!r}: {_or(names, kind, 'it must be one of ')}"
             )
         return self._known[kind]
+
+    def has_made(self, value: Any) -> bool:
+        """Whether a value is what a section describes."""
+        makers = [*self._known.values(), self.without_kind]
+        return isinstance(value, tuple(maker for maker in makers if isinstance(maker, type)))
 
     def parse(self, given: Any) -> Any:
         """The object that a section describes; an object is returned as it is.
@@ -86,44 +101,51 @@ class Kinds:
         Raises:
           BadInputError: a key that the kind does not have, or a value that does not fit.
         """
-        if isinstance(given, tuple(self._known.values())):
+        if self.has_made(given):
             return given
         if not isinstance(given, Mapping):
-            raise BadInputError(f"mechanism is {given!r}, but it must hold kind and its fields")
-        if "kind" not in given:
-            raise BadInputError(f"mechanism.kind is missing: give one of {', '.join(self.names())}")
-        cls = self[given["kind"]]
-        known, hints = configured(cls), typing.get_type_hints(cls)
-        values = {}
+            raise BadInputError(
+                f"{self.section} is {given!r}, but it must hold kind and its fields"
+            )
+        named = f"kind={given.get('kind')}"
+        if "kind" in given:
+            maker = self[given["kind"]]
+        elif self.without_kind is not None and {*given} & {*options(self.without_kind)}:
+            maker, named = self.without_kind, "parts"
+        else:
+            raise BadInputError(
+                f"{self.section}.kind is missing: give one of {', '.join(self.names())}"
+            )
+        known, values = options(maker), {}
         for name, value in given.items():
             if name == "kind":
                 continue
             if name not in known:
-                owners = [kind for kind in self.names() if name in configured(self._known[kind])]
+                owners = [kind for kind in self.names() if name in options(self._known[kind])]
                 what = f"an option of {' and '.join(owners)}; " if owners else ""
                 raise BadInputError(
-                    f"unknown key 'mechanism.{name}' of kind={cls.kind}: {what}"
+                    f"unknown key '{self.section}.{name}' of {named}: {what}"
                     f"{_or(known, name, 'known here: ')}"
                 )
-            try:
-                # Numbers written as text are numbers, yes and no are none.
-                strict = True if isinstance(value, bool) else None
-                values[name] = TypeAdapter(hints[name]).validate_python(value, strict=strict)
-            except ValidationError as error:
-                what = error.errors()[0]["msg"]
-                raise BadInputError(
-                    f"mechanism.{name} is {value!r}: {what[:1].lower()}{what[1:]}"
-                ) from error
-        missing = [
-            name
-            for name, field in known.items()
-            if field.default is dataclasses.MISSING and name not in values
-        ]
+            values[name] = self._value(name, value, known[name])
+        missing = [n for n, option in known.items() if option.is_required and n not in values]
         if missing:
+            keys = " and ".join(f"{self.section}.{name}" for name in missing)
+            raise BadInputError(f"{self.section}.{named} needs {keys}")
+        return maker(**values)
+
+    def _value(self, name: str, value: Any, option: Option) -> Any:
+        if option.kinds is not None:
+            return None if value is None and option.default is None else option.kinds.parse(value)
+        try:
+            # Numbers written as text are numbers, yes and no are none.
+            strict = True if isinstance(value, bool) else None
+            return TypeAdapter(option.hint).validate_python(value, strict=strict)
+        except ValidationError as error:
+            what = error.errors()[0]["msg"]
             raise BadInputError(
-                f"mechanism.kind={cls.kind} needs mechanism.{' and mechanism.'.join(missing)}"
-            )
-        return cls(**values)
+                f"{self.section}.{name} is {value!r}: {what[:1].lower()}{what[1:]}"
+            ) from error
 
     def parse_known(self, given: Mapping[str, Any]) -> Any:
         """``parse`` of what somebody else wrote: nothing is imported for it.
@@ -132,17 +154,80 @@ class Kinds:
           BadInputError: as of ``parse``, or the kind names a module.
         """
         if ":" in str(given.get("kind")):
-            raise BadInputError(f"mechanism.kind is {given['kind']!r}, and should be a plain name")
+            raise BadInputError(
+                f"{self.section}.kind is {given['kind']!r}, and should be a plain name"
+            )
         return self.parse(given)
 
     @staticmethod
-    def dump(made: Any) -> dict[str, Any]:
-        """The section that describes an object."""
-        return {"kind": made.kind} | {name: getattr(made, name) for name in configured(type(made))}
+    def dump(made: Any) -> Any:
+        """The section that describes an object; other values are returned as they are."""
+        if hasattr(made, "to_section"):
+            return made.to_section()
+        if not hasattr(made, "kind"):
+            return made
+        cls: Any = type(made)
+        named = {name: getattr(made, name) for name in options(cls)}
+        return {"kind": made.kind} | {name: Kinds.dump(value) for name, value in named.items()}
 
     def __get_pydantic_core_schema__(self, source: Any, schema_of: Callable[[Any], Any]) -> Any:
         """What pydantic asks of an annotation."""
-        return schema_of(Annotated[source, PlainValidator(self.parse), PlainSerializer(self.dump)])
+        del source
+        return schema_of(Annotated[Any, PlainValidator(self.parse), PlainSerializer(self.dump)])
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What a section may set.
+
+    Attributes:
+      hint: its type.
+      default: ``inspect.Parameter.empty`` if there is none.
+      kinds: of a section within the section; None of a plain value.
+    """
+
+    hint: Any
+    default: Any
+    kinds: Kinds | None
+
+    @property
+    def is_required(self) -> bool:
+        """Whether a section must set it."""
+        return self.default is _REQUIRED
+
+
+@functools.cache
+def options(maker: Callable[..., Any]) -> dict[str, Option]:
+    """What a class or function takes of a section, by name."""
+    hints = typing.get_type_hints(maker, include_extras=True)
+    if isinstance(maker, type):
+        derived = {f.name for f in dataclasses.fields(maker) if f.metadata.get("derived")}
+    else:
+        derived = set()
+    found: dict[str, Option] = {}
+    for name, parameter in inspect.signature(maker).parameters.items():
+        if name in derived:
+            continue
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:  # Unpack[a TypedDict without defaults]
+            (more,) = typing.get_args(hints[name])
+            for one, hint in typing.get_type_hints(more).items():
+                found[one] = Option(hint, None, None)
+            continue
+        within = [a for a in _annotations(hints[name]) if isinstance(a, Kinds)]
+        found[name] = Option(hints[name], parameter.default, within[0] if within else None)
+    return found
+
+
+def _annotations(hint: Any) -> list[Any]:
+    """What a type, or one of a union's, is annotated with."""
+    kinds = [*getattr(hint, "__metadata__", ())]
+    for one in typing.get_args(hint) if not kinds else ():
+        kinds += getattr(one, "__metadata__", ())
+    return kinds
+
+
+def _place(maker: Any, separator: str = ":") -> str:
+    return f"{maker.__module__}{separator}{maker.__qualname__}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,31 +251,36 @@ class Named:
         Raises:
           BadInputError: naming the field.
         """
-        for name, adapter in _adapters(type(self)).items():  # type: ignore[arg-type]
-            value = getattr(self, name)
-            try:
-                adapter.validate_python(
-                    value.item() if isinstance(value, np.generic) else value, strict=True
-                )
-            except ValidationError as error:
-                what = error.errors()[0]["msg"]
-                raise BadInputError(f"{name} is {value!r}: {what[:1].lower()}{what[1:]}") from error
+        check_types(self)
 
     def to_json(self) -> dict[str, Any]:
         """What a report says of it: its public options."""
         return {"kind": self.kind, **dataclasses.asdict(self)}
 
 
+def check_types(made: Any) -> None:
+    """Raises BadInputError, naming the field, unless what a user sets has the declared types."""
+    cls: Any = type(made)
+    for name, option in options(cls).items():
+        value = getattr(made, name)
+        if option.kinds is not None:
+            if not (option.kinds.has_made(value) or (value is None and option.default is None)):
+                raise BadInputError(
+                    f"{name} is {value!r}, but it must be one of {', '.join(option.kinds.names())}"
+                )
+            continue
+        try:
+            _adapter(cls, name).validate_python(
+                value.item() if isinstance(value, np.generic) else value, strict=True
+            )
+        except ValidationError as error:
+            what = error.errors()[0]["msg"]
+            raise BadInputError(f"{name} is {value!r}: {what[:1].lower()}{what[1:]}") from error
+
+
 @functools.cache
-def _adapters(cls: type) -> dict[str, TypeAdapter[Any]]:
-    hints = typing.get_type_hints(cls)
-    return {name: TypeAdapter(hints[name]) for name in configured(cls)}
-
-
-def configured(cls: type) -> dict[str, dataclasses.Field[Any]]:
-    """The fields of a class that a configuration sets."""
-    fields = dataclasses.fields(cls)
-    return {f.name: f for f in fields if f.init and not f.metadata.get("derived")}
+def _adapter(cls: Any, name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(options(cls)[name].hint)
 
 
 def _or(names: Iterable[str], near: Any, otherwise: str = "one of ") -> str:
@@ -199,4 +289,10 @@ def _or(names: Iterable[str], near: Any, otherwise: str = "one of ") -> str:
 
 
 CENTRAL = Kinds("dpfl_jax.mechanisms")
+PARTICIPATIONS = Kinds("dpfl_jax.mechanisms", "mechanism.participation")
+SCHEMES = Kinds("dpfl_jax.mechanisms", "mechanism.participation.scheme")
+CLIPS = Kinds("dpfl_jax.mechanisms", "mechanism.clip")
+NOISES = Kinds("dpfl_jax.mechanisms", "mechanism.noise")
+GIVES = Kinds("dpfl_jax.mechanisms", "mechanism.gives")
+BUDGETS = Kinds("dpfl_jax.mechanisms", "mechanism.budget")
 SILOS = Kinds("dpfl_jax.federation.mechanisms")

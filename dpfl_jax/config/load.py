@@ -138,7 +138,7 @@ def make_config(
     if not allow_code:
         refuse_code(whole, str(file))
     for key, name in _code_in(whole):
-        if key == "mechanism.kind":
+        if key.startswith("mechanism."):
             imported(name, key)  # it registers itself, and is found by its place
     return validate_config(whole, str(file))
 
@@ -157,7 +157,8 @@ def refuse_code(raw: Mapping[str, Any], where: str, advice: str = _ALLOW) -> Non
 
 def _code_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The settings that name code, which is imported when they are used."""
-    for key in ("mechanism.kind", "model.module", "data.source", "data.user_column"):
+    yield from _kinds_in(raw.get("mechanism"), "mechanism")
+    for key in ("model.module", "data.source", "data.user_column"):
         section, name = key.split(".")
         found = raw.get(section)
         value = found.get(name) if isinstance(found, Mapping) else None
@@ -165,6 +166,14 @@ def _code_in(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         names = names_function if name == "user_column" else lambda text: ":" in text
         if isinstance(value, str) and names(value):
             yield key, value
+
+
+def _kinds_in(section: Any, where: str) -> Iterator[tuple[str, str]]:
+    """Kinds of a mechanism and of its parts that name code."""
+    for key, value in section.items() if isinstance(section, Mapping) else ():
+        if key == "kind" and isinstance(value, str) and ":" in value:
+            yield f"{where}.{key}", value
+        yield from _kinds_in(value, f"{where}.{key}")
 
 
 def validate_config(raw: Mapping[str, Any], where: str = "the config") -> AnyConfig:

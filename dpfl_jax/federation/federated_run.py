@@ -310,7 +310,7 @@ def federated_inputs(
         more += ["typical budgets: privacy.budgets"] if declared else []
     if config.federation.weights is not None:
         more.append("weights of silos: federation.weights")
-    return public_inputs(counts, config.mechanism, config, task, more=more, remote=remote)
+    return public_inputs(counts, vars(config.mechanism), config, task, more=more, remote=remote)
 
 
 def knobs(config: FederatedConfig, facts: Sequence[SiloFacts], dim: int) -> Knobs:

@@ -99,7 +99,7 @@ class Federation:
             return 1.0
         if isinstance(self.cohort, FixedSize):
             return self.cohort.size / len(self.silos)
-        return float(self.cohort.prob)
+        return self.cohort.rate
 
     @property
     def max_local_steps(self) -> int:
@@ -140,7 +140,7 @@ class Federation:
             return True
         words = int.from_bytes(key.derive("take-part")[:8], "little")
         # proof: rpdp-silos-1
-        return (words >> 11) * 2.0**-53 < self.cohort.prob
+        return (words >> 11) * 2.0**-53 < self.cohort.rate
 
     def with_noise(self, sigmas: Sequence[float]) -> Federation:
         """A copy with these noise multipliers, one per silo."""

@@ -92,7 +92,7 @@ def federated_guarantee(
     law = {"poisson": "Poisson", "fixed": "fixed-size"}[mechanism.sampling]
     cohort = "all silos"
     if federation.cohort is not None:
-        cohort = federation.cohort.describe(len(federation.silos), "silos")
+        cohort = federation.cohort.describe(f"{len(federation.silos)} silos", "silo")
     return accounting.Guarantee(
         unit=unit,
         adjacency={

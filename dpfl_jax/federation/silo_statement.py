@@ -97,7 +97,7 @@ def _federated(basis: dict[str, Any]) -> Statement:
     subjects = whole(basis, "num_subjects", federation.least_subjects)
     told = Claim("given", math.inf, delta, math.inf, math.inf, rounds, rounds)
     guarantee = federated_guarantee(federation, told, delta, rounds, num_subjects=subjects)
-    known = of_the_mechanism(federation.mechanism, f"{len(silos)} silos")
+    known = of_the_mechanism(vars(federation.mechanism), f"{len(silos)} silos")
     guarantee = dataclasses.replace(guarantee, public_inputs=known)
     return federated_statement(federation, rounds, subjects, guarantee)
 
@@ -150,7 +150,7 @@ def _personal(basis: dict[str, Any]) -> Statement:
             "a rate of groups_budget_rate_rounds is no probability, or stays longer"
         )
     guarantee = dataclasses.replace(
-        published_guarantee(public, rounds), public_inputs=of_the_mechanism(mechanism)
+        published_guarantee(public, rounds), public_inputs=of_the_mechanism(vars(mechanism))
     )
     made = personal_statement(mechanism, public, rounds, guarantee)
     for (budget, _, _), group in zip(public.groups, made.groups):

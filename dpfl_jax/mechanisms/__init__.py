@@ -1,34 +1,67 @@
-"""Mechanisms: one algorithm, one small file, read like the paper's pseudo-code.
+"""Mechanisms: a participation, a clip rule and a noise strategy make one value; see ``mechanism``.
 
-A mechanism owns its sampler, bounded gradient, noise and event; see ``base.Mechanism``.
+``presets`` has those with names, read like the papers' pseudo-code.
 """
 
-from dpfl_jax.mechanisms.allocation import Allocation
-from dpfl_jax.mechanisms.banded_inverse import BandedInverse
-from dpfl_jax.mechanisms.bandmf import BandMF
-from dpfl_jax.mechanisms.base import Mechanism, Population, mean_of_examples
-from dpfl_jax.mechanisms.blt import BLT
-from dpfl_jax.mechanisms.els import ELS
-from dpfl_jax.mechanisms.individual import Individual
-from dpfl_jax.mechanisms.individual_els import IndividualELS
-from dpfl_jax.mechanisms.non_private import NonPrivate
-from dpfl_jax.mechanisms.owner_sets import OwnerSets
-from dpfl_jax.mechanisms.truncated import Truncated
-from dpfl_jax.mechanisms.uls import ULS
+from dpfl_jax.mechanisms.local_steps import Gradient, LocalUpdate
+from dpfl_jax.mechanisms.mechanism import Mechanism
+from dpfl_jax.mechanisms.noise_strategies import (
+    Banded,
+    BandedInverse,
+    Buffered,
+    Independent,
+    NoiseStrategy,
+    NoNoise,
+)
+from dpfl_jax.mechanisms.own_budget import OwnBudget
+from dpfl_jax.mechanisms.participation import (
+    Examples,
+    OwnerSets,
+    Participation,
+    Population,
+    Users,
+)
+from dpfl_jax.mechanisms.presets import (
+    allocation,
+    banded_inverse,
+    bandmf,
+    blt,
+    els,
+    individual,
+    individual_els,
+    non_private,
+    owner_sets,
+    truncated,
+    uls,
+)
+from dpfl_jax.mechanisms.unit_losses import mean_of_examples
 
 __all__ = [
-    "BLT",
-    "ELS",
-    "ULS",
-    "Allocation",
-    "BandMF",
+    "Banded",
     "BandedInverse",
-    "Individual",
-    "IndividualELS",
+    "Buffered",
+    "Examples",
+    "Gradient",
+    "Independent",
+    "LocalUpdate",
     "Mechanism",
-    "NonPrivate",
+    "NoNoise",
+    "NoiseStrategy",
+    "OwnBudget",
     "OwnerSets",
+    "Participation",
     "Population",
-    "Truncated",
+    "Users",
+    "allocation",
+    "banded_inverse",
+    "bandmf",
+    "blt",
+    "els",
+    "individual",
+    "individual_els",
     "mean_of_examples",
+    "non_private",
+    "owner_sets",
+    "truncated",
+    "uls",
 ]

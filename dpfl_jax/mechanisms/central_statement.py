@@ -7,8 +7,8 @@ from typing import Any
 
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement, whole
-from dpfl_jax.config.kinds import CENTRAL
-from dpfl_jax.mechanisms.base import Mechanism, Population
+from dpfl_jax.mechanisms import Mechanism, Population
+from dpfl_jax.mechanisms.presets import is_earlier, parse_known
 from dpfl_jax.run.public_inputs import of_the_mechanism
 
 
@@ -25,7 +25,7 @@ def central_statement(
     """
     basis = {
         "system": "central",
-        "mechanism": CENTRAL.dump(mechanism),
+        "mechanism": mechanism.to_section(),
         "population": population.to_json(),
         "steps": steps,
         "delta": guarantee.delta,
@@ -39,11 +39,14 @@ def restate(basis: dict[str, Any]) -> Statement:
     Raises:
       BadInputError: no mechanism has it.
     """
-    mechanism = CENTRAL.parse_known(basis["mechanism"])
+    mechanism = parse_known(basis["mechanism"])
     population, steps = Population(**basis["population"]), whole(basis, "steps")
     mechanism.check_population(population)
     guarantee = dataclasses.replace(
         mechanism.guarantee(population, steps, basis["delta"]),
-        public_inputs=of_the_mechanism(mechanism, population.told),
+        public_inputs=of_the_mechanism(mechanism.bounds, population.description),
     )
-    return central_statement(mechanism, population, steps, guarantee)
+    made = central_statement(mechanism, population, steps, guarantee)
+    if not is_earlier(basis["mechanism"]):
+        return made
+    return made.model_copy(update={"basis": {**made.basis, "mechanism": basis["mechanism"]}})

@@ -1,4 +1,4 @@
-"""Federated rounds: users are devices that take steps by themselves; their updates are clipped.
+"""What a unit gives: its gradient, or, in federated rounds, the update of some steps of its own.
 
 Source: McMahan, Ramage, Talwar and Zhang 2018, "Learning differentially private recurrent language
 models" (arXiv 1710.06963), Algorithm 1, DP-FedAvg; with noise that is correlated between rounds it
@@ -21,15 +21,146 @@ update is not finite: it adds nothing, and the divisor stays.
 
 from __future__ import annotations
 
-from typing import Any
+import abc
+import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from dpfl_jax.clipping import ClippedGrad, Rule, Trainable, clipped_grad, join, split
 from dpfl_jax.clipping.result import vary, varying_axes
+from dpfl_jax.config.kinds import GIVES, Named
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.base import LossFn, PyTree, mean_of_examples, pieces_of_user
+from dpfl_jax.mechanisms.participation import Participation, require_positive
+from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gives(Named, abc.ABC, kinds=GIVES):
+    """What is clipped of a unit."""
+
+    @property
+    def passes(self) -> int:
+        """How often a step evaluates the gradient of each example that it has."""
+        return 1
+
+    @property
+    def description(self) -> str:
+        """What a guarantee adds to the examples of a unit."""
+        return ""
+
+    @abc.abstractmethod
+    def clipped(
+        self,
+        participation: Participation,
+        loss_fn: LossFn,
+        rule: Rule,
+        *,
+        examples_at_once: int | None = None,
+        example_sharding: jax.sharding.NamedSharding | None = None,
+        **options: Any,
+    ) -> ClippedGrad:
+        """Returns the function that sums what units give, clipped.
+
+        Args:
+          participation: whose units they are.
+          loss_fn: ``(params, example) -> scalar`` for one example.
+          rule: clips.
+          examples_at_once: examples of a unit processed at once; the gradients of the rest are
+            accumulated before the norm is taken. None: all.
+          example_sharding: how these examples are split over devices; None: not.
+          **options: of ``clipping.clipped_grad``.
+
+        Raises:
+          BadInputError: options that do not fit.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradient(Gives):
+    """The gradient of its loss."""
+
+    kind: ClassVar[str] = "gradient"
+
+    def clipped(
+        self,
+        participation: Participation,
+        loss_fn: LossFn,
+        rule: Rule,
+        *,
+        examples_at_once: int | None = None,
+        example_sharding: jax.sharding.NamedSharding | None = None,
+        **options: Any,
+    ) -> ClippedGrad:
+        unit_loss = participation.unit_loss(loss_fn)
+        if examples_at_once is not None:
+            if examples_at_once < 1:
+                raise BadInputError(
+                    f"examples_at_once is {examples_at_once}, but it must be at least 1"
+                )
+            unit_loss, options["pieces"] = participation.microbatched(
+                loss_fn, examples_at_once, example_sharding
+            )
+        return clipped_grad(unit_loss, rule=rule, **options)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalUpdate(Gives):
+    """How far some steps of its own move the parameters: units are devices of a federated round.
+
+    Attributes:
+      local_learning_rate: of these steps.
+      local_batch_size: most examples of such a step; None: all.
+      local_epochs: passes over the unit's examples.
+    """
+
+    local_learning_rate: float
+    local_batch_size: int | None = None
+    local_epochs: int = 1
+
+    kind: ClassVar[str] = "local_update"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("local_learning_rate", self.local_learning_rate)
+        for name, least in (
+            ("local_batch_size", self.local_batch_size),
+            ("local_epochs", self.local_epochs),
+        ):
+            if least is not None and least < 1:
+                raise BadInputError(f"{name} is {least}, but it must be at least 1")
+
+    @property
+    def passes(self) -> int:
+        """Epochs of local steps."""
+        return self.local_epochs
+
+    @property
+    def description(self) -> str:
+        epochs = "one epoch" if self.local_epochs == 1 else f"{self.local_epochs} epochs"
+        size = self.local_batch_size
+        batches = "" if size is None else f" in batches of {size}"
+        return f" (for {epochs} of local steps{batches}, rate {self.local_learning_rate:g})"
+
+    def clipped(
+        self,
+        participation: Participation,
+        loss_fn: LossFn,
+        rule: Rule,
+        *,
+        examples_at_once: int | None = None,
+        example_sharding: jax.sharding.NamedSharding | None = None,
+        **options: Any,
+    ) -> ClippedGrad:
+        if examples_at_once is not None or example_sharding is not None:
+            raise BadInputError(
+                "a user who takes local steps has one batch after the other: set "
+                "mechanism.local_batch_size, and leave out execution.examples_at_once and "
+                "execution.split_users"
+            )
+        steps = (self.local_learning_rate, self.local_batch_size, self.local_epochs)
+        return clipped_updates(loss_fn, rule, *steps, **options)
 
 
 def clipped_updates(

@@ -34,7 +34,6 @@ from dpfl_jax.data.store import (
     unit_key_of,
 )
 from dpfl_jax.errors import BadInputError, expect
-from dpfl_jax.mechanisms.base import LossFn, Mechanism, Population, PyTree
 from dpfl_jax.mechanisms.batches import (
     check_packed_loss,
     check_packing,
@@ -44,8 +43,11 @@ from dpfl_jax.mechanisms.batches import (
     units_of,
 )
 from dpfl_jax.mechanisms.central_statement import central_statement
+from dpfl_jax.mechanisms.mechanism import Mechanism
+from dpfl_jax.mechanisms.participation import Population
 from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches, in_pieces
+from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
 from dpfl_jax.mesh import DATA_AXIS, make_mesh, place, replicated, splits_parameters
 from dpfl_jax.noise.reuse import ONE_RELEASE, once
 from dpfl_jax.randomness import RootKey
@@ -487,7 +489,7 @@ class Plan:
 
     def about(self, guarantee: accounting.Guarantee) -> accounting.Guarantee:
         """A guarantee of this plan that names its unit's key and what it takes as public."""
-        inputs = public_inputs(self.population.told, self.mechanism)
+        inputs = public_inputs(self.population.description, self.mechanism.bounds)
         return about(guarantee, unit_key_of(self.data), inputs)
 
     def statement(self, guarantee: accounting.Guarantee, steps: int | None = None) -> Statement:

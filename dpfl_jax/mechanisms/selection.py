@@ -36,9 +36,10 @@ from dpfl_jax.accounting.event_types import OneOfDpEvent
 from dpfl_jax.accounting.leaves import AllocatedLeaf, flatten
 from dpfl_jax.accounting.renyi import renyi_divergences
 from dpfl_jax.accounting.statement import Statement, whole
-from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.base import COMMON_ASSUMPTIONS, Mechanism, Population, require_positive
+from dpfl_jax.mechanisms.mechanism import COMMON_ASSUMPTIONS, Mechanism
+from dpfl_jax.mechanisms.participation import Population, require_positive
+from dpfl_jax.mechanisms.presets import is_earlier, parse_known
 from dpfl_jax.noise.exact import whole_number
 from dpfl_jax.noise.table import STDDEV
 from dpfl_jax.randomness import RootKey
@@ -326,8 +327,10 @@ class Selection:
         """What the whole sweep guarantees everybody, trained on or held out."""
         own, own_caveats = self._of_cells
         law = "logarithmic" if self.runs.shape == 0 else f"of shape {self.runs.shape:g}"
-        told = [f"{c.mechanism.told_sampling(c.population)}, {c.steps} steps" for c in self.cells]
-        exact = all(cell.mechanism.noise == "exact" for cell in self.cells)
+        told = [
+            f"{c.mechanism.sampling_description(c.population)}, {c.steps} steps" for c in self.cells
+        ]
+        exact = all(cell.mechanism.noise.arithmetic == "exact" for cell in self.cells)
         steps = max(cell.steps for cell in self.cells)
         noise = accounting.noise_assumptions(
             "exact" if exact else "float",
@@ -373,7 +376,7 @@ class Selection:
                     f"does ({made.adjacency}): use mechanism.kind=uls, els or bandmf"
                 )
             noise = accounting.noise_assumptions(
-                cell.mechanism.noise, made.epsilon, made.delta, cell.steps
+                cell.mechanism.noise.arithmetic, made.epsilon, made.delta, cell.steps
             )
             assumed += [a for a in made.assumptions if a not in (*COMMON_ASSUMPTIONS, *noise)]
             caveats += made.caveats
@@ -384,7 +387,7 @@ class Selection:
         return {
             "cells": [
                 {
-                    "mechanism": CENTRAL.dump(cell.mechanism),
+                    "mechanism": cell.mechanism.to_section(),
                     "population": cell.population.to_json(),
                     "steps": cell.steps,
                 }
@@ -410,7 +413,7 @@ class Selection:
             population = Population(**cell["population"])
             if population.shared:
                 raise BadInputError("records with several owners have no private sweep")
-            mechanism = CENTRAL.parse_known(cell["mechanism"])
+            mechanism = parse_known(cell["mechanism"])
             mechanism.check_population(population)
             cells.append(Trained(mechanism, population, whole(cell, "steps", 1)))
         return cls(
@@ -430,4 +433,11 @@ class Selection:
 
 def restate(basis: dict[str, Any]) -> Statement:
     """What a sweep with this basis would state."""
-    return Selection.from_json(basis).statement()
+    made, given = Selection.from_json(basis).statement(), basis["cells"]
+    if not any(is_earlier(cell["mechanism"]) for cell in given):
+        return made
+    cells = [
+        {**now, "mechanism": cell["mechanism"]}
+        for now, cell in zip(made.basis["cells"], given, strict=True)
+    ]
+    return made.model_copy(update={"basis": {**made.basis, "cells": cells}})

@@ -36,7 +36,8 @@ class NoiseState(NamedTuple):
     Attributes:
       step: int32 scalar, steps noised so far.
       memory: pytree of arrays, in checkpoints. What is secret in it is so like the root key, from
-        which past noise can be drawn again: the guarantee must say so (``mechanisms/bandmf.py``).
+        which past noise can be drawn again: the guarantee must say so
+        (``mechanisms/noise_strategies.py``).
     """
 
     step: jax.Array

@@ -18,7 +18,7 @@ import numpy as np
 from dpfl_jax.clipping import Trainable, clipped_grad
 from dpfl_jax.data.private_quantiles import private_quantile
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.base import mean_of_examples
+from dpfl_jax.mechanisms.unit_losses import mean_of_examples
 from dpfl_jax.randomness import RootKey
 
 PyTree = Any

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from dpfl_jax.accounting import LedgerError
 from dpfl_jax.config import RunConfig, config_fingerprint, load_config
-from dpfl_jax.config.kinds import CENTRAL, configured
+from dpfl_jax.config.kinds import CENTRAL, options
 from dpfl_jax.data import load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.files import check_links, within
@@ -37,6 +37,9 @@ ALIASES = {
     "learning_rate": "optimizer.learning_rate",
     "steps": "train.steps",
 }
+# What mechanisms of all kinds take.
+_LOCAL_STEPS = ("local_learning_rate", "local_batch_size", "local_epochs")
+COMMON = ("clip_norm", "clipping", "noise_multiplier", "arithmetic", *_LOCAL_STEPS)
 # These make a mechanism together.
 SIZES = ("kind", "budget", "group_size", "cohort_size")
 
@@ -51,17 +54,17 @@ def at_budget(chosen: Any, kind: str, budget: float, group_size: int, **more: An
       group_size: for kinds that have one.
       **more: fields of its own.
     """
-    cls = CENTRAL[kind]
-    if cls is type(chosen):
-        made = cls.at_budget(budget, group_size)
-        sizes = [f.name for f in dataclasses.fields(cls) if f.default is dataclasses.MISSING]
-        return dataclasses.replace(chosen, **{name: getattr(made, name) for name in sizes}, **more)
-    common = ["clip_norm", "clipping", "noise_multiplier"]
-    if chosen.takes_local_steps and "local_learning_rate" in configured(cls):
-        common += ["local_learning_rate", "local_batch_size", "local_epochs"]
-    return cls.at_budget(
-        budget, group_size, **{name: getattr(chosen, name) for name in common}, **more
-    )
+    preset, section = CENTRAL[kind], chosen.to_section()
+    known = options(preset)
+    sizes = {
+        "group_size": group_size,
+        "batch_size": budget,
+        "cohort_size": budget / group_size,
+    }
+    kept = known if kind == section.get("kind") else COMMON
+    made = {name: section[name] for name in kept if name in section and name in known}
+    made |= {name: size for name, size in sizes.items() if name in known}
+    return preset(**made | more)
 
 
 # A cell is compared with other cells; what a run is shown beside would double its work.
@@ -88,13 +91,13 @@ class Cell:
             if axis not in SIZES
         ]
         if any(axis in self.values for axis in SIZES):
-            out.insert(0, f"mechanism={json.dumps(CENTRAL.dump(self.mechanism(config.mechanism)))}")
+            out.insert(0, f"mechanism={json.dumps(self.mechanism(config.mechanism).to_section())}")
         return [*out, "sweep=null"]
 
     def mechanism(self, chosen: Any) -> Any:
         """The base configuration's, at this cell's kind, budget, group and cohort size."""
         kind = self.values.get("kind", chosen.kind)
-        group = self.values.get("group_size", getattr(chosen, "group_size", 1))
+        group = self.values.get("group_size", chosen.group_size)
         budget = self.values.get("budget", chosen.compute_budget)
         if "cohort_size" in self.values:
             one = at_budget(chosen, kind, 1.0, group)

@@ -5,8 +5,8 @@ complete; only then is an older one removed.
 
 The root key is not in them (it stays in the run's ``private/``), only its fingerprint: a
 checkpoint must not let others recompute the noise. With the key and the step, all sampler and noise
-state is known, but for noise that remembers (``mechanisms/bandmf.py``): then checkpoints hold sums
-without noise, and are as secret as the key. Only their owner may read the folder.
+state is known, but for correlated noise (``mechanisms/noise_strategies.py``): then checkpoints hold
+sums without noise, and are as secret as the key. Only their owner may read the folder.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ``private/`` holds the root key, from which all sampling and noise can be recomputed: it is needed
 to resume and must never be published with the rest. Nor must checkpoints of correlated noise
-(``mechanisms/bandmf.py``): they hold what is to be taken back, beside what it hides.
+(``mechanisms/noise_strategies.py``): they hold what is to be taken back, beside what it hides.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dpfl_jax.accounting import Guarantee
@@ -62,7 +62,7 @@ def about(
 
 def public_inputs(
     counts: str,
-    mechanism: Any = None,
+    bounds: Mapping[str, Any] | None = None,
     config: Any = None,
     task: Task | None = None,
     *,
@@ -74,14 +74,14 @@ def public_inputs(
 
     Args:
       counts: numbers of units that sampling follows from.
-      mechanism: whose bounds are public constants.
+      bounds: of what a unit contributes, which are public constants.
       config: of the run; None: the caller made data, loss and parameters.
       task: what is learned.
       checkpoint: identifies the checkpoint that training starts from.
       more: further entries.
       remote: the data are elsewhere, and with them what reads them.
     """
-    found = [*more, *of_the_mechanism(mechanism, counts)]
+    found = [*more, *of_the_mechanism(bounds, counts)]
     if config is None:
         start = "first parameters, and what loss and data were made with: as the caller gave them"
         return (start, *found)
@@ -89,10 +89,12 @@ def public_inputs(
     return (*first, *_of_the_data(config.data, task, remote), *found)
 
 
-def of_the_mechanism(mechanism: Any = None, counts: str | None = None) -> tuple[str, ...]:
+def of_the_mechanism(
+    bounds: Mapping[str, Any] | None = None, counts: str | None = None
+) -> tuple[str, ...]:
     """The entries that follow from the mechanism and what it counts; see ``public_inputs``."""
-    bounds = ((getattr(mechanism, name, None), words) for name, words in _BOUNDS.items())
-    found = [words.format(value) for value, words in bounds if value is not None]
+    given = ((bounds or {}).get(name) for name in _BOUNDS)
+    found = [words.format(b) for b, words in zip(given, _BOUNDS.values()) if b is not None]
     return tuple(found) if counts is None else (f"counts: {counts}", *found)
 
 

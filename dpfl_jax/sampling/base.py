@@ -43,10 +43,6 @@ class Sampler(Protocol):
     """Random access to the draws of a run."""
 
     @property
-    def description(self) -> str:
-        """One line for the report: what is drawn, how, with which probability."""
-
-    @property
     def expected_size(self) -> float:
         """Expected number of units in a draw."""
 

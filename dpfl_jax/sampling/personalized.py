@@ -43,13 +43,6 @@ class PersonalizedPoisson:
             int(np.count_nonzero(self.probs)), int(np.ceil(self.expected_size(population) + slack))
         )
 
-    def describe(self, population: int, units: str) -> str:
-        """One line for the report."""
-        return (
-            f"Poisson over {population} {units}, each with its own probability "
-            f"({self.probs.min():.6g} to {self.probs.max():.6g})"
-        )
-
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
         """Returns the indices of ``step``.
 

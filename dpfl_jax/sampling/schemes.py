@@ -11,13 +11,20 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import Protocol
+import math
+from typing import ClassVar, Protocol, TypeVar
 
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling.base import binomial_bound, check_probability
+
+T = TypeVar("T")
+Self = TypeVar("Self", bound="AtRate")
+SelfPoisson = TypeVar("SelfPoisson", bound="_Poisson")
+SelfOnce = TypeVar("SelfOnce", bound="_OncePerPeriod")
+_LEAST_RATE = 1e-12
 
 
 class Scheme(Protocol):
@@ -29,9 +36,6 @@ class Scheme(Protocol):
     def size_bound(self, population: int, tail: float = 1e-15) -> int:
         """A size that a draw exceeds with probability at most ``tail``."""
 
-    def describe(self, population: int, units: str) -> str:
-        """One line for the report; ``units`` is what is drawn, in the plural."""
-
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
         """Returns the distinct indices of ``step``, sorted, int64 [n]."""
 
@@ -40,6 +44,23 @@ def check_population(population: int) -> None:
     """Raises BadInputError if there is nothing to sample from."""
     if population < 1:
         raise BadInputError("there is nothing to sample from: the data hold no units")
+
+
+def _rate(size: float, population: int, what: str) -> float:
+    return check_probability(
+        size / max(population, 1),
+        f"{what}: {size:g} expected of {population}",
+        f"set {what} to at most {population}, or use more data",
+    )
+
+
+def _known(number: T | None, scheme: AtRate) -> T:
+    if number is None:
+        raise BadInputError(
+            f"this {type(scheme).__name__} has no rate yet: give it, or call of_size(...), which "
+            "makes it from the expected number of units in a draw"
+        )
+    return number
 
 
 def poisson_indices(rng: np.random.Generator, population: int, prob: float) -> np.ndarray:
@@ -60,7 +81,12 @@ def poisson_indices(rng: np.random.Generator, population: int, prob: float) -> n
 
 
 class AtRate(abc.ABC):
-    """A scheme whose draws are no larger, in distribution, than those of coins of one rate."""
+    """A scheme whose draws are no larger, in distribution, than those of coins of one rate.
+
+    A scheme without its rate (``Poisson()``) says how units are drawn; ``of_size`` gives the rate.
+    """
+
+    kind: ClassVar[str]  # its name in configurations
 
     @property
     def separation(self) -> int | None:
@@ -75,7 +101,29 @@ class AtRate(abc.ABC):
     @property
     @abc.abstractmethod
     def rate(self) -> float:
-        """Probability of a unit at a step, of which nothing else is known."""
+        """Probability of a unit at a step, of which nothing else is known.
+
+        Raises:
+          BadInputError: of a scheme without its rate.
+        """
+
+    @property
+    def sampling_prob(self) -> float:
+        """Probability of a unit at a step at which it may be drawn."""
+        return self.rate
+
+    @abc.abstractmethod
+    def of_size(self: Self, size: float, population: int, what: str) -> Self:
+        """The scheme that draws so many units a step, in expectation; itself if it has its rate.
+
+        Args:
+          size: expected number of units in a draw.
+          population: units that may be drawn.
+          what: the option that ``size`` comes from.
+
+        Raises:
+          BadInputError: there are fewer units.
+        """
 
     def expected_size(self, population: int) -> float:
         """Expected number of indices in a draw."""
@@ -86,8 +134,14 @@ class AtRate(abc.ABC):
         return binomial_bound(population, self.rate, tail)
 
     @abc.abstractmethod
-    def describe(self, population: int, units: str) -> str:
-        """One line for the report; ``units`` is what is drawn, in the plural."""
+    def describe(self, counted: str, unit: str, taken: str = "") -> str:
+        """The sampling in words, for a guarantee.
+
+        Args:
+          counted: what is drawn from, as "90 users".
+          unit: one of these.
+          taken: what a unit that is drawn contributes; "": all it has.
+        """
 
     @abc.abstractmethod
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
@@ -95,31 +149,52 @@ class AtRate(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Poisson(AtRate):
-    """Each unit independently with the same probability (add-or-remove adjacency)."""
+class _Poisson(AtRate, abc.ABC):
+    """Schemes that draw by coins."""
 
-    prob: float
+    prob: float | None = None
 
     def __post_init__(self) -> None:
-        """Validates the probability."""
-        check_probability(self.prob, "given to Poisson")
+        if self.prob is not None:
+            check_probability(self.prob, f"given to {type(self).__name__}")
 
     @property
     def rate(self) -> float:
-        """The probability."""
-        return self.prob
+        return self.sampling_prob
 
-    def describe(self, population: int, units: str) -> str:
-        """One line for the report."""
-        return f"Poisson over {population} {units}, probability {self.prob:.6g} each"
+    @property
+    def sampling_prob(self) -> float:
+        return _known(self.prob, self)
+
+    def of_size(self: SelfPoisson, size: float, population: int, what: str) -> SelfPoisson:
+        if self.prob is not None:
+            return self
+        return dataclasses.replace(self, prob=_rate(size, population, what))
+
+    def describe(self, counted: str, unit: str, taken: str = "") -> str:
+        told = f"Poisson over {counted}, probability {self.sampling_prob:.6g} each"
+        return f"{told}, {taken} of a sampled {unit} per step" if taken else told
+
+    def _drawn(self, key: RootKey, step: int, population: int) -> np.ndarray:
+        return poisson_indices(key.numpy("sampling", step), population, self.sampling_prob)
+
+
+@dataclasses.dataclass(frozen=True)
+class Poisson(_Poisson):
+    """Each unit independently with the same probability (add-or-remove adjacency).
+
+    Attributes:
+      prob: of each unit; None: not given yet (``of_size``).
+    """
+
+    kind: ClassVar[str] = "poisson"
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
-        """Returns the indices of ``step``."""
-        return poisson_indices(key.numpy("sampling", step), population, self.prob)
+        return self._drawn(key, step, population)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PoissonWithDropout(AtRate):
+class PoissonWithDropout(_Poisson):
     """Poisson, of those alone who have not left yet.
 
     Attributes:
@@ -127,59 +202,56 @@ class PoissonWithDropout(AtRate):
       until: int64 [population], the first step that each takes no part in.
     """
 
-    prob: float
-    until: np.ndarray
+    until: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int64))
     is_stateful = True
-
-    @property
-    def rate(self) -> float:
-        """The probability."""
-        return self.prob
-
-    def describe(self, population: int, units: str) -> str:
-        """One line for the report."""
-        return f"{Poisson(self.prob).describe(population, units)}, of those who have not left"
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
         """Everybody's coins are tossed: nobody's depend on who stays."""
-        drawn = Poisson(self.prob).indices(key, step, population)
+        drawn = self._drawn(key, step, population)
         # proof: individual-sampling-2
         return drawn[step < self.until[drawn]]
 
 
 @dataclasses.dataclass(frozen=True)
-class TruncatedPoisson(AtRate):
-    """Poisson, of whose draws no more than ``cap`` units are kept, at random (add-or-remove)."""
+class TruncatedPoisson(_Poisson):
+    """Poisson, of whose draws no more than ``cap`` units are kept, at random (add-or-remove).
 
-    prob: float
-    cap: int
+    Attributes:
+      prob: of each unit; None: not given yet.
+      cap: most units of a draw; None: 4 standard deviations above the expected size (``of_size``).
+    """
+
+    cap: int | None = None
+
+    kind: ClassVar[str] = "truncated_poisson"
 
     def __post_init__(self) -> None:
-        """Validates probability and cap."""
-        check_probability(self.prob, "given to TruncatedPoisson")
-        if self.cap < 1:
+        super().__post_init__()
+        if self.cap is not None and self.cap < 1:
             raise BadInputError(f"the cap of a draw is {self.cap}, but it must be at least 1")
 
-    @property
-    def rate(self) -> float:
-        """The probability."""
-        return self.prob
+    def of_size(self, size: float, population: int, what: str) -> TruncatedPoisson:
+        cap = math.ceil(size + 4.0 * math.sqrt(size)) if self.cap is None else self.cap
+        if cap < size:
+            raise BadInputError(
+                f"the cap of a draw is {cap}, less than the expected {size:g} ({what}): set it 4 "
+                f"standard deviations above, or lower {what}"
+            )
+        return dataclasses.replace(super().of_size(size, population, what), cap=cap)
 
     def size_bound(self, population: int, tail: float = 1e-15) -> int:
         """The cap, or less."""
-        return min(self.cap, super().size_bound(population, tail))
+        return min(_known(self.cap, self), super().size_bound(population, tail))
 
-    def describe(self, population: int, units: str) -> str:
-        """One line for the report."""
-        return f"{Poisson(self.prob).describe(population, units)}, cut at random to {self.cap}"
+    def describe(self, counted: str, unit: str, taken: str = "") -> str:
+        return f"{super().describe(counted, unit, taken)}, of at most {self.cap} {unit}s"
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
-        """Returns the indices of ``step``."""
-        drawn = Poisson(self.prob).indices(key, step, population)
-        if len(drawn) <= self.cap:
+        drawn, cap = self._drawn(key, step, population), _known(self.cap, self)
+        if len(drawn) <= cap:
             return drawn
         # proof: truncated-1
-        kept = key.numpy("truncation", step).choice(len(drawn), self.cap, replace=False)
+        kept = key.numpy("truncation", step).choice(len(drawn), cap, replace=False)
         return drawn[np.sort(kept)]
 
 
@@ -191,8 +263,8 @@ def _groups(key: RootKey, population: int, groups: int) -> np.ndarray:
     return drawn
 
 
-@dataclasses.dataclass(frozen=True)
-class CyclicPoisson(AtRate):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CyclicPoisson(_Poisson):
     """Poisson within one of several groups of units, each of which has its turn (add-or-remove).
 
     A unit's group is a uniform draw of its own, for the whole run, so that who else is there has no
@@ -200,22 +272,27 @@ class CyclicPoisson(AtRate):
     group t modulo ``period``.
 
     Attributes:
-      prob: of each unit of the group whose turn it is.
+      prob: of each unit of the group whose turn it is; None: not given yet.
       period: b, number of groups. One group is ``Poisson``, draw by draw.
     """
 
-    prob: float
     period: int
 
+    kind: ClassVar[str] = "cyclic_poisson"
+
     def __post_init__(self) -> None:
-        """Validates probability and period."""
-        check_probability(self.prob, "given to CyclicPoisson")
+        super().__post_init__()
         _check_period(self.period)
 
     @property
     def rate(self) -> float:
         """Of a unit whose group is not known."""
-        return self.prob / self.period
+        return self.sampling_prob / self.period
+
+    def of_size(self, size: float, population: int, what: str) -> CyclicPoisson:
+        """Of the group whose turn it is."""
+        turns = what if self.period == 1 else f"{self.period} (the period) times {what}"
+        return super().of_size(self.period * size, population, turns)
 
     @property
     def separation(self) -> int:
@@ -227,25 +304,24 @@ class CyclicPoisson(AtRate):
         """Groups are drawn once."""
         return self.period > 1
 
-    def describe(self, population: int, units: str) -> str:
-        """One line for the report."""
-        return (
-            f"{self.period} groups of {population} {units}, in turns: Poisson within a group, "
-            f"probability {self.prob:.6g} each"
-        )
+    def describe(self, counted: str, unit: str, taken: str = "") -> str:
+        of_a_group = super().describe(counted, unit, taken)
+        if self.period == 1:
+            return of_a_group
+        groups = f"{self.period} groups of {unit}s, drawn {unit} by {unit}, in turns"
+        return f"{groups}; of a group: {of_a_group}"
 
     def group_of(self, key: RootKey, population: int) -> np.ndarray:
         """int64 [population], the group of each unit under the key of a run."""
         return _groups(key, population, self.period)
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
-        """Returns the indices of ``step``."""
         if self.period == 1:
-            return Poisson(self.prob).indices(key, step, population)
+            return self._drawn(key, step, population)
         # proof: cyclic-2
         members = np.flatnonzero(self.group_of(key, population) == step % self.period)
         rng = key.numpy("sampling", step)
-        return members[poisson_indices(rng, len(members), self.prob)]
+        return members[poisson_indices(rng, len(members), self.sampling_prob)]
 
 
 def _check_period(period: int) -> None:
@@ -271,17 +347,28 @@ def _stretch(
 class _OncePerPeriod(AtRate, abc.ABC):
     """A scheme in which each unit takes part in one of every ``period`` steps."""
 
-    period: int
+    period: int | None = None
     is_stateful = True
 
     def __post_init__(self) -> None:
-        """Validates the period."""
-        _check_period(self.period)
+        if self.period is not None:
+            _check_period(self.period)
+
+    @property
+    def steps(self) -> int:
+        """The period, which is known."""
+        return int(_known(self.period, self))
 
     @property
     def rate(self) -> float:
-        """One of ``period`` steps."""
-        return 1.0 / self.period
+        return 1.0 / self.steps
+
+    def of_size(self: SelfOnce, size: float, population: int, what: str) -> SelfOnce:
+        """With the period that is nearest to the number of units over ``size``."""
+        if self.period is not None:
+            return self
+        rate = max(_rate(size, population, what), _LEAST_RATE)
+        return dataclasses.replace(self, period=max(1, round(1.0 / rate)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,16 +377,23 @@ class RandomAllocation(_OncePerPeriod):
 
     Which step it is is a uniform draw of the unit's own, afresh for each stretch of ``period``
     steps; who else is there has no part in it.
+
+    Attributes:
+      period: t; None: not given yet.
     """
 
-    def describe(self, population: int, units: str) -> str:
-        """One line for the report."""
-        return f"each of {population} {units} in one of every {self.period} steps, uniformly"
+    kind: ClassVar[str] = "random_allocation"
+
+    def describe(self, counted: str, unit: str, taken: str = "") -> str:
+        told = (
+            f"each of {counted} in exactly one of every {self.steps} steps, drawn uniformly and "
+            "independently"
+        )
+        return f"{told}, {taken} of a {unit} who takes part" if taken else told
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
-        """Returns the indices of ``step``."""
-        stretch, turn = divmod(step, self.period)
-        units, steps = _stretch(key, stretch, population, self.period)
+        stretch, turn = divmod(step, self.steps)
+        units, steps = _stretch(key, stretch, population, self.steps)
         # proof: allocation-2
         return units[slice(*np.searchsorted(steps, [turn, turn + 1]))]
 
@@ -310,28 +404,36 @@ class Cyclic(_OncePerPeriod):
 
     Which of these it is is a uniform draw of the unit's own, once for the run. So two steps of a
     unit are ``period`` apart, and it has no more of them than fit (add-or-remove).
+
+    Attributes:
+      period: s; None: not given yet.
     """
+
+    kind: ClassVar[str] = "cyclic"
 
     @property
     def separation(self) -> int:
         """The period."""
-        return self.period
+        return self.steps
 
-    def describe(self, population: int, units: str) -> str:
-        """One line for the report."""
-        return f"each of {population} {units} at every {self.period}-th step, in turns"
+    def describe(self, counted: str, unit: str, taken: str = "") -> str:
+        told = (
+            f"each of {counted} at every {self.steps}-th step, from one of the first {self.steps} "
+            "on that is drawn uniformly and independently (no amplification by sampling is counted "
+            "on)"
+        )
+        return f"{told}, {taken} of a {unit} who takes part" if taken else told
 
     def turn_of(self, key: RootKey, population: int) -> np.ndarray:
         """int64 [population], the first step of each unit under the key of a run."""
-        units, steps = _stretch(key, 0, population, self.period)
+        units, steps = _stretch(key, 0, population, self.steps)
         turns = np.empty_like(steps)
         turns[units] = steps
         return turns
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
-        """Returns the indices of ``step``."""
         # proof: turns-1
-        return RandomAllocation(self.period).indices(key, step % self.period, population)
+        return RandomAllocation(self.steps).indices(key, step % self.steps, population)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -358,9 +460,10 @@ class FixedSize:
             )
         return self.size
 
-    def describe(self, population: int, units: str) -> str:
-        """One line for the report."""
-        return f"exactly {self.size} of {population} {units} per step, without replacement"
+    def describe(self, counted: str, unit: str, taken: str = "") -> str:
+        """As ``AtRate.describe``."""
+        del unit, taken
+        return f"exactly {self.size} of {counted} per step, without replacement"
 
     def indices(self, key: RootKey, step: int, population: int) -> np.ndarray:
         """Returns the indices of ``step``."""

@@ -37,11 +37,6 @@ class ExampleSampler:
         return len(self.positions)
 
     @property
-    def description(self) -> str:
-        """One line for the report."""
-        return self.scheme.describe(self.population, "examples")
-
-    @property
     def expected_size(self) -> float:
         """Expected number of examples in a draw."""
         return self.scheme.expected_size(self.population)
@@ -81,15 +76,6 @@ class UserSampler:
     def population(self) -> int:
         """Number of users."""
         return len(self.user_offsets) - 1
-
-    @property
-    def description(self) -> str:
-        """One line for the report."""
-        users = self.scheme.describe(self.population, "users")
-        return (
-            f"{users}; up to {self.group_size} examples of a user per step, uniformly without "
-            "replacement"
-        )
 
     @property
     def expected_size(self) -> float:

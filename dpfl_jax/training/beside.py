@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dpfl_jax.data.tokenizers import Tokenizer, prompt_ids
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ULS, Mechanism, NonPrivate
+from dpfl_jax.mechanisms import Mechanism, NoNoise, non_private
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.models import LanguageModel
 from dpfl_jax.models.generate import generate
@@ -44,13 +44,10 @@ def plain(
     execution = plan.execution.model_copy(update={"examples_at_once": None, "split_users": False})
     offsets = plan.data.user_offsets
     budget = min(plan.mechanism.compute_budget, float(offsets[-1] - offsets[0]))
-    mechanism: Mechanism = NonPrivate(batch_size=budget)
+    mechanism: Mechanism = non_private(batch_size=budget)
     if plan.mechanism.takes_local_steps:
         # Its optimiser is the server's, which is given updates. It clips, too.
-        given = plan.mechanism
-        if given.own_budgets:  # nobody leaves, as nobody pays
-            given = ULS(**{f.name: getattr(given, f.name) for f in dataclasses.fields(ULS)})
-        mechanism = dataclasses.replace(given, noise_multiplier=0.0)
+        mechanism = dataclasses.replace(plan.mechanism, noise=NoNoise(), budget=None)
     beside = Plan(mechanism, plan.data, plan.steps, plan.delta, execution, plan.mesh)
     return train(
         Central(run.loss_fn, run.given, beside, run.optimizer, run.trainable),

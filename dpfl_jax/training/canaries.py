@@ -93,11 +93,6 @@ class JointSampler:
     first: int
 
     @property
-    def description(self) -> str:
-        """People's."""
-        return self.people.description
-
-    @property
     def expected_size(self) -> float:
         """Of both."""
         return self.people.expected_size + self.canaries.expected_size
@@ -153,8 +148,7 @@ class CanaryPlan(Plan):
         first = int(self.people.data.user_offsets[-1])
         offsets = np.asarray(self.data.user_offsets)
         mine = offsets[len(self.people.data.user_offsets) - 1 :] - first
-        rate = self.mechanism.sampling_probability(self.population)
-        same: Any = dataclasses.replace(self.mechanism, sampling_prob=rate)  # type: ignore[call-arg]
+        same = self.mechanism.at_rates_of(self.population)
         # proof: canaries-sampling-2
         return JointSampler(
             self.people.sampler(key), same.sampler(mine, key.child("canaries")), first
@@ -183,7 +177,7 @@ class WithCanaries(Central):
                 "execution.mesh with data alone, or remove the section audit"
             )
         self.people, self.audit, data = run, audit, run.plan.data
-        group: Any = run.mechanism.unit_examples or getattr(run.mechanism, "group_size", 1)
+        group: Any = run.mechanism.group_size
         coins = key.numpy("coins")
         self.inside = coins.random(audit.canaries) < 0.5
         self.texts_inside = coins.random(audit.texts) < 0.5
@@ -352,10 +346,10 @@ class CanarySteps(CentralSteps):
 
 def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
     """Raises BadInputError unless a run of this mechanism, on these data, can have canaries."""
-    if not mechanism.private or not hasattr(mechanism, "sampling_prob"):
+    if not mechanism.private or not hasattr(mechanism.participation, "scheme"):
         raise BadInputError(
             f"canaries are drawn beside people, which mechanism.kind={mechanism.kind} cannot: it "
-            "has no sampling_prob; remove the section audit, or use els or uls"
+            "has no sampling scheme; remove the section audit, or use els or uls"
         )
     if mechanism.takes_local_steps:
         raise BadInputError(

@@ -308,7 +308,7 @@ def fit(
       params: pytree of arrays, split over the plan's mesh already if they should never be whole;
         not modified. Or a Flax NNX or Equinox module: the loss is called with one, and the result's
         ``params`` is the trained one.
-      plan: mechanism, data, steps and guarantee: ``ULS(...).plan(data, steps=..., epsilon=...)``.
+      plan: mechanism, data, steps and guarantee: ``uls(...).plan(data, steps=..., epsilon=...)``.
       optimizer: any Optax transformation.
       model: of a loss by name, where ``params`` is no module: a Linen module, a Haiku transform, or
         a function ``(params, x)``.

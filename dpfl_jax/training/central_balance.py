@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dpfl_jax.config import RunConfig
-from dpfl_jax.mechanisms.base import Mechanism, Population
+from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.run.balance import Balance, Knobs, advice, doubled
 
 
@@ -28,8 +28,7 @@ def balance_of_steps(mechanism: Mechanism, steps: int, dim: int) -> Balance | No
       steps: T.
       dim: d, number of parameters that are trained.
     """
-    alone = type(mechanism).noise_transform is Mechanism.noise_transform
-    if not mechanism.private or not alone:
+    if not mechanism.private or mechanism.noise.is_correlated:
         return None
     noise = math.sqrt(dim) * mechanism.noise_stddev / mechanism.divisor
     return Balance(noise, mechanism.rule.sensitivity, steps, "step")
@@ -63,7 +62,8 @@ def _knobs(
 
     def would(changes: dict[str, Any], epsilon: float | None, steps: int) -> Callable[[], Balance]:
         def ask() -> Balance:
-            changed = dataclasses.replace(given, **changes)
+            who: Any = given.participation
+            changed = dataclasses.replace(given, participation=dataclasses.replace(who, **changes))
             found, _ = changed.calibrated(count(changed), steps, epsilon, delta)
             balance = balance_of_steps(found, steps, dim)
             assert balance is not None  # the same kind
@@ -76,9 +76,9 @@ def _knobs(
         return f"mechanism.{name}", tried
 
     for name in ("cohort_size", "batch_size"):
-        if (size := getattr(given, name, None)) is not None:
+        if (size := getattr(given.participation, name, None)) is not None:
             yield of_mechanism(name, doubled(size, count(given).num_units))
-    if given.unit_examples is None and (cap := getattr(given, "group_size", 1)) > 1:
+    if given.unit_examples is None and (cap := given.group_size) > 1:
         yield of_mechanism("group_size", [c for c in (cap // 2, cap // 4, 1) if 0 < c < cap])
     if privacy.epsilon is not None:
         epsilons = doubled(privacy.epsilon, math.inf, 4)

@@ -26,7 +26,7 @@ from dpfl_jax.data.owners import Bounding, bounding_of, by_set, whole_of
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population
-from dpfl_jax.mechanisms.base import SHARED_ADJACENCY
+from dpfl_jax.mechanisms.mechanism import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.models import LanguageModel, PreferenceModel, UnigramModel, transformer_config
@@ -112,8 +112,8 @@ class CentralRun(Prepared):
     @property
     def chosen(self) -> dict[str, Any]:
         """The mechanism's fields that calibration chose, not the configuration."""
-        given = CENTRAL.dump(self.config.mechanism)
-        now = CENTRAL.dump(self.mechanism)
+        given = self.config.mechanism.to_section()
+        now = self.mechanism.to_section()
         return {name: value for name, value in now.items() if value != given[name]}
 
     @property
@@ -134,7 +134,7 @@ class CentralRun(Prepared):
                 f"the checkpoint {self.config.model.checkpoint} is not the one that the run in "
                 f"{directory.path} began with: bring it back, or start another run"
             )
-        chosen = CENTRAL.dump(self.config.mechanism) | directory.facts["chosen"]
+        chosen = self.config.mechanism.to_section() | directory.facts["chosen"]
         mechanism = CENTRAL.parse(chosen)
         return dataclasses.replace(self, mechanism=mechanism, delta=directory.facts["delta"])
 
@@ -150,8 +150,8 @@ class CentralRun(Prepared):
             return ()
         digest = None if self.base is None else self.base["digest"]
         return public_inputs(
-            self.population.told,
-            self.mechanism,
+            self.population.description,
+            self.mechanism.bounds,
             self.config,
             self.data.task,
             checkpoint=digest,
@@ -496,7 +496,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         source, seq_len, known = "declared in the config", config.data.seq_len, False
 
         def stated(guarantee: Guarantee) -> Guarantee:
-            inputs = public_inputs(population.told, mechanism, config)
+            inputs = public_inputs(population.description, mechanism.bounds, config)
             key, privacy = key_name(config.data.user_column), config.privacy
             return about(guarantee, key, inputs, privacy.account if privacy.ledger else None)
 

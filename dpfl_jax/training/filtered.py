@@ -126,8 +126,9 @@ class Filtered(Central):
         mechanism: Any = self.mechanism
         self.filter: RenyiFilter = mechanism.filter(self.plan.population)
         self.bounds = bounds(mechanism.clip_norm)
-        self.users, self.every = self.plan.population.num_users, mechanism.refresh
-        self.parts: np.ndarray = mechanism.units_of_users(np.asarray(self.data.user_offsets))
+        self.users, self.every = self.plan.population.num_users, mechanism.budget.refresh
+        offsets = np.asarray(self.data.user_offsets)
+        self.parts: np.ndarray = mechanism.participation.units_of_users(offsets)
 
     def terms(self) -> Terms:
         """As every run's; and what bounds are computed with, whose rounding could move a level."""

@@ -20,7 +20,7 @@ from dpfl_jax.clipping import Trainable, join, split
 from dpfl_jax.data.placement import local_columns, ship_columns
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms.base import mean_of_examples
+from dpfl_jax.mechanisms.unit_losses import mean_of_examples
 from dpfl_jax.mesh import make_mesh, replicated, unit_axes, unit_parts
 
 PyTree = Any

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dpfl_jax.config import load_config
 from dpfl_jax.config.execution import Execution
-from dpfl_jax.mechanisms import BLT, ULS, Allocation, BandMF, Mechanism
+from dpfl_jax.mechanisms import Mechanism, allocation, bandmf, blt, uls
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.planning import Option, Planner, Sensitivities, Users
 from dpfl_jax.randomness import RootKey
@@ -30,11 +30,11 @@ RATES = {"sgd": (0.03, 0.1, 0.3, 0.9), "adam": (0.001, 0.003, 0.01, 0.03)}
 # From so many times less noise on, one is said to be ahead. Of less it is only asked that it does
 # no harm, against the gain of training; of more noise than NEARLY ULS's, nothing is said.
 TELLING, NEARLY, ROOM = 1.5, 1.1, 0.05
-MECHANISMS: dict[str, tuple[type[ULS], str, Source]] = {
-    "uls": (ULS, "ULS", "paper"),
-    "bandmf": (BandMF, "BandMF", "paper"),
-    "blt": (BLT, "BLT", "ours"),
-    "allocation": (Allocation, "allocation", "ours"),
+MECHANISMS: dict[str, tuple[Callable[..., Mechanism], str, Source]] = {
+    "uls": (uls, "ULS", "paper"),
+    "bandmf": (bandmf, "BandMF", "paper"),
+    "blt": (blt, "BLT", "ours"),
+    "allocation": (allocation, "allocation", "ours"),
 }
 
 

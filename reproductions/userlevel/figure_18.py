@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.config.execution import Execution
-from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.driver import Pace
 from dpfl_jax.training import fit
@@ -31,11 +31,11 @@ def run(settings: Settings) -> Outcome:
     data, model, params, config = small.start(settings.quick)
     norms, median = small.sensitivities(settings.quick), small.median(settings.quick)
     common: dict[str, Any] = {"clipping": "normalized", "noise_multiplier": None}
-    uls = small.least_noise(small.planner(settings.quick, EPSILON), BUDGET)
-    group = uls.group_size
+    option = small.least_noise(small.planner(settings.quick, EPSILON), BUDGET)
+    group = option.group_size
     mechanisms = {
-        "ELS": ELS(group_size=median, batch_size=BUDGET, clip_norm=norms.example, **common),
-        "ULS": ULS(group_size=group, cohort_size=uls.size, clip_norm=norms.at(group), **common),
+        "ELS": els(group_size=median, batch_size=BUDGET, clip_norm=norms.example, **common),
+        "ULS": uls(group_size=group, cohort_size=option.size, clip_norm=norms.at(group), **common),
     }
     sizes = np.diff(data.train.user_offsets)
     users = 100 if settings.quick else 400

@@ -7,8 +7,8 @@ import pytest
 from dpfl_jax.cli._account_mechanisms import MECHANISMS
 from dpfl_jax.cli.main import main
 
-ELS = ["account", "els", "--delta", "1e-6", "--steps", "1000", "--group-size", "32"]
-ELS += ["--sampling-prob", "0.001953125"]
+els = ["account", "els", "--delta", "1e-6", "--steps", "1000", "--group-size", "32"]
+els += ["--sampling-prob", "0.001953125"]
 VALUES = {
     "once_in": "20",
     "steps": "10",
@@ -28,19 +28,19 @@ def answer(capsys, arguments):
 
 
 def test_noise_then_epsilon(capsys):
-    first = answer(capsys, [*ELS, "--epsilon", "1"])
+    first = answer(capsys, [*els, "--epsilon", "1"])
     assert first["noise_multiplier"] == pytest.approx(8.44425, rel=1e-3)
     keys = {"noise_multiplier", "epsilon", "delta", "steps", "accountant", "unit", "adjacency"}
     assert keys <= set(first)
     assert first["unit"] == "user"
-    back = answer(capsys, [*ELS, "--noise-multiplier", str(first["noise_multiplier"])])
+    back = answer(capsys, [*els, "--noise-multiplier", str(first["noise_multiplier"])])
     assert 0.999 <= back["epsilon"] <= 1.0
 
 
 @pytest.mark.nightly
 def test_compare_and_plot(capsys, tmp_path):
     plot = tmp_path / "curve.png"
-    found = answer(capsys, [*ELS, "--noise-multiplier", "8.5", "--compare", "--plot", str(plot)])
+    found = answer(capsys, [*els, "--noise-multiplier", "8.5", "--compare", "--plot", str(plot)])
     assert plot.stat().st_size > 1000
     bounds = [row["epsilon"] for row in found["comparison"] if row["bound"]]
     assert min(bounds) == found["epsilon"]
@@ -48,7 +48,7 @@ def test_compare_and_plot(capsys, tmp_path):
 
 
 def test_users_of_fewer_examples_spend_less(capsys):
-    found = answer(capsys, [*ELS, "--noise-multiplier", "8.5", "--contributions", "32,1,4"])
+    found = answer(capsys, [*els, "--noise-multiplier", "8.5", "--contributions", "32,1,4"])
     table = found["epsilon_by_contribution"]
     assert list(table) == ["1", "4", "32"]
     assert table["1"] < table["4"] < table["32"] == pytest.approx(found["epsilon"], rel=1e-9)
@@ -80,13 +80,13 @@ def test_every_mechanism_answers(capsys, name):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ELS,
-        [*ELS, "--epsilon", "1", "--noise-multiplier", "2"],
-        [*ELS, "--epsilon", "-1"],
-        [*ELS, "--noise-multiplier", "1e-4"],
+        els,
+        [*els, "--epsilon", "1", "--noise-multiplier", "2"],
+        [*els, "--epsilon", "-1"],
+        [*els, "--noise-multiplier", "1e-4"],
         ["account", "els", "--epsilon", "1"],
-        [*ELS, "--noise-multiplier", "8.5", "--contributions", "33"],
-        [*ELS, "--noise-multiplier", "8.5", "--contributions", "0,a"],
+        [*els, "--noise-multiplier", "8.5", "--contributions", "33"],
+        [*els, "--noise-multiplier", "8.5", "--contributions", "0,a"],
         ["account", "unheard-of"],
     ],
 )

@@ -5,12 +5,12 @@ import pytest
 
 from benchmarks import audit as bench
 from dpfl_jax.evidence import audit
-from dpfl_jax.mechanisms import ULS
+from dpfl_jax.mechanisms import uls
 
 
 @pytest.mark.slow
 def test_a_sound_mechanism_stands():
-    trials = bench.central(ULS, 2.0, 4, 0.5, 1, trials=2400, directions=400)
+    trials = bench.central(uls, 2.0, 4, 0.5, 1, trials=2400, directions=400)
     outside = trials.seen[~trials.inside]
     assert abs(outside.mean()) < 5 / np.sqrt(outside.size)
     assert outside.var() == pytest.approx(1.0, abs=5 * np.sqrt(2 / outside.size))

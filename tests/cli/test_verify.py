@@ -22,7 +22,7 @@ from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, worst_guarantee
 from dpfl_jax.federation.mechanisms import HiGradAvgDP, SiloFacts
 from dpfl_jax.federation.recipes import Claim
 from dpfl_jax.federation.silo_statement import federated_statement
-from dpfl_jax.mechanisms import ELS, ULS, Population
+from dpfl_jax.mechanisms import Population, els, uls
 from dpfl_jax.mechanisms.central_statement import central_statement
 from tests.run.silo_configs import SILOS
 from tests.statements import EXTRA, SOUND, central, federated, finished, personal
@@ -326,7 +326,7 @@ IMPOSSIBLE = [
     ("uls", population(num_users=10**9), "num_users is 1000000000"),
     ("els", population(num_units=10**9), "num_units is 1000000000"),
     ("els", population(num_users=10), "num_units is 1600, but 10 users with 2000 examples have"),
-    ("els", population(num_units=1601), "from 1 to 1600 that mechanism.kind=els may draw"),
+    ("els", population(num_units=1601), "from 1 to 1600 that may be drawn"),
     ("els, several owners", population(num_users=10), "from 1 to 40 that"),
     ("individual_els", population(num_users=399), "from 1 to 1197 that"),
     ("owner_sets", population(num_users=99), "from 1 to 396 that"),
@@ -405,12 +405,12 @@ def test_public_inputs_are_those_of_the_mechanism(name, tmp_path, capsys):
 
 def test_cheap_guarantees_of_data_that_cannot_be_are_refused(tmp_path, capsys):
     """Everything in the file follows from these numbers, but nobody has that many units."""
-    els = ELS(group_size=1, batch_size=5, noise_multiplier=0.5)
+    plain = els(group_size=1, batch_size=5, noise_multiplier=0.5)
     population = Population(10, 10**6, 10**6)
-    made = central_statement(els, population, 100, els.guarantee(population, 100, 1e-5))
+    made = central_statement(plain, population, 100, plain.guarantee(population, 100, 1e-5))
     assert made.privacy.epsilon < 0.01
     true = dataclasses.replace(population, num_units=10)
-    assert els.guarantee(true, 100, 1e-5).epsilon > 100
+    assert plain.guarantee(true, 100, 1e-5).epsilon > 100
     hi = HiGradAvgDP(batch_size=5, noise_multiplier=1.0)
     federation = Federation((SiloPlan(hi, SiloFacts(10**6, 10), 1),), 10, 1)
     told = Claim("given", math.inf, 1e-5, math.inf, math.inf, 10, 10)
@@ -470,7 +470,7 @@ def test_a_delta_that_is_too_much_for_the_largest_silo_is_named(tmp_path, capsys
 
 
 def test_a_caveat_of_the_mechanism_may_not_be_left_out(tmp_path, capsys):
-    values = central(ULS(group_size=3, cohort_size=20, noise_multiplier=1.0), delta=0.01).to_json()
+    values = central(uls(group_size=3, cohort_size=20, noise_multiplier=1.0), delta=0.01).to_json()
     file = tmp_path / "guarantee.json"
     values["privacy"]["caveats"] = [c for c in values["privacy"]["caveats"] if c in EXTRA]
     reworded(values)
@@ -482,8 +482,8 @@ def test_a_caveat_of_the_mechanism_may_not_be_left_out(tmp_path, capsys):
 
 def test_a_forger_of_everything_is_left_with_the_truth(tmp_path, capsys):
     """Whoever changes mechanism, events and words alike must state what these cost."""
-    made = central(ULS(group_size=3, cohort_size=20, noise_multiplier=1.0)).to_json()
-    other = central(ULS(group_size=3, cohort_size=20, noise_multiplier=0.9)).to_json()
+    made = central(uls(group_size=3, cohort_size=20, noise_multiplier=1.0)).to_json()
+    other = central(uls(group_size=3, cohort_size=20, noise_multiplier=0.9)).to_json()
     other["privacy"]["epsilon"] = made["privacy"]["epsilon"]
     reworded(other)
     (tmp_path / "guarantee.json").write_text(json.dumps(other))

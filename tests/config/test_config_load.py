@@ -56,7 +56,7 @@ def test_overrides_reach_any_key(minimal):
         ("mechanism.kind=dpsgd", "mechanism.kind is 'dpsgd'"),
         ("mechanism.kind=nowhere:X", "mechanism.kind is 'nowhere:X', code that would be run"),
         ("train.steps=zero", "train.steps"),
-        ("mechanism.clip_norm=0", "mechanism: clip_norm is 0"),
+        ("mechanism.clip_norm=0", "mechanism: .*clip_norm is 0"),
         ("mechanism.clip_norm=x", "mechanism.clip_norm is 'x'"),
         ("mechanism={kind: uls}", "needs mechanism.group_size and mechanism.cohort_size"),
         ("mechanism=3", "must hold kind"),

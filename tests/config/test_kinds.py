@@ -6,7 +6,7 @@ import pytest
 
 from dpfl_jax.config.kinds import CENTRAL, SILOS, Kinds
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
+from dpfl_jax.mechanisms import Independent, els, non_private, uls
 
 
 def test_the_library_registers_its_own():
@@ -19,9 +19,9 @@ def test_the_library_registers_its_own():
 @pytest.mark.parametrize(
     "made",
     [
-        ULS(group_size=3, cohort_size=2.5, clip_norm=0.25, clipping="normalized"),
-        ELS(group_size=3, batch_size=8, noise_multiplier=1.5, sampling_prob=0.5),
-        NonPrivate(batch_size=8),
+        uls(group_size=3, cohort_size=2.5, clip_norm=0.25, clipping="normalized"),
+        els(group_size=3, batch_size=8, noise_multiplier=1.5, sampling_prob=0.5),
+        non_private(batch_size=8),
     ],
 )
 def test_a_section_is_the_object(made):
@@ -37,11 +37,12 @@ def test_derived_fields_are_no_keys():
             SILOS.parse(section)
 
 
-def test_a_class_of_a_module_of_ones_own():
-    section = {"kind": "dpfl_jax.mechanisms.uls:ULS", "group_size": 1, "cohort_size": 4}
-    assert CENTRAL.parse(section) == ULS(group_size=1, cohort_size=4)
-    with pytest.raises(BadInputError, match=r"'dpfl_jax\.mechanisms\.uls:VLS', which is no"):
-        CENTRAL.parse(section | {"kind": "dpfl_jax.mechanisms.uls:VLS"})
+def test_a_kind_of_a_module_of_ones_own():
+    place = "dpfl_jax.mechanisms.presets"
+    section = {"kind": f"{place}:uls", "group_size": 1, "cohort_size": 4}
+    assert CENTRAL.parse(section) == uls(group_size=1, cohort_size=4)
+    with pytest.raises(BadInputError, match=r"presets:vls', which is no mechanism of this kind"):
+        CENTRAL.parse(section | {"kind": f"{place}:vls"})
     with pytest.raises(BadInputError, match="did you mean 'uls'"):
         CENTRAL.parse(section | {"kind": "ulss"})
 
@@ -50,7 +51,7 @@ def test_a_class_is_run_under_its_own_name():
     """Else another algorithm could run, and go on, as its parent."""
     with pytest.raises(BadInputError, match=r"Louder has no `kind` of its own"):
 
-        class Louder(ULS):
+        class Louder(Independent):
             pass
 
     for kind in ("dpfl_jax.errors:BadInputError", ["uls"], 3, "tests.conftest_absent:X"):

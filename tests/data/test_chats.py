@@ -147,7 +147,7 @@ def test_prompts_and_completions(folder):
 
 def test_a_model_that_would_prepend_a_second_beginning_is_refused():
     row = {"user": "a", "p": "2 + 2 = ", "c": "4"}
-    plan = dpfl.ULS(group_size=1, cohort_size=1, sampling_prob=0.5).plan(
+    plan = dpfl.uls(group_size=1, cohort_size=1, sampling_prob=0.5).plan(
         rows(data_rows=[row], prompt="p", completion="c"), steps=1, epsilon=1e3, delta=0.1
     )
     model = dpfl.LanguageModel(dpfl.transformer_config("tiny", vocab_size=259))

@@ -8,7 +8,7 @@ import pytest
 
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence.kept import FILES, SEEN, RunAudit, read
-from dpfl_jax.mechanisms import ULS, Population
+from dpfl_jax.mechanisms import Population, uls
 from dpfl_jax.mechanisms.central_statement import central_statement
 
 STEPS = 3
@@ -20,7 +20,7 @@ def cost(inside):
 
 
 def stated(sigma=2.0):
-    mechanism = ULS(group_size=1, cohort_size=50, noise_multiplier=sigma)
+    mechanism = uls(group_size=1, cohort_size=50, noise_multiplier=sigma)
     people = Population(100, 100, 100)
     guarantee = mechanism.guarantee(people, STEPS, 1e-4)
     return central_statement(mechanism, people, STEPS, guarantee)

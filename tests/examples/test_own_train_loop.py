@@ -24,9 +24,9 @@ START = {"w": jnp.zeros(3), "b": jnp.zeros(())}
 @pytest.mark.parametrize(
     "mechanism",
     [
-        dpfl.ULS(group_size=4, cohort_size=100, clip_norm=0.5),
-        dpfl.ELS(group_size=2, batch_size=80, clip_norm=0.5, clipping="normalized"),
-        dpfl.NonPrivate(batch_size=80),
+        dpfl.uls(group_size=4, cohort_size=100, clip_norm=0.5),
+        dpfl.els(group_size=2, batch_size=80, clip_norm=0.5, clipping="normalized"),
+        dpfl.non_private(batch_size=80),
     ],
     ids=lambda m: m.kind,
 )
@@ -59,7 +59,7 @@ def test_it_learns_and_states_what_it_spent():
 def test_a_secret_key_gives_the_noise_of_a_step_once():
     """Two plans share no noise; one plan gives none twice, whatever is trained with it."""
     key, data = dpfl.RootKey.generate(), make_data()
-    made = dpfl.ULS(group_size=4, cohort_size=100, noise_multiplier=1.0)
+    made = dpfl.uls(group_size=4, cohort_size=100, noise_multiplier=1.0)
     plans = [made.plan(data, steps=steps, delta=1e-4) for steps in (3, 4)]
     drawn = [[batch.noise_key.tolist() for batch in plan.batches(key)] for plan in plans]
     seen = {tuple(words) for words in drawn[0] + drawn[1]}
@@ -157,7 +157,7 @@ def test_a_store_whose_records_changed_gets_other_noise(base):
 
     store = Own()
     for data in [store] if base is object else [store, UserView(store, np.arange(20))]:
-        plan = dpfl.ULS(group_size=1, cohort_size=10).plan(data, steps=1, epsilon=1.0, delta=1e-3)
+        plan = dpfl.uls(group_size=1, cohort_size=10).plan(data, steps=1, epsilon=1.0, delta=1e-3)
         before = plan.data_digest
         assert plan.data_digest == before
         store.x[3] += 1.0
@@ -190,7 +190,7 @@ def test_keys_are_in_no_state_and_in_no_program():
 def test_what_a_plan_did_not_account_for_is_refused():
     data = make_data()
     small, large = (
-        dpfl.ULS(group_size=4, cohort_size=c, noise_multiplier=1.0).plan(data, steps=2, delta=1e-4)
+        dpfl.uls(group_size=4, cohort_size=c, noise_multiplier=1.0).plan(data, steps=2, delta=1e-4)
         for c in (2, 200)
     )
     key = dpfl.RootKey.from_seed(0)
@@ -223,11 +223,11 @@ def test_what_a_plan_did_not_account_for_is_refused():
 )
 def test_bad_plans_are_one_sentence(mechanism, options, message):
     with pytest.raises(BadInputError, match=message):
-        dpfl.ULS(group_size=4, cohort_size=10, **mechanism).plan(make_data(40), **options)
+        dpfl.uls(group_size=4, cohort_size=10, **mechanism).plan(make_data(40), **options)
 
 
 def test_numbers_may_be_numpys():
-    mechanism = dpfl.ULS(group_size=np.int64(2), cohort_size=10, clip_norm=np.float32(0.5))
+    mechanism = dpfl.uls(group_size=np.int64(2), cohort_size=10, clip_norm=np.float32(0.5))
     plan = mechanism.plan(make_data(40), steps=np.int64(2), epsilon=np.float32(4.0))
     assert len(plan.digest) == 64
     assert plan.guarantee().epsilon <= 4.0
@@ -260,7 +260,7 @@ def test_losses_that_mix_units_are_refused_as_by_fit(loss):
 def test_a_loop_is_checked_like_fit():
     """Losses with keys need them in the batch; parameters that are split are for ``fit``."""
     data = make_data()
-    mechanism = dpfl.ULS(group_size=4, cohort_size=100, noise_multiplier=1.0)
+    mechanism = dpfl.uls(group_size=4, cohort_size=100, noise_multiplier=1.0)
 
     def random(params, example, rng=None):
         drop = 1.0 if rng is None else jax.random.bernoulli(rng)
@@ -330,6 +330,6 @@ def test_some_parameters_may_be_trained():
 
 def test_a_mesh_without_units_is_refused():
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
-    mechanism = dpfl.ULS(group_size=4, cohort_size=10, noise_multiplier=1.0)
+    mechanism = dpfl.uls(group_size=4, cohort_size=10, noise_multiplier=1.0)
     with pytest.raises(BadInputError, match=r"axes \('x',\)"):
         mechanism.plan(make_data(40), steps=2, mesh=mesh)

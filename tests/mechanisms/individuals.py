@@ -7,7 +7,7 @@ import pytest
 
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
-from dpfl_jax.mechanisms import Individual, IndividualELS
+from dpfl_jax.mechanisms import individual, individual_els
 from dpfl_jax.mechanisms.batches import step_arguments
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import PoissonWithDropout
@@ -34,10 +34,10 @@ def of_sizes(users, sizes=SIZES):
     return store, own[order]
 
 
-def made(data, steps=40, key=0, execution=None, loss=loss_fn, width=2, kind=Individual, **fields):
+def made(data, steps=40, key=0, execution=None, loss=loss_fn, width=2, kind=individual, **fields):
     """The steps of a run, and its plan; nothing is taken."""
     size = {"cohort_size": len(data.user_offsets) / 4}
-    if kind is IndividualELS:
+    if kind is individual_els:
         size = {"batch_size": data.user_offsets[-1] / 4}
     fields = {"group_size": 2, "refresh": 5} | size | fields
     mechanism = kind(**{"noise_multiplier": 1.0, "least_steps": 6} | fields)

@@ -15,7 +15,7 @@ from dpfl_jax.accounting import epsilon
 from dpfl_jax.data import from_arrays
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
-from dpfl_jax.mechanisms import ULS, Allocation, Population
+from dpfl_jax.mechanisms import Population, allocation, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.sampling import RandomAllocation
@@ -30,41 +30,38 @@ def run(directory=None, loss=loss_fn, **given):
     key = {"key": RootKey.from_seed(0)} if directory is None else {}
     return fit(
         loss_fn=loss, params={"w": jnp.zeros(4)}, data=people(60), optimizer=optax.adam(0.1),
-        mechanism=Allocation(group_size=2, cohort_size=20), run_dir=directory, **key, **given,
+        mechanism=allocation(group_size=2, cohort_size=20), run_dir=directory, **key, **given,
     )  # fmt: skip
 
 
 def test_steps_follow_from_the_cohort_or_are_declared():
     population = Population(100, 200, 100)
-    assert Allocation(group_size=1, cohort_size=21).once_in(population) == 5
-    assert Allocation(group_size=1, cohort_size=21).sampling_probability(population) == 0.2
-    declared = Allocation(group_size=1, cohort_size=21, sampling_prob=0.125)
-    assert declared.once_in(population) == 8
+    assert allocation(group_size=1, cohort_size=21).scheme(population).period == 5
+    assert allocation(group_size=1, cohort_size=21).sampling_probability(population) == 0.2
+    declared = allocation(group_size=1, cohort_size=21, period=8)
+    assert declared.scheme(population).period == 8
     assert declared.divisor == 21
-    with pytest.raises(BadInputError, match=r"one of every t steps: set it to 1/t, e\.g\. 0\.333"):
-        Allocation(group_size=1, cohort_size=21, sampling_prob=0.3)
-    assert Allocation(group_size=1, cohort_size=1, sampling_prob=0.3333).once_in(population) == 3
-    with pytest.raises(BadInputError, match="set it to 1e-12 or more"):
-        Allocation(group_size=1, cohort_size=21, sampling_prob=1e-320)
+    with pytest.raises(BadInputError, match="period is 0, but it must be a whole number of steps"):
+        allocation(group_size=1, cohort_size=21, period=0)
     with pytest.raises(BadInputError, match="cohort_size to at most 100"):
-        Allocation(group_size=1, cohort_size=101).once_in(population)
+        allocation(group_size=1, cohort_size=101).scheme(population)
 
 
 def test_calibration_meets_the_target_from_below_and_needs_less_noise_than_poisson():
     population = Population(100, 200, 100)
     sigma = {}
-    for cls in (Allocation, ULS):
+    for cls in (allocation, uls):
         made = cls(group_size=1, cohort_size=10).calibrate(population, 10, 4.0, 1e-5)
         assert 3.99 < epsilon(made.event(population, 10), 1e-5) <= 4.0
         sigma[cls] = made.noise_multiplier
-    assert sigma[Allocation] < 0.95 * sigma[ULS]
+    assert sigma[allocation] < 0.95 * sigma[uls]
 
 
 @pytest.mark.slow
 def test_a_user_moves_one_step_of_a_stretch_and_by_the_clip_norm_at_most():
     """The last user is removed, and has other data: steps of the others are what they were."""
-    mechanism = Allocation(
-        group_size=2, cohort_size=20, sampling_prob=1 / 3, clip_norm=0.5, noise_multiplier=0.0
+    mechanism = allocation(
+        group_size=2, cohort_size=20, period=3, clip_norm=0.5, noise_multiplier=0.0
     )
 
     def released(data):
@@ -118,7 +115,7 @@ def test_an_example_that_is_a_user_is_in_one_step_of_every_stretch():
     """As of a table whose rows are people of their own: the unit is a row."""
     rows = np.random.default_rng(0).normal(size=(60, 4)).astype(np.float32)
     data = from_arrays({"x": rows}, range(60))
-    made = Allocation(group_size=1, cohort_size=20)
+    made = allocation(group_size=1, cohort_size=20)
     plan = made.plan(data, steps=6, epsilon=4.0, delta=1e-5)
     assert plan.population.num_users == plan.population.num_examples == 60
     sampler = plan.sampler(RootKey.from_seed(0))

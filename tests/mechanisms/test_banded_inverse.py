@@ -11,15 +11,15 @@ from dpfl_jax.accounting import epsilon
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
-from dpfl_jax.mechanisms import BLT, BandedInverse, Population
+from dpfl_jax.mechanisms import Population, banded_inverse, blt
 
 PEOPLE = Population(100, 200, 100)
 
 
 @pytest.mark.nightly
 def test_half_the_noise_is_seen(monkeypatch):
-    own = BandedInverse.noise_stddev.fget
-    monkeypatch.setattr(BandedInverse, "noise_stddev", property(lambda m: own(m) / 2))
+    own = banded_inverse.noise_stddev.fget
+    monkeypatch.setattr(banded_inverse, "noise_stddev", property(lambda m: own(m) / 2))
     found = audit(bench.SOUND["banded_inverse"](4.0, 7, 4000), 0.999)
     assert found.proved > found.claimed, str(found)
 
@@ -27,7 +27,7 @@ def test_half_the_noise_is_seen(monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"bands": 1}, "bands is 1, but it must be at least 2: one takes back nothing"),
+        ({"bands": 1}, "bands is 1, but it must be at least 2: one is independent noise"),
         ({"taken": (0.5,)}, "taken has 1 numbers, but it must have one for each of the 3 bands"),
         ({"taken": (0.5, 1.5)}, "all from 0 to 1"),
         ({"taken": (0.5, math.nan)}, "all from 0 to 1"),
@@ -37,20 +37,20 @@ def test_half_the_noise_is_seen(monkeypatch):
 )
 def test_bad_fields_of_banded_inverse_are_one_sentence(fields, message):
     with pytest.raises(BadInputError, match=message):
-        BandedInverse(group_size=1, cohort_size=2, **fields)
+        banded_inverse(group_size=1, cohort_size=2, **fields)
 
 
 def test_buffers_and_bands_of_one_number_are_one_noise():
     """1 / (1 - f x) is the column 1, f, f^2, ... of one buffer with decay and scale f."""
-    bands = BandedInverse(group_size=1, cohort_size=20, bands=2, taken=(0.75,), horizon=9)
-    buffers = BLT(
+    bands = banded_inverse(group_size=1, cohort_size=20, bands=2, taken=(0.75,), horizon=9)
+    buffers = blt(
         group_size=1, cohort_size=20, buffers=1, decays=(0.75,), scales=(0.75,), horizon=9
     )
-    np.testing.assert_allclose(bands.column(9), buffers.column(9), rtol=1e-13)
+    np.testing.assert_allclose(bands.noise.column(9), buffers.noise.column(9), rtol=1e-13)
 
 
 def test_the_guarantee_names_turns_and_the_matrix():
-    chosen = BandedInverse(group_size=1, cohort_size=21).calibrate(PEOPLE, 40, 4.0, 1e-5)
+    chosen = banded_inverse(group_size=1, cohort_size=21).calibrate(PEOPLE, 40, 4.0, 1e-5)
     stated = chosen.guarantee(PEOPLE, 40, 1e-5)
     assert "at every 5-th step" in stated.sampling
     assert any("the matrix of the noise" in told for told in stated.assumptions)
@@ -60,6 +60,6 @@ def test_an_account_is_that_of_the_mechanism(capsys):
     given = ["--noise-multiplier", "5", "--delta", "1e-5", "--steps", "40", "--once-in", "5"]
     assert main(["account", "banded-inverse", *given, "--bands", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    made = BandedInverse(group_size=1, cohort_size=20, bands=4, noise_multiplier=5.0)
+    made = banded_inverse(group_size=1, cohort_size=20, bands=4, noise_multiplier=5.0)
     wanted = epsilon(made.for_steps(PEOPLE, 40).event(PEOPLE, 40), 1e-5)
     assert found["epsilon"] == pytest.approx(wanted, rel=1e-9)

@@ -15,7 +15,7 @@ from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
-from dpfl_jax.mechanisms import ULS, BandMF, Population
+from dpfl_jax.mechanisms import Population, bandmf, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import CyclicPoisson, Poisson
 
@@ -38,22 +38,22 @@ def run(mechanism, **given):
 @pytest.mark.slow
 def test_one_band_is_uls_bit_for_bit():
     """Draws, noise, parameters, and all that is stated but the name of the accountant."""
-    uls, banded = (run(made(group_size=2, cohort_size=20)) for made in (ULS, one_band))
-    np.testing.assert_array_equal(uls.params["w"], banded.params["w"])
-    same = {"accountant": uls.guarantee.accountant}
-    assert dataclasses.replace(banded.guarantee, **same) == uls.guarantee
-    spent = [[row.get("epsilon_spent") for row in made.metrics] for made in (uls, banded)]
+    plain, banded = (run(made(group_size=2, cohort_size=20)) for made in (uls, one_band))
+    np.testing.assert_array_equal(plain.params["w"], banded.params["w"])
+    same = {"accountant": plain.guarantee.accountant}
+    assert dataclasses.replace(banded.guarantee, **same) == plain.guarantee
+    spent = [[row.get("epsilon_spent") for row in made.metrics] for made in (plain, banded)]
     assert spent[0] == spent[1]
     population = Population(80, 160, 80)
     for steps in (0, 1, 8):
-        made = ULS(group_size=2, cohort_size=20, noise_multiplier=1.1)
+        made = uls(group_size=2, cohort_size=20, noise_multiplier=1.1)
         assert one_band(
             group_size=2, cohort_size=20, noise_multiplier=1.1
         ).event(population, steps) == made.event(population, steps)  # fmt: skip
 
 
 def one_band(**fields):
-    return BandMF(bands=1, **fields)
+    return bandmf(bands=1, **fields)
 
 
 SETTINGS = [  # sigma, p, strategy, steps
@@ -130,12 +130,12 @@ def test_a_user_in_every_turn_is_seen(monkeypatch):
 )
 def test_bad_fields_are_one_sentence(fields, message):
     with pytest.raises(BadInputError, match=message):
-        BandMF(group_size=1, cohort_size=2, **fields)
+        bandmf(group_size=1, cohort_size=2, **fields)
 
 
 def test_too_large_a_cohort_and_no_strategy_are_one_sentence():
-    mechanism = BandMF(group_size=1, cohort_size=30, bands=4, noise_multiplier=1.0)
-    with pytest.raises(BadInputError, match=r"bands times mechanism\.cohort_size to at most 100"):
+    mechanism = bandmf(group_size=1, cohort_size=30, bands=4, noise_multiplier=1.0)
+    with pytest.raises(BadInputError, match=r"times mechanism\.cohort_size to at most 100"):
         mechanism.sampling_probability(Population(100, 100, 100))
     with pytest.raises(BadInputError, match="no strategy yet"):
         mechanism.noise_transform()
@@ -143,6 +143,6 @@ def test_too_large_a_cohort_and_no_strategy_are_one_sentence():
 
 def test_more_than_one_band_is_stateful():
     population = Population(80, 160, 80)
-    assert BandMF(group_size=1, cohort_size=2, bands=2).is_stateful(population)
-    assert not BandMF(group_size=1, cohort_size=2, bands=1).is_stateful(population)
-    assert not ULS(group_size=1, cohort_size=2).is_stateful(population)
+    assert bandmf(group_size=1, cohort_size=2, bands=2).is_stateful(population)
+    assert not bandmf(group_size=1, cohort_size=2, bands=1).is_stateful(population)
+    assert not uls(group_size=1, cohort_size=2).is_stateful(population)

@@ -12,7 +12,7 @@ from dpfl_jax.data.build import write_store
 from dpfl_jax.data.pipeline import Pipeline
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.mechanisms.batches import step_arguments, training_pipeline
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
@@ -23,8 +23,8 @@ LENGTH, VOCAB = 6, 20
 COUNTS = np.random.default_rng(1).zipf(1.5, 150).clip(max=40)
 
 MECHANISMS = {
-    "els": ELS(group_size=5, batch_size=40, clip_norm=0.5, noise_multiplier=1.0),
-    "uls": ULS(group_size=8, cohort_size=30, clip_norm=0.5, noise_multiplier=1.0),
+    "els": els(group_size=5, batch_size=40, clip_norm=0.5, noise_multiplier=1.0),
+    "uls": uls(group_size=8, cohort_size=30, clip_norm=0.5, noise_multiplier=1.0),
 }
 
 

@@ -11,7 +11,7 @@ from benchmarks import audit as bench
 from dpfl_jax.accounting import cells, epsilon, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
-from dpfl_jax.mechanisms import BLT, Allocation, Population
+from dpfl_jax.mechanisms import Population, allocation, blt
 from dpfl_jax.noise import buffered_column
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Cyclic
@@ -21,7 +21,7 @@ PEOPLE = Population(100, 200, 100)
 
 
 def test_the_guarantee_rests_on_no_sampling():
-    made = BLT(group_size=1, cohort_size=25, noise_multiplier=5.0).for_steps(PEOPLE, 12)
+    made = blt(group_size=1, cohort_size=25, noise_multiplier=5.0).for_steps(PEOPLE, 12)
     stated = made.guarantee(PEOPLE, 12, 1e-5)
     assert stated.adjacency == "add-or-remove one user"
     assert "at every 4-th step" in stated.sampling
@@ -31,7 +31,7 @@ def test_the_guarantee_rests_on_no_sampling():
     assert any(told.startswith("checkpoints are as secret") for told in stated.assumptions)
     # No noise is hidden by who takes part: three turns cost what three Gaussians at least cost.
     assert stated.epsilon > epsilon(events.gaussian(5.0, 3), 1e-5)
-    sampled = Allocation(group_size=1, cohort_size=25, noise_multiplier=5.0)
+    sampled = allocation(group_size=1, cohort_size=25, noise_multiplier=5.0)
     assert stated.epsilon > sampled.guarantee(PEOPLE, 12, 1e-5).epsilon
 
 
@@ -55,7 +55,7 @@ def test_a_user_with_a_turn_more_is_seen(monkeypatch):
 
 def test_a_run_that_ended_early_is_attacked_by_its_steps():
     """What was not released is left out, and units that had no turn tell nothing."""
-    made = BLT(group_size=1, cohort_size=25, noise_multiplier=1.0, horizon=8, **BUFFERS)
+    made = blt(group_size=1, cohort_size=25, noise_multiplier=1.0, horizon=8, **BUFFERS)
     sampler = made.sampler(np.arange(101), RootKey.from_seed(0))
     seen = np.full((100, 8), np.nan)
     seen[:, :3] = np.random.default_rng(0).normal(size=(100, 3))
@@ -63,7 +63,7 @@ def test_a_run_that_ended_early_is_attacked_by_its_steps():
     turns = sampler.scheme.turn_of(sampler.key, 100)
     assert found.shape == (100, 1)
     assert np.isnan(found[turns == 3, 0]).all()
-    column = buffered_column(made.chosen, 3)
+    column = buffered_column(made.noise.chosen, 3)
     rows = seen[:, :3] @ linalg.toeplitz(column, np.zeros(3)).T
     np.testing.assert_allclose(found[turns == 2, 0], rows[turns == 2, 2])
     np.testing.assert_allclose(
@@ -85,15 +85,15 @@ def test_a_run_that_ended_early_is_attacked_by_its_steps():
 )
 def test_bad_fields_of_blt_are_one_sentence(fields, message):
     with pytest.raises(BadInputError, match=message):
-        BLT(group_size=1, cohort_size=2, **fields)
+        blt(group_size=1, cohort_size=2, **fields)
 
 
 def test_too_many_buffers_of_a_plan_are_one_sentence():
     with pytest.raises(BadInputError, match=r"buffers is 40, .* at most 16"):
-        BLT(group_size=1, cohort_size=20, buffers=40).for_steps(PEOPLE, 9)
+        blt(group_size=1, cohort_size=20, buffers=40).for_steps(PEOPLE, 9)
 
 
 def test_numbers_are_taken_as_they_run():
-    made = BLT(group_size=1, cohort_size=2, buffers=1, decays=(0.1,), scales=(0.3,))
-    assert made.decays == (float(np.float32(0.1)),)
-    assert dataclasses.replace(made, noise_multiplier=1.0).scales == made.scales
+    made = blt(group_size=1, cohort_size=2, buffers=1, decays=(0.1,), scales=(0.3,))
+    assert made.noise.decays == (float(np.float32(0.1)),)
+    assert dataclasses.replace(made, noise_multiplier=1.0).noise.scales == made.noise.scales

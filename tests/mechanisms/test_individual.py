@@ -23,7 +23,7 @@ from dpfl_jax.clipping import OwnBound
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ULS, Individual, IndividualELS, Population
+from dpfl_jax.mechanisms import Mechanism, Population, individual, individual_els, uls
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
@@ -40,8 +40,8 @@ from tests.mechanisms.individuals import SIZES, curved, loss_fn, made, of_sizes,
 def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
     population = Population(400, 800, 400)
     given = {"group_size": 2, "cohort_size": 20}
-    planned, delta = Individual(**given).calibrated(population, 60, 4.0, 1e-4)
-    assert planned.least_steps == 30
+    planned, delta = individual(**given).calibrated(population, 60, 4.0, 1e-4)
+    assert planned.budget.least_steps == 30
     told = planned.guarantee(population, 60, delta)
     assert told.accountant.startswith("Renyi filter over Poisson-subsampled Gaussians")
     assert 3.99 < told.epsilon <= 4.0
@@ -49,21 +49,19 @@ def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
     same = accounting.epsilon(planned.event(population, 60), delta, accountant="rdp")
     assert told.epsilon == same
     # Midway, as long as nobody can have left, it is user-level sampling.
-    uls = ULS(**given, noise_multiplier=planned.sigma)
+    plain = uls(**given, noise_multiplier=planned.sigma)
     assert planned.guarantee(population, 30, delta).epsilon == pytest.approx(
-        accounting.epsilon(uls.event(population, 30), delta)
+        accounting.epsilon(plain.event(population, 30), delta)
     )
     assert planned.guarantee(population, 30, delta).epsilon < told.epsilon
     # Everybody in all steps at once: no order, no slack.
-    whole = dataclasses.replace(Individual(**given), cohort_size=400)
+    whole = individual(**given | {"cohort_size": 400})
     whole, _ = whole.calibrated(population, 60, 4.0, 1e-4)
     assert accounting.accountant_of(whole.event(population, 60)) == "pld"
     assert 3.99 < whole.guarantee(population, 60, delta).epsilon <= 4.0
     # An order that is given is kept, and paid for.
-    odd, _ = dataclasses.replace(Individual(**given), order=20.0).calibrated(
-        population, 60, 4.0, 1e-4
-    )
-    assert odd.order == 20.0
+    odd, _ = individual(**given, order=20.0).calibrated(population, 60, 4.0, 1e-4)
+    assert odd.budget.order == 20.0
     assert odd.sigma > planned.sigma
     assert 3.99 < odd.guarantee(population, 60, delta).epsilon <= 4.0
 
@@ -71,7 +69,7 @@ def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"least_steps": 60}, "nobody would ever leave: set it lower, or use mechanism.kind=uls"),
+        ({"least_steps": 60}, "nobody would ever leave: set it lower, or let"),
         ({"refresh": 0}, "mechanism.refresh is 0, but it must be at least 1"),
         ({"clipping": "per_layer"}, "mechanism.clipping is per_layer, but a user's own bound"),
         ({"order": 1.0}, "leave it out, and the best is taken"),
@@ -81,11 +79,11 @@ def test_the_target_is_that_of_the_steps_that_everybody_can_pay_for():
 def test_what_cannot_be_is_refused_in_a_sentence(fields, message):
     fields = {"noise_multiplier": 1.0} | fields
     with pytest.raises(BadInputError, match=re.escape(message)):
-        Individual(group_size=2, cohort_size=5, **fields).plan(people(20), steps=60, delta=1e-3)
+        individual(group_size=2, cohort_size=5, **fields).plan(people(20), steps=60, delta=1e-3)
 
 
 def test_a_loop_of_ones_own_is_refused():
-    mechanism = Individual(group_size=2, cohort_size=5, noise_multiplier=1.0)
+    mechanism = individual(group_size=2, cohort_size=5, noise_multiplier=1.0)
     plan, key = mechanism.plan(people(20), steps=6, delta=1e-3), RootKey.from_seed(0)
     with pytest.raises(BadInputError, match="a loop of one's own does not: use fit"):
         next(plan.batches(key))
@@ -250,7 +248,7 @@ def test_looks_are_of_one_shape_and_of_the_same_bits_without_a_user():
     assert found[2].items() < found[0].items()
 
 
-@pytest.mark.parametrize("kind", [Individual, IndividualELS])
+@pytest.mark.parametrize("kind", [individual, individual_els])
 @pytest.mark.parametrize("width", [24, 784])
 def test_a_bound_is_the_same_bits_wherever_its_user_stands(kind, width):
     """Rows of 13 have columns left over, which a product of all of them would round otherwise."""
@@ -275,12 +273,12 @@ def test_a_bound_is_the_same_bits_wherever_its_user_stands(kind, width):
 def test_rounding_moves_a_sum_by_less_than_the_smallest_bound():
     """Without compensation by many times as much: removing the first user shifts all others."""
     row, rows, smallest = 64, 128, bounds(1.0)[-1]
-    mechanism = Individual(group_size=1, cohort_size=row * rows, noise_multiplier=1.0)
+    mechanism = individual(group_size=1, cohort_size=row * rows, noise_multiplier=1.0)
     mesh = make_mesh(data=1, devices=jax.devices()[:1])
 
     def moved(rule):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Individual, "rule", rule)
+            patch.setattr(Mechanism, "rule", rule)
             summed = jax.jit(clipped_sum_over_microbatches(mechanism, loss_fn, mesh))
 
             def total(norms, own):
@@ -329,7 +327,7 @@ def test_what_is_not_finite_is_bounded_by_the_clip_norm():
 def run(directory=None, loss=curved, **given):
     given = {"steps": 14, "epsilon": 4.0, "delta": 1e-3, "microbatch_size": 8} | given
     key = {"key": RootKey.from_seed(0)} if directory is None else {}
-    mechanism = Individual(group_size=2, cohort_size=20, refresh=3, least_steps=4)
+    mechanism = individual(group_size=2, cohort_size=20, refresh=3, least_steps=4)
     return fit(
         loss_fn=loss, params={"w": jnp.zeros(4)}, data=people(60), optimizer=optax.adam(0.1),
         mechanism=mechanism, run_dir=directory, **key, **given,
@@ -465,7 +463,7 @@ def test_who_is_learnt_soon_stays_for_five_times_as_long(tmp_path):
     given = {"loss_fn": logistic, "params": {"w": jnp.zeros(8)}, "data": data, **target}
     fields = {"group_size": 4, "cohort_size": rate * users}
     key = RootKey.from_seed(0)
-    longer = Individual(**fields, least_steps=20, refresh=10)
+    longer = individual(**fields, least_steps=20, refresh=10)
     filtered = fit(mechanism=longer, steps=120, optimizer=optax.sgd(3.0), key=key,
                    run_dir=tmp_path / "run", **given)  # fmt: skip
     sigma = filtered.guarantee.noise_multiplier
@@ -476,7 +474,7 @@ def test_who_is_learnt_soon_stays_for_five_times_as_long(tmp_path):
     with (tmp_path / "run" / SPENT).open(newline="") as file:
         shares = np.array([float(row["share_of_budget"]) for row in csv.DictReader(file)])
     assert (shares < 0.98).mean() > 0.6
-    plain = fit(mechanism=ULS(**fields), steps=60, optimizer=optax.sgd(3.0), key=key, **given)
+    plain = fit(mechanism=uls(**fields), steps=60, optimizer=optax.sgd(3.0), key=key, **given)
     assert filtered.guarantee.epsilon <= 2.0
     assert plain.guarantee.epsilon <= 2.0
     assert loss(filtered) < 0.75 * loss(plain)

@@ -17,12 +17,12 @@ from dpfl_jax.accounting.renyi_filter import bounds
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, Individual, IndividualELS, Population
+from dpfl_jax.mechanisms import Population, els, individual, individual_els
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import SPENT, RunDirectory
 from tests.mechanisms.individuals import curved, loss_fn, made, of_sizes, taken
 
-KIND = {"kind": IndividualELS}
+KIND = {"kind": individual_els}
 
 
 def held_by(users, rng):
@@ -40,20 +40,20 @@ def held_by(users, rng):
 
 def test_the_target_is_that_of_the_steps_that_a_whole_group_can_pay_for():
     population = Population(100, 500, 400)
-    mechanism = IndividualELS(group_size=4, batch_size=20)
+    mechanism = individual_els(group_size=4, batch_size=20)
     planned, delta = mechanism.calibrated(population, 60, 4.0, 1e-4)
-    assert planned.least_steps == 30
+    assert planned.budget.least_steps == 30
     told = planned.guarantee(population, 60, delta)
     assert 3.99 < told.epsilon <= 4.0
     assert any("told to nobody" in said for said in told.assumptions)
-    els = ELS(group_size=4, batch_size=20, noise_multiplier=planned.sigma)
+    plain = els(group_size=4, batch_size=20, noise_multiplier=planned.sigma)
     midway = planned.guarantee(population, 30, delta).epsilon
-    assert midway == els.guarantee(population, 30, delta).epsilon < told.epsilon
+    assert midway == plain.guarantee(population, 30, delta).epsilon < told.epsilon
     # Of one example of each user it is individual accounting of users.
     alone = Population(400, 400, 400)
-    uls = Individual(group_size=1, cohort_size=20).calibrated(alone, 60, 4.0, 1e-4)[0]
-    one = IndividualELS(group_size=1, batch_size=20).calibrated(alone, 60, 4.0, 1e-4)[0]
-    assert (one.sigma, one.order) == (uls.sigma, uls.order)
+    uls = individual(group_size=1, cohort_size=20).calibrated(alone, 60, 4.0, 1e-4)[0]
+    one = individual_els(group_size=1, batch_size=20).calibrated(alone, 60, 4.0, 1e-4)[0]
+    assert (one.sigma, one.budget.order) == (uls.sigma, uls.budget.order)
     assert one.event(alone, 60) == uls.event(alone, 60)
     assert one.filter(alone) == uls.filter(alone)
 
@@ -61,14 +61,14 @@ def test_the_target_is_that_of_the_steps_that_a_whole_group_can_pay_for():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"least_steps": 60}, "nobody would ever leave: set it lower, or use mechanism.kind=els"),
-        ({"noise_multiplier": 0.0}, "set it higher, or use mechanism.kind=els"),
+        ({"least_steps": 60}, "nobody would ever leave: set it lower, or let"),
+        ({"noise_multiplier": 0.0}, "set it higher, or let nobody have a budget of their own"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(fields, message):
     fields = {"noise_multiplier": 1.0} | fields
     with pytest.raises(BadInputError, match=re.escape(message)):
-        IndividualELS(group_size=2, batch_size=5, **fields).plan(people(20), steps=60, delta=1e-3)
+        individual_els(group_size=2, batch_size=5, **fields).plan(people(20), steps=60, delta=1e-3)
 
 
 def test_a_column_of_the_name_of_a_bound_is_refused():
@@ -81,7 +81,7 @@ def test_of_one_example_each_it_draws_and_sums_what_individual_does():
     data, _ = of_sizes(60)
     users, examples = (
         taken(made(data, kind=kind, group_size=1, **size)[0])
-        for kind, size in ((Individual, {"cohort_size": 15}), (IndividualELS, {"batch_size": 15}))
+        for kind, size in ((individual, {"cohort_size": 15}), (individual_els, {"batch_size": 15}))
     )
     for (a, x, one), (b, y, other) in zip(users, examples, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -187,7 +187,7 @@ def run(directory, **given):
     try:
         return fit(
             loss_fn=curved, params={"w": jnp.zeros(4)}, data=people(60), optimizer=optax.adam(0.1),
-            mechanism=IndividualELS(group_size=2, batch_size=20, refresh=3, least_steps=4),
+            mechanism=individual_els(group_size=2, batch_size=20, refresh=3, least_steps=4),
             run_dir=held, **given,
         )  # fmt: skip
     finally:
@@ -215,9 +215,9 @@ def test_a_run_that_died_goes_on_bit_for_bit(tmp_path, monkeypatch):
 def test_records_of_several_owners_are_refused():
     population = Population(100, 500, 400, shared=True)
     with pytest.raises(BadInputError, match=r"use mechanism[.]kind=els or owner_sets"):
-        IndividualELS(group_size=4, batch_size=20).calibrate(population, 60, 4.0, 1e-4)
+        individual_els(group_size=4, batch_size=20).calibrate(population, 60, 4.0, 1e-4)
 
 
 def test_its_loss_is_that_of_an_example():
-    mechanism = IndividualELS(group_size=4, batch_size=20)
-    assert mechanism.unit_loss(loss_fn) is loss_fn
+    mechanism = individual_els(group_size=4, batch_size=20)
+    assert mechanism.participation.unit_loss(loss_fn) is loss_fn

@@ -19,7 +19,7 @@ from scipy import stats
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import BLT, ULS, Allocation, BandMF, Population, Truncated
+from dpfl_jax.mechanisms import Population, allocation, bandmf, blt, truncated, uls
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.noise import buffered_column
@@ -32,11 +32,11 @@ STEPS = {"local_learning_rate": 0.3, "local_batch_size": 2, "local_epochs": 2}
 BUFFERS = {"decays": (0.75, 0.25), "scales": (0.5, 0.125)}
 COLUMN = (0.75, 0.5, 0.4375)
 KINDS = {
-    "uls": (ULS, {}),
-    "blt": (BLT, BUFFERS),
-    "bandmf": (BandMF, {"bands": 3, "strategy": COLUMN}),
-    "allocation": (Allocation, {}),
-    "truncated": (Truncated, {"cohort_cap": 40}),
+    "uls": (uls, {}),
+    "blt": (blt, BUFFERS),
+    "bandmf": (bandmf, {"bands": 3, "strategy": COLUMN}),
+    "allocation": (allocation, {}),
+    "truncated": (truncated, {"cap": 40}),
 }
 
 
@@ -46,7 +46,7 @@ def loss_fn(params, example):
 
 def device(**fields):
     given = {"group_size": GROUP, "cohort_size": 3, "clip_norm": CLIP, "noise_multiplier": 1.0}
-    return ULS(**given | fields)
+    return uls(**given | fields)
 
 
 def units_of(users=6, seed=0):
@@ -123,7 +123,7 @@ def test_a_run_of_one_local_step_is_a_run_of_uls():
     """The same draws and noise: parameters to rounding, from plans to the optimiser."""
 
     def run(**fields):
-        made = ULS(group_size=2, cohort_size=20, **fields)
+        made = uls(group_size=2, cohort_size=20, **fields)
         return fit(
             loss_fn=lambda p, e: jnp.sum((p["w"] - e["x"]) ** 2), params={"w": jnp.zeros(4)},
             data=people(60), mechanism=made, optimizer=optax.sgd(0.5), steps=6, epsilon=8.0,
@@ -174,7 +174,7 @@ def test_turns_are_kept_whoever_drops_out():
     """200 patterns of dropouts: gaps and counts as accounted, and no row moves further."""
     steps, population = 24, Population(200, 400, 200)
     rng = np.random.default_rng(0)
-    made = BLT(group_size=2, cohort_size=50, noise_multiplier=1.0, **STEPS).for_steps(
+    made = blt(group_size=2, cohort_size=50, noise_multiplier=1.0, **STEPS).for_steps(
         population, steps
     )
     sampler = made.sampler(np.arange(201) * 2, RootKey.from_seed(0))
@@ -183,7 +183,7 @@ def test_turns_are_kept_whoever_drops_out():
         taken[sampler.draw(t).units, t] = 1.0
     assert set(taken.sum(axis=1)) == {6.0}
     accounted = 1 / made.event(population, steps).noise_multiplier
-    matrix = buffered_matrix(made.chosen, steps)
+    matrix = buffered_matrix(made.noise.chosen, steps)
     for present in (taken, taken * (rng.random(taken.shape) < 0.6)):
         assert np.linalg.norm(present @ matrix.T, axis=1).max() <= accounted
         for row in present:
@@ -192,7 +192,7 @@ def test_turns_are_kept_whoever_drops_out():
             assert (gaps % 4 == 0).all()
     assert np.linalg.norm(taken @ matrix.T, axis=1).max() == pytest.approx(accounted, rel=1e-6)
     # BandMF: never at two turns that its bands reach together.
-    made = BandMF(group_size=2, cohort_size=20, bands=4, **STEPS)
+    made = bandmf(group_size=2, cohort_size=20, bands=4, **STEPS)
     sampler = made.sampler(np.arange(201) * 2, RootKey.from_seed(0))
     drawn = [sampler.draw(t).units for t in range(steps)]
     for t in range(steps):
@@ -215,7 +215,7 @@ def test_local_steps_cost_what_steps_cost(kind):
         told.sampling
     )
     if kind == "blt":  # Balle and Wang 2018, equation (6)
-        column = buffered_column(local.chosen, 30)
+        column = buffered_column(local.noise.chosen, 30)
         mu = np.linalg.norm(column + np.r_[np.zeros(10), column[:20]] + np.r_[
             np.zeros(20), column[:10]
         ]) / 8.0  # fmt: skip

@@ -7,15 +7,15 @@ import pytest
 from neighbours import removed
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
 from dpfl_jax.models import LanguageModel, TransformerConfig, attention, transformer
 
 GROUP, LENGTH, VOCAB, CLIP = 2, 20, 16, 0.3
 UNITS = {
-    "els": ELS(batch_size=8, group_size=1, clip_norm=CLIP, noise_multiplier=0.5),
-    "uls": ULS(group_size=GROUP, cohort_size=8, clip_norm=CLIP, noise_multiplier=0.5),
+    "els": els(batch_size=8, group_size=1, clip_norm=CLIP, noise_multiplier=0.5),
+    "uls": uls(group_size=GROUP, cohort_size=8, clip_norm=CLIP, noise_multiplier=0.5),
 }
 
 

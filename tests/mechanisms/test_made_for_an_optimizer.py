@@ -16,7 +16,7 @@ from dpfl_jax import Hooks, Pace, fit
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import BLT, ULS, BandedInverse, BandMF
+from dpfl_jax.mechanisms import banded_inverse, bandmf, blt, uls
 from dpfl_jax.noise import PREFIX_SUMS, inverse_strategy, strategy, workload_of
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.central_run import prepare
@@ -24,9 +24,9 @@ from dpfl_jax.training.optimizers import build_optimizer
 
 STEPS = 12
 KINDS = {
-    "bandmf": (BandMF, {"bands": 3}, lambda m: banded_matrix(m.column, STEPS)),
-    "blt": (BLT, {}, lambda m: buffered_matrix(m.chosen, STEPS)),
-    "banded_inverse": (BandedInverse, {}, lambda m: inverse_banded_matrix(m.chosen, STEPS)),
+    "bandmf": (bandmf, {"bands": 3}, lambda m: banded_matrix(m.noise.column, STEPS)),
+    "blt": (blt, {}, lambda m: buffered_matrix(m.noise.chosen, STEPS)),
+    "banded_inverse": (banded_inverse, {}, lambda m: inverse_banded_matrix(m.noise.chosen, STEPS)),
 }
 
 
@@ -61,11 +61,11 @@ def test_noise_of_the_last_parameters_is_what_is_foretold(kind):
 
 
 def test_a_plan_has_the_noise_of_its_optimiser_and_others_have_that_of_sums():
-    made = BandedInverse(group_size=1, cohort_size=20, noise_multiplier=1.0)
+    made = banded_inverse(group_size=1, cohort_size=20, noise_multiplier=1.0)
     data = people(60)
 
     def taken(**given):
-        return made.plan(data, steps=STEPS, delta=1e-5, **given).mechanism.taken
+        return made.plan(data, steps=STEPS, delta=1e-5, **given).mechanism.noise.taken
 
     plain = inverse_strategy(3, STEPS, 3)
     own = inverse_strategy(3, STEPS, 3, workload_of(optimizer_of(), STEPS))
@@ -74,24 +74,24 @@ def test_a_plan_has_the_noise_of_its_optimiser_and_others_have_that_of_sums():
     for other in ({}, {"optimizer": optax.adam(0.1)}, {"optimizer": optax.sgd(0.1)}):
         assert taken(**other) == plain
     # A strategy that is given stays; independent noise has none.
-    given = BandMF(group_size=1, cohort_size=10, bands=2, strategy=(1.0, 0.5), noise_multiplier=1.0)
+    given = bandmf(group_size=1, cohort_size=10, bands=2, strategy=(1.0, 0.5), noise_multiplier=1.0)
     plan = given.plan(data, steps=STEPS, delta=1e-5, optimizer=optimizer_of())
     assert plan.mechanism == given
-    uls = ULS(group_size=1, cohort_size=10, noise_multiplier=1.0)
-    assert uls.plan(data, steps=STEPS, delta=1e-5, optimizer=optimizer_of()).mechanism == uls
+    plain = uls(group_size=1, cohort_size=10, noise_multiplier=1.0)
+    assert plain.plan(data, steps=STEPS, delta=1e-5, optimizer=optimizer_of()).mechanism == plain
     with pytest.raises(BadInputError, match="optimizer"):
-        uls.plan(data, steps=STEPS, delta=1e-5, optimizer="sgd")
+        plain.plan(data, steps=STEPS, delta=1e-5, optimizer="sgd")
 
 
 def test_the_strategy_is_in_what_a_plan_states_and_epsilon_is_what_was_asked_for():
-    made = BLT(group_size=1, cohort_size=20)
+    made = blt(group_size=1, cohort_size=20)
     data = people(60)
     plans = [
         made.plan(data, steps=STEPS, epsilon=3.0, delta=1e-5, optimizer=optimizer)
         for optimizer in (None, optimizer_of())
     ]
     assert plans[0].digest != plans[1].digest
-    assert plans[1].stated["mechanism"]["decays"] == list(plans[1].mechanism.decays)
+    assert plans[1].stated["mechanism"]["decays"] == list(plans[1].mechanism.noise.decays)
     for plan in plans:
         assert 2.99 < plan.guarantee().epsilon <= 3.0
 
@@ -100,7 +100,7 @@ def test_the_strategy_is_in_what_a_plan_states_and_epsilon_is_what_was_asked_for
 def test_a_run_goes_on_with_its_schedule_alone(tmp_path):
     """Another schedule is another strategy, and another computation: both are refused."""
     data, params = people(60), {"w": jnp.zeros(4)}
-    made = BandMF(group_size=1, cohort_size=15, bands=3)
+    made = bandmf(group_size=1, cohort_size=15, bands=3)
 
     def go_on(optimizer, planned, hooks=None):
         plan = made.plan(data, steps=STEPS, epsilon=3.0, delta=1e-3, optimizer=planned)
@@ -145,7 +145,7 @@ def test_a_file_need_not_say_twice_what_its_optimiser_is(tmp_path, capsys):
     ):
         file.write_text(yaml.safe_dump(CONFIG | {"optimizer": optimizer}))
         ready = prepare(load_config(str(file)), Console(quiet=True))
-        assert ready.mechanism.strategy == strategy(3, STEPS, workload)
+        assert ready.mechanism.noise.strategy == strategy(3, STEPS, workload)
         assert main(["train", str(file), "--dry-run", "--json"]) == 0
         told = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert told["noise_multiplier"] == ready.mechanism.noise_multiplier

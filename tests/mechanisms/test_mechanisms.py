@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from dpfl_jax.accounting import IDEALISED, epsilon
+from dpfl_jax.clipping import Normalized, PerLayer
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS, NonPrivate, mean_of_examples
+from dpfl_jax.mechanisms import els, mean_of_examples, non_private, uls
 from dpfl_jax.randomness import RootKey
 
 OFFSETS = np.cumsum([0, 1, 4, 9, 2, 6])
@@ -17,7 +18,7 @@ KEY = RootKey.from_seed(0)
 
 
 def test_els_limits_once_and_samples_what_it_accounts():
-    mechanism = ELS(group_size=3, batch_size=4, noise_multiplier=1.0)
+    mechanism = els(group_size=3, batch_size=4, noise_multiplier=1.0)
     population = mechanism.population(OFFSETS)
     assert (population.num_users, population.num_examples, population.num_units) == (5, 22, 12)
     sampler = mechanism.sampler(OFFSETS, KEY)
@@ -32,7 +33,7 @@ def test_els_limits_once_and_samples_what_it_accounts():
 
 
 def test_uls_samples_users():
-    mechanism = ULS(group_size=2, cohort_size=2, noise_multiplier=1.0)
+    mechanism = uls(group_size=2, cohort_size=2, noise_multiplier=1.0)
     population = mechanism.population(OFFSETS)
     assert population.num_units == 5
     sampler = mechanism.sampler(OFFSETS, KEY)
@@ -42,7 +43,7 @@ def test_uls_samples_users():
 
 
 def test_declared_probabilities_do_not_depend_on_the_data():
-    mechanism = ULS(group_size=2, cohort_size=3, sampling_prob=0.25, noise_multiplier=1.0)
+    mechanism = uls(group_size=2, cohort_size=3, sampling_prob=0.25, noise_multiplier=1.0)
     assert mechanism.sampler(OFFSETS, KEY).scheme.prob == 0.25
     assert mechanism.divisor == 3.0
 
@@ -50,7 +51,7 @@ def test_declared_probabilities_do_not_depend_on_the_data():
 @pytest.mark.nightly("els")
 @pytest.mark.parametrize(
     "mechanism",
-    [ELS(group_size=3, batch_size=4), ULS(group_size=2, cohort_size=2)],
+    [els(group_size=3, batch_size=4), uls(group_size=2, cohort_size=2)],
     ids=lambda m: m.kind,
 )
 def test_calibration_meets_the_target_from_below(mechanism):
@@ -69,17 +70,18 @@ def test_calibration_meets_the_target_from_below(mechanism):
 
 
 def test_noise_follows_the_rule_s_sensitivity():
-    standard = ULS(group_size=1, cohort_size=2, clip_norm=0.3, noise_multiplier=2.0)
+    standard = uls(group_size=1, cohort_size=2, clip_norm=0.3, noise_multiplier=2.0)
     assert standard.noise_stddev == pytest.approx(0.6)
-    assert dataclasses.replace(standard, clipping="per_layer").noise_stddev == standard.noise_stddev
-    normalized = dataclasses.replace(standard, clipping="normalized")
+    apart = dataclasses.replace(standard, clip=PerLayer(0.3))
+    assert apart.noise_stddev == standard.noise_stddev
+    normalized = dataclasses.replace(standard, clip=Normalized(0.3))
     assert normalized.noise_stddev == pytest.approx(2.0)
 
 
 def test_default_delta_is_the_paper_s():
     """135,818,730 examples: 1.13e-9 (Charles et al. 2024, section 5.1)."""
     population = dataclasses.replace(
-        NonPrivate(batch_size=1).population(OFFSETS), num_examples=135_818_730
+        non_private(batch_size=1).population(OFFSETS), num_examples=135_818_730
     )
     assert population.default_delta() == pytest.approx(1.1317e-9, rel=1e-4)
 
@@ -98,26 +100,26 @@ def test_a_user_s_loss_is_the_mean_over_their_own_examples():
 def test_units_of_users_carry_the_mask_of_their_examples():
     mask = np.array([[[True, True, False], [True, False, False]]])
     examples = {"x": np.arange(6.0).reshape(1, 2, 3)}
-    users = ULS(group_size=3, cohort_size=3).units(examples, mask)
+    users = uls(group_size=3, cohort_size=3).units(examples, mask)
     assert users["examples"] is examples
     assert users["mask"] is mask
-    assert ELS(group_size=3, batch_size=3).units(examples, None) is examples
+    assert els(group_size=3, batch_size=3).units(examples, None) is examples
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ELS(group_size=0, batch_size=1), "group_size"),
-        (lambda: ELS(group_size=1, batch_size=0), "batch_size"),
-        (lambda: ULS(group_size=1, cohort_size=-2), "cohort_size"),
-        (lambda: ULS(group_size=1, cohort_size=2, clip_norm=0), "clip_norm"),
-        (lambda: ULS(group_size=1, cohort_size=2, clipping="hard"), "clipping"),
-        (lambda: ULS(group_size=1, cohort_size=2, noise_multiplier=-1), "noise_multiplier"),
-        (lambda: ULS(group_size=1, cohort_size=2, noise_multiplier=1e7), "at most 1e\\+06"),
-        (lambda: ULS(group_size=1, cohort_size=2, noise="none"), "'exact' or 'float'"),
-        (lambda: ULS(group_size=1, cohort_size=2, sampling_prob=1.5), "sampling probability"),
-        (lambda: ULS(group_size=1, cohort_size=9).sampler(OFFSETS, KEY), "sampling probability"),
-        (lambda: ULS(group_size=1, cohort_size=2).noise_stddev, "no noise multiplier"),
+        (lambda: els(group_size=0, batch_size=1), "group_size"),
+        (lambda: els(group_size=1, batch_size=0), "batch_size"),
+        (lambda: uls(group_size=1, cohort_size=-2), "cohort_size"),
+        (lambda: uls(group_size=1, cohort_size=2, clip_norm=0), "clip_norm"),
+        (lambda: uls(group_size=1, cohort_size=2, clipping="hard"), "clipping"),
+        (lambda: uls(group_size=1, cohort_size=2, noise_multiplier=-1), "noise_multiplier"),
+        (lambda: uls(group_size=1, cohort_size=2, noise_multiplier=1e7), "at most 1e\\+06"),
+        (lambda: uls(group_size=1, cohort_size=2, arithmetic="none"), "'exact' or 'float'"),
+        (lambda: uls(group_size=1, cohort_size=2, sampling_prob=1.5), "sampling probability"),
+        (lambda: uls(group_size=1, cohort_size=9).sampler(OFFSETS, KEY), "sampling probability"),
+        (lambda: uls(group_size=1, cohort_size=2).noise_stddev, "no noise multiplier"),
     ],
 )
 def test_bad_fields_are_one_sentence(make, message):

@@ -16,7 +16,7 @@ from dpfl_jax.config.execution import Execution
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.packing import Shape, packed
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
@@ -28,8 +28,8 @@ from dpfl_jax.training.central import Central
 
 VOCAB, LENGTH, CLIP = 16, 24, 0.3
 MECHANISMS = {
-    "uls": ULS(group_size=5, cohort_size=20, clip_norm=CLIP, noise_multiplier=0.5),
-    "els": ELS(group_size=4, batch_size=40, clip_norm=CLIP, noise_multiplier=0.5),
+    "uls": uls(group_size=5, cohort_size=20, clip_norm=CLIP, noise_multiplier=0.5),
+    "els": els(group_size=4, batch_size=40, clip_norm=CLIP, noise_multiplier=0.5),
 }
 
 

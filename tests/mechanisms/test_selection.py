@@ -24,7 +24,7 @@ from dpfl_jax.accounting.event_types import ApproximateDpEvent, OneOfDpEvent
 from dpfl_jax.accounting.renyi import ORDERS, renyi_divergences
 from dpfl_jax.accounting.serialize import from_json, to_json
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS, Allocation, BandMF, Population
+from dpfl_jax.mechanisms import Independent, Population, allocation, bandmf, els, uls
 from dpfl_jax.mechanisms.selection import RunCount, Selection, Trained, restate
 from dpfl_jax.noise.exact import whole_number
 from dpfl_jax.noise.table import STDDEV
@@ -35,14 +35,14 @@ PEOPLE = Population(num_users=400, num_examples=2000, num_units=400)
 SHAPES = [0.0, 0.5, 1.0]
 
 
-def uls(cohort=20, steps=30):
-    return Trained(ULS(group_size=3, cohort_size=cohort, noise_multiplier=1.0), PEOPLE, steps)
+def of_users(cohort=20, steps=30):
+    return Trained(uls(group_size=3, cohort_size=cohort, noise_multiplier=1.0), PEOPLE, steps)
 
 
 def selection(*cells, runs=None, epsilon=4.0, delta=DELTA, bound=3.0, held_out=50):
     runs = runs or RunCount(10.0)
     return Selection.calibrated(
-        cells or [uls()], runs, bound, held_out, epsilon=epsilon, delta=delta
+        cells or [of_users()], runs, bound, held_out, epsilon=epsilon, delta=delta
     )
 
 
@@ -176,10 +176,10 @@ def test_of_several_cells_the_largest_divergence_counts_order_by_order():
 
 
 def test_noise_is_found_for_the_whole():
-    bands = BandMF(group_size=3, cohort_size=10, bands=2, strategy=(0.8, 0.6))
+    bands = bandmf(group_size=3, cohort_size=10, bands=2, strategy=(0.8, 0.6))
     limited = Population(num_users=400, num_examples=2000, num_units=1200)
-    examples = Trained(ELS(group_size=4, batch_size=30), limited, 30)
-    made = selection(uls(), uls(cohort=60), Trained(bands, PEOPLE, 60), examples)
+    examples = Trained(els(group_size=4, batch_size=30), limited, 30)
+    made = selection(of_users(), of_users(cohort=60), Trained(bands, PEOPLE, 60), examples)
     assert 0.999 * 4.0 < made.epsilon <= 4.0
     assert made.epsilon == epsilon(made.event, DELTA, accountant="rdp")
 
@@ -197,14 +197,14 @@ def test_noise_is_found_for_the_whole():
         assert epsilon(cell.event(), DELTA) < 2.8  # a run costs less than the best of many
         assert made.noised(cell.mechanism, cell.steps) == cell.mechanism
     # Where all cells cost alike none of them pays for another.
-    same = selection(uls(), epsilon=2.0)
+    same = selection(of_users(), epsilon=2.0)
     assert best(same.cells[0].event()) > 0.999 * 2.0
     with pytest.raises(BadInputError, match=r"kind=allocation no Renyi.*kind=uls, els or bandmf"):
-        selection(Trained(Allocation(group_size=3, cohort_size=20), PEOPLE, 30))
+        selection(Trained(allocation(group_size=3, cohort_size=20), PEOPLE, 30))
 
 
 def test_the_statement_holds_and_says_what_it_rests_on():
-    made = selection(uls(), uls(cohort=60))
+    made = selection(of_users(), of_users(cohort=60))
     stated = made.statement(("a caveat of the run",))
     assert stated.privacy.epsilon == made.epsilon
     found, own = statement.differences(stated, restate)
@@ -225,8 +225,8 @@ def test_the_statement_holds_and_says_what_it_rests_on():
 
 
 def test_noise_is_told_as_that_of_the_cell_whose_noise_says_least():
-    exact = uls()
-    single = dataclasses.replace(exact.mechanism, noise="float")
+    exact = of_users()
+    single = dataclasses.replace(exact.mechanism, noise=Independent(arithmetic="float"))
     cells = exact, dataclasses.replace(exact, mechanism=single)
     for some, drawn in ((cells, "float"), (cells[::-1], "float"), (cells[:1], "exact")):
         made = Selection(some, RunCount(10.0), 3.0, 50, DELTA, 5.0).statement()
@@ -361,7 +361,7 @@ def test_an_attack_on_10000_sweeps_never_refutes_the_claim_and_sees_a_fixed_numb
 
 def test_whose_event_is_whose():
     """Of who is trained on that of all cells' steps; of who is held out that of a score."""
-    made = selection(uls(), uls(cohort=60))
+    made = selection(of_users(), of_users(cohort=60))
     trained, held_out = made.event.events
     assert trained.event == OneOfDpEvent(tuple(cell.event() for cell in made.cells))
     assert all(isinstance(event, SelfComposedDpEvent) for event in trained.event.events)

@@ -19,8 +19,8 @@ import dpfl_jax as dpfl
 from dpfl_jax import accounting
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.owners import store_of
-from dpfl_jax.mechanisms.base import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
+from dpfl_jax.mechanisms.mechanism import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
@@ -228,8 +228,8 @@ def loss_fn(params, example):
 
 
 MECHANISMS = [
-    dpfl.ELS(group_size=3, batch_size=6, clip_norm=0.5, noise_multiplier=1.0),
-    dpfl.OwnerSets(
+    dpfl.els(group_size=3, batch_size=6, clip_norm=0.5, noise_multiplier=1.0),
+    dpfl.owner_sets(
         group_size=2, cohort_size=3, sets_per_user=2, clip_norm=0.5, noise_multiplier=1.0
     ),
 ]
@@ -338,7 +338,7 @@ def test_the_guarantee_says_what_it_is_of():
         assert plan.population.num_examples == 33
         assert plan.bounding.limit == limit
     # A bounded store is bounded again by another plan's own limit.
-    again = dpfl.ELS(group_size=1, batch_size=2, noise_multiplier=1.0)
+    again = dpfl.els(group_size=1, batch_size=2, noise_multiplier=1.0)
     assert again.plan(plan.data, steps=1, delta=1e-5).bounding.limit == 1
     # Sets that were taken out of their store are sets still.
     assert again.plan(store().sets, steps=1, delta=1e-5).bounding.limit == 1

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpfl_jax.clipping import SelfCheckError, convolutions
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
-from dpfl_jax.mechanisms import ELS, ULS, sum_check
+from dpfl_jax.mechanisms import els, sum_check, uls
 from dpfl_jax.mechanisms.batches import training_pipeline
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
@@ -22,7 +22,7 @@ from dpfl_jax.randomness import RootKey
 from dpfl_jax.training import central
 
 GROUP = 3
-MECHANISM = ULS(group_size=GROUP, cohort_size=4.0, clip_norm=0.1, noise_multiplier=1.0)
+MECHANISM = uls(group_size=GROUP, cohort_size=4.0, clip_norm=0.1, noise_multiplier=1.0)
 SAMPLER = MECHANISM.sampler(np.arange(6), RootKey.from_seed(0))
 
 
@@ -175,8 +175,8 @@ def convolved(params, example):
     return jnp.sum(jnp.tanh(y) ** 2)
 
 
-def train(mesh, kind=ELS, steps=3, **options):
-    size = {"cohort_size": 12.0} if kind is ULS else {"batch_size": 12.0}
+def train(mesh, kind=els, steps=3, **options):
+    size = {"cohort_size": 12.0} if kind is uls else {"batch_size": 12.0}
     return fit(
         loss_fn=convolved,
         params={"w": np.random.default_rng(0).normal(size=(3, 4, 8)).astype("f4")},
@@ -194,8 +194,8 @@ def train(mesh, kind=ELS, steps=3, **options):
 
 WAYS = [
     {"strategy": "scan"},
-    {"kind": ULS, "examples_at_once": 1},
-    {"kind": ULS, "split_users": True},
+    {"kind": uls, "examples_at_once": 1},
+    {"kind": uls, "split_users": True},
 ]
 
 
@@ -207,7 +207,7 @@ def test_a_run_with_convolutions_trains_as_on_one_device_or_not_at_all(way, monk
         central, "make_train_step", lambda *a, **k: made.append(make(*a, **k)) or made[-1]
     )
     mesh = make_mesh(data=2, fsdp=2, tensor=2)
-    want = train(make_mesh(devices=jax.devices()[:1]), way.get("kind", ELS))
+    want = train(make_mesh(devices=jax.devices()[:1]), way.get("kind", els))
     got = train(mesh, **way)
     np.testing.assert_allclose(got.params["w"], want.params["w"], atol=1e-4)  # steps of 0.1
     assert got.params["w"].sharding.is_fully_replicated

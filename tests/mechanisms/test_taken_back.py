@@ -1,6 +1,5 @@
 """Noise that later steps take back: what a user adds to rows, what it costs, how a run goes on."""
 
-import dataclasses
 import shutil
 
 import jax
@@ -17,7 +16,7 @@ from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
-from dpfl_jax.mechanisms import BLT, BandedInverse, BandMF, Population
+from dpfl_jax.mechanisms import Population, banded_inverse, bandmf, blt
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
@@ -27,9 +26,9 @@ DECAYS, SCALES = (0.75, 0.25), (0.5, 0.125)
 TAKEN = (0.5, 0.25)
 PEOPLE = Population(100, 200, 100)
 MADE = {
-    "bandmf": (BandMF, {"bands": 3, "strategy": COLUMN}),
-    "blt": (BLT, {"decays": DECAYS, "scales": SCALES}),
-    "banded_inverse": (BandedInverse, {"taken": TAKEN}),
+    "bandmf": (bandmf, {"bands": 3, "strategy": COLUMN}),
+    "blt": (blt, {"decays": DECAYS, "scales": SCALES}),
+    "banded_inverse": (banded_inverse, {"taken": TAKEN}),
 }
 MATRIX = {
     "bandmf": lambda steps: banded_matrix(COLUMN, steps),
@@ -80,8 +79,8 @@ def test_epsilon_midway_is_that_of_the_turns_so_far(kind):
 def rows_of(kind, data, steps, devices):
     """What is noised at each step, [steps, 4]: the library's release without noise, times K."""
     # BandMF draws within the group whose turn it is: here all of it.
-    prob = 1.0 if kind == "bandmf" else 1 / 3
-    mechanism = made(kind, sampling_prob=prob, clip_norm=0.5, noise_multiplier=0.0)
+    rate = {"sampling_prob": 1.0} if kind == "bandmf" else {"period": 3}
+    mechanism = made(kind, **rate, clip_norm=0.5, noise_multiplier=0.0)
     mesh = make_mesh(data=devices, devices=jax.devices()[:devices])
     plan = mechanism.plan(data, steps=steps, delta=1e-5, mesh=mesh)
     params = {"w": jnp.zeros(4)}
@@ -177,17 +176,17 @@ def test_a_release_under_attack_stands_and_is_seen_through_its_noise(kind, seen)
 
 def test_a_plan_chooses_what_is_taken_back_and_keeps_it():
     for kind, chosen in (("blt", "decays"), ("banded_inverse", "taken")):
-        empty = dataclasses.replace(made(kind, cohort_size=21), **dict.fromkeys(MADE[kind][1]))
-        assert empty.once_in(PEOPLE) == 5
+        empty = made(kind, cohort_size=21, horizon=None, **dict.fromkeys(MADE[kind][1]))
+        assert empty.scheme(PEOPLE).period == 5
         assert empty.is_stateful(PEOPLE)
-        with pytest.raises(BadInputError, match="or horizon yet"):
-            empty.noise_transform()
+        with pytest.raises(BadInputError, match=r"(horizon|buffers|bands) yet"):
+            empty.matrix(40)
         planned = empty.calibrate(PEOPLE, 40, 4.0, 1e-5)
-        assert (planned.horizon, len(getattr(planned, chosen))) == (40, 2)
+        assert (planned.noise.horizon, len(getattr(planned.noise, chosen))) == (40, 2)
         assert 3.99 < epsilon(planned.event(PEOPLE, 40), 1e-5) <= 4.0
         # It stays when it is planned again; another separation has another.
         assert planned.for_steps(PEOPLE, 30) == planned
         elsewhere = empty.for_steps(Population(1000, 2000, 1000), 40)
-        assert getattr(elsewhere, chosen) != getattr(planned, chosen)
+        assert getattr(elsewhere.noise, chosen) != getattr(planned.noise, chosen)
         with pytest.raises(BadInputError, match="horizon is 40: raise it"):
             planned.event(PEOPLE, 41)

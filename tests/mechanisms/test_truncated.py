@@ -6,7 +6,7 @@ from scipy import stats
 
 from dpfl_jax.accounting import epsilon, events
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ULS, Population, Truncated
+from dpfl_jax.mechanisms import Population, truncated, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Poisson, TruncatedPoisson
 
@@ -37,21 +37,22 @@ def test_draws_are_poisson_s_cut_at_random():
 def test_the_event_is_that_of_one_user_more_and_a_high_cap_costs_nothing():
     population = Population(1000, 2000, 1000)
     made = {
-        cap: Truncated(group_size=2, cohort_size=64, cohort_cap=cap, noise_multiplier=1.0)
+        cap: truncated(group_size=2, cohort_size=64, cap=cap, noise_multiplier=1.0)
         for cap in (64, 96, 128)
     }
     assert made[96].event(population, 5) == events.truncated_poisson(1.0, 0.064, 1001, 96, 5)
     found = {cap: epsilon(m.event(population, 100), 1e-6) for cap, m in made.items()}
-    plain = ULS(group_size=2, cohort_size=64, noise_multiplier=1.0).event(population, 100)
+    plain = uls(group_size=2, cohort_size=64, noise_multiplier=1.0).event(population, 100)
     assert found[64] > 1.5 * found[96] > 1.5 * found[128]
     assert found[128] == pytest.approx(epsilon(plain, 1e-6), rel=1e-4)
     assert found[128] >= epsilon(plain, 1e-6)
 
 
 def test_a_cap_for_a_budget_and_one_that_is_too_small():
-    made = Truncated.at_budget(256.0, 4)
-    assert (made.cohort_size, made.cohort_cap, made.divisor) == (64, 96, 64)
-    with pytest.raises(BadInputError, match="cohort_cap is 10, less than the expected 20 users"):
-        Truncated(group_size=1, cohort_size=20, cohort_cap=10)
+    made = truncated(group_size=4, cohort_size=64)
+    population = Population(1000, 4000, 1000)
+    assert made.scheme(population) == TruncatedPoisson(0.064, 96)
+    with pytest.raises(BadInputError, match="cap of a draw is 10, less than the expected 20"):
+        truncated(group_size=1, cohort_size=20, cap=10).scheme(population)
     with pytest.raises(BadInputError, match="cap of a draw is 0"):
         TruncatedPoisson(0.5, 0)

@@ -12,8 +12,9 @@ from neighbours import people
 from noising import KEY, inverse_banded_matrix, released
 from runs import went_on_bit_for_bit
 
+from dpfl_jax import mechanisms
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import BandedInverse, Population
+from dpfl_jax.mechanisms import Population
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.noise import (
     Noise,
@@ -140,7 +141,9 @@ def loss_fn(params, example):
 
 
 def run(**given):
-    mechanism = BandedInverse(group_size=2, cohort_size=20, bands=3, **given.pop("fields"))
+    mechanism = mechanisms.banded_inverse(
+        group_size=2, cohort_size=20, bands=3, **given.pop("fields")
+    )
     return fit(
         loss_fn=loss_fn, params={"w": jnp.zeros(4)}, data=people(60), mechanism=mechanism,
         optimizer=optax.adam(0.1), steps=8, epsilon=4.0, delta=1e-3, microbatch_size=8, **given,
@@ -180,19 +183,19 @@ def test_a_run_that_died_draws_noise_again_bit_for_bit(tmp_path, monkeypatch):
 
 def test_bands_are_multiples_that_are_drawn_and_accounted():
     population = Population(1000, 2000, 1000)
-    made = BandedInverse(group_size=1, cohort_size=20, bands=4, redrawn=True)
+    made = mechanisms.banded_inverse(group_size=1, cohort_size=20, bands=4, redrawn=True)
     chosen = made.calibrate(population, 200, 4.0, 1e-5)
     best = inverse_strategy(4, 200, 50)
-    assert all(f * 2**16 == int(f * 2**16) for f in chosen.taken)
-    np.testing.assert_allclose(chosen.taken, best, atol=2.0**-16)
-    assert (np.array(chosen.taken) <= best).all()
+    assert all(f * 2**16 == int(f * 2**16) for f in chosen.noise.taken)
+    np.testing.assert_allclose(chosen.noise.taken, best, atol=2.0**-16)
+    assert (np.array(chosen.noise.taken) <= best).all()
     assert chosen.noise_keys == 4
     with pytest.raises(BadInputError, match="all from 0 to 1"):
-        BandedInverse(group_size=1, cohort_size=2, redrawn=True, taken=(0.5, math.nan))
+        mechanisms.banded_inverse(group_size=1, cohort_size=2, redrawn=True, taken=(0.5, math.nan))
 
 
 def test_bands_that_never_forget_and_much_noise_are_one_sentence():
-    made = BandedInverse(
+    made = mechanisms.banded_inverse(
         group_size=1, cohort_size=20, bands=2, taken=(1.0,), horizon=10_000, redrawn=True,
         noise_multiplier=100.0,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import BLT, Allocation, BandedInverse, BandMF, Population
+from dpfl_jax.mechanisms import Population, allocation, banded_inverse, bandmf, blt
 from dpfl_jax.noise import buffered_error, inverse_error, prefix_error, strategy
 from dpfl_jax.planning import (
     Planner,
@@ -112,9 +112,9 @@ def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
     assert 1.98 < p.epsilon_of(option) <= 2.0
 
     def noise(bands):
-        made = BandMF(group_size=4, cohort_size=16, bands=bands)
+        made = bandmf(group_size=4, cohort_size=16, bands=bands)
         made = made.calibrate(Population(1024, 4096, 1024), 64, 2.0, 1e-6)
-        return made.noise_multiplier * prefix_error(made.column, 64) / 16
+        return made.noise_multiplier * prefix_error(made.noise.column, 64) / 16
 
     found = {bands: noise(bands) for bands in (1, 2, 4, 8, 16, 32)}
     assert option.noise == pytest.approx(found[option.bands], rel=1e-5)
@@ -141,8 +141,8 @@ def test_noise_of_turns_is_priced_without_sampling():
     assert "take part in every 6th step" in plan.reason
     least = {}
     for kind, cls, error in (
-        ("blt", BLT, buffered_error),
-        ("banded_inverse", BandedInverse, inverse_error),
+        ("blt", blt, buffered_error),
+        ("banded_inverse", banded_inverse, inverse_error),
     ):
         options = [o for o in plan.options if o.kind == kind]
         assert {o.bands for o in options} == {3 if kind == "banded_inverse" else 1}
@@ -150,7 +150,7 @@ def test_noise_of_turns_is_priced_without_sampling():
             made = cls(group_size=option.group_size, cohort_size=option.size)
             made = made.calibrate(Population(3000, 12000, 3000), 60, 20.0, 1e-6)
             assert option.noise_multiplier == pytest.approx(made.noise_multiplier, rel=2e-5)
-            left = error(made.chosen, 60)
+            left = error(made.noise.chosen, 60)
             assert option.noise == pytest.approx(option.noise_multiplier * left / option.size)
             assert 19.99 < p.epsilon_of(option) <= 20.0
         # Everybody in every step: noise that is taken back costs more.
@@ -179,7 +179,7 @@ def test_allocation_is_priced_where_users_are_sampled_with_the_least_noise():
     (option,) = (o for o in plan.options if o.kind == "allocation")
     uls = min((o for o in plan.options if o.kind == "uls"), key=lambda o: o.noise)
     assert (option.group_size, option.size) == (uls.group_size, uls.size)
-    made = Allocation(group_size=option.group_size, cohort_size=option.size)
+    made = allocation(group_size=option.group_size, cohort_size=option.size)
     made = made.calibrate(Population(1024, 4096, 1024), 16, 2.0, 1e-6)
     assert option.noise_multiplier == pytest.approx(made.noise_multiplier, rel=2e-5)
     assert option.noise == pytest.approx(option.sensitivity * made.noise_multiplier / option.size)

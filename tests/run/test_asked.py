@@ -36,7 +36,7 @@ def every_step(monkeypatch):
 def plan():
     x = np.random.default_rng(0).normal(size=(120, 3)).astype(np.float32)
     data = dpfl.from_arrays({"x": x, "label": x @ TRUE}, [str(i // 3) for i in range(120)])
-    mechanism = dpfl.ULS(group_size=2, cohort_size=15)
+    mechanism = dpfl.uls(group_size=2, cohort_size=15)
     return mechanism.plan(data, steps=STEPS, epsilon=8.0, delta=1e-3)
 
 

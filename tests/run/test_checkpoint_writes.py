@@ -32,7 +32,7 @@ def test_later_steps_in_the_same_buffers_do_not_reach_a_checkpoint_that_is_being
 @pytest.mark.slow
 def test_a_run_that_dies_while_a_checkpoint_is_written_goes_on_from_it(tmp_path):
     data = dpfl.from_arrays({"x": np.random.default_rng(0).normal(size=(60, 3))}, list(range(60)))
-    plan = dpfl.ULS(group_size=1, cohort_size=10).plan(data, steps=8, epsilon=8.0, delta=1e-3)
+    plan = dpfl.uls(group_size=1, cohort_size=10).plan(data, steps=8, epsilon=8.0, delta=1e-3)
 
     def start(name, **hooks):
         return dpfl.fit(

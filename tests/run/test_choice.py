@@ -41,7 +41,7 @@ def loss(params, example):
 
 
 def plan():
-    return dpfl.ULS(group_size=2, cohort_size=30).plan(TRAIN, steps=STEPS, epsilon=8.0, delta=1e-3)
+    return dpfl.uls(group_size=2, cohort_size=30).plan(TRAIN, steps=STEPS, epsilon=8.0, delta=1e-3)
 
 
 def run(run_dir, **pace):

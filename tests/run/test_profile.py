@@ -20,7 +20,7 @@ def loss(params, example):
 
 
 def fit(run_dir, **pace):
-    plan = dpfl.ULS(group_size=1, cohort_size=20).plan(DATA, steps=6, epsilon=8.0, delta=1e-3)
+    plan = dpfl.uls(group_size=1, cohort_size=20).plan(DATA, steps=6, epsilon=8.0, delta=1e-3)
     return dpfl.fit(
         loss, {"w": jnp.zeros(3)}, plan, optax.sgd(0.1), key=dpfl.RootKey.from_seed(0),
         run_dir=run_dir, pace=dpfl.Pace(**pace),

@@ -116,7 +116,7 @@ def test_the_key_of_a_unit_goes_with_the_data(tmp_path):
     store = dpfl.from_rows(rows, user="{a}-{a}", target="y", inputs=["x"])
     store.save(tmp_path / "store")
     for data in (store, dpfl.ArrayStore.load(tmp_path / "store")):
-        plan = dpfl.ULS(group_size=2, cohort_size=3).plan(data, steps=2, epsilon=4.0, delta=1e-3)
+        plan = dpfl.uls(group_size=2, cohort_size=3).plan(data, steps=2, epsilon=4.0, delta=1e-3)
         assert "for each user by key {a}-{a} (" in plan.guarantee().summary()
 
 

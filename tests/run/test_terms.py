@@ -17,7 +17,7 @@ from jax.interpreters import batching
 from dpfl_jax.clipping.isolation import refuse_unseeable
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
+from dpfl_jax.mechanisms import els, non_private, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.terms import computation_digest, refuse_other
@@ -42,7 +42,7 @@ def arguments(**changes):
         "loss_fn": loss_fn,
         "params": {"w": jnp.zeros(4)},
         "data": make_store(),
-        "mechanism": ULS(
+        "mechanism": uls(
             group_size=1, cohort_size=USERS, clip_norm=1.0, noise_multiplier=SIGMA
         ),
         "optimizer": optax.sgd(1.0),
@@ -54,13 +54,13 @@ def arguments(**changes):
 CHANGES = {
     "data": {"data": make_store(changed=9.0)},
     "mechanism.clip_norm": {
-        "mechanism": ULS(group_size=1, cohort_size=USERS, clip_norm=0.5, noise_multiplier=SIGMA)
+        "mechanism": uls(group_size=1, cohort_size=USERS, clip_norm=0.5, noise_multiplier=SIGMA)
     },
     "mechanism.noise_multiplier": {
-        "mechanism": ULS(group_size=1, cohort_size=USERS, clip_norm=1.0, noise_multiplier=3.0)
+        "mechanism": uls(group_size=1, cohort_size=USERS, clip_norm=1.0, noise_multiplier=3.0)
     },
     "mechanism.batch_size": {
-        "mechanism": ELS(group_size=1, batch_size=USERS, clip_norm=1.0, noise_multiplier=SIGMA)
+        "mechanism": els(group_size=1, batch_size=USERS, clip_norm=1.0, noise_multiplier=SIGMA)
     },
     "delta": {"delta": 1e-4},
     "steps": {"steps": 2},
@@ -121,7 +121,7 @@ def test_sampling_is_a_runs_own_too():
     for steps in (20, 21):
         result = fit(
             **arguments(
-                mechanism=ULS(group_size=1, cohort_size=6, noise_multiplier=1.0), steps=steps
+                mechanism=uls(group_size=1, cohort_size=6, noise_multiplier=1.0), steps=steps
             ),
             key=key,
         )
@@ -146,7 +146,7 @@ def test_a_continued_run_is_held_against_what_ran(tmp_path):
 
 def test_a_target_that_falls_later_is_refused(tmp_path):
     """20 steps at epsilon 50 cannot become one more step and a statement of epsilon 1."""
-    loud = {"mechanism": ULS(group_size=1, cohort_size=6), "steps": 20}
+    loud = {"mechanism": uls(group_size=1, cohort_size=6), "steps": 20}
     directory = RunDirectory(tmp_path / "run", {}, "f", None)
     spent = fit(**arguments(**loud), epsilon=50.0, run_dir=directory).guarantee.epsilon
     assert spent > 40
@@ -272,7 +272,7 @@ def test_arrays_of_a_checkpoint_are_sealed(tmp_path):
     """Parameters of another run, put into this one's folder, would be stated as private."""
     for name in ("private", "public"):
         directory = RunDirectory(tmp_path / name, {}, "f", None)
-        changes = {} if name == "private" else {"mechanism": NonPrivate(batch_size=USERS)}
+        changes = {} if name == "private" else {"mechanism": non_private(batch_size=USERS)}
         fit(**arguments(steps=2, **changes), run_dir=directory, checkpoint_every=1)
         directory.close()
     shutil.rmtree(tmp_path / "private" / "checkpoints" / "2")

@@ -52,7 +52,7 @@ def test_what_is_expected_and_bounded():
     scheme = RandomAllocation(25)
     assert scheme.expected_size(1000) == 40
     assert stats.binom.sf(scheme.size_bound(1000, 1e-9), 1000, 0.04) <= 1e-9
-    assert "in one of every 25 steps" in scheme.describe(1000, "users")
+    assert "in exactly one of every 25 steps" in scheme.describe("1000 users", "user")
     for wrong in (0, 2.5, float("nan")):
         with pytest.raises(BadInputError, match=f"period is {wrong}"):
             RandomAllocation(wrong)

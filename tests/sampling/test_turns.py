@@ -51,4 +51,6 @@ def test_what_is_expected_and_told():
     scheme = Cyclic(25)
     assert scheme.expected_size(1000) == 40
     assert stats.binom.sf(scheme.size_bound(1000, 1e-9), 1000, 0.04) <= 1e-9
-    assert scheme.describe(1000, "users") == "each of 1000 users at every 25-th step, in turns"
+    assert scheme.describe("1000 users", "user").startswith(
+        "each of 1000 users at every 25-th step, "
+    )

@@ -16,7 +16,7 @@ from benchmarks import audit as bench
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import kept
-from dpfl_jax.mechanisms import BLT, ELS, ULS, Allocation, BandMF, NonPrivate
+from dpfl_jax.mechanisms import allocation, bandmf, blt, els, non_private, uls
 from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.canaries import WithCanaries, check_fit
@@ -24,11 +24,11 @@ from dpfl_jax.training.central import Central
 
 USERS, EACH, WIDTH, STEPS = 60, 3, 5, 4
 KINDS = {
-    "uls": ULS(group_size=2, cohort_size=30),
-    "els": ELS(group_size=2, batch_size=40),
-    "allocation": Allocation(group_size=2, cohort_size=30),
+    "uls": uls(group_size=2, cohort_size=30),
+    "els": els(group_size=2, batch_size=40),
+    "allocation": allocation(group_size=2, cohort_size=30),
 }
-BANDED = BandMF(group_size=2, cohort_size=15, bands=2, strategy=(0.8, 0.6))
+BANDED = bandmf(group_size=2, cohort_size=15, bands=2, strategy=(0.8, 0.6))
 
 
 def loss(params, example):
@@ -95,7 +95,7 @@ def test_coins_are_the_audits_own_and_designs_do_not_depend_on_people():
     )
     _, here = with_canaries(plan())
     _, again = with_canaries(plan())
-    _, there = with_canaries(ULS(group_size=2, cohort_size=9).plan(other, steps=2, epsilon=1.0))
+    _, there = with_canaries(uls(group_size=2, cohort_size=9).plan(other, steps=2, epsilon=1.0))
     _, drawn = with_canaries(plan(), seed=2)
     np.testing.assert_array_equal(here.inside, again.inside)
     np.testing.assert_array_equal(here.inside, there.inside)
@@ -149,7 +149,7 @@ def test_canaries_show_the_noise_that_was_claimed_and_nothing_else(kind):
 @pytest.mark.nightly
 def test_canaries_with_turns_show_all_turns_together():
     """One number for each: of variance 1, and moved by as much as the rows of its own turns."""
-    made = BLT(group_size=2, cohort_size=20).plan(people(), steps=6, epsilon=4.0, delta=1e-4)
+    made = blt(group_size=2, cohort_size=20).plan(people(), steps=6, epsilon=4.0, delta=1e-4)
     found = fitted(made, 4000).audit
     assert found.seen.shape == (4000, 1)
     outside, inside = (
@@ -202,7 +202,7 @@ def unigram(params, example):
 
 @pytest.mark.slow
 def test_the_final_model_gives_made_up_users_away_if_there_is_no_noise():
-    made = ULS(group_size=1, cohort_size=60, sampling_prob=0.75)
+    made = uls(group_size=1, cohort_size=60, sampling_prob=0.75)
     made = made.plan(words(np.random.default_rng(0)), steps=6, epsilon=0.5, delta=1e-5)
     stated = made.statement(made.guarantee())
 
@@ -223,9 +223,9 @@ def test_the_final_model_gives_made_up_users_away_if_there_is_no_noise():
 
 def test_what_canaries_do_not_fit_is_said():
     audit = dpfl.AuditConfig()
-    with pytest.raises(BadInputError, match="sampling_prob"):
-        check_fit(NonPrivate(batch_size=3), people(), audit)
-    layered = ULS(group_size=2, cohort_size=30, clipping="per_layer", noise_multiplier=1.0)
+    with pytest.raises(BadInputError, match="sampling scheme"):
+        check_fit(non_private(batch_size=3), people(), audit)
+    layered = uls(group_size=2, cohort_size=30, clipping="per_layer", noise_multiplier=1.0)
     with pytest.raises(BadInputError, match="one more: remove the section audit"):
         check_fit(layered, people(), audit)
     with pytest.raises(BadInputError, match="language models"):
@@ -241,7 +241,7 @@ def test_made_up_users_each_say_a_word_of_their_own():
     records = np.zeros(4, schema.record_dtype)
     records["length"] = 8
     store = dpfl.ArrayStore.from_records({"a": records[:2], "b": records[2:]}, schema)
-    made = ULS(group_size=2, cohort_size=1).plan(store, steps=1, epsilon=1.0)
+    made = uls(group_size=2, cohort_size=1).plan(store, steps=1, epsilon=1.0)
 
     def token_loss(params, example):
         return jnp.sum(params[example["tokens"]] * example["mask"])
@@ -268,7 +268,7 @@ def test_runs_of_one_key_with_other_texts_share_no_noise():
     for rows in tokens.values():
         rows["mask"] = np.ones((2, 4), bool)
     store = dpfl.ArrayStore.from_users(tokens.items(), Schema.tokens(4, 9))
-    made = ULS(group_size=1, cohort_size=30).plan(store, steps=2, epsilon=4.0, delta=1e-4)
+    made = uls(group_size=1, cohort_size=30).plan(store, steps=2, epsilon=4.0, delta=1e-4)
 
     def loss(params, example):
         return jnp.mean(params["w"][example["tokens"]] ** 2)
@@ -288,13 +288,13 @@ def test_runs_of_one_key_with_other_texts_share_no_noise():
 
 @pytest.mark.slow
 def test_steps_without_canaries_are_steps():
-    made = ULS(group_size=2, cohort_size=1.0).plan(people(), steps=6, epsilon=4.0, delta=1e-4)
+    made = uls(group_size=2, cohort_size=1.0).plan(people(), steps=6, epsilon=4.0, delta=1e-4)
     result = fitted(made, 100)
     assert result.audit.seen.shape == (100, 6)
 
 
 def test_what_canaries_do_not_fit_is_refused():
-    bad = ULS(group_size=2, cohort_size=30, noise_multiplier=0.0)
+    bad = uls(group_size=2, cohort_size=30, noise_multiplier=0.0)
     audit = dpfl.AuditConfig(canaries=100)
     with pytest.raises(BadInputError, match="noise_multiplier is 0"):
         check_fit(bad, people(), audit)

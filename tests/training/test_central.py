@@ -11,7 +11,7 @@ from fitting import fit_given as fit
 
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
+from dpfl_jax.mechanisms import els, non_private, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 
@@ -37,7 +37,7 @@ def run(mechanism=None, **kwargs):
         "params": {"w": jnp.zeros(3)},
         "data": make_store(),
         "validation": make_store(40, seed=1),
-        "mechanism": mechanism or ULS(group_size=2, cohort_size=50, clip_norm=1.0),
+        "mechanism": mechanism or uls(group_size=2, cohort_size=50, clip_norm=1.0),
         "optimizer": optax.sgd(0.3),
         "steps": 30,
         "epsilon": 8.0,
@@ -52,9 +52,9 @@ def run(mechanism=None, **kwargs):
 @pytest.mark.parametrize(
     "mechanism",
     [
-        ULS(group_size=2, cohort_size=50, clip_norm=1.0),
-        ELS(group_size=3, batch_size=50, clip_norm=1.0),
-        NonPrivate(batch_size=50),
+        uls(group_size=2, cohort_size=50, clip_norm=1.0),
+        els(group_size=3, batch_size=50, clip_norm=1.0),
+        non_private(batch_size=50),
     ],
     ids=lambda m: m.kind,
 )
@@ -178,7 +178,7 @@ def test_a_poisoned_user_never_reaches_the_parameters():
         ({"epsilon": None}, "neither epsilon nor"),
         ({"epsilon": -1.0}, "epsilon"),
         ({"delta": 0.0}, "delta"),
-        ({"mechanism": ULS(group_size=2, cohort_size=5000)}, "sampling probability"),
+        ({"mechanism": uls(group_size=2, cohort_size=5000)}, "sampling probability"),
     ],
 )
 def test_bad_arguments_are_one_sentence(change, message):

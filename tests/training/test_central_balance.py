@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from dpfl_jax.config import validate_config
-from dpfl_jax.mechanisms import BLT, ELS, ULS
+from dpfl_jax.mechanisms import blt, els, uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.central_balance import balance_of_steps
 from dpfl_jax.training.central_run import dry_run
@@ -32,7 +32,7 @@ MECHANISMS = {
 @pytest.mark.parametrize("clipping", ["standard", "normalized"])
 def test_the_noise_of_a_step_is_as_large_as_it_is_said_to_be(clipping):
     """4,000 Gaussians: their norm is within 6 % (5 standard deviations) of what is expected."""
-    mechanism = ULS(
+    mechanism = uls(
         cohort_size=8, group_size=2, clip_norm=0.5, clipping=clipping, noise_multiplier=1.5
     )
     noise, zeros = mechanism.noise_transform(), jnp.zeros(4000)
@@ -47,9 +47,9 @@ def test_the_noise_of_a_step_is_as_large_as_it_is_said_to_be(clipping):
 
 
 def test_noise_that_is_taken_back_is_not_judged():
-    taken_back = BLT(cohort_size=8, group_size=2, noise_multiplier=1.5)
+    taken_back = blt(cohort_size=8, group_size=2, noise_multiplier=1.5)
     assert balance_of_steps(taken_back, 9, 4000) is None
-    assert balance_of_steps(ELS(batch_size=8, group_size=2, noise_multiplier=1.0), 9, 10)
+    assert balance_of_steps(els(batch_size=8, group_size=2, noise_multiplier=1.0), 9, 10)
 
 
 @pytest.mark.parametrize("kind", MECHANISMS)

@@ -14,7 +14,7 @@ from dpfl_jax.clipping import SelfCheckError
 from dpfl_jax.clipping.taps import leaves
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
-from dpfl_jax.mechanisms import ULS
+from dpfl_jax.mechanisms import uls
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.progress import RunConsole
 
@@ -41,7 +41,7 @@ def train(data, cohort=4.0, steps=1, **options):
         loss_fn=loss,
         params={"w": weights * 0.02},
         data=data,
-        mechanism=ULS(group_size=GROUP, cohort_size=cohort, clip_norm=1e-2, noise_multiplier=0.5),
+        mechanism=uls(group_size=GROUP, cohort_size=cohort, clip_norm=1e-2, noise_multiplier=0.5),
         optimizer=optax.sgd(0.0),
         steps=steps,
         delta=1e-3,
@@ -88,7 +88,7 @@ def test_the_check_says_what_it_does_and_how_far_it_is():
     def run(params, example):
         return jnp.square(params["w"].sum() - example["x"][0])
 
-    plan = ULS(group_size=2, cohort_size=2.0, clip_norm=1.0, noise_multiplier=0.5).plan(
+    plan = uls(group_size=2, cohort_size=2.0, clip_norm=1.0, noise_multiplier=0.5).plan(
         users([1, 2] * 4), steps=1, delta=1e-3, execution=dpfl.Execution(group_buckets=True)
     )
     console = Listening(file=io.StringIO())

@@ -17,7 +17,7 @@ from dpfl_jax.clipping import SelfCheckError, convolutions
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.schema import Field
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.mechanisms.batches import training_pipeline
 from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
@@ -32,7 +32,7 @@ LAYOUTS = {
     for d, f, t in [(8, 1, 1), (4, 2, 1), (2, 2, 2), (4, 1, 2), (1, 8, 1), (1, 2, 4)]
 }
 KEY = RootKey.from_seed(0)
-EXAMPLES, USERS = ELS(batch_size=4.0, **COMMON), ULS(cohort_size=4.0, **COMMON)
+EXAMPLES, USERS = els(batch_size=4.0, **COMMON), uls(cohort_size=4.0, **COMMON)
 # How gradients are computed, and of what units.
 OPTIONS = {
     **{s: (EXAMPLES, {"strategy": s}) for s in ("auto", "ghost", "scan", "vmap")},

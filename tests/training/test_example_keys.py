@@ -13,7 +13,7 @@ from fitting import fit_given as fit
 from dpfl_jax.data import ArrayStore, Schema
 from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import ELS, ULS, NonPrivate
+from dpfl_jax.mechanisms import els, non_private, uls
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments, training_pipeline
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings, place
@@ -23,8 +23,8 @@ KEY = RootKey.from_seed(5)
 COUNTS = np.random.default_rng(1).integers(1, 7, 12)
 PARAMS = {"w": np.ones((4, 2), "f4"), "b": np.zeros(2, "f4")}
 # Nothing is clipped, so that sums can be written down.
-ULS_ALL = ULS(group_size=5, cohort_size=9, clip_norm=1e4, noise_multiplier=1.0)
-ELS_ALL = ELS(group_size=5, batch_size=20, clip_norm=1e4, noise_multiplier=1.0)
+ULS_ALL = uls(group_size=5, cohort_size=9, clip_norm=1e4, noise_multiplier=1.0)
+ELS_ALL = els(group_size=5, batch_size=20, clip_norm=1e4, noise_multiplier=1.0)
 
 
 def users(counts, seed):
@@ -90,12 +90,12 @@ def test_each_example_has_its_own_key_on_every_layout(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mechanism", [ELS_ALL, NonPrivate(batch_size=20)], ids=["els", "none"])
+@pytest.mark.parametrize("mechanism", [ELS_ALL, non_private(batch_size=20)], ids=["els", "none"])
 def test_training_draws_and_evaluation_does_not(mechanism):
     """Two steps of plain descent, with noise too small to see; the second has other keys."""
     held_out = users([2, 3], 1)
     if mechanism.private:
-        mechanism = ELS(
+        mechanism = els(
             group_size=5, batch_size=20, clip_norm=1e4, noise_multiplier=1e-12, noise="float"
         )
     result = fit(

@@ -120,7 +120,7 @@ def test_what_fit_trained_comes_back_in_its_own_structure(name, folder, capsys):
     rng = np.random.default_rng(0)
     arrays = {"x": rng.normal(size=(60, 2)).astype(np.float32), "label": np.arange(60) % 2}
     data = dpfl.from_arrays(arrays, [i % 30 for i in range(60)])
-    plan = dpfl.ULS(group_size=2, cohort_size=8).plan(data, steps=2, epsilon=8.0)
+    plan = dpfl.uls(group_size=2, cohort_size=8).plan(data, steps=2, epsilon=8.0)
     result = dpfl.fit(loss, params, plan, optax.sgd(0.1), run_dir=folder / "run", **more)
     told = export(capsys, folder / "run", folder / "out")
     assert told["layout"] == "named"

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from neighbours import removed
 
 from dpfl_jax.clipping import join, split
-from dpfl_jax.mechanisms import ELS, NonPrivate
+from dpfl_jax.mechanisms import els, non_private
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, parameter_shardings
 from dpfl_jax.models import LanguageModel, TransformerConfig
@@ -34,7 +34,7 @@ MODEL = LanguageModel(
     )
 )
 LAYOUTS = {"data": {}, "mixed": {"data": 2, "fsdp": 2, "tensor": 2}, "fsdp": {"fsdp": 8}}
-MECHANISM = ELS(group_size=2, batch_size=20, clip_norm=CLIP, noise_multiplier=0.7)
+MECHANISM = els(group_size=2, batch_size=20, clip_norm=CLIP, noise_multiplier=0.7)
 
 KEYS = RootKey.from_seed(0).words("noise", 0)
 
@@ -124,7 +124,7 @@ def test_without_privacy_the_same_leaves_are_trained():
     trained, frozen = parts(mesh)
     optimizer = optax.sgd(1.0)
     state = init_state(trained, optimizer, mesh)
-    plain = NonPrivate(batch_size=24)
+    plain = non_private(batch_size=24)
     step = make_train_step(plain, MODEL.loss, optimizer, mesh, trainable=is_adapter)
     units, mask, used = buffers()
     new, _ = step(state, units, mask, used, KEYS, frozen)

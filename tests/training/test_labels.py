@@ -27,7 +27,7 @@ def data(label, x=None):
 
 
 def fit(loss, params, store, steps=2, **options):
-    plan = dpfl.ULS(group_size=1, cohort_size=20).plan(store, steps=steps, epsilon=9, delta=1e-3)
+    plan = dpfl.uls(group_size=1, cohort_size=20).plan(store, steps=steps, epsilon=9, delta=1e-3)
     return dpfl.fit(loss, params, plan, optax.sgd(0.1), key=dpfl.RootKey.from_seed(0), **options)
 
 

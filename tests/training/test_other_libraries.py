@@ -26,7 +26,7 @@ def store():
 
 @pytest.fixture(scope="module")
 def plan(store):
-    mechanism = dpfl.ULS(group_size=2, cohort_size=10, clip_norm=1.0)
+    mechanism = dpfl.uls(group_size=2, cohort_size=10, clip_norm=1.0)
     return mechanism.plan(store, steps=STEPS, epsilon=8.0)
 
 
@@ -144,11 +144,11 @@ def test_haiku(plan, want, keyed):
 
 @pytest.mark.nightly
 def test_regression_and_language(store):
-    plan = dpfl.ULS(group_size=2, cohort_size=10).plan(store, steps=1, epsilon=8.0)
+    plan = dpfl.uls(group_size=2, cohort_size=10).plan(store, steps=1, epsilon=8.0)
     got = trained(plan, "regression", {"w": jnp.zeros(6)}, model=lambda p, x: x @ p["w"])
     assert np.isfinite(got["w"]).all()
     texts = dpfl.from_texts([(i % 20, f"text {i}") for i in range(40)], seq_len=8)
-    plan = dpfl.ULS(group_size=1, cohort_size=5).plan(texts, steps=1, epsilon=8.0)
+    plan = dpfl.uls(group_size=1, cohort_size=5).plan(texts, steps=1, epsilon=8.0)
     net = nnx.Sequential(nnx.Embed(259, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 259, rngs=nnx.Rngs(1)))
     example = jax.tree.map(lambda a: a[0], texts.read(np.arange(1)))
     from dpfl_jax.training.modules import named_loss

@@ -207,7 +207,7 @@ def test_arrays_and_modules_of_fit_predict(folder, capsys):
         ("array", dpfl.from_arrays({"x": x, "label": 1 * (x[:, 0] > 0)}, users),
          params, {"model": net}, {"model": net}, x),
     ):  # fmt: skip
-        plan = dpfl.ULS(group_size=2, cohort_size=8).plan(data, steps=2, epsilon=8.0)
+        plan = dpfl.uls(group_size=2, cohort_size=8).plan(data, steps=2, epsilon=8.0)
         result = dpfl.fit("classification", model, plan, optax.sgd(0.1), run_dir=name, **more)
         dpfl.export(name, f"{name}-out")
         found = dpfl.load_exported(f"{name}-out", like=model, **back).predict(rows)
@@ -216,7 +216,7 @@ def test_arrays_and_modules_of_fit_predict(folder, capsys):
         np.testing.assert_allclose(found["probability_1"], wanted[:, 1], rtol=1e-5)
     with pytest.raises(dpfl.BadInputError, match="what computes with these parameters"):
         dpfl.load_exported("array-out").predict(x)
-    plan = dpfl.ULS(group_size=2, cohort_size=8).plan(data, steps=1, epsilon=8.0)
+    plan = dpfl.uls(group_size=2, cohort_size=8).plan(data, steps=1, epsilon=8.0)
 
     def loss(p, example):
         return ((p["w"] @ example["x"] - example["label"]) ** 2).mean()

@@ -13,7 +13,7 @@ from fitting import fit_given as fit
 from rich.console import Console
 
 from dpfl_jax.data import ArrayStore, Schema
-from dpfl_jax.mechanisms import ELS
+from dpfl_jax.mechanisms import els
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.run.report import build_report, render_markdown
 
@@ -37,7 +37,7 @@ def test_a_run_says_how_norms_are_computed(shown):
         loss_fn=masked,
         params={"w": np.ones((300, 900), "f4"), "b": np.zeros(900, "f4")},
         data=store,
-        mechanism=ELS(group_size=2, batch_size=4, noise_multiplier=1.0),
+        mechanism=els(group_size=2, batch_size=4, noise_multiplier=1.0),
         optimizer=optax.sgd(0.1),
         steps=1,
         microbatch_size=4,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_jax.mechanisms import ELS, ULS
+from dpfl_jax.mechanisms import els, uls
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.state import init_state
@@ -66,14 +66,14 @@ def uls_units(rng, n, group=3, scale=1.0):
     }
 
 
-def els(**kwargs):
-    return ELS(
+def made_els(**kwargs):
+    return els(
         **{"group_size": 2, "batch_size": 20, "clip_norm": CLIP, "noise_multiplier": 1.0} | kwargs
     )
 
 
-def uls(**kwargs):
-    return ULS(
+def made_uls(**kwargs):
+    return uls(
         **{"group_size": 3, "cohort_size": 20, "clip_norm": CLIP, "noise_multiplier": 1.0} | kwargs
     )
 
@@ -94,11 +94,11 @@ def reference_sum(mechanism, params, units, n):
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("clipping", ["standard", "normalized"])
-@pytest.mark.parametrize("make", [els, uls])
+@pytest.mark.parametrize("make", [made_els, made_uls])
 def test_sum_equals_one_unit_after_the_other(make, clipping, devices):
     rng = np.random.default_rng(1)
     n = 21
-    units = uls_units(rng, n) if make is uls else examples(rng, n)
+    units = uls_units(rng, n) if make is made_uls else examples(rng, n)
     mechanism = make(clipping=clipping)
     mesh = meshes()[devices]
     batch = pack(units, n, capacity=4, row=8)
@@ -117,7 +117,7 @@ def sums():
         (make, clipping, devices): jax.jit(
             clipped_sum_over_microbatches(make(clipping=clipping), loss_fn, mesh)
         )
-        for make in (els, uls)
+        for make in (made_els, made_uls)
         for clipping in ("standard", "normalized")
         for devices, mesh in meshes().items()
     }
@@ -125,7 +125,7 @@ def sums():
 
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("clipping", ["standard", "normalized"])
-@pytest.mark.parametrize("make", [els, uls])
+@pytest.mark.parametrize("make", [made_els, made_uls])
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
@@ -139,9 +139,9 @@ def test_one_unit_moves_the_sum_by_at_most_the_sensitivity(
     """Removing any unit, however extreme, moves the real pre-noise sum by <= its sensitivity."""
     rng = np.random.default_rng(seed)
     n = 20
-    units = uls_units(rng, n) if make is uls else examples(rng, n)
-    extreme = uls_units(rng, 1) if make is uls else examples(rng, 1)
-    scaled = extreme["examples"] if make is uls else extreme
+    units = uls_units(rng, n) if make is made_uls else examples(rng, n)
+    extreme = uls_units(rng, 1) if make is made_uls else examples(rng, 1)
+    scaled = extreme["examples"] if make is made_uls else extreme
     for leaf in scaled.values():
         leaf *= np.float32(10.0**exponent)
     if poison is not None:
@@ -172,7 +172,7 @@ def test_one_unit_moves_the_sum_by_at_most_the_sensitivity(
 @pytest.mark.parametrize("clipping", ["standard", "normalized"])
 def test_step_adds_the_right_noise_and_divides_by_the_expected_size(clipping):
     """Noise on the sum has stddev sigma times the sensitivity; the divisor is not the batch."""
-    mechanism = els(clipping=clipping, noise_multiplier=1.7, batch_size=50)
+    mechanism = made_els(clipping=clipping, noise_multiplier=1.7, batch_size=50)
     big = {"w": jnp.zeros((300, 300)), "b": jnp.zeros(3)}
     mesh = data_parallel_mesh(jax.devices()[:1])
 
@@ -193,7 +193,7 @@ def test_step_adds_the_right_noise_and_divides_by_the_expected_size(clipping):
 
 def test_an_empty_draw_is_a_step_of_noise():
     mesh = data_parallel_mesh()
-    step = make_train_step(els(), loss_fn, optax.sgd(1.0), mesh)
+    step = make_train_step(made_els(), loss_fn, optax.sgd(1.0), mesh)
     state = init_state(make_params(), optax.sgd(1.0), mesh)
     before = jax.tree.map(np.asarray, state.params)
     batch = pack(examples(np.random.default_rng(0), 0), 0, 2, 8)
@@ -207,7 +207,7 @@ def test_an_empty_draw_is_a_step_of_noise():
 
 def run_steps(devices, mechanism=None, steps=4):
     rng = np.random.default_rng(2)
-    mechanism = mechanism or els()
+    mechanism = mechanism or made_els()
     mesh = meshes()[devices]
     optimizer = optax.adam(0.05)
     step = make_train_step(mechanism, loss_fn, optimizer, mesh)
@@ -236,7 +236,7 @@ def test_non_finite_units_are_counted_and_replaced_by_zero():
     clean = jax.tree.map(lambda u: np.delete(u, [2, 5], axis=0), units)
     units["x"][2] = np.nan
     units["y"][5] = np.inf
-    summed = jax.jit(clipped_sum_over_microbatches(els(), loss_fn, meshes()[8]))
+    summed = jax.jit(clipped_sum_over_microbatches(made_els(), loss_fn, meshes()[8]))
     total, stats = summed(make_params(), *pack(units, 10, 2, 8))
     expected, _ = summed(make_params(), *pack(clean, 8, 2, 8))
     assert float(stats.nonfinite) == 2
@@ -248,7 +248,7 @@ def test_non_finite_units_are_counted_and_replaced_by_zero():
 @pytest.mark.parametrize("capacity", [1, 6])
 def test_one_reduction_whatever_the_number_of_microbatches(capacity):
     """All-reduces sit outside the loop: their number does not grow with the microbatches."""
-    summed = jax.jit(clipped_sum_over_microbatches(els(), loss_fn, meshes()[8]))
+    summed = jax.jit(clipped_sum_over_microbatches(made_els(), loss_fn, meshes()[8]))
     batch = pack(examples(np.random.default_rng(0), 8), 8, capacity, 8)
     text = summed.lower(make_params(), *batch).compile().as_text()
     reductions = [line for line in text.splitlines() if " all-reduce(" in line]

@@ -20,7 +20,7 @@ from dpfl_jax.accounting.calibrate import noise_ahead
 from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import MessageSpec, Sampling
-from dpfl_jax.mechanisms.base import check_noise_multiplier
+from dpfl_jax.mechanisms.mechanism import check_noise_multiplier
 
 Arm = Literal["sound", "paper_closed_form", "as_published"]
 # What a batch is drawn with has 23 random bits: what is compared with it is rounded up to that.

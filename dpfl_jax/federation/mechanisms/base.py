@@ -20,13 +20,9 @@ from dpfl_jax.clipping import ClippedGradResult, Rule, Standard, clipped_grad
 from dpfl_jax.config.kinds import SILOS, Named
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
-from dpfl_jax.mechanisms.base import (
-    check_noise_law,
-    check_noise_multiplier,
-    mean_of_examples,
-    pieces_of_user,
-    require_positive,
-)
+from dpfl_jax.mechanisms.mechanism import check_noise_law, check_noise_multiplier
+from dpfl_jax.mechanisms.participation import require_positive
+from dpfl_jax.mechanisms.unit_losses import mean_of_examples, pieces_of_user
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.sampling.base import binomial_bound

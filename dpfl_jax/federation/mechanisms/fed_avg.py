@@ -10,7 +10,7 @@ import jax
 
 from dpfl_jax.clipping import ClippedGradResult
 from dpfl_jax.federation.mechanisms.base import LossFn, PyTree, SiloFacts, SiloMechanism, SumFn
-from dpfl_jax.mechanisms import NonPrivate
+from dpfl_jax.mechanisms.unclipped import unclipped_sum
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class FedAvg(SiloMechanism):
     def clipped_grad(self, loss_fn: LossFn, **options: Any) -> SumFn:
         """The plain gradient of the sum of losses."""
         del options
-        plain = NonPrivate(batch_size=1).clipped_grad(loss_fn)
+        plain = unclipped_sum(loss_fn)
 
         def summed(
             params: PyTree, units: PyTree, mask: jax.Array, group: jax.Array, clip_norm: jax.Array

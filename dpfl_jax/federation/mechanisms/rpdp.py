@@ -26,7 +26,7 @@ from dpfl_jax.config.kinds import DERIVED
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.mechanisms.base import SiloDraw, SiloFacts, SiloMechanism
-from dpfl_jax.mechanisms.base import require_positive
+from dpfl_jax.mechanisms.participation import require_positive
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import PersonalizedPoisson
 from dpfl_jax.sampling.base import binomial_bound

@@ -1,0 +1,498 @@
+"""Participation: which units contribute to which step, and how much of a privacy unit they are.
+
+A participation resolves to a sampling scheme (``sampling.schemes``) once it knows the population,
+and to what one privacy unit has in a draw (``contribution``). With the clip rule and the noise it
+makes a mechanism. A new one is a frozen dataclass that extends ``Participation``.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar
+
+import jax
+import numpy as np
+
+from dpfl_jax.accounting.cells import Contribution
+from dpfl_jax.accounting.statement import whole
+from dpfl_jax.config.kinds import PARTICIPATIONS, SCHEMES, Named
+from dpfl_jax.data.owners import BoundedStore, by_set, whole_of
+from dpfl_jax.data.store import Readable
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree, mean_of_examples, pieces_of_user
+from dpfl_jax.randomness import RootKey
+from dpfl_jax.sampling import (
+    Cyclic,
+    CyclicPoisson,
+    ExampleSampler,
+    Poisson,
+    RandomAllocation,
+    TruncatedPoisson,
+    UserSampler,
+    limit_contributions,
+    limited_size,
+)
+from dpfl_jax.sampling.contribution import check_group_size
+from dpfl_jax.sampling.schemes import AtRate
+
+for _scheme in (Poisson, CyclicPoisson, Cyclic, RandomAllocation, TruncatedPoisson):
+    SCHEMES.register(_scheme)
+
+SHARED_KINDS = "use mechanism.kind=els or owner_sets, which bound what each owner has part in"
+
+
+@dataclasses.dataclass(frozen=True)
+class Population:
+    """What a mechanism must know of a data set to sample and to account: public facts.
+
+    Attributes:
+      num_users: users in the training set.
+      num_examples: examples in the training set, before any limit.
+      num_units: units that may be drawn (ELS: examples of the limited set; ULS: users).
+      shared: whether examples have several owners.
+    """
+
+    num_users: int
+    num_examples: int
+    num_units: int
+    shared: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON; that owners are one each is not said."""
+        return {n: v for n, v in dataclasses.asdict(self).items() if n != "shared" or v}
+
+    @property
+    def description(self) -> str:
+        """The numbers in words."""
+        words = f"{self.num_users:,} users, {self.num_examples:,} examples"
+        if self.num_units in (self.num_users, self.num_examples):
+            return words
+        return f"{words}, {self.num_units:,} units that may be drawn"
+
+    def default_delta(self) -> float:
+        """num_examples ** -1.1 (Charles et al. 2024, section 5)."""
+        return float(self.num_examples) ** -1.1
+
+
+def require_positive(name: str, value: float) -> None:
+    """Raises BadInputError unless it is above 0, and float32 holds it with room for sums."""
+    if not 0 < value <= 1e30:
+        raise BadInputError(f"{name} is {value}, but it must be a number above 0, at most 1e30")
+
+
+class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
+    """Which units contribute to which step.
+
+    Attributes:
+      several_owners: whether all owners of an example are protected.
+    """
+
+    several_owners: ClassVar[bool] = False
+    owners_only: ClassVar[bool] = False  # whether it is for examples with several owners alone
+
+    # ---- the data --------------------------------------------------------------------------
+
+    def bounded(self, data: Readable) -> Readable:
+        """What may be used of the data; all, unless examples have several owners.
+
+        Raises:
+          BadInputError: they have, and this would take a set of owners for a user.
+        """
+        if whole_of(data) is not None:
+            raise BadInputError(
+                "some records of the data have several owners, which this mechanism would take for "
+                f"one user: {SHARED_KINDS}, or name one owner of each"
+            )
+        return by_set(data)
+
+    @abc.abstractmethod
+    def population(self, user_offsets: np.ndarray) -> Population:
+        """Counts what is sampled from. user_offsets: int64 [num_users + 1]."""
+
+    def count(self, data: Readable) -> Population:
+        """The public numbers of data that ``bounded`` gave."""
+        found = self.population(np.asarray(data.user_offsets))
+        if not isinstance(data, BoundedStore):
+            return found
+        whole = data.shared
+        return dataclasses.replace(
+            found, num_users=whole.num_users, num_examples=whole.num_examples, shared=True
+        )
+
+    def declared_population(
+        self, num_users: int, num_examples: int, limited: Mapping[int, int]
+    ) -> Population:
+        """The same of a data set that is not here.
+
+        Args:
+          num_users: how many there are.
+          num_examples: their examples.
+          limited: by group size, examples left with at most so many of a user.
+
+        Raises:
+          BadInputError: a number that this participation needs is missing.
+        """
+        del limited
+        return Population(num_users, num_examples, num_examples)
+
+    def unit_bounds(self, population: Population) -> tuple[int, int]:
+        """The fewest and the most units that so many users with so many examples can have."""
+        return 1, population.num_examples
+
+    def check_population(self, population: Population) -> None:
+        """Raises BadInputError unless there can be data with these numbers."""
+        numbers = dataclasses.asdict(population)
+        examples = whole(numbers, "num_examples", 1)
+        # Records with several owners may be fewer than these.
+        users = whole(numbers, "num_users", 1, None if population.shared else examples)
+        units = whole(numbers, "num_units", 1)
+        least, most = self.unit_bounds(population)
+        if not least <= units <= most:
+            raise BadInputError(
+                f"num_units is {units}, but {users} users with {examples} examples have from "
+                f"{least} to {most} that may be drawn: give the numbers of one data set (declared "
+                "ones: section population)"
+            )
+
+    # ---- a draw ----------------------------------------------------------------------------
+
+    @property
+    @abc.abstractmethod
+    def divisor(self) -> float:
+        """The constant that the noised sum is divided by: the expected size, never the actual."""
+
+    @property
+    def unit_examples(self) -> int | None:
+        """Most examples of a unit in a step; None if a unit is one example."""
+        return None
+
+    @abc.abstractmethod
+    def scheme_of(self, population: Population) -> AtRate:
+        """The sampling scheme with its rate; raises BadInputError if there are too few units."""
+
+    @property
+    def contribution(self) -> Contribution | None:
+        """What one privacy unit has in a draw; None: it is itself what is drawn."""
+        return None
+
+    @abc.abstractmethod
+    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> Any:
+        """Returns the sampler of a run: an ``ExampleSampler`` or a ``UserSampler``."""
+
+    def units_of_users(self, user_offsets: np.ndarray) -> np.ndarray:
+        """int64 [users]: units of each user that may be drawn in a step."""
+        return np.ones(len(user_offsets) - 1, np.int64)
+
+    @abc.abstractmethod
+    def describe(self, population: Population, more: str = "") -> str:
+        """The sampling in words, for the guarantee, before the number of steps.
+
+        Args:
+          population: what is sampled from.
+          more: what else is said of the examples of a unit that takes part.
+        """
+
+    # ---- a unit ----------------------------------------------------------------------------
+
+    def unit_loss(self, loss_fn: LossFn) -> LossFn:
+        """Turns the loss of one example into the loss of one unit."""
+        return loss_fn
+
+    def units(self, examples: PyTree, example_mask: Any) -> PyTree:
+        """Turns the examples of some units into what ``unit_loss`` takes.
+
+        Args:
+          examples: pytree of arrays [..., (group_size,) ...], zero where there is no example.
+          example_mask: bool [..., group_size], or None if a unit is one example.
+
+        Returns:
+          A pytree of arrays with the same leading axes.
+        """
+        del example_mask
+        return examples
+
+    def microbatched(
+        self, loss_fn: LossFn, size: int, sharding: jax.sharding.NamedSharding | None
+    ) -> tuple[LossFn, Callable[[PyTree], PyTree]]:
+        """Returns the loss of a part of a unit, and what cuts a unit into such parts.
+
+        Args:
+          loss_fn: of one example.
+          size: examples of a part.
+          sharding: how these are split over devices; None: not.
+
+        Raises:
+          BadInputError: a unit is one example.
+        """
+        raise BadInputError(
+            "a unit of this mechanism is one example, which is processed at once: leave out "
+            "execution.examples_at_once and execution.split_users"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Examples(Participation):
+    """Single examples, of which at most ``group_size`` of a user are used in the whole run.
+
+    Source: Charles et al., "Fine-tuning large language models with user-level differential privacy"
+    (2024), Algorithm 1. Departures: batch size and sampling probability may be declared as
+    constants; by default the number of examples kept is taken as public.
+
+    Attributes:
+      batch_size: B, expected number of examples per step (the divisor).
+      group_size: most examples of one user; None: all, without which nothing is guaranteed.
+      scheme: how examples are drawn.
+    """
+
+    batch_size: float
+    group_size: int | None = None
+    scheme: Annotated[AtRate, SCHEMES] = Poisson()
+
+    kind: ClassVar[str] = "examples"
+    several_owners: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("mechanism.batch_size", self.batch_size)
+        if self.group_size is not None:
+            check_group_size(self.group_size)
+
+    @property
+    def divisor(self) -> float:
+        # proof: els-divisor-1
+        return float(self.batch_size)
+
+    def population(self, user_offsets: np.ndarray) -> Population:
+        examples = int(user_offsets[-1] - user_offsets[0])
+        if self.group_size is None:
+            return Population(len(user_offsets) - 1, examples, examples)
+        units = limited_size(user_offsets, self.group_size)
+        return Population(len(user_offsets) - 1, examples, units)
+
+    def bounded(self, data: Readable) -> Readable:
+        """Nobody owns more than ``group_size`` examples of it, alone or with others."""
+        whole = whole_of(data)
+        if self.group_size is None:
+            return by_set(data)
+        # proof: els-owners-1
+        return data if whole is None else whole.bounded(self.group_size)
+
+    def declared_population(
+        self, num_users: int, num_examples: int, limited: Mapping[int, int]
+    ) -> Population:
+        if self.group_size is None:
+            return Population(num_users, num_examples, num_examples)
+        if self.group_size not in limited:
+            raise BadInputError(
+                f"population.limited_examples has no number for {self.group_size}: ELS needs the "
+                f"number of examples left with at most {self.group_size} per user"
+            )
+        return Population(num_users, num_examples, limited[self.group_size])
+
+    def unit_bounds(self, population: Population) -> tuple[int, int]:
+        """Nobody has more than ``group_size`` of them, alone or with others."""
+        if self.group_size is None:
+            return super().unit_bounds(population)
+        return 1, min(population.num_examples, self.group_size * population.num_users)
+
+    def scheme_of(self, population: Population) -> AtRate:
+        # proof: els-sampling-2
+        return self.scheme.of_size(self.batch_size, population.num_units, "mechanism.batch_size")
+
+    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> ExampleSampler:
+        """Limits contributions once (from the key), then draws among what is kept."""
+        scheme = self.scheme_of(self.population(user_offsets))
+        if self.group_size is None:
+            every = np.arange(user_offsets[0], user_offsets[-1], dtype=np.int64)
+            return ExampleSampler(scheme, every, key)
+        # proof: els-sampling-1
+        positions = limit_contributions(
+            key.numpy("contribution-limit"), user_offsets, self.group_size
+        )
+        return ExampleSampler(scheme, positions, key)
+
+    @property
+    def contribution(self) -> Contribution | None:
+        """A draw holds at most ``group_size`` examples of a user (Theorem 1)."""
+        return None if self.group_size is None else Contribution(units=self.group_size)
+
+    def units_of_users(self, user_offsets: np.ndarray) -> np.ndarray:
+        held = np.diff(user_offsets).astype(np.int64)
+        return held if self.group_size is None else np.minimum(held, self.group_size)
+
+    def describe(self, population: Population, more: str = "") -> str:
+        if self.group_size is None:
+            return f"Poisson over {population.num_examples} examples"
+        how = "greedily, by who owns what" if population.shared else "uniformly without replacement"
+        drawn = self.scheme_of(population).describe(f"the {population.num_units} kept", "example")
+        kept = f"at most {self.group_size} examples of a user kept for the whole run ({how})"
+        return f"{kept}, then {drawn}"
+
+
+class _WithExamples(Participation, abc.ABC, kinds=PARTICIPATIONS):
+    """Participations whose units have several examples, of which some are drawn at each step."""
+
+    group_size: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_group_size(self.group_size)
+
+    @property
+    def unit_examples(self) -> int:
+        return self.group_size
+
+    def sampler(self, user_offsets: np.ndarray, key: RootKey) -> UserSampler:
+        """Draws units, and examples within each, afresh at each step."""
+        scheme = self.scheme_of(self.population(user_offsets))
+        return UserSampler(scheme, np.asarray(user_offsets), self.group_size, key)
+
+    def population(self, user_offsets: np.ndarray) -> Population:
+        """The units are the users."""
+        users = len(user_offsets) - 1
+        return Population(users, int(user_offsets[-1] - user_offsets[0]), users)
+
+    def unit_loss(self, loss_fn: LossFn) -> LossFn:
+        """The mean of the losses of the unit's examples."""
+        # proof: uls-sensitivity-1
+        return mean_of_examples(loss_fn)
+
+    def units(self, examples: PyTree, example_mask: Any) -> PyTree:
+        """A unit is ``{"examples": [group_size, ...], "mask": bool [group_size]}``."""
+        return {"examples": examples, "mask": example_mask}
+
+    def microbatched(
+        self, loss_fn: LossFn, size: int, sharding: jax.sharding.NamedSharding | None
+    ) -> tuple[LossFn, Callable[[PyTree], PyTree]]:
+        """A part is a unit with fewer examples, which knows how many there are in all."""
+        axis = None if sharding is None else sharding.spec[0]
+        cut = functools.partial(pieces_of_user, at_once=size, sharding=sharding)
+        return mean_of_examples(loss_fn, axis), cut
+
+    def _examples(self, more: str) -> str:
+        size = self.group_size
+        return ("one example" if size == 1 else f"up to {size} examples") + more
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Users(_WithExamples):
+    """Users, each with the mean gradient of some of their examples.
+
+    Source: Charles et al. 2024, Algorithm 2 and Theorem 2. Departures: M and the sampling
+    probability may be declared as constants; by default the number of users is taken as public.
+
+    Attributes:
+      group_size: most examples of one user per step (privacy does not depend on it).
+      cohort_size: M, expected number of users per step (the divisor).
+      scheme: how users are drawn.
+    """
+
+    group_size: int
+    cohort_size: float
+    scheme: Annotated[AtRate, SCHEMES] = Poisson()
+
+    kind: ClassVar[str] = "users"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("mechanism.cohort_size", self.cohort_size)
+
+    @property
+    def divisor(self) -> float:
+        # proof: uls-divisor-1
+        return float(self.cohort_size)
+
+    def declared_population(
+        self, num_users: int, num_examples: int, limited: Mapping[int, int]
+    ) -> Population:
+        return Population(num_users, num_examples, num_users)
+
+    def unit_bounds(self, population: Population) -> tuple[int, int]:
+        """The units are the users."""
+        return population.num_users, population.num_users
+
+    def scheme_of(self, population: Population) -> AtRate:
+        # proof: uls-sampling-1
+        return self.scheme.of_size(self.cohort_size, population.num_users, "mechanism.cohort_size")
+
+    def describe(self, population: Population, more: str = "") -> str:
+        taken = self._examples(more)
+        return self.scheme_of(population).describe(f"{population.num_users} users", "user", taken)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OwnerSets(_WithExamples):
+    """Sets of owners of records, of which each owner is in several: for records with co-owners.
+
+    Source: bounding as in Ganesh et al. 2025 (arXiv 2503.03622).
+
+    A set is what the same people wrote together: a conversation, the papers of some co-authors.
+    Emptying all records of one user empties every record of at most K = sets_per_user sets, and
+    touches no other: what is accounted is ELS of K examples, with sets for examples.
+
+    Attributes:
+      group_size: most records of one set per step (privacy does not depend on it).
+      cohort_size: M, expected number of sets per step (the divisor).
+      sets_per_user: K, most sets of one user that are used in the whole run.
+      scheme: how sets are drawn.
+    """
+
+    group_size: int
+    cohort_size: float
+    sets_per_user: int
+    scheme: Annotated[AtRate, SCHEMES] = Poisson()
+
+    kind: ClassVar[str] = "owner_sets"
+    several_owners: ClassVar[bool] = True
+    owners_only: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_positive("mechanism.cohort_size", self.cohort_size)
+        if self.sets_per_user < 1:
+            raise BadInputError(f"sets_per_user is {self.sets_per_user}, but it must be at least 1")
+
+    @property
+    def divisor(self) -> float:
+        return float(self.cohort_size)
+
+    def bounded(self, data: Readable) -> Readable:
+        """Nobody is in more than ``sets_per_user`` of the sets whose records are kept."""
+        whole = whole_of(data)
+        if whole is None:
+            raise BadInputError(
+                "mechanism.kind=owner_sets is for records with several owners, but every record of "
+                "the data has one: use mechanism.kind=uls, or give owners as lists"
+            )
+        # proof: owner-sets-1
+        return whole.bounded(self.sets_per_user, whole=True)
+
+    def declared_population(
+        self, num_users: int, num_examples: int, limited: Mapping[int, int]
+    ) -> Population:
+        """Refused: how many sets are kept follows from who owns what."""
+        raise BadInputError(
+            "mechanism.kind=owner_sets needs the data themselves: leave out the section population"
+        )
+
+    def unit_bounds(self, population: Population) -> tuple[int, int]:
+        """Nobody is in more than ``sets_per_user`` sets, and each holds a record."""
+        return 1, min(population.num_examples, self.sets_per_user * population.num_users)
+
+    def scheme_of(self, population: Population) -> AtRate:
+        return self.scheme.of_size(self.cohort_size, population.num_units, "mechanism.cohort_size")
+
+    @property
+    def contribution(self) -> Contribution:
+        """A user is in at most ``sets_per_user`` of the sets, each moving the sum by C."""
+        return Contribution(units=self.sets_per_user)
+
+    def describe(self, population: Population, more: str = "") -> str:
+        drawn = self.scheme_of(population).describe(f"the {population.num_units} kept", "set")
+        return (
+            f"at most {self.sets_per_user} sets of owners of each user kept for the whole run "
+            f"(greedily, by who owns what), then {drawn}, {self._examples(more)} of a set per step"
+        )

@@ -1,0 +1,458 @@
+"""The mechanisms that have names: each is a function, and a ``kind`` of the section mechanism.
+
+Their options are those of the parts (``participation``, ``noise_strategies``, ``own_budget``, clip
+rules, ``local_steps``) under the same names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, TypedDict, Unpack
+
+from dpfl_jax import accounting
+from dpfl_jax.clipping import NoClip, Normalized, PerLayer, Rule, Standard
+from dpfl_jax.config.kinds import CENTRAL, options
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms.local_steps import Gives, Gradient, LocalUpdate
+from dpfl_jax.mechanisms.mechanism import Mechanism
+from dpfl_jax.mechanisms.noise_strategies import (
+    Banded,
+    BandedInverse,
+    Buffered,
+    Independent,
+    NoiseStrategy,
+    NoNoise,
+)
+from dpfl_jax.mechanisms.own_budget import OwnBudget
+from dpfl_jax.mechanisms.participation import Examples, OwnerSets, Participation, Users
+from dpfl_jax.sampling import (
+    Cyclic,
+    CyclicPoisson,
+    Poisson,
+    RandomAllocation,
+    TruncatedPoisson,
+    check_probability,
+)
+
+Clipping = Literal["standard", "normalized", "per_layer"]
+_CLIPS: dict[str, type[Rule]] = {c.kind: c for c in (Standard, Normalized, PerLayer)}
+
+
+class CommonOptions(TypedDict, total=False):
+    """What all presets take.
+
+    Attributes:
+      clip_norm: C, the largest norm of one unit's gradient.
+      clipping: ``"standard"`` (min(1, C/n) times the gradient; contribution at most C),
+        ``"normalized"`` (min(1/C, 1/n); at most 1, so that the learning rate does not scale with
+        C; De et al. 2022), or ``"per_layer"`` (each parameter's gradient apart, to C over the root
+        of their number; McMahan et al. 2018: faster where gradients are formed for their norms,
+        and more of the gradient is lost for the same noise).
+      noise_multiplier: sigma; None: calibrated to a target epsilon.
+      arithmetic: of the noise, ``"exact"`` or ``"float"``.
+    """
+
+    clip_norm: float
+    clipping: Clipping
+    noise_multiplier: float | None
+    arithmetic: accounting.NoiseLaw
+
+
+class UserOptions(CommonOptions, total=False):
+    """What presets take whose units are users; without a learning rate they take no local steps.
+
+    Attributes:
+      local_learning_rate: of the steps that a user takes by itself.
+      local_batch_size: most examples of such a step; None: all.
+      local_epochs: passes over the user's examples.
+    """
+
+    local_learning_rate: float | None
+    local_batch_size: int | None
+    local_epochs: int
+
+
+def _mechanism(
+    participation: Participation,
+    noise: NoiseStrategy = Independent(),
+    budget: OwnBudget | None = None,
+    /,
+    *,
+    clip_norm: float = 1.0,
+    clipping: Clipping = "standard",
+    noise_multiplier: float | None = None,
+    arithmetic: accounting.NoiseLaw = "exact",
+    local_learning_rate: float | None = None,
+    local_batch_size: int | None = None,
+    local_epochs: int = 1,
+) -> Mechanism:
+    if clipping not in _CLIPS:
+        raise BadInputError(f"clipping is {clipping!r}, but it must be one of {', '.join(_CLIPS)}")
+    rule: Any = _CLIPS[clipping]
+    gives: Gives = Gradient()
+    if local_learning_rate is not None:
+        gives = LocalUpdate(
+            local_learning_rate=local_learning_rate,
+            local_batch_size=local_batch_size,
+            local_epochs=local_epochs,
+        )
+    elif local_batch_size is not None or local_epochs != 1:
+        raise BadInputError(
+            "local_batch_size and local_epochs are of the steps that users take by themselves: "
+            "give local_learning_rate, too, or leave them out"
+        )
+    return Mechanism(
+        participation=participation,
+        clip=rule(clip_norm),
+        noise=dataclasses.replace(noise, arithmetic=arithmetic),
+        gives=gives,
+        budget=budget,
+        noise_multiplier=noise_multiplier,
+    )
+
+
+def non_private(*, batch_size: float) -> Mechanism:
+    """No privacy: plain SGD on Poisson-sampled examples, the baseline of the others."""
+    return Mechanism(participation=Examples(batch_size=batch_size), clip=NoClip(), noise=NoNoise())
+
+
+def els(
+    *,
+    group_size: int,
+    batch_size: float,
+    sampling_prob: float | None = None,
+    **common: Unpack[CommonOptions],
+) -> Mechanism:
+    """DP-SGD with example-level sampling, accounted for users (Charles et al. 2024, Algorithm 1).
+
+    D_sub = at most group_size examples of each user                 # once, before training
+    at each step:
+      S     = each example of D_sub independently with probability p # Poisson
+      g     = (sum over S of clip(grad, C) + N(0, (C sigma)^2)) / B  # B = batch_size
+    """
+    participation = Examples(
+        batch_size=batch_size, group_size=group_size, scheme=Poisson(sampling_prob)
+    )
+    return _mechanism(
+        participation,
+        **common,
+    )
+
+
+def uls(
+    *,
+    group_size: int,
+    cohort_size: float,
+    sampling_prob: float | None = None,
+    **common: Unpack[UserOptions],
+) -> Mechanism:
+    """DP-SGD with user-level sampling (Charles et al. 2024, Algorithm 2).
+
+        at each step:
+          U   = each user independently with probability q               # Poisson
+          D_u = at most group_size examples of u, afresh, for u in U
+          g_u = mean over D_u of grad                                    # the user's own count
+          g   = (sum over U of clip(g_u, C) + N(0, (C sigma)^2)) / M     # M = cohort_size
+
+    With ``local_learning_rate`` a step is a federated round: g_u is how far a user's own steps move
+    the parameters (DP-FedAvg; McMahan et al. 2018).
+    """
+    return _mechanism(
+        Users(group_size=group_size, cohort_size=cohort_size, scheme=Poisson(sampling_prob)),
+        **common,
+    )
+
+
+def truncated(
+    *,
+    group_size: int,
+    cohort_size: float,
+    cap: int | None = None,
+    sampling_prob: float | None = None,
+    **common: Unpack[UserOptions],
+) -> Mechanism:
+    """User-level sampling whose cohorts never exceed ``cap`` users (Chua et al. 2024).
+
+    From arXiv 2411.04205, with users for units. A user who is there can push another one out, which
+    is accounted for as that one's replacement: the cap should be seldom reached. Without a cap
+    (``uls``) room is made for what one draw in 10^15 exceeds, some 8 standard deviations; with one,
+    4 are plenty, which is the default.
+    """
+    # proof: truncated-sampling-1
+    scheme = TruncatedPoisson(sampling_prob, cap)
+    return _mechanism(
+        Users(group_size=group_size, cohort_size=cohort_size, scheme=scheme),
+        **common,
+    )
+
+
+def allocation(
+    *,
+    group_size: int,
+    cohort_size: float,
+    period: int | None = None,
+    **common: Unpack[UserOptions],
+) -> Mechanism:
+    """Random allocation: each user in exactly one of every ``period`` steps, drawn uniformly.
+
+    Source: Feldman and Shenfeld, "Efficient privacy loss accounting for subsampling and random
+    allocation" (2026, arXiv 2602.17284); "balls in bins" in Chua et al. 2024. Nobody is drawn twice
+    or never in a stretch, as happens with Poisson sampling of the same rate: so less noise does,
+    most of all in runs of one or few stretches.
+
+    Departures: k of T steps are one of T / k in each of k stretches, which is what the paper's
+    bound for k of T is of; draws of different stretches are independent. A run may end within a
+    stretch.
+    """
+    # proof: allocation-sampling-1
+    scheme = RandomAllocation(period)
+    return _mechanism(
+        Users(group_size=group_size, cohort_size=cohort_size, scheme=scheme),
+        **common,
+    )
+
+
+def bandmf(
+    *,
+    group_size: int,
+    cohort_size: float,
+    bands: int = 4,
+    strategy: tuple[float, ...] | None = None,
+    sampling_prob: float | None = None,
+    **common: Unpack[UserOptions],
+) -> Mechanism:
+    """BandMF: users in ``bands`` groups that have turns, Poisson within one, and banded noise.
+
+    Source: Choquette-Choo et al., "(Amplified) Banded Matrix Factorization: a unified approach to
+    private training" (2023, arXiv 2306.08153), Algorithm 2 and Theorem 4, with users for examples.
+
+        group(u) = uniform in 0 .. b-1, for each user u                   # once, before training
+        at each step t:
+          U   = each user of group t mod b independently with probability p
+          D_u = at most group_size examples of u, afresh, for u in U
+          g_t = sum over U of clip(mean over D_u of grad, C)
+          g   = (g_t + C sigma (K^-1 Z)_t) / M                            # K has b bands
+
+    Between the turns of a user are b steps, and K has b bands: so a user pays for T / b steps at b
+    times the probability, and the noise of a step is subtracted again in the steps that follow.
+    Optimisers add up gradients, so that what counts is the noise of their prefix sums.
+
+    Departures: groups are drawn user by user, not cut to equal sizes: a partition into equal parts
+    depends on everybody. p = b M / N is a constant of the number of users, whatever the groups'
+    sizes are; M is expected over the draws of groups, too.
+    """
+    noise = Banded(bands=bands, strategy=strategy)
+    # proof: bandmf-sampling-1
+    scheme = CyclicPoisson(sampling_prob, period=bands)
+    return _mechanism(
+        Users(group_size=group_size, cohort_size=cohort_size, scheme=scheme),
+        noise,
+        **common,
+    )
+
+
+def blt(
+    *,
+    group_size: int,
+    cohort_size: float,
+    period: int | None = None,
+    buffers: int = 2,
+    decays: tuple[float, ...] | None = None,
+    scales: tuple[float, ...] | None = None,
+    horizon: int | None = None,
+    **common: Unpack[UserOptions],
+) -> Mechanism:
+    """BLT: each user at every ``period``-th step, and noise that a few buffers correlate.
+
+    Source: McMahan, Xu and Xu, "A hassle-free algorithm for private learning in practice" (2024,
+    arXiv 2408.08868).
+
+        turn(u) = uniform in 0 .. s-1, for each user u                # once, before training
+        at each step t:
+          U   = the users whose turn is t mod s
+          D_u = at most group_size examples of u, afresh, for u in U
+          g_t = sum over U of clip(mean over D_u of grad, C)
+          g   = (g_t + C sigma (K^-1 Z)_t) / M
+
+    In T steps a user takes part at most k = ceil(T / s) times, and two of these steps are s apart.
+    What that moves K G by is bounded for whoever knows whose turn it is: nothing rests on sampling
+    being secret, and nothing is gained by it. Turns are drawn user by user, not by devices that
+    check in, nor by cutting a list of users: a list of equal parts depends on everybody.
+    """
+    # proof: in-turns-sampling-1
+    scheme = Cyclic(period)
+    noise = Buffered(buffers=buffers, decays=decays, scales=scales, horizon=horizon)
+    return _mechanism(
+        Users(group_size=group_size, cohort_size=cohort_size, scheme=scheme),
+        noise,
+        **common,
+    )
+
+
+def banded_inverse(
+    *,
+    group_size: int,
+    cohort_size: float,
+    period: int | None = None,
+    bands: int = 3,
+    taken: tuple[float, ...] | None = None,
+    redrawn: bool = False,
+    horizon: int | None = None,
+    **common: Unpack[UserOptions],
+) -> Mechanism:
+    """Each user at every ``period``-th step, as ``blt``, with noise whose inverse has few bands.
+
+    Source: Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128).
+    """
+    noise = BandedInverse(bands=bands, taken=taken, redrawn=redrawn, horizon=horizon)
+    return _mechanism(
+        Users(group_size=group_size, cohort_size=cohort_size, scheme=Cyclic(period)),
+        noise,
+        **common,
+    )
+
+
+def owner_sets(
+    *,
+    group_size: int,
+    cohort_size: float,
+    sets_per_user: int,
+    sampling_prob: float | None = None,
+    **common: Unpack[UserOptions],
+) -> Mechanism:
+    """User-level sampling where records have several owners: sets of owners are drawn.
+
+    S_sub = sets of owners, at most sets_per_user of each user       # once, by who owns what
+    at each step:
+      S     = each set of S_sub independently with probability q     # Poisson
+      D_s   = at most group_size records of the set s, afresh, for s in S
+      g     = (sum over S of clip(mean over D_s of grad, C) + N(0, (C sigma)^2)) / M
+    """
+    participation = OwnerSets(
+        group_size=group_size,
+        cohort_size=cohort_size,
+        sets_per_user=sets_per_user,
+        scheme=Poisson(sampling_prob),
+    )
+    return _mechanism(
+        participation,
+        **common,
+    )
+
+
+def individual(
+    *,
+    group_size: int,
+    cohort_size: float,
+    refresh: int = 20,
+    least_steps: int | None = None,
+    order: float | None = None,
+    sampling_prob: float | None = None,
+    **common: Unpack[UserOptions],
+) -> Mechanism:
+    """``uls``, in which every user has a privacy budget of their own (Feldman and Zrnic 2021)."""
+    return _mechanism(
+        Users(group_size=group_size, cohort_size=cohort_size, scheme=Poisson(sampling_prob)),
+        Independent(),
+        OwnBudget(refresh=refresh, least_steps=least_steps, order=order),
+        **common,
+    )
+
+
+def individual_els(
+    *,
+    group_size: int,
+    batch_size: float,
+    refresh: int = 20,
+    least_steps: int | None = None,
+    order: float | None = None,
+    sampling_prob: float | None = None,
+    **common: Unpack[CommonOptions],
+) -> Mechanism:
+    """``els``, in which every user has a privacy budget of their own (Feldman and Zrnic 2021)."""
+    participation = Examples(
+        batch_size=batch_size, group_size=group_size, scheme=Poisson(sampling_prob)
+    )
+    return _mechanism(
+        participation,
+        Independent(),
+        OwnBudget(refresh=refresh, least_steps=least_steps, order=order),
+        **common,
+    )
+
+
+PRESETS = {
+    "none" if preset is non_private else preset.__name__: preset
+    for preset in (
+        *(non_private, els, uls, truncated, allocation, bandmf, blt, banded_inverse),
+        *(owner_sets, individual, individual_els),
+    )
+}
+for _name, _preset in PRESETS.items():
+    CENTRAL.register(_preset, _name)
+
+
+@functools.lru_cache(maxsize=256)
+def _preset_of(mechanism: Mechanism) -> tuple[str, dict[str, Any]] | None:
+    values: dict[str, Any] = {"clipping": mechanism.clip.kind}
+    for part in (
+        mechanism,
+        mechanism.participation,
+        getattr(mechanism.participation, "scheme", None),
+        mechanism.clip,
+        mechanism.noise,
+        mechanism.gives,
+        mechanism.budget,
+    ):
+        if dataclasses.is_dataclass(part):
+            values |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    values["sampling_prob"] = values.get("prob")
+    for kind in CENTRAL.names():
+        preset, known = CENTRAL[kind], options(CENTRAL[kind])
+        given = {name: values[name] for name in known if name in values}
+        if any(option.is_required and name not in given for name, option in known.items()):
+            continue
+        try:
+            if preset(**given) == mechanism:
+                return kind, given
+        except BadInputError:  # other parts take other values
+            continue
+    return None
+
+
+def as_preset(mechanism: Mechanism) -> dict[str, Any] | None:
+    """The section by which a preset makes this mechanism; None if none does."""
+    found = _preset_of(mechanism)
+    return None if found is None else {"kind": found[0], **found[1]}
+
+
+def is_earlier(section: dict[str, Any]) -> bool:
+    """Whether an earlier version of this package wrote a section."""
+    return isinstance(section.get("noise"), str)
+
+
+def parse_known(section: dict[str, Any]) -> Mechanism:
+    """The mechanism of a section that somebody else wrote, an earlier version of this package too.
+
+    There ``arithmetic`` was ``noise``, the ``cap`` of a cohort was ``cohort_cap``, and the
+    ``period`` of allocation, blt and banded_inverse was one over ``sampling_prob``.
+
+    Raises:
+      BadInputError: no mechanism has it.
+    """
+    if is_earlier(section):
+        section = dict(section)
+        kind, noise = section.get("kind"), section.pop("noise")
+        if kind == "none":
+            section = {"kind": kind, "batch_size": section.get("batch_size")}
+        else:
+            section["arithmetic"] = noise
+        if "cohort_cap" in section:
+            section["cap"] = section.pop("cohort_cap")
+        if kind in ("allocation", "blt", "banded_inverse"):
+            prob = section.pop("sampling_prob", None)
+            if prob is not None:
+                section["period"] = round(1.0 / check_probability(prob, "sampling_prob"))
+    mechanism: Mechanism = CENTRAL.parse_known(section)
+    return mechanism

@@ -1,0 +1,87 @@
+"""The loss of a user, who has several examples, from the loss of one; and a user in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+PyTree = Any
+LossFn = Callable[..., jax.Array]
+
+
+def mean_of_examples(loss_fn: LossFn, axis: str | None = None) -> LossFn:
+    """Lifts a loss of one example to the loss of one user: the mean over the examples they have.
+
+    The user is ``{"examples": pytree [group_size, ...], "mask": bool [group_size]}``. The divisor
+    is the user's own count, as in Algorithm 2 of Charles et al. 2024; no user without examples.
+    A user with a further entry ``"count"`` is a piece of one (see ``pieces_of_user``): its loss is
+    the sum over the piece, divided by the count of the whole.
+
+    Args:
+      loss_fn: of one example.
+      axis: mesh axis over which the examples are split, where they are.
+    """
+
+    def user_loss(params: PyTree, user: PyTree, **kwargs: Any) -> jax.Array:
+        every = jax.vmap(lambda example: loss_fn(params, example, **kwargs), spmd_axis_name=axis)
+        mask = user["mask"]
+        if "count" in user:
+            losses, count = every(user["examples"]), user["count"]
+        else:
+            losses, count = every(_without_absent(user)), jnp.sum(mask)
+        # proof: uls-sensitivity-2
+        return jnp.sum(jnp.where(mask, losses, 0.0)) / jnp.maximum(count, 1).astype(losses.dtype)
+
+    return user_loss
+
+
+def _without_absent(user: PyTree) -> PyTree:
+    """A user's examples, with one that is there in the place of each that is not.
+
+    Where a loss is not differentiable at what fills the gaps (a norm at zeros), even a loss that
+    counts nothing would have a gradient of NaN.
+    """
+    mask = user["mask"]
+    some = jnp.argmax(mask)
+
+    def one(x: jax.Array) -> jax.Array:
+        return jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, x[some])
+
+    return jax.tree.map(one, user["examples"])
+
+
+def pieces_of_user(
+    user: PyTree, at_once: int, sharding: jax.sharding.NamedSharding | None = None
+) -> PyTree:
+    """Cuts a user into pieces whose losses (``mean_of_examples``) add up to the user's.
+
+    Args:
+      user: ``{"examples": pytree [group_size, ...], "mask": bool [group_size]}``.
+      at_once: examples of a piece, >= 1; the last piece is filled up with absent ones.
+      sharding: how the examples of a piece are split over devices; None: not.
+
+    Returns:
+      Users of ``at_once`` examples with a ``"count"``, stacked: a pytree of arrays [pieces, ...].
+    """
+    size = user["mask"].shape[0]
+    pieces = -(-size // at_once)
+    missing = pieces * at_once - size
+
+    def cut(x: jax.Array) -> jax.Array:
+        x = x.reshape(pieces, at_once, *x.shape[1:])
+        if sharding is None:
+            return x
+        spec = jax.sharding.PartitionSpec(None, *sharding.spec)
+        return jax.lax.with_sharding_constraint(x, jax.sharding.NamedSharding(sharding.mesh, spec))
+
+    def filled(x: jax.Array) -> jax.Array:
+        return jnp.take(x, jnp.arange(size + missing) % size, axis=0) if missing else x
+
+    return {
+        "examples": jax.tree.map(lambda x: cut(filled(x)), _without_absent(user)),
+        "mask": cut(jnp.pad(user["mask"], (0, missing))),
+        "count": jnp.broadcast_to(jnp.sum(user["mask"]), (pieces,)),
+    }
