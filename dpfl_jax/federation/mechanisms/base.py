@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -28,7 +28,7 @@ from dpfl_jax.mechanisms.base import (
     require_positive,
 )
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import FixedSize, Poisson
+from dpfl_jax.sampling import Poisson
 from dpfl_jax.sampling.base import binomial_bound
 
 PyTree = Any
@@ -56,20 +56,15 @@ class SiloFacts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SiloDraw:
-    """The units of one local step, with the noise and divisor that go with them.
+    """The units of one local step.
 
     Attributes:
       positions: int64 [n], or [n, g] for units of several records (-1: none).
       group: float32 [n], size of each unit's group in the whole step, for rules that need it.
-      noise_multiplier: sigma of this step.
-      divisor: what the noised sum is divided by; None for the mechanism's, which is a constant of
-        the plan. The noise shows it: a number counted in the data would be released with it.
     """
 
     positions: np.ndarray
     group: np.ndarray
-    noise_multiplier: float
-    divisor: float | None
 
     @property
     def size(self) -> int:
@@ -89,8 +84,6 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
       clip_norm: C.
       noise_multiplier: sigma; the noise on the sum has stddev sigma * C. None until calibrated.
       noise: ``"exact"`` or ``"float"``, as of central mechanisms.
-      sampling: ``"poisson"`` (accounted), or ``"fixed"`` (batches of a fixed size without
-        replacement, as in the papers' pseudo-code; the guarantee then says there is none).
     """
 
     batch_size: float | None = None
@@ -99,7 +92,6 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
     clip_norm: float = 1.0
     noise_multiplier: float | None = None
     noise: NoiseLaw = "exact"
-    sampling: Literal["poisson", "fixed"] = "poisson"
 
     unit: ClassVar[str] = "subject"
     private: ClassVar[bool] = True
@@ -124,15 +116,13 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
             )
         check_noise_multiplier(self.noise_multiplier)
         check_noise_law(self.noise)
-        if self.sampling not in ("poisson", "fixed"):
-            raise BadInputError(f"sampling is {self.sampling!r}: it must be 'poisson' or 'fixed'")
 
     # ---- what runs -------------------------------------------------------------------------
 
     @property
     def layout(self) -> tuple[Any, ...]:
         """What must be equal in all silos: one program and one kind of event serves them."""
-        return (type(self), self.sampling, self.noise)
+        return (type(self), self.noise)
 
     def num_units(self, facts: SiloFacts) -> int:
         """Units of a silo that may be drawn: its records."""
@@ -150,7 +140,10 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         return self.probability(facts) * facts.num_records
 
     def divisor(self, facts: SiloFacts) -> float:
-        """Expected number of units of a step: a constant, never the realised number."""
+        """What the noised sum is divided by: the expected number of units, never the realised one.
+
+        The noise shows it: a number counted in the data would be released with it.
+        """
         # proof: divisor-1
         return max(self.probability(facts) * self.num_units(facts), 1.0)
 
@@ -175,21 +168,13 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         prob, units = self.probability(facts), self.num_units(facts)
         if units == 0:
             return np.zeros(0, np.int64)
-        if self.sampling == "fixed":
-            size = min(units, max(1, round(prob * units)))
-            return FixedSize(size).indices(key, step, units)
         # proof: records-1
         return Poisson(prob).indices(key, step, units)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Makes units of the local records ``chosen``; here each is its own."""
         del key, step
-        return self.plain(silo, silo.first + chosen, np.ones(len(chosen), np.float32))
-
-    def plain(self, silo: Silo, positions: np.ndarray, group: np.ndarray) -> SiloDraw:
-        """A draw with the constant noise and divisor."""
-        del silo
-        return SiloDraw(positions, group, self.sigma, None)
+        return SiloDraw(silo.first + chosen, np.ones(len(chosen), np.float32))
 
     def unit_size(self, facts: SiloFacts) -> int | None:
         """Records a unit may hold, or None if a unit is one record."""
@@ -281,19 +266,6 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         scheme, of = Poisson(self.probability(facts)), self.contribution(unit)
         units = self.num_units(facts)
         return NoisedSums(scheme, self.sigma, steps, units, contribution=of).event()
-
-    def unsound(self) -> tuple[str, ...]:
-        """Why no guarantee follows from ``event``; empty if one does."""
-        if self.sampling == "fixed":
-            return (
-                "batches have a fixed size, which is not the sampling that is accounted for: "
-                "removing one subject makes room for others' records",
-            )
-        return ()
-
-    def describe(self) -> str:
-        """What the mechanism does, for the report."""
-        return self.kind
 
 
 def runs_of(subjects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -40,7 +40,3 @@ class FedAvg(SiloMechanism):
         """Not private."""
         del facts, steps
         return dp_accounting.NonPrivateDpEvent()
-
-    def unsound(self) -> tuple[str, ...]:
-        """A baseline."""
-        return ("this run is not private: it is a baseline",)

@@ -68,7 +68,7 @@ class SubjectULS(SiloMechanism):
         rng = key.numpy("within-subject", step)
         local = choose_within_users(rng, silo.subject_offsets, chosen, self.group_size)
         positions = np.where(local >= 0, local + silo.first, -1)
-        return self.plain(silo, positions, np.ones(len(chosen), np.float32))
+        return SiloDraw(positions, np.ones(len(chosen), np.float32))
 
     def unit_size(self, facts: SiloFacts) -> int | None:
         """G."""

@@ -45,7 +45,7 @@ class UserLDP(SiloMechanism):
         """All records are one unit."""
         del key, step
         # proof: user-ldp-sensitivity-1
-        return self.plain(silo, (silo.first + chosen)[None, :], np.ones(1, np.float32))
+        return SiloDraw((silo.first + chosen)[None, :], np.ones(1, np.float32))
 
     def unit_size(self, facts: SiloFacts) -> int | None:
         """The largest batch."""
@@ -64,7 +64,3 @@ class UserLDP(SiloMechanism):
         """A Gaussian of sensitivity 2C at every step."""
         del facts
         return events.user_ldp(self.sigma, steps)
-
-    def unsound(self) -> tuple[str, ...]:
-        """A batch of any kind is hidden entirely: its sampling does not matter."""
-        return ()
