@@ -39,6 +39,7 @@ def federated_guarantee(
     """
     mechanism = federation.mechanism
     sizes = sorted(federation.silos[i].mechanism.sigma for i in federation.participants.tolist())
+    steps = sorted(federation.silos[i].local_steps for i in federation.participants.tolist())
     epsilon = federated_epsilon(federation, delta, rounds)
     if not mechanism.private:
         caveats = ("this run is not private: it is a baseline", *caveats)
@@ -46,6 +47,9 @@ def federated_guarantee(
     cap = max(plan.mechanism.max_items_per_subject for plan in federation.silos)
     unit = mechanism.unit
     assumptions: tuple[str, ...] = ASSUMPTIONS
+    if mechanism.private:
+        sums = mechanism.noised_sums(federation.silos[0].facts, steps[-1], unit)
+        assumptions = (*sums.cell.assumptions, *ASSUMPTIONS)
     if unit == "subject":
         assumptions = (
             f"no subject has records in more than {reach} of the {len(federation.silos)} silos "
@@ -53,7 +57,7 @@ def federated_guarantee(
             "checked)",
             f"no subject has more than {cap} records in a silo (the silo enforces it by a rule "
             "that looks at one subject at a time)",
-            *ASSUMPTIONS,
+            *assumptions,
         )
     if unit == "record" and mechanism.private:
         subject = subject_epsilon(federation, delta, rounds)
@@ -64,7 +68,6 @@ def federated_guarantee(
             "data before, a record inserted between others of its subject can move those too",
             *caveats,
         )
-    steps = sorted(federation.silos[i].local_steps for i in federation.participants.tolist())
     # A unit may be in so many silos, each of which adds noise at every local step.
     summed = rounds * steps[-1] * (1 if unit == "record" else reach)
     assumptions += accounting.noise_assumptions(mechanism.noise, epsilon, delta, summed)

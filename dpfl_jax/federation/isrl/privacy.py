@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import REPLACE, Guarantee, events
+from dpfl_jax.accounting import REPLACE, Guarantee
 from dpfl_jax.accounting.calibrate import noise_ahead
+from dpfl_jax.accounting.cells import Everyone, NoisedSums, OnePass
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.message import Sampling
 from dpfl_jax.mechanisms.base import check_noise_multiplier
+from dpfl_jax.sampling import Poisson
 
 # What a batch is drawn with has 23 random bits: what is compared with it is rounded up to that.
 _BITS = 2**23
@@ -67,9 +69,14 @@ class SiloNoise:
     noise: accounting.NoiseLaw = "exact"
 
     @property
+    def sums(self) -> NoisedSums:
+        """What is accounted, under replace-one."""
+        return _sums(self.noise_multiplier, self.batch, self.silo_size, self.rounds, self.sampling)
+
+    @property
     def event(self) -> Any:
         """What a record of the silo goes through, for replace-one accounting."""
-        return _event(self.noise_multiplier, self.batch, self.silo_size, self.rounds, self.sampling)
+        return self.sums.event()
 
     @property
     def rate(self) -> float:
@@ -83,13 +90,12 @@ class SiloNoise:
         return accounting.epsilon(self.event, self.budget.delta, relation=REPLACE)
 
 
-def _event(noise: float, batch: float, size: int, rounds: int, sampling: Sampling) -> Any:
-    # proof: isrl-event-1
-    if sampling == "disjoint":  # a record is in one round at most: parallel composition
-        return events.gaussian(noise, 1)
-    if sampling == "full":
-        return events.gaussian(noise, rounds)
-    return events.isrl_dp(noise, _rate(batch, size), rounds)
+def _sums(noise: float, batch: float, size: int, rounds: int, sampling: Sampling) -> NoisedSums:
+    """What a record of the silo goes through."""
+    scheme: Any = Poisson(_rate(batch, size))
+    if sampling != "poisson":
+        scheme = Everyone() if sampling == "full" else OnePass()
+    return NoisedSums(scheme, noise, rounds, size, relation=REPLACE)
 
 
 def _rate(batch: float, size: int) -> float:
@@ -127,7 +133,7 @@ def silo_noise(
             f"the local batch is {batch}, but a silo of {silo_size} records allows 1 to {silo_size}"
         )
     noise = accounting.calibrate_noise_multiplier(
-        lambda z: _event(z, batch, silo_size, rounds, sampling),
+        lambda z: _sums(z, batch, silo_size, rounds, sampling).event(),
         budget.epsilon,
         budget.delta,
         relation=REPLACE,
@@ -144,7 +150,7 @@ def silo_guarantee(noise: SiloNoise) -> Guarantee:
         "for apart; metrics of silo data are not private",
         *accounting.delta_caveats(noise.budget.delta, noise.silo_size, "records of the silo"),
     ]
-    epsilon = noise.epsilon
+    epsilon, cell = noise.epsilon, noise.sums.cell
     words = {
         "poisson": f"Poisson inside the silo, probability {noise.batch / noise.silo_size:.6g}",
         "full": "all records of the silo in every round",
@@ -158,7 +164,7 @@ def silo_guarantee(noise: SiloNoise) -> Guarantee:
         delta=noise.budget.delta,
         noise_multiplier=noise.noise_multiplier,
         steps=noise.rounds,
-        accountant="PLD, replace-one (rounded upwards)",
+        accountant=cell.accountant,
         sampling=f"{words}, at most {noise.rounds} rounds",
         assumptions=(
             "ISRL-DP: the adversary sees all messages of the silo, and may be the server together "
@@ -167,6 +173,7 @@ def silo_guarantee(noise: SiloNoise) -> Guarantee:
             "the choice of silos is counted",
             "the divisor of a message is a public constant",
             "the root key is secret",
+            *cell.assumptions,
             *accounting.noise_assumptions(noise.noise, epsilon, noise.budget.delta, noise.rounds),
         ),
         caveats=tuple(caveats),

@@ -252,20 +252,23 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         del unit
         return None
 
+    def scheme(self, facts: SiloFacts) -> Any:
+        """How units are drawn, as it is accounted (``accounting.cells``)."""
+        return Poisson(self.probability(facts))
+
+    def noised_sums(self, facts: SiloFacts, steps: int, unit: str) -> NoisedSums:
+        """What is accounted of ``steps`` local steps for one record, or one subject."""
+        scheme, units = self.scheme(facts), self.num_units(facts)
+        of = self.contribution(unit)
+        return NoisedSums(scheme, self.sigma, steps, units, contribution=of)
+
     def event(self, facts: SiloFacts, steps: int) -> Any:
         """The event of ``steps`` local steps for one unit (``unit``) of this silo."""
-        return self._event(facts, steps, self.unit)
+        return self.noised_sums(facts, steps, self.unit).event()
 
     def subject_event(self, facts: SiloFacts, steps: int) -> Any:
         """The same for one subject, whatever the mechanism's own unit."""
-        if self.unit == "subject":
-            return self.event(facts, steps)
-        return self._event(facts, steps, "subject")
-
-    def _event(self, facts: SiloFacts, steps: int, unit: str) -> Any:
-        scheme, of = Poisson(self.probability(facts)), self.contribution(unit)
-        units = self.num_units(facts)
-        return NoisedSums(scheme, self.sigma, steps, units, contribution=of).event()
+        return self.noised_sums(facts, steps, "subject").event()
 
 
 def runs_of(subjects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from dpfl_jax.accounting.cells import TwoStagePoisson
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.config.kinds import DERIVED
 from dpfl_jax.errors import BadInputError
@@ -126,13 +127,10 @@ class RPDP(SiloMechanism):
         secret = ("rates", "stay", "setting")
         return {k: v for k, v in super().to_json().items() if k not in secret}
 
-    def event(self, facts: SiloFacts, steps: int) -> Any:
+    def scheme(self, facts: SiloFacts) -> TwoStagePoisson:
         """Of a record at the public bound of the rates; other records spend less."""
         del facts
         if self.setting is None:
             raise BadInputError("this rpdp mechanism has no accounting setting: personalise it")
-        if steps % self.setting.local_steps:
-            raise BadInputError("rpdp is accounted in whole rounds")
         assert self.sampling_prob is not None
-        setting = dataclasses.replace(self.setting, noise_multiplier=self.sigma)
-        return setting.event(self.sampling_prob, steps // self.setting.local_steps)
+        return self.setting.scheme(self.sampling_prob)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting.cells import cell_of
 from dpfl_jax.accounting.rates import TwoStage, UnreachableBudgetError
 from dpfl_jax.config.federated import BudgetConfig, FederatedConfig
 from dpfl_jax.data.store import Store
@@ -313,6 +314,7 @@ def published_guarantee(
 ) -> accounting.Guarantee:
     """``personal_guarantee``, from what is public."""
     setting = public.setting
+    cell = cell_of(setting.scheme(1.0))
     cap = accounting.epsilon(setting.event(1.0, rounds), setting.delta)
     # Said of every run: whether a person has several records is itself computed from them.
     extra = [
@@ -335,8 +337,7 @@ def published_guarantee(
         noise_multiplier=setting.noise_multiplier,
         steps=rounds * setting.local_steps,
         status="upper bound",
-        accountant="PLD of two-stage sampling (silos, then the record by its own rate), each "
-        "record's rate certified",
+        accountant=cell.accountant,
         sampling=f"rpdp ({public.policy}): each record by its own Poisson coin, with "
         f"{HOW[public.policy]}; {setting.local_steps} local steps in each of {rounds} rounds, each "
         f"silo in a round with probability {setting.participation_prob:.4g}; the epsilon above is "
@@ -344,7 +345,7 @@ def published_guarantee(
         f"({_declared(public)}; the silos' table of records has what each spent); noise added "
         "inside the silo at every step",
         assumptions=(
-            "a record's budget does not depend on other records, and is not itself protected",
+            *cell.assumptions,
             *ASSUMPTIONS,
             *accounting.noise_assumptions(
                 public.noise, cap, setting.delta, rounds * setting.local_steps
