@@ -12,7 +12,7 @@ import pytest
 import yaml
 from runs import death_after_a_checkpoint
 
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting.cells import Contribution, Everyone
 from dpfl_jax.cli.main import main
 from dpfl_jax.federation.mechanisms import SiloMechanism
 from dpfl_jax.mechanisms import Mechanism, Population, mean_of_examples
@@ -73,8 +73,11 @@ class WholeSilo(SiloMechanism):
     def select(self, silo, key, step):
         return np.arange(silo.num_records)
 
-    def event(self, facts, steps):
-        return events.gaussian(self.sigma / self.max_items_per_subject, steps)
+    def scheme(self, facts):
+        return Everyone()
+
+    def contribution(self, unit):
+        return Contribution(self.max_items_per_subject)
 
 
 CONFIGS = {

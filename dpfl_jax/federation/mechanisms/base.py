@@ -247,10 +247,9 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
 
     # ---- what is accounted -----------------------------------------------------------------
 
+    @abc.abstractmethod
     def contribution(self, unit: str) -> Contribution | None:
         """What one record, or one subject, has in a draw; None: it is what is drawn."""
-        del unit
-        return None
 
     def scheme(self, facts: SiloFacts) -> Any:
         """How units are drawn, as it is accounted (``accounting.cells``)."""

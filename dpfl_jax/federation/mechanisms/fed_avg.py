@@ -36,6 +36,9 @@ class FedAvg(SiloMechanism):
 
         return summed
 
+    def contribution(self, unit: str) -> None:
+        """Nothing is accounted."""
+
     def event(self, facts: SiloFacts, steps: int) -> Any:
         """Not private."""
         del facts, steps

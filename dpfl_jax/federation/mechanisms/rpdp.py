@@ -127,6 +127,9 @@ class RPDP(SiloMechanism):
         secret = ("rates", "stay", "setting")
         return {k: v for k, v in super().to_json().items() if k not in secret}
 
+    def contribution(self, unit: str) -> None:
+        """Records are drawn, and a subject has one in a silo."""
+
     def scheme(self, facts: SiloFacts) -> TwoStagePoisson:
         """Of a record at the public bound of the rates; other records spend less."""
         del facts

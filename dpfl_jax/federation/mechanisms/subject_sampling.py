@@ -62,6 +62,9 @@ class SubjectULS(SiloMechanism):
         # proof: subject-uls-sampling-1
         return facts.num_subjects
 
+    def contribution(self, unit: str) -> None:
+        """Subjects are drawn."""
+
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Chooses up to G records of each subject, afresh at each step."""
         # proof: subject-uls-sampling-2
