@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from dpfl_jax.accounting.cells import TwoStagePoisson
+from dpfl_jax.accounting.cells import NoisedSums, TwoStagePoisson
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.config.kinds import DERIVED
 from dpfl_jax.errors import BadInputError
@@ -29,7 +29,7 @@ from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.mechanisms.base import SiloFacts, SiloMechanism
 from dpfl_jax.mechanisms.base import require_positive
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import PersonalizedPoisson
+from dpfl_jax.sampling import PersonalizedPoisson, Poisson
 from dpfl_jax.sampling.base import binomial_bound
 
 
@@ -137,3 +137,8 @@ class RPDP(SiloMechanism):
             raise BadInputError("this rpdp mechanism has no accounting setting: personalise it")
         assert self.sampling_prob is not None
         return self.setting.scheme(self.sampling_prob)
+
+    def subject_event(self, facts: SiloFacts, steps: int) -> Any:
+        """Of a subject in several silos, which may take part together: that amplifies nothing."""
+        scheme = Poisson(self.probability(facts))
+        return NoisedSums(scheme, self.sigma, steps, facts.num_records).event()
