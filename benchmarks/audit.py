@@ -24,7 +24,7 @@ from dpfl_jax.auditing import simulate
 from dpfl_jax.evidence import Audit, Trials, audit
 from dpfl_jax.federation.federation import SiloPlan
 from dpfl_jax.federation.isrl import message
-from dpfl_jax.federation.isrl.arms import Budget, silo_noise
+from dpfl_jax.federation.isrl.privacy import Budget, silo_noise
 from dpfl_jax.federation.isrl.schedule import Schedule
 from dpfl_jax.federation.mechanisms import (
     RPDP,
@@ -305,10 +305,12 @@ def _noise_once() -> Any:
 
 
 def _realised_batch() -> Any:
-    def plain(self: Any, silo: Any, positions: Any, group: Any) -> SiloDraw:
-        return SiloDraw(positions, group, self.sigma, float(max(len(positions), 1)))
+    real = RoundBuilder.scale
 
-    return mock.patch.object(SiloMechanism, "plain", plain)
+    def wrong(self: RoundBuilder, silo: int, draw: SiloDraw) -> tuple[float, float]:
+        return real(self, silo, draw)[0], float(max(draw.size, 1))
+
+    return mock.patch.object(RoundBuilder, "scale", wrong)
 
 
 def _double_rate() -> Any:

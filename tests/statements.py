@@ -9,7 +9,7 @@ import numpy as np
 from dpfl_jax.accounting.rates import TwoStage, solver
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, worst_guarantee
+from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, worst_guarantee
 from dpfl_jax.federation.mechanisms import (
     RPDP,
     FedAvg,
@@ -21,7 +21,6 @@ from dpfl_jax.federation.mechanisms import (
     UserLDP,
 )
 from dpfl_jax.federation.personal.personalise import Published, published_guarantee
-from dpfl_jax.federation.recipes import Claim
 from dpfl_jax.federation.silo_statement import (
     federated_statement,
     isrl_statement,
@@ -70,24 +69,23 @@ def federated(mechanisms, silos_per_subject=2, delta=1e-5, rounds=5):
         plans.append(SiloPlan(mechanism, SiloFacts(records, subjects), 3))
     federation = Federation(tuple(plans), rounds, silos_per_subject)
     people = sum(plan.facts.num_subjects for plan in plans)
-    told = Claim("given", math.inf, delta, math.inf, math.inf, rounds, rounds)
-    guarantee = federated_guarantee(federation, told, delta, rounds, EXTRA, num_subjects=people)
+    guarantee = federated_guarantee(federation, delta, rounds, EXTRA, num_subjects=people)
     return federated_statement(federation, rounds, people, guarantee)
 
 
-def personal(**changes):
+def personal():
     setting = TwoStage(2.0, 3, 6, 0.7, 1e-4)
     budgets = [0.2, 1.0]
     rates = [solver(setting).grid[solver(setting).index_above(r)] for r in (0.01, 0.06)]
-    mechanism = RPDP(noise_multiplier=2.0, **changes)
+    mechanism = RPDP(noise_multiplier=2.0)
     groups = tuple((b, float(q), 6) for b, q in zip(budgets, rates))
-    public = Published(setting, "certified", 500, mechanism.unsound(), groups)
+    public = Published(setting, "certified", 500, groups)
     return personal_statement(mechanism, public, 5, published_guarantee(public, 5, EXTRA))
 
 
 def isrl(sampling="poisson"):
     noise = [
-        SiloNoise(2.0 + i, 10.0, 40 + i, 12, sampling, "sound", Budget(8.0, 1e-4 * (1 + i)))
+        SiloNoise(2.0 + i, 10.0, 40 + i, 12, sampling, Budget(8.0, 1e-4 * (1 + i)))
         for i in range(3)
     ]
     return isrl_statement(noise * 2, worst_guarantee(noise * 2, EXTRA))
@@ -174,14 +172,9 @@ SOUND = {
     ),
     "local_item": lambda: federated([LocalItemDP(batch_size=20, noise_multiplier=2.0)] * 3),
     "fed_avg": lambda: federated([FedAvg(batch_size=20)] * 2),
-    "unsound": lambda: federated(
-        [HiGradAvgDP(batch_size=9, noise_multiplier=2.0, sampling="fixed")] * 2
-    ),
     "personal": personal,
-    "personal, unsound": lambda: personal(denominator="realized_batch"),
     "isrl": isrl,
     "isrl, one pass": lambda: isrl("disjoint"),
-    "isrl, as published": lambda: isrl("with_replacement"),
 }
 
 

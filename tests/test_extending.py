@@ -14,7 +14,7 @@ import yaml
 from runs import death_after_a_checkpoint
 
 from dpfl_jax.accounting import events
-from dpfl_jax.accounting.cells import TABLE, Cell, StrategyMatrix
+from dpfl_jax.accounting.cells import TABLE, Cell, Contribution, Everyone, StrategyMatrix
 from dpfl_jax.auditing import simulate
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.kinds import CENTRAL
@@ -137,8 +137,11 @@ class WholeSilo(SiloMechanism):
     def select(self, silo, key, step):
         return np.arange(silo.num_records)
 
-    def event(self, facts, steps):
-        return events.gaussian(self.sigma / self.max_items_per_subject, steps)
+    def scheme(self, facts):
+        return Everyone()
+
+    def contribution(self, unit):
+        return Contribution(self.max_items_per_subject)
 
 
 TEXTS = {

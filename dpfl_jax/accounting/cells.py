@@ -1,8 +1,9 @@
 """The proven cells: what a sampling scheme with a noise strategy costs one privacy unit.
 
-A mechanism's participation resolves to a scheme (``sampling.schemes``) and to what one privacy unit
-has in a draw (``Contribution``); its noise resolves to a ``StrategyMatrix``. ``cell_of`` looks the
-scheme's type and the matrix's kind up: what is not in the table is not proven, and refused.
+A mechanism's participation resolves to a scheme (``sampling.schemes``, or one of those below) and
+to what one privacy unit has in a draw (``Contribution``); its noise resolves to a
+``StrategyMatrix``. ``cell_of`` looks the scheme's type and the matrix's kind up: what is not in the
+table is not proven, and refused.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
-from dp_accounting import DpEvent
+from dp_accounting import DpEvent, NeighboringRelation
 from scipy import signal
 
 from dpfl_jax.accounting import events
@@ -20,6 +21,36 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling import schemes
 
 MatrixKind = Literal["independent", "banded", "toeplitz"]
+_ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
+_REPLACE = NeighboringRelation.REPLACE_ONE
+
+
+# Schemes that are accounted alone: what silos draw comes to them, each in its own way.
+
+
+@dataclasses.dataclass(frozen=True)
+class Everyone:
+    """All units, at every step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OnePass:
+    """Each unit at one step at most; which one depends on no unit's content."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoStagePoisson:
+    """Silos first, then their units: rounds of local steps, each unit with a rate of its own.
+
+    Attributes:
+      prob: q, of the unit that is accounted, in each local step.
+      participation_prob: lambda, of its silo in each round, which everybody sees.
+      local_steps: tau, steps of a round.
+    """
+
+    prob: float
+    participation_prob: float
+    local_steps: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +89,13 @@ class NoisedSums:
     """What is accounted: steps of clipped sums over the units drawn, plus noise.
 
     Attributes:
-      scheme: which units are drawn; one of ``sampling.schemes``.
+      scheme: which units are drawn.
       noise_multiplier: standard deviation of each entry of Z over the sensitivity of a drawn unit.
       steps: taken.
       population: units that may be drawn.
       matrix: C of the noise.
       contribution: what one privacy unit has in a draw; None: it is itself what is drawn.
+      relation: whether a privacy unit is added or removed, or replaced by another.
     """
 
     scheme: Any
@@ -72,14 +104,24 @@ class NoisedSums:
     population: int
     matrix: StrategyMatrix = INDEPENDENT
     contribution: Contribution | None = None
+    relation: NeighboringRelation = _ADD_OR_REMOVE
+
+    @property
+    def cell(self) -> Cell:
+        """What is proven of these.
+
+        Raises:
+          BadInputError: nothing is.
+        """
+        return cell_of(self.scheme, self.matrix, self.contribution, self.relation)
 
     def event(self) -> DpEvent:
-        """Of one privacy unit, added or removed.
+        """Of one privacy unit, to be accounted under ``relation``.
 
         Raises:
           BadInputError: nothing is proven of these.
         """
-        return cell_of(self.scheme, self.matrix, self.contribution).event(self)
+        return self.cell.event(self)
 
 
 # Of each unit a column for each step of the event, of (matrix, seen, inside, sampler).
@@ -106,7 +148,10 @@ class Cell:
 
 
 def cell_of(
-    scheme: Any, matrix: StrategyMatrix = INDEPENDENT, contribution: Contribution | None = None
+    scheme: Any,
+    matrix: StrategyMatrix = INDEPENDENT,
+    contribution: Contribution | None = None,
+    relation: NeighboringRelation = _ADD_OR_REMOVE,
 ) -> Cell:
     """The cell of these (``NoisedSums``).
 
@@ -114,16 +159,18 @@ def cell_of(
       BadInputError: nothing is proven of them; the nearest that is proven is named.
     """
     several = contribution is not None
-    if (cell := TABLE.get((type(scheme), matrix.kind, several))) is not None:
+    table = _REPLACE_TABLE if relation is _REPLACE else TABLE
+    if (cell := table.get((type(scheme), matrix.kind, several))) is not None:
         return cell
     near = [
         f"{kind.__name__} with {noise} noise"
-        for kind, noise, more in TABLE
+        for kind, noise, more in table
         if more == several and (kind is type(scheme) or noise == matrix.kind)
     ]
     raise BadInputError(
         f"nothing is proven of {type(scheme).__name__} sampling with {matrix.kind} noise"
         + (" where a privacy unit has several of the units that are drawn" if several else "")
+        + (" under replace-one adjacency" if relation is _REPLACE else "")
         + (f": take {near[0]}" if near else "")
     )
 
@@ -166,6 +213,29 @@ def _cyclic_poisson(sums: NoisedSums) -> DpEvent:
 def _cyclic(sums: NoisedSums) -> DpEvent:
     given = (sums.noise_multiplier, sums.matrix.column, sums.scheme.period)
     return events.toeplitz(*given, sums.steps)
+
+
+def _everyone_of_several(sums: NoisedSums) -> DpEvent:
+    of = sums.contribution
+    assert of is not None  # a cap, or an average, makes it less
+    return events.user_ldp(sums.noise_multiplier, sums.steps, sensitivity=float(of.units))
+
+
+def _two_stage(sums: NoisedSums) -> DpEvent:
+    scheme: TwoStagePoisson = sums.scheme
+    rounds, rest = divmod(sums.steps, scheme.local_steps)
+    if rest:
+        raise BadInputError(
+            f"{sums.steps} local steps are no whole number of rounds of {scheme.local_steps}: "
+            "personal rates are accounted by rounds"
+        )
+    given = (sums.noise_multiplier, scheme.prob, scheme.participation_prob, scheme.local_steps)
+    return events.two_stage(*given, rounds)
+
+
+def _one_pass_replaced(sums: NoisedSums) -> DpEvent:
+    # proof: isrl-event-1
+    return events.gaussian(sums.noise_multiplier, 1)
 
 
 # ---- what tells an audit most --------------------------------------------------------------------
@@ -283,4 +353,27 @@ TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
         ),
         _columns_of_all_turns,
     ),
+    (Everyone, "independent", True): Cell(
+        _everyone_of_several, "PLD, Gaussian of the units' sensitivity", "user_ldp"
+    ),
+    (TwoStagePoisson, "independent", False): Cell(
+        _two_stage,
+        "PLD of two-stage sampling (silos, then the record by its own rate), each record's rate "
+        "certified",
+        "rpdp",
+        ("a record's budget does not depend on other records, and is not itself protected",),
+    ),
+}
+_REPLACED = "PLD, replace-one (rounded upwards)"
+# Of one privacy unit that is replaced by another; its events are accounted under replace-one.
+_REPLACE_TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
+    (schemes.Poisson, "independent", False): Cell(
+        lambda sums: events.isrl_dp(sums.noise_multiplier, sums.scheme.prob, sums.steps),
+        _REPLACED,
+        "isrl",
+    ),
+    (Everyone, "independent", False): Cell(
+        lambda sums: events.gaussian(sums.noise_multiplier, sums.steps), _REPLACED, "isrl"
+    ),
+    (OnePass, "independent", False): Cell(_one_pass_replaced, _REPLACED, "isrl"),
 }

@@ -26,6 +26,7 @@ from dpfl_jax.accounting.accountant import (
     epsilon_curve,
 )
 from dpfl_jax.accounting.accountant import epsilon as epsilon_of
+from dpfl_jax.accounting.cells import NoisedSums, TwoStagePoisson
 from dpfl_jax.accounting.closed_forms import rpdp
 from dpfl_jax.accounting.composition import TableTooLargeError
 from dpfl_jax.errors import BadInputError
@@ -77,13 +78,12 @@ class TwoStage:
 
     def event(self, rate: float, rounds: int | None = None) -> dp_accounting.DpEvent:
         """What the run does to a record of this rate, in ``rounds`` rounds (default all)."""
-        return events.two_stage(
-            self.noise_multiplier,
-            float(rate),
-            self.participation_prob,
-            self.local_steps,
-            self.rounds if rounds is None else rounds,
-        )
+        steps = self.local_steps * (self.rounds if rounds is None else rounds)
+        return NoisedSums(self.scheme(rate), self.noise_multiplier, steps, 1).event()
+
+    def scheme(self, rate: float) -> TwoStagePoisson:
+        """How a record of this rate is drawn."""
+        return TwoStagePoisson(float(rate), self.participation_prob, self.local_steps)
 
     def epsilon(self, rate: float, accountant: Accountant = "pld") -> float:
         """Upper bound on epsilon of a record that is sampled at ``rate``; ``inf`` if too large."""

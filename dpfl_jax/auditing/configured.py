@@ -53,8 +53,8 @@ def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int)
 
     ready = federated_run.prepare(config, console)
     federation = ready.federation
-    if not federation.mechanism.private or federation.mechanism.unsound():
-        raise BadInputError(_NOTHING + "private mechanism, with its sound options")
+    if not federation.mechanism.private:
+        raise BadInputError(_NOTHING + "private mechanism.kind")
     reach = 1
     if federation.mechanism.unit != "record":
         reach = min(federation.max_silos_per_subject, federation.silos_per_round)
@@ -86,8 +86,8 @@ def _messages(config: IsrlConfig, key: RootKey, console: Console, trials: int) -
     from dpfl_jax.federation.isrl.runs import isrl_run
 
     parameters = isrl_run.prepare(config, console).parameters
-    if not parameters.noise or config.isrl.sampling == "with_replacement":
-        raise BadInputError(_NOTHING + "budget, and a sound sampling")
+    if not parameters.noise:
+        raise BadInputError(_NOTHING + "budget")
     worst = int(np.argmax([z.epsilon for z in parameters.noise]))
     with console.status("attacking"):
         return simulate.messages(

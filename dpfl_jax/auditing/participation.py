@@ -25,8 +25,8 @@ from dpfl_jax.evidence import Audit
 from dpfl_jax.evidence.proof import guessed
 from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.accountant import whole_event
-from dpfl_jax.federation.isrl.arms import at_one_delta
 from dpfl_jax.federation.isrl.message import SiloData
+from dpfl_jax.federation.isrl.privacy import at_one_delta
 from dpfl_jax.federation.isrl.runs import isrl_run, messages
 from dpfl_jax.federation.mechanisms import FedAvg
 from dpfl_jax.mechanisms import non_private

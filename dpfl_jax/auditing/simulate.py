@@ -34,8 +34,8 @@ from dpfl_jax.evidence.trials import LONG, Trials
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import make_release
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.isrl.arms import SiloNoise
 from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, make_messages
+from dpfl_jax.federation.isrl.privacy import SiloNoise
 from dpfl_jax.federation.isrl.schedule import make_schedule
 from dpfl_jax.federation.mechanisms import RPDP, UserLDP
 from dpfl_jax.federation.rounds import RoundBuilder
@@ -358,7 +358,6 @@ def messages(
     noise: SiloNoise,
     key: RootKey,
     *,
-    clip: str = "example",
     clip_norm: float = 1.0,
     trials: int = 20_000,
 ) -> Trials:
@@ -366,7 +365,7 @@ def messages(
 
     Beside the silo there is one whose records have none: what it sends must not help.
     """
-    spec = MessageSpec(noise.sampling, clip, noise.noise)  # type: ignore[arg-type]
+    spec = MessageSpec(noise.sampling, noise.noise)
     size, rounds = noise.silo_size, noise.rounds
     take = math.ceil(noise.batch)
     one_pass = np.array([take]) if noise.sampling == "disjoint" else None
@@ -387,7 +386,6 @@ def messages(
             clip_norm=clip_norm,
             stddev=jnp.array([stddev] * 2, jnp.float32),
             rank=rank,
-            batch_capacity=take,
         )
 
         def one(turn: jax.Array, row: PyTree) -> tuple[jax.Array, jax.Array]:

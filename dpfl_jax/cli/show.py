@@ -127,8 +127,6 @@ def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str,
         f"from {float(budget['least']):.4g} to {float(budget['most']):.4g}); at most "
         f"{float(summary['largest_share_of_budget']):.1%} of a budget"
     )
-    for reason in summary["unsound"]:
-        console.print(f"no guarantee: {reason}")
     console.print("private: this table belongs to the silos", style="bold")
     table = Table(*COLUMNS)
     for row in rows[: max(limit, 0)]:

@@ -201,13 +201,6 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
                 cells.append("" if number is None else f"{number:,.{digits}f}")
             table.add_row(name, *cells)
         console.print(table)
-    if "claim" in report:
-        from dpfl_jax.run.report import claim_rows
-
-        table = Table("epsilon", "", title="claimed and real", title_justify="left")
-        for row in claim_rows(report["claim"]):
-            table.add_row(*row)
-        console.print(table)
     for name, text in report.get("samples", {}).items():
         console.print(Panel(Text(text), title=f"what it writes {name} training"))
     console.print(Panel("\n".join(in_short(report)), title="guarantee"))
@@ -271,12 +264,8 @@ def _print_price(console: Console, price: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title=f"{price['name']} (dry run)", title_justify="left", show_header=False)
-    if "claim" in price:
-        from dpfl_jax.run.report import claim_rows
-
-        price = {**price, **{f"epsilon {k}": v for k, v in claim_rows(price["claim"])}}
     for key, value in price.items():
-        if key in ("privacy", "guarantee", "claim", "status", "name"):
+        if key in ("privacy", "guarantee", "status", "name"):
             continue
         if isinstance(value, dict):
             value = ", ".join(f"{k} {v}" for k, v in value.items())

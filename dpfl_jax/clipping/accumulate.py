@@ -7,7 +7,9 @@ rounding errors are added up beside the sum (Neumaier 1974), at the price of one
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -50,3 +52,45 @@ def start(sums: PyTree, compensated: bool) -> PyTree:
 def finish(sums: PyTree, errors: PyTree) -> PyTree:
     """What was added up."""
     return sums if errors is None else jax.tree.map(jnp.add, sums, errors)
+
+
+def over_microbatches(
+    one: Callable[[PyTree, jax.Array], tuple[PyTree, PyTree]],
+    zeros: tuple[PyTree, PyTree],
+    units: PyTree,
+    mask: Any,
+    num_microbatches: Any,
+    *,
+    compensated: bool = False,
+    parts: int = 1,
+) -> tuple[PyTree, PyTree]:
+    """Adds up ``one(row, mask) -> (sum, stats)`` over the rows in use: (sums, stats).
+
+    Args:
+      one: of one microbatch.
+      zeros: sums and stats of none.
+      units: pytree of [rows, row, ...], or a tuple of several such buffers.
+      mask: bool [rows, row], or of each buffer.
+      num_microbatches: rows in use, or of each buffer.
+      compensated: whether rounding errors are added up even where the sums are short.
+      parts: that share a row, and have sums of their own.
+    """
+    if not isinstance(mask, tuple):
+        units, mask, num_microbatches = (units,), (mask,), (num_microbatches,)
+    most = sum(m.size for m in mask) // parts, sum(m.shape[0] for m in mask)
+    sums, stats = zeros
+    compensated |= needs_compensation(*most)
+    state = (sums, start(sums, compensated), stats)
+
+    def body(i: jax.Array, state: Any, units: PyTree, mask: jax.Array) -> Any:
+        sums, errors, stats = state
+        row = jax.tree.map(lambda u: jax.lax.dynamic_index_in_dim(u, i, keepdims=False), units)
+        more, seen = one(row, jax.lax.dynamic_index_in_dim(mask, i, keepdims=False))
+        return (*add(sums, errors, more), jax.tree.map(jnp.add, stats, seen))
+
+    for part, part_mask, rows in zip(units, mask, num_microbatches, strict=True):
+        state = jax.lax.fori_loop(
+            0, rows, functools.partial(body, units=part, mask=part_mask), state
+        )
+    sums, errors, stats = state
+    return finish(sums, errors), stats

@@ -109,24 +109,19 @@ class FederatedPrivacyConfig(LedgerSection):
       epsilon: target for a subject (local_item: for a record) over the whole federation; rpdp: the
         public cap, a record of that budget is always sampled.
       delta: default (number of training subjects) ** -1.1.
-      recipe: sound, or one of the papers' (paper_batch_z, paper_a, paper_b), which claim the target
-        and cost more: the report says how much.
       budgets: rpdp: of the records.
       policy: rpdp: how rates follow from budgets; certified, curve_fit or bisection (personal),
         minimum, dropout or uniform (baselines: one rate).
       unreachable: rpdp: what to do with a budget that no sampling rate keeps: error or exclude.
-      horizontal: how a paper's recipe pays for several silos: paper_sqrt or more_noise.
     """
 
     epsilon: float | None = Field(None, gt=0)
     delta: float | None = Field(None, gt=0, lt=1)
-    recipe: Literal["sound", "paper_batch_z", "paper_a", "paper_b"] = "sound"
     budgets: BudgetConfig = BudgetConfig()
     policy: Literal["certified", "curve_fit", "bisection", "minimum", "dropout", "uniform"] = (
         "certified"
     )
     unreachable: Literal["error", "exclude"] = "error"
-    horizontal: Literal["paper_sqrt", "more_noise"] = "paper_sqrt"
 
 
 class FederatedTrainConfig(EvaluatedTrain):
@@ -183,11 +178,6 @@ class FederatedConfig(RunSection):
         mechanism, privacy = self.mechanism, self.privacy
         if self.train.chooses and self.data.split == "within_user" and mechanism.private:
             raise ValueError(NO_CHOICE_WITHIN_USERS)
-        if mechanism.kind == "rpdp" and privacy.recipe != "sound":
-            raise ValueError(
-                f"privacy.recipe={privacy.recipe} belongs to other mechanisms: remove it, and "
-                "choose privacy.policy for rpdp"
-            )
         check_target(privacy.epsilon, mechanism)
         federation = self.federation
         if federation.participation_prob is not None and federation.silos_per_round is not None:

@@ -64,9 +64,7 @@ class IsrlSection(Section):
 
     Attributes:
       algorithm: minibatch_sgd, accelerated, or multi_stage (needs model.regularization).
-      sampling: poisson, full, disjoint (one-pass), or with_replacement (no guarantee: only for the
-        arm as_published).
-      arm: sound, paper_closed_form or as_published: whose noise.
+      sampling: poisson, full, or disjoint (one-pass).
       noise: exact (drawn and added in integers) or float (float32).
       rounds: R.
       batch_fraction: K_i / n_i, the same in all silos.
@@ -85,8 +83,7 @@ class IsrlSection(Section):
     """
 
     algorithm: Literal["minibatch_sgd", "accelerated", "multi_stage"] = "minibatch_sgd"
-    sampling: Literal["poisson", "full", "disjoint", "with_replacement"] = "poisson"
-    arm: Literal["sound", "paper_closed_form", "as_published"] = "sound"
+    sampling: Literal["poisson", "full", "disjoint"] = "poisson"
     noise: Literal["exact", "float"] = "exact"
     rounds: int | None = Field(None, gt=0)
     batch_fraction: float | None = Field(None, gt=0, le=1)
@@ -165,11 +162,6 @@ class IsrlConfig(RunSection):
                         f"isrl.{name} is an option of minibatch_sgd, not of {section.algorithm}: "
                         "remove it"
                     )
-        if (section.arm == "as_published") != (section.sampling == "with_replacement"):
-            raise ValueError(
-                "isrl.arm=as_published and isrl.sampling=with_replacement go together: the "
-                "experiments drew with replacement, and nothing sound does"
-            )
         if section.sampling == "full" and section.batch_fraction not in (None, 1.0):
             raise ValueError("isrl.sampling=full takes all records: remove isrl.batch_fraction")
         if self.model.smoothing is not None and model.loss not in ("hinge", "absolute"):

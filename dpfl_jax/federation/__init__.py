@@ -2,7 +2,7 @@
 
 ``data`` and ``partition`` say who holds what, ``mechanisms`` what a silo does at a local step,
 ``engine`` is the compiled round, ``rounds`` ships its batches, ``server`` averages,
-``federated`` runs it all; ``accountant``, ``recipes`` and ``guarantee`` say what it costs.
+``federated`` runs it all; ``accountant`` and ``guarantee`` say what it costs.
 """
 
 from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon
@@ -21,7 +21,6 @@ from dpfl_jax.federation.mechanisms import (
     UserLDP,
 )
 from dpfl_jax.federation.partition import assign_to_silos, cap_per_subject
-from dpfl_jax.federation.recipes import apply_recipe
 from dpfl_jax.federation.server import OptimizerServer, ServerRule
 
 __all__ = [
@@ -39,7 +38,6 @@ __all__ = [
     "SiloPlan",
     "SubjectULS",
     "UserLDP",
-    "apply_recipe",
     "assign_to_silos",
     "calibrate_federation",
     "cap_per_subject",

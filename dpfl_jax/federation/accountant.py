@@ -178,7 +178,7 @@ def whole_event(federation: Federation, delta: float, subject: bool = False) -> 
       subject: account for subjects even if the mechanism protects records.
     """
     mechanism = federation.mechanism
-    if not mechanism.private or mechanism.unsound():
+    if not mechanism.private:
         return dp_accounting.NonPrivateDpEvent()
     cases = worst_cases(federation, federation.rounds, subject)
     alone = [case[0] for case in cases if len(case) == 1]
@@ -194,7 +194,6 @@ def federated_epsilon(
     delta: float,
     rounds: int | None = None,
     subject: bool = False,
-    if_constant: bool = False,
 ) -> float:
     """Upper bound on epsilon of one unit over the whole federation; ``inf`` if there is none.
 
@@ -203,22 +202,17 @@ def federated_epsilon(
       delta: in (0, 1).
       rounds: rounds run; default all.
       subject: account for subjects even if the mechanism protects records.
-      if_constant: what it would be for a mechanism that is not sound (``SiloMechanism.unsound``) if
-        its sampling were as accounted, and what follows its private batches were constant.
     """
-    mechanism = federation.mechanism
-    if not mechanism.private or (mechanism.unsound() and not if_constant):
+    if not federation.mechanism.private:
         return math.inf
     cases = worst_cases(federation, federation.rounds if rounds is None else rounds, subject)
     return min(max(accounting.epsilon(event, delta) for event in case) for case in cases)
 
 
-def subject_epsilon(
-    federation: Federation, delta: float, rounds: int | None = None, if_constant: bool = False
-) -> float:
+def subject_epsilon(federation: Federation, delta: float, rounds: int | None = None) -> float:
     """``federated_epsilon`` of a subject; ``inf``, too, where no accountant will compute it."""
     try:
-        return federated_epsilon(federation, delta, rounds, subject=True, if_constant=if_constant)
+        return federated_epsilon(federation, delta, rounds, subject=True)
     except BadInputError:  # too little noise for any accountant
         return math.inf
 
@@ -232,7 +226,7 @@ def silo_epsilons(federation: Federation, delta: float) -> list[float]:
         if i not in members:
             out.append(0.0)
             continue
-        if not plan.mechanism.private or plan.mechanism.unsound():
+        if not plan.mechanism.private:
             out.append(math.inf)
             continue
         profile = _Profile.of(plan)
@@ -281,12 +275,12 @@ def calibrate_federation(
             return federation.with_noise([x * sigma for sigma in sigmas])
 
         alone = with_noise(1.0)
-        if together == 1 and federated_epsilon(alone, delta, if_constant=True) <= epsilon:
+        if together == 1 and federated_epsilon(alone, delta) <= epsilon:
             return alone
     near = 1.0 if mode == "per_silo" else None
     made = with_noise(_calibrated(with_noise, epsilon, delta, near))
     # What is stated is what was asked for, whatever the searches above did.
-    assert federated_epsilon(made, delta, if_constant=True) <= epsilon
+    assert federated_epsilon(made, delta) <= epsilon
     return made
 
 

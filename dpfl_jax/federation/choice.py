@@ -118,16 +118,13 @@ def _found(prepared: FederatedRun, kind: Any, cap: int, pace: float) -> Iterator
     if rounds < 1 or batch < 1 or batch > max(known.num_records for known in facts):
         return
     values = {f.name: getattr(old, f.name) for f in dataclasses.fields(SiloMechanism)}
-    values |= {"noise_multiplier": None, "sampling": "poisson", "sampling_prob": None}
-    values |= {"batch_size": batch}
+    values |= {"noise_multiplier": None, "sampling_prob": None, "batch_size": batch}
     values["group_size" if kind is SubjectULS else "max_items_per_subject"] = cap
     new = config.model_copy(
         update={
             "mechanism": kind(**values),
             "federation": config.federation.model_copy(update={"rounds": rounds}),
-            "privacy": config.privacy.model_copy(
-                update={"delta": prepared.delta, "recipe": "sound"}
-            ),
+            "privacy": config.privacy.model_copy(update={"delta": prepared.delta}),
         }
     )
     try:

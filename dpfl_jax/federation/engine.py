@@ -101,25 +101,13 @@ def clipped_sum(
         microbatches: jax.Array,
         clip_norm: jax.Array,
     ) -> tuple[PyTree, StepStats]:
-        def body(i: jax.Array, carry: tuple[PyTree, PyTree, StepStats]) -> Any:
-            total, errors, stats = carry
-
-            def pick(x: jax.Array) -> jax.Array:
-                return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
-
-            row_mask = pick(mask)
-            bounded = clipped_grad(
-                params, jax.tree.map(pick, units), row_mask, pick(group), clip_norm
-            )
-            stats = jax.tree.map(jnp.add, stats, StepStats.of(bounded, row_mask, clip_norm))
-            return (*accumulate.add(total, errors, bounded.sum), stats)
+        def one(row: tuple[PyTree, jax.Array], mask: jax.Array) -> tuple[PyTree, StepStats]:
+            bounded = clipped_grad(params, row[0], mask, row[1], clip_norm)
+            return bounded.sum, StepStats.of(bounded, mask, clip_norm)
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        zeros, nothing = vary((zeros, StepStats.zero()), varying_axes(mask))
-        compensated = accumulate.needs_compensation(mask.size, mask.shape[0])
-        start = (zeros, accumulate.start(zeros, compensated), nothing)
-        total, errors, stats = jax.lax.fori_loop(0, microbatches, body, start)
-        return accumulate.finish(total, errors), stats
+        nothing = vary((zeros, StepStats.zero()), varying_axes(mask))
+        return accumulate.over_microbatches(one, nothing, (units, group), mask, microbatches)
 
     return summed
 

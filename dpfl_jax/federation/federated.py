@@ -141,8 +141,7 @@ class Federated(Algorithm):
 
     def epsilons(self, counts: Sequence[int]) -> Sequence[float]:
         """Of one unit over the whole federation."""
-        mechanism = self.federation.mechanism
-        if not (self.show_spent and mechanism.private) or mechanism.unsound():
+        if not (self.show_spent and self.private):
             return [math.inf] * len(counts)
         curves = [
             np.max([accounting.epsilon_curve(e, list(counts), self.delta) for e in case], axis=0)

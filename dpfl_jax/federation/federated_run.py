@@ -19,7 +19,7 @@ from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.data.store import Store, unit_key_of
-from dpfl_jax.federation.accountant import silo_epsilons, whole_event
+from dpfl_jax.federation.accountant import calibrate_federation, silo_epsilons, whole_event
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
@@ -35,7 +35,6 @@ from dpfl_jax.federation.personal.personalise import (
 )
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.placement import spread, subject_keys
-from dpfl_jax.federation.recipes import AS_IF_SOUND, Claim, apply_recipe, claim_of
 from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.federation.silo_statement import federated_statement, personal_statement
 from dpfl_jax.federation.subjects import SubjectData, load_subjects
@@ -88,15 +87,12 @@ def federation_of(config: FederatedConfig, facts: Sequence[SiloFacts]) -> Federa
     return Federation(plans, section.rounds, reach, cohort)
 
 
-def calibrated(
-    config: FederatedConfig, federation: Federation, delta: float
-) -> tuple[Federation, Claim]:
-    """The federation with its noise, by the config's recipe."""
-    privacy = config.privacy
-    if not federation.mechanism.private or config.mechanism.noise_multiplier is None:
-        epsilon = privacy.epsilon if privacy.epsilon is not None else math.inf
-        return apply_recipe(federation, privacy.recipe, epsilon, delta, privacy.horizontal)
-    return federation, claim_of(federation, "given", delta)
+def calibrated(config: FederatedConfig, federation: Federation, delta: float) -> Federation:
+    """The federation with its noise: the one that is configured, or what the target asks for."""
+    if not federation.mechanism.private or config.mechanism.noise_multiplier is not None:
+        return federation
+    assert config.privacy.epsilon is not None
+    return calibrate_federation(federation, config.privacy.epsilon, delta)
 
 
 def noised(
@@ -119,7 +115,7 @@ def noised(
         return public_part(config, federation, setting)
     if noise is not None:
         return federation.with_noise(noise), ()
-    return calibrated(config, federation, delta)[0], ()
+    return calibrated(config, federation, delta), ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +126,6 @@ class FederatedRun(Prepared):
     subjects: SubjectData
     data: FederatedData
     federation: Federation
-    claim: Claim
     delta: float
     model: Any
     held_out: Store
@@ -285,7 +280,6 @@ class FederatedRun(Prepared):
             return personal_guarantee(self.personal, rounds, caveats)
         return federated_guarantee(
             self.federation,
-            self.claim,
             self.delta,
             rounds,
             caveats,
@@ -371,26 +365,7 @@ def _personalised(prepared: FederatedRun, noise: float | None = None) -> Federat
     federation, personal = personalise(
         config, prepared.federation, prepared.data, store, keys, prepared.delta, noise
     )
-    sigma, rounds = personal.setting.noise_multiplier, federation.rounds
-    given = config.mechanism.noise_multiplier is not None
-    constant = personal.setting.epsilon(1.0)
-    real = math.inf if personal.unsound else constant
-    claim = Claim(
-        recipe="given" if given else AS_IF_SOUND if personal.unsound else "sound",
-        epsilon=real if given else config.privacy.epsilon or real,
-        delta=prepared.delta,
-        real_epsilon=real,
-        if_constant=constant,
-        rounds_calibrated=rounds,
-        rounds=rounds,
-        why=personal.unsound
-        or (
-            f"noise multiplier {sigma:.6g}: a record that is always sampled spends the above; "
-            "every other record keeps its own budget",
-        ),
-        unit="record",
-    )
-    return dataclasses.replace(prepared, federation=federation, personal=personal, claim=claim)
+    return dataclasses.replace(prepared, federation=federation, personal=personal)
 
 
 def read_subjects(config: FederatedConfig) -> SubjectData:
@@ -430,14 +405,12 @@ def prepare(
     held_out = limit_store(
         subjects.held_out, config.eval.max_users, config.eval.max_examples_per_user
     )
-    rounds = federation.rounds
-    none = Claim("none", math.inf, delta, math.inf, math.inf, rounds, rounds)
-    prepared = FederatedRun(config, subjects, data, federation, none, delta, model, held_out)
+    prepared = FederatedRun(config, subjects, data, federation, delta, model, held_out)
     with console.status("calibrating noise"):
         if config.mechanism.kind == "rpdp":
             return _personalised(prepared)
-        federation, claim = calibrated(config, federation, delta)
-    return dataclasses.replace(prepared, federation=federation, claim=claim)
+        federation = calibrated(config, federation, delta)
+    return dataclasses.replace(prepared, federation=federation)
 
 
 def run_experiment(
@@ -479,7 +452,7 @@ def _caveats(prepared: FederatedRun) -> tuple[str, ...]:
     config = prepared.config
     evaluation = EVALUATION_CAVEAT[config.data.split]
     if not prepared.federation.mechanism.private:
-        return ("this run is not private: it is a baseline", evaluation)
+        return (evaluation,)
     caveats = [PRIVATE_METRICS_CAVEAT, evaluation, TUNING_CAVEAT]
     if config.eval.baseline:
         caveats.append(BASELINE_CAVEAT)
@@ -539,7 +512,6 @@ def _report(prepared: FederatedRun, result: RunResult, guarantee: Guarantee) -> 
         config.name,
         result,
         guarantee,
-        claim=prepared.claim.to_json(),
         task=dataclasses.asdict(prepared.subjects.task),
         dropped_silos=sum(r["dropped_silos"] for r in rows),
         silos=_silo_rows(prepared),
@@ -587,7 +559,6 @@ def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
         "noise_over_signal": prepared.balance.to_json(),
         "epsilon": guarantee.epsilon if math.isfinite(guarantee.epsilon) else None,
         "delta": prepared.delta,
-        "claim": prepared.claim.to_json(),
         "privacy": guarantee.to_json(),
         "guarantee": str(guarantee),
     }

@@ -8,7 +8,6 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting.guarantee import rounded_up
 from dpfl_jax.federation.accountant import federated_epsilon, subject_epsilon
 from dpfl_jax.federation.federation import Federation
-from dpfl_jax.federation.recipes import Claim
 
 ASSUMPTIONS = (
     "every silo knows the subject of each of its records; identities are not linked across silos",
@@ -24,7 +23,6 @@ ASSUMPTIONS = (
 
 def federated_guarantee(
     federation: Federation,
-    claim: Claim,
     delta: float,
     rounds: int,
     caveats: tuple[str, ...] = (),
@@ -34,7 +32,6 @@ def federated_guarantee(
 
     Args:
       federation: with its noise.
-      claim: of the recipe that made the noise; for papers' recipes the claim becomes a caveat.
       delta: in (0, 1).
       rounds: rounds run.
       caveats: further ones.
@@ -42,18 +39,17 @@ def federated_guarantee(
     """
     mechanism = federation.mechanism
     sizes = sorted(federation.silos[i].mechanism.sigma for i in federation.participants.tolist())
+    steps = sorted(federation.silos[i].local_steps for i in federation.participants.tolist())
     epsilon = federated_epsilon(federation, delta, rounds)
-    caveats = (*mechanism.unsound(), *caveats)
-    if claim.recipe not in ("sound", "none", "given"):
-        caveats = (
-            f"the recipe {claim.recipe} claims epsilon {claim.epsilon:g} for this run, which is "
-            f"not what the mechanism gives: {'; '.join(claim.why)}",
-            *caveats,
-        )
+    if not mechanism.private:
+        caveats = ("this run is not private: it is a baseline", *caveats)
     reach = federation.max_silos_per_subject
     cap = max(plan.mechanism.max_items_per_subject for plan in federation.silos)
     unit = mechanism.unit
     assumptions: tuple[str, ...] = ASSUMPTIONS
+    if mechanism.private:
+        sums = mechanism.noised_sums(federation.silos[0].facts, steps[-1], unit)
+        assumptions = (*sums.cell.assumptions, *ASSUMPTIONS)
     if unit == "subject":
         assumptions = (
             f"no subject has records in more than {reach} of the {len(federation.silos)} silos "
@@ -61,7 +57,7 @@ def federated_guarantee(
             "checked)",
             f"no subject has more than {cap} records in a silo (the silo enforces it by a rule "
             "that looks at one subject at a time)",
-            *ASSUMPTIONS,
+            *assumptions,
         )
     if unit == "record" and mechanism.private:
         subject = subject_epsilon(federation, delta, rounds)
@@ -72,7 +68,6 @@ def federated_guarantee(
             "data before, a record inserted between others of its subject can move those too",
             *caveats,
         )
-    steps = sorted(federation.silos[i].local_steps for i in federation.participants.tolist())
     # A unit may be in so many silos, each of which adds noise at every local step.
     summed = rounds * steps[-1] * (1 if unit == "record" else reach)
     assumptions += accounting.noise_assumptions(mechanism.noise, epsilon, delta, summed)
@@ -89,7 +84,6 @@ def federated_guarantee(
     )
     between = f"{probs[0]:.4g}" if probs[0] == probs[-1] else f"{probs[0]:.4g} to {probs[-1]:.4g}"
     what = "subjects" if mechanism.kind == "subject_uls" else "records"
-    law = {"poisson": "Poisson", "fixed": "fixed-size"}[mechanism.sampling]
     cohort = "all silos"
     if federation.cohort is not None:
         cohort = federation.cohort.describe(f"{len(federation.silos)} silos", "silo")
@@ -109,7 +103,7 @@ def federated_guarantee(
         if not mechanism.private
         else "PLD; each silo's events composed over "
         + ("one silo (a record is in one)" if unit == "record" else f"at most {reach} silos"),
-        sampling=f"{mechanism.kind}: in each of {members} silos {law} sampling of {what} with "
+        sampling=f"{mechanism.kind}: in each of {members} silos Poisson sampling of {what} with "
         f"probability {between}, {taken} local steps in each of {rounds} rounds of {cohort}; noise "
         f"multiplier {noise}, added inside the silo at every step",
         assumptions=assumptions if mechanism.private else (),

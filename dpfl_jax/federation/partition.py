@@ -12,15 +12,11 @@ subjects in a batch unchanged, which is not what the paper reports).
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import numpy as np
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.data import Silo
-from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import Poisson
 
 Spread = Literal["uniform", "power", "confined"]
 _BLOCK = 1 << 22
@@ -200,42 +196,3 @@ def cap_per_subject(
     keep = np.zeros(len(order), bool)
     keep[order] = rank < cap
     return keep
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchStatistics:
-    """What random batches of one silo look like. Computed from private data: never publish it.
-
-    Attributes:
-      largest_group: int64 [draws], Z: most records of one subject in each batch.
-      distinct_subjects: int64 [draws], subjects in each batch.
-      records: int64 [draws], records in each batch.
-    """
-
-    largest_group: np.ndarray
-    distinct_subjects: np.ndarray
-    records: np.ndarray
-
-    @property
-    def dominant_group(self) -> int:
-        """The most frequent Z."""
-        return int(np.bincount(self.largest_group).argmax())
-
-
-def batch_statistics(silo: Silo, prob: float, draws: int, key: RootKey) -> BatchStatistics:
-    """Simulates Poisson batches of one silo.
-
-    Args:
-      silo: whose batches.
-      prob: q, probability of each record.
-      draws: batches.
-      key: root key of the simulation (not of a run).
-    """
-    scheme = Poisson(prob)
-    largest, distinct, records = (np.zeros(draws, np.int64) for _ in range(3))
-    for i in range(draws):
-        counts = np.bincount(silo.subject_of_record[scheme.indices(key, i, silo.num_records)])
-        largest[i] = counts.max(initial=0)
-        distinct[i] = np.count_nonzero(counts)
-        records[i] = counts.sum()
-    return BatchStatistics(largest, distinct, records)

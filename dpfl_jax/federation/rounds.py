@@ -157,6 +157,16 @@ class RoundBuilder:
         steps = self.federation.silos[silo].local_steps
         return np.stack([key.words("noise", t) for t in range(steps)])
 
+    def scale(self, silo: int, draw: SiloDraw) -> tuple[float, float]:
+        """Standard deviation of the noise on a silo's sum, and what the noised sum is divided by.
+
+        Constants of the plan, whatever is drawn: both can be read off what the silo sends.
+        """
+        del draw
+        plan = self.federation.silos[silo]
+        # proof: noise-3
+        return plan.mechanism.sigma * plan.mechanism.clip_norm, plan.mechanism.divisor(plan.facts)
+
     def build(self, round_index: int, silos: np.ndarray) -> Piece:
         """Draws, reads and ships the work of ``silos`` (at most ``size``) in a round.
 
@@ -225,10 +235,7 @@ class RoundBuilder:
             for t, draw in enumerate(row):
                 mask[s, t, : draw.size] = True
                 group[s, t, : draw.size] = draw.group
-                # proof: noise-3
-                stddev[s, t] = draw.noise_multiplier * plan.mechanism.clip_norm
-                constant = plan.mechanism.divisor(plan.facts)
-                divisor[s, t] = constant if draw.divisor is None else draw.divisor
+                stddev[s, t], divisor[s, t] = self.scale(i, draw)
         rows = np.ceil(mask.sum(axis=2) / self.row).astype(np.int32)
         if unit_size is not None:
             units = {"examples": units, "mask": present}

@@ -20,8 +20,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import worst_cases
 from dpfl_jax.federation.federation import Cohort, Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.isrl.arms import (
-    Arm,
+from dpfl_jax.federation.isrl.privacy import (
     Budget,
     Sampling,
     SiloNoise,
@@ -30,9 +29,12 @@ from dpfl_jax.federation.isrl.arms import (
 )
 from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
 from dpfl_jax.federation.personal.personalise import Published, published_guarantee
-from dpfl_jax.federation.recipes import Claim
 from dpfl_jax.run.public_inputs import of_the_mechanism
 from dpfl_jax.sampling import FixedSize, Poisson
+
+# Options that there were, with the values that gave a guarantee: files say them.
+_ONCE_OF_MECHANISMS = {"sampling": ("poisson",), "denominator": ("expected_batch",)}
+_ONCE_OF_MESSAGES = {"arm": ("sound", "paper_closed_form")}
 
 
 def federated_statement(
@@ -95,8 +97,7 @@ def _federated(basis: dict[str, Any]) -> Statement:
     reach = whole(basis, "max_silos_per_subject", 1)
     federation = Federation(silos, rounds, reach, cohort)
     subjects = whole(basis, "num_subjects", federation.least_subjects)
-    told = Claim("given", math.inf, delta, math.inf, math.inf, rounds, rounds)
-    guarantee = federated_guarantee(federation, told, delta, rounds, num_subjects=subjects)
+    guarantee = federated_guarantee(federation, delta, rounds, num_subjects=subjects)
     known = of_the_mechanism(vars(federation.mechanism), f"{len(silos)} silos")
     guarantee = dataclasses.replace(guarantee, public_inputs=known)
     return federated_statement(federation, rounds, subjects, guarantee)
@@ -129,8 +130,7 @@ def personal_statement(
         "rounds": rounds,
         "groups_budget_rate_rounds": rows,
     }
-    told = groups if guarantee.private else []
-    return Statement.of(guarantee, basis, [[setting.event(1.0, rounds)]], told)
+    return Statement.of(guarantee, basis, [[setting.event(1.0, rounds)]], groups)
 
 
 def _personal(basis: dict[str, Any]) -> Statement:
@@ -140,7 +140,6 @@ def _personal(basis: dict[str, Any]) -> Statement:
         setting,
         basis["policy"],
         whole(basis, "num_records", 1),
-        mechanism.unsound(),
         tuple((float(b), rate, stay) for b, rate, stay in basis["groups_budget_rate_rounds"]),
         mechanism.noise,
     )
@@ -178,12 +177,14 @@ def _isrl(basis: dict[str, Any]) -> Statement:
         size, _ = whole(kind, "silo_size", 1), whole(kind, "rounds", 1)
         if not 0 < kind["batch"] <= size or kind["noise_multiplier"] <= 0:
             raise BadInputError(f"no silo has this batch and noise: {kind}")
-        if kind["sampling"] not in get_args(Sampling) or kind["arm"] not in get_args(Arm):
-            raise BadInputError(f"no silo has this sampling and arm: {kind}")
+        if unknown := kind.keys() - {field.name for field in dataclasses.fields(SiloNoise)}:
+            raise BadInputError(f"no silo has {', '.join(sorted(unknown))}: {kind}")
+        if kind["sampling"] not in get_args(Sampling):
+            raise BadInputError(f"no silo has this sampling: {kind}")
         if kind.get("noise", "exact") not in get_args(NoiseLaw):
             raise BadInputError(f"no silo has this noise: {kind}")
         one = SiloNoise(**{**kind, "budget": Budget(**kind["budget"])})
-        if one.sampling != "with_replacement" and one.epsilon > one.budget.epsilon * (1 + 1e-6):
+        if one.epsilon > one.budget.epsilon * (1 + 1e-6):
             raise BadInputError(
                 f"silos of {size} records would spend {one.epsilon:.7g} at delta "
                 f"{one.budget.delta:g}, but kinds_of_silos says a budget of {one.budget.epsilon:g}"
@@ -200,4 +201,14 @@ def restate(basis: dict[str, Any]) -> Statement:
     Raises:
       BadInputError: no run has it.
     """
-    return {"federated": _federated, "personal": _personal, "isrl": _isrl}[basis["system"]](basis)
+    isrl = basis["system"] == "isrl"
+    sections = basis["kinds_of_silos"] if isrl else [basis["mechanism"]]
+    once = _ONCE_OF_MESSAGES if isrl else _ONCE_OF_MECHANISMS
+    said = [{k: v for k, v in each.items() if v in once.get(k, ())} for each in sections]
+    now = [{k: each[k] for k in each if k not in old} for each, old in zip(sections, said)]
+    basis = {**basis, **({"kinds_of_silos": now} if isrl else {"mechanism": now[0]})}
+    made = {"federated": _federated, "personal": _personal, "isrl": _isrl}[basis["system"]](basis)
+    again = made.basis["kinds_of_silos"] if isrl else [made.basis["mechanism"]]
+    for each, old in zip(again, said):
+        each |= old
+    return made

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +43,6 @@ from dpfl_jax.federation.personal.personalise import (
     published_guarantee,
 )
 from dpfl_jax.federation.placement import capped, subject_keys
-from dpfl_jax.federation.recipes import Claim
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.federation.silo_statement import federated_statement, personal_statement
@@ -97,10 +95,8 @@ def facts_of(rows: Sequence[Mapping[str, Any]]) -> list[SiloFacts]:
 def _published(config: FederatedConfig, federation: Federation, groups: Any) -> Published:
     mechanism: Any = federation.mechanism
     records = sum(plan.facts.num_records for plan in federation.silos)
-    unsound = mechanism.unsound()
-    return Published(
-        mechanism.setting, config.privacy.policy, records, unsound, groups, mechanism.noise
-    )
+    policy = config.privacy.policy
+    return Published(mechanism.setting, policy, records, groups, mechanism.noise)
 
 
 def guarantee_of(
@@ -111,8 +107,7 @@ def guarantee_of(
         return published_guarantee(_published(config, federation, groups), rounds, caveats)
     delta = config.privacy.delta
     assert delta is not None
-    told = Claim("given", math.inf, delta, math.inf, math.inf, rounds, rounds)
-    return federated_guarantee(federation, told, delta, rounds, caveats)
+    return federated_guarantee(federation, delta, rounds, caveats)
 
 
 # ---- the silo ---------------------------------------------------------------------------------

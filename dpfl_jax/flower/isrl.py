@@ -21,8 +21,8 @@ from dpfl_jax.accounting import REPLACE, Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config import IsrlConfig
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.arms import SiloNoise, silo_guarantee, worst_guarantee
 from dpfl_jax.federation.isrl.message import SiloData
+from dpfl_jax.federation.isrl.privacy import SiloNoise, silo_guarantee, worst_guarantee
 from dpfl_jax.federation.isrl.runs.isrl_run import advice_for, dataset_task, isrl_inputs
 from dpfl_jax.federation.isrl.runs.messages import Messages, Round, make_method
 from dpfl_jax.federation.isrl.runs.parameters import Parameters, choose
@@ -258,7 +258,7 @@ class MessageServer:
     def mechanism(self) -> dict[str, Any]:
         """For the report."""
         section = self.config.isrl
-        told = {"kind": _mechanism(self.config), "sampling": section.sampling, "arm": section.arm}
+        told = {"kind": _mechanism(self.config), "sampling": section.sampling}
         return {**told, "clip_norm": float(self.parameters.clip_norms[0])}
 
 

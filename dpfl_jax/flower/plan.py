@@ -83,9 +83,7 @@ def _check(config: Any) -> None:
         )
     elif privacy.delta is None:
         wrong = "privacy.delta is not set: nobody knows how many subjects all silos hold together"
-    elif privacy.recipe != "sound":
-        wrong = f"privacy.recipe is {privacy.recipe}: silos run the sound one"
-    elif not config.mechanism.private or config.mechanism.unsound():
+    elif not config.mechanism.private:
         wrong = f"mechanism.kind is {config.mechanism.kind}, as configured without any guarantee"
     elif config.data.split != "by_user":
         wrong = "data.split is within_user: silos hold out subjects, set by_user"
@@ -116,8 +114,6 @@ def _check_isrl(config: IsrlConfig) -> None:
         )
     elif section.available is not None:
         wrong = "isrl.available is set, but who answers is found out: remove it"
-    elif section.arm == "as_published" or section.sampling == "with_replacement":
-        wrong = "isrl.arm=as_published has no guarantee that a silo could hold its policy against"
     elif config.privacy.epsilon is None:
         wrong = "privacy.epsilon is null: silos run with privacy"
     if wrong:

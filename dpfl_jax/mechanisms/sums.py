@@ -220,7 +220,9 @@ def _by_hand(
             StepStats.zero(),
         )
         carry = jax.tree.map(lambda x: jax.lax.pcast(x, DATA_AXIS, to="varying"), carry)
-        total = _loop(one, carry, units, mask, num_microbatches, mechanism.rule.compensated)
+        total = accumulate.over_microbatches(
+            one, carry, units, mask, num_microbatches, compensated=mechanism.rule.compensated
+        )
         return jax.lax.psum(total, DATA_AXIS)
 
     mapped = jax.shard_map(
@@ -281,40 +283,16 @@ def _automatic(
 
         sums = jax.tree.map(lambda p: jnp.zeros((parts, *p.shape), jnp.float32), params)
         stats = StepStats.zero(parts)
-        start, always = (placed(sums, DATA_AXIS), stats), mechanism.rule.compensated
-        carry = _loop(one, start, units, mask, num_microbatches, always, parts)
+        carry = accumulate.over_microbatches(
+            one,
+            (placed(sums, DATA_AXIS), stats),
+            units,
+            mask,
+            num_microbatches,
+            compensated=mechanism.rule.compensated,
+            parts=parts,
+        )
         sums, stats = jax.tree.map(lambda x: x.sum(axis=0), carry)
         return placed(sums), jax.lax.with_sharding_constraint(stats, replicated(mesh))
 
     return total
-
-
-def _loop(
-    one: Callable[..., Any],
-    carry: tuple[PyTree, StepStats],
-    units: PyTree,
-    mask: Any,
-    num_microbatches: Any,
-    compensated: bool,
-    parts: int = 1,
-) -> tuple[PyTree, StepStats]:
-    """Adds up ``one(row, mask)`` over the rows in use of each buffer; ``parts`` share a row."""
-    if not isinstance(mask, tuple):
-        units, mask, num_microbatches = (units,), (mask,), (num_microbatches,)
-    most = sum(m.size for m in mask) // parts, sum(m.shape[0] for m in mask)
-    sums, stats = carry
-    compensated |= accumulate.needs_compensation(*most)
-    state = (sums, accumulate.start(sums, compensated), stats)
-
-    def body(i: jax.Array, state: Any, units: PyTree, mask: jax.Array) -> Any:
-        sums, errors, stats = state
-        row = jax.tree.map(lambda u: jax.lax.dynamic_index_in_dim(u, i, keepdims=False), units)
-        more, seen = one(row, jax.lax.dynamic_index_in_dim(mask, i, keepdims=False))
-        return (*accumulate.add(sums, errors, more), jax.tree.map(jnp.add, stats, seen))
-
-    for part, part_mask, rows in zip(units, mask, num_microbatches, strict=True):
-        state = jax.lax.fori_loop(
-            0, rows, functools.partial(body, units=part, mask=part_mask), state
-        )
-    sums, errors, stats = state
-    return accumulate.finish(sums, errors), stats

@@ -143,23 +143,6 @@ def write_report(
     write_atomically(directory / "report.json", json.dumps(report, indent=2, default=str) + "\n")
 
 
-def claim_rows(claim: dict[str, Any]) -> list[tuple[str, str]]:
-    """Epsilons of a federation's claim (as JSON), each with whose it is."""
-    unit, real = claim["unit"], claim["real_epsilon"]
-    if unit == "none":
-        return [("nobody is protected", "inf")]
-    rows = [
-        (f"of a {unit}, claimed by the recipe {claim['recipe']}", claim["epsilon"]),
-        (f"of a {unit}, of the mechanism as it runs", real),
-    ]
-    if claim["subject_epsilon"] is not None:
-        rows.append(("of a subject with all its records, as it runs", claim["subject_epsilon"]))
-    if claim["if_constant"] != real:
-        constant = f"of a {unit}, if what follows the private batch were constant"
-        rows.append((constant, claim["if_constant"]))
-    return [(name, _short(value, "epsilon")) for name, value in rows]
-
-
 def taken(report: dict[str, Any]) -> str:
     """How many steps, in words."""
     done, planned = report["steps"], report["planned_steps"]
@@ -185,9 +168,6 @@ def render_markdown(report: dict[str, Any]) -> str:
     if sentences := report.get("meaning"):
         lines += ["## What an attacker may find out, at most", ""]
         lines += [*_items(sentences), "", "![](attacks.png)", ""]
-    if claim := report.get("claim"):
-        rows = [{"epsilon": name, "": value} for name, value in claim_rows(claim)]
-        lines += [*_table("Claimed and real", rows), *_items(claim["why"]), ""]
     lines += _table("The same run under other notions of privacy", report.get("relations"))
     shown = {evaluated(report, key): value for key, value in report["eval"].items()}
     rows = [{"": k, **v} for k, v in {**shown, **report.get("baselines", {})}.items()]

@@ -8,8 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, silo_noise
 from dpfl_jax.federation.isrl.message import (
     Loss,
     MessageSpec,
@@ -19,6 +17,7 @@ from dpfl_jax.federation.isrl.message import (
     make_oracle,
 )
 from dpfl_jax.federation.isrl.method import Oracle
+from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, silo_noise
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
 from dpfl_jax.noise import GaussianNoise
 from dpfl_jax.run.content import mixed
@@ -65,14 +64,7 @@ def make_central_oracle(
 
     NOT ISRL-DP: the server sees every silo's clean gradient. Arguments as of ``make_oracle``;
     ``noise_multiplier`` is ``central_noise``'s.
-
-    Raises:
-      BadInputError: sampling or clipping that no accounting covers.
     """
-    if not spec.sound:
-        raise BadInputError(
-            "the central baseline needs poisson, full or disjoint batches and clipping per example"
-        )
     silos = data.num_silos
     clean = make_oracle(
         loss,

@@ -12,17 +12,12 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.arms import Arm, Budget
-from dpfl_jax.federation.isrl.message import (
-    Loss,
-    MessageSpec,
-    SiloData,
-    loss_name,
-    make_message,
-)
+from dpfl_jax.federation.isrl.message import Loss, SiloData, loss_name
 from dpfl_jax.federation.isrl.method import Oracle
+from dpfl_jax.federation.isrl.privacy import Budget
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
 from dpfl_jax.run.content import mixed
+from reproductions.isrl._published import Arm, Published, message_of
 
 
 def make_local_oracle(
@@ -48,7 +43,7 @@ def make_local_oracle(
     """
     silos = data.num_silos
     # One record, uniformly: a batch of fixed size without replacement, and accounted as such.
-    message = make_message(loss, MessageSpec("with_replacement"), 1)
+    message = message_of(loss, Published(), 1)
     clip_norms = jnp.broadcast_to(jnp.asarray(clip_norm, jnp.float32), (silos,))
     rank, turn, one = jnp.zeros(data.capacity, jnp.int32), jnp.zeros((), jnp.int32), jnp.ones(())
     name_silo = functools.partial(words_of, "local", f"{local_steps}", step_size)

@@ -19,13 +19,13 @@ from dpfl_jax.federation.isrl import (
     MessageSpec,
     SiloData,
     iterate,
-    make_oracle,
     minibatch_sgd,
 )
 from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
 from dpfl_jax.noise import GaussianNoise
 from reproductions._seeds import of
 from reproductions.isrl._local_sgd import make_local_oracle
+from reproductions.isrl._published import Published, oracle_of
 
 Loss = Callable[[jax.Array, Any], jax.Array]
 
@@ -65,7 +65,7 @@ def _lane(
     loss: Loss,
     metric: Any,
     algorithm: str,
-    spec: MessageSpec,
+    spec: MessageSpec | Published,
     sizes: tuple[int, int, int, int, tuple[int, ...]],
     train: SiloData,
     test: SiloData,
@@ -93,15 +93,7 @@ def _lane(
                 loss, train, local_steps=batch, step_size=step, clip_norm=clip, stddev=stddev
             )
         else:
-            oracle = make_oracle(
-                loss,
-                spec,
-                train,
-                batch=jnp.full(silos, float(batch)),
-                clip_norm=clip,
-                stddev=stddev,
-                batch_capacity=batch,
-            )
+            oracle = oracle_of(loss, spec, train, batch=batch, clip_norm=clip, stddev=stddev)
             if algorithm == "server_noise":
                 oracle = _summed_with_server_noise(oracle, batch, multiplier * clip / batch)
         sgd = minibatch_sgd(jnp.full(rounds, step), last_weights(rounds, window), ball(None))
@@ -125,7 +117,7 @@ def _summed_with_server_noise(oracle: Any, batch: int, sigma: Any) -> Any:
 def best_over_steps(
     task: Task,
     algorithm: str,
-    spec: MessageSpec,
+    spec: MessageSpec | Published,
     steps: np.ndarray,
     *,
     clips: np.ndarray,

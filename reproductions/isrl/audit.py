@@ -18,11 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import stats
 
-from dpfl_jax.federation.isrl import Budget, MessageSpec
-from dpfl_jax.federation.isrl.arms import SiloNoise, silo_guarantee, silo_noise
-from dpfl_jax.federation.isrl.message import make_message
+from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloNoise, silo_guarantee
 from reproductions._plots import panel
 from reproductions._seeds import of
+from reproductions.isrl._published import Published, message_of, silo_noise
 from reproductions.registry import Claim, Outcome, Settings
 from reproductions.subject.empirical_audit import CONFIDENCE, attack
 
@@ -50,12 +49,14 @@ class Silo:
 
     name: str
     noise: SiloNoise
-    spec: MessageSpec
+    spec: MessageSpec | Published
 
     @property
     def claimed(self) -> float:
         """What its guarantee says; inf if it makes none."""
-        return silo_guarantee(self.noise, self.spec).epsilon
+        if isinstance(self.spec, Published):
+            return math.inf
+        return silo_guarantee(self.noise).epsilon
 
 
 def transcripts(silo: Silo, sign: float, trials: int, seed: int) -> np.ndarray:
@@ -67,9 +68,11 @@ def transcripts(silo: Silo, sign: float, trials: int, seed: int) -> np.ndarray:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _sent(spec: MessageSpec, keys: jax.Array, sign: Any, z: Any, batch: Any) -> jax.Array:
+def _sent(
+    spec: MessageSpec | Published, keys: jax.Array, sign: Any, z: Any, batch: Any
+) -> jax.Array:
     x = jnp.zeros((SIZE, 1)).at[0, 0].set(sign * HUGE)
-    message = make_message(_loss, spec, BATCH)
+    message = message_of(_loss, spec, BATCH)
 
     def one(key: jax.Array) -> jax.Array:
         order, draws = jax.random.split(key)
@@ -89,7 +92,7 @@ def likelihood(silo: Silo, y: np.ndarray, sign: float) -> np.ndarray:
     """Log-likelihood [trials] of transcripts, up to what does not depend on the sign."""
     z, rate = silo.noise.noise_multiplier, silo.noise.batch / SIZE
     # How far the record moves a message, in noise, and how often.
-    if silo.spec.clip == "batch_mean":
+    if isinstance(silo.spec, Published) and silo.spec.clip == "batch_mean":
         shifts, weights = np.array([0.0, silo.noise.batch]), np.array([1 - rate, rate])
     elif silo.spec.sampling == "with_replacement":
         shifts = np.arange(BATCH + 1.0)
@@ -128,15 +131,11 @@ def silos(epsilon: float) -> list[Silo]:
     theorem = silo_noise(budget, SIZE, BATCH, ROUNDS, arm="paper_closed_form")
     made.append(Silo("paper_closed_form", theorem, MessageSpec()))
     published = silo_noise(budget, SIZE, BATCH, ROUNDS, arm="as_published")
-    made.append(Silo("as_published", published, MessageSpec("with_replacement")))
-    coded = MessageSpec("poisson", clip="batch_mean")
-    made.append(Silo("as_published, clipping the mean", published_poisson(published), coded))
+    made.append(Silo("as_published", published, Published()))
+    # On Poisson batches: even so the wrong clipping is caught.
+    coded = Published("batch_mean", "poisson")
+    made.append(Silo("as_published, clipping the mean", published, coded))
     return made
-
-
-def published_poisson(noise: SiloNoise) -> SiloNoise:
-    """The published noise on Poisson batches: even so the wrong clipping is caught."""
-    return dataclasses.replace(noise, sampling="poisson")
 
 
 def run(settings: Settings) -> Outcome:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from dpfl_jax.federation.isrl import Budget
-from dpfl_jax.federation.isrl.arms import silo_noise
 from reproductions._plots import panel
 from reproductions.isrl._local_sgd import local_sgd_noise
+from reproductions.isrl._published import silo_noise
 from reproductions.registry import Claim, Outcome, Settings, Source
 
 TITLE = "what the paper's noise really spends"

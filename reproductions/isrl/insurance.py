@@ -12,12 +12,12 @@ import numpy as np
 
 from dpfl_jax.data.sets.arrays import read_medical_cost
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
-from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.runs.silos import padded
 from reproductions._plots import band, columns, panel, ticks
 from reproductions._seeds import of
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._local_sgd import local_sgd_noise
+from reproductions.isrl._published import Published, silo_noise
 from reproductions.isrl._train import Task, best_over_steps, summary
 from reproductions.registry import Claim, Outcome, Settings, less
 
@@ -118,20 +118,20 @@ def _arms(
     smallest = int(0.8 * (len(y) - (silos - 1) * whole))
     steps = np.exp(np.linspace(-8, 1, 10)) * cohort
     local_steps = np.exp(np.linspace(-10, 1, 10))
-    work: list[tuple[str, str, int, float, MessageSpec]] = []
+    work: list[tuple[str, str, int, float, MessageSpec | Published]] = []
     for k in picked:
         budget = Budget(EPSILONS[k], 1.0 / smallest**2)
         z = silo_noise(budget, smallest, batch, ROUNDS, arm="as_published").noise_multiplier
         sound = silo_noise(budget, smallest, batch, ROUNDS).noise_multiplier
-        coded = MessageSpec("with_replacement", clip="batch_mean")
+        coded = Published("batch_mean")
         work.append(("as_published", MB, k, z, coded))
-        work.append(("per_example_clip", MB, k, z, MessageSpec("with_replacement")))
+        work.append(("per_example_clip", MB, k, z, Published()))
         work.append(("sound", MB, k, sound, MessageSpec("poisson")))
         published, _ = local_sgd_noise(
             Budget(EPSILONS[k], 1.0 / whole**2), whole, batch, ROUNDS, arm="as_published"
         )
         tight, _ = local_sgd_noise(budget, smallest, batch, ROUNDS)
-        one = MessageSpec("with_replacement")
+        one = Published()
         work.append(("as_published", LOCAL, k, published, one))
         work.append(("sound", LOCAL, k, tight, one))
     found: dict[tuple[str, str, int], list[float]] = {}

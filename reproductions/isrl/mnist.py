@@ -15,11 +15,11 @@ import numpy as np
 
 from dpfl_jax.data.sets.arrays import read_idx
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
-from dpfl_jax.federation.isrl.arms import silo_noise
 from reproductions._plots import band, columns, panel, ticks
 from reproductions._seeds import of
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._local_sgd import local_sgd_noise
+from reproductions.isrl._published import Published, silo_noise
 from reproductions.isrl._train import Task, best_over_steps, summary
 from reproductions.registry import Claim, Outcome, Settings, Source, less, within
 
@@ -200,7 +200,7 @@ def one_trial(
     train, test, largest = draw(images, np.random.default_rng(of(trial)))
     task = Task(logistic, error_rate, train, test, (DIM,), ROUNDS, images.batch, cohort)
     for arm, algorithm, epsilon, multiplier, scale in noise:
-        spec = MessageSpec("with_replacement" if arm == "as_published" else "poisson")
+        spec = Published() if arm == "as_published" else MessageSpec()
         error = best_over_steps(
             task,
             algorithm,

@@ -12,12 +12,12 @@ import numpy as np
 
 from dpfl_jax.data.sets.arrays import OBESITY_COLUMNS, read_obesity
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
-from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.runs.tasks import softmax
 from reproductions._plots import band, columns, panel, ticks
 from reproductions._seeds import of
 from reproductions.isrl._bundled import NOTE, bundled
 from reproductions.isrl._local_sgd import local_sgd_noise
+from reproductions.isrl._published import Published, silo_noise
 from reproductions.isrl._train import Task, best_over_steps, summary
 from reproductions.registry import Claim, Outcome, Settings, between, less
 
@@ -130,12 +130,12 @@ def run(settings: Settings) -> Outcome:
 
 
 # Arm, algorithm, epsilon, noise multiplier, whether the clip norm is the published one, messages.
-Work = tuple[str, str, float, float, bool, MessageSpec]
+Work = tuple[str, str, float, float, bool, MessageSpec | Published]
 
 
 def work(epsilons: tuple[float, ...]) -> list[Work]:
     """What a trial trains."""
-    replaced, poisson = MessageSpec("with_replacement"), MessageSpec("poisson")
+    replaced, poisson = Published(), MessageSpec()
     found: list[Work] = []
     for epsilon in epsilons:
         budget = Budget(epsilon, 1.0 / SILO**2)

@@ -14,7 +14,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.federation.isrl import Budget
-from dpfl_jax.federation.isrl.arms import silo_noise
+from dpfl_jax.federation.isrl.privacy import silo_noise
 from reproductions._plots import columns, panel
 from reproductions.isrl._synthetic import (
     averaged_descent,

@@ -17,8 +17,8 @@ from dpfl_jax.federation.isrl import (
     make_oracle,
     minibatch_sgd,
 )
-from dpfl_jax.federation.isrl.arms import silo_noise
 from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
+from dpfl_jax.federation.isrl.privacy import silo_noise
 from reproductions._plots import columns, panel
 from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, within

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.federation.isrl import Budget, MessageSpec, SiloData
-from dpfl_jax.federation.isrl.arms import silo_noise
+from dpfl_jax.federation.isrl.privacy import silo_noise
 from dpfl_jax.federation.isrl.schedule import Schedule
 from reproductions._plots import columns, panel
 from reproductions.isrl._baselines import alone, central_noise, make_central_oracle

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.federation.isrl import Budget, SiloData
-from dpfl_jax.federation.isrl.arms import federation_noise
+from dpfl_jax.federation.isrl.privacy import federation_noise
 from reproductions._plots import columns, panel
 from reproductions._seeds import of
 from reproductions.isrl._synthetic import (

@@ -115,7 +115,7 @@ def fingerprint(bench: Bench, made: Made, seed: int) -> str:
         for name in ("rates", "stay"):
             secret = getattr(plan.mechanism, name, None)
             digest.update(b"-" if secret is None else np.ascontiguousarray(secret).tobytes())
-    about = (made.federation.rounds, repr(made.federation.cohort), seed)
+    about = (made.federation.rounds, repr(made.federation.cohort), made.realized_batch, seed)
     digest.update(repr(about).encode())
     return digest.hexdigest()[:32]
 

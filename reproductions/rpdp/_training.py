@@ -22,7 +22,14 @@ from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.engine import make_release
 from dpfl_jax.federation.federated import Federated, FederatedSteps
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import RPDP, FedAvg, LocalItemDP, SiloFacts, SiloMechanism
+from dpfl_jax.federation.mechanisms import (
+    RPDP,
+    FedAvg,
+    LocalItemDP,
+    SiloDraw,
+    SiloFacts,
+    SiloMechanism,
+)
 from dpfl_jax.federation.personal.budgets import BudgetDistribution, mean_over
 from dpfl_jax.federation.personal.personalise import with_rates
 from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, public_batch
@@ -33,7 +40,10 @@ from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Poisson
 
-_RPDP = RPDP()
+READ_OFF = (
+    "the noised sum is divided by the number of records in the private batch, which can be read "
+    "off the size of the noise"
+)
 
 
 class _Buffers(RoundBuilder):
@@ -52,6 +62,34 @@ class _Buffers(RoundBuilder):
         return unit * math.ceil(rows / unit)
 
 
+class _RealizedBatch(_Buffers):
+    """The paper's denominator: the number of records in the private batch, at least 1."""
+
+    def scale(self, silo: int, draw: SiloDraw) -> tuple[float, float]:
+        stddev, _ = super().scale(silo, draw)
+        return stddev, float(max(draw.size, 1))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NotKept(Personal):
+    """Budgets that the run does not keep: what is accounted is not what is released.
+
+    Attributes:
+      unsound: why.
+    """
+
+    unsound: tuple[str, ...] = ()
+
+    def spent(self, rounds: int) -> np.ndarray:
+        """Whoever is sampled spends everything."""
+        sampled = (self.assignment.rates > 0) & (np.minimum(self.assignment.stay, rounds) > 0)
+        return np.where(sampled, np.inf, 0.0)
+
+    def check(self, rounds: int) -> np.ndarray:
+        """``spent``: nobody is promised less."""
+        return self.spent(rounds)
+
+
 @dataclasses.dataclass(frozen=True)
 class Made:
     """A federation of one seed under one policy.
@@ -59,10 +97,12 @@ class Made:
     Attributes:
       federation: with noise and rates; of rates that promise nothing only ``personal`` knows so.
       personal: what every record asked for and spends; None without personal budgets.
+      realized_batch: whether sums are divided by the size of the private batch, as in the paper.
     """
 
     federation: Federation
     personal: Personal | None = None
+    realized_batch: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -134,11 +174,11 @@ class Bench:
         law: BudgetDistribution,
         policy: Policy,
         seed: int,
-        mechanism: RPDP = _RPDP,
+        realized_batch: bool = False,
     ) -> Made:
         """The federation of a policy; budgets are drawn by the seed."""
         budgets = law.quantiles(np.random.default_rng(seed).random(self.data.num_records))
-        return self.with_budgets(setting, budgets, mean_over(law), policy, mechanism)
+        return self.with_budgets(setting, budgets, mean_over(law), policy, realized_batch)
 
     def with_budgets(
         self,
@@ -146,12 +186,12 @@ class Bench:
         budgets: np.ndarray,
         public: np.ndarray,
         policy: Policy,
-        mechanism: RPDP = _RPDP,
+        realized_batch: bool = False,
     ) -> Made:
         """The federation of a policy, for given budgets and their public quantiles."""
         assignment = assign(policy, budgets, public, setting)
         share = public_batch(policy, public, setting)
-        return self.assigned(setting, budgets, assignment, share, mechanism)
+        return self.assigned(setting, budgets, assignment, share, realized_batch)
 
     def assigned(
         self,
@@ -159,7 +199,7 @@ class Bench:
         budgets: np.ndarray,
         assignment: Assignment,
         share: float,
-        mechanism: RPDP = _RPDP,
+        realized_batch: bool = False,
         unsound: tuple[str, ...] = (),
     ) -> Made:
         """The federation of given rates.
@@ -169,10 +209,10 @@ class Bench:
           budgets: float64 [n].
           assignment: rates and stays.
           share: mean rate in the population, public: what sums are divided by.
-          mechanism: clip norm and denominator.
+          realized_batch: see ``Made``.
           unsound: why the rates keep no budget, if they do not.
         """
-        federation = self._federation(mechanism)
+        federation = self._federation(RPDP())
         expected = [max(1.0, share * plan.facts.num_records) for plan in federation.silos]
         silos = np.repeat(np.arange(self.data.num_silos), np.diff(self.data.silo_offsets))
         names = tuple(str(i) for i in range(self.data.num_records))
@@ -181,8 +221,12 @@ class Bench:
         runs = (self.local_steps, self.rounds, self.participation)
         if accounted != runs:
             unsound = (*unsound, f"steps, rounds and participation are {runs}, not {accounted}")
-        unsound = (*mechanism.unsound(), *unsound)
-        return Made(made, Personal(setting, budgets, assignment, silos, names, unsound))
+        if realized_batch:
+            unsound = (READ_OFF, *unsound)
+        personal = Personal(setting, budgets, assignment, silos, names)
+        if unsound:
+            personal = NotKept(setting, budgets, assignment, silos, names, unsound=unsound)
+        return Made(made, personal, realized_batch)
 
     def without_noise(self, batch_size: int) -> Made:
         """Clipped like private sums, at C = 1, but without noise."""
@@ -190,7 +234,7 @@ class Bench:
         return Made(self._federation(mechanism))
 
     def one_rate(
-        self, batch_size: int, epsilon: float, delta: float, mechanism: RPDP = _RPDP
+        self, batch_size: int, epsilon: float, delta: float, realized_batch: bool = False
     ) -> Made:
         """Minimum as in the authors' code: q = B / (smallest silo), noise for the least budget."""
         least = min(silo.num_records for silo in self.data.silos)
@@ -205,9 +249,10 @@ class Bench:
         setting = TwoStage(float(sigma), self.local_steps, self.rounds, self.participation, delta)
         n = self.data.num_records
         same = Assignment("minimum", np.full(n, rate), np.full(n, self.rounds), 0, {})
-        federation = self._federation(mechanism)
+        federation = self._federation(RPDP())
         expected = [max(1.0, rate * silo.num_records) for silo in self.data.silos]
-        return Made(with_rates(federation, self.data, same, setting, expected))
+        made = with_rates(federation, self.data, same, setting, expected)
+        return Made(made, realized_batch=realized_batch)
 
     def non_private(self, batch_size: int) -> Made:
         """FedAvg without clipping and noise."""
@@ -238,7 +283,8 @@ class Bench:
             execution=RoundExecution(microbatch_size=self.microbatch_size),
         )
         key, found, state = RootKey.from_seed(seed), [], run.init()
-        work = FederatedSteps(run, key, 0, builder=_Buffers, release=self._release[layout])
+        builder = _RealizedBatch if made.realized_batch else _Buffers
+        work = FederatedSteps(run, key, 0, builder=builder, release=self._release[layout])
         for _, pieces in work.inputs():
             state, _ = work.step(state, pieces)
             found.append(float(self._accuracy(state.params, self._held)))

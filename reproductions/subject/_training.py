@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,18 +15,26 @@ import numpy as np
 
 from dpfl_jax.config.federated import FederatedConfig, FederatedDataConfig
 from dpfl_jax.federation.data import FederatedData
-from dpfl_jax.federation.federated import run_rounds
-from dpfl_jax.federation.federated_run import build_federation, calibrated, spread
-from dpfl_jax.federation.recipes import Claim
+from dpfl_jax.federation.federated_run import build_federation, spread
+from dpfl_jax.federation.rounds import RoundBuilder
+from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.federation.subjects import SubjectData, load_subjects
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import build_by_name
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.driver import Pace
+from dpfl_jax.run.driver import Pace, drive
 from dpfl_jax.training.evaluate import Evaluator
 from dpfl_jax.training.start import make_optimizer
 from reproductions._seeds import of
 from reproductions.registry import Settings
+from reproductions.subject._recipes import (
+    Claim,
+    Horizontal,
+    NoiseByBatch,
+    Recipe,
+    Rounds,
+    apply_recipe,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +51,8 @@ class Run:
 
     label: str
     kind: str
-    recipe: str = "sound"
-    horizontal: str = "paper_sqrt"
+    recipe: Recipe = "sound"
+    horizontal: Horizontal = "paper_sqrt"
     optimizer: tuple[str, float] | None = None
 
 
@@ -162,7 +172,6 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
     """Trains one run with several seeds."""
     raw = {k: dict(v) if isinstance(v, dict) else v for k, v in raw.items()}
     raw["mechanism"]["kind"] = run.kind
-    raw["privacy"] |= {"recipe": run.recipe, "horizontal": run.horizontal}
     if run.optimizer is not None:
         name, rate = run.optimizer
         raw["federation"]["local_optimizer"] = {"name": name, "learning_rate": rate}
@@ -177,23 +186,37 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
     data = _spread(data_part.model_dump_json())
     federation = build_federation(config, data)
     settings.console.print(f"[dim]{run.label}: calibrating[/dim]")
-    federation, claim = calibrated(config, federation, config.privacy.delta or 1e-5)
+    delta = config.privacy.delta or 1e-5
+    epsilon = config.privacy.epsilon or math.inf
+    applied = apply_recipe(federation, run.recipe, epsilon, delta, run.horizontal)
+    federation = applied.federation
+    builder: Callable[..., RoundBuilder] = RoundBuilder
+    if applied.by_group is not None:
+        builder = functools.partial(NoiseByBatch, by_group=applied.by_group)
     model = build_by_name(config.model.kind, subjects.task, config.model.options)
-    evaluator = Evaluator(model.loss, data_parallel_mesh(), 256, model.predict)
+    mesh = data_parallel_mesh()
+    evaluator = Evaluator(model.loss, mesh, 256, model.predict)
     curves = []
     for seed in range(seeds):
-        result = run_rounds(
+        rounds = Rounds(
+            builder,
             loss_fn=model.loss,
             params=model.init(jax.random.key(of(seed))),
             data=data,
             federation=federation,
             local_optimizer=make_optimizer(config.federation.local_optimizer, 10**6),
-            delta=config.privacy.delta or 1e-5,
+            delta=delta,
+            mesh=mesh,
+            server=OptimizerServer(),
+            keep_local_state=False,
+            execution=config.execution,
+            show_spent=False,
+        )
+        result = drive(
+            rounds,
             key=RootKey.from_seed(of(seed)),
             evaluate=evaluator.of(subjects.held_out),
             pace=Pace(checkpoint_every=5, eval_every=max(1, federation.rounds // evals)),
-            execution=config.execution,
-            show_spent=False,
             console=settings.console,
         )
         curves.append(
@@ -207,6 +230,6 @@ def train(settings: Settings, raw: dict[str, Any], run: Run, seeds: int, evals: 
         run,
         [curve[-1][2] for curve in curves],
         curves,
-        claim,
+        applied.claim,
         federation.silos[0].mechanism.sigma,
     )

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
-from dpfl_jax.federation.partition import assign_to_silos, batch_statistics
+from dpfl_jax.federation.partition import assign_to_silos
 from dpfl_jax.randomness import RootKey
 from reproductions._plots import columns, panel, reported, ticks
 from reproductions._seeds import of
 from reproductions.registry import Claim, Outcome, Settings, near
+from reproductions.subject._batches import batch_statistics
 
 TITLE = "distinct subjects and largest groups in a batch"
 SOURCE = "Marathe et al., text A Figures 2 and 3, text B Figures 1 to 4"

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import math
 import os
 import pathlib
 import re
@@ -18,9 +17,8 @@ from dpfl_jax.config.load import validate_config
 from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
-from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, worst_guarantee
+from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, worst_guarantee
 from dpfl_jax.federation.mechanisms import HiGradAvgDP, SiloFacts
-from dpfl_jax.federation.recipes import Claim
 from dpfl_jax.federation.silo_statement import federated_statement
 from dpfl_jax.mechanisms import Population, els, uls
 from dpfl_jax.mechanisms.central_statement import central_statement
@@ -49,8 +47,7 @@ def test_what_is_stated_holds(name, tmp_path, capsys):
     assert statement.read(tmp_path / "guarantee.json") == made
     assert verify(tmp_path, capsys) == (0, "")
     assert EXTRA[0] in made.privacy.caveats
-    none = name in ("none", "fed_avg", "unsound", "personal, unsound", "isrl, as published")
-    assert made.privacy.private is not none
+    assert made.privacy.private is (name not in ("none", "fed_avg"))
 
 
 def test_a_run_of_an_older_release_is_read_and_tied_to_nothing(tmp_path, capsys):
@@ -349,7 +346,7 @@ IMPOSSIBLE = [
     ("isrl", kind(batch=0), "no silo has this batch"),
     ("isrl", kind(batch=1e6), "no silo has this batch"),
     ("isrl", kind(rounds=0), "rounds is 0"),
-    ("isrl", kind(arm="certified"), "no silo has this sampling and arm"),
+    ("isrl", kind(arm="certified"), "no silo has arm"),
     ("isrl", kind(budget={"epsilon": 0.1, "delta": 1e-5}), "says a budget of 0.1"),
     ("isrl", kind(noise="none at all"), "no silo has this noise"),
     ("isrl", basis(kinds_of_silos=[]), "kinds_of_silos is empty"),
@@ -413,8 +410,7 @@ def test_cheap_guarantees_of_data_that_cannot_be_are_refused(tmp_path, capsys):
     assert plain.guarantee(true, 100, 1e-5).epsilon > 100
     hi = HiGradAvgDP(batch_size=5, noise_multiplier=1.0)
     federation = Federation((SiloPlan(hi, SiloFacts(10**6, 10), 1),), 10, 1)
-    told = Claim("given", math.inf, 1e-5, math.inf, math.inf, 10, 10)
-    guarantee = federated_guarantee(federation, told, 1e-5, 10, num_subjects=10)
+    guarantee = federated_guarantee(federation, 1e-5, 10, num_subjects=10)
     silo = federated_statement(federation, 10, 10, guarantee)
     assert silo.privacy.epsilon < 0.01
     for forged, words in ((made, "from 1 to 10 that"), (silo, "10 subjects has 10 to 10 records")):
@@ -429,6 +425,28 @@ def test_cheap_guarantees_of_data_that_cannot_be_are_refused(tmp_path, capsys):
 def test_files_that_were_written_before_hold(file, capsys):
     """One of every mechanism, of November 2026: what is stated of a run has not changed."""
     assert verify(file, capsys)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        ("hi_grad_avg", "sampling", "fixed"),
+        ("hi_grad_avg", "denominator", "distinct_subjects"),
+        ("personal", "denominator", "realized_batch"),
+        ("isrl", "arm", "as_published"),
+        ("isrl", "sampling", "with_replacement"),
+    ],
+)
+def test_what_had_no_guarantee_is_given_none(name, key, value, tmp_path, capsys):
+    """Options of November 2026: a file may have one of them, or an epsilon, but not both."""
+    values = json.loads((BEFORE[0].parent / f"{name}.json").read_text())
+    basis = values["basis"]
+    section = basis["mechanism"] if "mechanism" in basis else basis["kinds_of_silos"][0]
+    section[key] = value
+    (tmp_path / "guarantee.json").write_text(json.dumps(values))
+    code, told = verify(tmp_path, capsys)
+    assert code == 3
+    assert re.search(f"(unknown key 'mechanism.|no silo has (this )?){key}", told)
 
 
 @pytest.mark.parametrize(("name", "change", "words"), IMPOSSIBLE)
@@ -461,8 +479,7 @@ def test_caveats_of_the_run_are_told_apart(tmp_path, capsys):
 
 def test_a_delta_that_is_too_much_for_the_largest_silo_is_named(tmp_path, capsys):
     small, large = (
-        SiloNoise(2.0, 10.0, size, 12, "poisson", "sound", Budget(8.0, 1e-3))
-        for size in (100, 5000)
+        SiloNoise(2.0, 10.0, size, 12, "poisson", Budget(8.0, 1e-3)) for size in (100, 5000)
     )
     for order in ([small, large], [large, small]):
         caveats = worst_guarantee(order).caveats

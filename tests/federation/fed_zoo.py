@@ -128,8 +128,8 @@ def reference_round(federation, builder, params, optimizer, silos, poison=()):
         local, state = params, optimizer.init(params)
         for t in range(plan.local_steps):
             total = reference_sum(plan.mechanism, local, builder.data, draws[t])
-            stddev = draws[t].noise_multiplier * plan.mechanism.clip_norm
-            divisor = draws[t].divisor or plan.mechanism.divisor(plan.facts)
+            stddev = plan.mechanism.sigma * plan.mechanism.clip_norm
+            divisor = plan.mechanism.divisor(plan.facts)
             noise = Noise(float(stddev), plan.mechanism.clip_norm, plan.mechanism.noise)
             clean = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), total)
             noised = _noised(noise, jnp.asarray(keys[t]), clean)

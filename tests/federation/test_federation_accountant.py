@@ -1,7 +1,6 @@
-"""The accountant of federations: golden values, heterogeneous silos, the papers' recipes."""
+"""The accountant of federations: golden values, heterogeneous silos."""
 
 import dataclasses
-import math
 
 import pytest
 
@@ -16,15 +15,12 @@ from dpfl_jax.federation.accountant import (
 )
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
-    FedAvg,
     HiGradAvgDP,
     LocalGroupDP,
     LocalItemDP,
     SiloFacts,
     SubjectULS,
-    UserLDP,
 )
-from dpfl_jax.federation.recipes import apply_recipe
 from dpfl_jax.sampling import FixedSize
 
 DELTA = 1e-5
@@ -220,53 +216,3 @@ def test_subject_sampling_does_not_depend_on_the_cap():
         for k in (1, 50)
     ]
     assert costs[0] == costs[1]
-
-
-# The FEMNIST-like setting: 31,719 records, batch 512, K=9, T=62, R=100, 16 silos, (4, 1e-5).
-FEMNIST = {"batch_size": 512, "max_items_per_subject": 9}
-
-
-def test_recipe_b_costs_176_instead_of_4():
-    federation = uniform(HiGradAvgDP, 31719, 16, 62, 100, **FEMNIST)
-    made, claim = apply_recipe(federation, "paper_b", 4.0, DELTA)
-    assert made.mechanism.sigma == pytest.approx(1.553, rel=1e-3)
-    assert (claim.rounds_calibrated, claim.rounds, made.rounds) == (100, 25, 25)
-    assert claim.epsilon == 4.0
-    assert claim.real_epsilon == pytest.approx(175.6, rel=2e-3)
-    assert any("1-(1-q)^K" in reason for reason in claim.why)
-
-
-def test_recipe_a_costs_9_instead_of_4():
-    federation = uniform(HiGradAvgDP, 31719, 16, 62, 100, **FEMNIST)
-    _, claim = apply_recipe(federation, "paper_a", 4.0, DELTA)
-    # K q = 0.1453 instead of the exact 0.1362 buys a little: 8.4 instead of 9.07.
-    assert 8.0 < claim.real_epsilon < 9.07
-
-
-def test_recipe_batch_z_has_no_guarantee_and_costs_35_at_its_usual_noise():
-    federation = uniform(LocalGroupDP, 31719, 16, 62, 100, **FEMNIST)
-    made, claim = apply_recipe(federation, "paper_batch_z", 4.0, DELTA)
-    assert made.mechanism.batch_noise[:4] == pytest.approx([1.553, 2.992, 4.472, 5.965], rel=3e-3)
-    assert claim.real_epsilon == math.inf
-    assert claim.if_constant == pytest.approx(34.9, rel=5e-3)
-
-
-def test_more_noise_instead_of_fewer_rounds_is_sound_for_recipe_a():
-    federation = uniform(HiGradAvgDP, 2000, 4, 20, 10, batch_size=64, max_items_per_subject=10)
-    made, claim = apply_recipe(federation, "paper_a", 4.0, DELTA, "more_noise")
-    assert claim.rounds == 10
-    assert claim.real_epsilon <= 4.0
-    assert made.mechanism.sigma > 8.555
-
-
-def test_other_recipes():
-    user = uniform(UserLDP, 2000, 4, 5, 16, batch_size=64)
-    made, claim = apply_recipe(user, "paper_a", 4.0, DELTA)
-    assert claim.real_epsilon > 8.0
-    sound, claim = apply_recipe(user, "sound", 4.0, DELTA)
-    assert claim.real_epsilon <= 4.0
-    assert sound.mechanism.sigma == pytest.approx(2 * math.sqrt(4) * made.mechanism.sigma, rel=1e-3)
-    with pytest.raises(BadInputError, match="not one of"):
-        apply_recipe(uniform(SubjectULS, 100, 2, 2, 2, sampling_prob=0.1), "paper_a", 4.0, DELTA)
-    _, claim = apply_recipe(uniform(FedAvg, 100, 2, 2, 2, sampling_prob=0.1), "sound", 4.0, DELTA)
-    assert claim.real_epsilon == math.inf

@@ -7,11 +7,9 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.partition import (
     assign_to_silos,
-    batch_statistics,
     cap_per_subject,
     record_numbers,
 )
-from dpfl_jax.randomness import RootKey
 
 
 def population(subjects=200, items=30, seed=0):
@@ -92,17 +90,6 @@ def test_federated_data_sorts_records_and_finds_them_again():
 
 def test_record_numbers_count_within_a_subject():
     np.testing.assert_array_equal(record_numbers(np.array([5, 2, 5, 5, 2])), [0, 0, 1, 2, 1])
-
-
-def test_batch_statistics_agree_with_a_direct_count():
-    subjects, _keys = population(100, 8)
-    silos = np.zeros_like(subjects)
-    data = FederatedData.from_assignment(ArrayRecords({"s": subjects}), subjects, silos, 1)
-    stats = batch_statistics(data.silos[0], 0.1, 300, RootKey.from_seed(0))
-    expected = 100 * (1 - 0.9**8)
-    assert stats.distinct_subjects.mean() == pytest.approx(expected, abs=5 * 5 / np.sqrt(300))
-    assert stats.records.mean() == pytest.approx(80, abs=5 * 8.5 / np.sqrt(300))
-    assert (stats.largest_group >= 1).all()
 
 
 @pytest.mark.parametrize(

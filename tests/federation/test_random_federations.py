@@ -184,7 +184,7 @@ def check_personal(silos, records, budgets, policy, setting):
     )
     where = np.repeat(np.arange(silos), np.diff(data.silo_offsets))
     names = tuple(str(i) for i in data.order)
-    stated = Personal(setting, budgets, made, where, names, ()).check(setting.rounds)
+    stated = Personal(setting, budgets, made, where, names).check(setting.rounds)
     assert np.all(stated <= budgets)
     run = np.concatenate(
         [

@@ -21,7 +21,6 @@ from dpfl_jax.config.execution import RoundExecution
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.accountant import federated_epsilon, silo_epsilons
 from dpfl_jax.federation.engine import clipped_sum
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federated_run import build_federation
@@ -55,8 +54,7 @@ def make_store(budgets, seed=0, each=1):
 
 
 def make_config(
-    policy="certified", sigma=None, unreachable="error", delta=1e-3,
-    denominator="expected_batch", **federation,
+    policy="certified", sigma=None, unreachable="error", delta=1e-3, **federation
 ):  # fmt: skip
     section = {"silos": 3, "rounds": 4, "local_steps": 3} | federation
     return FederatedConfig.model_validate(
@@ -67,7 +65,6 @@ def make_config(
                 "max_items_per_subject": 1,
                 "clip_norm": 0.7,
                 "noise_multiplier": sigma,
-                "denominator": denominator,
             },
             "privacy": {
                 "epsilon": None if sigma else 10.0,
@@ -235,8 +232,6 @@ def test_the_divisor_is_declared_and_no_budget_moves_it():
     for plan, twin in zip(federation.silos, other.silos, strict=True):
         constant = plan.mechanism.divisor(plan.facts)
         assert constant == twin.mechanism.divisor(twin.facts)  # secret budgets do not show
-        draw = plan.mechanism.draw(data.silos[0], KEY, 0) if plan is federation.silos[0] else None
-        assert draw is None or draw.divisor is None
     # The plan, made once, goes with the data of a neighbour: rates are the silo's own.
     moved = []
     for plan, silo in zip(federation.silos, one_less.silos, strict=True):
@@ -252,35 +247,6 @@ def test_the_divisor_is_declared_and_no_budget_moves_it():
     ]
     for name in ("divisor", "stddev", "active", "weight", "noise_key"):
         assert np.array_equal(getattr(chunks[0], name), getattr(chunks[1], name)), name
-
-
-def test_the_papers_denominator_is_there_and_leaves_no_guarantee():
-    data, federation, personal = build(
-        np.full(12, 0.4), denominator="realized_batch", local_steps=20
-    )
-    builder, sizes = builder_of(data, federation), []
-    for r in range(4):
-        chunk = builder.build(r, np.arange(3)).chunk
-        drawn = [[draw.size for draw in builder.draws(i, r)] for i in range(3)]
-        assert chunk.divisor.tolist() == np.maximum(drawn, 1).tolist()
-        sizes += np.ravel(drawn).tolist()
-    assert min(sizes) == 0  # an empty batch is divided by one
-    assert max(sizes) > 1
-    guarantee = personal_guarantee(personal, 4)
-    assert guarantee.epsilon == math.inf
-    assert "NO differential-privacy guarantee" in str(guarantee)
-    assert any("read off the size of the noise" in caveat for caveat in guarantee.caveats)
-    assert (guarantee.status, guarantee.accountant) == ("none", "none")
-    for claimed in ("keeps its own", "certifies", "certified:", "the epsilon above"):
-        assert claimed not in str(guarantee)
-    assert federated_epsilon(federation, 1e-3) == math.inf
-    assert silo_epsilons(federation, 1e-3) == [math.inf] * 3
-    assert federated_epsilon(federation, 1e-3, if_constant=True) < 11
-    # What is accounted is not what is released: whoever is sampled has spent everything.
-    assert personal.assignment.rates.min() > 0
-    assert np.all(personal.check(4) == math.inf)
-    assert personal.summary(4)["over_budget"] == 12
-    assert np.all(personal.check(0) == 0)
 
 
 @settings(derandomize=True, deadline=None, max_examples=10)
@@ -470,10 +436,6 @@ def test_mechanism_refuses_what_it_cannot_keep():
         RPDP(rates=np.array([0.5, 1.5]))
     with pytest.raises(BadInputError, match="expected_batch"):
         RPDP(expected_batch=0.0)
-    with pytest.raises(BadInputError, match="distinct_subjects"):
-        RPDP(denominator="distinct_subjects")
-    with pytest.raises(BadInputError, match="poisson"):
-        RPDP(sampling="fixed")
     with pytest.raises(BadInputError, match="max_items_per_subject to 1"):
         RPDP(max_items_per_subject=2)
     with pytest.raises(BadInputError, match="rounds to stay"):

@@ -108,7 +108,6 @@ def test_a_silo_that_is_missing_or_refuses_stops_the_run_before_it_begins(tmp_pa
         (study(federation={"silos_per_round": 2}), "federation.participation_prob"),
         (study(federation={"max_silos_per_subject": None}), "in how many silos"),
         (study(privacy={"delta": None}), "privacy.delta is not set"),
-        (study(privacy={"recipe": "paper_a"}), "silos run the sound one"),
         (study(mechanism={"kind": "rpdp"}), "would tell the server of its people's least budget"),
         (study(mechanism={"kind": "fed_avg", "batch_size": 4}), "without any guarantee"),
         (study(ISRL, data={"scale": {}}), "data.scale is not set"),

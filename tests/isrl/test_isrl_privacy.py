@@ -32,13 +32,13 @@ from dpfl_jax.federation.isrl import (
     step_weights,
 )
 from dpfl_jax.federation.isrl import message as message_module
-from dpfl_jax.federation.isrl.arms import (
+from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
+from dpfl_jax.federation.isrl.privacy import (
     SiloNoise,
     federation_noise,
     silo_guarantee,
     silo_noise,
 )
-from dpfl_jax.federation.isrl.minibatch_sgd import ball, last_weights
 from dpfl_jax.federation.isrl.relations import relations, shuffled_view
 from dpfl_jax.federation.isrl.runs.isrl_run import IsrlRun, _relations, guarantee_of
 from dpfl_jax.randomness import RootKey
@@ -63,7 +63,7 @@ def test_a_ledger_is_charged_no_less_than_any_silo_spends():
     """Also where one draws most, one has least noise, and one answers most often."""
     budget = Budget(8.0, 1e-5)
     noise = [
-        SiloNoise(sigma, batch, 100, rounds, "poisson", "sound", budget)
+        SiloNoise(sigma, batch, 100, rounds, "poisson", budget)
         for sigma, batch, rounds in ((4.0, 50.0, 8), (1.5, 40.0, 8), (4.0, 40.0, 90))
     ]
     for some in itertools.permutations(noise, 2):
@@ -72,19 +72,10 @@ def test_a_ledger_is_charged_no_less_than_any_silo_spends():
         assert spent >= max(silo.epsilon for silo in some)
 
 
-def test_arms_golden():
-    """Section 4.6 of the notes: tight noise, theorem noise, published noise, what each spends."""
+def test_noise_golden():
     sound = silo_noise(Budget(0.75, DELTA), N, K, R)
     assert sound.noise_multiplier == pytest.approx(23.90, rel=2e-3)
     assert sound.epsilon <= 0.75
-    closed = silo_noise(Budget(3, DELTA), N, K, R, arm="paper_closed_form")
-    assert closed.noise_multiplier == pytest.approx(0.4261 * K, rel=1e-3)
-    assert closed.epsilon < 3 / 30
-    published = silo_noise(Budget(18, DELTA), N, K, R, arm="as_published")
-    assert published.noise_multiplier == pytest.approx(1.255, rel=1e-3)
-    assert published.epsilon == pytest.approx(20.27, rel=2e-3)
-    assert silo_guarantee(published).epsilon == math.inf
-    assert "NO GUARANTEE" in str(silo_guarantee(published))
     one_pass = silo_noise(Budget(3, DELTA), N, K, 2, sampling="disjoint")
     assert one_pass.noise_multiplier == pytest.approx(3.142, rel=1e-3)
     full = silo_noise(Budget(3, DELTA), N, K, R, sampling="full")
@@ -108,23 +99,13 @@ def test_sound_arm_never_spends_more_than_granted(epsilon, n, share, rounds, sam
     budget = Budget(epsilon, 1 / n**2)
     noise = silo_noise(budget, n, max(1, int(share * n)), rounds, sampling=sampling)
     assert noise.epsilon <= epsilon * (1 + 1e-9)
-    spec = MessageSpec(sampling)
-    assert silo_guarantee(noise, spec).epsilon == noise.epsilon
-
-
-def test_clipping_the_mean_has_no_guarantee():
-    noise = silo_noise(Budget(3, DELTA), N, K, R)
-    spec = MessageSpec("poisson", clip="batch_mean")
-    assert silo_guarantee(noise, spec).epsilon == math.inf
+    assert silo_guarantee(noise).epsilon == noise.epsilon
 
 
 def test_bad_settings_are_refused():
     budget = Budget(1.0, 1e-5)
     for bad in (
         lambda: silo_noise(budget, 10, 11, 5),
-        lambda: silo_noise(budget, 10, 5, 5, sampling="with_replacement"),
-        lambda: silo_noise(budget, 10, 5, 5, arm="as_published", sampling="poisson"),
-        lambda: silo_noise(Budget(100.0, 1e-5), 10, 5, 5, arm="paper_closed_form"),
         lambda: Budget(0.0, 1e-5),
         lambda: Budget(1.0, 1.0),
     ):
@@ -237,10 +218,6 @@ def test_a_trusted_server_adds_noise_once_and_enough(sampling, monkeypatch):
     square = ((out - out.mean(0)) ** 2).sum() / (noise.noise_multiplier * bound / 2) ** 2
     assert 5e-4 < stats.chi2.cdf(square, 2 * 999) < 1 - 5e-4
     assert noise.epsilon <= 1.0
-    with pytest.raises(BadInputError, match="clipping per example"):
-        make_central_oracle(
-            quadratic, MessageSpec("full", "batch_mean"), data, noise_multiplier=1.0, **options
-        )
 
 
 def test_vector_protocol_is_unbiased_with_the_stated_variance():

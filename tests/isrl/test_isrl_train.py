@@ -152,13 +152,8 @@ def test_noise_of_another_silo_stops_a_run_before_it_begins(tmp_path):
         made.train(None, None, None)
 
 
-def test_what_was_published_has_no_guarantee(tmp_path, capsys):
+def test_without_a_budget_nobody_is_protected(tmp_path, capsys):
     config = written(tmp_path)
-    arm = ("isrl.arm=as_published", "isrl.sampling=with_replacement")
-    assert dpfl("train", config, *arm, "--dry-run", "--json") == 0
-    price = last_json(capsys.readouterr().out)
-    assert price["privacy"]["epsilon"] == "inf"
-    assert "NO GUARANTEE" in price["guarantee"]
     assert dpfl("train", config, "privacy.epsilon=null", "--dry-run", "--json") == 0
     assert last_json(capsys.readouterr().out)["privacy"]["unit"] == "none"
 
@@ -167,7 +162,8 @@ def test_what_was_published_has_no_guarantee(tmp_path, capsys):
     ("override", "words"),
     [
         ("isrl.algorithm=multi_stage", "strongly convex"),
-        ("isrl.arm=as_published", "go together"),
+        ("isrl.arm=as_published", "unknown key 'isrl.arm'"),
+        ("isrl.sampling=with_replacement", "isrl.sampling"),
         ("isrl.algoritm=accelerated", "did you mean 'algorithm'"),
         ("isrl.silo_weights=[0.5, 0.5]", "2 numbers for 5 silos"),
         ("isrl.sampling=disjoint", "one pass"),
@@ -175,7 +171,6 @@ def test_what_was_published_has_no_guarantee(tmp_path, capsys):
         ("data.source=mnist", "data.path"),
         ("data.silos=7", "5 or 25 silos"),
         ("isrl.available=6", "between 1 and the 5 silos"),
-        ("isrl.arm=paper_closed_form; isrl.batch_fraction=0.01", "Theorem D.1"),
     ],
 )
 def test_bad_input_is_one_sentence(tmp_path, capsys, override, words):

@@ -5,7 +5,6 @@ import pytest
 from jax import random
 
 from dpfl_jax.accounting.rates import TwoStage
-from dpfl_jax.federation.mechanisms import RPDP
 from dpfl_jax.federation.personal.budgets import ThreeLevels
 from reproductions.rpdp._noise import noise_for_cap
 from reproductions.rpdp._training import torch_init
@@ -74,13 +73,12 @@ def test_both_reach_the_same_accuracy(data_dir, how):
             rates, sigma = np.repeat(np.minimum(64 / sizes, 1), sizes), 0.0
             divisors = np.minimum(64, sizes).astype(float)
         else:
-            denominator = "realized_batch" if how == "realized batch" else "expected_batch"
-            mechanism = RPDP(denominator=denominator)
+            realized = how == "realized batch"
             policy = "certified" if how == "certified" else "minimum"
-            made = table.personal(setting, ThreeLevels(), policy, seed, mechanism)
+            made = table.personal(setting, ThreeLevels(), policy, seed, realized)
             rates, sigma = made.personal.assignment.rates, setting.noise_multiplier
             divisors = [plan.mechanism.expected_batch for plan in made.federation.silos]
-            divisors = None if how == "realized batch" else divisors
+            divisors = None if realized else divisors
         params = torch_init(table.model.init(random.key(0)), seed)
         ours = table.run(made, params, seed)[-3:].mean()
         return ours, train(data, test, seed, sigma, rates, divisors, how != "non-private")

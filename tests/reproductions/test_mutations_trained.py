@@ -15,7 +15,6 @@ import pytest
 from rich.console import Console
 
 from dpfl_jax.accounting.closed_forms import subject
-from dpfl_jax.federation.recipes import Claim
 from dpfl_jax.planning import Planner, Sensitivities, Users
 from reproductions.correlated import _training as correlated
 from reproductions.correlated import language_model
@@ -58,7 +57,7 @@ def silos_by_noise(monkeypatch):
 
     def best(task, algorithm, spec, steps, *, clips, multiplier, repeats, seed, window=8):
         factor = {"local": 3.0, "minibatch": 1.0, "server_noise": 0.1}[algorithm]
-        moved = 0.5 if spec.clip == "batch_mean" else 1.0
+        moved = 0.5 if getattr(spec, "clip", None) == "batch_mean" else 1.0
         noise = factor * moved * multiplier / task.cohort
         return float(0.1 + 0.5 * noise / (1 + noise) + jitter(seed, algorithm, noise))
 
@@ -88,8 +87,8 @@ def test_a_mean_that_is_not_clipped_whole(silos_by_noise, tmp_path, monkeypatch)
     name = "N=10, epsilon 0.25: clipping the mean is what makes it so: "
     name += "the same noise with each record clipped is worse"
     assert verdicts(insurance, tmp_path)[name]
-    made = insurance.MessageSpec
-    monkeypatch.setattr(insurance, "MessageSpec", lambda sampling, clip=None: made(sampling))
+    made = insurance.Published
+    monkeypatch.setattr(insurance, "Published", lambda clip=None: made())
     assert not verdicts(insurance, tmp_path)[name]
 
 
@@ -306,7 +305,7 @@ def test_the_sampling_fraction_of_records_for_roles(tmp_path, monkeypatch):
         if run.kind == "hi_grad_avg":
             sigma *= subject.hi_grad_fraction(0.001, cap, variant) / 0.001
         curve = [[(1, 3.0 + jitter(s) + 0.01 * sigma, 0.1)] for s in range(seeds)]
-        claim = Claim(4.0, 1e-5, "subject", 4.0, None, None, 36, ())
+        claim = subject_training.Claim(4.0, 1e-5, "subject", 4.0, None, None, 36, ())
         return subject_training.Trained(run, [0.1] * seeds, curve, claim, sigma)
 
     monkeypatch.setattr(shakespeare, "train", train)

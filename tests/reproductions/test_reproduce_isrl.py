@@ -2,13 +2,16 @@
 
 import sys
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.isrl import Budget
 from reproductions import registry
 from reproductions.isrl import audit
+from reproductions.isrl._published import Published, message_of, silo_noise
 from reproductions.registry import Settings
 
 
@@ -25,6 +28,45 @@ def test_what_the_noise_really_spends(tmp_path):
         ("authors' code", 18.0),
     ]
     assert all(file.stat().st_size > 1000 for file in found.files)
+
+
+def test_noise_golden():
+    """The theorem's noise and the experiments', and what each spends."""
+    delta = 1 / 1238**2
+    closed = silo_noise(Budget(3, delta), 1238, 443, 35, arm="paper_closed_form")
+    assert closed.noise_multiplier == pytest.approx(0.4261 * 443, rel=1e-3)
+    assert closed.epsilon < 3 / 30
+    published = silo_noise(Budget(18, delta), 1238, 443, 35, arm="as_published")
+    assert published.noise_multiplier == pytest.approx(1.255, rel=1e-3)
+    assert published.epsilon == pytest.approx(20.27, rel=2e-3)  # were its batches Poisson
+    with pytest.raises(BadInputError, match="formula holds only for"):
+        silo_noise(Budget(100.0, 1e-5), 10, 5, 5, arm="paper_closed_form")
+
+
+@pytest.mark.slow
+def test_clipping_the_batch_mean_is_not_private_enough():
+    """As two of the authors' scripts do it: one record moves the message by more than 2C/K."""
+    n, clip = 8, 0.5
+    x = np.random.default_rng(1).normal(size=(n, 3)) * 0.01
+    other = x.copy()
+    x[0], other[0] = [1e4, 0, 0], [-1e4, 0, 0]
+    keys = jnp.asarray(np.random.default_rng(2).integers(0, 2**32, (2, 8)), jnp.uint32)
+
+    def linear(w, example):
+        return w @ example["x"]
+
+    def sent(spec, x):
+        message = message_of(linear, spec, n)
+        numbers = [jnp.asarray(z) for z in (n, 0, float(n), clip, 0.0)]
+        size, turn, *floats = numbers
+        rank = jnp.zeros(n, jnp.int32)
+        return message(jnp.zeros(3), {"x": jnp.asarray(x)}, size, rank, turn, *floats, keys)
+
+    moved = {
+        spec: float(jnp.linalg.norm(sent(spec, x) - sent(spec, other)))
+        for spec in (Published("batch_mean", "poisson"), Published("example", "poisson"))
+    }
+    assert list(moved.values()) == pytest.approx([2 * clip, 2 * clip / n], rel=1e-3)
 
 
 @pytest.mark.nightly

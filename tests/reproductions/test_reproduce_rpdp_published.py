@@ -13,8 +13,9 @@ from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.personal.budgets import ThreeLevels, mean_over
 from dpfl_jax.federation.personal.policies import Assignment
 from dpfl_jax.models import LogisticRegression
+from dpfl_jax.randomness import RootKey
 from reproductions.registry import Settings
-from reproductions.rpdp import published
+from reproductions.rpdp import _training, published
 from reproductions.rpdp._tables import row
 from reproductions.rpdp._training import Bench
 
@@ -78,6 +79,30 @@ def test_rates_for_other_runs_promise_nothing(accounted, changed):
     assert other is not None
     assert np.isinf(other.spent(3)).all()
     assert "participation" in other.unsound[0]
+
+
+def test_the_papers_denominator_is_there_and_promises_nothing():
+    table = bench()
+    made = table.personal(SETTING, ThreeLevels((0.5, 1.0, 3.0)), "certified", 0, True)
+    sizes = []
+
+    class Seen(_training._RealizedBatch):
+        def scale(self, silo, draw):
+            found = super().scale(silo, draw)
+            assert found == (3.0, max(draw.size, 1))
+            sizes.append(draw.size)
+            return found
+
+    builder = Seen(made.federation, table.data, RootKey.from_seed(0), table._mesh)
+    for r in range(3):
+        builder.gather(r, np.arange(2))
+    assert len(set(sizes)) > 1
+    assert made.personal.unsound == (_training.READ_OFF,)
+    assert made.personal.assignment.rates.min() > 0
+    # What is accounted is not what is released: whoever is sampled has spent everything.
+    assert np.isinf(made.personal.check(3)).all()
+    assert made.personal.summary(3)["over_budget"] == 30
+    assert np.all(made.personal.check(0) == 0)
 
 
 @pytest.mark.nightly

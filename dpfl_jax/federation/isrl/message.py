@@ -26,7 +26,9 @@ from dpfl_jax.run.terms import computation_digest
 
 PyTree = Any
 Loss = Callable[[jax.Array, PyTree], jax.Array]
-Sampling = Literal["poisson", "full", "disjoint", "with_replacement"]
+Sampling = Literal["poisson", "full", "disjoint"]
+# Of one silo: see ``make_message``.
+Message = Callable[..., jax.Array]
 
 
 @jax.tree_util.register_dataclass
@@ -55,35 +57,24 @@ class SiloData:
 
 @dataclasses.dataclass(frozen=True)
 class MessageSpec:
-    """How a silo samples, bounds and adds noise.
+    """How a silo samples and adds noise.
 
     Attributes:
-      sampling: ``"poisson"`` (each record with probability K/n; the default), ``"full"`` (all),
-        ``"disjoint"`` (each record at most once in the run: one-pass), or ``"with_replacement"``
-        (what the paper prints; it may draw a record several times, so that no accounting of this
-        library covers it).
-      clip: ``"example"``, or ``"batch_mean"``, as two of the authors' scripts do: the bound then
-        holds for the mean, and a record may move it by twice the clip norm, not by 2C/K.
+      sampling: ``"poisson"`` (each record with probability K/n; the default), ``"full"`` (all), or
+        ``"disjoint"`` (each record at most once in the run: one-pass).
       noise: ``"exact"`` or ``"float"``, as of central mechanisms.
     """
 
     sampling: Sampling = "poisson"
-    clip: Literal["example", "batch_mean"] = "example"
     noise: NoiseLaw = "exact"
 
-    @property
-    def sound(self) -> bool:
-        """Whether the accounting of this library covers it."""
-        return self.sampling != "with_replacement" and self.clip == "example"
 
-
-def make_message(loss: Loss, spec: MessageSpec, batch_capacity: int | None = None) -> Callable:
+def make_message(loss: Loss, spec: MessageSpec) -> Message:
     """Returns ``message(w, examples, size, rank, turn, batch, clip_norm, stddev, keys)``.
 
     Args:
       loss: ``(w, example) -> scalar`` for one record; w is one array of any shape.
-      spec: sampling and clipping.
-      batch_capacity: largest K; needed with replacement, where K records are drawn.
+      spec: sampling and noise.
 
     The message's arguments are of one silo: w; examples [n_max, ...]; size int; rank int [n_max],
     the place of each record in a random order drawn before the run; turn int, the rounds in which
@@ -91,8 +82,6 @@ def make_message(loss: Loss, spec: MessageSpec, batch_capacity: int | None = Non
     of K gradients; keys uint32 [2, 8], for sampling and for noise. It returns an array like w: the
     sum of bounded gradients plus noise, over K, which is a constant and never the realised number.
     """
-    if spec.sampling == "with_replacement" and batch_capacity is None:
-        raise BadInputError("sampling with replacement needs batch_capacity, the largest K")
 
     def message(
         w: jax.Array,
@@ -107,23 +96,15 @@ def make_message(loss: Loss, spec: MessageSpec, batch_capacity: int | None = Non
     ) -> jax.Array:
         n = rank.shape[0]
         real = jnp.arange(n) < size
-        if spec.sampling == "with_replacement":
-            assert batch_capacity is not None
-            place = uniform(keys[0], batch_capacity) * jnp.maximum(size, 1)
-            chosen = jnp.minimum(place.astype(jnp.int32), jnp.maximum(size, 1) - 1)
-            units = jax.tree.map(lambda x: x[chosen], examples)
-            mask = (jnp.arange(batch_capacity) < batch) & (size > 0)
+        if spec.sampling == "poisson":
+            # proof: isrl-sampling-1
+            mask = real & (uniform(keys[0], n) < batch / size)
+        elif spec.sampling == "full":
+            mask = real
         else:
-            units = examples
-            if spec.sampling == "poisson":
-                # proof: isrl-sampling-1
-                mask = real & (uniform(keys[0], n) < batch / size)
-            elif spec.sampling == "full":
-                mask = real
-            else:
-                # proof: isrl-sampling-2
-                mask = real & (rank >= turn * batch) & (rank < (turn + 1) * batch)
-        total = _clipped_sum(loss, spec, w, units, mask, clip_norm, batch)
+            # proof: isrl-sampling-2
+            mask = real & (rank >= turn * batch) & (rank < (turn + 1) * batch)
+        total = clipped_sum(loss, w, examples, mask, clip_norm)
         # proof: isrl-noise-1
         noised = Noise(stddev, clip_norm, spec.noise).add(keys[1], total)
         return noised / jnp.maximum(batch, 1.0)
@@ -131,28 +112,19 @@ def make_message(loss: Loss, spec: MessageSpec, batch_capacity: int | None = Non
     return message
 
 
-def _clipped_sum(
-    loss: Loss,
-    spec: MessageSpec,
-    w: jax.Array,
-    units: PyTree,
-    mask: jax.Array,
-    clip_norm: jax.Array,
-    batch: jax.Array,
+def clipped_sum(
+    loss: Loss, w: jax.Array, examples: PyTree, mask: jax.Array, clip_norm: jax.Array
 ) -> jax.Array:
+    """The sum of the clipped gradients of those examples that the mask names."""
+
     def one(params: PyTree, example: PyTree) -> jax.Array:
         return loss(params["w"], example)
 
     # Book-keeping: gradients of linear models are products of two vectors, and are never formed.
-    if spec.clip == "example":
-        # proof: isrl-sensitivity-1
-        rule = Standard(clip_norm)  # type: ignore[arg-type]
-        bounded = clipped_grad(one, rule=rule, strategy="ghost")
-        return bounded({"w": w}, units, mask=mask).sum["w"]
-    free = clipped_grad(one, clip_norm=1e30, strategy="ghost")
-    total = free({"w": w}, units, mask=mask).sum["w"]
-    mean_norm = jnp.linalg.norm(total.ravel()) / jnp.maximum(batch, 1.0)
-    return total * jnp.minimum(1.0, clip_norm / jnp.maximum(mean_norm, 1e-30))
+    # proof: isrl-sensitivity-1
+    rule = Standard(clip_norm)  # type: ignore[arg-type]
+    bounded = clipped_grad(one, rule=rule, strategy="ghost")
+    return bounded({"w": w}, examples, mask=mask).sum["w"]
 
 
 def loss_name(loss: Loss, w: Any, data: SiloData) -> str:
@@ -170,22 +142,35 @@ def make_messages(
     clip_norm: jax.Array | float,
     stddev: jax.Array,
     rank: jax.Array | None = None,
-    batch_capacity: int | None = None,
 ) -> Callable[[jax.Array, PyTree], jax.Array]:
-    """Returns ``messages(w, round) -> [N, ...]``, of every silo; see ``make_oracle``.
+    """Returns ``messages(w, round) -> [N, ...]``, of every silo; see ``make_oracle``."""
+    if rank is None and spec.sampling == "disjoint":
+        raise BadInputError("one-pass sampling needs the schedule's random order of records")
+    message, name = make_message(loss, spec), repr(spec)
+    return of_all_silos(message, name, loss, data, batch, clip_norm, stddev, rank)
+
+
+def of_all_silos(
+    message: Message,
+    name: str,
+    loss: Loss,
+    data: SiloData,
+    batch: jax.Array,
+    clip_norm: jax.Array | float,
+    stddev: jax.Array,
+    rank: jax.Array | None = None,
+) -> Callable[[jax.Array, PyTree], jax.Array]:
+    """``make_messages`` of a message and its name, by which keys tell it from others.
 
     A silo's message depends on nothing that another one holds.
     """
     silos = data.num_silos
-    message = make_message(loss, spec, batch_capacity)
     clip_norms = jnp.broadcast_to(jnp.asarray(clip_norm, jnp.float32), (silos,))
     if rank is None:
-        if spec.sampling == "disjoint":
-            raise BadInputError("one-pass sampling needs the schedule's random order of records")
         rank = jnp.zeros((silos, data.capacity), jnp.int32)
     every = jax.vmap(message, in_axes=(None, 0, 0, 0, 0, 0, 0, 0, 0))
     # Of each silo alone: what it draws depends on nothing that another one holds.
-    words = jax.vmap(functools.partial(words_of, repr(spec)))(
+    words = jax.vmap(functools.partial(words_of, name))(
         data.examples, data.sizes, batch, clip_norms, stddev
     )
 
@@ -193,8 +178,8 @@ def make_messages(
         # Of w, too: messages at two points would have one noise, and their difference none.
         # Under the silo's key, as somebody else chooses w.
         of_w = functools.partial(words_of, loss_name(loss, w, data), w)
-        name = jax.vmap(lambda keys: of_w(key=keys.reshape(-1, 8)[0]))(row["keys"])
-        keys = jax.vmap(own_keys)(row["keys"], mixed(words, name))
+        point = jax.vmap(lambda keys: of_w(key=keys.reshape(-1, 8)[0]))(row["keys"])
+        keys = jax.vmap(own_keys)(row["keys"], mixed(words, point))
         return every(
             w, data.examples, data.sizes, rank, row["turn"], batch, clip_norms, stddev, keys
         )
@@ -228,13 +213,12 @@ def make_oracle(
     stddev: jax.Array,
     rank: jax.Array | None = None,
     silo_weights: jax.Array | None = None,
-    batch_capacity: int | None = None,
 ) -> Oracle:
     """Returns ``oracle(w, round) -> mean of the messages of the silos that answer``.
 
     Args:
       loss: of one record.
-      spec: sampling and clipping.
+      spec: sampling and noise.
       data: the silos.
       batch: float32 [N], K_i.
       clip_norm: scalar or [N].
@@ -242,20 +226,12 @@ def make_oracle(
       rank: int32 [N, n_max], from the schedule; needed by ``"disjoint"``.
       silo_weights: float32 [N], p_i summing to 1: F = sum p_i F_i (Appendix H: f_i is scaled by
         N p_i; scaling the noised message is the same). None: all 1/N.
-      batch_capacity: largest K, with replacement.
 
     ``round`` is one row of ``Schedule``: ``present`` bool [N], ``turn`` int [N], ``keys`` uint32
     [N, 2, 8], from which this oracle derives those of its own and of w (``schedule.own_keys``):
     what is accounted is one call for each row. If nobody answers the mean is zero.
     """
     messages = make_messages(
-        loss,
-        spec,
-        data,
-        batch=batch,
-        clip_norm=clip_norm,
-        stddev=stddev,
-        rank=rank,
-        batch_capacity=batch_capacity,
+        loss, spec, data, batch=batch, clip_norm=clip_norm, stddev=stddev, rank=rank
     )
     return lambda w, row: mean_message(messages(w, row), row["present"], silo_weights)

@@ -11,7 +11,7 @@ from dpfl_jax.accounting import REPLACE, events
 from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.accounting.event_types import ApproximateDpEvent
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.arms import SiloNoise
+from dpfl_jax.federation.isrl.privacy import SiloNoise
 
 
 def relations(noise: SiloNoise, silos: int, shuffled: bool = True) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.arms import Budget
+from dpfl_jax.federation.isrl.privacy import Budget
 
 
 @dataclasses.dataclass(frozen=True)

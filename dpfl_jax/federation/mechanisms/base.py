@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -24,7 +24,7 @@ from dpfl_jax.mechanisms.mechanism import check_noise_law, check_noise_multiplie
 from dpfl_jax.mechanisms.participation import require_positive
 from dpfl_jax.mechanisms.unit_losses import mean_of_examples, pieces_of_user
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import FixedSize, Poisson
+from dpfl_jax.sampling import Poisson
 from dpfl_jax.sampling.base import binomial_bound
 
 PyTree = Any
@@ -52,20 +52,15 @@ class SiloFacts:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SiloDraw:
-    """The units of one local step, with the noise and divisor that go with them.
+    """The units of one local step.
 
     Attributes:
       positions: int64 [n], or [n, g] for units of several records (-1: none).
       group: float32 [n], size of each unit's group in the whole step, for rules that need it.
-      noise_multiplier: sigma of this step.
-      divisor: what the noised sum is divided by; None for the mechanism's, which is a constant of
-        the plan. The noise shows it: a number counted in the data would be released with it.
     """
 
     positions: np.ndarray
     group: np.ndarray
-    noise_multiplier: float
-    divisor: float | None
 
     @property
     def size(self) -> int:
@@ -85,8 +80,6 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
       clip_norm: C.
       noise_multiplier: sigma; the noise on the sum has stddev sigma * C. None until calibrated.
       noise: ``"exact"`` or ``"float"``, as of central mechanisms.
-      sampling: ``"poisson"`` (accounted), or ``"fixed"`` (batches of a fixed size without
-        replacement, as in the papers' pseudo-code; the guarantee then says there is none).
     """
 
     batch_size: float | None = None
@@ -95,7 +88,6 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
     clip_norm: float = 1.0
     noise_multiplier: float | None = None
     noise: NoiseLaw = "exact"
-    sampling: Literal["poisson", "fixed"] = "poisson"
 
     unit: ClassVar[str] = "subject"
     private: ClassVar[bool] = True
@@ -120,15 +112,13 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
             )
         check_noise_multiplier(self.noise_multiplier)
         check_noise_law(self.noise)
-        if self.sampling not in ("poisson", "fixed"):
-            raise BadInputError(f"sampling is {self.sampling!r}: it must be 'poisson' or 'fixed'")
 
     # ---- what runs -------------------------------------------------------------------------
 
     @property
     def layout(self) -> tuple[Any, ...]:
         """What must be equal in all silos: one program and one kind of event serves them."""
-        return (type(self), self.sampling, self.noise)
+        return (type(self), self.noise)
 
     def num_units(self, facts: SiloFacts) -> int:
         """Units of a silo that may be drawn: its records."""
@@ -146,7 +136,10 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         return self.probability(facts) * facts.num_records
 
     def divisor(self, facts: SiloFacts) -> float:
-        """Expected number of units of a step: a constant, never the realised number."""
+        """What the noised sum is divided by: the expected number of units, never the realised one.
+
+        The noise shows it: a number counted in the data would be released with it.
+        """
         # proof: divisor-1
         return max(self.probability(facts) * self.num_units(facts), 1.0)
 
@@ -171,21 +164,13 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
         prob, units = self.probability(facts), self.num_units(facts)
         if units == 0:
             return np.zeros(0, np.int64)
-        if self.sampling == "fixed":
-            size = min(units, max(1, round(prob * units)))
-            return FixedSize(size).indices(key, step, units)
         # proof: records-1
         return Poisson(prob).indices(key, step, units)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Makes units of the local records ``chosen``; here each is its own."""
         del key, step
-        return self.plain(silo, silo.first + chosen, np.ones(len(chosen), np.float32))
-
-    def plain(self, silo: Silo, positions: np.ndarray, group: np.ndarray) -> SiloDraw:
-        """A draw with the constant noise and divisor."""
-        del silo
-        return SiloDraw(positions, group, self.sigma, None)
+        return SiloDraw(silo.first + chosen, np.ones(len(chosen), np.float32))
 
     def unit_size(self, facts: SiloFacts) -> int | None:
         """Records a unit may hold, or None if a unit is one record."""
@@ -258,38 +243,27 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
 
     # ---- what is accounted -----------------------------------------------------------------
 
+    @abc.abstractmethod
     def contribution(self, unit: str) -> Contribution | None:
         """What one record, or one subject, has in a draw; None: it is what is drawn."""
-        del unit
-        return None
+
+    def scheme(self, facts: SiloFacts) -> Any:
+        """How units are drawn, as it is accounted (``accounting.cells``)."""
+        return Poisson(self.probability(facts))
+
+    def noised_sums(self, facts: SiloFacts, steps: int, unit: str) -> NoisedSums:
+        """What is accounted of ``steps`` local steps for one record, or one subject."""
+        scheme, units = self.scheme(facts), self.num_units(facts)
+        of = self.contribution(unit)
+        return NoisedSums(scheme, self.sigma, steps, units, contribution=of)
 
     def event(self, facts: SiloFacts, steps: int) -> Any:
         """The event of ``steps`` local steps for one unit (``unit``) of this silo."""
-        return self._event(facts, steps, self.unit)
+        return self.noised_sums(facts, steps, self.unit).event()
 
     def subject_event(self, facts: SiloFacts, steps: int) -> Any:
         """The same for one subject, whatever the mechanism's own unit."""
-        if self.unit == "subject":
-            return self.event(facts, steps)
-        return self._event(facts, steps, "subject")
-
-    def _event(self, facts: SiloFacts, steps: int, unit: str) -> Any:
-        scheme, of = Poisson(self.probability(facts)), self.contribution(unit)
-        units = self.num_units(facts)
-        return NoisedSums(scheme, self.sigma, steps, units, contribution=of).event()
-
-    def unsound(self) -> tuple[str, ...]:
-        """Why no guarantee follows from ``event``; empty if one does."""
-        if self.sampling == "fixed":
-            return (
-                "batches have a fixed size, which is not the sampling that is accounted for: "
-                "removing one subject makes room for others' records",
-            )
-        return ()
-
-    def describe(self) -> str:
-        """What the mechanism does, for the report."""
-        return self.kind
+        return self.noised_sums(facts, steps, "subject").event()
 
 
 def runs_of(subjects: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -36,11 +36,10 @@ class FedAvg(SiloMechanism):
 
         return summed
 
+    def contribution(self, unit: str) -> None:
+        """Nothing is accounted."""
+
     def event(self, facts: SiloFacts, steps: int) -> Any:
         """Not private."""
         del facts, steps
         return dp_accounting.NonPrivateDpEvent()
-
-    def unsound(self) -> tuple[str, ...]:
-        """A baseline."""
-        return ("this run is not private: it is a baseline",)

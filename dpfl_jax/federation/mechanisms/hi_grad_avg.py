@@ -9,8 +9,8 @@ Source: Marathe et al., "Subject Granular Differential Privacy in Federated Lear
 
 Departures. Sampling is Poisson: with batches of a fixed size a subject's records displace others'
 and the sensitivity is not C. The divisor is the constant B: the number of distinct subjects (the
-first paper's choice, ``denominator="distinct_subjects"``) can be read off the size of the noise.
-A subject is in a batch with probability 1 - (1-q)^K; the second paper accounts for q.
+first paper's choice) can be read off the size of the noise. A subject is in a batch with
+probability 1 - (1-q)^K; the second paper accounts for q.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import numpy as np
 
 from dpfl_jax.accounting.cells import Contribution
 from dpfl_jax.clipping import GroupAverage, Rule, Standard
-from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.mechanisms.base import (
     LossFn,
@@ -35,9 +34,6 @@ from dpfl_jax.federation.mechanisms.base import (
 )
 from dpfl_jax.randomness import RootKey
 
-ORDERS = ("clip_then_average", "average_then_clip")
-DENOMINATORS = ("expected_batch", "distinct_subjects")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HiGradAvgDP(SiloMechanism):
@@ -46,28 +42,16 @@ class HiGradAvgDP(SiloMechanism):
     Attributes:
       order: ``"clip_then_average"`` (the papers) or ``"average_then_clip"`` (the gradient of the
         mean loss of the subject's records in the batch, clipped once: same sensitivity).
-      denominator: ``"expected_batch"``, or the first paper's ``"distinct_subjects"`` (not private).
     """
 
     order: Literal["clip_then_average", "average_then_clip"] = "clip_then_average"
-    denominator: Literal["expected_batch", "distinct_subjects"] = "expected_batch"
 
     kind: ClassVar[str] = "hi_grad_avg"
 
-    def __post_init__(self) -> None:
-        """Validates."""
-        super().__post_init__()
-        for name, value, known in (
-            ("order", self.order, ORDERS),
-            ("denominator", self.denominator, DENOMINATORS),
-        ):
-            if value not in known:
-                raise BadInputError(f"{name} is {value!r}, but it must be one of {known}")
-
     @property
     def layout(self) -> tuple[Any, ...]:
-        """Kind, order and denominator."""
-        return (*super().layout, self.order, self.denominator)
+        """Kind and order."""
+        return (*super().layout, self.order)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Counts each subject's records over the whole batch, before anything is split."""
@@ -82,10 +66,7 @@ class HiGradAvgDP(SiloMechanism):
             positions = silo.first + chosen
             # proof: hi-grad-avg-sensitivity-1
             group = np.repeat(lengths, lengths).astype(np.float32)
-        draw = self.plain(silo, positions, group)
-        if self.denominator == "distinct_subjects":
-            return dataclasses.replace(draw, divisor=float(max(len(lengths), 1)))
-        return draw
+        return SiloDraw(positions, group)
 
     def unit_size(self, facts: SiloFacts) -> int | None:
         """K if subjects are the units."""
@@ -106,14 +87,3 @@ class HiGradAvgDP(SiloMechanism):
         """Of K records those in a batch are averaged: Poisson at 1 - (1-q)^K."""
         del unit
         return Contribution(units=self.max_items_per_subject, averaged=True)
-
-    def unsound(self) -> tuple[str, ...]:
-        """The first paper's denominator scales the noise by a private count."""
-        reasons = super().unsound()
-        if self.denominator == "distinct_subjects":
-            reasons = (
-                *reasons,
-                "the noised sum is divided by the number of distinct subjects in the private "
-                "batch, which can be read off the size of the noise",
-            )
-        return reasons

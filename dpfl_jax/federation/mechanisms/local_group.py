@@ -10,7 +10,7 @@ records of one subject in that batch, with the amplification of one record. That
 (the scale of the noise is a statistic of the private batch) and Z is not the number of records by
 which neighbours differ. Here sigma is one constant, for a subject of up to K records in the silo,
 accounted by the mixture of Gaussians with Binomial(K, q) shifts; ``batch_cap`` is the honest form
-of Z: at most that many records of a subject stay in a batch. ``batch_noise`` reproduces the paper.
+of Z: at most that many records of a subject stay in a batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 import numpy as np
 
 from dpfl_jax.accounting.cells import Contribution
-from dpfl_jax.config.kinds import DERIVED
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.mechanisms.base import SiloDraw, SiloMechanism, runs_of
@@ -34,11 +33,9 @@ class LocalGroupDP(SiloMechanism):
 
     Attributes:
       batch_cap: most records of one subject in a batch; others are dropped from it at random.
-      batch_noise: the paper's table: sigma for Z = 1, 2, ...; replaces the constant noise.
     """
 
     batch_cap: int | None = None
-    batch_noise: tuple[float, ...] | None = dataclasses.field(default=None, metadata=DERIVED)
 
     kind: ClassVar[str] = "local_group"
 
@@ -51,10 +48,10 @@ class LocalGroupDP(SiloMechanism):
     @property
     def layout(self) -> tuple[Any, ...]:
         """Kind and cap."""
-        return (*super().layout, self.batch_cap, self.batch_noise is None)
+        return (*super().layout, self.batch_cap)
 
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
-        """Applies the cap; with the paper's table, takes the noise of the largest group."""
+        """Applies the cap."""
         subjects = silo.subject_of_record[chosen]
         if self.batch_cap is not None and len(chosen):
             ticket = key.numpy("batch-cap", step).random(len(chosen))
@@ -63,36 +60,9 @@ class LocalGroupDP(SiloMechanism):
             rank = np.arange(len(chosen)) - np.repeat(starts, lengths)
             # proof: local-group-sampling-1
             chosen = np.sort(chosen[order[rank < self.batch_cap]])
-        draw = self.plain(silo, silo.first + chosen, np.ones(len(chosen), np.float32))
-        if self.batch_noise is None:
-            return draw
-        largest = int(runs_of(silo.subject_of_record[chosen])[1].max(initial=1))
-        if largest > len(self.batch_noise):
-            raise BadInputError(
-                f"a batch holds {largest} records of one subject, but the table of noise by group "
-                f"ends at {len(self.batch_noise)}: raise max_items_per_subject"
-            )
-        return dataclasses.replace(draw, noise_multiplier=self.batch_noise[largest - 1])
-
-    @property
-    def sigma(self) -> float:
-        """The constant noise multiplier (with the paper's table, its smallest)."""
-        if self.batch_noise is not None:
-            return min(self.batch_noise)
-        return super().sigma
+        return SiloDraw(silo.first + chosen, np.ones(len(chosen), np.float32))
 
     def contribution(self, unit: str) -> Contribution:
         """K records, at most ``batch_cap`` of them in a batch, each moving the sum by C."""
         del unit
         return Contribution(units=self.max_items_per_subject, cap=self.batch_cap)
-
-    def unsound(self) -> tuple[str, ...]:
-        """The paper's noise follows the private batch."""
-        reasons = super().unsound()
-        if self.batch_noise is not None:
-            reasons = (
-                *reasons,
-                "the noise multiplier of each step is chosen by the largest group in the private "
-                "batch, so the size of the noise itself tells about the data",
-            )
-        return reasons

@@ -6,8 +6,8 @@ differential privacy", Algorithms 1 and 3, section 6.2.
     S   = each record j of the silo independently with probability q_j
     g~  = (sum over S of clip(grad, C) + N(0, sigma^2 C^2)) / b
 
-Departures. b is a public constant: the paper divides by |S| (``denominator="realized_batch"``),
-which tells the size of the secret batch and is 0 when it is empty. Records whose budget is used up
+Departures. b is a public constant: the paper divides by |S|, which tells the size of the secret
+batch and is 0 when it is empty. Records whose budget is used up
 leave: the authors' code only logs it. The round after which a record leaves depends on its own rate
 and budget alone, and what it then spent is its rate's epsilon after that many rounds. Rounds in
 which the silo sits out are charged like all others, which is what makes the amplification by
@@ -17,21 +17,20 @@ participation true.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
+from dpfl_jax.accounting.cells import NoisedSums, TwoStagePoisson
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.config.kinds import DERIVED
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
-from dpfl_jax.federation.mechanisms.base import SiloDraw, SiloFacts, SiloMechanism
+from dpfl_jax.federation.mechanisms.base import SiloFacts, SiloMechanism
 from dpfl_jax.mechanisms.participation import require_positive
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import PersonalizedPoisson
+from dpfl_jax.sampling import PersonalizedPoisson, Poisson
 from dpfl_jax.sampling.base import binomial_bound
-
-DENOMINATORS = ("expected_batch", "realized_batch")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,8 +43,6 @@ class RPDP(SiloMechanism):
       setting: what is accounted, the same for all silos.
       expected_batch: b, public; never computed from the records or their budgets. None until
         personalised: then by default from the public distribution of budgets.
-      denominator: ``"expected_batch"`` (b), or the paper's ``"realized_batch"`` (|S|, at least 1:
-        not private).
     """
 
     batch_size: float | None = dataclasses.field(default=None, metadata=DERIVED)
@@ -54,7 +51,6 @@ class RPDP(SiloMechanism):
     stay: np.ndarray | None = dataclasses.field(default=None, metadata=DERIVED)
     setting: TwoStage | None = dataclasses.field(default=None, metadata=DERIVED)
     expected_batch: float | None = None
-    denominator: Literal["expected_batch", "realized_batch"] = "expected_batch"
 
     kind: ClassVar[str] = "rpdp"
     unit: ClassVar[str] = "record"
@@ -64,14 +60,8 @@ class RPDP(SiloMechanism):
         super().__post_init__()
         if self.expected_batch is not None:
             require_positive("expected_batch", self.expected_batch)
-        if self.denominator not in DENOMINATORS:
-            raise BadInputError(
-                f"denominator is {self.denominator!r}, but rpdp has only {DENOMINATORS}"
-            )
         if self.max_items_per_subject != 1:  # a subject of several costs what no event here says
             raise BadInputError("rpdp protects records: set max_items_per_subject to 1")
-        if self.sampling != "poisson":
-            raise BadInputError("personal sampling rates need mechanism.sampling=poisson")
         if self.rates is None:
             return
         rates = np.asarray(self.rates, np.float64)
@@ -83,11 +73,6 @@ class RPDP(SiloMechanism):
             )
         if self.stay is not None and np.shape(self.stay) != rates.shape:
             raise BadInputError("give one number of rounds to stay for each sampling rate")
-
-    @property
-    def layout(self) -> tuple[Any, ...]:
-        """Kind and denominator."""
-        return (*super().layout, self.denominator)
 
     def at_round(self, round_index: int) -> RPDP:
         """The mechanism in a round: records that have left are drawn no more."""
@@ -101,13 +86,6 @@ class RPDP(SiloMechanism):
         if silo.num_records == 0:
             return np.zeros(0, np.int64)
         return PersonalizedPoisson(self._rates(silo)).indices(key, step, silo.num_records)
-
-    def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
-        """Every record for itself."""
-        draw = super().assemble(silo, chosen, key, step)
-        if self.denominator == "realized_batch":
-            return dataclasses.replace(draw, divisor=float(max(draw.size, 1)))
-        return draw
 
     def usual_size(self, facts: SiloFacts, tail: float = 1e-15) -> int:
         """By the public expected batch; the rates are the silo's own."""
@@ -136,17 +114,6 @@ class RPDP(SiloMechanism):
         # proof: rpdp-divisor-1
         return self.expected_batch
 
-    def unsound(self) -> tuple[str, ...]:
-        """The paper's denominator scales the noise by a private count."""
-        reasons = super().unsound()
-        if self.denominator == "realized_batch":
-            reasons = (
-                *reasons,
-                "the noised sum is divided by the number of records in the private batch, which "
-                "can be read off the size of the noise",
-            )
-        return reasons
-
     def _rates(self, silo: Silo) -> np.ndarray:
         if self.rates is None or len(self.rates) != silo.num_records:
             have = 0 if self.rates is None else len(self.rates)
@@ -160,13 +127,18 @@ class RPDP(SiloMechanism):
         secret = ("rates", "stay", "setting")
         return {k: v for k, v in super().to_json().items() if k not in secret}
 
-    def event(self, facts: SiloFacts, steps: int) -> Any:
+    def contribution(self, unit: str) -> None:
+        """Records are drawn, and a subject has one in a silo."""
+
+    def scheme(self, facts: SiloFacts) -> TwoStagePoisson:
         """Of a record at the public bound of the rates; other records spend less."""
         del facts
         if self.setting is None:
             raise BadInputError("this rpdp mechanism has no accounting setting: personalise it")
-        if steps % self.setting.local_steps:
-            raise BadInputError("rpdp is accounted in whole rounds")
         assert self.sampling_prob is not None
-        setting = dataclasses.replace(self.setting, noise_multiplier=self.sigma)
-        return setting.event(self.sampling_prob, steps // self.setting.local_steps)
+        return self.setting.scheme(self.sampling_prob)
+
+    def subject_event(self, facts: SiloFacts, steps: int) -> Any:
+        """Of a subject in several silos, which may take part together: that amplifies nothing."""
+        scheme = Poisson(self.probability(facts))
+        return NoisedSums(scheme, self.sigma, steps, facts.num_records).event()

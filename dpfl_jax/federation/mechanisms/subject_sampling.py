@@ -62,13 +62,16 @@ class SubjectULS(SiloMechanism):
         # proof: subject-uls-sampling-1
         return facts.num_subjects
 
+    def contribution(self, unit: str) -> None:
+        """Subjects are drawn."""
+
     def assemble(self, silo: Silo, chosen: np.ndarray, key: RootKey, step: int) -> SiloDraw:
         """Chooses up to G records of each subject, afresh at each step."""
         # proof: subject-uls-sampling-2
         rng = key.numpy("within-subject", step)
         local = choose_within_users(rng, silo.subject_offsets, chosen, self.group_size)
         positions = np.where(local >= 0, local + silo.first, -1)
-        return self.plain(silo, positions, np.ones(len(chosen), np.float32))
+        return SiloDraw(positions, np.ones(len(chosen), np.float32))
 
     def unit_size(self, facts: SiloFacts) -> int | None:
         """G."""

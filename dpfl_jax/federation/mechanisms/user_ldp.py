@@ -13,11 +13,11 @@ directions, so it is 2C. No amplification by sampling is claimed, as in the pape
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting.cells import Contribution, Everyone
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.mechanisms.base import (
     LossFn,
@@ -45,7 +45,7 @@ class UserLDP(SiloMechanism):
         """All records are one unit."""
         del key, step
         # proof: user-ldp-sensitivity-1
-        return self.plain(silo, (silo.first + chosen)[None, :], np.ones(1, np.float32))
+        return SiloDraw((silo.first + chosen)[None, :], np.ones(1, np.float32))
 
     def unit_size(self, facts: SiloFacts) -> int | None:
         """The largest batch."""
@@ -60,11 +60,12 @@ class UserLDP(SiloMechanism):
         """The mean over the records of the batch."""
         return mean_of_examples(loss_fn)
 
-    def event(self, facts: SiloFacts, steps: int) -> Any:
-        """A Gaussian of sensitivity 2C at every step."""
+    def scheme(self, facts: SiloFacts) -> Everyone:
+        """The unit is there at every step, whichever records are drawn for it."""
         del facts
-        return events.user_ldp(self.sigma, steps)
+        return Everyone()
 
-    def unsound(self) -> tuple[str, ...]:
-        """A batch of any kind is hidden entirely: its sampling does not matter."""
-        return ()
+    def contribution(self, unit: str) -> Contribution:
+        """A subject turns the unit into another: as if one went and one came, 2C."""
+        del unit
+        return Contribution(units=2)

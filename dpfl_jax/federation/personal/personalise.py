@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import math
 import pathlib
 from collections.abc import Sequence
 
 import numpy as np
 
 from dpfl_jax import accounting
+from dpfl_jax.accounting.cells import cell_of
 from dpfl_jax.accounting.rates import TwoStage, UnreachableBudgetError
 from dpfl_jax.config.federated import BudgetConfig, FederatedConfig
 from dpfl_jax.data.store import Store
@@ -253,9 +253,8 @@ def personalise(
     expected = [plan.mechanism.divisor(plan.facts) for plan in published_plan.silos]
     made = with_rates(federation, data, assignment, setting, expected)
     silos = np.repeat(np.arange(data.num_silos), np.diff(data.silo_offsets))
-    unsound = made.mechanism.unsound()
     law = made.mechanism.noise
-    return made, Personal(setting, budgets, assignment, silos, owned, unsound, groups, law)
+    return made, Personal(setting, budgets, assignment, silos, owned, groups, law)
 
 
 HOW = {
@@ -288,7 +287,6 @@ class Published:
       setting: what is accounted.
       policy: how rates follow from budgets.
       records: how many there are.
-      unsound: why what is accounted is not what is released.
       groups: of the public distribution.
       noise: law of the noise that is drawn.
     """
@@ -296,7 +294,6 @@ class Published:
     setting: TwoStage
     policy: str
     records: int
-    unsound: tuple[str, ...]
     groups: tuple[tuple[float, float, int], ...]
     noise: accounting.NoiseLaw = "exact"
 
@@ -307,7 +304,6 @@ def published(personal: Personal) -> Published:
         personal.setting,
         personal.assignment.policy,
         len(personal.budgets),
-        personal.unsound,
         personal.groups,
         personal.noise,
     )
@@ -318,27 +314,14 @@ def published_guarantee(
 ) -> accounting.Guarantee:
     """``personal_guarantee``, from what is public."""
     setting = public.setting
-    if public.unsound:
-        cap, how, accountant = math.inf, "a rate set as if nothing followed the batch", "none"
-        kept = ""
-    else:
-        cap = accounting.epsilon(setting.event(1.0, rounds), setting.delta)
-        how = HOW[public.policy]
-        accountant = (
-            "PLD of two-stage sampling (silos, then the record by its own rate), each record's "
-            "rate certified"
-        )
-        kept = (
-            "; the epsilon above is that of a record that is always sampled, every record keeps "
-            f"its own ({_declared(public)}; the silos' table of records has what each spent)"
-        )
-    extra = list(public.unsound)
+    cell = cell_of(setting.scheme(1.0))
+    cap = accounting.epsilon(setting.event(1.0, rounds), setting.delta)
     # Said of every run: whether a person has several records is itself computed from them.
-    extra.append(
+    extra = [
         "it is of records: a person who owns several spends up to the sum of their epsilons, at "
         "the sum of their deltas, and a record that joins or leaves such a person may change the "
         "drawn budgets of that person's others, and which of them the cap per person keeps"
-    )
+    ]
     extra += accounting.delta_caveats(setting.delta, public.records, "records")
     if setting.participation_prob < 1:
         extra.append(
@@ -353,14 +336,16 @@ def published_guarantee(
         delta=setting.delta,
         noise_multiplier=setting.noise_multiplier,
         steps=rounds * setting.local_steps,
-        status="none" if public.unsound else "upper bound",
-        accountant=accountant,
+        status="upper bound",
+        accountant=cell.accountant,
         sampling=f"rpdp ({public.policy}): each record by its own Poisson coin, with "
-        f"{how}; {setting.local_steps} local steps in each of {rounds} rounds, each silo in a "
-        f"round with probability {setting.participation_prob:.4g}{kept}; noise added inside the "
-        "silo at every step",
+        f"{HOW[public.policy]}; {setting.local_steps} local steps in each of {rounds} rounds, each "
+        f"silo in a round with probability {setting.participation_prob:.4g}; the epsilon above is "
+        "that of a record that is always sampled, every record keeps its own "
+        f"({_declared(public)}; the silos' table of records has what each spent); noise added "
+        "inside the silo at every step",
         assumptions=(
-            "a record's budget does not depend on other records, and is not itself protected",
+            *cell.assumptions,
             *ASSUMPTIONS,
             *accounting.noise_assumptions(
                 public.noise, cap, setting.delta, rounds * setting.local_steps

@@ -34,7 +34,6 @@ class Personal:
       assignment: rates and stays.
       silos: int64 [n], silo of each record.
       names: id of each record.
-      unsound: why what is accounted is not what is released; whoever is sampled then spends inf.
       groups: (budget, rate, stay) of budgets of the public distribution, increasing: all of them
         if they are few, else the least and the largest; none if there is no such distribution.
       noise: law of the noise.
@@ -45,22 +44,19 @@ class Personal:
     assignment: Assignment
     silos: np.ndarray
     names: tuple[str, ...]
-    unsound: tuple[str, ...]
     groups: tuple[tuple[float, float, int], ...] = ()
     noise: NoiseLaw = "exact"
 
     def spent(self, rounds: int) -> np.ndarray:
         """Upper bounds on the epsilon of every record after ``rounds`` rounds, float64 [n]."""
         rates, stay = self.assignment.rates, self.assignment.stay
-        if self.unsound:
-            return np.where((rates > 0) & (np.minimum(stay, rounds) > 0), np.inf, 0.0)
         return solver(self.setting).spent_after(rates, stay, rounds)
 
     def check(self, rounds: int) -> np.ndarray:
-        """``spent``, after making sure that nobody exceeds its budget where it is kept at all."""
+        """``spent``, after making sure that nobody exceeds its budget."""
         spent = self.spent(rounds)
         over = np.flatnonzero(spent > self.budgets)
-        if len(over) and not self.unsound:
+        if len(over):
             row = int(over[0])
             raise RuntimeError(
                 f"record {self.names[row]} has spent {spent[row]:.6g} of {self.budgets[row]:.6g}"
@@ -76,8 +72,6 @@ class Personal:
         Raises:
           BadInputError: a record would spend more than it allows; the sentence names the first.
         """
-        if self.unsound:  # nobody's budget is kept, and the guarantee says so
-            return
         for index, plan in enumerate(federation.silos):
             mine, own = np.flatnonzero(self.silos == index), plan.mechanism
             assert isinstance(own, RPDP)
@@ -144,7 +138,6 @@ class Personal:
             "rate": _spread(rates),
             "epsilon_spent": _spread(spent),
             "largest_share_of_budget": float(used.max(initial=0.0)),
-            "unsound": list(self.unsound),
             **self.assignment.facts,
         }
 

@@ -16,7 +16,7 @@ from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.federation.isrl import bounds
-from dpfl_jax.federation.isrl.arms import (
+from dpfl_jax.federation.isrl.privacy import (
     SiloNoise,
     at_one_delta,
     silo_guarantee,
@@ -119,7 +119,7 @@ class IsrlRun(Prepared):
         """All rounds, to the records of the silo that costs most, or of one worse than all."""
         unit, adjacency = "record", "replace one record"
         noise = self.parameters.noise
-        if not noise or noise[0].sampling == "with_replacement":
+        if not noise:
             # Infinite at any delta.
             return Charge(dp_accounting.NonPrivateDpEvent(), 0.5, "row", unit, adjacency)
         worst = max(noise, key=lambda z: z.rate)
@@ -395,7 +395,6 @@ def _report(prepared: IsrlRun, result: RunResult) -> tuple[dict[str, Any], State
         mechanism={
             "kind": f"isrl/{config.isrl.algorithm}",
             "sampling": config.isrl.sampling,
-            "arm": config.isrl.arm,
             "clip_norm": float(prepared.parameters.clip_norms[0]),
         },
     )

@@ -16,7 +16,6 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import REPLACE
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.federation.isrl.accelerated import accelerated, step_weights
-from dpfl_jax.federation.isrl.arms import at_one_delta
 from dpfl_jax.federation.isrl.message import (
     MessageSpec,
     SiloData,
@@ -33,6 +32,7 @@ from dpfl_jax.federation.isrl.minibatch_sgd import (
     uniform_weights,
 )
 from dpfl_jax.federation.isrl.multi_stage import multi_stage
+from dpfl_jax.federation.isrl.privacy import at_one_delta
 from dpfl_jax.federation.isrl.runs.parameters import Parameters
 from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.isrl.schedule import make_schedule
@@ -90,13 +90,12 @@ def objective_messages(
     section = config.isrl
     return make_messages(
         task.train_loss,
-        MessageSpec(section.sampling, noise=section.noise),
+        MessageSpec(section.sampling, section.noise),
         data,
         batch=jnp.asarray(parameters.batches, jnp.float32),
         clip_norm=jnp.asarray(parameters.clip_norms, jnp.float32),
         stddev=jnp.asarray(parameters.stddevs, jnp.float32),
         rank=rank,
-        batch_capacity=int(parameters.batches.max()),
     )
 
 
@@ -250,7 +249,7 @@ class Messages(Algorithm):
     def epsilons(self, counts: Sequence[int]) -> Sequence[float]:
         """Of every silo, at the largest delta."""
         noise = self.parameters.noise
-        if not noise or noise[0].sampling == "with_replacement":
+        if not noise:
             return [math.inf] * len(counts)
         curves = []
         for one in {(z.event, z.budget): z for z in at_one_delta(noise)}.values():

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.accounting.closed_forms import isrl as closed
 from dpfl_jax.config.isrl import IsrlConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl import theory
-from dpfl_jax.federation.isrl.arms import Budget, SiloNoise, federation_noise
 from dpfl_jax.federation.isrl.multi_stage import Stage, stages
+from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, federation_noise
 from dpfl_jax.federation.isrl.runs.tasks import Task
 from dpfl_jax.federation.isrl.schedule import participation_law
 from dpfl_jax.federation.isrl.theory import Problem
@@ -183,14 +182,11 @@ def choose(config: IsrlConfig, task: Task, sizes: np.ndarray) -> Parameters:
     granted, noise = budgets(config, sizes), None
     cap = min(rounds, section.most_rounds or rounds)
     if granted is not None:
-        if section.arm == "paper_closed_form" and section.sampling != "disjoint":
-            _check_least_batch(granted, sizes, batches, cap)
         noise = federation_noise(
             granted,
             [int(n) for n in sizes],
             [float(k) for k in batches],
             cap,
-            arm=section.arm,
             sampling=section.sampling,
         )
     multipliers = np.zeros(silos) if noise is None else [z.noise_multiplier for z in noise]
@@ -260,16 +256,3 @@ def _theory_rounds(algorithm: str, problem: Problem, batch: float) -> tuple[int,
         least = 4 * math.sqrt(2 * problem.smoothness / problem.strong_convexity)
         rounds = max(rounds, math.ceil(least))
     return rounds, "Theorem 4.1, strongly convex" if strongly else "Theorem 4.1"
-
-
-def _check_least_batch(
-    granted: list[Budget], sizes: np.ndarray, batches: np.ndarray, rounds: int
-) -> None:
-    for i, budget in enumerate(granted):
-        least = closed.minibatch_least_batch(rounds, int(sizes[i]), budget.epsilon, budget.delta)
-        if batches[i] < least:
-            raise BadInputError(
-                f"Theorem D.1 holds for local batches of at least {least:.1f} of the "
-                f"{int(sizes[i])} records of silo {i}, but isrl.batch_fraction gives "
-                f"{batches[i]:.1f}: raise it, or use isrl.arm=sound"
-            )

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
@@ -29,17 +30,29 @@ from dpfl_jax.accounting.closed_forms import subject
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import calibrate_federation, federated_epsilon, subject_epsilon
 from dpfl_jax.federation.data import Silo
+from dpfl_jax.federation.federated import Federated, FederatedSteps
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import HiGradAvgDP, LocalGroupDP, LocalItemDP, UserLDP
-from dpfl_jax.federation.partition import batch_statistics
+from dpfl_jax.federation.mechanisms import (
+    HiGradAvgDP,
+    LocalGroupDP,
+    LocalItemDP,
+    SiloDraw,
+    SiloMechanism,
+    UserLDP,
+)
+from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.randomness import RootKey
+from reproductions._seeds import of
+from reproductions.subject._batches import batch_statistics
 
 Recipe = Literal["sound", "paper_batch_z", "paper_a", "paper_b"]
 Horizontal = Literal["paper_sqrt", "more_noise"]
 _MOST_KINDS = 3
 RECIPES: tuple[Recipe, ...] = ("sound", "paper_batch_z", "paper_a", "paper_b")
-# The sound recipe for a mechanism of which nothing sound can be said (``SiloMechanism.unsound``).
-AS_IF_SOUND = "as_if_sound"
+FOLLOWS_THE_BATCH = (
+    "the noise multiplier of each step is chosen by the largest group in the private batch, so the "
+    "size of the noise itself tells about the data"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +86,64 @@ class Claim:
     unit: str = "subject"
     subject_epsilon: float | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values; an infinite epsilon is the string "inf"."""
-        out = dataclasses.asdict(self)
-        for name in ("epsilon", "real_epsilon", "if_constant", "subject_epsilon"):
-            out[name] = "inf" if out[name] == math.inf else out[name]
-        return out | {"why": list(self.why)}
+
+@dataclasses.dataclass(frozen=True)
+class Applied:
+    """What is to be run.
+
+    Attributes:
+      federation: with its noise, perhaps with fewer rounds.
+      claim: of it.
+      by_group: of each silo the noise multipliers for Z = 1, 2, ... records of one subject in the
+        batch, instead of the federation's, which are their smallest (``NoiseByBatch``); None where
+        the noise is constant.
+    """
+
+    federation: Federation
+    claim: Claim
+    by_group: tuple[tuple[float, ...], ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseByBatch(RoundBuilder):
+    """Text A's Algorithm 1: the noise of a step is that of the largest group in its batch.
+
+    Attributes:
+      by_group: of ``Applied``.
+    """
+
+    by_group: tuple[tuple[float, ...], ...] = ()
+
+    def scale(self, silo: int, draw: SiloDraw) -> tuple[float, float]:
+        """The noise of Z."""
+        _, divisor = super().scale(silo, draw)
+        clip_norm, table = self.federation.silos[silo].mechanism.clip_norm, self.by_group[silo]
+        counts = np.bincount(self.data.subjects[draw.positions])
+        return table[int(counts.max(initial=1)) - 1] * clip_norm, divisor
+
+
+class DistinctSubjects(RoundBuilder):
+    """Text A's Algorithm 2: sums are divided by the number of subjects in the private batch.
+
+    It can be read off the size of the noise.
+    """
+
+    def scale(self, silo: int, draw: SiloDraw) -> tuple[float, float]:
+        """The number of this batch."""
+        stddev, _ = super().scale(silo, draw)
+        return stddev, float(max(len(np.unique(self.data.subjects[draw.positions])), 1))
+
+
+class Rounds(Federated):
+    """Rounds whose noise and divisors are another builder's than the accounted ones."""
+
+    def __init__(self, builder: Callable[..., RoundBuilder], **options: Any) -> None:
+        super().__init__(**options)
+        self.builder = builder
+
+    def begin(self, key: RootKey, start: int) -> FederatedSteps:
+        """The rounds after the first ``start``."""
+        return FederatedSteps(self, key, start, builder=self.builder)
 
 
 def apply_recipe(
@@ -87,7 +152,7 @@ def apply_recipe(
     epsilon: float,
     delta: float,
     horizontal: Horizontal = "paper_sqrt",
-) -> tuple[Federation, Claim]:
+) -> Applied:
     """Calibrates a federation by a recipe.
 
     Args:
@@ -97,9 +162,6 @@ def apply_recipe(
       delta: target.
       horizontal: how the papers' recipes pay for several silos.
 
-    Returns:
-      The federation that is to be run (perhaps with fewer rounds), and what is claimed of it.
-
     Raises:
       BadInputError: a recipe that does not fit the mechanism.
     """
@@ -107,10 +169,10 @@ def apply_recipe(
     if not mechanism.private:
         rounds = federation.rounds
         none = Claim("none", math.inf, delta, math.inf, math.inf, rounds, rounds, unit="none")
-        return federation, none
+        return Applied(federation, none)
     if recipe == "sound" or isinstance(mechanism, LocalItemDP):
         made = calibrate_federation(federation, epsilon, delta)
-        return made, claim_of(made, AS_IF_SOUND if mechanism.unsound() else "sound", delta, epsilon)
+        return Applied(made, _sound_claim(made, delta, epsilon))
     if recipe not in RECIPES:
         raise BadInputError(f"the recipe {recipe!r} is not one of {', '.join(RECIPES)}")
     silos = federation.silos_per_round
@@ -125,128 +187,107 @@ def apply_recipe(
             )
         else:
             copies = silos
-    plans = _paper_plans(federation, recipe, copies, epsilon, delta)
-    made = dataclasses.replace(federation, silos=tuple(plans), rounds=rounds)
-    why += _reasons(made, recipe)
-    constant = _if_constant(made, delta)
-    return made, Claim(
-        recipe,
-        epsilon,
-        delta,
-        math.inf if made.mechanism.unsound() else constant,
-        constant,
-        federation.rounds,
-        rounds,
-        tuple(why),
+    mechanisms, tables = _paper_mechanisms(federation, recipe, copies, epsilon, delta)
+    plans = tuple(
+        dataclasses.replace(plan, mechanism=own)
+        for plan, own in zip(federation.silos, mechanisms, strict=True)
     )
+    made = dataclasses.replace(federation, silos=plans, rounds=rounds)
+    why += _reasons(mechanism, recipe)
+    constant = subject_epsilon(made if tables is None else _at_usual(made, tables), delta)
+    real = constant if tables is None else math.inf
+    planned = federation.rounds
+    claim = Claim(recipe, epsilon, delta, real, constant, planned, rounds, tuple(why))
+    return Applied(made, claim, tables)
 
 
-def claim_of(
-    federation: Federation, recipe: str, delta: float, epsilon: float | None = None
-) -> Claim:
-    """What noise costs that is constant, whoever chose it.
-
-    Args:
-      federation: with its noise.
-      recipe: its name.
-      delta: asked for.
-      epsilon: claimed; default what is real.
-    """
-    mechanism, rounds = federation.mechanism, federation.rounds
-    constant = federated_epsilon(federation, delta, if_constant=True)
-    reasons, whole = mechanism.unsound(), None
-    real = math.inf if reasons else constant
-    if mechanism.unit == "record":
-        reasons += ("it protects records: a subject has up to K of them in each of H silos",)
+def _sound_claim(federation: Federation, delta: float, epsilon: float) -> Claim:
+    """Of a federation that meets the target."""
+    unit, rounds = federation.mechanism.unit, federation.rounds
+    real = federated_epsilon(federation, delta)
+    why: tuple[str, ...] = ()
+    whole = None
+    if unit == "record":
+        why = ("it protects records: a subject has up to K of them in each of H silos",)
         whole = subject_epsilon(federation, delta)
-    return Claim(
-        recipe,
-        real if epsilon is None else epsilon,
-        delta,
-        real,
-        constant,
-        rounds,
-        rounds,
-        reasons,
-        mechanism.unit,
-        whole,
-    )
+    return Claim("sound", epsilon, delta, real, real, rounds, rounds, why, unit, whole)
 
 
-def _paper_plans(
+def _paper_mechanisms(
     federation: Federation, recipe: Recipe, copies: int, epsilon: float, delta: float
-) -> list[SiloPlan]:
-    """Every silo with the paper's noise; many kinds of silos share it in classes of 1 % in q."""
+) -> tuple[list[SiloMechanism], tuple[tuple[float, ...], ...] | None]:
+    """Every silo's with the paper's noise, and ``Applied.by_group``.
+
+    Many kinds of silos share it in classes of 1 % in q.
+    """
     probs = [plan.mechanism.probability(plan.facts) for plan in federation.silos]
     if len(set(probs)) > _MOST_KINDS:
         probs = [min(1.0, 1.01 ** math.ceil(math.log(p) / math.log(1.01) - 1e-9)) for p in probs]
-    known: dict[Any, Any] = {}
-    plans = []
+    known: dict[Any, tuple[float, ...]] = {}
+    found = []
     for plan, prob in zip(federation.silos, probs, strict=True):
         steps = plan.local_steps * federation.rounds * copies
         key = (plan.mechanism, prob, steps)
         if key not in known:
             known[key] = _paper(plan.mechanism, prob, recipe, steps, epsilon, delta)
-        plans.append(dataclasses.replace(plan, mechanism=known[key]))
-    return plans
+        found.append(known[key])
+    mechanisms = [
+        dataclasses.replace(plan.mechanism, noise_multiplier=min(noise))
+        for plan, noise in zip(federation.silos, found)
+    ]
+    by_batch = isinstance(federation.mechanism, LocalGroupDP)
+    return mechanisms, tuple(found) if by_batch else None
 
 
 def _paper(
     mechanism: Any, prob: float, recipe: Recipe, steps: int, epsilon: float, delta: float
-) -> Any:
-    """One silo's mechanism with the paper's noise."""
+) -> tuple[float, ...]:
+    """One silo's noise multiplier by the paper; for LocalGroupDP one of each Z."""
     cap = mechanism.max_items_per_subject
     if isinstance(mechanism, LocalGroupDP):
         largest = min(cap, int(stats.binom.isf(1e-12, cap, prob)) + 1) if prob < 1 else cap
-        table = tuple(
+        return tuple(
             subject.noise_by_group(epsilon, delta, z, prob, steps) for z in range(1, largest + 1)
         )
-        return dataclasses.replace(mechanism, batch_noise=table, noise_multiplier=None)
     if isinstance(mechanism, HiGradAvgDP) and recipe in ("paper_a", "paper_b"):
         fraction = subject.hi_grad_fraction(prob, cap, "A" if recipe == "paper_a" else "B")
-        sigma = accounting.calibrate_noise_multiplier(
-            lambda s: events.poisson(s, fraction, steps), epsilon, delta
+
+        def event(sigma: float) -> Any:
+            return events.poisson(sigma, fraction, steps)
+
+    elif isinstance(mechanism, UserLDP) and recipe in ("paper_a", "paper_b"):
+
+        def event(sigma: float) -> Any:
+            return events.user_ldp(sigma, steps, sensitivity=1.0)
+
+    else:
+        raise BadInputError(
+            f"the recipe {recipe!r} is not one of the papers' for {mechanism.kind}: use 'sound'"
         )
-        return dataclasses.replace(mechanism, noise_multiplier=sigma)
-    if isinstance(mechanism, UserLDP) and recipe in ("paper_a", "paper_b"):
-        sigma = accounting.calibrate_noise_multiplier(
-            lambda s: events.user_ldp(s, steps, sensitivity=1.0), epsilon, delta
-        )
-        return dataclasses.replace(mechanism, noise_multiplier=sigma)
-    raise BadInputError(
-        f"the recipe {recipe!r} is not one of the papers' for {mechanism.kind}: use 'sound'"
-    )
+    return (accounting.calibrate_noise_multiplier(event, epsilon, delta),)
 
 
-def _reasons(federation: Federation, recipe: Recipe) -> list[str]:
-    mechanism = federation.mechanism
-    reasons = list(mechanism.unsound())
+def _reasons(mechanism: SiloMechanism, recipe: Recipe) -> list[str]:
     if isinstance(mechanism, LocalGroupDP):
-        reasons.append("the group that matters is K records in the silo, not Z in the batch")
-    elif isinstance(mechanism, HiGradAvgDP) and recipe == "paper_b":
-        reasons.append("a subject is in a batch with probability 1-(1-q)^K, not q")
-    elif isinstance(mechanism, UserLDP):
-        reasons.append("two clipped means may be opposite: the sensitivity is 2C, not C")
-    return reasons
+        return [
+            FOLLOWS_THE_BATCH,
+            "the group that matters is K records in the silo, not Z in the batch",
+        ]
+    if isinstance(mechanism, UserLDP):
+        return ["two clipped means may be opposite: the sensitivity is 2C, not C"]
+    if recipe == "paper_b":
+        return ["a subject is in a batch with probability 1-(1-q)^K, not q"]
+    return []
 
 
-def _if_constant(federation: Federation, delta: float) -> float:
-    """The cost if each silo's noise stayed at its value for the usual largest group."""
-    mechanism = federation.mechanism
-    if not (isinstance(mechanism, LocalGroupDP) and mechanism.batch_noise is not None):
-        return subject_epsilon(federation, delta, if_constant=True)
-    plans = []
-    for plan in federation.silos:
-        own = plan.mechanism
-        assert isinstance(own, LocalGroupDP)
-        assert own.batch_noise is not None
-        z = min(usual_group(plan), len(own.batch_noise))
-        constant = dataclasses.replace(
-            own, batch_noise=None, noise_multiplier=own.batch_noise[z - 1]
-        )
-        plans.append(dataclasses.replace(plan, mechanism=constant))
-    constant_noise = dataclasses.replace(federation, silos=tuple(plans))
-    return subject_epsilon(constant_noise, delta, if_constant=True)
+def _at_usual(federation: Federation, tables: tuple[tuple[float, ...], ...]) -> Federation:
+    """Each silo with the noise of its usual largest group, as if it were constant."""
+    return federation.with_noise(
+        [
+            table[min(usual_group(plan), len(table)) - 1]
+            for plan, table in zip(federation.silos, tables, strict=True)
+        ]
+    )
 
 
 def usual_group(plan: SiloPlan, draws: int = 100) -> int:
@@ -255,5 +296,5 @@ def usual_group(plan: SiloPlan, draws: int = 100) -> int:
     offsets = np.arange(0, max(records // cap, 1) * cap + 1, cap)
     silo = Silo(0, 0, offsets.astype(np.int64))
     prob = plan.mechanism.probability(plan.facts)
-    found = batch_statistics(silo, prob, draws, RootKey.from_seed(0))
+    found = batch_statistics(silo, prob, draws, RootKey.from_seed(of(0)))
     return max(1, found.dominant_group)

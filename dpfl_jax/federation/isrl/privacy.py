@@ -1,10 +1,9 @@
-"""The noise of a silo, three ways, each with the guarantee that it really has.
+"""The noise of a silo for what it grants, and the guarantee that it has.
 
-* ``sound`` (default): Poisson, disjoint or full batches, each record clipped, noise calibrated by
-  privacy-loss distributions under replace-one.
-* ``paper_closed_form``: the theorems' noise (valid, and 30 times too much), same sampling as above.
-* ``as_published``: what the authors' experiments did: sampling with replacement and noise from an
-  asymptotic statement. What it spends is not established.
+Departures. Batches are Poisson, disjoint or full, each record is clipped, and noise is calibrated
+by privacy-loss distributions under replace-one. The theorems' closed forms are valid, and spend a
+thirtieth of the budget; the experiments sampled with replacement, with noise from an asymptotic
+statement: what that spends is not established (``reproductions/isrl/_published.py`` has both).
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from dpfl_jax import accounting
-from dpfl_jax.accounting import REPLACE, Guarantee, events
+from dpfl_jax.accounting import REPLACE, Guarantee
 from dpfl_jax.accounting.calibrate import noise_ahead
-from dpfl_jax.accounting.closed_forms import isrl as closed
+from dpfl_jax.accounting.cells import Everyone, NoisedSums, OnePass
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.isrl.message import MessageSpec, Sampling
+from dpfl_jax.federation.isrl.message import Sampling
 from dpfl_jax.mechanisms.mechanism import check_noise_multiplier
+from dpfl_jax.sampling import Poisson
 
-Arm = Literal["sound", "paper_closed_form", "as_published"]
 # What a batch is drawn with has 23 random bits: what is compared with it is rounded up to that.
 _BITS = 2**23
 
@@ -57,7 +56,6 @@ class SiloNoise:
       silo_size: n, public.
       rounds: in which the silo answers, at most.
       sampling: of records.
-      arm: how the noise was chosen.
       budget: asked for.
       noise: law of the noise that is drawn.
     """
@@ -67,18 +65,18 @@ class SiloNoise:
     silo_size: int
     rounds: int
     sampling: Sampling
-    arm: Arm
     budget: Budget
     noise: accounting.NoiseLaw = "exact"
 
     @property
-    def event(self) -> Any:
-        """What a record of the silo goes through, for replace-one accounting.
+    def sums(self) -> NoisedSums:
+        """What is accounted, under replace-one."""
+        return _sums(self.noise_multiplier, self.batch, self.silo_size, self.rounds, self.sampling)
 
-        With replacement there is none; the event is then that of Poisson sampling at the same rate,
-        for comparison only.
-        """
-        return _event(self.noise_multiplier, self.batch, self.silo_size, self.rounds, self.sampling)
+    @property
+    def event(self) -> Any:
+        """What a record of the silo goes through, for replace-one accounting."""
+        return self.sums.event()
 
     @property
     def rate(self) -> float:
@@ -92,13 +90,12 @@ class SiloNoise:
         return accounting.epsilon(self.event, self.budget.delta, relation=REPLACE)
 
 
-def _event(noise: float, batch: float, size: int, rounds: int, sampling: Sampling) -> Any:
-    # proof: isrl-event-1
-    if sampling == "disjoint":  # a record is in one round at most: parallel composition
-        return events.gaussian(noise, 1)
-    if sampling == "full":
-        return events.gaussian(noise, rounds)
-    return events.isrl_dp(noise, _rate(batch, size), rounds)
+def _sums(noise: float, batch: float, size: int, rounds: int, sampling: Sampling) -> NoisedSums:
+    """What a record of the silo goes through."""
+    scheme: Any = Poisson(_rate(batch, size))
+    if sampling != "poisson":
+        scheme = Everyone() if sampling == "full" else OnePass()
+    return NoisedSums(scheme, noise, rounds, size, relation=REPLACE)
 
 
 def _rate(batch: float, size: int) -> float:
@@ -113,8 +110,7 @@ def silo_noise(
     batch: float,
     rounds: int,
     *,
-    arm: Arm = "sound",
-    sampling: Sampling | None = None,
+    sampling: Sampling = "poisson",
     near: float | None = None,
 ) -> SiloNoise:
     """The noise of a silo for its budget.
@@ -124,72 +120,41 @@ def silo_noise(
       silo_size: n.
       batch: K; ``"full"`` takes n whatever it is.
       rounds: R, the most rounds in which the silo answers.
-      arm: see the module.
-      sampling: default Poisson; with replacement ``as_published``.
-      near: a guess of a calibrated multiplier.
+      sampling: of records.
+      near: a guess of the multiplier.
 
     Raises:
-      BadInputError: K above n, a combination of arm and sampling that has no formula, or a budget
-        outside the range of the paper's theorem.
+      BadInputError: K above n.
     """
-    if sampling is None:
-        sampling = "with_replacement" if arm == "as_published" else "poisson"
-    if arm == "sound" and sampling == "with_replacement":
-        raise BadInputError(
-            "sampling with replacement may draw a record several times and has no tight "
-            "accountant: use poisson, full or disjoint, or the arm as_published"
-        )
     if sampling == "full":
         batch = float(silo_size)
     if not 0 < batch <= silo_size:
         raise BadInputError(
             f"the local batch is {batch}, but a silo of {silo_size} records allows 1 to {silo_size}"
         )
-    if arm == "sound":
-        noise = accounting.calibrate_noise_multiplier(
-            lambda z: _event(z, batch, silo_size, rounds, sampling),
-            budget.epsilon,
-            budget.delta,
-            relation=REPLACE,
-            near=near,
-        )
-    elif arm == "paper_closed_form" and sampling == "disjoint":
-        noise = closed.one_pass_noise(batch, budget.epsilon, budget.delta) * batch
-    elif arm == "paper_closed_form":
-        noise = closed.minibatch_noise(rounds, silo_size, budget.epsilon, budget.delta) * batch
-    elif sampling == "with_replacement":
-        noise = closed.experiment_noise(rounds, silo_size, budget.epsilon, budget.delta) * batch
-    else:
-        raise BadInputError("the arm as_published samples with replacement, as the authors did")
+    noise = accounting.calibrate_noise_multiplier(
+        lambda z: _sums(z, batch, silo_size, rounds, sampling).event(),
+        budget.epsilon,
+        budget.delta,
+        relation=REPLACE,
+        near=near,
+    )
     check_noise_multiplier(noise)
-    return SiloNoise(noise, batch, silo_size, rounds, sampling, arm, budget)
+    return SiloNoise(noise, batch, silo_size, rounds, sampling, budget)
 
 
-def silo_guarantee(noise: SiloNoise, spec: MessageSpec | None = None) -> Guarantee:
-    """What a silo's records have against everybody else.
-
-    Args:
-      noise: of the silo.
-      spec: how its messages were made, if clipping was not per example.
-    """
-    spec = MessageSpec(noise.sampling) if spec is None else spec
+def silo_guarantee(noise: SiloNoise) -> Guarantee:
+    """What a silo's records have against everybody else."""
     caveats = [
         "the clip norm, step sizes, preprocessing and the choice of rounds must be public or paid "
         "for apart; metrics of silo data are not private",
         *accounting.delta_caveats(noise.budget.delta, noise.silo_size, "records of the silo"),
     ]
-    epsilon = noise.epsilon if spec.sound else math.inf
-    if not spec.sound:
-        caveats.append(
-            "NO GUARANTEE IS ESTABLISHED: records are drawn with replacement"
-            if spec.sampling == "with_replacement"
-            else "NO GUARANTEE IS ESTABLISHED: the batch mean is clipped, not each record"
-        )
+    epsilon, cell = noise.epsilon, noise.sums.cell
     words = {
         "poisson": f"Poisson inside the silo, probability {noise.batch / noise.silo_size:.6g}",
         "full": "all records of the silo in every round",
         "disjoint": "disjoint batches in a random order: each record in one round at most",
-        "with_replacement": f"{noise.batch:g} draws with replacement",
     }[noise.sampling]
     return Guarantee(
         unit="record",
@@ -199,7 +164,7 @@ def silo_guarantee(noise: SiloNoise, spec: MessageSpec | None = None) -> Guarant
         delta=noise.budget.delta,
         noise_multiplier=noise.noise_multiplier,
         steps=noise.rounds,
-        accountant="PLD, replace-one (rounded upwards)",
+        accountant=cell.accountant,
         sampling=f"{words}, at most {noise.rounds} rounds",
         assumptions=(
             "ISRL-DP: the adversary sees all messages of the silo, and may be the server together "
@@ -208,6 +173,7 @@ def silo_guarantee(noise: SiloNoise, spec: MessageSpec | None = None) -> Guarant
             "the choice of silos is counted",
             "the divisor of a message is a public constant",
             "the root key is secret",
+            *cell.assumptions,
             *accounting.noise_assumptions(noise.noise, epsilon, noise.budget.delta, noise.rounds),
         ),
         caveats=tuple(caveats),
@@ -249,8 +215,7 @@ def federation_noise(
     batches: Sequence[float],
     rounds: int,
     *,
-    arm: Arm = "sound",
-    sampling: Sampling | None = None,
+    sampling: Sampling = "poisson",
 ) -> list[SiloNoise]:
     """``silo_noise`` of every silo; equal silos are calibrated once."""
     asked = list(zip(budgets, map(int, sizes), map(float, batches), strict=True))
@@ -260,7 +225,7 @@ def federation_noise(
         budget, size, batch = facts
         before = solved.setdefault(budget.epsilon, [])
         near = noise_ahead(before, size)
-        found = silo_noise(budget, size, batch, rounds, arm=arm, sampling=sampling, near=near)
+        found = silo_noise(budget, size, batch, rounds, sampling=sampling, near=near)
         known[facts] = found
         before.append((size, found.noise_multiplier))
     return [known[facts] for facts in asked]

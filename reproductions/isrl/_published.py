@@ -1,0 +1,151 @@
+"""The paper's own noise and messages, beside the sound ones.
+
+* ``paper_closed_form``: the theorems' noise (valid, and 30 times too much), on sound messages.
+* ``as_published``: what the authors' experiments did: sampling with replacement (it may draw a
+  record several times) and noise from an asymptotic statement. What it spends is not established.
+  Two of their scripts clip the mean of a batch: a record may then move it by twice the clip norm,
+  not by 2C/K.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from dpfl_jax.accounting.closed_forms import isrl as closed
+from dpfl_jax.clipping import clipped_grad
+from dpfl_jax.federation.isrl import privacy
+from dpfl_jax.federation.isrl.message import (
+    Loss,
+    Message,
+    MessageSpec,
+    Sampling,
+    SiloData,
+    clipped_sum,
+    make_message,
+    mean_message,
+    of_all_silos,
+)
+from dpfl_jax.federation.isrl.method import Oracle
+from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise
+from dpfl_jax.noise import Noise
+from dpfl_jax.noise.chacha import uniform
+
+Arm = Literal["sound", "paper_closed_form", "as_published"]
+
+
+def silo_noise(
+    budget: Budget,
+    silo_size: int,
+    batch: float,
+    rounds: int,
+    *,
+    arm: Arm = "sound",
+    sampling: Sampling = "poisson",
+) -> SiloNoise:
+    """The noise of a silo by an arm.
+
+    With replacement there is no accountant: the published noise is accounted as if batches were
+    Poisson at the same rate, for comparison only.
+
+    Args:
+      budget: of each record of the silo.
+      silo_size: n.
+      batch: K.
+      rounds: R.
+      arm: see the module.
+      sampling: that is accounted.
+
+    Raises:
+      BadInputError: a budget outside the range of the paper's theorem.
+    """
+    if arm == "sound":
+        return privacy.silo_noise(budget, silo_size, batch, rounds, sampling=sampling)
+    if arm == "as_published":
+        noise = closed.experiment_noise(rounds, silo_size, budget.epsilon, budget.delta)
+    elif sampling == "disjoint":
+        noise = closed.one_pass_noise(batch, budget.epsilon, budget.delta)
+    else:
+        noise = closed.minibatch_noise(rounds, silo_size, budget.epsilon, budget.delta)
+    return SiloNoise(noise * batch, batch, silo_size, rounds, sampling, budget)
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """How a silo of the experiments makes a message.
+
+    Attributes:
+      clip: ``example``, or ``batch_mean``.
+      sampling: ``with_replacement`` (K draws), or ``poisson``.
+    """
+
+    clip: Literal["example", "batch_mean"] = "example"
+    sampling: Literal["with_replacement", "poisson"] = "with_replacement"
+
+
+def message_of(loss: Loss, spec: MessageSpec | Published, most: int) -> Message:
+    """A silo's message by a specification; ``most``: the largest K."""
+    if isinstance(spec, MessageSpec):
+        return make_message(loss, spec)
+
+    def message(
+        w: jax.Array,
+        examples: Any,
+        size: jax.Array,
+        rank: jax.Array,
+        turn: jax.Array,
+        batch: jax.Array,
+        clip_norm: jax.Array,
+        stddev: jax.Array,
+        keys: jax.Array,
+    ) -> jax.Array:
+        del turn
+        if spec.sampling == "with_replacement":
+            place = uniform(keys[0], most) * jnp.maximum(size, 1)
+            chosen = jnp.minimum(place.astype(jnp.int32), jnp.maximum(size, 1) - 1)
+            units = jax.tree.map(lambda x: x[chosen], examples)
+            mask = (jnp.arange(most) < batch) & (size > 0)
+        else:
+            units, n = examples, rank.shape[0]
+            mask = (jnp.arange(n) < size) & (uniform(keys[0], n) < batch / size)
+        if spec.clip == "example":
+            total = clipped_sum(loss, w, units, mask, clip_norm)
+        else:
+            total = _mean_clipped(loss, w, units, mask, clip_norm, batch)
+        noised = Noise(stddev, clip_norm, "exact").add(keys[1], total)
+        return noised / jnp.maximum(batch, 1.0)
+
+    return message
+
+
+def _mean_clipped(
+    loss: Loss,
+    w: jax.Array,
+    units: Any,
+    mask: jax.Array,
+    clip_norm: jax.Array,
+    batch: jax.Array,
+) -> jax.Array:
+    """K times the clipped mean gradient."""
+    free = clipped_grad(lambda p, x: loss(p["w"], x), clip_norm=1e30, strategy="ghost")
+    total = free({"w": w}, units, mask=mask).sum["w"]
+    mean_norm = jnp.linalg.norm(total.ravel()) / jnp.maximum(batch, 1.0)
+    return total * jnp.minimum(1.0, clip_norm / jnp.maximum(mean_norm, 1e-30))
+
+
+def oracle_of(
+    loss: Loss,
+    spec: MessageSpec | Published,
+    data: SiloData,
+    *,
+    batch: int,
+    clip_norm: jax.Array | float,
+    stddev: jax.Array,
+) -> Oracle:
+    """``dpfl_jax.federation.isrl.make_oracle`` of either specification; K alike in all silos."""
+    message, batches = message_of(loss, spec, batch), jnp.full(data.num_silos, float(batch))
+    messages = of_all_silos(message, repr(spec), loss, data, batches, clip_norm, stddev)
+    return lambda w, row: mean_message(messages(w, row), row["present"])
