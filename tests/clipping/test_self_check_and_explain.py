@@ -25,8 +25,8 @@ def test_self_check_passes(name, strategy):
 def test_self_check_ignores_padding():
     loss, params, batch = ZOO["tied_embedding"]()
     f = clipped_grad(loss, clip_norm=1.0)
-    assert self_check(f, params, batch, jnp.array([0, 0, 1, 0, 0])).units == 1
-    assert self_check(f, params, batch, jnp.zeros(5)).units == 0
+    assert self_check(f, params, batch, mask=jnp.array([0, 0, 1, 0, 0])).units == 1
+    assert self_check(f, params, batch, mask=jnp.zeros(5)).units == 0
 
 
 @pytest.mark.parametrize("rule", [Standard(1.0), PerLayer(1.0)])
