@@ -7,13 +7,13 @@ from dpfl_jax.clipping.probe import Probed, probe
 from dpfl_jax.clipping.result import ClippedGradResult
 from dpfl_jax.clipping.rules import (
     Automatic,
+    Flat,
     GroupAverage,
     Normalized,
     OwnBound,
     PerGroup,
     PerLayer,
     Rule,
-    Standard,
     group_sizes,
 )
 from dpfl_jax.clipping.self_check import SelfCheck, SelfCheckError, self_check
@@ -25,6 +25,7 @@ __all__ = [
     "ClippedGrad",
     "ClippedGradResult",
     "Explanation",
+    "Flat",
     "GroupAverage",
     "Normalized",
     "OwnBound",
@@ -34,7 +35,6 @@ __all__ = [
     "Rule",
     "SelfCheck",
     "SelfCheckError",
-    "Standard",
     "Trainable",
     "clipped_fun",
     "clipped_grad",

@@ -27,7 +27,7 @@ from dpfl_jax.clipping.problem import (
     trainable_mask,
 )
 from dpfl_jax.clipping.result import ClippedGradResult, leaf_name, real_units, vary, varying_axes
-from dpfl_jax.clipping.rules import PerGroup, Rule, Standard
+from dpfl_jax.clipping.rules import Flat, PerGroup, Rule
 from dpfl_jax.clipping.taps.engine import MIXED, mixed_by_convolutions, solve_ghost
 from dpfl_jax.errors import BadInputError
 
@@ -429,7 +429,7 @@ def clipped_grad(
         like that argument, for a tuple it is a tuple. All others are batches; what is neither, the
         loss closes over. Names of parameters start with the place in the tuple: ``"1/kernel"``.
       has_aux: whether the loss returns ``(value, aux)``.
-      clip_norm: C; short for ``rule=Standard(C)``. A tree of them that is a prefix of the
+      clip_norm: C; short for ``rule=Flat(C)``. A tree of them that is a prefix of the
         parameters clips each part apart (``PerGroup``).
       rule: how norms become weights; give this or ``clip_norm``.
       normalize_by: what the sum is divided by: a constant, such as the expected number of units.
@@ -488,7 +488,7 @@ def clipped_grad(
         )
     if rule is None:
         single = jax.tree_util.all_leaves([clip_norm])
-        rule = Standard(clip_norm) if single else PerGroup.of_tree(clip_norm)  # type: ignore[arg-type]
+        rule = Flat(clip_norm) if single else PerGroup.of_tree(clip_norm)  # type: ignore[arg-type]
     return ClippedGrad(
         loss_fn,
         places,

@@ -19,7 +19,7 @@ import optax
 from dpfl_jax import accounting
 from dpfl_jax.accounting import cells
 from dpfl_jax.accounting.statement import whole
-from dpfl_jax.clipping import Normalized, PerLayer, Rule, Standard, clipped_grad
+from dpfl_jax.clipping import Flat, Normalized, PerLayer, Rule, clipped_grad
 from dpfl_jax.config.kinds import CENTRAL, Named
 from dpfl_jax.data.owners import BoundedStore, by_set, whole_of
 from dpfl_jax.data.store import Readable
@@ -93,7 +93,11 @@ def check_noise_multiplier(value: float | None) -> None:
         )
 
 
-_RULES = {"standard": Standard, "normalized": Normalized, "per_layer": PerLayer}
+_RULES: dict[str, Callable[[float], Rule]] = {
+    "standard": Flat,
+    "normalized": Normalized,
+    "per_layer": PerLayer,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

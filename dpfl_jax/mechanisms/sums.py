@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping import Standard, accumulate, join
+from dpfl_jax.clipping import Flat, accumulate, join
 from dpfl_jax.clipping.convolutions import kernels
 from dpfl_jax.clipping.result import leaf_name
 from dpfl_jax.clipping.stats import StepStats
@@ -92,7 +92,7 @@ def unit_norms(
       Norms; infinite where a gradient is not finite, 0 where there is no unit.
     """
     clipped_grad = mechanism.clipped_grad(loss_fn, **options)
-    rows, anything = PartitionSpec(None, DATA_AXIS), Standard(mechanism.clip_norm)
+    rows, anything = PartitionSpec(None, DATA_AXIS), Flat(mechanism.clip_norm)
 
     def local(params: PyTree, units: PyTree, mask: jax.Array, frozen: PyTree) -> jax.Array:
         def alone(unit: tuple[PyTree, jax.Array]) -> jax.Array:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from zoo import ZOO
 
-from dpfl_jax.clipping import PerLayer, SelfCheckError, Standard, clipped_grad, self_check
+from dpfl_jax.clipping import Flat, PerLayer, SelfCheckError, clipped_grad, self_check
 from dpfl_jax.clipping.taps import leaves
 
 
@@ -29,7 +29,7 @@ def test_self_check_ignores_padding():
     assert self_check(f, params, batch, mask=jnp.zeros(5)).units == 0
 
 
-@pytest.mark.parametrize("rule", [Standard(1.0), PerLayer(1.0)])
+@pytest.mark.parametrize("rule", [Flat(1.0), PerLayer(1.0)])
 @pytest.mark.parametrize("bad", ["root of a negative", "data"])
 def test_a_unit_with_nan_in_some_parameters_is_no_internal_error(rule, bad):
     def loss(params, x):
