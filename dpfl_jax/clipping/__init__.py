@@ -1,6 +1,12 @@
 """Bounded gradients: from the loss of one privacy unit to a sum with a known sensitivity."""
 
-from dpfl_jax.clipping.adaptive import AdaptiveClip
+from dpfl_jax.clipping.adaptive import (
+    Adaptive,
+    AdaptiveMemory,
+    CountedSum,
+    adapting_noise,
+    clipped_and_counted,
+)
 from dpfl_jax.clipping.auto import Explanation
 from dpfl_jax.clipping.gradients import ClippedGrad, clipped_fun, clipped_grad
 from dpfl_jax.clipping.probe import Probed, probe
@@ -20,10 +26,12 @@ from dpfl_jax.clipping.self_check import SelfCheck, SelfCheckError, self_check
 from dpfl_jax.clipping.trainable import Trainable, join, split
 
 __all__ = [
-    "AdaptiveClip",
+    "Adaptive",
+    "AdaptiveMemory",
     "Automatic",
     "ClippedGrad",
     "ClippedGradResult",
+    "CountedSum",
     "Explanation",
     "Flat",
     "GroupAverage",
@@ -36,6 +44,8 @@ __all__ = [
     "SelfCheck",
     "SelfCheckError",
     "Trainable",
+    "adapting_noise",
+    "clipped_and_counted",
     "clipped_fun",
     "clipped_grad",
     "group_sizes",

@@ -50,6 +50,14 @@ def _positive(what: str, value: float) -> float:
     return float(value)
 
 
+def check_floats(clip: Any) -> None:
+    """Raises BadInputError unless the fields that are floats are above 0; makes them floats."""
+    for field in dataclasses.fields(clip):
+        if field.type in (float, "float"):
+            value = _positive(f"{type(clip).__name__}: {field.name}", getattr(clip, field.name))
+            object.__setattr__(clip, field.name, value)
+
+
 def _trusted(weights: jax.Array, *values: jax.Array | float) -> jax.Array:
     """``weights``, or zero where a number that they rest on is not finite, or too small."""
     for value in values:
@@ -73,11 +81,8 @@ class Rule(abc.ABC):
     compensated: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        """Checks the fields that are floats, and makes other numbers floats."""
-        for field in dataclasses.fields(self):
-            if field.type in (float, "float"):
-                what = f"{type(self).__name__}: {field.name}"
-                object.__setattr__(self, field.name, _positive(what, getattr(self, field.name)))
+        """Checks the fields."""
+        check_floats(self)
 
     @property
     @abc.abstractmethod

@@ -1,4 +1,4 @@
-"""Clip rules: weights, sensitivities, and the private quantile."""
+"""Clip rules: weights and sensitivities."""
 
 import json
 import math
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from neighbours import removed
 
 from dpfl_jax.clipping import (
-    AdaptiveClip,
     Automatic,
     Flat,
     GroupAverage,
@@ -240,41 +239,6 @@ def test_rules_refuse_nonsense():
         PerGroup(((1.0, 1.0),))
     with pytest.raises(BadInputError, match="no pattern matches"):
         PerGroup((("a/*", 1.0),)).partition(["a/w", "z/w"])
-
-
-def test_adaptive_clip_splits_its_noise_as_theorem_1():
-    adaptive = AdaptiveClip(initial=1.0, count_noise=5.0)
-    z = 1.3
-    z_sum = adaptive.gradient_noise_multiplier(z)
-    # Two Gaussians, sensitivities 1 and 1/2: 1/z^2 = 1/z_sum^2 + (1/2)^2/count_noise^2.
-    assert z_sum**-2 + 0.25 / 5.0**2 == pytest.approx(z**-2)
-    assert z_sum > z
-    with pytest.raises(BadInputError, match="too small"):
-        AdaptiveClip(initial=1.0, count_noise=0.6).gradient_noise_multiplier(1.3)
-    assert adaptive.gradient_noise_multiplier(0.0) == 0.0
-
-
-def test_one_unit_moves_the_count_by_at_most_half():
-    adaptive = AdaptiveClip(initial=1.0, count_noise=5.0)
-    norms = jnp.array([0.5, 1.0, 2.0, jnp.inf])
-    mask = jnp.array([1, 1, 1, 1], bool)
-    whole = adaptive.count(norms, mask, 1.0)
-    assert whole == 0.0
-    for i in range(4):
-        moved = abs(float(whole - adaptive.count(*removed(norms, mask, i), 1.0)))
-        assert moved == 0.5
-
-
-def test_adaptive_clip_finds_the_quantile():
-    rng = np.random.default_rng(0)
-    adaptive = AdaptiveClip(initial=50.0, count_noise=5.0, quantile=0.7)
-    clip_norm = jnp.float32(adaptive.initial)
-    for _ in range(150):
-        norms = jnp.asarray(rng.lognormal(size=100), jnp.float32)
-        count = adaptive.count(norms, jnp.ones(100, bool), clip_norm)
-        clip_norm = adaptive.update(clip_norm, count + 5.0 * rng.normal(), 100.0)
-    # 70 % quantile of a standard log-normal is exp(0.524); 20 % is over 5 standard deviations.
-    assert abs(math.log(float(clip_norm)) - 0.524) < 0.2
 
 
 def test_the_clip_norm_may_be_an_array():
