@@ -22,8 +22,7 @@ from dpfl_jax.accounting import renyi
 from dpfl_jax.accounting.composition import Composition, Part, TableTooLargeError
 from dpfl_jax.accounting.discretize import StepLoss
 from dpfl_jax.accounting.drawn import RESERVED
-from dpfl_jax.accounting.event_types import ApproximateDpEvent
-from dpfl_jax.accounting.leaves import AtomicLeaf, Flat, Leaf, MixtureLeaf, RenyiLeaf, flatten
+from dpfl_jax.accounting.leaves import ApproximateLeaf, Flat, Leaf, MixtureLeaf, RenyiLeaf, flatten
 from dpfl_jax.errors import BadInputError
 
 Accountant = Literal["pld", "rdp", "zcdp"]
@@ -170,10 +169,8 @@ def _reserved(flat: Flat) -> float:
 
     What they state has paid for its own noise.
     """
-    stated = (
-        isinstance(getattr(leaf, "event", None), ApproximateDpEvent) for leaf, _ in flat.leaves
-    )
-    return 0.0 if flat.gaussian == 0.0 and all(stated) else RESERVED
+    stated = all(isinstance(leaf, ApproximateLeaf) for leaf, _ in flat.leaves)
+    return 0.0 if flat.gaussian == 0.0 and stated else RESERVED
 
 
 def _with_drawn(delta: Any, flat: Flat) -> Any:
@@ -396,7 +393,7 @@ def _largest_loss(flat: Flat, delta: float) -> float:
     Where it pays for them and for nothing else, the rounding of a table has no room. No float has
     more than 1,100 digits.
     """
-    stated = [(leaf.event, n) for leaf, n in flat.leaves if isinstance(leaf, AtomicLeaf)]
+    stated = [(leaf.event, n) for leaf, n in flat.leaves if isinstance(leaf, ApproximateLeaf)]
     with localcontext(prec=1200, rounding=ROUND_FLOOR):
         kept = Decimal(1)
         for event, count in stated:
@@ -552,7 +549,7 @@ def _composed(
         spacing *= 0.5 if excess == math.inf else min(max(0.45 / math.sqrt(excess), 0.05), 0.7)
     units = [leaf.unit for leaf, _ in flat.leaves if leaf.unit is not None]
     unit = _common_unit(units)
-    if unit > 0 and all(leaf.discrete for leaf, _ in flat.leaves) and flat.gaussian == 0:
+    if unit > 0 and len(units) == len(flat.leaves) and flat.gaussian == 0:
         return sketch.gridded(_aligned(factor * unit, unit))
     steps = sum(count for _, count in flat.leaves) + 1
     grid = min(math.sqrt(12.0 * m / (t * (t + 1.0) * steps)) for m, (t, _) in zip(allowed, asked))

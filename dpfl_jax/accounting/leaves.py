@@ -1,8 +1,8 @@
 """From an event to the elementary steps ("leaves") it composes, each with its loss distribution.
 
 Gaussians are merged exactly (their squared signal-to-noise ratios add up); Poisson-sampled
-Gaussians are mixtures of two Gaussians; losses with atoms (Laplace, randomised response,
-(epsilon, delta)) have closed forms.
+Gaussians are mixtures of two Gaussians; losses with atoms, those of (epsilon, delta), have closed
+forms.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from dpfl_jax.accounting.discretize import (
     Atoms,
     Mixture,
     StepLoss,
-    atoms_of_cells,
     mixed,
     mixture_step,
 )
@@ -38,10 +37,6 @@ from dpfl_jax.accounting.events import check_count, check_noise, check_prob, fix
 from dpfl_jax.errors import BadInputError
 
 _REPLACE = NeighboringRelation.REPLACE_ONE
-# What may be Poisson-sampled.
-_SAMPLED = (dp_accounting.GaussianDpEvent, dp_accounting.LaplaceDpEvent)
-
-MAX_ATOMS = 1 << 18
 
 
 class Leaf(Protocol):
@@ -60,18 +55,13 @@ class Leaf(Protocol):
 
     @property
     def unit(self) -> float | None:
-        """All atoms lie at whole multiples of it; 0 if there is no such number; None: no atoms."""
-
-    @property
-    def discrete(self) -> bool:
-        """Whether the loss consists of such atoms alone."""
+        """The loss has atoms alone, at whole multiples of it (0: at 0 alone); None: no atoms."""
 
 
 class _Smooth:
     """A loss without atoms."""
 
     unit: float | None = None
-    discrete = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,96 +93,19 @@ class MixtureLeaf(_Smooth):
         return mixture_step(mixture, _NOISE, spacing, log_tail)
 
 
-class AtomicLeaf(EventLeaf):
-    """A loss of finitely many values: randomised response, discrete Laplace, (epsilon, delta)."""
+class ApproximateLeaf(EventLeaf):
+    """A step of which only (epsilon, delta) is known."""
 
     def law(self, spacing: float, log_tail: float) -> StepLoss:
-        """Exact."""
-        return _atoms(self)
+        """Of the pair that attains it: Kairouz, Oh, Viswanath 2015, Theorem 3.3."""
+        losses = np.array([-self.event.epsilon, self.event.epsilon])
+        both = Atoms(losses, (1.0 - self.event.delta) * special.expit(losses), self.event.delta)
+        return StepLoss(both, both)
 
     @property
     def unit(self) -> float | None:
-        """Distance between the atoms, where they are evenly spaced about 0."""
-        if isinstance(self.event, dp_event.DiscreteLaplaceDpEvent):
-            return float(self.event.noise_parameter) * (1 if self.event.sensitivity % 2 else 2)
-        # Randomised response against the uniform answer has two unrelated losses.
-        special_case = self.relation == NeighboringRelation.REPLACE_SPECIAL
-        return 0.0 if special_case else float(_atoms(self).remove.losses.max())
-
-    @property
-    def discrete(self) -> bool:
-        """True where the atoms have a common unit."""
-        return bool(self.unit)
-
-
-@functools.lru_cache(maxsize=64)
-def _atoms(leaf: AtomicLeaf) -> StepLoss:
-    """Losses of both directions (remove, add)."""
-    event = leaf.event
-    if isinstance(event, ApproximateDpEvent):
-        losses = np.array([-event.epsilon, event.epsilon])
-        # The pair that attains every (epsilon, delta): Kairouz, Oh, Viswanath 2015, Theorem 3.3.
-        both = Atoms(losses, (1.0 - event.delta) * special.expit(losses), event.delta)
-        return StepLoss(both, both)
-    if isinstance(event, dp_event.DiscreteLaplaceDpEvent):
-        a, size = event.noise_parameter, event.sensitivity
-        x = np.arange(size + 1)
-        probs = np.exp(-a * x) * math.tanh(0.5 * a)
-        probs[0] = probs[-1] = 0.0
-        # Beyond either end the loss stays at -a * size or a * size; e^(a * size) is their ratio.
-        probs[0], probs[-1] = special.expit(a), special.expit(-a) * math.exp(-a * (size - 1))
-        both = Atoms(a * (size - 2.0 * x), probs, 0.0)
-        return StepLoss(both, both)
-    assert isinstance(event, dp_event.RandomizedResponseDpEvent)
-    p, k = event.noise_parameter, event.num_buckets
-    # Log probabilities of the true answer and of each other one.
-    log_true, log_other = math.log1p(-p * (k - 1) / k), math.log(p) - math.log(k)
-    if leaf.relation == NeighboringRelation.REPLACE_SPECIAL:
-        losses = np.array([log_true + math.log(k), log_other + math.log(k)])
-        remove = np.array([math.exp(log_true), (k - 1) * math.exp(log_other)])
-        added = Atoms(-losses, np.array([1.0, k - 1.0]) / k, 0.0)
-        return StepLoss(Atoms(losses, remove, 0.0), added)
-    log_probs = np.array([log_true, log_other])
-    losses, probs = log_probs - log_probs[::-1], np.exp(log_probs)
-    if k > 2:
-        losses, probs = np.append(losses, 0.0), np.append(probs, (k - 2) * math.exp(log_other))
-    both = Atoms(losses, probs, 0.0)
-    return StepLoss(both, both)
-
-
-class LaplaceLeaf(EventLeaf):
-    """Laplace noise, perhaps Poisson-sampled."""
-
-    def law(self, spacing: float, log_tail: float) -> StepLoss:
-        """Beyond 0 and the shift the loss stands still: an atom at either end."""
-        q, shift = getattr(self.event, "sampling_probability", 1.0), self._shift
-        edges = np.linspace(0.0, shift, math.ceil(max(shift, 1.0) / spacing) + 1)
-        # From the left: what is below 0, between the edges, and above the shift.
-        down = 0.5 * np.concatenate(
-            [[1.0], np.exp(-edges[:-1]) * -np.expm1(-np.diff(edges)), [math.exp(-shift)]]
-        )
-        up = (1.0 - q) * down + q * down[::-1]
-        loss = 2.0 * np.concatenate([[0.0], edges, [shift]]) - shift
-        if q < 1.0:
-            loss = np.logaddexp(math.log1p(-q), math.log(q) + loss)
-        return StepLoss(
-            remove=atoms_of_cells(up, down, loss[:-1], loss[1:], 0.0),
-            add=atoms_of_cells(down, up, -loss[1:], -loss[:-1], 0.0),
-        )
-
-    @property
-    def _shift(self) -> float:
-        return float(1.0 / getattr(self.event, "event", self.event).noise_multiplier)
-
-    @property
-    def unit(self) -> float | None:
-        """The largest loss: an atom, as is its negative."""
-        return 0.0 if hasattr(self.event, "sampling_probability") else self._shift
-
-    @property
-    def discrete(self) -> bool:
-        """Between its two atoms the loss has a density."""
-        return False
+        """Epsilon."""
+        return float(self.event.epsilon)
 
 
 class RenyiLeaf(_Smooth):
@@ -205,15 +118,6 @@ class RenyiLeaf(_Smooth):
         raise BadInputError(
             f"of {self.name} only Renyi divergences are known, no loss: ask with accountant='rdp'"
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class ConcentratedLeaf(RenyiLeaf):
-    """Divergences of xi + rho times the order: zCDP, as of a discrete Gaussian."""
-
-    rho: float
-    xi: float
-    name = "ZCDpEvent"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,7 +197,7 @@ def _truncated_parts(leaf: TruncatedLeaf) -> tuple[Leaf, Leaf | None, float]:
 
 def _as_leaf(found: Leaf | float | str) -> Leaf:
     if isinstance(found, str):  # nothing happens
-        return AtomicLeaf(ApproximateDpEvent(0.0, 0.0), _REPLACE)
+        return ApproximateLeaf(ApproximateDpEvent(0.0, 0.0), _REPLACE)
     return MixtureLeaf((math.sqrt(found),), (1.0,)) if isinstance(found, float) else found
 
 
@@ -349,11 +253,6 @@ class TwoStageLeaf:
     def unit(self) -> float | None:
         """That of one local step: multiples of it add up to multiples."""
         return self.inner.unit
-
-    @property
-    def discrete(self) -> bool:
-        """As one local step."""
-        return self.inner.discrete
 
     def law(self, spacing: float, log_tail: float) -> StepLoss:
         """Of one local step; ``Part`` composes and mixes it."""
@@ -416,7 +315,7 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
         return "nothing"  # of whatever is drawn
     if isinstance(event, dp_accounting.PoissonSampledDpEvent):
         prob = check_prob(event.sampling_probability)
-        if prob == 0 and isinstance(event.event, _SAMPLED):
+        if prob == 0 and isinstance(event.event, dp_accounting.GaussianDpEvent):
             return "nothing"
         if prob == 1:
             return _leaf(event.event, relation)
@@ -427,9 +326,6 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
             if not replace:
                 return MixtureLeaf((0.0, 1.0 / sigma), (1.0 - prob, prob))
             return ReplaceGaussianLeaf(event, relation)
-        if isinstance(event.event, dp_accounting.LaplaceDpEvent) and not replace:
-            sigma = check_noise(event.event.noise_multiplier)
-            return LaplaceLeaf(event, relation) if sigma > 0 else "no privacy"
         if isinstance(event.event, dp_accounting.PoissonSampledDpEvent):  # two coins, one after one
             both = prob * check_prob(event.event.sampling_probability)
             return _leaf(dp_accounting.PoissonSampledDpEvent(both, event.event.event), relation)
@@ -442,18 +338,6 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
         if isinstance(merged, dp_accounting.GaussianDpEvent):
             single = fixed_size(merged.noise_multiplier, *sizes, steps=1)
             return _leaf(getattr(single, "event", single), relation)
-    special = relation == NeighboringRelation.REPLACE_SPECIAL
-    if isinstance(event, dp_event.SingleEpochTreeAggregationDpEvent) and special:
-        return _tree(event)
-    if isinstance(event, dp_event.ZCDpEvent):
-        if not (event.rho >= 0 and event.xi >= 0):
-            raise BadInputError(
-                f"a zCDP event needs rho and xi of 0 or more; it has {event.rho} and {event.xi}"
-            )
-        if event.rho == event.xi == 0:
-            return "nothing"
-        finite = math.isfinite(event.rho + event.xi)
-        return ConcentratedLeaf(event.rho, event.xi) if finite else "no privacy"
     if isinstance(event, dp_event.RepeatAndSelectDpEvent):
         if not (event.mean >= 1 and event.shape >= 0):
             raise BadInputError(
@@ -483,18 +367,6 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
         sigma = check_noise(event.noise_multiplier)
         # proof: isrl-event-3
         return ((2.0 if replace else 1.0) / sigma) ** 2 if sigma > 0 else "no privacy"
-    if isinstance(event, dp_accounting.LaplaceDpEvent) and not replace:
-        return LaplaceLeaf(event, relation) if check_noise(event.noise_multiplier) else "no privacy"
-    if isinstance(event, dp_event.DiscreteLaplaceDpEvent) and not replace:
-        return _discrete_laplace(event, relation)
-    if isinstance(event, dp_event.RandomizedResponseDpEvent) and relation in (
-        _REPLACE,
-        NeighboringRelation.REPLACE_SPECIAL,
-    ):
-        prob = check_prob(event.noise_parameter, "noise parameter of randomised response")
-        if check_count(event.num_buckets, "number of buckets", 1) == 1 or prob == 1:
-            return "nothing"
-        return AtomicLeaf(event, relation) if prob > 0 else "no privacy"
     if isinstance(event, dp_event.TruncatedSubsampledGaussianDpEvent):
         sizes = event.dataset_size, event.truncated_batch_size
         if check_prob(event.sampling_probability) == 0 or 0 in sizes:
@@ -536,7 +408,7 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
         if event.epsilon == 0.0 and event.delta == 0.0:
             return "nothing"
         private = math.isfinite(event.epsilon) and event.delta < 1.0
-        return AtomicLeaf(event, relation) if private else "no privacy"
+        return ApproximateLeaf(event, relation) if private else "no privacy"
     raise BadInputError(
         f"no accountant knows the event {type(event).__name__} under {relation.name} adjacency: "
         + _INSTEAD.get(
@@ -547,26 +419,24 @@ def _leaf(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> Leaf |
     )
 
 
+_STATED = "bring what it guarantees, as an ApproximateDpEvent(epsilon, delta)"
 # What to bring in the place of an event that is known under another adjacency, or not at all.
 _INSTEAD = {
     dp_accounting.PoissonSampledDpEvent: "Poisson sampling is accounted of Gaussian sums (under "
-    "add-or-remove of several on one batch, too) and of Laplace sums (add-or-remove); bring those, "
-    "or a MixtureOfGaussiansDpEvent of how far a unit moves a sum",
+    "add-or-remove of several on one batch, too); bring those, or a MixtureOfGaussiansDpEvent of "
+    "how far a unit moves a sum",
     dp_event.SampledWithReplacementDpEvent: "a unit may be drawn several times; draw without "
     "replacement (events.fixed_size), or by Poisson (events.poisson)",
     dp_event.SampledWithoutReplacementDpEvent: "batches of fixed size are accounted of Gaussian "
     "sums under replace-one adjacency; ask for that guarantee, or sample by Poisson "
     "(events.poisson)",
-    dp_event.SingleEpochTreeAggregationDpEvent: "a tree is accounted under zero-out adjacency "
-    "(REPLACE_SPECIAL), where steps stay in place; ask for that, or take "
+    dp_event.SingleEpochTreeAggregationDpEvent: "bring the Gaussian that it is, "
     "events.matrix_factorization",
     dp_event.UnsupportedDpEvent: "its mechanism was never told; bring the mechanism's own event",
-    dp_accounting.LaplaceDpEvent: "Laplace sums are accounted under add-or-remove adjacency; for a "
-    "replacement bring one of half the noise multiplier there",
-    dp_event.DiscreteLaplaceDpEvent: "discrete Laplace sums are accounted under add-or-remove "
-    "adjacency; for a replacement bring one of twice the sensitivity there",
-    dp_event.RandomizedResponseDpEvent: "randomised response is of a unit that is always there: "
-    "ask with REPLACE_ONE or REPLACE_SPECIAL",
+    dp_accounting.LaplaceDpEvent: _STATED,
+    dp_event.DiscreteLaplaceDpEvent: _STATED,
+    dp_event.RandomizedResponseDpEvent: _STATED,
+    dp_event.ZCDpEvent: _STATED,
 }
 
 
@@ -589,40 +459,6 @@ def _merged(event: dp_accounting.DpEvent) -> dp_accounting.DpEvent | None:
     if flat.gaussian == 0:
         return dp_accounting.NoOpDpEvent()
     return dp_accounting.GaussianDpEvent(1.0 / math.sqrt(flat.gaussian))
-
-
-def _tree(event: dp_event.SingleEpochTreeAggregationDpEvent) -> float | str:
-    """1/sigma^2 of the nodes above one step: as many as its number has binary digits, at most."""
-    counts = (
-        event.step_counts if isinstance(event.step_counts, (list, tuple)) else [event.step_counts]
-    )
-    longest = max((check_count(n, "number of steps of a tree") for n in counts), default=0)
-    sigma = check_noise(event.noise_multiplier)
-    if longest == 0:
-        return "nothing"
-    return longest.bit_length() / sigma**2 if sigma > 0 else "no privacy"
-
-
-def _discrete_laplace(
-    event: dp_event.DiscreteLaplaceDpEvent, relation: NeighboringRelation
-) -> Leaf | str:
-    size = check_count(event.sensitivity, "sensitivity of discrete Laplace noise")
-    a = event.noise_parameter
-    if not a >= 0:
-        raise BadInputError(
-            f"the noise parameter of discrete Laplace noise is {a}, but it must be above 0"
-        )
-    if size == 0:
-        return "nothing"
-    # Its parameter is one over the scale; 0 is no distribution at all, and counts as no noise.
-    if a == 0 or check_noise(1.0 / (a * size)) == 0:
-        return "no privacy"
-    if size > MAX_ATOMS:
-        raise BadInputError(
-            f"a discrete Laplace event of sensitivity {size} has more losses than a table can "
-            "hold: account it as Laplace noise, or rescale it"
-        )
-    return AtomicLeaf(event, relation)
 
 
 def _mixture(event: dp_accounting.dp_event.MixtureOfGaussiansDpEvent) -> Leaf | float | str:

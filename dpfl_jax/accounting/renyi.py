@@ -19,7 +19,6 @@ from dpfl_jax.accounting.event_types import FixedSizeGaussianDpEvent
 from dpfl_jax.accounting.leaves import (
     AllocatedLeaf,
     BestLeaf,
-    ConcentratedLeaf,
     EventLeaf,
     FilteredLeaf,
     Flat,
@@ -87,8 +86,6 @@ def _leaf_divergences(leaf: Leaf, orders: tuple[float, ...]) -> np.ndarray:
         return amplified_by_participation(inner, leaf.probability, array)
     if isinstance(leaf, AllocatedLeaf):  # no worse than to who knows the step
         return array / (2.0 * leaf.sigma**2)
-    if isinstance(leaf, ConcentratedLeaf):
-        return leaf.xi + leaf.rho * array
     if isinstance(leaf, OneOfLeaf):
         # proof: selection-event-2
         return np.max([flat_divergences(part, array) for part in leaf.parts], axis=0)
@@ -236,9 +233,6 @@ def zcdp(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> float:
             continue
         if isinstance(leaf, AllocatedLeaf):
             total += count / (2.0 * leaf.sigma**2)
-            continue
-        if isinstance(leaf, ConcentratedLeaf) and leaf.xi == 0:
-            total += count * local * leaf.rho
             continue
         if isinstance(leaf, RenyiLeaf):
             raise BadInputError(f"zCDP is not available for {leaf.name}: ask with accountant='rdp'")

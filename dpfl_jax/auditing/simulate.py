@@ -26,6 +26,7 @@ import optax
 from jax.sharding import Mesh
 
 from dpfl_jax.accounting import REPLACE, cells, events
+from dpfl_jax.clipping import Adaptive
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import ArrayStore
@@ -79,6 +80,11 @@ def _runs(trials: int, each: int) -> int:
 
 def refuse_filtered(mechanism: Mechanism) -> None:
     """Raises BadInputError if users have budgets of their own, of which no loss is known."""
+    if isinstance(mechanism.clip, Adaptive):
+        raise BadInputError(
+            "mechanism.clip is adaptive, which clips to another norm at each step: audit the "
+            "mechanism with the clip rule normalized, which costs what this one does"
+        )
     if mechanism.own_budgets:
         raise BadInputError(
             f"of mechanism.kind={mechanism.kind} a Renyi divergence is known, and no loss that an "

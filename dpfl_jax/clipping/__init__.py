@@ -1,12 +1,19 @@
 """Bounded gradients: from the loss of one privacy unit to a sum with a known sensitivity."""
 
-from dpfl_jax.clipping.adaptive import AdaptiveClip
+from dpfl_jax.clipping.adaptive import (
+    Adaptive,
+    AdaptiveMemory,
+    CountedSum,
+    adapting_noise,
+    clipped_and_counted,
+)
 from dpfl_jax.clipping.auto import Explanation
 from dpfl_jax.clipping.gradients import ClippedGrad, clipped_fun, clipped_grad
 from dpfl_jax.clipping.probe import Probed, probe
 from dpfl_jax.clipping.result import ClippedGradResult
 from dpfl_jax.clipping.rules import (
     Automatic,
+    Flat,
     GroupAverage,
     NoClip,
     Normalized,
@@ -14,18 +21,20 @@ from dpfl_jax.clipping.rules import (
     PerGroup,
     PerLayer,
     Rule,
-    Standard,
     group_sizes,
 )
 from dpfl_jax.clipping.self_check import SelfCheck, SelfCheckError, self_check
 from dpfl_jax.clipping.trainable import Trainable, join, split
 
 __all__ = [
-    "AdaptiveClip",
+    "Adaptive",
+    "AdaptiveMemory",
     "Automatic",
     "ClippedGrad",
     "ClippedGradResult",
+    "CountedSum",
     "Explanation",
+    "Flat",
     "GroupAverage",
     "NoClip",
     "Normalized",
@@ -36,8 +45,9 @@ __all__ = [
     "Rule",
     "SelfCheck",
     "SelfCheckError",
-    "Standard",
     "Trainable",
+    "adapting_noise",
+    "clipped_and_counted",
     "clipped_fun",
     "clipped_grad",
     "group_sizes",

@@ -1,98 +1,162 @@
-"""Clip norms that follow a quantile of the units' norms, privately.
+"""Clip norms that follow a quantile of the units' norms, at the price of one more coordinate.
+
+    clip = Adaptive(quantile=0.5)
+    summed = clipped_and_counted(clip, clipped_grad(loss_fn, rule=clip.rule()))
+    noise = adapting_noise(clip, transformation(Noise(z * clip.sensitivity, clip.sensitivity), m))
+    state = noise.init(params)
+
+    total = summed(state.memory.clip_norm, params, batch, mask=mask).sum
+    gradient, state = noise.update(total, state, params, noise_key=key)
+
+Beside its clipped gradient each unit adds to the sum whether its norm was at most the clip norm.
+The sum is noised once, as a whole, so a step is one Gaussian mechanism of noise multiplier z,
+accounted as under any other rule: Theorem 1 of the paper says how that noise is shared out.
 
 Source: Andrew, Thakkar, McMahan, Ramaswamy, "Differentially private learning with adaptive
-clipping" (2021), Algorithm 1 and Theorem 1.
+clipping" (2021), Algorithm 1.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from dpfl_jax.clipping.rules import SMALLEST_CLIP_NORM
+from dpfl_jax.clipping.gradients import ClippedGrad
+from dpfl_jax.clipping.result import ClippedGradResult, real_units
+from dpfl_jax.clipping.rules import SMALLEST_CLIP_NORM, Normalized, check_floats
 from dpfl_jax.errors import BadInputError
+
+PyTree = Any
+# Beyond it squares overflow float32.
+_LARGEST_CLIP_NORM = 1e18
 
 
 @dataclasses.dataclass(frozen=True)
-class AdaptiveClip:
-    """Geometric updates of the clip norm towards a quantile of the norms.
-
-    Each step also releases how many units were at most at the clip norm, with noise. That release
-    is paid for by more noise on the gradient, so that both together are one Gaussian mechanism of
-    noise multiplier z (Theorem 1): account for z, and add ``gradient_noise_multiplier(z)`` times
-    the sensitivity to the sum.
+class Adaptive:
+    """A clip norm that moves towards a quantile of the norms, by a factor at each step.
 
     Attributes:
-      initial: clip norm of the first step.
+      clip_norm: C of the first step.
       quantile: share of units not to be clipped, between 0 and 1.
-      learning_rate: of the logarithm of the clip norm.
-      count_noise: stddev of the noise on the count, in units; the paper takes a twentieth of the
-        cohort (section 3.1).
+      learning_rate: eta, of the logarithm of C.
+      count_weight: s, what the count of units weighs beside their gradients. At noise multiplier z
+        the count has noise of about z / s units, and the noise on gradients grows by a factor of
+        sqrt(1 + s^2/4): with 0.1 that is 10 z units, and 0.1 %.
     """
 
-    initial: float
-    count_noise: float
+    kind: ClassVar[str] = "adaptive"
+
+    clip_norm: float = 1.0
     quantile: float = 0.5
     learning_rate: float = 0.2
+    count_weight: float = 0.1
 
     def __post_init__(self) -> None:
-        """Validates."""
-        for name in ("initial", "learning_rate", "count_noise"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise BadInputError(
-                    f"AdaptiveClip: {name} is {value}, but it must be finite and above 0"
-                )
-        if not 0 <= self.quantile <= 1:
+        """Checks the fields."""
+        check_floats(self)
+        if not self.quantile < 1:
             raise BadInputError(
-                f"AdaptiveClip: quantile is {self.quantile}, but it must be between 0 and 1"
+                f"Adaptive: quantile is {self.quantile}, but it must lie between 0 and 1"
             )
 
-    def gradient_noise_multiplier(self, noise_multiplier: float) -> float:
-        """z_delta = (z^-2 - (2 sigma_b)^-2)^(-1/2), the noise multiplier for the sum alone.
+    @property
+    def sensitivity(self) -> float:
+        """sqrt(1 + s^2/4), the norm of what one unit adds to a ``CountedSum``, whatever C is.
 
-        Args:
-          noise_multiplier: z, of the step as a whole, as accounted for.
-
-        Raises:
-          BadInputError: the count alone costs more than z allows.
+        (Adjacency: add or remove it; between two units in one place lies twice as much.)
         """
-        if noise_multiplier == 0:
-            return 0.0
-        left = noise_multiplier**-2 - (2 * self.count_noise) ** -2
-        if left <= 0:
-            raise BadInputError(
-                f"AdaptiveClip: count_noise {self.count_noise} is too small for noise multiplier "
-                f"{noise_multiplier}: it must be above {noise_multiplier / 2}"
-            )
-        return left**-0.5
+        return math.hypot(1.0, self.count_weight / 2)
 
-    def count(self, norms: jax.Array, mask: jax.Array, clip_norm: jax.Array | float) -> jax.Array:
-        """Sum over units of [norm <= C] - 1/2: one unit changes it by at most 1/2; float32.
+    @property
+    def threshold(self) -> None:
+        """None: it is another one at each step."""
 
-        Args:
-          norms: float32 [n], before bounding.
-          mask: bool [n]; padding adds exactly 0. Non-finite units count as above C only if the
-            caller leaves them in the mask with an infinite norm; either choice is private.
-          clip_norm: C of this step.
-        """
-        below = (norms <= clip_norm).astype(jnp.float32)
-        return jnp.sum(jnp.where(jnp.asarray(mask) != 0, below - 0.5, 0.0))
+    def rule(self, clip_norm: jax.Array | float | None = None) -> Normalized:
+        """The rule of a step of this C, on the device perhaps; None: of the first step."""
+        return Normalized(self.clip_norm if clip_norm is None else clip_norm)  # type: ignore[arg-type]
+
+
+class CountedSum(NamedTuple):
+    """What is noised as a whole.
+
+    Attributes:
+      gradient: sum of the clipped gradients over C.
+      indicators: s times the sum of 1/2 for each unit of norm at most C, and -1/2 for each other
+        one; float32 scalar.
+    """
+
+    gradient: PyTree
+    indicators: jax.Array
+
+
+class AdaptiveMemory(NamedTuple):
+    """What is kept between steps: C of the next one, which is public, and the noise's own."""
+
+    clip_norm: jax.Array
+    noise: PyTree
+
+
+def clipped_and_counted(clip: Adaptive, gradient: ClippedGrad) -> Callable[..., ClippedGradResult]:
+    """Returns ``gradient`` as ``(clip_norm, *args, **options)``, its ``sum`` a ``CountedSum``.
+
+    One unit moves that sum by ``clip.sensitivity`` at most (over the ``normalize_by`` of the
+    gradient, if it has one). Padding, and units whose gradient is not finite, add nothing.
+    """
+
+    def summed(
+        clip_norm: jax.Array | float, *args: PyTree, mask: jax.Array | None = None, **options: Any
+    ) -> ClippedGradResult:
+        result = gradient(*args, mask=mask, rule=clip.rule(clip_norm), **options)
+        counted = ~result.nonfinite if mask is None else ~result.nonfinite & real_units(mask)
+        # proof: clip-7
+        sides = jnp.where(result.norms <= clip_norm, 0.5, -0.5).astype(jnp.float32)
+        indicators = clip.count_weight * jnp.sum(jnp.where(counted, sides, 0))
+        total = CountedSum(result.sum, indicators / gradient.normalize_by)
+        return dataclasses.replace(result, sum=total)
+
+    return summed
+
+
+def adapting_noise(
+    clip: Adaptive, noise: optax.GradientTransformationExtraArgs
+) -> optax.GradientTransformationExtraArgs:
+    """Returns ``noise`` for a ``CountedSum``; the gradient is C times what was noised.
+
+    Args:
+      clip: how C moves.
+      noise: ``noise.transformation``: adds independent noise, scaled to ``clip.sensitivity``, to
+        every leaf, and divides by the expected number of units, a constant.
+
+    Returns:
+      ``init`` and ``update`` as of ``noise``, whose state has an ``AdaptiveMemory`` as ``memory``.
+    """
+
+    def init(params: PyTree) -> Any:
+        state: Any = noise.init(CountedSum(params, jnp.zeros((), jnp.float32)))
+        first = jnp.asarray(clip.clip_norm, jnp.float32)
+        return state._replace(memory=AdaptiveMemory(first, state.memory))
 
     def update(
-        self, clip_norm: jax.Array | float, noised_count: jax.Array, expected_units: float
-    ) -> jax.Array:
-        """The next clip norm: C exp(-eta (b - quantile)), never so small that float32 loses it.
+        total: CountedSum, state: Any, params: PyTree | None = None, **given: Any
+    ) -> tuple[PyTree, Any]:
+        clip_norm, inner = state.memory
+        (mean, indicators), after = noise.update(total, state._replace(memory=inner), **given)
+        # proof: clip-8
+        share = indicators / clip.count_weight + 0.5
+        changed = clip_norm * jnp.exp(-clip.learning_rate * (share - clip.quantile))
+        following = jnp.clip(changed, SMALLEST_CLIP_NORM, _LARGEST_CLIP_NORM)
+        gradient = jax.tree.map(
+            lambda g, p: None if g is None else (clip_norm * g).astype(p.dtype),
+            mean,
+            mean if params is None else params,
+            is_leaf=lambda x: x is None,  # parameters that are not trained have no sum
+        )
+        return gradient, after._replace(memory=AdaptiveMemory(following, after.memory))
 
-        Args:
-          clip_norm: C of this step.
-          noised_count: ``count`` over the whole step plus N(0, count_noise^2):
-            ``noise.Noise(count_noise, 0.5).add(key, count)``.
-          expected_units: expected units a step, a public constant.
-        """
-        share = noised_count / expected_units + 0.5
-        changed = clip_norm * jnp.exp(-self.learning_rate * (share - self.quantile))
-        return jnp.maximum(changed, SMALLEST_CLIP_NORM)
+    return optax.GradientTransformationExtraArgs(init, update)

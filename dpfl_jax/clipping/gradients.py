@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -26,17 +27,20 @@ from dpfl_jax.clipping.problem import (
     trainable_mask,
 )
 from dpfl_jax.clipping.result import ClippedGradResult, leaf_name, real_units, vary, varying_axes
-from dpfl_jax.clipping.rules import PerGroup, Rule, Standard
+from dpfl_jax.clipping.rules import Flat, PerGroup, Rule
 from dpfl_jax.clipping.taps.engine import MIXED, mixed_by_convolutions, solve_ghost
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any
 Strategy = Literal["auto", "vmap", "scan", "ghost"]
 STRATEGIES: tuple[Strategy, ...] = ("auto", "vmap", "scan", "ghost")
+Neighboring = Literal["add-or-remove", "zero-out", "replace-one"]
+# How many contributions of one unit lie between the sums of two neighbours.
+_CONTRIBUTIONS = {"add-or-remove": 1, "zero-out": 1, "replace-one": 2}
 
 
 class ClippedGrad:
-    """A function ``(params, *batch, mask=None, rng=None, group=None) -> ClippedGradResult``.
+    """A function ``(*args, mask=None, rng=None, group=None) -> ClippedGradResult``.
 
     Made by ``clipped_grad``. It holds no state, and composes with ``jit``, ``vmap`` over outer
     axes, ``shard_map`` and loops. It sums over the units it is given: a sum over devices is the
@@ -46,9 +50,10 @@ class ClippedGrad:
     def __init__(
         self,
         loss_fn: Callable[..., Any],
+        argnums: int | tuple[int, ...],
+        has_aux: bool,
         rule: Rule,
         strategy: Strategy,
-        has_aux: bool,
         trainable: PyTree | Callable[[str], bool] | None,
         microbatch_size: int | None,
         platform: str | None = None,
@@ -60,9 +65,10 @@ class ClippedGrad:
         normalize_by: float = 1.0,
     ) -> None:
         self.loss_fn = loss_fn
+        self.argnums = argnums
+        self.has_aux = has_aux
         self.rule = rule
         self.strategy = strategy
-        self.has_aux = has_aux
         self.trainable = trainable
         self.microbatch_size = microbatch_size
         self.platform = platform
@@ -73,16 +79,23 @@ class ClippedGrad:
         self.gradient_sharding = gradient_sharding
         self.normalize_by = normalize_by
 
-    @property
-    def sensitivity(self) -> float:
-        """Largest norm of what one unit contributes to the sum: what noise is scaled to."""
-        return self.rule.sensitivity / self.normalize_by
+    def sensitivity(self, neighboring: Neighboring) -> float:
+        """How far the sums of two neighbouring batches lie apart: what noise is scaled to.
+
+        Args:
+          neighboring: ``"add-or-remove"``: one of them lacks a unit; ``"zero-out"``: it has padding
+            in the place of the unit; ``"replace-one"``: it has another unit there.
+        """
+        if neighboring not in _CONTRIBUTIONS:
+            raise BadInputError(
+                f"ClippedGrad.sensitivity: neighboring is {neighboring!r}, but it must be one of "
+                f"{', '.join(_CONTRIBUTIONS)}"
+            )
+        return _CONTRIBUTIONS[neighboring] * self.rule.sensitivity / self.normalize_by
 
     def __call__(
         self,
-        params: PyTree,
-        batch: PyTree,
-        *more: PyTree,
+        *args: PyTree,
         mask: jax.Array | None = None,
         rng: jax.Array | None = None,
         group: jax.Array | None = None,
@@ -91,10 +104,9 @@ class ClippedGrad:
         """Returns the bounded sum of the batch.
 
         Args:
-          params: any pytree; floating-point leaves are trained.
-          batch: pytree of arrays with a leading unit axis [n, ...]. No unit at all (n = 0) gives a
-            sum of zeros.
-          *more: likewise, for a loss of several arguments ``(params, x, y)``.
+          *args: those of the loss. What ``argnums`` names is any pytree, whose floating-point
+            leaves are trained. All others are batches: pytrees of arrays with a leading unit axis
+            [n, ...]. No unit at all (n = 0) gives a sum of zeros.
           mask: bool, int or float [n]; zero (or NaN) marks padding, which contributes exactly zero
             whatever it holds.
           rng: n keys, one for each unit, given to the loss as ``rng=``: made of a unit's own id, so
@@ -108,14 +120,9 @@ class ClippedGrad:
         Raises:
           BadInputError: arguments or shapes that do not fit.
         """
-        if more:
-            units = (batch, *more)
-            return self._of_several(len(units))(
-                params, units, mask=mask, rng=rng, group=group, rule=rule
-            )
-        problem, rebuild = self.problem(params, batch, mask, rng, group, rule)
+        problem, rebuild = self.problem(args, mask, rng, group, rule)
         solution = self.solve(problem)
-        if not count_units(batch):  # what was solved is padding alone
+        if not count_units(self.arguments(args)[1]):  # what was solved is padding alone
             none = jax.tree.map(lambda x: x[:0], dataclasses.replace(solution, sums=[]))
             solution = dataclasses.replace(none, sums=solution.sums)
         return ClippedGradResult(
@@ -128,19 +135,42 @@ class ClippedGrad:
             leaf_norms=rebuild(solution.leaf_norms),
         )
 
-    def _of_several(self, count: int) -> ClippedGrad:
-        """The same of a loss whose ``count`` arguments come as one tuple."""
-        loss_fn = self.loss_fn
+    def arguments(
+        self, args: Sequence[PyTree]
+    ) -> tuple[PyTree, PyTree, Callable[[PyTree, PyTree], tuple[PyTree, ...]]]:
+        """What is trained, the batch, and the function that puts both back in their places.
+
+        Raises:
+          BadInputError: there is no batch, or the loss takes no such arguments.
+        """
+        single, places = isinstance(self.argnums, int), range(len(args))
+        asked = (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+        trained = [places[i] for i in asked if -len(args) <= i < len(args)]
+        batches = [i for i in places if i not in trained]
+        if len({*trained}) < len(asked) or not batches:
+            raise BadInputError(
+                f"clipped_grad: it got {len(args)} arguments, of which argnums={self.argnums} are "
+                "trained: name each of these once, and give at least one batch beside them"
+            )
         try:
-            inspect.signature(loss_fn).bind_partial(*range(count + 1))
+            inspect.signature(self.loss_fn).bind_partial(*places)
         except TypeError as error:
             raise BadInputError(
-                f"clipped_grad: it got the parameters and {count} batches, which the loss does not "
-                f"take ({error}): give one for each of its arguments, and a mask by name (mask=...)"
+                f"clipped_grad: it got {len(args)} arguments, which the loss does not take "
+                f"({error}): give one for each of its own, and a mask by name (mask=...)"
             ) from error
         except ValueError:  # something that has no signature
             pass
-        return self.with_loss(lambda params, units, **keys: loss_fn(params, *units, **keys))
+
+        def pick(places: list[int], alone: bool) -> PyTree:
+            return args[places[0]] if alone else tuple(args[i] for i in places)
+
+        def together(params: PyTree, batch: PyTree) -> tuple[PyTree, ...]:
+            known = dict(zip(trained, (params,) if single else params, strict=True))
+            known |= zip(batches, (batch,) if len(batches) == 1 else batch, strict=True)
+            return tuple(known[i] for i in places)
+
+        return pick(trained, single), pick(batches, len(batches) == 1), together
 
     def with_loss(self, loss_fn: Callable[..., Any]) -> ClippedGrad:
         """The same of another loss."""
@@ -178,9 +208,7 @@ class ClippedGrad:
 
     def explain(
         self,
-        params: PyTree,
-        batch: PyTree,
-        *more: PyTree,
+        *args: PyTree,
         mask: jax.Array | None = None,
         rng: jax.Array | None = None,
         group: jax.Array | None = None,
@@ -188,41 +216,34 @@ class ClippedGrad:
         """Says which strategy a call with arrays of these shapes takes and why; ``str`` it.
 
         Args:
-          params: as in a call.
-          batch: as in a call.
-          *more: as in a call.
+          *args: as in a call.
           mask: as in a call.
           rng: as in a call.
           group: as in a call.
         """
-        if more:
-            units = (batch, *more)
-            return self._of_several(len(units)).explain(
-                params, units, mask=mask, rng=rng, group=group
-            )
         found: list[Explanation] = []
 
-        def look(params: PyTree, batch: PyTree) -> None:
-            problem, _ = self.problem(params, batch, mask, rng, group)
+        def look(*args: PyTree) -> None:
+            problem, _ = self.problem(args, mask, rng, group)
             chosen = self._choose(problem)
             if chosen.strategy == "ghost":
                 machine = machine_for(self.platform)
                 chosen = book_kept(problem, machine, self.norm_method, chosen)
             found.append(chosen)
 
-        jax.make_jaxpr(look)(params, batch)
+        jax.make_jaxpr(look)(*args)
         return found[-1]
 
     def problem(
         self,
-        params: PyTree,
-        batch: PyTree,
-        mask: jax.Array | None,
-        rng: jax.Array | None,
-        group: jax.Array | None,
+        args: Sequence[PyTree],
+        mask: jax.Array | None = None,
+        rng: jax.Array | None = None,
+        group: jax.Array | None = None,
         rule: Rule | None = None,
     ) -> tuple[Problem, Callable[[list[jax.Array]], PyTree]]:
         """Flattens one call; returns it and the function that puts sums back in a tree."""
+        params, batch, together = self.arguments(args)
         params, batch = as_arrays("params", params), as_arrays("batch", batch)
         batch, group = (self.rule if rule is None else rule).of_units(batch, group)
         n = count_units(batch)
@@ -258,7 +279,7 @@ class ClippedGrad:
             trained = iter(leaves)
             full = [next(trained) if t else x for t, x in zip(train, everything)]
             extra = {} if key is None else {"rng": key}
-            out = self.loss_fn(tree.unflatten(full), example, **extra)
+            out = self.loss_fn(*together(tree.unflatten(full), example), **extra)
             return _value_and_aux(out, self.has_aux)
 
         leaves = [x for t, x in zip(train, everything) if t]
@@ -353,12 +374,13 @@ def _unit_keys(rng: jax.Array, n: int) -> jax.Array:
 
 def clipped_grad(
     loss_fn: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
     *,
     clip_norm: float | PyTree | None = None,
     rule: Rule | None = None,
     normalize_by: float = 1.0,
     strategy: Strategy = "auto",
-    has_aux: bool = False,
     trainable: PyTree | Callable[[str], bool] | None = None,
     microbatch_size: int | None = None,
     platform: str | None = None,
@@ -374,16 +396,45 @@ def clipped_grad(
     >>> bounded = jax.jit(gradient)(params, batch)
     >>> bounded.sum, bounded.norms
 
+    Formal guarantee:
+      Take two batches of which one lacks a unit (or has padding, or another unit in its place), and
+      everything else alike. Their ``sum`` differ by at most ``sensitivity(neighboring)``, in the
+      Euclidean norm over all leaves together, whatever the units hold. For the rule is given a norm
+      that is no smaller than that of what is summed, and the contribution of a unit is a function
+      of that unit, its key and the other arguments alone: a loss in which JAX could mix units is
+      refused. Sums are float32, which rounds (``docs/internals/clipping.md`` says by how much).
+
+      There is no guarantee for what is told of single units (``norms``, ``losses``, ``aux``, ...),
+      nor where the loss captures data of units from outside instead of taking them as arguments, or
+      where one key for all units (``rng``) is known.
+
+      | edge case | what happens |
+      |---|---|
+      | no units (n = 0) | the sum is zeros |
+      | padding (the mask is zero or NaN) | contributes exactly zero, whatever it holds |
+      | a NaN or an infinity in a gradient | its unit contributes zero, and is ``nonfinite`` |
+      | a gradient whose squared norm overflows float32 | likewise |
+      | a gradient of zero | contributes zero |
+      | integer leaves of what is trained | are not differentiated: None in ``sum`` |
+      | integer leaves of a batch | reach the loss as they are |
+      | parameters in bfloat16 or float16 | all results are float32; C holds for what is summed |
+      | a clip norm known on the device alone: NaN, infinite, <= 0 | the sum is zeros |
+
+      (Where a rule clips parameters apart, as ``PerLayer``, what is not finite is zeroed apart.)
+
     Args:
       loss_fn: ``(params, example) -> scalar`` (or ``(scalar, aux)``) for ONE unit; takes ``rng=``
         if keys are given. The example of a user holds arrays with an axis of its examples.
-      clip_norm: C; short for ``rule=Standard(C)``. A tree of them that is a prefix of the
+      argnums: which positional arguments are trained, as of ``jax.grad``: for an int ``sum`` is
+        like that argument, for a tuple it is a tuple. All others are batches; what is neither, the
+        loss closes over. Names of parameters start with the place in the tuple: ``"1/kernel"``.
+      has_aux: whether the loss returns ``(value, aux)``.
+      clip_norm: C; short for ``rule=Flat(C)``. A tree of them that is a prefix of the
         parameters clips each part apart (``PerGroup``).
       rule: how norms become weights; give this or ``clip_norm``.
       normalize_by: what the sum is divided by: a constant, such as the expected number of units.
       strategy: ``"vmap"`` (reference; memory n x parameters), ``"scan"`` (over microbatches of
         units), ``"ghost"`` (book-keeping, no per-unit gradients), or ``"auto"``.
-      has_aux: whether the loss returns ``(value, aux)``.
       trainable: which parameters are trained: a function of their name, or a tree of bools that
         is a prefix of the parameters; default all that are floating point.
       microbatch_size: units at a time, over all parts of ``unit_sharding``; default one of each
@@ -411,6 +462,13 @@ def clipped_grad(
     """
     if (clip_norm is None) == (rule is None):
         raise BadInputError("clipped_grad: give either clip_norm or rule")
+    try:
+        several = isinstance(argnums, Sequence)
+        places = tuple(map(operator.index, argnums)) if several else operator.index(argnums)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise BadInputError(
+            f"clipped_grad: argnums is {argnums!r}, but it must be an int or a tuple of ints"
+        ) from error
     if strategy not in STRATEGIES:
         raise BadInputError(
             f"clipped_grad: strategy is {strategy!r}, but it must be one of {STRATEGIES}"
@@ -430,12 +488,13 @@ def clipped_grad(
         )
     if rule is None:
         single = jax.tree_util.all_leaves([clip_norm])
-        rule = Standard(clip_norm) if single else PerGroup.of_tree(clip_norm)  # type: ignore[arg-type]
+        rule = Flat(clip_norm) if single else PerGroup.of_tree(clip_norm)  # type: ignore[arg-type]
     return ClippedGrad(
         loss_fn,
+        places,
+        has_aux,
         rule,
         strategy,
-        has_aux,
         trainable,
         microbatch_size,
         platform,
@@ -465,10 +524,11 @@ def clipped_fun(
 
     Returns:
       A function ``(params, *batch, mask=None, rng=None, group=None) -> ClippedGradResult``, whose
-      sum is like what ``fun`` returns, float32, and whose losses are zero. Its ``sensitivity`` is
-      that of ``ClippedGrad``.
+      sum is like what ``fun`` returns, float32, and whose losses are zero. Its method
+      ``sensitivity`` is that of ``ClippedGrad``.
     """
-    made = clipped_grad(fun, strategy=strategy, **options)  # refuses what does not fit together
+    # Refuses what does not fit together.
+    made = clipped_grad(fun, 0, False, strategy=strategy, **options)
 
     def clipped(params: PyTree, *batch: PyTree, **given: Any) -> ClippedGradResult:
         def loss(weights: PyTree, *example: PyTree, **key: Any) -> jax.Array:

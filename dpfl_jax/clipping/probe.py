@@ -45,9 +45,7 @@ class Probed:
 
 def probe(
     bounded: ClippedGrad,
-    params: PyTree,
-    batch: PyTree,
-    *,
+    *args: PyTree,
     mask: jax.Array | None = None,
     rng: jax.Array | None = None,
     group: jax.Array | None = None,
@@ -57,8 +55,7 @@ def probe(
 
     Args:
       bounded: usually with strategy ``"auto"``.
-      params: arrays or ``jax.ShapeDtypeStruct``s, as in a call.
-      batch: likewise [n, ...].
+      *args: arrays or ``jax.ShapeDtypeStruct``s, as in a call.
       mask: as in a call.
       rng: as in a call.
       group: as in a call.
@@ -75,8 +72,8 @@ def probe(
     if limit is None:
         stats = jax.local_devices()[0].memory_stats() or {}
         limit = 0.5 * stats["bytes_limit"] if "bytes_limit" in stats else None
-    units = jax.tree.leaves(batch)[0].shape[0]
-    chosen = bounded.explain(params, batch, mask=mask, rng=rng, group=group)
+    units = jax.tree.leaves(bounded.arguments(args)[1])[0].shape[0]
+    chosen = bounded.explain(*args, mask=mask, rng=rng, group=group)
     candidates: list[tuple[str, int | None]] = [(chosen.strategy, chosen.microbatch_size)]
     if chosen.strategy == "ghost":
         size = chosen.microbatch_size or units
@@ -89,7 +86,7 @@ def probe(
     for strategy, size in candidates:
         fixed = copy.copy(bounded)
         fixed.strategy, fixed.microbatch_size = strategy, size  # type: ignore[assignment]
-        taken = _temp_bytes(fixed, params, batch, mask, rng, group)
+        taken = _temp_bytes(fixed, args, mask, rng, group)
         tried.append((strategy, size, taken))
         if limit is None or taken <= limit:
             return Probed(fixed, taken, tuple(tried))
@@ -103,15 +100,14 @@ def probe(
 
 def _temp_bytes(
     bounded: ClippedGrad,
-    params: PyTree,
-    batch: PyTree,
+    args: tuple[PyTree, ...],
     mask: jax.Array | None,
     rng: jax.Array | None,
     group: jax.Array | None,
 ) -> int:
-    def call(params: PyTree, batch: PyTree, mask: Any, rng: Any, group: Any) -> Any:
-        return bounded(params, batch, mask=mask, rng=rng, group=group)
+    def call(args: tuple[PyTree, ...], mask: Any, rng: Any, group: Any) -> Any:
+        return bounded(*args, mask=mask, rng=rng, group=group)
 
-    compiled = jax.jit(call).lower(params, batch, mask, rng, group).compile()
+    compiled = jax.jit(call).lower(args, mask, rng, group).compile()
     memory = compiled.memory_analysis()
     return 0 if memory is None else int(memory.temp_size_in_bytes)

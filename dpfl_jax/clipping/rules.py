@@ -1,16 +1,18 @@
 """Clip rules: from the norm of a unit's gradient to the weight it is multiplied by.
 
-A rule is a frozen dataclass. It carries its own sensitivity, the largest norm that one unit's
-contribution can have, so that noise is scaled to what was summed and to nothing else.
+A rule is a value: a frozen dataclass, whose fields a configuration gives under its ``kind``. It
+carries its own sensitivity, the largest norm that one unit's contribution can have, so that noise
+is scaled to what was summed and to nothing else.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import fnmatch
 import glob
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -48,11 +50,12 @@ def _positive(what: str, value: float) -> float:
     return float(value)
 
 
-def _keep_positive(rule: Rule, *names: str) -> None:
-    """Validates these fields of a rule, and makes them floats."""
-    for name in names:
-        value = _positive(f"{type(rule).__name__}: {name}", getattr(rule, name))
-        object.__setattr__(rule, name, value)
+def check_floats(clip: Any) -> None:
+    """Raises BadInputError unless the fields that are floats are above 0; makes them floats."""
+    for field in dataclasses.fields(clip):
+        if field.type in (float, "float"):
+            value = _positive(f"{type(clip).__name__}: {field.name}", getattr(clip, field.name))
+            object.__setattr__(clip, field.name, value)
 
 
 def _trusted(weights: jax.Array, *values: jax.Array | float) -> jax.Array:
@@ -64,34 +67,32 @@ def _trusted(weights: jax.Array, *values: jax.Array | float) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
-    """What all rules share: the weights of one norm per unit, the same for every parameter.
+class Rule(abc.ABC):
+    """What all clip rules share. Fields that are floats must be above 0.
 
     Attributes:
+      kind: its name in a configuration; rules that mechanisms make have none.
       apart: whether what a leaf is multiplied by follows from its own norm alone.
       compensated: whether rounding errors of sums are always added up beside them.
     """
 
-    kind: ClassVar[str]  # its name in configurations
+    kind: ClassVar[str]
     apart: ClassVar[bool] = False
     compensated: ClassVar[bool] = False
 
-    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
-        """Returns what each unit's gradient is multiplied by.
-
-        Args:
-          norms: float32 [n], finite and >= 0.
-          group: int or float [n], used by rules that weight by group; see ``GroupAverage``.
-
-        Returns:
-          float32 [n].
-        """
-        raise NotImplementedError
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        check_floats(self)
 
     @property
+    @abc.abstractmethod
     def sensitivity(self) -> float:
         """Largest norm of one privacy unit's contribution (adjacency: add or remove it)."""
-        raise NotImplementedError
+
+    @property
+    def threshold(self) -> float | None:
+        """The norm above which every gradient is clipped; None if there is no such norm."""
+        return self.sensitivity
 
     def of_units(self, batch: PyTree, group: jax.Array | None) -> tuple[PyTree, jax.Array | None]:
         """What the loss takes of a batch, and ``group``, for rules that units bring theirs to."""
@@ -102,6 +103,7 @@ class Rule:
         del names
         return None
 
+    @abc.abstractmethod
     def leaf_weights(
         self, squared: Sequence[jax.Array], names: Sequence[str], group: jax.Array | None
     ) -> tuple[jax.Array, list[jax.Array]]:
@@ -110,19 +112,41 @@ class Rule:
         Args:
           squared: one float32 [n] per leaf, finite.
           names: the leaves' names.
-          group: see ``weights``.
+          group: int or float [n], used by rules that weight by group; see ``GroupAverage``.
 
         Returns:
           The weights as reported ([n], or [n, groups] for rules with groups of parameters), and
           one float32 [n] per leaf.
         """
+
+
+@dataclasses.dataclass(frozen=True)
+class WholeGradientRule(Rule):
+    """A rule that has one weight for a whole gradient."""
+
+    @abc.abstractmethod
+    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
+        """Returns what each unit's gradient is multiplied by.
+
+        Args:
+          norms: float32 [n], finite and >= 0.
+          group: as of ``leaf_weights``.
+
+        Returns:
+          float32 [n].
+        """
+
+    def leaf_weights(
+        self, squared: Sequence[jax.Array], names: Sequence[str], group: jax.Array | None
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """See ``Rule.leaf_weights``."""
         del names
         weights = self.weights(jnp.sqrt(sum(squared, start=jnp.zeros(()))), group)
         return weights, [weights] * len(squared)
 
 
 @dataclasses.dataclass(frozen=True)
-class NoClip(Rule):
+class NoClip(WholeGradientRule):
     """Gradients as they are, which have no bound: for baselines without privacy."""
 
     kind: ClassVar[str] = "none"
@@ -136,23 +160,19 @@ class NoClip(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Standard(Rule):
+class Flat(WholeGradientRule):
     """min(1, C/n): contributions have norm at most C (Abadi et al. 2016, Algorithm 1).
 
     Attributes:
       clip_norm: C > 0, in the units of the gradient.
     """
 
+    kind: ClassVar[str] = "flat"
+
     clip_norm: float
 
-    kind: ClassVar[str] = "standard"
-
-    def __post_init__(self) -> None:
-        """Validates."""
-        _keep_positive(self, "clip_norm")
-
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
-        """See ``Rule.weights``."""
+        """See ``WholeGradientRule.weights``."""
         del group
         # proof: clip-1
         weights = jnp.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
@@ -165,8 +185,8 @@ class Standard(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class Normalized(Rule):
-    """min(1/C, 1/n): the standard rule divided by C (De et al. 2022, section 3.3).
+class Normalized(WholeGradientRule):
+    """min(1/C, 1/n): the flat rule divided by C (De et al. 2022, section 3.3).
 
     The learning rate then does not scale with C.
 
@@ -174,16 +194,12 @@ class Normalized(Rule):
       clip_norm: C > 0.
     """
 
-    clip_norm: float
-
     kind: ClassVar[str] = "normalized"
 
-    def __post_init__(self) -> None:
-        """Validates."""
-        _keep_positive(self, "clip_norm")
+    clip_norm: float
 
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
-        """See ``Rule.weights``."""
+        """See ``WholeGradientRule.weights``."""
         del group
         return _trusted(1.0 / jnp.maximum(norms, self.clip_norm), self.clip_norm)
 
@@ -192,9 +208,14 @@ class Normalized(Rule):
         """1."""
         return 1.0
 
+    @property
+    def threshold(self) -> float:
+        """C."""
+        return self.clip_norm
+
 
 @dataclasses.dataclass(frozen=True)
-class OwnBound(Rule):
+class OwnBound(WholeGradientRule):
     """min(1, b/n), where each unit brings its own b <= C as ``"bound"``.
 
     Attributes:
@@ -206,10 +227,6 @@ class OwnBound(Rule):
     normalized: bool = False
     compensated: ClassVar[bool] = True  # b may be as small as what rounding moves a sum by
 
-    def __post_init__(self) -> None:
-        """Validates."""
-        _keep_positive(self, "clip_norm")
-
     def of_units(self, batch: PyTree, group: jax.Array | None) -> tuple[PyTree, jax.Array | None]:
         """Takes the bound off a unit."""
         if not isinstance(batch, dict) or "bound" not in batch:
@@ -217,7 +234,7 @@ class OwnBound(Rule):
         return {name: x for name, x in batch.items() if name != "bound"}, batch["bound"]
 
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
-        """See ``Rule.weights``; ``group``: float [n], b of each unit."""
+        """See ``WholeGradientRule.weights``; ``group``: float [n], b of each unit."""
         if group is None:
             raise BadInputError(
                 'OwnBound: units bring no bound of their own: give each its "bound", as fit does'
@@ -232,36 +249,42 @@ class OwnBound(Rule):
         """C, or 1."""
         return 1.0 if self.normalized else self.clip_norm
 
-
-@dataclasses.dataclass(frozen=True)
-class Automatic(Rule):
-    """C/(n + gamma), no threshold to tune (Bu et al. 2023, "Automatic clipping", AUTO-S).
-
-    Attributes:
-      clip_norm: C > 0; contributions have norm below C.
-      gamma: > 0; keeps small gradients apart in size.
-    """
-
-    clip_norm: float = 1.0
-    gamma: float = 0.01
-
-    def __post_init__(self) -> None:
-        """Validates."""
-        _keep_positive(self, "clip_norm", "gamma")
-
-    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
-        """See ``Rule.weights``."""
-        del group
-        return _trusted(self.clip_norm / (norms + self.gamma), self.clip_norm, self.gamma)
-
     @property
-    def sensitivity(self) -> float:
+    def threshold(self) -> float:
         """C."""
         return self.clip_norm
 
 
 @dataclasses.dataclass(frozen=True)
-class GroupAverage(Rule):
+class Automatic(WholeGradientRule):
+    """1/(n + gamma), no threshold to tune (Bu et al. 2023, "Automatic clipping", AUTO-S).
+
+    Attributes:
+      gamma: > 0; keeps small gradients apart in size.
+    """
+
+    kind: ClassVar[str] = "automatic"
+
+    gamma: float = 0.01
+
+    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
+        """See ``WholeGradientRule.weights``."""
+        del group
+        # proof: clip-5
+        return _trusted(1.0 / (norms + self.gamma), self.gamma)
+
+    @property
+    def sensitivity(self) -> float:
+        """1: contributions have norm below it."""
+        return 1.0
+
+    @property
+    def threshold(self) -> None:
+        """None: every gradient is scaled, to nearly the same norm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupAverage(WholeGradientRule):
     """min(1, C/n) / size of the unit's group: a group contributes the mean of its clipped units.
 
     HiGradAvgDP (Marathe et al. 2022, Algorithm 2): the units are items, the groups are subjects,
@@ -273,12 +296,8 @@ class GroupAverage(Rule):
 
     clip_norm: float
 
-    def __post_init__(self) -> None:
-        """Validates."""
-        _keep_positive(self, "clip_norm")
-
     def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
-        """See ``Rule.weights``.
+        """See ``WholeGradientRule.weights``.
 
         Args:
           norms: float32 [n].
@@ -292,7 +311,7 @@ class GroupAverage(Rule):
             )
         size = jnp.maximum(group, 1)
         # proof: clip-3
-        return _trusted(Standard(self.clip_norm).weights(norms) / size, size)
+        return _trusted(Flat(self.clip_norm).weights(norms) / size, size)
 
     @property
     def sensitivity(self) -> float:
@@ -318,27 +337,34 @@ class PerGroup(Rule):
     """Clips groups of parameters apart: group k to C_k (McMahan et al. 2018, per-layer clipping).
 
     Attributes:
-      clip_norms: (pattern, C_k) pairs; a parameter belongs to the first shell pattern
-        (``"layers/*/kernel"``) that matches its name or that of a tree it lies in; a pattern that
-        matches none costs nothing but its share of the sensitivity.
+      clip_norms: C_k by pattern (``{"embed": 0.1, "*": 1.0}``), or pairs of both; a parameter
+        belongs to the first shell pattern (``"layers/*/kernel"``) that matches its name or that of
+        a tree it lies in; a pattern that matches none costs nothing but its share of the
+        sensitivity. Kept as pairs: files need not keep the order of a mapping.
     """
 
-    clip_norms: tuple[tuple[str, float], ...]
+    kind: ClassVar[str] = "per_group"
+
+    clip_norms: Mapping[str, float] | tuple[tuple[str, float], ...]
 
     def __post_init__(self) -> None:
-        """Validates."""
-        if not self.clip_norms:
+        """Checks the norms, and makes a mapping of them pairs."""
+        given = self.clip_norms
+        pairs = tuple(given.items() if isinstance(given, Mapping) else given)
+        if not pairs:
             raise BadInputError("PerGroup: clip_norms is empty: give at least one (pattern, C)")
-        if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in self.clip_norms):
+        couples = all(isinstance(p, (tuple, list)) and len(p) == 2 for p in pairs)
+        if not couples or not all(isinstance(pattern, str) for pattern, _ in pairs):
             raise BadInputError(
                 "PerGroup: clip_norms must be pairs of a pattern and its C: "
                 "(('layers/*', 0.5), ('*', 1.0))"
             )
-        floats = tuple(
-            (pattern, _positive(f"PerGroup, pattern {pattern!r}: clip_norm", clip_norm))
-            for pattern, clip_norm in self.clip_norms
-        )
+        floats = tuple((p, _positive(f"PerGroup, pattern {p!r}: clip_norm", c)) for p, c in pairs)
         object.__setattr__(self, "clip_norms", floats)
+
+    @property
+    def _pairs(self) -> tuple[tuple[str, float], ...]:
+        return self.clip_norms  # type: ignore[return-value]
 
     @classmethod
     def of_tree(cls, clip_norms: PyTree) -> PerGroup:
@@ -352,7 +378,7 @@ class PerGroup(Rule):
         for name in names:
             hits = [
                 k
-                for k, (pattern, _) in enumerate(self.clip_norms)
+                for k, (pattern, _) in enumerate(self._pairs)
                 if any(fnmatch.fnmatchcase(name, p) for p in (pattern, f"{pattern}/*"))
             ]
             if not hits:
@@ -367,17 +393,18 @@ class PerGroup(Rule):
     ) -> tuple[jax.Array, list[jax.Array]]:
         """See ``Rule.leaf_weights``."""
         del group
+        # proof: clip-6
         groups = self.partition(names)
         columns = []
-        for k, (_, clip_norm) in enumerate(self.clip_norms):
+        for k, (_, clip_norm) in enumerate(self._pairs):
             total = sum((s for s, g in zip(squared, groups) if g == k), start=0.0 * squared[0])
-            columns.append(Standard(clip_norm).weights(jnp.sqrt(total)))
+            columns.append(Flat(clip_norm).weights(jnp.sqrt(total)))
         return jnp.stack(columns, axis=1), [columns[g] for g in groups]
 
     @property
     def sensitivity(self) -> float:
         """The root of the sum of squares of all C_k."""
-        return math.sqrt(sum(c * c for _, c in self.clip_norms))
+        return math.sqrt(sum(c * c for _, c in self._pairs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,15 +418,10 @@ class PerLayer(Rule):
       clip_norm: C > 0, the norm of the whole contribution.
     """
 
-    clip_norm: float
-
     kind: ClassVar[str] = "per_layer"
-
     apart: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        """Validates."""
-        _keep_positive(self, "clip_norm")
+    clip_norm: float
 
     def partition(self, names: Sequence[str]) -> list[int]:
         """Every leaf is its own group."""
@@ -411,7 +433,7 @@ class PerLayer(Rule):
         """See ``Rule.leaf_weights``."""
         del names, group
         # proof: clip-4
-        share = Standard(self.clip_norm / math.sqrt(len(squared)))
+        share = Flat(self.clip_norm / math.sqrt(len(squared)))
         columns = [share.weights(jnp.sqrt(s)) for s in squared]
         return jnp.stack(columns, axis=1), columns
 

@@ -41,10 +41,8 @@ class SelfCheck:
 
 def self_check(
     bounded: ClippedGrad,
-    params: PyTree,
-    batch: PyTree,
+    *args: PyTree,
     mask: jax.Array | None = None,
-    *,
     rng: jax.Array | None = None,
     group: jax.Array | None = None,
     max_units: int = 2,
@@ -54,8 +52,9 @@ def self_check(
 
     Args:
       bounded: what the run will use.
-      params: the run's parameters (those that are all zero are moved a little for the check).
-      batch: real units [n, ...]; the first ``max_units`` that are not padding are used.
+      *args: as in a call: parameters (those that are all zero are moved a little for the check),
+        and batches of real units [n, ...], of which the first ``max_units`` that are not padding
+        are used.
       mask: [n], as in a call.
       rng: as in a call.
       group: as in a call.
@@ -66,6 +65,7 @@ def self_check(
     Raises:
       SelfCheckError: names the parameter, and what to do.
     """
+    params, batch, together = bounded.arguments(args)
     real = np.flatnonzero(np.ones(_length(batch)) if mask is None else np.asarray(mask))
     chosen = real[:max_units]
     if not len(chosen):
@@ -74,7 +74,7 @@ def self_check(
     batch = jax.tree.map(lambda x: _finite(jnp.asarray(x)[chosen]), batch)
     group = None if group is None else jnp.asarray(group)[chosen]
     if tolerance is None:
-        low = is_low(bounded, params, batch, rng, group)
+        low = is_low(bounded, *together(params, batch), rng=rng, group=group)
         tolerance = TOLERANCE["bfloat16" if low else "float32"]
 
     places = None
@@ -83,12 +83,12 @@ def self_check(
         places = (NamedSharding(remote[0].sharding.mesh, PartitionSpec()), None)
         batch = jax.tree.map(np.asarray, batch)
     params = away_from_zero(params)
-    problem, _ = bounded.problem(params, batch, None, rng, group)
+    problem, _ = bounded.problem(together(params, batch), rng=rng, group=group)
     names = problem.names
 
     def run(vmap: bool) -> Any:
         def go(params: PyTree, batch: PyTree) -> Any:
-            inner, _ = bounded.problem(params, batch, None, rng, group)
+            inner, _ = bounded.problem(together(params, batch), rng=rng, group=group)
             seen: list[Any] = []
 
             def judge(squared: Any) -> Any:
@@ -179,17 +179,15 @@ def _length(batch: PyTree) -> int:
     return int(np.shape(jax.tree.leaves(batch)[0])[0])
 
 
-def is_low(
-    bounded: ClippedGrad, params: PyTree, batch: PyTree, rng: Any = None, group: Any = None
-) -> bool:
+def is_low(bounded: ClippedGrad, *args: PyTree, rng: Any = None, group: Any = None) -> bool:
     """Whether anything in the loss is computed in less than float32."""
     if machine_for(bounded.platform).rounding > 0:
         return True
 
-    def losses(params: PyTree, batch: PyTree) -> jax.Array:
-        return bounded(params, batch, rng=rng, group=group).losses
+    def losses(*args: PyTree) -> jax.Array:
+        return bounded(*args, rng=rng, group=group).losses
 
-    return has_low(losses, params, batch)
+    return has_low(losses, *args)
 
 
 def has_low(function: Callable[..., Any], *args: Any) -> bool:

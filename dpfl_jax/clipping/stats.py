@@ -21,6 +21,7 @@ class StepStats:
       norm: sum of unit gradient norms.
       nonfinite: units whose loss, or gradient, had a NaN or infinity; such a gradient was replaced
         by zero. They are in no other sum but ``units``.
+      clip_norm: of this step, where it adapts; it follows from releases, and is public.
     """
 
     units: jax.Array
@@ -28,6 +29,7 @@ class StepStats:
     clipped: jax.Array
     norm: jax.Array
     nonfinite: jax.Array
+    clip_norm: jax.Array | None = None
 
     @classmethod
     def of(cls, bounded: Any, mask: jax.Array, bound: Any) -> StepStats:
@@ -54,10 +56,12 @@ class StepStats:
     def row(self, private: bool) -> dict[str, Any]:
         """What a row of metrics holds of them."""
         units, finite = float(self.units), float(self.units - self.nonfinite)
+        adapting = {} if self.clip_norm is None else {"clip_norm": float(self.clip_norm)}
         return {
             "units": int(units),
             "train_loss": float(self.loss) / finite if finite else None,
             "fraction_clipped": float(self.clipped) / finite if finite and private else None,
             "mean_norm": float(self.norm) / finite if finite and private else None,
             "nonfinite_units": int(self.nonfinite),
+            **adapting,
         }

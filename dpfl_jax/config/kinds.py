@@ -210,20 +210,19 @@ def options(maker: Callable[..., Any]) -> dict[str, Option]:
             continue
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:  # Unpack[a TypedDict without defaults]
             (more,) = typing.get_args(hints[name])
-            for one, hint in typing.get_type_hints(more).items():
-                found[one] = Option(hint, None, None)
+            for one, hint in typing.get_type_hints(more, include_extras=True).items():
+                found[one] = Option(hint, None, _kinds_of(hint))
             continue
-        within = [a for a in _annotations(hints[name]) if isinstance(a, Kinds)]
-        found[name] = Option(hints[name], parameter.default, within[0] if within else None)
+        found[name] = Option(hints[name], parameter.default, _kinds_of(hints[name]))
     return found
 
 
-def _annotations(hint: Any) -> list[Any]:
+def _kinds_of(hint: Any) -> Kinds | None:
     """What a type, or one of a union's, is annotated with."""
-    kinds = [*getattr(hint, "__metadata__", ())]
-    for one in typing.get_args(hint) if not kinds else ():
-        kinds += getattr(one, "__metadata__", ())
-    return kinds
+    found = [*getattr(hint, "__metadata__", ())]
+    for one in typing.get_args(hint) if not found else ():
+        found += getattr(one, "__metadata__", ())
+    return next((kinds for kinds in found if isinstance(kinds, Kinds)), None)
 
 
 def _place(maker: Any, separator: str = ":") -> str:

@@ -2,7 +2,7 @@
 
     Mechanism(
         participation=Users(group_size=4, cohort_size=512, scheme=CyclicPoisson(period=8)),
-        clip=Standard(1.0),
+        clip=Flat(1.0),
         noise=Banded(bands=8),
     )
 
@@ -17,11 +17,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import dp_accounting
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -29,7 +30,18 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import cells
 from dpfl_jax.accounting.accountant import Accountant
 from dpfl_jax.accounting.renyi_filter import RenyiFilter
-from dpfl_jax.clipping import NoClip, Normalized, PerLayer, Rule, Standard
+from dpfl_jax.clipping import (
+    Adaptive,
+    Automatic,
+    Flat,
+    NoClip,
+    Normalized,
+    PerGroup,
+    PerLayer,
+    Rule,
+)
+from dpfl_jax.clipping.adaptive import CountedSum, adapting_noise, clipped_and_counted
+from dpfl_jax.clipping.result import ClippedGradResult
 from dpfl_jax.config.kinds import BUDGETS, CENTRAL, CLIPS, GIVES, NOISES, PARTICIPATIONS, Kinds
 from dpfl_jax.config.kinds import check_types as check_field_types
 from dpfl_jax.data.store import Readable
@@ -49,7 +61,7 @@ from dpfl_jax.sampling.schemes import AtRate
 if TYPE_CHECKING:
     from dpfl_jax.mechanisms.plan import Plan
 
-for _rule in (NoClip, Standard, Normalized, PerLayer):
+for _rule in (NoClip, Flat, Normalized, Automatic, PerLayer, PerGroup, Adaptive):
     CLIPS.register(_rule)
 
 
@@ -68,7 +80,7 @@ class Mechanism:
     """
 
     participation: Annotated[Participation, PARTICIPATIONS]
-    clip: Annotated[Rule, CLIPS] = Standard(1.0)
+    clip: Annotated[Rule | Adaptive, CLIPS] = Flat(1.0)
     noise: Annotated[NoiseStrategy, NOISES] = Independent()
     gives: Annotated[Gives, GIVES] = Gradient()
     budget: Annotated[OwnBudget, BUDGETS] | None = None
@@ -95,6 +107,11 @@ class Mechanism:
                 "nothing can be guaranteed"
             )
         self.noise.check_sensitivity(self.clip.sensitivity)
+        if isinstance(self.clip, Adaptive) and self.noise.is_correlated:
+            raise BadInputError(
+                "mechanism.clip is adaptive, which is proven for independent noise alone: take it, "
+                "or another clip rule"
+            )
         if isinstance(self.gives, LocalUpdate) and self.unit_examples is None:
             raise BadInputError(
                 "local steps (mechanism.gives) are of users with several examples: take a "
@@ -132,7 +149,7 @@ class Mechanism:
     @property
     def bounds(self) -> dict[str, Any]:
         """What bounds a unit's contribution: public constants, by name."""
-        found = {"clip_norm": self.clip_norm, "group_size": None, "sets_per_user": None}
+        found: dict[str, Any] = {"clip_norm": self.clip.threshold}
         for name in ("group_size", "sets_per_user"):
             found[name] = getattr(self.participation, name, None)
         return found
@@ -154,8 +171,8 @@ class Mechanism:
 
     @property
     def clip_norm(self) -> float:
-        """C, which norms are compared with."""
-        return float(getattr(self.clip, "clip_norm", self.clip.sensitivity))
+        """C, above which gradients are clipped; 1 of rules that have no such norm."""
+        return 1.0 if self.clip.threshold is None else float(self.clip.threshold)
 
     @property
     def unit_examples(self) -> int | None:
@@ -245,7 +262,9 @@ class Mechanism:
 
     @property
     def rule(self) -> Rule:
-        """The clip rule that runs."""
+        """The clip rule that runs; of one that adapts, that of the first step."""
+        if isinstance(self.clip, Adaptive):
+            return self.clip.rule()
         return self.clip if self.budget is None else self.budget.rule(self.clip)
 
     def clipped_grad(
@@ -290,11 +309,38 @@ class Mechanism:
     def noise_stddev(self) -> float:
         """Standard deviation of the noise on the clipped sum."""
         # proof: noise-1
-        return self.sigma * self.rule.sensitivity if self.private else 0.0
+        return self.sigma * self.clip.sensitivity if self.private else 0.0
 
     def noise_transform(self) -> optax.GradientTransformationExtraArgs:
         """Adds the noise of a step to the sum, and divides by the expected size."""
-        return self.noise.transform(self.noise_stddev, self.rule.sensitivity, self.divisor)
+        made = self.noise.transform(self.noise_stddev, self.clip.sensitivity, self.divisor)
+        return adapting_noise(self.clip, made) if isinstance(self.clip, Adaptive) else made
+
+    def summed(self, gradient: Any) -> Callable[..., ClippedGradResult]:
+        """What a step sums: ``(clip_norm, params, units, mask=...) -> ClippedGradResult``.
+
+        Args:
+          gradient: what ``clipped_grad`` returned.
+
+        Returns:
+          A function whose first argument is the clip norm of this step if the clip norm adapts
+          (None: the first), and nothing else; then the sum is a ``clipping.adaptive.CountedSum``.
+        """
+        if not isinstance(self.clip, Adaptive):
+            return lambda clip_norm, *args, **options: gradient(*args, **options)
+        first, counted = self.clip.clip_norm, clipped_and_counted(self.clip, gradient)
+
+        def summed(clip_norm: Any, *args: PyTree, **options: Any) -> ClippedGradResult:
+            return counted(first if clip_norm is None else clip_norm, *args, **options)
+
+        return summed
+
+    def zero_sum(self, params: PyTree, *lead: int) -> PyTree:
+        """Zeros in the structure of what a step sums, float32, with leading axes ``lead``."""
+        zeros = jax.tree.map(lambda p: jnp.zeros((*lead, *p.shape), jnp.float32), params)
+        if not isinstance(self.clip, Adaptive):
+            return zeros
+        return CountedSum(zeros, jnp.zeros(lead, jnp.float32))
 
     @property
     def noise_keys(self) -> int:

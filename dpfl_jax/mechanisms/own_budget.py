@@ -36,7 +36,7 @@ from dpfl_jax.accounting.cells import Contribution
 from dpfl_jax.accounting.events import LEAST_NOISE
 from dpfl_jax.accounting.renyi import ORDERS
 from dpfl_jax.accounting.renyi_filter import RenyiFilter, best_order
-from dpfl_jax.clipping import Normalized, OwnBound, Rule, Standard
+from dpfl_jax.clipping import Flat, Normalized, OwnBound
 from dpfl_jax.config.kinds import BUDGETS, Named
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.sampling import Poisson, PoissonWithDropout
@@ -81,12 +81,12 @@ class OwnBudget(Named, kinds=BUDGETS):
                 f"{ORDERS[-1]:g}: leave it out, and the best is taken"
             )
 
-    def check(self, clip: Rule, noise_multiplier: float | None) -> None:
+    def check(self, clip: Any, noise_multiplier: float | None) -> None:
         """Raises BadInputError unless users can have budgets with these."""
-        if not isinstance(clip, (Standard, Normalized)):
+        if not isinstance(clip, (Flat, Normalized)):
             raise BadInputError(
                 f"mechanism.clipping is {clip.kind}, but a user's own bound is that of the whole "
-                "gradient: set it to standard"
+                "gradient: set it to flat"
             )
         if noise_multiplier is not None and noise_multiplier < LEAST_NOISE:
             raise BadInputError(
@@ -94,9 +94,9 @@ class OwnBudget(Named, kinds=BUDGETS):
                 "pay for a step: set it higher, or let nobody have a budget of their own"
             )
 
-    def rule(self, clip: Rule) -> OwnBound:
+    def rule(self, clip: Any) -> OwnBound:
         """To each user's own bound, at most the clip norm."""
-        assert isinstance(clip, (Standard, Normalized))
+        assert isinstance(clip, (Flat, Normalized))
         return OwnBound(clip.clip_norm, isinstance(clip, Normalized))
 
     def sampler(self, made: Any) -> Any:

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting.statement import Statement
-from dpfl_jax.clipping import Trainable, self_check, split
+from dpfl_jax.clipping import Adaptive, Trainable, self_check, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.example_keys import key_argument, with_any_key
@@ -227,8 +227,8 @@ class Plan:
           ``(params, batch) -> ClippedSum``.
 
         Raises:
-          BadInputError: the plan's mesh splits parameters, or users have budgets of their own:
-            that is for ``fit``.
+          BadInputError: the plan's mesh splits parameters, users have budgets of their own, or the
+            clip norm adapts: that is for ``fit``.
         """
         self._refuse_own_loop()
         if splits_parameters(self.mesh):
@@ -392,6 +392,11 @@ class Plan:
         return set()
 
     def _refuse_own_loop(self) -> None:
+        if isinstance(self.mechanism.clip, Adaptive):
+            raise BadInputError(
+                "mechanism.clip is adaptive: the clip norm of a step follows from the release "
+                "before it, which a loop of one's own does not keep: use fit, or another clip rule"
+            )
         if self.mechanism.own_budgets:
             raise BadInputError(
                 f"mechanism.kind={self.mechanism.kind} keeps what each user has spent, and looks "

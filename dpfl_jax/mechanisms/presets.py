@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, TypedDict, Unpack
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from dpfl_jax import accounting
-from dpfl_jax.clipping import NoClip, Normalized, PerLayer, Rule, Standard
-from dpfl_jax.config.kinds import CENTRAL, options
+from dpfl_jax.clipping import Adaptive, Automatic, Flat, NoClip, Normalized, PerLayer, Rule
+from dpfl_jax.config.kinds import CENTRAL, CLIPS, Kinds, options
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.local_steps import Gives, Gradient, LocalUpdate
 from dpfl_jax.mechanisms.mechanism import Mechanism
@@ -35,8 +36,13 @@ from dpfl_jax.sampling import (
     check_probability,
 )
 
-Clipping = Literal["standard", "normalized", "per_layer"]
-_CLIPS: dict[str, type[Rule]] = {c.kind: c for c in (Standard, Normalized, PerLayer)}
+Clipping = Literal["flat", "normalized", "per_layer", "automatic"]
+_CLIPS: dict[str, Callable[[float], Rule]] = {
+    "flat": Flat,
+    "normalized": Normalized,
+    "per_layer": PerLayer,
+    "automatic": lambda clip_norm: Automatic(),
+}
 
 
 class CommonOptions(TypedDict, total=False):
@@ -44,17 +50,20 @@ class CommonOptions(TypedDict, total=False):
 
     Attributes:
       clip_norm: C, the largest norm of one unit's gradient.
-      clipping: ``"standard"`` (min(1, C/n) times the gradient; contribution at most C),
+      clipping: ``"flat"`` (min(1, C/n) times the gradient; contribution at most C),
         ``"normalized"`` (min(1/C, 1/n); at most 1, so that the learning rate does not scale with
         C; De et al. 2022), or ``"per_layer"`` (each parameter's gradient apart, to C over the root
         of their number; McMahan et al. 2018: faster where gradients are formed for their norms,
-        and more of the gradient is lost for the same noise).
+        and more of the gradient is lost for the same noise), or ``"automatic"`` (1/(n + 0.01), for
+        which ``clip_norm`` means nothing; Bu et al. 2023).
+      clip: a clip rule, instead of these two: ``Adaptive(...)``, ``PerGroup(...)``.
       noise_multiplier: sigma; None: calibrated to a target epsilon.
       arithmetic: of the noise, ``"exact"`` or ``"float"``.
     """
 
     clip_norm: float
     clipping: Clipping
+    clip: Annotated[Rule | Adaptive, CLIPS] | None
     noise_multiplier: float | None
     arithmetic: accounting.NoiseLaw
 
@@ -80,7 +89,8 @@ def _mechanism(
     /,
     *,
     clip_norm: float = 1.0,
-    clipping: Clipping = "standard",
+    clipping: Clipping = "flat",
+    clip: Rule | Adaptive | None = None,
     noise_multiplier: float | None = None,
     arithmetic: accounting.NoiseLaw = "exact",
     local_learning_rate: float | None = None,
@@ -89,7 +99,11 @@ def _mechanism(
 ) -> Mechanism:
     if clipping not in _CLIPS:
         raise BadInputError(f"clipping is {clipping!r}, but it must be one of {', '.join(_CLIPS)}")
-    rule: Any = _CLIPS[clipping]
+    if clip is not None and (clip_norm, clipping) != (1.0, "flat"):
+        raise BadInputError(
+            "mechanism.clip is given, and clip_norm or clipping beside it: leave these out, and "
+            "set the fields of clip"
+        )
     gives: Gives = Gradient()
     if local_learning_rate is not None:
         gives = LocalUpdate(
@@ -104,7 +118,7 @@ def _mechanism(
         )
     return Mechanism(
         participation=participation,
-        clip=rule(clip_norm),
+        clip=_CLIPS[clipping](clip_norm) if clip is None else clip,
         noise=dataclasses.replace(noise, arithmetic=arithmetic),
         gives=gives,
         budget=budget,
@@ -395,19 +409,23 @@ for _name, _preset in PRESETS.items():
 
 @functools.lru_cache(maxsize=256)
 def _preset_of(mechanism: Mechanism) -> tuple[str, dict[str, Any]] | None:
-    values: dict[str, Any] = {"clipping": mechanism.clip.kind}
+    clip = mechanism.clip
+    values: dict[str, Any] = {"clip": clip}
+    norm = getattr(clip, "clip_norm", 1.0)
+    if clip.kind in _CLIPS and _CLIPS[clip.kind](norm) == clip:
+        values = {"clipping": clip.kind, "clip_norm": norm}
+    of_parts: dict[str, Any] = {}
     for part in (
-        mechanism,
         mechanism.participation,
         getattr(mechanism.participation, "scheme", None),
-        mechanism.clip,
         mechanism.noise,
         mechanism.gives,
         mechanism.budget,
     ):
         if dataclasses.is_dataclass(part):
-            values |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
-    values["sampling_prob"] = values.get("prob")
+            of_parts |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
+    of_parts["sampling_prob"] = of_parts.get("prob")
+    values |= {"noise_multiplier": mechanism.noise_multiplier, **of_parts}
     for kind in CENTRAL.names():
         preset, known = CENTRAL[kind], options(CENTRAL[kind])
         given = {name: values[name] for name in known if name in values}
@@ -424,7 +442,9 @@ def _preset_of(mechanism: Mechanism) -> tuple[str, dict[str, Any]] | None:
 def as_preset(mechanism: Mechanism) -> dict[str, Any] | None:
     """The section by which a preset makes this mechanism; None if none does."""
     found = _preset_of(mechanism)
-    return None if found is None else {"kind": found[0], **found[1]}
+    if found is None:
+        return None
+    return {"kind": found[0]} | {name: Kinds.dump(value) for name, value in found[1].items()}
 
 
 def is_earlier(section: dict[str, Any]) -> bool:
@@ -435,8 +455,9 @@ def is_earlier(section: dict[str, Any]) -> bool:
 def parse_known(section: dict[str, Any]) -> Mechanism:
     """The mechanism of a section that somebody else wrote, an earlier version of this package too.
 
-    There ``arithmetic`` was ``noise``, the ``cap`` of a cohort was ``cohort_cap``, and the
-    ``period`` of allocation, blt and banded_inverse was one over ``sampling_prob``.
+    There the clipping ``flat`` was ``standard``, ``arithmetic`` was ``noise``, ``cap`` was
+    ``cohort_cap``, and the ``period`` of allocation, blt and banded_inverse was one over
+    ``sampling_prob``.
 
     Raises:
       BadInputError: no mechanism has it.
@@ -448,6 +469,8 @@ def parse_known(section: dict[str, Any]) -> Mechanism:
             section = {"kind": kind, "batch_size": section.get("batch_size")}
         else:
             section["arithmetic"] = noise
+        if section.get("clipping") == "standard":
+            section["clipping"] = "flat"
         if "cohort_cap" in section:
             section["cap"] = section.pop("cohort_cap")
         if kind in ("allocation", "blt", "banded_inverse"):

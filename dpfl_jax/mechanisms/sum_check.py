@@ -9,6 +9,7 @@ gradient. Both are measured on that very program: masks and data are its argumen
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -105,8 +106,10 @@ def check_sum(
         one = jax.tree.map(lambda x: x[0, :1], each[0])
         low = is_low(reference, join(params, frozen), one)
         tolerance = TOLERANCE["bfloat16" if low else "float32"]
-    check = _Check(trial, which, each, mechanism.rule.sensitivity, tolerance)
-    check.alone = _OneDevice.made(reference, params, frozen, pipeline.mesh)
+    check = _Check(trial, which, each, mechanism.clip.sensitivity, tolerance)
+    plain = functools.partial(mechanism.summed(reference), None)
+    zeros = jax.eval_shape(mechanism.zero_sum, params)
+    check.alone = _OneDevice.made(plain, zeros, params, frozen, pipeline.mesh)
     check.go()
     # Their parts of the sum may be wrong in some processes only.
     for said in processes.gather(check.wrong[:1]):
@@ -327,8 +330,10 @@ class _OneDevice:
     device: jax.Device
 
     @classmethod
-    def made(cls, reference: Any, params: PyTree, frozen: PyTree, mesh: Any) -> _OneDevice | None:
-        """None if the parameters do not fit."""
+    def made(
+        cls, reference: Any, zeros: PyTree, params: PyTree, frozen: PyTree, mesh: Any
+    ) -> _OneDevice | None:
+        """None if the parameters do not fit; ``zeros`` are shaped like a sum."""
         device = mesh.local_devices[0]
         size, rest = (sum(x.nbytes for x in jax.tree.leaves(t)) for t in (params, frozen))
         stats = device.memory_stats() or {}
@@ -350,7 +355,7 @@ class _OneDevice:
             return more, _norm(one.sum), norm
 
         alone = jax.tree.map(whole, params)
-        zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, "f4"), device), params)
+        zeros = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, "f4"), device), zeros)
         return cls(
             jax.jit(add, compiler_options=unoptimised()),
             join(alone, jax.tree.map(whole, frozen)),

@@ -15,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dpfl_jax.clipping import Standard, accumulate, join
+from dpfl_jax.clipping import Flat, accumulate, join
+from dpfl_jax.clipping.adaptive import CountedSum
 from dpfl_jax.clipping.convolutions import kernels
 from dpfl_jax.clipping.result import leaf_name
 from dpfl_jax.clipping.stats import StepStats
@@ -44,10 +45,11 @@ def clipped_sum_over_microbatches(
     whole: Collection[str] | None = None,
     **options: Any,
 ) -> Sum:
-    """Returns ``(params, units, mask, num_microbatches, frozen) -> (sum, stats)``, before noise.
+    """Returns ``(params, units, mask, num_microbatches, frozen, clip_norm) -> (sum, stats)``.
 
-    ``params`` and ``frozen`` are the two parts of ``clipping.split`` (frozen may be left out); the
-    sum has the structure of ``params``.
+    ``params`` and ``frozen`` are the two parts of ``clipping.split`` (frozen may be left out). The
+    sum, before noise, has the structure of ``params``. If the clip norm adapts it is a
+    ``CountedSum`` of that, and ``clip_norm`` is that of this step (None: of the first).
 
     Args:
       mechanism: bounds the gradients.
@@ -92,7 +94,7 @@ def unit_norms(
       Norms; infinite where a gradient is not finite, 0 where there is no unit.
     """
     clipped_grad = mechanism.clipped_grad(loss_fn, **options)
-    rows, anything = PartitionSpec(None, DATA_AXIS), Standard(mechanism.clip_norm)
+    rows, anything = PartitionSpec(None, DATA_AXIS), Flat(mechanism.clip_norm)
 
     def local(params: PyTree, units: PyTree, mask: jax.Array, frozen: PyTree) -> jax.Array:
         def alone(unit: tuple[PyTree, jax.Array]) -> jax.Array:
@@ -200,25 +202,28 @@ def _by_hand(
     mechanism: Mechanism, loss_fn: Callable[..., jax.Array], mesh: Mesh, options: dict[str, Any]
 ) -> Sum:
     """Every device has all parameters."""
-    clipped_grad = mechanism.clipped_grad(loss_fn, **options)
+    summed = mechanism.summed(mechanism.clipped_grad(loss_fn, **options))
     rows = PartitionSpec(None, DATA_AXIS)
 
     def local(
-        params: PyTree, units: PyTree, mask: Any, num_microbatches: Any, frozen: PyTree
+        params: PyTree,
+        units: PyTree,
+        mask: Any,
+        num_microbatches: Any,
+        frozen: PyTree,
+        clip_norm: Any,
     ) -> tuple[PyTree, StepStats]:
         # Without this cast, the gradient with respect to replicated parameters is summed over
         # devices *before* clipping, and the sensitivity becomes the number of devices.
         params = jax.tree.map(lambda p: jax.lax.pcast(p, DATA_AXIS, to="varying"), params)
 
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
-            bounded = clipped_grad(join(params, frozen), row, mask=mask)
-            own = mechanism.rule.of_units(row, jnp.float32(mechanism.clip_norm))[1]
+            bounded = summed(clip_norm, join(params, frozen), row, mask=mask)
+            above = jnp.float32(mechanism.clip_norm) if clip_norm is None else clip_norm
+            own = mechanism.rule.of_units(row, above)[1]
             return bounded.sum, StepStats.of(bounded, mask, own)
 
-        carry = (
-            jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-            StepStats.zero(),
-        )
+        carry = (mechanism.zero_sum(params), StepStats.zero())
         carry = jax.tree.map(lambda x: jax.lax.pcast(x, DATA_AXIS, to="varying"), carry)
         total = accumulate.over_microbatches(
             one, carry, units, mask, num_microbatches, compensated=mechanism.rule.compensated
@@ -228,15 +233,20 @@ def _by_hand(
     mapped = jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(PartitionSpec(), rows, rows, PartitionSpec(), PartitionSpec()),
+        in_specs=(PartitionSpec(), rows, rows, *[PartitionSpec()] * 3),
         out_specs=PartitionSpec(),
         axis_names={DATA_AXIS},
     )
 
     def total(
-        params: PyTree, units: PyTree, mask: Any, num_microbatches: Any, frozen: PyTree = None
+        params: PyTree,
+        units: PyTree,
+        mask: Any,
+        num_microbatches: Any,
+        frozen: PyTree = None,
+        clip_norm: Any = None,
     ) -> tuple[PyTree, StepStats]:
-        return mapped(params, units, mask, num_microbatches, frozen)
+        return mapped(params, units, mask, num_microbatches, frozen, clip_norm)
 
     return total
 
@@ -253,11 +263,16 @@ def _automatic(
     units = (None,) if "example_sharding" in options else (FSDP_AXIS,)
     inner = NamedSharding(mesh, PartitionSpec(*units))
     outer = NamedSharding(mesh, PartitionSpec(DATA_AXIS, *units))
-    clipped_grad = mechanism.clipped_grad(loss_fn, unit_sharding=inner, **options)
+    summed = mechanism.summed(mechanism.clipped_grad(loss_fn, unit_sharding=inner, **options))
     parts = mesh.shape[DATA_AXIS]
 
     def total(
-        params: PyTree, units: PyTree, mask: Any, num_microbatches: Any, frozen: PyTree = None
+        params: PyTree,
+        units: PyTree,
+        mask: Any,
+        num_microbatches: Any,
+        frozen: PyTree = None,
+        clip_norm: Any = None,
     ) -> tuple[PyTree, StepStats]:
         places = parameter_shardings(params, mesh, whole)
 
@@ -266,11 +281,14 @@ def _automatic(
                 spec = PartitionSpec(*lead, *place.spec)
                 return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
+            if isinstance(tree, CountedSum):
+                return tree._replace(gradient=jax.tree.map(one, tree.gradient, places))
             return jax.tree.map(one, tree, places)
 
         def part(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
-            bounded = clipped_grad(join(params, frozen), row, mask=mask)
-            return bounded.sum, StepStats.of(bounded, mask, mechanism.clip_norm)
+            bounded = summed(clip_norm, join(params, frozen), row, mask=mask)
+            above = mechanism.clip_norm if clip_norm is None else clip_norm
+            return bounded.sum, StepStats.of(bounded, mask, above)
 
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
             def split(x: jax.Array) -> jax.Array:
@@ -281,8 +299,7 @@ def _automatic(
             sums, stats = every(jax.tree.map(split, row), split(mask))
             return placed(sums, DATA_AXIS), stats
 
-        sums = jax.tree.map(lambda p: jnp.zeros((parts, *p.shape), jnp.float32), params)
-        stats = StepStats.zero(parts)
+        sums, stats = mechanism.zero_sum(params, parts), StepStats.zero(parts)
         carry = accumulate.over_microbatches(
             one,
             (placed(sums, DATA_AXIS), stats),

@@ -16,11 +16,13 @@ The sum and the update (noise, optimiser) are two programs: what is checked befo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection
 from typing import Any
 
 import chex
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -52,7 +54,8 @@ class TrainStep:
         def whole(
             state: TrainState, units: PyTree, mask: Any, rows: Any, noise_key: Any, frozen: PyTree
         ) -> tuple[TrainState, StepStats]:
-            total, stats = summed(state.params, units, mask, rows, frozen)
+            adapting = getattr(state.noise, "clip_norm", None)
+            total, stats = summed(state.params, units, mask, rows, frozen, adapting)
             return update(state, total, noise_key), stats
 
         self.whole = whole
@@ -67,7 +70,10 @@ class TrainStep:
         frozen: PyTree = None,
     ) -> tuple[TrainState, StepStats]:
         """Takes one step."""
-        total, stats = self.sum(state.params, units, mask, num_microbatches, frozen)
+        adapting = getattr(state.noise, "clip_norm", None)
+        total, stats = self.sum(state.params, units, mask, num_microbatches, frozen, adapting)
+        if adapting is not None:  # a copy: the state is donated
+            stats = dataclasses.replace(stats, clip_norm=jnp.copy(adapting))
         return self.update(state, total, noise_key), stats
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from neighbours import removed
 
-from dpfl_jax.clipping import Automatic, Normalized, PerGroup, Standard, clipped_grad
+from dpfl_jax.clipping import Automatic, Flat, Normalized, PerGroup, clipped_grad
 from dpfl_jax.errors import BadInputError
 
 STRATEGIES = ["vmap", "scan", "ghost"]
@@ -57,7 +57,7 @@ def assert_close(got, want, rtol=1e-5):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*STRATEGIES, "auto"])
-@pytest.mark.parametrize("rule", [Standard(0.5), Normalized(1e4)])
+@pytest.mark.parametrize("rule", [Flat(0.5), Normalized(1e4)])
 def test_equals_unit_by_unit(strategy, rule):
     params, batch = mlp_params(), mlp_batch(6)
     want, norms = reference(mlp_loss, params, batch, rule)
@@ -258,11 +258,11 @@ def test_parameters_split_by_hand_are_refused():
 
 def test_rules_say_their_sensitivity():
     norms = jnp.array([0.0, 1e-30, 0.5, 2.0, 1e18])
-    for rule in (Standard(0.5), Normalized(0.5)):
+    for rule in (Flat(0.5), Normalized(0.5)):
         contribution = np.asarray(rule.weights(norms), np.float64) * np.asarray(norms, np.float64)
         assert contribution.max() <= rule.sensitivity * (1 + 1e-6)
         assert contribution.max() >= rule.sensitivity * (1 - 1e-6)
-    assert Standard(0.5).sensitivity == 0.5
+    assert Flat(0.5).sensitivity == 0.5
     assert Normalized(0.5).sensitivity == 1.0
 
 
@@ -270,7 +270,7 @@ def test_rules_say_their_sensitivity():
     ("arguments", "message"),
     [
         ({}, "either clip_norm or rule"),
-        ({"clip_norm": 1.0, "rule": Standard(1.0)}, "either clip_norm or rule"),
+        ({"clip_norm": 1.0, "rule": Flat(1.0)}, "either clip_norm or rule"),
         ({"clip_norm": -1.0}, "above 0"),
         ({"clip_norm": float("nan")}, "above 0"),
         ({"clip_norm": 1.0, "strategy": "fast"}, "must be one of"),
@@ -330,7 +330,7 @@ def test_no_units_over_devices():
         )
 
 
-@pytest.mark.parametrize("rule", [Standard, Normalized, Automatic])
+@pytest.mark.parametrize("rule", [Flat, Normalized, Automatic])
 @pytest.mark.parametrize("clip_norm", [0.0, -1.0, 1e-30, np.nan, np.inf])
 def test_a_clip_norm_that_turns_out_unusable_gives_zeros(rule, clip_norm):
     """Known on the device alone; a unit of zero gradient and one of a large one."""
@@ -384,7 +384,7 @@ def test_python_numbers_as_parameter_and_as_loss(strategy):
         ({"mask": np.ones(3, complex)}, "mask has shape .* complex128.* bool, int or float"),
         ({"clip_norm": {"w": 1.0}}, "no pattern matches the parameter"),
         ({"clip_norm": "1"}, "clip_norm must be one number, but it is a str"),
-        ({"clip_norm": None, "rule": lambda: PerGroup({"w": 1.0})}, "must be pairs of a pattern"),
+        ({"clip_norm": None, "rule": lambda: PerGroup(("w", 1.0))}, "must be pairs of a pattern"),
     ],
 )
 def test_what_cannot_be_used_is_named(change, message):
@@ -399,3 +399,88 @@ def test_what_cannot_be_used_is_named(change, message):
 
     with pytest.raises(BadInputError, match=message):
         call()
+
+
+def dot(params, example):
+    return jnp.vdot(params["w"].astype(jnp.float32), example["x"]) * example["y"]
+
+
+def of_two(second, mask=None, clip_norm=1.0, **params):
+    """The result of a unit of gradient (0.6, 0) and another; and the sum of the first alone."""
+    params = {"w": jnp.ones(2), **params}
+    batch = {"x": jnp.array([[0.6, 0.0], [1.0, 1.0]]), "y": jnp.array([1.0, second])}
+    got = clipped_grad(dot, rule=Flat(clip_norm))(params, batch, mask=mask)
+    first = jax.tree.map(lambda x: x[:1], batch)
+    return got, clipped_grad(dot, clip_norm=1.0)(params, first).sum
+
+
+def adds_nothing(second, nonfinite=False, **options):
+    got, alone = of_two(second, **options)
+    np.testing.assert_array_equal(got.sum["w"], alone["w"])
+    np.testing.assert_array_equal(got.nonfinite, [False, nonfinite])
+
+
+def no_units():
+    none = {"x": jnp.zeros((0, 2)), "y": jnp.zeros(0)}
+    got = clipped_grad(dot, clip_norm=1.0)({"w": jnp.ones(2)}, none)
+    np.testing.assert_array_equal(got.sum["w"], 0)
+
+
+def padding():
+    for second, there in ((3.0, 0.0), (np.nan, 0.0), (np.inf, np.nan)):
+        adds_nothing(second, mask=jnp.array([1.0, there]))
+
+
+def integer_parameters():
+    got, _ = of_two(1.0, i=jnp.arange(3), there=jnp.array(True))
+    assert got.sum["i"] is got.sum["there"] is got.leaf_norms["i"] is None
+
+
+def integer_data():
+    def looked_up(params, example):
+        assert example["token"].dtype == jnp.int8
+        return params["w"][example["token"]]
+
+    tokens = {"token": jnp.array([0, 1, 1], jnp.int8)}
+    got = clipped_grad(looked_up, clip_norm=1.0)({"w": jnp.ones(2)}, tokens)
+    np.testing.assert_allclose(got.sum["w"], [1.0, 2.0], rtol=1e-6)
+
+
+def low_precision():
+    for dtype in (jnp.bfloat16, jnp.float16):
+        got, _ = of_two(1e3, mask=jnp.array([0.0, 1.0]), w=jnp.ones(2, dtype))
+        for leaf in (got.sum["w"], got.norms, got.weights, got.losses, got.leaf_norms["w"]):
+            assert leaf.dtype == jnp.float32
+        assert 0.99 < np.linalg.norm(got.sum["w"]) <= 1 + 1e-6
+
+
+def unusable_norm():
+    for clip_norm in (np.nan, np.inf, 0.0, -1.0):
+        got = jax.jit(lambda c: of_two(3.0, clip_norm=c)[0].sum)(clip_norm)
+        np.testing.assert_array_equal(got["w"], 0)
+
+
+EDGE_CASES = {
+    "no units (n = 0)": no_units,
+    "padding (the mask is zero or NaN)": padding,
+    "a NaN or an infinity in a gradient": lambda: [
+        adds_nothing(bad, nonfinite=True) for bad in (np.nan, np.inf)
+    ],
+    "a gradient whose squared norm overflows float32": lambda: adds_nothing(3e19, nonfinite=True),
+    "a gradient of zero": lambda: adds_nothing(0.0),
+    "integer leaves of what is trained": integer_parameters,
+    "integer leaves of a batch": integer_data,
+    "parameters in bfloat16 or float16": low_precision,
+    "a clip norm known on the device alone: NaN, infinite, <= 0": unusable_norm,
+}
+
+
+def test_the_docstring_has_these_edge_cases():
+    rows = [line.split("|")[1].strip() for line in clipped_grad.__doc__.split("\n") if "|" in line]
+    assert rows[0] == "edge case"
+    assert rows[2:] == list(EDGE_CASES)
+
+
+@pytest.mark.parametrize("case", EDGE_CASES)
+def test_edge_case(case):
+    EDGE_CASES[case]()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from neighbours import removed
 
-from dpfl_jax.clipping import GroupAverage, Normalized, OwnBound, Standard, clipped_grad
+from dpfl_jax.clipping import Flat, GroupAverage, Normalized, OwnBound, clipped_grad
 from dpfl_jax.clipping.accumulate import needs_compensation
 from dpfl_jax.errors import BadInputError
 
@@ -108,7 +108,7 @@ def test_rows_that_do_not_exist_have_the_gradient_that_jax_gives_them(mode):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("rule", [Standard, Normalized, GroupAverage])
+@pytest.mark.parametrize("rule", [Flat, Normalized, GroupAverage])
 def test_a_clip_norm_gone_wrong_on_the_device_lets_nothing_through(rule, value):
     with pytest.raises(BadInputError, match="must be finite"):
         rule(jnp.float32(value))

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dpfl_jax.clipping import accumulate, clipped_grad, cost
 from dpfl_jax.clipping.peak import peak_bytes
-from dpfl_jax.clipping.rules import GroupAverage, PerLayer, Standard
+from dpfl_jax.clipping.rules import Flat, GroupAverage, PerLayer
 
 KEY, UNITS = jax.random.key(11), 16
 
@@ -48,7 +48,7 @@ def one_at_a_time(monkeypatch):
 @pytest.mark.usefixtures("one_at_a_time")
 @pytest.mark.parametrize("compensated", [False, True])
 @pytest.mark.parametrize(
-    "rule", [Standard(2.0), PerLayer(2.0), GroupAverage(2.0)], ids=lambda rule: type(rule).__name__
+    "rule", [Flat(2.0), PerLayer(2.0), GroupAverage(2.0)], ids=lambda rule: type(rule).__name__
 )
 def test_sums_and_norms_are_those_of_vmap(rule, compensated, monkeypatch):
     """With a padded unit that holds NaNs, one that has a NaN and one that overflows."""

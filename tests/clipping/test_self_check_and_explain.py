@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from zoo import ZOO
 
-from dpfl_jax.clipping import PerLayer, SelfCheckError, Standard, clipped_grad, self_check
+from dpfl_jax.clipping import Flat, PerLayer, SelfCheckError, clipped_grad, self_check
 from dpfl_jax.clipping.taps import leaves
 
 
@@ -25,11 +25,11 @@ def test_self_check_passes(name, strategy):
 def test_self_check_ignores_padding():
     loss, params, batch = ZOO["tied_embedding"]()
     f = clipped_grad(loss, clip_norm=1.0)
-    assert self_check(f, params, batch, jnp.array([0, 0, 1, 0, 0])).units == 1
-    assert self_check(f, params, batch, jnp.zeros(5)).units == 0
+    assert self_check(f, params, batch, mask=jnp.array([0, 0, 1, 0, 0])).units == 1
+    assert self_check(f, params, batch, mask=jnp.zeros(5)).units == 0
 
 
-@pytest.mark.parametrize("rule", [Standard(1.0), PerLayer(1.0)])
+@pytest.mark.parametrize("rule", [Flat(1.0), PerLayer(1.0)])
 @pytest.mark.parametrize("bad", ["root of a negative", "data"])
 def test_a_unit_with_nan_in_some_parameters_is_no_internal_error(rule, bad):
     def loss(params, x):

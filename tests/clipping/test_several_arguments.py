@@ -7,7 +7,7 @@ import pytest
 from neighbours import removed
 
 import dpfl_jax as dpfl
-from dpfl_jax.clipping import PerGroup
+from dpfl_jax.clipping import PerGroup, self_check
 from dpfl_jax.errors import BadInputError
 
 PARAMS = {"a": {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}, "z": jnp.ones(2)}
@@ -44,6 +44,44 @@ def test_a_loss_of_several_arguments(strategy):
     )
 
 
+@pytest.mark.parametrize(
+    ("argnums", "order", "trained"),
+    [(1, "xzy", "z"), (-1, "xya", "a"), ((3, 1), "xzya", "az"), ([-2], "xzy", "z")],
+)
+def test_argnums_are_those_of_jax_grad(argnums, order, trained):
+    """What they name is trained, in that order; every other argument is a batch."""
+    values, each = {"x": X, "y": Y, **PARAMS}, each_gradient()
+
+    def fun(*args):
+        known = values | dict(zip(order, args, strict=True))
+        return loss({name: known[name] for name in PARAMS}, known["x"], known["y"])
+
+    args = [values[name] for name in order]
+    f = dpfl.clipped_grad(fun, argnums, clip_norm=0.5)
+    got = f(*args)
+    want = each[trained] if isinstance(argnums, int) else tuple(each[name] for name in trained)
+    weights = 0.5 / np.maximum(0.5, norms_of(want))
+    assert jax.tree.structure(got.sum) == jax.tree.structure(want)
+    for s, g in zip(jax.tree.leaves(got.sum), jax.tree.leaves(want)):
+        np.testing.assert_allclose(s, np.einsum("n,n...", weights, g), rtol=1e-4)
+    assert self_check(f, *args).max_relative_error < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("argnums", "message"),
+    [
+        ("x", "must be an int or a tuple of ints"),
+        (0.0, "must be an int or a tuple of ints"),
+        (3, "name each of these once"),
+        ((0, -3), "name each of these once"),
+        ((0, 1, 2), "at least one batch"),
+    ],
+)
+def test_argnums_that_fit_no_call_are_refused(argnums, message):
+    with pytest.raises(BadInputError, match=message):
+        dpfl.clipped_grad(loss, argnums, clip_norm=0.5)(PARAMS, X, Y)
+
+
 def test_the_norms_of_each_parameter_are_told():
     got = dpfl.clipped_grad(loss, clip_norm=0.5)(PARAMS, X, Y)
     assert jax.tree.structure(got.leaf_norms) == jax.tree.structure(PARAMS)
@@ -60,7 +98,7 @@ def test_the_norms_of_each_parameter_are_told():
 
 def test_clip_norms_are_a_tree_that_is_a_prefix_of_the_parameters():
     gradient = dpfl.clipped_grad(loss, clip_norm={"a": 0.3, "z": 0.4})
-    assert gradient.sensitivity == pytest.approx(0.5)
+    assert gradient.sensitivity("add-or-remove") == pytest.approx(0.5)
     got, each = gradient(PARAMS, X, Y), each_gradient()
     for name, norm in (("a", 0.3), ("z", 0.4)):
         weights = norm / np.maximum(norm, norms_of(each[name]))
@@ -81,7 +119,10 @@ def test_clip_norms_are_a_tree_that_is_a_prefix_of_the_parameters():
 def test_normalised_sums_have_a_normalised_sensitivity():
     plain = dpfl.clipped_grad(loss, clip_norm=0.5)
     shared = dpfl.clipped_grad(loss, clip_norm=0.5, normalize_by=8.0)
-    assert shared.sensitivity == pytest.approx(0.5 / 8)
+    for neighboring, moved in (("add-or-remove", 1), ("zero-out", 1), ("replace-one", 2)):
+        assert shared.sensitivity(neighboring) == pytest.approx(moved * 0.5 / 8)
+    with pytest.raises(BadInputError, match=r"neighboring is 'replace'.*replace-one"):
+        shared.sensitivity("replace")
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a / 8, b, rtol=1e-6),
         plain(PARAMS, X, Y).sum,
@@ -138,16 +179,20 @@ def test_too_many_batches_are_refused_by_name():
 def test_sensitivities_of_any_kind_of_number_are_those_of_floats(norm):
     tree = {"a": norm, "z": norm}
     want = float(norm) * 2**0.5
-    assert dpfl.clipped_grad(loss, clip_norm=tree).sensitivity == pytest.approx(want, rel=1e-12)
+    assert dpfl.clipped_grad(loss, clip_norm=tree).sensitivity("zero-out") == pytest.approx(
+        want, rel=1e-12
+    )
     many = PerGroup(tuple((f"p{i}", norm) for i in range(4096)))
     assert many.sensitivity == pytest.approx(float(norm) * 64, rel=1e-12)
-    single = dpfl.clipped_grad(loss, clip_norm=norm, normalize_by=np.float16(0.1)).sensitivity
-    assert single == pytest.approx(float(norm) / float(np.float16(0.1)), rel=1e-12)
+    single = dpfl.clipped_grad(loss, clip_norm=norm, normalize_by=np.float16(0.1))
+    assert single.sensitivity("zero-out") == pytest.approx(
+        float(norm) / float(np.float16(0.1)), rel=1e-12
+    )
 
 
 def test_what_a_clipped_function_cannot_be():
     clipped = dpfl.clipped_fun(lambda p, x: {"x": x, "n": (x > 0).sum()}, clip_norm=1.0)
-    assert clipped.sensitivity == 1.0
+    assert clipped.sensitivity("add-or-remove") == 1.0
     with pytest.raises(BadInputError, match=r"floating-point arrays alone.*int32"):
         clipped(None, X)
     empty = dpfl.clipped_fun(lambda p, x: 2 * x, clip_norm=1.0)(None, X[:0])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from zoo import ZOO
 
-from dpfl_jax.clipping import Standard, clipped_grad
+from dpfl_jax.clipping import Flat, clipped_grad
 from dpfl_jax.clipping.isolation import every_program
 from dpfl_jax.clipping.taps.evaluate import _BY_VALUE, _by_value
 from dpfl_jax.errors import BadInputError
@@ -35,7 +35,7 @@ def compare(loss, params, batch, methods, mask=None):
 
     @jax.jit  # all in one program: nearly all of the time is taken by compiling
     def run(p, b, m, c):
-        return [f(p, b, mask=m, rule=Standard(c)) for f in (plain, *ways)]
+        return [f(p, b, mask=m, rule=Flat(c)) for f in (plain, *ways)]
 
     norms = np.asarray(run(params, batch, mask, 1.0)[0].norms)
     want, *found = run(params, batch, mask, float(np.median(norms[mask])))

@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from scipy import stats
 
 from dpfl_jax.accounting import drawn, epsilon, events
-from dpfl_jax.clipping import AdaptiveClip
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.noise import Noise, chacha, exact, table
@@ -314,16 +313,6 @@ def test_arrays_of_other_shapes_have_other_noise(monkeypatch):
     noised = jax.jit(lambda tree: Noise(1.0, 1.0).add(key(), tree))(tree)
     every = np.concatenate([np.ravel(x) for x in noised])
     assert len(np.unique(every)) == len(every)
-
-
-def test_a_quantiles_count_is_noised_likewise():
-    """AdaptiveClip's: one number, whose neighbours differ by a half; chi-square of 4,000 draws."""
-    adaptive, norms = AdaptiveClip(initial=1.0, count_noise=5.0), jnp.linspace(0, 2, 40)
-    count = adaptive.count(norms, jnp.ones(40, bool), 1.2)
-    keys = jnp.asarray(np.stack([KEY.words("count", t) for t in range(4000)]))
-    noised = jax.jit(jax.vmap(lambda k: Noise(adaptive.count_noise, 0.5).add(k, count)))(keys)
-    square = float((((np.asarray(noised, np.float64) - float(count)) / 5.0) ** 2).sum())
-    assert 5e-7 < stats.chi2.cdf(square, 4000) < 1 - 5e-7
 
 
 # ---- layouts -----------------------------------------------------------------------------------

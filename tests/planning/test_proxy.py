@@ -38,7 +38,7 @@ def test_runs_are_kept_and_not_run_again(tmp_path):
 
 
 @pytest.mark.nightly("1.0")
-@pytest.mark.parametrize(("clipping", "most"), [("normalized", 1.0), ("standard", 0.5)])
+@pytest.mark.parametrize(("clipping", "most"), [("normalized", 1.0), ("flat", 0.5)])
 def test_noise_is_that_of_a_run_with_this_ratio(clipping, most):
     """Nothing but noise, at learning rate 1: its deviation over 2,400 coordinates, within 6 %."""
     changes = (f"mechanism.clipping={clipping}", "optimizer={name: sgd, learning_rate: 1.0}")

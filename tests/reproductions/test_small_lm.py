@@ -37,4 +37,4 @@ def test_rates_are_chosen_by_a_seed_that_is_not_reported(tmp_path, monkeypatch, 
         ("mechanism.clip_norm=2", 0.6 / 32),
     }
     # Clipping is to the norm: proxy runs take noise in its units.
-    assert small.config(quick).mechanism.clip.kind == "standard"
+    assert small.config(quick).mechanism.clip.kind == "flat"

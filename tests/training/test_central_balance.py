@@ -29,7 +29,7 @@ MECHANISMS = {
 }
 
 
-@pytest.mark.parametrize("clipping", ["standard", "normalized"])
+@pytest.mark.parametrize("clipping", ["flat", "normalized"])
 def test_the_noise_of_a_step_is_as_large_as_it_is_said_to_be(clipping):
     """4,000 Gaussians: their norm is within 6 % (5 standard deviations) of what is expected."""
     mechanism = uls(

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from dpfl_jax.accounting import NoiseLaw
-from dpfl_jax.clipping import Standard, clipped_grad
+from dpfl_jax.clipping import Flat, clipped_grad
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.method import Oracle
 from dpfl_jax.federation.isrl.schedule import own_keys, words_of
@@ -122,7 +122,7 @@ def clipped_sum(
 
     # Book-keeping: gradients of linear models are products of two vectors, and are never formed.
     # proof: isrl-sensitivity-1
-    rule = Standard(clip_norm)  # type: ignore[arg-type]
+    rule = Flat(clip_norm)  # type: ignore[arg-type]
     bounded = clipped_grad(one, rule=rule, strategy="ghost")
     return bounded({"w": w}, examples, mask=mask).sum["w"]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.accounting.cells import Contribution, NoisedSums
-from dpfl_jax.clipping import ClippedGradResult, Rule, Standard, clipped_grad
+from dpfl_jax.clipping import ClippedGradResult, Flat, Rule, clipped_grad
 from dpfl_jax.config.kinds import SILOS, Named
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import Silo
@@ -191,7 +191,7 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
 
     def rule(self, clip_norm: Any) -> Rule:
         """The clip rule at a clip norm (a float, or an array on the device)."""
-        return Standard(clip_norm)
+        return Flat(clip_norm)
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
         """Turns the loss of one record into the loss of one unit.

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from dpfl_jax.accounting.cells import Contribution
-from dpfl_jax.clipping import GroupAverage, Rule, Standard
+from dpfl_jax.clipping import Flat, GroupAverage, Rule
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.mechanisms.base import (
     LossFn,
@@ -76,7 +76,7 @@ class HiGradAvgDP(SiloMechanism):
     def rule(self, clip_norm: Any) -> Rule:
         """min(1, C/n) over the size of the subject's group."""
         if self.order == "average_then_clip":
-            return Standard(clip_norm)
+            return Flat(clip_norm)
         return GroupAverage(clip_norm)
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
