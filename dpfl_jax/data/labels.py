@@ -1,6 +1,6 @@
-"""Labels of classes, which are whole numbers from 0 on, and inputs, which are of order 1.
+"""Labels of classes, which are whole numbers from 0 on, and numbers, which are of order 1.
 
-Other labels train something else, and are refused. Other inputs train badly under privacy, unless
+Other labels train something else, and are refused. Other numbers train badly under privacy, unless
 the model scales them, which only its author knows: that is a warning.
 """
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_jax.data.owners import by_set
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
 
@@ -42,26 +43,29 @@ def check_labels(store: Readable, classes: int) -> None:
             )
 
 
-def far_from_order_1(store: Readable) -> str | None:
-    """What to tell before training if inputs are far from order 1; for the terminal alone.
+def far_from_order_1(store: Any) -> str | None:
+    """What to tell before training if numbers are far from order 1; for the terminal alone.
 
     Tables are checked where they are read.
     """
+    store = by_set(store)
     task = getattr(store, "task", None)
     if task is not None and task.table is not None:
         return None
     first = int(store.user_offsets[0])
     stop = min(int(store.user_offsets[-1]), first + _LOOKED_AT)
     found: Any = store.read(np.arange(first, stop)) if first < stop else {}
-    x = np.asarray(found["x"] if isinstance(found, Mapping) and "x" in found else 0)
-    if x.dtype.kind != "f":
-        return None
-    # Of vectors each number by itself, of images all.
-    large = (np.abs(x) > _FAR).mean(axis=0 if x.ndim == 2 else None)
-    if not (large > _SHARE).any():
+    far = []
+    for name in ("x", "label"):
+        values = np.asarray(found[name] if isinstance(found, Mapping) and name in found else 0)
+        # Of vectors each number by itself, of images all.
+        axis = 0 if values.ndim == 2 else None
+        if values.dtype.kind == "f" and ((np.abs(values) > _FAR).mean(axis) > _SHARE).any():
+            far.append(name)
+    if not far:
         return None
     return (
-        "inputs x are far from order 1, which leaves little of a clipped gradient to learn from: "
-        "unless the model scales them, bring each to order 1 by numbers known without these data "
-        "(images of 0 to 255: divide by 255)"
+        f"numbers of {' and '.join(far)} are far from order 1, which leaves little of a clipped "
+        "gradient to learn from: unless the model scales them, bring them to order 1 by constants "
+        "known without these data (images of 0 to 255: divide by 255)"
     )

@@ -17,6 +17,7 @@ from rich.console import Console
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config.federated import FederatedConfig
+from dpfl_jax.data.labels import far_from_order_1
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.data.store import Store, unit_key_of
 from dpfl_jax.federation.accountant import silo_epsilons, whole_event
@@ -174,8 +175,9 @@ class FederatedRun(Prepared):
         alone = None
         if mechanism.private and mechanism.unit == "subject":
             alone = not_people(self.subjects.train, "subject")
-        found = [text for text in (_kept(self).get("warning"), alone) if text is not None]
-        return [f"warning: {text}" for text in found]
+        far = far_from_order_1(self.subjects.train) if mechanism.private else None
+        found = (_kept(self).get("warning"), alone, far)
+        return [f"warning: {text}" for text in found if text is not None]
 
     def headline(self) -> list[str]:
         """Data, silos, model."""

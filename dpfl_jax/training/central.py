@@ -374,8 +374,8 @@ def fit(
         console.print(str(plan.bounding), highlight=False)
     caveats: tuple[str, ...] = ()
     if plan.mechanism.private:
-        for told in (not_people(plan.data, "user"), far_from_order_1(plan.data)):
-            if told is not None and console is not None:
+        if console is not None:
+            for told in filter(None, (not_people(plan.data, "user"), far_from_order_1(plan.data))):
                 console.print(f"warning: {told}", markup=False, highlight=False)
         held_out = () if validation is None else (VALIDATION_CAVEAT,)
         if validation is not None and _known(plan.data, validation):

@@ -191,7 +191,7 @@ class CentralRun(Prepared):
         found = []
         if self.mechanism.private and self.config.data.max_examples_per_user != 1:
             found.append(not_people(self.data.train, "user"))
-        if self.mechanism.private and self.config.data.source == "store":
+        if self.mechanism.private:
             found.append(far_from_order_1(self.data.train))
         return [f"warning: {text}" for text in found if text is not None]
 

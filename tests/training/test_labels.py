@@ -105,3 +105,5 @@ def test_inputs_far_from_order_1_warn(x, far):
     """No refusal, as of tables: a model may well scale them itself."""
     store = dpfl.from_arrays({"x": x, "label": np.zeros(60)}, list(range(60)))
     assert (far_from_order_1(store) is not None) == far
+    store = dpfl.from_arrays({"x": x, "label": np.full(60, 4000.0)}, list(range(60)))
+    assert f"numbers of {'x and ' * far}label are far" in far_from_order_1(store)
