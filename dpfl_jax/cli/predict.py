@@ -119,7 +119,7 @@ def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:
     from dpfl_jax.config import FederatedConfig, RunConfig
     from dpfl_jax.data import limit_store, load_dataset
     from dpfl_jax.data.owners import by_set
-    from dpfl_jax.data.table import owners
+    from dpfl_jax.data.table import read_table, user_key
     from dpfl_jax.federation.federated_run import read_subjects
 
     by_user = isinstance(config, RunConfig | FederatedConfig) and config.data.split == "by_user"
@@ -138,9 +138,14 @@ def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:
         raise BadInputError("the run held out nobody: leave out --held-out")
     store = limit_store(by_set(store), config.eval.max_users, config.eval.max_examples_per_user)
     left = dict(zip(store.user_ids(range(store.num_users)), store.examples_per_user.tolist()))
-    owner_of = owners(config.data.user_column)
+    key = user_key(config.data.user_column)
     for where, row in rows:
-        if left.get(owner := owner_of(row, where), 0) > 0:
+        if config.data.on_bad_row == "drop":
+            try:
+                read_table(config.data, rows=[(where, row)])
+            except BadInputError:
+                continue  # as the run did
+        if left.get(owner := key(row, where), 0) > 0:
             left[owner] -= 1  # of somebody with more rows than are evaluated, the first
             yield where, row
 

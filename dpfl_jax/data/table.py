@@ -63,8 +63,8 @@ def read_table(
     """
     target, silo = config.target_column, config.silo_column
     assert target is not None
-    owner_of = owners(config.user_column)
-    ids = owner_of.columns if isinstance(owner_of, UserKey) else []
+    key = user_key(config.user_column)
+    ids = key.columns if isinstance(key, UserKey) else []
     others = [c for c in (target, silo, *keep) if c is not None]
     if repeated(others) is not None:
         raise BadInputError(f"one column has two uses: {others} (target, silo, budget)")
@@ -120,7 +120,7 @@ def read_table(
             if bad.drops and mine:
                 raise mine.error()
             home = "" if silo is None else value_to_id(row[silo], f"{where}, silo")
-            owner = owner_of(row, where)
+            owner = key(row, where)
         except BadInputError as error:
             if not bad.drops and wrong:
                 no_id = no_id or error
@@ -285,7 +285,7 @@ def read_coded(
         yield numbers
 
 
-def owners(user_column: str | None) -> Callable[[Mapping[str, Any], str], str]:
+def user_key(user_column: str | None) -> Callable[[Mapping[str, Any], str], str]:
     """Returns ``(row, where) -> user``, to be called with all rows in their order.
 
     Args:

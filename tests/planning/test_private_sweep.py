@@ -244,7 +244,7 @@ def test_another_grid_key_or_corpus_is_another_sweep(config, pretend, tmp_path):
     with pytest.raises(BadInputError, match="root key of its own"):
         private(config, key=RootKey(bytes(32))).run(_quiet())
     (tmp_path / "public.txt").write_text("another corpus")
-    with pytest.raises(BadInputError, match="are not those that the run in .* began with"):
+    with pytest.raises(BadInputError, match=r"are not those that the run in .* began with"):
         private(config, overrides=[f"data.public={tmp_path / 'public.txt'}"]).run(_quiet())
     assert pretend == []
 

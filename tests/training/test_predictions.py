@@ -127,11 +127,13 @@ SEMICOLONS = ("data.delimiter=';'", "data.decimal=comma", "data.encoding=cp1252"
 def test_five_commands_from_a_csv_file_to_the_auc_of_the_report(limit, folder, capsys):
     """The file is one of a hospital's, and so is what is written; or each row is a person."""
     rows = [{**row, "zeta": str(row["zeta"]).replace(".", ",")} for row in rows_of()]
-    lines = [";".join(map(str, [*row.values(), "Zürich"])) for row in rows]
-    text = "\n".join([";".join([*COLUMNS, "town"]), *lines])
-    (folder / "visits.csv").write_text(text, encoding="cp1252")
-    inputs = "data.input_columns=[zeta, age, sex, seen]"
-    settings = [*DECLARED, *SEMICOLONS, *SPLIT, inputs, "train.steps=4", *limit]
+    bad = [row | {name: "", "": f"no {name}"} for row in rows[:99] for name in ("age", "outcome")]
+    for name, some in (("visits.csv", rows + bad), ("good.csv", rows)):
+        lines = [";".join(map(str, [*row.values(), "Zürich"])) for row in some]
+        text = "\n".join([";".join([*COLUMNS, "town"]), *lines])
+        (folder / name).write_text(text, encoding="cp1252")
+    inputs = "data.on_bad_row=drop", "data.input_columns=[zeta, age, sex, seen]"
+    settings = [*DECLARED, *SEMICOLONS, *SPLIT, *inputs, "train.steps=4", *limit]
     assert main(["init", "table/uls"]) == 0
     account = "privacy.account=patients"
     assert main(["train", "uls.yaml", *settings, account, "--run-dir", "run", "--json"]) == 0
@@ -144,7 +146,7 @@ def test_five_commands_from_a_csv_file_to_the_auc_of_the_report(limit, folder, c
     assert "book-keeping" not in printed.err
     assert main(["predict", "run", "visits.csv", "--held-out", "--out", "held_out.csv"]) == 0
     assert main(["export", "run", "out"]) == 0
-    command = [sys.executable, "-P", "-m", "dpfl_jax", "predict", "out", "visits.csv"]
+    command = [sys.executable, "-P", "-m", "dpfl_jax", "predict", "out", "good.csv"]
     more = ["--delimiter", ";", "--encoding", "cp1252", "--out", "p.csv"]
     subprocess.run([*command, *more], check=True, capture_output=True)
     found = {}
