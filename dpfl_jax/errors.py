@@ -7,6 +7,7 @@ The command line turns these into exit code 2 without a traceback.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import re
@@ -129,6 +130,27 @@ class StoppedError(Exception):
 
 class TooLittleMemoryError(BadInputError):
     """The work does not fit into the memory of the device, or of the host."""
+
+
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def room_on_disk() -> Iterator[None]:
+    """Turns a full disk inside into one sentence.
+
+    Raises:
+      BadInputError: something could not be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL_DISK:
+            raise
+        raise BadInputError(
+            f"{error.filename or 'a file'} cannot be written, as the disk is full: free space, and "
+            "do the same again; a run goes on with its run directory"
+        ) from error
 
 
 _SIZE = re.compile(r"(\d[\d.]*) ?([KMGTP]i?B|[KMGT]\b|bytes)")

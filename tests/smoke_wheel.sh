@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds wheel and sdist, installs them in empty environments, and trains there, outside of the
-# checkout: on a table, and on the bundled plays from the bundled checkpoint.
+# checkout: on a table, up to the AUC of predictions, and on the bundled plays from the bundled
+# checkpoint.
 #   tests/smoke_wheel.sh            the wheel on every Python, the sdist, the lowest versions allowed
 #   tests/smoke_wheel.sh PYTHON...  the wheel on these
 set -euo pipefail
@@ -9,8 +10,26 @@ root=$PWD out=$(mktemp -d)
 trap 'rm -rf "$out"' EXIT
 uv build --quiet --out-dir "$out/dist"
 cd "$out"
-awk 'BEGIN { print "patient,age,dose,days" } END { for (i = 0; i < 200; i++)
-  printf "p%d,%f,%f,%f\n", i % 80, i % 7 / 7, i % 5 / 5, i % 7 / 14 + i % 5 / 10 }' </dev/null >visits.csv
+awk 'BEGIN { print "patient;age;dose;ill"; for (i = 0; i < 400; i++) {
+  row = sprintf("p%d;%f;%f;%d", i % 160, i % 7 / 7, i % 5 / 5, i % 7 + i % 5 + i % 3 > 6)
+  gsub(/\./, ",", row); print row } }' >visits.csv
+cat >same_auc.py <<'END'
+"""What another process predicts with the export, of those held out, scores as the report says."""
+import csv, json, sys
+run = sys.argv[1]
+held, everybody = (
+    list(csv.DictReader(open(f"{run}-{name}.csv"), delimiter=";")) for name in ("held", "predicted")
+)
+people = {row["patient"] for row in held}
+assert [row for row in everybody if row["patient"] in people] == held
+ill, well = (
+    [float(row["probability_1"].replace(",", ".")) for row in held if row["ill"] == label]
+    for label in "10"
+)
+auc = sum((a > b) + (a == b) / 2 for a in ill for b in well) / len(ill) / len(well)
+said = json.load(open(f"{run}-run/report.json"))["eval"]["final"]["auc"]
+assert abs(auc - said) < 1e-9, (auc, said)
+END
 
 smoke() { # name, Python, archive
   uv venv --quiet --python "$2" "$1"
@@ -22,9 +41,12 @@ smoke() { # name, Python, archive
   esac
   "$1/bin/dpfl" init table/uls --out "$1.yaml" >/dev/null
   "$1/bin/dpfl" train "$1.yaml" data.path=visits.csv data.user_column=patient privacy.account=patients \
-    data.target_column=days train.steps=5 --run-dir "$1-run" --json | grep -q '"finished"'
+    data.target_column=ill data.classes=2 'data.delimiter=";"' data.decimal=comma train.steps=5 \
+    --run-dir "$1-run" --json | grep -q '"finished"'
+  "$1/bin/dpfl" predict "$1-run" visits.csv --held-out --out "$1-held.csv" >/dev/null
   "$1/bin/dpfl" export "$1-run" "$1-exported" >/dev/null
-  "$1/bin/dpfl" predict "$1-exported" visits.csv --out "$1-predicted.csv" >/dev/null
+  "$1/bin/dpfl" predict "$1-exported" visits.csv --delimiter ';' --out "$1-predicted.csv" >/dev/null
+  "$1/bin/python" same_auc.py "$1"
   "$1/bin/dpfl" init --out "$1-quickstart.yaml" >/dev/null  # its data and model are in the archive
   "$1/bin/dpfl" train "$1-quickstart.yaml" train.steps=1 eval.baseline=false --run-dir "$1-plays" \
     --json | grep -q '"finished"'

@@ -184,6 +184,11 @@ class Statement(_Part):
                 )
         return meaning_of_bound(privacy.epsilon, privacy.delta, self.relation)
 
+    def in_words(self) -> list[str] | None:
+        """``meaning`` in sentences."""
+        meaning = self.meaning()
+        return None if meaning is None else meaning.sentences()
+
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values."""
         return {**self.model_dump(), "privacy": self.privacy.to_json()}

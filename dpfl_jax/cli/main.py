@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import glob
 import importlib
 import importlib.util
@@ -25,6 +24,7 @@ from collections.abc import Iterable, Sequence
 
 from dpfl_jax import __version__
 from dpfl_jax.errors import (
+    FULL_DISK,
     BadInputError,
     StoppedError,
     ignore_matplotlibrc,
@@ -60,7 +60,10 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> None:  # type: ignore[override]
         if found := re.search(r"unrecognized arguments: (--[\w-]+)", message):
-            message += _meant(found[1], self._option_string_actions)
+            hint = _meant(found[1], self._option_string_actions)
+            if not hint and any(action.dest == "overrides" for action in self._actions):
+                hint = ": settings of the configuration are given as section.key=value"
+            message += hint
         elif found := re.search(r"invalid choice: '([^']*)' \((.*)\)", message):
             hint = _meant(found[1], re.findall(r"[\w-]+", found[2]))
             message = message[: found.start(2) - 2] + hint if hint else message
@@ -68,7 +71,8 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _meant(given: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(given, list(known), n=1)
+    names = {name.lstrip("-"): name for name in known}  # else dashes make all options alike
+    near = [names[n] for n in difflib.get_close_matches(given.lstrip("-"), names, 1, cutoff=0.7)]
     return f": did you mean {near[0]!r}?" if near else ""
 
 
@@ -144,7 +148,7 @@ def _ignore_code_in_current_folder() -> None:
 def _of_a_file(error: OSError) -> str:
     """What a disk or a folder would not do, and what to do about it."""
     advice = "see who may read and write there"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+    if error.errno in FULL_DISK:
         advice = "free space, and give the same command again; a run goes on with its --run-dir"
     return f"{error.filename or 'a file'} cannot be used ({error.strerror}): {advice}"
 

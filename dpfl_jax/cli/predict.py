@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import csv
+import dataclasses
 import pathlib
 import tempfile
 from typing import Any
@@ -20,8 +22,12 @@ training, and checked; the target need not be there. Written are the rows as the
 array, x.npy. Predictions follow from the model: the guarantee of the run covers them, but it covers
 nobody whose row is predicted for.
 
+With --held-out FILE is what the run was trained from, and only the rows of those whom it held out
+and evaluated are written: scores of these are those of its report.
+
 examples:
   dpfl predict runs/visits new.csv --out predicted.csv
+  dpfl predict runs/visits visits.csv --held-out --out held_out.csv
   dpfl predict exported new.parquet --out predicted.parquet
   dpfl predict exported new.csv --delimiter ';' --encoding cp1252 --out predicted.csv
   dpfl predict runs/digits x.npy --out predicted.csv
@@ -32,9 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("run", metavar="RUN", help="run directory, finished, or an export's")
     parser.add_argument("rows", metavar="FILE", help=".csv, .tsv, .parquet, .arrow, .jsonl, .npy")
-    parser.add_argument("--out", required=True, metavar="FILE", help=".csv or .parquet, a new one")
-    parser.add_argument("--delimiter", help="between cells of CSV files, --out too (default: ,)")
-    parser.add_argument("--encoding", help="of CSV files (default: UTF-8)")
+    parser.add_argument(
+        "--out", required=True, metavar="FILE", help=".csv, .tsv or .parquet, a new one"
+    )
+    parser.add_argument(
+        "--held-out", action="store_true", help="only the rows that the run held out and evaluated"
+    )
+    parser.add_argument(
+        "--delimiter",
+        help="between cells of CSV files, --out too (default: the run's; of an export ,)",
+    )
+    parser.add_argument(
+        "--encoding", help="of CSV files, --out too (default: the run's; of an export UTF-8)"
+    )
     parser.add_argument(
         "--which", choices=["last", "best"], default="last", help="checkpoint, as of `dpfl export`"
     )
@@ -49,68 +65,136 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Reads, predicts, writes."""
     import numpy as np
-    import pyarrow as pa
-    import pyarrow.csv
-    import pyarrow.parquet
 
+    from dpfl_jax.data.rows import CsvFormat
     from dpfl_jax.run.console import Console
 
-    source, out = pathlib.Path(args.rows), pathlib.Path(args.out)
-    if out.exists() or out.suffix not in (".csv", ".parquet"):
-        raise BadInputError(f"--out is {out}: give a new file, .csv or .parquet")
+    folder, source, out = pathlib.Path(args.run), pathlib.Path(args.rows), pathlib.Path(args.out)
+    if out.exists() or out.suffix not in (".csv", ".tsv", ".parquet"):
+        raise BadInputError(f"--out is {out}: give a new file, .csv, .tsv or .parquet")
     build = None if args.module is None else imported(args.module, "--module")
-    model = _load(pathlib.Path(args.run), args.which, build)
+    config, model = _load(folder, args.which, build)
+    form = csv_format(args)
+    if config is not None:
+        own = config.data
+        form = CsvFormat(form.delimiter or own.delimiter, form.encoding or own.encoding)
     if source.suffix == ".npy":
+        if args.held_out:
+            raise BadInputError("--held-out is for tables: an array does not say whose rows are")
         try:
             given = np.load(source, allow_pickle=False)
         except (OSError, ValueError) as error:
             raise BadInputError(f"{source} cannot be read as an array: {error}") from None
         columns: dict[str, Any] = {}
     else:
-        given = _rows(source, args)
+        given = _rows(source, form, config, args.held_out)
         columns = {name: [row.get(name) for row in given] for name in dict.fromkeys(given[0])}
     found = model.predict(given)
     if both := sorted({*columns} & {*found}):
         raise BadInputError(f"{source} has a column {both[0]!r} of its own: rename it")
-    try:
-        table = pa.table({**columns, **found})
-        if out.suffix == ".csv":
-            form = pa.csv.WriteOptions(delimiter=args.delimiter or ",")
-            pa.csv.write_csv(table, out, form)
-        else:
-            pa.parquet.write_table(table, out)
-    except (OSError, pa.ArrowException) as error:
-        raise BadInputError(f"{out} cannot be written: {error}") from error
+    table = model.task.table if model.task is not None else None
+    _write(out, {**columns, **found}, form, "point" if table is None else table.decimal)
     console = Console(stderr=args.json)
     console.print(f"{len(given)} rows with {', '.join(found)} written to {out}", markup=False)
     console.print(model.guarantee.summary(), highlight=False, markup=False)
     return {"out": str(out), "rows": len(given), "columns": list(found)}
 
 
-def _rows(source: pathlib.Path, args: argparse.Namespace) -> list[Any]:
+def _rows(source: pathlib.Path, form: Any, config: Any, held_out: bool) -> list[Any]:
     from dpfl_jax.data.documents import expand_paths, read_file_rows
     from dpfl_jax.data.rows import guess_format
 
     (path,) = expand_paths(str(source))
-    form = csv_format(args)
-    return [row for _, row in read_file_rows([path], guess_format(path), csv=form)]
+    rows = read_file_rows([path], guess_format(path), csv=form)
+    if held_out:
+        rows = _held_out(rows, source, form, config)
+    found = [row for _, row in rows]
+    if not found:
+        raise BadInputError(f"{source} has no row of anybody whom the run held out: give its file")
+    return found
 
 
-def _load(folder: pathlib.Path, which: Any, build: Any) -> Any:
-    """The model; that of a run is exported for the moment, which checks the run."""
+def _held_out(rows: Any, source: pathlib.Path, form: Any, config: Any) -> Any:
+    """Of the rows of a run's file those that it evaluated."""
+    from dpfl_jax.config import FederatedConfig, RunConfig
+    from dpfl_jax.data import limit_store, load_dataset
+    from dpfl_jax.data.owners import by_set
+    from dpfl_jax.data.table import read_table, user_key
+    from dpfl_jax.federation.federated_run import read_subjects
+
+    by_user = isinstance(config, RunConfig | FederatedConfig) and config.data.split == "by_user"
+    if not by_user or config.data.records_per_user is not None:
+        raise BadInputError(
+            "--held-out is for runs (not exports) that hold out people with all their rows "
+            "(data.split=by_user), not for ISRL and synthetic users"
+        )
+    here = {"path": str(source), "delimiter": form.delimiter, "encoding": form.encoding}
+    config = config.model_copy(update={"data": dataclasses.replace(config.data, **here)})
+    if isinstance(config, RunConfig):
+        store = getattr(load_dataset(config.data), config.eval.split)
+    else:
+        store = read_subjects(config).held_out
+    if store is None:
+        raise BadInputError("the run held out nobody: leave out --held-out")
+    store = limit_store(by_set(store), config.eval.max_users, config.eval.max_examples_per_user)
+    left = dict(zip(store.user_ids(range(store.num_users)), store.examples_per_user.tolist()))
+    key = user_key(config.data.user_column)
+    for where, row in rows:
+        if config.data.on_bad_row == "drop":
+            try:
+                read_table(config.data, rows=[(where, row)])
+            except BadInputError:
+                continue  # as the run did
+        if left.get(owner := key(row, where), 0) > 0:
+            left[owner] -= 1  # of somebody with more rows than are evaluated, the first
+            yield where, row
+
+
+def _write(out: pathlib.Path, columns: dict[str, Any], form: Any, decimal: str) -> None:
+    """As the file that was read is written, so that the same programs read it."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    def cell(value: Any) -> Any:
+        if isinstance(value, float) and decimal == "comma":
+            return repr(value).replace(".", ",")
+        return value
+
+    try:
+        if out.suffix == ".parquet":
+            pa.parquet.write_table(pa.table(columns), out)
+            return
+        lists = [v.tolist() if isinstance(v, np.ndarray) else v for v in columns.values()]
+        with out.open("x", newline="", encoding=form.encoding or "utf-8") as file:
+            usual = "\t" if out.suffix == ".tsv" else ","
+            writer = csv.writer(file, delimiter=form.delimiter or usual)
+            writer.writerow(columns)
+            writer.writerows(map(cell, row) for row in zip(*lists, strict=True))
+    except (OSError, UnicodeError, csv.Error, pa.ArrowException) as error:
+        if not isinstance(error, FileExistsError):
+            out.unlink(missing_ok=True)  # a part of it
+        raise BadInputError(f"{out} cannot be written: {error}") from error
+
+
+def _load(folder: pathlib.Path, which: Any, build: Any) -> tuple[Any, Any]:
+    """The configuration, if this is a run's, and the model.
+
+    That of a run is exported for the moment, which checks the run.
+    """
     from dpfl_jax.config import RunConfig
     from dpfl_jax.training.export import export
     from dpfl_jax.training.exported import load_exported
     from dpfl_jax.training.trained import read_run
 
     if not (folder / "config.yaml").exists():
-        return load_exported(folder, like=build)
-    kept = read_run(folder, which)
-    if isinstance(kept.config, RunConfig) and kept.config.model.is_transformer:
+        return None, load_exported(folder, like=build)
+    config = read_run(folder, which).config
+    if isinstance(config, RunConfig) and config.model.is_transformer:
         raise BadInputError(
             f"the run in {folder} trained a language model, which goes on with a prompt: "
             f"dpfl sample {folder}"
         )
     with tempfile.TemporaryDirectory() as place:
         export(folder, place, which=which, build=build)
-        return load_exported(place, like=build)
+        return config, load_exported(place, like=build)

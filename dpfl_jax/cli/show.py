@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import shlex
 from typing import Any
@@ -13,6 +14,9 @@ from dpfl_jax.cli.main import add_json_flag
 from dpfl_jax.cli.train import in_short
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.run.console import Console
+from dpfl_jax.run.progress import draws
+
+_WIDE = 200  # off a terminal, where nothing says how wide it is: no table is cut
 
 DESCRIPTION = """\
 Print the report of a run: guarantee, held-out losses, throughput, environment.
@@ -34,7 +38,9 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments."""
     parser.add_argument("run", metavar="RUN", help="run directory")
-    parser.add_argument("--full", action="store_true", help="all that the guarantee says")
+    parser.add_argument(
+        "--full", action="store_true", help="all that the guarantee says, and how norms were had"
+    )
     parser.add_argument(
         "--records",
         action="store_true",
@@ -57,13 +63,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from dpfl_jax.run.report import as_text, render_markdown
 
     console = Console(stderr=args.json)
+    if not draws(console) and "COLUMNS" not in os.environ:
+        console.width = _WIDE
     directory = pathlib.Path(args.run)
     if args.records:
         return _records(directory, args.limit, console)
     if (directory / "report.json").exists():
         report = _checked(directory)
         try:
-            told = render_markdown(report)
+            told = render_markdown(report if args.full else _in_short(report))
         except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise BadInputError(f"{directory / 'report.json'} is damaged: {error!r}") from error
         if not args.full:
@@ -102,8 +110,17 @@ def _checked(directory: pathlib.Path) -> dict[str, Any]:
         changed += digests.compare(directory, stated.digests.run, [digests.CONFIG]).changed
     if changed:
         raise BadInputError(f"{changed[0]}: bring it back")
-    meaning = stated.meaning()
-    return report | {"meaning": None if meaning is None else meaning.sentences()}
+    return report | {"meaning": stated.in_words()}
+
+
+def _in_short(report: dict[str, Any]) -> dict[str, Any]:
+    """Without what only whoever looks into the mechanism asks for."""
+    from dpfl_jax.accounting import Guarantee
+
+    warning = (report.get("clipping") or {}).get("warning")
+    clipping = {"summary": None, "warning": warning} if warning else None
+    summary = Guarantee.from_json(report["privacy"]).summary()
+    return report | {"summary": summary, "clipping": clipping}
 
 
 def _records(directory: pathlib.Path, limit: int, console: Console) -> dict[str, Any]:

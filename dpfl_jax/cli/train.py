@@ -175,9 +175,11 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from dpfl_jax.accounting import Guarantee
     from dpfl_jax.run.report import evaluated, taken
 
-    console.print(report["summary"], style="bold", highlight=False, soft_wrap=True)
+    guarantee = Guarantee.from_json(report["privacy"])
+    console.print(guarantee.summary(), style="bold", highlight=False, soft_wrap=True)
     if report["eval"]:
         table = Table(title="held out", title_justify="left")
         unit = "subject" if "silos" in report else "user"
@@ -201,6 +203,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
                 cells.append("" if number is None else f"{number:,.{digits}f}")
             table.add_row(name, *cells)
         console.print(table)
+        if rule := report["data"].get("held_out"):
+            console.print(f"held out: {rule}", highlight=False, soft_wrap=True)
     for name, text in report.get("samples", {}).items():
         console.print(Panel(Text(text), title=f"what it writes {name} training"))
     console.print(Panel("\n".join(in_short(report)), title="guarantee"))
@@ -217,13 +221,9 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
 
 def in_short(told: dict[str, Any]) -> list[str]:
     """The guarantee of a report, or of a price, in six lines."""
-    from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE, Guarantee
-    from dpfl_jax.accounting.attacks import meaning_of_bound
+    from dpfl_jax.accounting import Guarantee
 
     guarantee, meaning = Guarantee.from_json(told["privacy"]), told.get("meaning")
-    if guarantee.private and meaning is None:
-        relation = REPLACE if guarantee.adjacency.startswith("replace") else ADD_OR_REMOVE
-        meaning = meaning_of_bound(guarantee.epsilon, guarantee.delta, relation).sentences()
     return guarantee.in_short(meaning[0].split(";")[0].rstrip(".") if meaning else "")
 
 
@@ -265,7 +265,7 @@ def _print_price(console: Console, price: dict[str, Any]) -> None:
 
     table = Table(title=f"{price['name']} (dry run)", title_justify="left", show_header=False)
     for key, value in price.items():
-        if key in ("privacy", "guarantee", "status", "name"):
+        if key in ("privacy", "guarantee", "meaning", "status", "name"):
             continue
         if isinstance(value, dict):
             value = ", ".join(f"{k} {v}" for k, v in value.items())

@@ -25,7 +25,7 @@ public numbers of the data and the events that follow from them. This command
   3. compares the text with the numbers;
   4. given a folder, compares the files in it with the digests in guarantee.json: config.yaml and
      checkpoints of a run, all files of an export. Those that are not there are named, and so are
-     checkpoints without a digest, which may be any model.
+     checkpoints of earlier steps, which a run keeps to go on from and takes no digest of.
 
 It needs nothing but the file, and nothing in the file is private. It cannot show that this
 mechanism is what ran, nor that the data are as the assumptions say, nor who wrote it: digests tie
@@ -157,7 +157,10 @@ def _print(console: Console, stated: Any, result: dict[str, Any]) -> None:
     if result["missing"]:
         say(f"not here, and not compared: {', '.join(result['missing'])}", style="bold")
     if result["untied"]:
-        say(f"has no digest, so may be any model: {', '.join(result['untied'])}", style="bold")
+        say(
+            "checkpoints that this file has no digest of (a run takes one of its last, and of its "
+            f"best): nothing shows what model they hold: {', '.join(result['untied'])}"
+        )
     say(f"one {privacy.unit}: {privacy.unit_key or 'the file does not say what makes one'}")
     say("assumed to be public, and not protected, which no file can show:")
     for name in privacy.public_inputs or ["the file lists nothing"]:

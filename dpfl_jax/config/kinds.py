@@ -283,7 +283,7 @@ def _adapter(cls: Any, name: str) -> TypeAdapter[Any]:
 
 
 def _or(names: Iterable[str], near: Any, otherwise: str = "one of ") -> str:
-    close = difflib.get_close_matches(str(near), list(names), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(near), list(names), n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else otherwise + ", ".join(sorted(names))
 
 

@@ -215,8 +215,13 @@ def config_to_dict(config: BaseModel) -> dict[str, Any]:
 
 # A run that a budget refused goes on once it is raised.
 _NOT_COMPUTED = ("name", "execution", "processes", "metrics", "sweep", "privacy.budget")
-# Data are known by their content; the others say what is written when.
-_OF_ONE_START = ("data.path", "train.log_every", "train.checkpoint_every", "train.keep_checkpoints")
+# Files that are known by their content may lie elsewhere.
+_MOVABLE = ("data.path", "data.public", "model.checkpoint", "pretrain.cache_dir")
+# The others say what is written when.
+_OF_ONE_START = (
+    *_MOVABLE,
+    *(f"train.{n}" for n in ("log_every", "checkpoint_every", "keep_checkpoints")),
+)
 
 
 def config_fingerprint(config: AnyConfig) -> str:
@@ -241,6 +246,17 @@ def differing_key(mine: Any, theirs: Any, key: str = "") -> str | None:
         )
         return next(filter(None, inner), None)
     return None if mine == theirs else key
+
+
+def with_moved(began: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that a run began with, with files where they lie now."""
+    found = dict(began)
+    for key in _MOVABLE:
+        section, _, name = key.partition(".")
+        here, there = found.get(section), now.get(section)
+        if isinstance(here, Mapping) and isinstance(there, Mapping) and name in there:
+            found[section] = {**here, name: there[name]}
+    return found
 
 
 def _without(content: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
@@ -313,9 +329,7 @@ def _one_sentence(error: ValidationError, where: str, kind: type[AnyConfig]) -> 
     more = f" ({error.error_count() - 1} more after this one)" if error.error_count() > 1 else ""
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
         known = _keys_at(location[:-1], kind)
-        # `epsilon` alone is privacy.epsilon, and nothing that is spelt like it.
-        elsewhere = [f"{s}.{key}" for s in _keys_at([], kind) if key in _keys_at([s], kind)]
-        near = elsewhere or difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5)
+        near = _near(location[-1], known, kind, anywhere=len(location) == 1)
         hint = f"did you mean {' or '.join(map(repr, near))}?"
         if not near:
             hint = f"known here: {', '.join(sorted(known))}"
@@ -333,6 +347,18 @@ def _one_sentence(error: ValidationError, where: str, kind: type[AnyConfig]) -> 
     if first["type"] == "string_type":
         shown += ", which YAML takes for no text: put it in quotes"
     return f"{where}: {key}: {message}{shown}{more}"
+
+
+def _near(name: str, known: list[str], kind: type[AnyConfig], anywhere: bool) -> list[str]:
+    """Keys that an unknown one may have meant; ``anywhere``: it was given without a section."""
+    places: dict[str, list[str]] = {key: [key] for key in known}
+    if anywhere:
+        inner = [(section, key) for section in known for key in _keys_at([section], kind)]
+        for section, key in inner:
+            if key not in known:
+                places.setdefault(key, []).append(f"{section}.{key}")
+    close = difflib.get_close_matches(name, places, n=1, cutoff=0.7)
+    return [place for key in close for place in places[key]]
 
 
 def _keys_at(location: list[str], kind: type[AnyConfig]) -> list[str]:

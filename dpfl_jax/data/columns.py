@@ -31,56 +31,56 @@ _YEAR = datetime.timedelta(days=365.25)
 # What is wrong with cells of columns, and what helps.
 _WRONG = {
     "words": (
-        "words, not numbers, in {all}",
+        "words, not numbers, in {column}",
         "list those of each as data.categories={{{first}: [...]}}, in quotes, from what is known "
         "without these data (of the column that says who holds a record: data.silo_column)",
     ),
-    "dates": ("dates in {all}", "say how they are written: data.dates={{{first}: '%Y-%m-%d'}}"),
+    "dates": ("dates in {column}", "say how they are written: data.dates={{{first}: '%Y-%m-%d'}}"),
     "commas": (
-        "numbers with commas in {all}",
+        "numbers with commas in {column}",
         "set data.decimal=comma if that is where decimals begin, or write thousands without",
     ),
     "points": (
-        "numbers with points in {all}, beside data.decimal=comma",
+        "numbers with points in {column}, beside data.decimal=comma",
         "leave that out, or write thousands without",
     ),
     "gaps": (
-        "cells without a value in {all}",
+        "cells without a value in {column}",
         "let them count as the middle of their column, data.missing=[{first}], or leave such rows "
         "out, data.on_bad_row=drop",
     ),
-    "no target": ("rows without the target {all}", "leave them out: data.on_bad_row=drop"),
+    "no target": ("rows without the target {column}", "leave them out: data.on_bad_row=drop"),
     "unlisted": (
-        "words in {all} that data.categories does not list",
+        "words in {column} that data.categories does not list",
         "list them, or leave such rows out, data.on_bad_row=drop",
     ),
-    "undated": ("cells of {all} that are not written as data.dates says", "correct the format"),
+    "undated": ("cells of {column} that are not written as data.dates says", "correct the format"),
     "classes": (
-        "labels in {all} that are not whole numbers from 0 to {last}",
+        "labels in {column} that are not whole numbers from 0 to {last}",
         "correct data.classes, or list the names of classes as data.categories, or leave "
         "data.classes out if a number is to be predicted",
     ),
     "infinite": (
-        "numbers in {all} that float32 cannot hold",
+        "numbers in {column} that float32 cannot hold",
         "mend the rows, or declare the column's range in data.scale",
     ),
-    "no numbers": ("what is no number in {all}", "mend the rows"),
+    "no numbers": ("what is no number in {column}", "mend the rows"),
     "counts": (
-        "numbers of rows, from which nothing is learned, in {all}",
+        "numbers of rows, from which nothing is learned, in {column}",
         "they are no inputs (if it is time that goes on, declare its data.scale)",
     ),
     "far": (
-        "numbers far from order 1 in {all}, which would swamp all others",
+        "numbers far from order 1 in {column}, which would swamp all others",
         "declare what brings each to order 1, known without these data, as "
         "data.scale={{{first}: [middle, half width]}} ([0, 1] leaves a column as it is)",
     ),
     "outside": (
-        "numbers of ten half widths and more from the middle of data.scale in {all}",
+        "numbers of ten half widths and more from the middle of data.scale in {column}",
         "leave such cells empty if they stand for what is missing (-999, say) and name the column "
         "in data.missing, or declare the width that the numbers have",
     ),
     "two values": (
-        "two values in {all}",
+        "two values in {column}",
         "set data.classes=2 if they are the classes 0 and 1 (others: data.categories), or "
         "data.classes=0 if a number is to be predicted",
     ),
@@ -109,22 +109,23 @@ class Wrong:
         return bool(self._found)
 
     def error(self) -> BadInputError:
-        """All of it in one sentence."""
-        told = []
+        """All of it: one sentence on one column, a line for each of several."""
+        lines = []
         for kind, columns in self._found.items():
-            where = next(iter(columns.values()))
-            words = {
-                "all": ", ".join(map(repr, columns)),
-                "first": next(iter(columns)),
-                "last": self._classes - 1,
-            }
-            what, remedy = (text.format(**words) for text in _WRONG[kind])
-            first = f" (first: {where})" if where else ""
-            told.append(what + first + (f": {remedy}" if self._remedies else ""))
+            what, remedy = _WRONG[kind]
+            for column, where in columns.items():
+                seen = f" (first: {where})" if where else ""
+                told = what.format(column=repr(column), last=self._classes - 1)
+                lines.append(f"- {told}{seen}")
+            if self._remedies:
+                lines.append(f"  {remedy.format(first=next(iter(columns)))}")
         end = "or name the columns to learn from as data.input_columns"
         if not self._remedies:
             end = "mend the rows, whose columns are read as they were in training"
-        return BadInputError("the table has " + "; ".join([*told, end]))
+        if sum(map(len, self._found.values())) == 1:
+            sentence = ": ".join(line.lstrip("- ") for line in lines)
+            return BadInputError(f"the table has {sentence}; {end}")
+        return BadInputError("\n".join(["the table has", *lines, end]))
 
 
 def input_names(

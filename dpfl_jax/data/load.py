@@ -21,7 +21,7 @@ from dpfl_jax.data.registry import data_source
 from dpfl_jax.data.rows import BadRows
 from dpfl_jax.data.sections import CONVERSATION, DataConfig, SourceConfig
 from dpfl_jax.data.shards import open_store
-from dpfl_jax.data.splits import limit_store, split_by_user, split_within_users
+from dpfl_jax.data.splits import FEW, limit_store, split_by_user, split_within_users
 from dpfl_jax.data.store import ArrayStore, Store, keyed, unit_key_of
 from dpfl_jax.data.table import read_table
 from dpfl_jax.data.tokenizers import Tokenizer, load_tokenizer
@@ -75,6 +75,7 @@ class Dataset:
       task: what is learned.
       tokenizer: what made the ids, or None for examples that are not text.
       known: whether some users of the test part are in training, too.
+      rules: by held-out part, how it was chosen, in words.
     """
 
     train: Store
@@ -85,6 +86,7 @@ class Dataset:
     task: Task
     tokenizer: Tokenizer | None = None
     known: bool = False
+    rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def load_examples(config: SourceConfig, keep: Sequence[str] = ()) -> Examples:
@@ -164,8 +166,10 @@ def load_dataset(config: DataConfig) -> Dataset:
     if found.test is not None:
         fractions["test"] = 0.0
     parts = hold_out(store, config, fractions, config.split, config.held_out_max)
+    rules = {name: rule_of(config, config.split, name, fractions[name]) for name in fractions}
     known = False
     if found.test is not None:
+        rules["test"] = f"the test part of data.source={config.source}"
         parts["test"], fractions["test"] = found.test, 1.0
         names = [set(s.user_ids(range(s.num_users))) for s in (store, found.test)]
         known = not names[0].isdisjoint(names[1])
@@ -188,7 +192,16 @@ def load_dataset(config: DataConfig) -> Dataset:
         found.task,
         found.tokenizer,
         known,
+        rules,
     )
+
+
+def rule_of(config: SourceConfig, split: str, part: str, share: float) -> str:
+    """How a part is chosen of the users, or of the examples of each, in words."""
+    chosen = "users chosen by a hash of their ids"
+    if split == "within_user":
+        chosen = "the first examples of each user (data.split=within_user)"
+    return f"{chosen}; data.{part}_fraction={share:g}, data.split_seed={config.split_seed}"
 
 
 def _told_shared(store: Store, parts: Mapping[str, Store]) -> str:
@@ -234,9 +247,15 @@ def hold_out(
             )
     for name, part in parts.items():
         if part.num_users == 0 and (name == "train" or fractions[name] > 0):
+            column, asked = config.user_column, ""
+            if column and store.num_users <= FEW < store.num_examples:
+                asked = (
+                    f"does data.user_column={column}, which has {store.num_users} values in "
+                    f"{store.num_examples} rows, name people? If it does, "
+                )
             raise BadInputError(
-                f"the {name} part holds none of the {store.num_users} users: change the fractions "
-                "or data.split_seed, or give more users"
+                f"the {name} part holds none of the {store.num_users} users: {asked}change the "
+                "fractions or data.split_seed, or give more users"
             )
     return parts
 

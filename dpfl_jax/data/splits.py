@@ -14,6 +14,8 @@ from dpfl_jax.data.owners import SharedStore
 from dpfl_jax.data.store import Store, UserView
 from dpfl_jax.errors import BadInputError
 
+FEW = 20  # so few users of a column, with many more rows, are perhaps no people
+
 
 def user_uniforms(store: Store, seed: int = 0, purpose: str = "split") -> np.ndarray:
     """Returns one number in [0, 1) per user: a keyed hash of its id (float64 [num_users])."""

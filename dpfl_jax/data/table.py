@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -63,17 +63,17 @@ def read_table(
     """
     target, silo = config.target_column, config.silo_column
     assert target is not None
-    key = None if config.user_column is None else UserKey(config.user_column)
-    ids = (key.columns or []) if key is not None else []
+    key = user_key(config.user_column)
+    ids = key.columns if isinstance(key, UserKey) else []
     others = [c for c in (target, silo, *keep) if c is not None]
     if repeated(others) is not None:
         raise BadInputError(f"one column has two uses: {others} (target, silo, budget)")
-    if key is not None and key.columns is None and config.input_columns is None:
+    if ids is None and config.input_columns is None:
         raise BadInputError(
             f"what columns the function {config.user_column} reads is not known, and an id must be "
             "no input: name the inputs as data.input_columns"
         )
-    bad = bad or BadRows()
+    ids, bad = ids or [], bad or BadRows()
     if rows is None:
         paths = expand_paths(config.path)
         rows = read_file_rows(paths, config.source, csv=config.csv, bad=bad)
@@ -91,7 +91,6 @@ def read_table(
     users: dict[str, list[int]] = {}
     cells: list[list[float]] = []
     silos: list[str] = []
-    alike: collections.Counter[str] = collections.Counter()
     for where, row in rows:
         if table is None:
             header = list(row)
@@ -121,14 +120,14 @@ def read_table(
             if bad.drops and mine:
                 raise mine.error()
             home = "" if silo is None else value_to_id(row[silo], f"{where}, silo")
-            owner = None if key is None else key(row, where)
+            owner = key(row, where)
         except BadInputError as error:
             if not bad.drops and wrong:
                 no_id = no_id or error
                 continue
             bad(error)
             continue
-        users.setdefault(owner or _own_name(row, alike), []).append(len(cells))
+        users.setdefault(owner, []).append(len(cells))
         cells.append(values)
         silos.append(home)
     if table is None or not (cells or wrong):
@@ -286,12 +285,24 @@ def read_coded(
         yield numbers
 
 
-def _own_name(row: Mapping[str, Any], alike: collections.Counter[str]) -> str:
-    """A name made of the row alone: where it stands depends on other rows, and so would they."""
-    text = json.dumps([[name, str(row[name])] for name in sorted(row)])
-    name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    alike[name] += 1
-    return f"row {name}" + (f" #{alike[name]}" if alike[name] > 1 else "")
+def user_key(user_column: str | None) -> Callable[[Mapping[str, Any], str], str]:
+    """Returns ``(row, where) -> user``, to be called with all rows in their order.
+
+    Args:
+      user_column: as of ``SourceConfig``. None: a row is named by what it holds; where it stands
+        depends on other rows, and so would they.
+    """
+    if user_column is not None:
+        return UserKey(user_column)
+    alike: collections.Counter[str] = collections.Counter()
+
+    def own_name(row: Mapping[str, Any], where: str) -> str:
+        text = json.dumps([[name, str(row[name])] for name in sorted(row)])
+        name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        alike[name] += 1
+        return f"row {name}" + (f" #{alike[name]}" if alike[name] > 1 else "")
+
+    return own_name
 
 
 def _numbered(names: list[str]) -> np.ndarray:

@@ -17,6 +17,7 @@ from rich.console import Console
 from dpfl_jax.accounting import Guarantee
 from dpfl_jax.accounting.statement import Statement
 from dpfl_jax.config.federated import FederatedConfig
+from dpfl_jax.data.labels import far_from_order_1
 from dpfl_jax.data.splits import limit_store
 from dpfl_jax.data.store import Store, unit_key_of
 from dpfl_jax.federation.accountant import calibrate_federation, silo_epsilons, whole_event
@@ -45,7 +46,7 @@ from dpfl_jax.run.beside import BASELINE_CAVEAT, show_beside, without_privacy
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
-from dpfl_jax.run.public_inputs import one_row_each, public_inputs
+from dpfl_jax.run.public_inputs import not_people, public_inputs
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.sampling import FixedSize, Poisson
 from dpfl_jax.task import Task
@@ -164,13 +165,14 @@ class FederatedRun(Prepared):
         return federated_inputs(self.config, self.subjects.task, counts)
 
     def warnings(self) -> list[str]:
-        """Records that the cap leaves out; that every subject has one record."""
+        """Records that the cap leaves out; that subjects do not look like people."""
         mechanism = self.federation.mechanism
         alone = None
         if mechanism.private and mechanism.unit == "subject":
-            alone = one_row_each(self.subjects.train, "subject")
-        found = [text for text in (_kept(self).get("warning"), alone) if text is not None]
-        return [f"warning: {text}" for text in found]
+            alone = not_people(self.subjects.train, "subject")
+        far = far_from_order_1(self.subjects.train) if mechanism.private else None
+        found = (_kept(self).get("warning"), alone, far)
+        return [f"warning: {text}" for text in found if text is not None]
 
     def headline(self) -> list[str]:
         """Data, silos, model."""
@@ -518,6 +520,7 @@ def _report(prepared: FederatedRun, result: RunResult, guarantee: Guarantee) -> 
         model={**config.model.told, "parameters": prepared.model.num_params},
         data={
             "description": prepared.subjects.description,
+            "held_out": prepared.subjects.rule,
             "silos": prepared.data.num_silos,
             **_kept(prepared),
         },
@@ -561,4 +564,5 @@ def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
         "delta": prepared.delta,
         "privacy": guarantee.to_json(),
         "guarantee": str(guarantee),
+        "meaning": _statement(prepared, federation.rounds, guarantee).in_words(),
     }

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from dpfl_jax.config.federated import FederatedDataConfig
-from dpfl_jax.data.load import hold_out, load_examples
+from dpfl_jax.data.load import hold_out, load_examples, rule_of
 from dpfl_jax.data.store import Store
 from dpfl_jax.task import Task
 
@@ -20,12 +20,14 @@ class SubjectData:
       held_out: what is evaluated.
       description: one line.
       task: what is learned.
+      rule: how ``held_out`` was chosen, in words.
     """
 
     train: Store
     held_out: Store
     description: str
     task: Task
+    rule: str = ""
 
 
 def load_subjects(config: FederatedDataConfig, keep: Sequence[str] = ()) -> SubjectData:
@@ -47,4 +49,5 @@ def load_subjects(config: FederatedDataConfig, keep: Sequence[str] = ()) -> Subj
         f"(before the cap per silo) in training, {held_out.num_users} with "
         f"{held_out.num_examples} held out; a subject is {found.unit}{found.left_out}"
     )
-    return SubjectData(train, held_out, description, found.task)
+    rule = rule_of(config, config.split, "validation", config.validation_fraction)
+    return SubjectData(train, held_out, description, found.task, rule)

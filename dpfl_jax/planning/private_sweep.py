@@ -145,7 +145,10 @@ class PrivateSweep:
         runs = [self._prepared(cell) for cell in self._cells]
         first = runs[0]
         selection = self._calibrated(runs)
-        people = f"{first.data.train.fingerprint}:{first.people.fingerprint}"
+        known = [first.data.train.fingerprint, first.people.fingerprint]
+        for run in {run.config.model.checkpoint: run for run in runs}.values():
+            facts = run.facts()  # files may move, but other content would get the same noise
+            known += [facts[name] for name in ("checkpoint", "public") if name in facts]
         grid = {axis: list(values) for axis, values in self.sweep.axes.items()}
         asked = {"grid": grid, "expected_runs": self.expected_runs, "loss_bound": self.loss_bound}
         base = self.sweep.base
@@ -153,7 +156,7 @@ class PrivateSweep:
             self.sweep.directory,
             {**config_to_dict(base), "sweep": asked},
             self.key,
-            {"data": people, "selection": selection.to_json()},
+            {"data": ":".join(known), "selection": selection.to_json()},
             value_digest([config_fingerprint(base), json.dumps(asked)])[:16],
         )
         try:

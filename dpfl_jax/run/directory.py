@@ -22,7 +22,7 @@ from typing import IO, Any
 import yaml
 
 from dpfl_jax.accounting.statement import NAME
-from dpfl_jax.config.load import other_run
+from dpfl_jax.config.load import other_run, with_moved
 from dpfl_jax.config.text import write_yaml
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import kept
@@ -143,6 +143,9 @@ class RunDirectory:
                     f"the training data are not those that the run in {self.path} began with: "
                     "bring them back, or start another run in another --run-dir"
                 )
+            if (now := with_moved(self._content["config"], config)) != self._content["config"]:
+                self._content["config"] = now  # whoever exports the model reads the base there
+                self._write_content()
             # What an interruption left says what had been spent then: soon it is more.
             for name in REPORTS:
                 (self.path / name).unlink(missing_ok=True)
@@ -365,8 +368,12 @@ class RunDirectory:
         """Appends one line."""
         if not self.writes:
             return
-        with self.metrics_path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        try:
+            with self.metrics_path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        except OSError as error:  # of a full disk
+            error.filename = str(self.metrics_path)
+            raise
         for listener in self.listeners:
             listener(row)
 

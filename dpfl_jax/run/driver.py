@@ -441,10 +441,9 @@ class Spent:
 
 
 def _tell(clipping: dict[str, Any], console: Console | None) -> None:
-    for line in filter(None, (clipping["summary"], clipping["warning"])):
-        if console is not None:
-            console.print(line, highlight=False)
-    if console is None and clipping["warning"]:
+    if console is not None and clipping["warning"]:
+        console.print(clipping["warning"], highlight=False)
+    elif clipping["warning"]:
         warnings.warn(clipping["warning"], stacklevel=3)
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from dpfl_jax.accounting import Guarantee
+from dpfl_jax.data.splits import FEW
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.task import Task
 
@@ -20,6 +22,7 @@ OTHER_RUNS_CAVEAT = (
     "(privacy.ledger) was charged for this one"
 )
 _MOST_NAMES = 40
+_DATE = re.compile(r"(\d{4}[-/.]\d\d?[-/.]\d\d?|\d\d?[-/.]\d\d?[-/.]\d{4})([T ]\d.*)?")
 # Fields of mechanisms that bound what a unit contributes, as a guarantee names them.
 _BOUNDS = {
     "clip_norm": "clip norm: {:g}",
@@ -162,17 +165,31 @@ def _name(path: str) -> str:
     return path if ":" in path else pathlib.PurePath(path).name or path
 
 
-def one_row_each(store: Any, unit: str) -> str | None:
-    """What to tell before training if every unit has a single row; for the terminal alone.
+def not_people(store: Any, unit: str) -> str | None:
+    """What to tell before training if units do not look like people; for the terminal alone.
 
     How many rows units have is as private as they are, and is written nowhere.
     """
     offsets = getattr(store, "user_offsets", None) if not hasattr(store, "owners") else None
-    if offsets is None or int(offsets[-1]) != len(offsets) - 1:
+    if offsets is None:
         return None
+    units, rows = len(offsets) - 1, int(offsets[-1])
     key = unit_key_of(store) or "id"
-    return (
-        f"every {unit} has one row (a {unit}: {key}), so that the guarantee protects single rows: "
-        "if a person may have several, name the column that says whose each row is "
-        "(data.user_column)"
-    )
+    whose = "name the column that says whose each row is (data.user_column)"
+    ids = store.user_ids(range(min(units, FEW))) if hasattr(store, "user_ids") else []
+    if ids and all(map(_DATE.fullmatch, ids)):
+        return (
+            f"every {unit} is a date (a {unit}: {key}), so that the guarantee protects what was "
+            f"on one day, and not a person: {whose}"
+        )
+    if rows == units:
+        return (
+            f"every {unit} has one row (a {unit}: {key}), so that the guarantee protects single "
+            f"rows: if a person may have several, {whose}"
+        )
+    if units <= FEW and rows > FEW * units:
+        return (
+            f"there are {units} {unit}s of many rows each (a {unit}: {key}), and all rows of one "
+            f"are hidden together, which takes much noise: if they are no people, {whose}"
+        )
+    return None

@@ -16,11 +16,11 @@ from dpfl_jax.clipping import Trainable, convolutions, join, split
 from dpfl_jax.clipping.stats import StepStats
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.example_keys import key_argument, with_any_key
-from dpfl_jax.data.labels import check_labels
+from dpfl_jax.data.labels import check_labels, far_from_order_1
 from dpfl_jax.data.owners import by_set, people
 from dpfl_jax.data.pipeline import StepBatch
 from dpfl_jax.data.store import Readable, expect_store
-from dpfl_jax.errors import BadInputError, expect
+from dpfl_jax.errors import BadInputError, expect, room_on_disk
 from dpfl_jax.evidence.kept import RunAudit
 from dpfl_jax.mechanisms.batches import check_packed_loss, draw_digest, step_arguments, units_of
 from dpfl_jax.mechanisms.plan import Plan
@@ -35,13 +35,12 @@ from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Hooks, Pace, RunResult, drive
 from dpfl_jax.run.prepared import open_directory
 from dpfl_jax.run.progress import default_console
-from dpfl_jax.run.public_inputs import one_row_each
+from dpfl_jax.run.public_inputs import not_people
 from dpfl_jax.run.report import (
     PACKING_CAVEAT,
     PRIVATE_METRICS_CAVEAT,
     TUNING_CAVEAT,
     build_report,
-    summary,
     write_report,
 )
 from dpfl_jax.run.state import TrainState, init_state
@@ -282,6 +281,7 @@ KNOWN_CAVEAT = (
 )
 
 
+@room_on_disk()
 def fit(
     loss_fn: Callable[..., jax.Array] | str,
     params: PyTree,
@@ -374,9 +374,9 @@ def fit(
         console.print(str(plan.bounding), highlight=False)
     caveats: tuple[str, ...] = ()
     if plan.mechanism.private:
-        alone = one_row_each(plan.data, "user")
-        if alone is not None and console is not None:
-            console.print(f"warning: {alone}", markup=False, highlight=False)
+        if console is not None:
+            for told in filter(None, (not_people(plan.data, "user"), far_from_order_1(plan.data))):
+                console.print(f"warning: {told}", markup=False, highlight=False)
         held_out = () if validation is None else (VALIDATION_CAVEAT,)
         if validation is not None and _known(plan.data, validation):
             held_out = (KNOWN_CAVEAT,)
@@ -402,7 +402,7 @@ def fit(
             algorithm = WithCanaries(algorithm, audit, root.child("audit"))
         result = train(algorithm, run_dir=run_dir, key=key, **options)
         if console is not None:
-            told = summary(result, result.guarantee)
+            told = result.guarantee.summary()
             console.print(told, style="bold", highlight=False, soft_wrap=True)
         if own is not None and own.writes:
             people, task = plan.population, getattr(plan.data, "task", None)

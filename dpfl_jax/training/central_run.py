@@ -22,10 +22,12 @@ from dpfl_jax.config.base import NO_CHOICE_WITHIN_USERS
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import DataConfig, Dataset, Store, limit_store, load_dataset, load_tokenizer
 from dpfl_jax.data.keys import key_name
+from dpfl_jax.data.labels import far_from_order_1
 from dpfl_jax.data.owners import Bounding, bounding_of, by_set, whole_of
 from dpfl_jax.data.store import unit_key_of
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms import Mechanism, Population
+from dpfl_jax.mechanisms.central_statement import central_statement
 from dpfl_jax.mechanisms.mechanism import SHARED_ADJACENCY
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import make_mesh
@@ -36,7 +38,7 @@ from dpfl_jax.run.content import content_digest
 from dpfl_jax.run.directory import RunDirectory
 from dpfl_jax.run.driver import Pace, RunResult
 from dpfl_jax.run.prepared import Charge, MakeReport, Prepared, run_prepared
-from dpfl_jax.run.public_inputs import about, one_row_each, public_inputs
+from dpfl_jax.run.public_inputs import about, not_people, public_inputs
 from dpfl_jax.run.report import PRIVATE_METRICS_CAVEAT, TUNING_CAVEAT, build_report
 from dpfl_jax.training.beside import check_prompt, plain, samples
 from dpfl_jax.training.canaries import WithCanaries, check_fit
@@ -107,6 +109,8 @@ class CentralRun(Prepared):
         }
         if self.base is not None:
             facts |= {"base": self.base, "checkpoint": self.base["digest"]}
+        if self.data.public is not None:
+            facts["public"] = self.data.public.fingerprint
         return facts
 
     @property
@@ -132,6 +136,12 @@ class CentralRun(Prepared):
         if directory.facts.get("checkpoint") != (self.base or {}).get("digest"):
             raise BadInputError(
                 f"the checkpoint {self.config.model.checkpoint} is not the one that the run in "
+                f"{directory.path} began with: bring it back, or start another run"
+            )
+        known = directory.facts.get("public")
+        if known is not None and known != self.facts().get("public"):
+            raise BadInputError(
+                f"the corpus data.public={self.config.data.public} is not the one that the run in "
                 f"{directory.path} began with: bring it back, or start another run"
             )
         chosen = self.config.mechanism.to_section() | directory.facts["chosen"]
@@ -177,11 +187,13 @@ class CentralRun(Prepared):
         return [*lines, *self.warnings(), *self.advice()]
 
     def warnings(self) -> list[str]:
-        """That every user has one row, if so."""
-        alone = None
+        """That users do not look like people, if so."""
+        found = []
         if self.mechanism.private and self.config.data.max_examples_per_user != 1:
-            alone = one_row_each(self.data.train, "user")
-        return [] if alone is None else [f"warning: {alone}"]
+            found.append(not_people(self.data.train, "user"))
+        if self.mechanism.private:
+            found.append(far_from_order_1(self.data.train))
+        return [f"warning: {text}" for text in found if text is not None]
 
     def advice(self) -> list[str]:
         """Noise beside signal (``central_balance``)."""
@@ -419,6 +431,9 @@ def _report(
         losses = unigram.losses(prepared.held_out)
         evaluation = summarize(losses, prepared.held_out.user_offsets)
         baselines["unigram model of the public corpus"] = evaluation.to_json()
+    held_out = {}
+    if prepared.held_out is not None:
+        held_out["held_out"] = f"{config.eval.split} part: {data.rules[config.eval.split]}"
     report = build_report(
         config.name,
         result,
@@ -430,6 +445,7 @@ def _report(
         },
         data={
             "description": data.description,
+            **held_out,
             "users": population.num_users,
             "examples": population.num_examples,
         },
@@ -531,6 +547,7 @@ def dry_run(config: RunConfig, console: Console) -> dict[str, Any]:
         "delta": delta,
         "privacy": guarantee.to_json(),
         "guarantee": str(guarantee),
+        "meaning": central_statement(mechanism, population, steps, guarantee).in_words(),
     }
 
 

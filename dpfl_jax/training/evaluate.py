@@ -68,7 +68,7 @@ def summarize(losses: np.ndarray, user_offsets: np.ndarray) -> Evaluation:
 
 def auc_of(scores: np.ndarray, labels: np.ndarray) -> float | None:
     """Area under the ROC curve, ties counted half; None if all labels (0 or 1) are the same."""
-    ranks = stats.rankdata(scores)
+    ranks = stats.rankdata(scores.astype(np.float64))  # else ranks are float32, too
     positive = labels == 1
     count, others = int(positive.sum()), int((~positive).sum())
     if not count or not others:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from dpfl_jax.config.isrl import IsrlConfig
-from dpfl_jax.federation.isrl.runs.isrl_run import make_evaluation, prepare
-from dpfl_jax.federation.isrl.runs.messages import solve
+from dpfl_jax.federation.isrl.runs.isrl_run import prepare
+from dpfl_jax.federation.isrl.runs.messages import make_evaluation, solve
 from dpfl_jax.federation.isrl.smoothing import plain, smoothed
 from dpfl_jax.randomness import RootKey
 from reproductions._plots import band, columns, panel

@@ -48,6 +48,14 @@ def test_a_typo_gets_a_suggestion(argv, near, capsys):
     assert f"did you mean {near!r}?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--epsilonn", "--steps", "--delta"])
+def test_a_setting_that_was_given_as_an_option_gets_its_form(option, capsys):
+    assert main(["train", "c.yaml", option, "4"]) == 2
+    told = capsys.readouterr().err
+    assert "settings of the configuration are given as section.key=value" in told
+    assert "did you mean" not in told
+
+
 @pytest.mark.parametrize(
     ("there", "environment", "wanted"),
     [

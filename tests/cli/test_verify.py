@@ -98,8 +98,8 @@ def test_a_model_that_is_gone_and_one_without_a_digest_are_named(tmp_path, capsy
     code, missing, untied, said = told()
     assert (code, missing, untied) == (0, ["checkpoints/3/state"], ["checkpoints/4/state"])
     assert "those of config.yaml, checkpoints/2/state not here" in said
-    assert "not compared: checkpoints/3/state has no digest" in said
-    assert "may be any model: checkpoints/4/state" in said
+    assert "not compared: checkpoints/3/state checkpoints that this file has no digest of" in said
+    assert "what model they hold: checkpoints/4/state" in said
 
 
 def reworded(values):
@@ -638,11 +638,14 @@ def test_the_report_of_a_run_holds(name, tmp_path, capsys):
     """A tiny run of each mechanism, trained: its folder, its report and its file are accepted."""
     config, run = tmp_path / "config.yaml", tmp_path / "run"
     config.write_text(yaml.safe_dump({"name": "tiny", **RUNS[name]}))
+    assert main(["train", str(config), "--dry-run", "--json"]) == 0
+    price = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
     assert main(["train", str(config), "--run-dir", str(run)]) == 0
     for path in (run, run / "report.json", run / "guarantee.json"):
         assert verify(path, capsys) == (0, "")
     report = json.loads((run / "report.json").read_text())
     assert report["meaning"][0].startswith("Whoever")
+    assert price["meaning"] == report["meaning"]
     assert f"- {report['meaning'][0]}\n" in (run / "report.md").read_text()
     assert (run / "attacks.png").stat().st_size > 10_000
     report["privacy"]["epsilon"] *= 0.9

@@ -44,6 +44,9 @@ def test_overrides_reach_any_key(minimal):
     [
         ("mechanism.clip_nrom=1", "unknown key 'mechanism.clip_nrom'.*did you mean 'clip_norm'"),
         ("steps=1", "unknown key 'steps'.*did you mean 'pretrain.steps' or 'train.steps'"),
+        ("epsilonn=1", r"unknown key 'epsilonn'.*did you mean 'privacy\.epsilon'\?"),
+        ("privacy.epsilonn=1", r"did you mean 'epsilon'\?"),
+        ("lr=1", "unknown key 'lr'.*known here: "),
         ("trian.steps=1", "unknown key 'trian'.*did you mean 'train'"),
         ("data.seqlen=4", "unknown key 'data.seqlen'.*did you mean 'seq_len'"),
         ("mechanism.groupsize=4", "did you mean 'group_size'"),

@@ -52,8 +52,11 @@ def workplace(tmp_path, monkeypatch):
         {"authors": [f"u{i % 90}", f"u{i * 7 % 90}"], "body": t} for i, (_, t) in enumerate(posts)
     ]
     pathlib.Path("mails.jsonl").write_text("\n".join(map(json.dumps, mails)))
-    visits = [f"p{i % 60},{20 + i % 50},{i % 7 / 7},{i % 3},{i % 2},{i % 9}" for i in range(180)]
-    columns = "patient,age,lab_x,lab_y,hospital,days"
+    visits = [
+        f"p{i % 60},{20 + i % 50},{i % 7 / 7},{i % 3},{i % 2},{i % 9},{i % 5 // 4}"
+        for i in range(180)
+    ]
+    columns = "patient,age,lab_x,lab_y,hospital,days,ill"
     pathlib.Path("visits.csv").write_text("\n".join([columns, *visits]))
     pathlib.Path("new.csv").write_text("\n".join([columns, *visits[:9]]))
     news = pd.DataFrame({"url": [f"https://s{i % 9}.org/{i}" for i in range(40)], "text": "news"})

@@ -13,9 +13,12 @@ from runs import final_state
 
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
+from dpfl_jax.config.isrl import IsrlModelConfig
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.isrl.runs import messages
 from dpfl_jax.federation.isrl.runs.isrl_run import prepare
+from dpfl_jax.federation.isrl.runs.silos import padded
+from dpfl_jax.federation.isrl.runs.tasks import make_task
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import driver
@@ -150,6 +153,22 @@ def test_noise_of_another_silo_stops_a_run_before_it_begins(tmp_path):
     made = dataclasses.replace(made, parameters=dataclasses.replace(made.parameters, noise=noise))
     with pytest.raises(BadInputError, match=r"silo 0 grants epsilon 8 on .* which grants 2 on"):
         made.train(None, None, None)
+
+
+@pytest.mark.parametrize("loss", ["logistic", "hinge", "softmax"])
+def test_two_classes_are_scored_as_by_other_systems(loss):
+    rng = np.random.default_rng(0)
+    rows = [(rng.normal(size=(n, 3)), rng.integers(0, 2, n)) for n in (9, 14)]
+    x, y = (np.concatenate([part[i] for part in rows]) for i in (0, 1))
+    shown = [(a, 2 * b - 1 if loss == "hinge" else b) for a, b in rows]
+    task = make_task(IsrlModelConfig(loss=loss), 3, 2, 1.0, 1.0, 0.1)
+    w = rng.normal(size=task.shape).astype("f4")
+    found = messages.make_scores(task, padded(shown))(w)
+    scores = x @ (w if w.ndim == 1 else w[1] - w[0])
+    assert found["auc"] == pytest.approx(np.mean(scores[y == 1][:, None] > scores[y == 0]))
+    assert found["base_rate"] == y.mean()
+    assert found["majority_accuracy"] == max(y.mean(), 1 - y.mean())
+    assert found["accuracy"] == pytest.approx(np.mean((scores > 0) == y))
 
 
 def test_without_a_budget_nobody_is_protected(tmp_path, capsys):

@@ -234,7 +234,7 @@ def _dying(leave):
     return dies
 
 
-def test_another_grid_or_key_is_another_sweep(config, pretend):
+def test_another_grid_key_or_corpus_is_another_sweep(config, pretend, tmp_path):
     pretend.append("die")
     with pytest.raises(DiedError):
         private(config).run(_quiet())
@@ -243,6 +243,9 @@ def test_another_grid_or_key_is_another_sweep(config, pretend):
         private(config, expected_runs=7.0).run(_quiet())
     with pytest.raises(BadInputError, match="root key of its own"):
         private(config, key=RootKey(bytes(32))).run(_quiet())
+    (tmp_path / "public.txt").write_text("another corpus")
+    with pytest.raises(BadInputError, match=r"are not those that the run in .* began with"):
+        private(config, overrides=[f"data.public={tmp_path / 'public.txt'}"]).run(_quiet())
     assert pretend == []
 
 

@@ -40,6 +40,23 @@ def test_a_warning_is_seen():
     assert shown("warning: noise") == "warning: noise\n"
 
 
+def test_off_a_terminal_a_report_is_whole_and_in_short(tmp_path, capsys, monkeypatch):
+    """No table is cut, and how norms are computed is for who asks for it."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    names = ("loss", "loss_by_user", "accuracy", "majority_accuracy", "base_rate", "auc")
+    evaluation = {"final": dict.fromkeys(names, 0.123456)}
+    norms = {"summary": "norms of 1 of 2 parameters by book-keeping", "warning": None}
+    made = SOUND["uls"]()
+    summary = f"{made.privacy.summary()}; {norms['summary']}"
+    finished(tmp_path, made, eval=evaluation, clipping=norms, summary=summary)
+    for options in ((), ("--full",)):
+        assert main(["show", str(tmp_path), *options]) == 0
+        told = capsys.readouterr().out
+        assert "…" not in told
+        assert all(name.replace("_", " ") in told for name in names)
+        assert ("book-keeping" in told) == bool(options)
+
+
 def test_a_report_that_somebody_sent_moves_no_cursor(tmp_path, capsys):
     run = tmp_path / "[/x]"
     finished(run, SOUND["uls"](), name=ODD, model={"kind": "[a](http://evil.example)"})

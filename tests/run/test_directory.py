@@ -58,6 +58,7 @@ def test_hardware_is_known_before_the_first_checkpoint(tmp_path):
 def test_another_configuration_is_refused_by_its_key(tmp_path):
     raw = {
         "data": {"source": "csv", "path": "a.csv"},
+        "model": {"checkpoint": "base"},
         "mechanism": {"kind": "uls", "group_size": 1, "cohort_size": 16},
         "privacy": {"epsilon": 2.0},
         "train": {"steps": 3},
@@ -75,9 +76,16 @@ def test_another_configuration_is_refused_by_its_key(tmp_path):
     first = opened({})
     # Data are known by their content, and how often something is written changes no run.
     often = {"log_every": 2, "checkpoint_every": 7, "keep_checkpoints": 3}
-    again = opened({"data": {"path": "moved/a.csv"}, "train": often})
+    moved = {"data": {"path": "moved/a.csv", "public": "p.txt"}, "model": {"checkpoint": "other"}}
+    again = opened({**moved, "train": often})
     assert again.resumed
     assert again.run_id == first.run_id
+    # Whoever exports the model looks for its base where it lies now.
+    known = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["config"]
+    assert known["model"]["checkpoint"] == "other"
+    assert (known["data"]["path"], known["data"]["public"]) == ("moved/a.csv", "p.txt")
+    assert known["train"]["log_every"] == 1
+    assert opened(moved).resumed  # its seal is that of what it holds now
     for change, key in (
         ({"train": {"steps": 4}}, "train.steps"),
         ({"mechanism": {"cohort_size": 8}, "data": {"path": "b"}}, "mechanism.cohort_size"),

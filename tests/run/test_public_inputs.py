@@ -18,7 +18,7 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.isrl.runs import isrl_run
 from dpfl_jax.run.prepared import _Bill
-from dpfl_jax.run.public_inputs import OTHER_RUNS_CAVEAT, one_row_each
+from dpfl_jax.run.public_inputs import OTHER_RUNS_CAVEAT, not_people
 from dpfl_jax.task import EACH_ROW
 from dpfl_jax.training import central_run
 
@@ -106,8 +106,24 @@ def test_one_row_of_each_unit_warns_on_the_terminal_alone(trained):
 def test_units_of_several_rows_do_not_warn():
     rows = [{"p": f"p{i % 3}", "v": f"v{i}", "x": 1.0, "y": 0.0} for i in range(6)]
     several, one = (dpfl.from_rows(rows, user=u, target="y", inputs=["x"]) for u in "pv")
-    assert one_row_each(several, "user") is None
-    assert "(a user: column v)" in one_row_each(one, "user")
+    assert not_people(several, "user") is None
+    assert "(a user: column v)" in not_people(one, "user")
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (["2020-03-01", "2020-03-02"], "every user is a date (a user: column who)"),
+        (["1.3.2020", "2/28/2021 10:15"], "every user is a date (a user: column who)"),
+        (["A", "B"], "there are 2 users of many rows each (a user: column who)"),
+        (["078-05-1120", "219-09-9999"], "there are 2 users"),  # social security numbers
+        ([f"p{i}" for i in range(30)], None),
+    ],
+)
+def test_users_that_are_no_people_warn(ids, message):
+    rows = [{"who": who, "x": 1.0, "y": 0.0} for who in ids for _ in range(25)]
+    told = not_people(dpfl.from_rows(rows, user="who", target="y", inputs=["x"]), "user")
+    assert told is None if message is None else message in told
 
 
 def test_the_key_of_a_unit_goes_with_the_data(tmp_path):

@@ -1,5 +1,6 @@
 """``fit`` on a small regression: what a notebook user calls."""
 
+import pathlib
 import shutil
 
 import jax
@@ -92,6 +93,21 @@ def test_epsilon_spent_grows_to_the_guarantee():
     assert spent == sorted(spent)
     assert 0 < spent[0] < spent[-1]
     assert spent[-1] == pytest.approx(result.guarantee.epsilon)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_sentence_and_the_run_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    def there(folder):
+        full = (folder.path / "checkpoints" / "3").exists()
+        return pathlib.Path("/dev/full") if full else folder.path / "metrics.jsonl"
+
+    options = {"steps": 7, "validation": None, "checkpoint_every": 3, "key": None}
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "metrics_path", property(there))
+        with pytest.raises(BadInputError, match="full cannot be written, as the disk is full: fre"):
+            run(**options, run_dir=tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "3").exists()
+    assert run(**options, run_dir=tmp_path / "run").steps == 7
 
 
 @pytest.mark.nightly

@@ -9,6 +9,7 @@ import pytest
 import dpfl_jax as dpfl
 from dpfl_jax.data import DataConfig, load_dataset
 from dpfl_jax.data.build import write_store
+from dpfl_jax.data.labels import far_from_order_1
 from dpfl_jax.models import MLP, LogisticRegression
 
 PEOPLE = 40
@@ -88,3 +89,21 @@ def test_labels_in_a_built_store_are_not_cut_to_whole_numbers(tmp_path):
     write_store(data(LABELS["halves"] * 2), tmp_path / "T")
     config = DataConfig(source="store", path=str(tmp_path / "T"), classes=2)
     assert load_dataset(config).train.read(np.arange(2))["label"].dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("x", "far"),
+    [
+        (np.random.default_rng(0).normal(size=(60, 3)), False),
+        (np.random.default_rng(0).normal(size=(60, 3)) * [1, 1, 50], True),
+        (np.random.default_rng(0).uniform(0, 255, (60, 4, 4, 1)), True),
+        (np.random.default_rng(0).uniform(0, 1, (60, 4, 4, 1)), False),
+        (np.full((60, 3), 5000), False),  # whole numbers: ids, for all that is known
+    ],
+)
+def test_inputs_far_from_order_1_warn(x, far):
+    """No refusal, as of tables: a model may well scale them itself."""
+    store = dpfl.from_arrays({"x": x, "label": np.zeros(60)}, list(range(60)))
+    assert (far_from_order_1(store) is not None) == far
+    store = dpfl.from_arrays({"x": x, "label": np.full(60, 4000.0)}, list(range(60)))
+    assert f"numbers of {'x and ' * far}label are far" in far_from_order_1(store)

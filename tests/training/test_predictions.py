@@ -119,6 +119,54 @@ def test_a_table_is_predicted_by_another_process_as_by_the_run(folder, capsys):
     np.testing.assert_array_equal(again, sure)
 
 
+SEMICOLONS = ("data.delimiter=';'", "data.decimal=comma", "data.encoding=cp1252")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [(), ("data.user_column=null", "eval.max_users=50")])
+def test_five_commands_from_a_csv_file_to_the_auc_of_the_report(limit, folder, capsys):
+    """The file is one of a hospital's, and so is what is written; or each row is a person."""
+    rows = [{**row, "zeta": str(row["zeta"]).replace(".", ",")} for row in rows_of()]
+    bad = [row | {name: "", "": f"no {name}"} for row in rows[:99] for name in ("age", "outcome")]
+    for name, some in (("visits.csv", rows + bad), ("good.csv", rows)):
+        lines = [";".join(map(str, [*row.values(), "Zürich"])) for row in some]
+        text = "\n".join([";".join([*COLUMNS, "town"]), *lines])
+        (folder / name).write_text(text, encoding="cp1252")
+    inputs = "data.on_bad_row=drop", "data.input_columns=[zeta, age, sex, seen]"
+    settings = [*DECLARED, *SEMICOLONS, *SPLIT, *inputs, "train.steps=4", *limit]
+    assert main(["init", "table/uls"]) == 0
+    account = "privacy.account=patients"
+    assert main(["train", "uls.yaml", *settings, account, "--run-dir", "run", "--json"]) == 0
+    printed = capsys.readouterr()
+    report = json.loads(printed.out.splitlines()[-1])
+    rule = "chosen by a hash of their ids; data.validation_fraction=0.5, data.split_seed=0"
+    assert rule in report["data"]["held_out"]
+    assert f"held out: {report['data']['held_out']}" in printed.err
+    assert "by book-keeping" in report["summary"]
+    assert "book-keeping" not in printed.err
+    assert main(["predict", "run", "visits.csv", "--held-out", "--out", "held_out.csv"]) == 0
+    assert main(["export", "run", "out"]) == 0
+    command = [sys.executable, "-P", "-m", "dpfl_jax", "predict", "out", "good.csv"]
+    more = ["--delimiter", ";", "--encoding", "cp1252", "--out", "p.csv"]
+    subprocess.run([*command, *more], check=True, capture_output=True)
+    found = {}
+    for name in ("held_out.csv", "p.csv"):
+        table = (folder / name).read_text(encoding="cp1252")
+        assert "Zürich;" in table
+        found[name] = list(csv.DictReader(table.splitlines(), delimiter=";"))
+    held, everybody = found["held_out.csv"], found["p.csv"]
+    assert len(held) == report["eval"]["final"]["examples"] < len(everybody)
+    numbers = {row[""] for row in held}  # of rows
+    assert [row for row in everybody if row[""] in numbers] == held
+    if not limit:
+        people = {row["patient"] for row in held}
+        assert [row for row in everybody if row["patient"] in people] == held
+    assert all("." not in row["probability_dead"] for row in held)
+    sure = np.array([float(row["probability_dead"].replace(",", ".")) for row in held])
+    dead = np.array([row["outcome"] == "dead" for row in held])
+    assert auc(sure, dead) == pytest.approx(report["eval"]["final"]["auc"], abs=1e-9)
+
+
 def test_what_new_rows_lack_is_one_sentence(folder, capsys):
     trained(capsys, "uls", "train.steps=2")
     assert main(["export", "run", "out"]) == 0
@@ -128,7 +176,7 @@ def test_what_new_rows_lack_is_one_sentence(folder, capsys):
         ([{k: v for k, v in good.items() if k != "age"}], r"row 1: there is no column 'age'"),
         (
             [good, good | {"age": "", "sex": "w"}],
-            r"without a value in 'age' \(first: row 2\); words",
+            r"without a value in 'age' \(first: row 2\)\n- words in 'sex'",
         ),
         (np.zeros((2, 5)), "does not say which column is which"),
         ("new.csv", "the table is 'new.csv'"),
@@ -141,6 +189,7 @@ def test_what_new_rows_lack_is_one_sentence(folder, capsys):
         (["out", "visits.csv", "--out", "p.txt"], "give a new file"),
         (["out", "no.csv", "--out", "p.csv"], "no.csv does not exist"),
         (["nowhere", "visits.csv", "--out", "p.csv"], "nowhere"),
+        (["out", "visits.csv", "--held-out", "--out", "p.csv"], "for runs (not exports)"),
     ):
         assert main(["predict", *args]) == 2
         assert message in " ".join(capsys.readouterr().err.split())
@@ -164,6 +213,15 @@ def test_every_system_predicts(system, folder, capsys):
     sums = [float(row["probability_alive"]) + float(row["probability_dead"]) for row in predicted]
     np.testing.assert_allclose(sums, 1.0)
     assert report["status"] == "finished"
+    code = main(["predict", "run", "visits.csv", "--held-out", "--out", "held_out.csv"])
+    if system == "isrl":  # where single rows are held out
+        assert code == 2
+        assert report["data"]["held_out"].startswith("data.test_fraction=0.2 of each silo's")
+        return
+    assert code == 0
+    held = list(csv.DictReader((folder / "held_out.csv").open()))
+    assert len(held) == report["eval"]["final"]["examples"]
+    assert all(row in predicted for row in held)
 
 
 @pytest.mark.slow

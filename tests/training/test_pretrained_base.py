@@ -6,13 +6,15 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from rich.console import Console
 
 from dpfl_jax.cli.main import main
-from dpfl_jax.config import load_config
+from dpfl_jax.config import load_config, validate_config
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.lora import without_adapters
 from dpfl_jax.run.checkpoint import load_params, save_params
 from dpfl_jax.run.directory import RunDirectory
+from dpfl_jax.training.central_run import prepare
 from dpfl_jax.training.pretrain import Pretrained, begin_from
 from dpfl_jax.training.start import build_transformer
 from dpfl_jax.training.trained import load_trained
@@ -47,6 +49,34 @@ def test_a_run_goes_on_from_the_base_it_began_with(needed, tmp_path):
     else:
         begin_from(rounded, run, needed=needed)
     assert run.facts["base"] == first.facts
+    run.close()
+
+
+def test_a_public_corpus_may_move_and_is_known_by_its_content(tmp_path):
+    posts = [{"user": f"u{i % 20}", "text": "river stone lamp"} for i in range(40)]
+    (tmp_path / "posts.jsonl").write_text("\n".join(map(json.dumps, posts)))
+    for name, text in (("first", "green lamp " * 9), ("moved", "green lamp " * 9), ("other", "x")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "public.txt").write_text(text)
+
+    def prepared(public):
+        data = {"source": "jsonl", "path": str(tmp_path / "posts.jsonl"), "seq_len": 8}
+        raw = {
+            "data": {**data, "public": str(tmp_path / public / "public.txt"), "test_fraction": 0.0},
+            "model": {"overrides": {"num_layers": 1, "embed_dim": 8, "num_heads": 1}},
+            "mechanism": {"kind": "uls", "group_size": 2, "cohort_size": 4},
+            "privacy": {"epsilon": 8.0, "delta": 1e-2},
+            "train": {"steps": 2},
+        }
+        return prepare(validate_config(raw), Console(quiet=True))
+
+    began = json.loads(json.dumps(prepared("first").facts()))
+    run = RunDirectory(tmp_path / "run", {}, "f", None, began)
+    assert prepared("moved").going_on(run).config.data.public.endswith("moved/public.txt")
+    with pytest.raises(
+        BadInputError, match=r"data\.public=.*other/public\.txt is not the one that"
+    ):
+        prepared("other").going_on(run)
     run.close()
 
 

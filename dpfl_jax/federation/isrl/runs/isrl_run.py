@@ -23,7 +23,7 @@ from dpfl_jax.federation.isrl.privacy import (
     worst_guarantee,
 )
 from dpfl_jax.federation.isrl.relations import relations
-from dpfl_jax.federation.isrl.runs.messages import make_evaluation, run_rounds
+from dpfl_jax.federation.isrl.runs.messages import make_scores, run_rounds
 from dpfl_jax.federation.isrl.runs.parameters import (
     Parameters,
     check_noise,
@@ -135,7 +135,7 @@ class IsrlRun(Prepared):
     ) -> tuple[RunResult, MakeReport]:
         """Runs the rounds."""
         check_noise(self.config, np.asarray(self.records.train.sizes), self.parameters)
-        evaluate = make_evaluation(self.task, self.records.test)
+        evaluate = make_scores(self.task, self.records.test)
         result = self.rounds(evaluate, run_dir=directory, charge=charge, console=console)
         baseline = None
         if self.config.eval.baseline and self.parameters.noise and result.last is not None:
@@ -389,6 +389,8 @@ def _report(prepared: IsrlRun, result: RunResult) -> tuple[dict[str, Any], State
         inputs=prepared.records.inputs,
         data={
             "description": prepared.records.description,
+            "held_out": f"data.test_fraction={config.data.test_fraction:g} of each silo's records, "
+            f"chosen by a hash of their owner's id; data.split_seed={config.data.split_seed}",
             "silos": config.data.silos,
             "records": int(np.asarray(prepared.records.train.sizes).sum()),
         },
@@ -423,5 +425,6 @@ def dry_run(config: IsrlConfig, console: Console) -> dict[str, Any]:
         "delta": guarantee.delta,
         "privacy": guarantee.to_json(),
         "guarantee": str(guarantee),
+        "meaning": isrl_statement(taken, guarantee).in_words(),
         **_facts(prepared, guarantee, taken),
     }

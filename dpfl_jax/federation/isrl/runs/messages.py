@@ -43,6 +43,7 @@ from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
 from dpfl_jax.run.driver import Pace, RunResult, drive
 from dpfl_jax.run.state import TrainState
 from dpfl_jax.run.terms import Terms, begin, value_digest
+from dpfl_jax.training.evaluate import auc_of
 
 
 def make_method(config: IsrlConfig, parameters: Parameters) -> Method:
@@ -362,3 +363,24 @@ def make_evaluation(task: Task, data: SiloData) -> Callable[[jax.Array], dict[st
         }
 
     return evaluate
+
+
+def make_scores(task: Task, data: SiloData) -> Callable[[jax.Array], dict[str, Any]]:
+    """The same, with what ``training.evaluate.Evaluation`` says of classes."""
+    evaluate = make_evaluation(task, data)
+    if task.hit is None:
+        return evaluate
+    there = np.arange(data.capacity) < np.asarray(data.sizes)[:, None]
+    x, labels = (np.asarray(data.examples[name])[there] for name in "xy")
+    shares = np.unique(labels, return_counts=True)[1] / len(labels)
+    positive = (labels > 0.5).astype(int)  # of 0 and 1, or -1 and 1
+
+    def scored(w: jax.Array) -> dict[str, Any]:
+        found = {**evaluate(w), "majority_accuracy": float(shares.max())}
+        if task.shape[:-1] not in ((), (2,)):
+            return found
+        rows = np.asarray(w)
+        scores = x @ (rows if rows.ndim == 1 else rows[1] - rows[0])
+        return found | {"base_rate": float(positive.mean()), "auc": auc_of(scores, positive)}
+
+    return scored
