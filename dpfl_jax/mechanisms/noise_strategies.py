@@ -20,21 +20,23 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting.cells import INDEPENDENT, StrategyMatrix
 from dpfl_jax.config.kinds import NOISES, Named
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise import (
-    MOST_NOISE,
+from dpfl_jax.matrices import (
     Buffers,
-    Noise,
     Workload,
-    banded,
-    banded_inverse,
-    buffered,
     buffered_column,
     buffered_strategy,
     inverse_column,
     inverse_strategy,
+    strategy,
+)
+from dpfl_jax.noise import (
+    MOST_NOISE,
+    Noise,
+    banded,
+    banded_inverse,
+    buffered,
     redrawn,
     redrawn_rows,
-    strategy,
     transformation,
 )
 

@@ -24,7 +24,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise import (
+from dpfl_jax.matrices import (
     PREFIX_SUMS,
     Workload,
     buffered_column,

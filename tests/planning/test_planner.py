@@ -13,8 +13,8 @@ from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.matrices import buffered_error, inverse_error, prefix_error, strategy
 from dpfl_jax.mechanisms import Population, allocation, banded_inverse, bandmf, blt
-from dpfl_jax.noise import buffered_error, inverse_error, prefix_error, strategy
 from dpfl_jax.planning import (
     Planner,
     Sensitivities,
