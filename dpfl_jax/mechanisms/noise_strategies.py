@@ -24,9 +24,12 @@ from dpfl_jax.matrices import (
     Buffers,
     Workload,
     buffered_column,
+    buffered_error,
     buffered_strategy,
     inverse_column,
+    inverse_error,
     inverse_strategy,
+    prefix_error,
     strategy,
 )
 from dpfl_jax.noise import (
@@ -90,6 +93,10 @@ class NoiseStrategy(Named, abc.ABC, kinds=NOISES):
     @abc.abstractmethod
     def matrix(self, steps: int) -> StrategyMatrix:
         """C; raises BadInputError before it is fitted, or beyond the steps it was fitted to."""
+
+    def error(self, steps: int, workload: Workload) -> float:
+        """``Workload.error`` of C; 1 of independent noise."""
+        return prefix_error(self.matrix(steps).column, steps, workload)
 
     @abc.abstractmethod
     def transform(
@@ -332,7 +339,8 @@ class Buffered(_Toeplitz):
         made = dataclasses.replace(self, horizon=self.horizon or steps)
         if self.decays is not None:
             return made
-        decays, scales = buffered_strategy(self.buffers, steps, _needed(separation), workload)
+        apart = min(_needed(separation), steps)  # beyond the last step nobody takes part again
+        decays, scales = buffered_strategy(self.buffers, steps, apart, workload)
         return dataclasses.replace(made, decays=decays, scales=scales)
 
     @property
@@ -347,6 +355,9 @@ class Buffered(_Toeplitz):
 
     def column(self, steps: int) -> np.ndarray:
         return buffered_column(self.chosen, steps)
+
+    def error(self, steps: int, workload: Workload) -> float:
+        return buffered_error(self.chosen, steps, workload)
 
     def _correlated(self, noise: Noise, divisor: float) -> optax.GradientTransformationExtraArgs:
         return buffered(noise, self.chosen, divisor)
@@ -402,7 +413,7 @@ class BandedInverse(_Toeplitz):
         made = dataclasses.replace(self, horizon=self.horizon or steps)
         if self.taken is not None:
             return made
-        taken = inverse_strategy(self.bands, steps, _needed(separation), workload)
+        taken = inverse_strategy(self.bands, steps, min(_needed(separation), steps), workload)
         return dataclasses.replace(made, taken=taken)
 
     @property
@@ -417,6 +428,9 @@ class BandedInverse(_Toeplitz):
 
     def column(self, steps: int) -> np.ndarray:
         return inverse_column(self.chosen, steps)
+
+    def error(self, steps: int, workload: Workload) -> float:
+        return inverse_error(self.chosen, steps, workload)
 
     def _correlated(self, noise: Noise, divisor: float) -> optax.GradientTransformationExtraArgs:
         if not self.redrawn:
