@@ -112,7 +112,7 @@ def coarse_noise_multiplier(
 ) -> float:
     """A noise multiplier that satisfies (epsilon, delta), by coarse bounds, which are much faster.
 
-    It is up to 1.5 % above that of ``calibrate_noise_multiplier``: enough to see that something
+    It is up to 2.5 % above that of ``calibrate_noise_multiplier``: enough to see that something
     needs far too much.
 
     Args:
@@ -129,7 +129,7 @@ def coarse_noise_multiplier(
     if (known := _remembered(key, lambda s: fits(s, COARSE))) is not None:
         return known
     excess = functools.partial(_excess, make_event, epsilon, delta, relation, COARSE)
-    sigma, _ = _root(excess, near, 1e-2, -1.5)
+    sigma, _ = _root(excess, near, 2e-2, -1.5)
     cache.write(key, {"noise_multiplier": sigma})
     return sigma
 

@@ -315,7 +315,7 @@ class Planner:
             return None
         sigma = coarse_noise_multiplier(run.event, self.epsilon, self.delta, best.noise_multiplier)
         found = dataclasses.replace(run.option, noise_multiplier=sigma)
-        if found.noise > 1.02 * min(option.noise for option in options):
+        if found.noise > 1.03 * min(option.noise for option in options):
             return found
         return self.option(kind, best.group_size, best.size)
 
@@ -394,7 +394,7 @@ class Planner:
           example_groups: group sizes of drawn examples; default all that can be priced.
           every: whether all candidates are priced, at every (G, M), not the plain ones alone; those
             whose calibration takes seconds where the plain one of users has the least noise, and to
-            1.5 % where they cannot win.
+            2.5 % where they cannot win.
         """
         if budget < 1:
             raise BadInputError(

@@ -94,7 +94,7 @@ def test_coarsely_calibrated_noise_is_certified_too(make_event, near, tmp_path, 
     needed = accounting.calibrate_noise_multiplier(make_event, 2.0, 1e-6)
     sigma = coarse_noise_multiplier(make_event, 2.0, 1e-6, near)
     assert accounting.epsilon(make_event(sigma), 1e-6) <= 2.0
-    assert 1 <= sigma / needed <= 1.015
+    assert 1 <= sigma / needed <= 1.025
     assert coarse_noise_multiplier(make_event, 2.0, 1e-6, 7.0) == sigma  # from disk
 
 

@@ -14,6 +14,7 @@ from dpfl_jax.cli.main import build_parser, main
 from dpfl_jax.config import load_config
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.data import load_dataset
+from dpfl_jax.mechanisms.candidates import at_budget
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.models import LanguageModel, TransformerConfig
 from dpfl_jax.models.checkpoint import fingerprint, load_checkpoint, read_config, save_checkpoint
@@ -248,7 +249,7 @@ def test_speaking_roles_of_shakespeare(kind, tmp_path, capsys):
             "overrides": {"remat": "none"},
         },
         "mechanism": CENTRAL.dump(
-            CENTRAL[kind].at_budget(128, 4, clip_norm=0.5, clipping="normalized")
+            at_budget(None, kind, 128, 4, clip_norm=0.5, clipping="normalized")
         ),
         "privacy": {"epsilon": 8.0, "delta": 1e-4},
         "optimizer": {"name": "adam", "learning_rate": 0.02},
