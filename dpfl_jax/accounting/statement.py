@@ -10,6 +10,7 @@ name as public.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import math
@@ -53,7 +54,7 @@ _MOST_DEPTH = 50
 Cases = Sequence[Sequence[dp_accounting.DpEvent]]
 
 
-class _Part(BaseModel):
+class _Part(BaseModel, abc.ABC):
     """A table of the file: unknown names are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)

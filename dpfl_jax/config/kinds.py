@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import difflib
 import functools
@@ -230,7 +231,7 @@ def _place(maker: Any, separator: str = ":") -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class Named(abc.ABC):
     """What a section describes, by its ``kind``; a base names the table: ``kinds=CENTRAL``."""
 
     kind: ClassVar[str]
