@@ -259,7 +259,13 @@ class Named(abc.ABC):
 
 
 def check_types(made: Any) -> None:
-    """Raises BadInputError, naming the field, unless what a user sets has the declared types."""
+    """Checks what a user sets of a frozen dataclass; whole numbers become floats where a field is.
+
+    So values that are equal have one section, to the last sign: what a run draws follows from it.
+
+    Raises:
+      BadInputError: a field has another type; the field is named.
+    """
     cls: Any = type(made)
     for name, option in options(cls).items():
         value = getattr(made, name)
@@ -270,9 +276,8 @@ def check_types(made: Any) -> None:
                 )
             continue
         try:
-            _adapter(cls, name).validate_python(
-                value.item() if isinstance(value, np.generic) else value, strict=True
-            )
+            given = value.item() if isinstance(value, np.generic) else value
+            object.__setattr__(made, name, _adapter(cls, name).validate_python(given, strict=True))
         except ValidationError as error:
             what = error.errors()[0]["msg"]
             raise BadInputError(f"{name} is {value!r}: {what[:1].lower()}{what[1:]}") from error

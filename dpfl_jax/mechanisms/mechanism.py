@@ -94,6 +94,10 @@ class Mechanism:
         """
         check_field_types(self)
         check_noise_multiplier(self.noise_multiplier)
+        if isinstance(self.gives, LocalUpdate) and isinstance(self.clip, NoClip):
+            raise BadInputError(
+                "mechanism.clip is none, but updates of local steps are clipped: take another rule"
+            )
         if not self.private:
             return
         if isinstance(self.clip, NoClip):
@@ -127,8 +131,8 @@ class Mechanism:
 
     # ---- as a section of a configuration ---------------------------------------------------
 
-    def to_section(self) -> dict[str, Any]:
-        """What describes it in a configuration: a preset with its options, or the parts."""
+    @functools.cached_property
+    def _section(self) -> dict[str, Any]:
         from dpfl_jax.mechanisms.presets import as_preset  # which makes mechanisms
 
         preset = as_preset(self)
@@ -137,12 +141,16 @@ class Mechanism:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: Kinds.dump(value) for name, value in fields.items()}
 
+    def to_section(self) -> dict[str, Any]:
+        """What describes it in a configuration: a preset with its options, or the parts."""
+        return dict(self._section)
+
     to_json = to_section
 
-    @functools.cached_property
+    @property
     def kind(self) -> str:
         """The name of the preset that it is; "custom" of other combinations."""
-        return str(self.to_section().get("kind", "custom"))
+        return str(self._section.get("kind", "custom"))
 
     # ---- what runs -------------------------------------------------------------------------
 
@@ -285,7 +293,7 @@ class Mechanism:
           **options: passed to ``clipping.clipped_grad`` (``strategy``, ...).
         """
         if isinstance(self.clip, NoClip):
-            return unclipped_sum(loss_fn, options.get("trainable"))
+            return unclipped_sum(self.participation.unit_loss(loss_fn), options.get("trainable"))
         return self.gives.clipped(
             self.participation,
             loss_fn,
