@@ -181,14 +181,14 @@ TIGHTNESS: dict[str, Callable[[], Trials]] = {
 @contextlib.contextmanager
 def _wrong_sum(change: Callable[..., Any]) -> Iterator[None]:
     """The clipped sum of central mechanisms, changed: ``change(real, loss, rule, options)``."""
-    from dpfl_jax.mechanisms import base
+    from dpfl_jax.mechanisms import local_steps
 
-    real = base.clipped_grad
+    real = local_steps.clipped_grad
 
     def wrong(loss: Any, *, rule: Any, **options: Any) -> Any:
         return change(real, loss, rule, options)
 
-    with mock.patch.object(base, "clipped_grad", wrong):
+    with mock.patch.object(local_steps, "clipped_grad", wrong):
         yield
 
 
