@@ -136,7 +136,6 @@ def plan_of(name):
 
 def test_every_preset_and_every_cell_is_here():
     assert {CASES[name].kind for name in CASES} - {"custom"} == {*PRESETS}
-    assert all(name in CASES for name in PRESETS)
     found = set()
     for name in PRIVATE:
         mechanism, plan = plan_of(name).mechanism, plan_of(name)
