@@ -441,6 +441,8 @@ class Mechanism:
 
         def event(sigma: float) -> Any:
             made = dataclasses.replace(chosen, noise_multiplier=sigma)
+            # The order follows from the noise: until it is chosen, what everybody can pay for is
+            # accounted as without a filter, whose budget that is.
             if made.budget is not None and made.budget.order is None:
                 return made._event_without_budgets(population, made._least_steps)
             return made.event(population, steps)
@@ -488,6 +490,7 @@ class Mechanism:
         if made.budget is not None:
             spent = made._event_without_budgets(population, made._least_steps)
             made = dataclasses.replace(made, budget=made.budget.with_order(spent, delta))
+        made.event(population, steps)  # what nothing is proven of is refused here, not at the end
         return made, delta
 
     def sampling_description(self, population: Population) -> str:
