@@ -162,7 +162,7 @@ def cell_of(
     table = _REPLACE_TABLE if relation is _REPLACE else TABLE
     if (cell := _found(table, scheme, matrix, contribution)) is not None:
         return cell
-    several = contribution is not None
+    several = contribution is not None and contribution.units > 1
 
     def distance(key: tuple[type, MatrixKind, bool]) -> tuple[int, ...]:
         differs = [key[2] != several, key[0] is not type(scheme), key[1] != matrix.kind]
