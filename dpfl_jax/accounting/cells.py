@@ -33,6 +33,11 @@ _REPLACE = NeighboringRelation.REPLACE_ONE
 class Everyone:
     """All units, at every step."""
 
+    def describe(self, counted: str, unit: str) -> str:
+        """In words, as ``schemes.AtRate.describe``."""
+        del unit
+        return f"none is counted on: {counted} may all take part in every step"
+
 
 @dataclasses.dataclass(frozen=True)
 class OnePass:
@@ -52,6 +57,14 @@ class TwoStagePoisson:
     prob: float
     participation_prob: float
     local_steps: int
+
+    def describe(self, counted: str, unit: str) -> str:
+        """In words, as ``schemes.AtRate.describe``."""
+        return (
+            f"each silo with probability {self.participation_prob:.6g} in each round of "
+            f"{self.local_steps} local steps, then Poisson over {counted}, probability "
+            f"{self.prob:.6g} of this {unit}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)

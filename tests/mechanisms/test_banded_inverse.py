@@ -57,7 +57,7 @@ def test_the_guarantee_names_turns_and_the_matrix():
 
 
 def test_an_account_is_that_of_the_mechanism(capsys):
-    given = ["--noise-multiplier", "5", "--delta", "1e-5", "--steps", "40", "--once-in", "5"]
+    given = ["--noise-multiplier", "5", "--delta", "1e-5", "--steps", "40", "--period", "5"]
     assert main(["account", "banded-inverse", *given, "--bands", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     made = banded_inverse(group_size=1, cohort_size=20, bands=4, noise_multiplier=5.0)
