@@ -245,7 +245,7 @@ def _python_loop(
         local, state = params, optimizer.init(params)
         for t in range(args.local_steps):
             units = jax.tree.map(lambda u: u[s, t], host.units)  # noqa: B023
-            x = (units, host.mask[s, t], host.group[s, t], host.noise_key[s, t])
+            x = (units, host.mask[s, t], host.unit_weight[s, t], host.noise_key[s, t])
             scale = (host.stddev[s, t], host.divisor[s, t], host.clip_norm[s])
             local, state = step(local, state, x, host.microbatches[s, t], scale)
         total = jax.tree.map(

@@ -208,7 +208,7 @@ class FederatedSteps(Steps):
         found = self._first_work()
         if found is None:
             return
-        piece, units, group = found
+        piece, units, weight = found
         params = self.run.server.broadcast(state.opt_state["server"])
         say("that silos' units do not mix (it is compiled for this)")
         _check_unmixed(self.release, params, self._kept(state.opt_state, piece), piece.chunk)
@@ -220,7 +220,7 @@ class FederatedSteps(Steps):
                 strategy=self.run.execution.strategy,
             )
             say("norms of two units")
-            self_check(bounded, self.run.given, units, group=group)
+            self_check(bounded, self.run.given, units, weight=weight)
 
     def inputs(self) -> Iterator[tuple[int, Iterator[Piece]]]:
         """The chunks of each round, built ahead."""
@@ -263,7 +263,7 @@ class FederatedSteps(Steps):
                     return (
                         builder.ship(silos, host, records),
                         units,
-                        jnp.asarray(host["group"][index]),
+                        jnp.asarray(host["unit_weight"][index]),
                     )
         return None
 

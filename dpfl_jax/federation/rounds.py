@@ -222,7 +222,7 @@ class RoundBuilder:
             units = with_keys(units, scatter(keys_of))
         present = scatter(np.ones(len(slots), bool))
         mask = np.zeros((self.size, steps, capacity * self.row), bool)
-        group = np.ones(mask.shape, np.float32)
+        unit_weight = np.ones(mask.shape, np.float32)
         active = np.zeros(shape[:2], bool)
         keys = np.zeros((*shape[:2], 8), np.uint32)
         stddev, divisor = np.zeros(shape[:2], np.float32), np.ones(shape[:2], np.float32)
@@ -234,7 +234,7 @@ class RoundBuilder:
             keys[s, : plan.local_steps] = self.noise_keys(i, round_index)
             for t, draw in enumerate(row):
                 mask[s, t, : draw.size] = True
-                group[s, t, : draw.size] = draw.group
+                unit_weight[s, t, : draw.size] = draw.weight
                 stddev[s, t], divisor[s, t] = self.scale(i, draw)
         rows = np.ceil(mask.sum(axis=2) / self.row).astype(np.int32)
         if unit_size is not None:
@@ -242,7 +242,7 @@ class RoundBuilder:
         host: dict[str, Any] = {
             "units": units,
             "mask": mask.reshape(shape),
-            "group": group.reshape(shape),
+            "unit_weight": unit_weight.reshape(shape),
             "microbatches": rows,
             "active": active,
             "noise_key": keys,

@@ -101,7 +101,7 @@ def reference_sum(mechanism, params, data, draw):
         if mechanism.private:
             weight = min(1.0, mechanism.clip_norm / max(norm, 1e-30))
         if mechanism.kind == "hi_grad_avg" and not positions.ndim:
-            weight /= draw.group[u]
+            weight *= draw.weight[u]
         total = jax.tree.map(lambda t, g, w=weight: t + w * np.asarray(g, np.float64), total, grad)
     return total
 

@@ -66,10 +66,10 @@ def packed(data, draw, unit_size):
     if unit_size is not None:
         units = {"examples": units, "mask": present.reshape(UNITS // ROW, ROW, -1)}
     mask = np.arange(UNITS) < draw.size
-    group = np.ones(UNITS, np.float32)
-    group[: draw.size] = draw.group
+    weight = np.ones(UNITS, np.float32)
+    weight[: draw.size] = draw.weight
     rows = np.int32(-(-draw.size // ROW))
-    return units, mask.reshape(-1, ROW), group.reshape(-1, ROW), rows
+    return units, mask.reshape(-1, ROW), weight.reshape(-1, ROW), rows
 
 
 def flat(tree):
@@ -101,7 +101,7 @@ def without(mechanism, draw, data, subject):
     silo = data.silos[0]
     if mechanism.kind == "subject_uls":
         keep = silo.subject_of_record[draw.positions[:, 0]] != subject
-        return dataclasses.replace(draw, positions=draw.positions[keep], group=draw.group[keep])
+        return dataclasses.replace(draw, positions=draw.positions[keep], weight=draw.weight[keep])
     chosen = np.unique(draw.positions[draw.positions >= 0])
     return mechanism.assemble(silo, chosen[silo.subject_of_record[chosen] != subject], KEY, 0)
 
@@ -293,7 +293,7 @@ def test_group_counts_are_those_of_the_whole_batch():
     np.testing.assert_allclose(sums[0], sums[2], rtol=2e-5, atol=2e-6)
     draw = mechanism.draw(data.silos[0], KEY, 0)
     subjects = data.subjects[draw.positions]
-    np.testing.assert_array_equal(draw.group, np.bincount(subjects)[subjects])
+    np.testing.assert_allclose(draw.weight, 1 / np.bincount(subjects)[subjects])
 
 
 def test_batch_cap_keeps_at_most_that_many_of_a_subject():

@@ -56,11 +56,11 @@ class SiloDraw:
 
     Attributes:
       positions: int64 [n], or [n, g] for units of several records (-1: none).
-      group: float32 [n], size of each unit's group in the whole step, for rules that need it.
+      weight: float32 [n], from 0 to 1: what each unit's clipped gradient is multiplied by.
     """
 
     positions: np.ndarray
-    group: np.ndarray
+    weight: np.ndarray
 
     @property
     def size(self) -> int:
@@ -203,7 +203,7 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
     def clipped_grad(
         self, loss_fn: LossFn, *, examples_at_once: int | None = None, **options: Any
     ) -> SumFn:
-        """Returns ``(params, units, mask, group, clip_norm) -> ClippedGradResult``.
+        """Returns ``(params, units, mask, weight, clip_norm) -> ClippedGradResult``.
 
         Args:
           loss_fn: ``(params, record) -> scalar``.
@@ -222,12 +222,12 @@ class SiloMechanism(Named, abc.ABC, kinds=SILOS):
             return {**pieces, "there": pieces["mask"].any(axis=1)}
 
         def summed(
-            params: PyTree, units: PyTree, mask: jax.Array, group: jax.Array, clip_norm: jax.Array
+            params: PyTree, units: PyTree, mask: jax.Array, weight: jax.Array, clip_norm: jax.Array
         ) -> ClippedGradResult:
             large = at_once is not None and units["mask"].shape[-1] > at_once
             how = {**options, "pieces": cut} if large else options
             bounded = clipped_grad(unit_loss, rule=self.rule(clip_norm), **how)
-            return bounded(params, units, mask=mask, group=group)
+            return bounded(params, units, mask=mask, weight=weight)
 
         return summed
 

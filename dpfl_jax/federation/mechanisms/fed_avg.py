@@ -29,9 +29,9 @@ class FedAvg(SiloMechanism):
         plain = unclipped_sum(loss_fn)
 
         def summed(
-            params: PyTree, units: PyTree, mask: jax.Array, group: jax.Array, clip_norm: jax.Array
+            params: PyTree, units: PyTree, mask: jax.Array, weight: jax.Array, clip_norm: jax.Array
         ) -> ClippedGradResult:
-            del group, clip_norm
+            del weight, clip_norm
             return plain(params, units, mask)
 
         return summed

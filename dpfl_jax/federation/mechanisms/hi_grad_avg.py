@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from dpfl_jax.accounting.cells import Contribution
-from dpfl_jax.clipping import Flat, GroupAverage, Rule
 from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.mechanisms.base import (
     LossFn,
@@ -61,23 +60,17 @@ class HiGradAvgDP(SiloMechanism):
         if self.order == "average_then_clip":
             # proof: hi-grad-avg-sensitivity-2
             positions = grouped_positions(silo.first, chosen, subjects, self.max_items_per_subject)
-            group = np.ones(len(positions), np.float32)
+            weight = np.ones(len(positions), np.float32)
         else:
             positions = silo.first + chosen
             # proof: hi-grad-avg-sensitivity-1
-            group = np.repeat(lengths, lengths).astype(np.float32)
-        return SiloDraw(positions, group)
+            weight = np.repeat(1.0 / lengths, lengths).astype(np.float32)
+        return SiloDraw(positions, weight)
 
     def unit_size(self, facts: SiloFacts) -> int | None:
         """K if subjects are the units."""
         del facts
         return self.max_items_per_subject if self.order == "average_then_clip" else None
-
-    def rule(self, clip_norm: Any) -> Rule:
-        """min(1, C/n) over the size of the subject's group."""
-        if self.order == "average_then_clip":
-            return Flat(clip_norm)
-        return GroupAverage(clip_norm)
 
     def unit_loss(self, loss_fn: LossFn) -> LossFn:
         """One record's loss, or the mean over a subject's records in the batch."""
