@@ -149,8 +149,9 @@ def make_release(
             total, stats = summed(
                 params, step["units"], step["mask"], step["unit_weight"], rows, silo.clip_norm
             )
+            sensitivity = mechanism.rule(silo.clip_norm).sensitivity
             # proof: noise-4
-            noise = Noise(step["stddev"], silo.clip_norm, mechanism.noise)
+            noise = Noise(step["stddev"], sensitivity, mechanism.noise.arithmetic)
             noised = jax.lax.cond(  # a run without privacy draws none
                 step["stddev"] == 0,
                 lambda tree: tree,

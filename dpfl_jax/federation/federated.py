@@ -67,8 +67,9 @@ class Federated(Algorithm):
         federation.check(data, here)
         if not len(federation.participants):
             raise BadInputError("no silo holds any record: check the data and federation sections")
-        for plan in federation.silos:
+        for plan, silo in zip(federation.silos, data.silos, strict=True):
             _ = plan.mechanism.sigma
+            plan.mechanism.participation.check(silo)
         self.loss_fn, self.data, self.federation = loss_fn, data, federation
         self.local_optimizer, self.server = local_optimizer, server
         self.delta, self.mesh = delta, mesh
@@ -215,7 +216,7 @@ class FederatedSteps(Steps):
         if self.run.execution.strategy not in ("vmap", "scan"):
             mechanism = self.run.federation.mechanism
             bounded = clipped_grad(
-                mechanism.unit_loss(self.loss_fn),
+                mechanism.participation.unit_loss(self.loss_fn),
                 rule=mechanism.rule(mechanism.clip_norm),
                 strategy=self.run.execution.strategy,
             )

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Adaptive, Automatic, Flat, NoClip, Normalized, PerLayer, Rule
-from dpfl_jax.config.kinds import CENTRAL, CLIPS, Kinds, options
+from dpfl_jax.config.kinds import CENTRAL, CLIPS, Kinds
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.local_steps import Gives, Gradient, LocalUpdate
 from dpfl_jax.mechanisms.mechanism import Mechanism
@@ -426,17 +426,7 @@ def _preset_of(mechanism: Mechanism) -> tuple[str, dict[str, Any]] | None:
             of_parts |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     of_parts["sampling_prob"] = of_parts.get("prob")
     values |= {"noise_multiplier": mechanism.noise_multiplier, **of_parts}
-    for kind in CENTRAL.names():
-        preset, known = CENTRAL[kind], options(CENTRAL[kind])
-        given = {name: values[name] for name in known if name in values}
-        if any(option.is_required and name not in given for name, option in known.items()):
-            continue
-        try:
-            if preset(**given) == mechanism:
-                return kind, given
-        except BadInputError:  # other parts take other values
-            continue
-    return None
+    return CENTRAL.section_of(mechanism, values)
 
 
 def as_preset(mechanism: Mechanism) -> dict[str, Any] | None:
