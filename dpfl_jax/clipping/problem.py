@@ -30,7 +30,8 @@ class Problem:
       names: their names, e.g. ``"layers/mlp/kernel"``.
       units: pytree of arrays [n, ...].
       real: bool [n]; False for padding.
-      group: int or float [n], or None.
+      weight: bool, int or float [n], what units' bounded gradients are multiplied by; None: 1.
+      bound: float [n], that units bring to the rule; None of most rules.
       rule: the clip rule.
       sharding: how the unit axis is split under automatic sharding; None: as the compiler likes.
       pieces: cuts a unit into pieces whose losses add up to its own, see ``clipped_grad``; None:
@@ -45,7 +46,8 @@ class Problem:
     names: list[str]
     units: PyTree
     real: jax.Array
-    group: jax.Array | None
+    weight: jax.Array | None
+    bound: jax.Array | None
     rule: Rule
     sharding: NamedSharding | None = None
     pieces: Callable[[PyTree], PyTree] | None = None
@@ -154,7 +156,13 @@ class Problem:
         if self.rule.apart:
             keeps = [self.real & jnp.isfinite(s) for s in bounds]
         safe = [unit_where(k, s) for k, s in zip(keeps, bounds)]
-        reported, weights = self.rule.leaf_weights(safe, self.names, self.group)
+        reported, weights = self.rule.leaf_weights(safe, self.names, self.bound)
+        if self.weight is not None:
+            given = self.weight.astype(jnp.float32)
+            # proof: clip-3
+            share = jnp.where(given > 0, jnp.minimum(given, 1.0), 0.0)
+            weights = [w * share for w in weights]
+            reported = reported * share.reshape(-1, *[1] * (reported.ndim - 1))
         weights = [unit_where(k, w.astype(jnp.float32)) for k, w in zip(keeps, weights)]
         reported = unit_where(keep, reported.astype(jnp.float32))
         return Judgement(

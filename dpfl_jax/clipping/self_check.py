@@ -43,7 +43,7 @@ def self_check(
     *args: PyTree,
     mask: jax.Array | None = None,
     rng: jax.Array | None = None,
-    group: jax.Array | None = None,
+    weight: jax.Array | None = None,
     max_units: int = 2,
     tolerance: float | None = None,
 ) -> SelfCheck:
@@ -56,7 +56,7 @@ def self_check(
         are used.
       mask: [n], as in a call.
       rng: as in a call.
-      group: as in a call.
+      weight: as in a call.
       max_units: more costs memory (per-unit gradients) and finds little more.
       tolerance: largest relative error; default 1e-3, or 5e-2 where the loss computes in less
         than float32, as products of default precision do on a TPU or GPU.
@@ -71,9 +71,9 @@ def self_check(
         return SelfCheck(0.0, tolerance or TOLERANCE["float32"], 0)
     # NaN in the data shows nothing of a program, and hides what it does with numbers.
     batch = jax.tree.map(lambda x: _finite(jnp.asarray(x)[chosen]), batch)
-    group = None if group is None else jnp.asarray(group)[chosen]
+    weight = None if weight is None else jnp.asarray(weight)[chosen]
     if tolerance is None:
-        low = is_low(bounded, *together(params, batch), rng=rng, group=group)
+        low = is_low(bounded, *together(params, batch), rng=rng, weight=weight)
         tolerance = TOLERANCE["bfloat16" if low else "float32"]
 
     places = None
@@ -82,12 +82,12 @@ def self_check(
         places = (NamedSharding(remote[0].sharding.mesh, PartitionSpec()), None)
         batch = jax.tree.map(np.asarray, batch)
     params = away_from_zero(params)
-    problem, _ = bounded.problem(together(params, batch), rng=rng, group=group)
+    problem, _ = bounded.problem(together(params, batch), rng=rng, weight=weight)
     names = problem.names
 
     def run(vmap: bool) -> Any:
         def go(params: PyTree, batch: PyTree) -> Any:
-            inner, _ = bounded.problem(together(params, batch), rng=rng, group=group)
+            inner, _ = bounded.problem(together(params, batch), rng=rng, weight=weight)
             seen: list[Any] = []
 
             def judge(squared: Any) -> Any:
@@ -163,13 +163,13 @@ def _length(batch: PyTree) -> int:
     return int(np.shape(jax.tree.leaves(batch)[0])[0])
 
 
-def is_low(bounded: ClippedGrad, *args: PyTree, rng: Any = None, group: Any = None) -> bool:
+def is_low(bounded: ClippedGrad, *args: PyTree, rng: Any = None, weight: Any = None) -> bool:
     """Whether anything in the loss is computed in less than float32."""
     if machine_for(bounded.platform).rounding > 0:
         return True
 
     def losses(*args: PyTree) -> jax.Array:
-        return bounded(*args, rng=rng, group=group).losses
+        return bounded(*args, rng=rng, weight=weight).losses
 
     return has_low(losses, *args)
 

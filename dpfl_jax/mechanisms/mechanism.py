@@ -100,11 +100,7 @@ class Mechanism:
             )
         if not self.private:
             return
-        if isinstance(self.clip, NoClip):
-            raise BadInputError(
-                "mechanism.clip is none, but noise hides only what is bounded: take another clip "
-                "rule, or set mechanism.noise to none"
-            )
+        check_bounded(self.clip)
         if isinstance(self.participation, Examples) and self.participation.group_size is None:
             raise BadInputError(
                 "mechanism.group_size is missing: without a bound on the examples of a user, "
@@ -548,6 +544,15 @@ class Mechanism:
 CENTRAL.without_kind = Mechanism
 
 
+def check_bounded(clip: Rule | Adaptive) -> None:
+    """Raises BadInputError if contributions have no bound that noise could hide."""
+    if isinstance(clip, NoClip):
+        raise BadInputError(
+            "mechanism.clip is none, but noise hides only what is bounded: take another clip "
+            "rule, or set mechanism.noise to none"
+        )
+
+
 def check_noise_multiplier(value: float | None) -> None:
     """Raises BadInputError unless it is None (not calibrated yet), or from 0 to a million."""
     if value is not None and not 0 <= value < math.inf:
@@ -557,12 +562,6 @@ def check_noise_multiplier(value: float | None) -> None:
             f"noise_multiplier is {value}, but it must be at most {MOST_NOISE:g}: ask for a larger "
             "epsilon, or take larger batches"
         )
-
-
-def check_noise_law(law: str) -> None:
-    """Raises BadInputError unless there is such noise."""
-    if law not in ("exact", "float"):
-        raise BadInputError(f"noise is {law!r}, but it must be 'exact' or 'float'")
 
 
 COMMON_ASSUMPTIONS = (
