@@ -15,6 +15,9 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.models.config import RopeScaling, TransformerConfig
 
 Json = Mapping[str, Any]
+_HEAD = "lm_head"
+HEAD = f"{_HEAD}.weight"
+_TOP = {"embed_tokens": "embedding", "norm": "final_norm", _HEAD: "head"}
 _REQUIRED: Any = object()
 
 
@@ -95,7 +98,7 @@ class Family:
     requires: Mapping[str, tuple[Any, ...]]
     also: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     every: int | None = None
-    top: Mapping[str, str] = dataclasses.field(default_factory=lambda: _TOP)
+    top: Mapping[str, str] = dataclasses.field(default_factory=_TOP.copy)
     prefix: str = "model."
     blocks: str = "layers"
     transposed: bool = True
@@ -104,9 +107,6 @@ class Family:
 
 # ---- what rows are made of ---------------------------------------------------------------------
 
-_HEAD = "lm_head"
-HEAD = f"{_HEAD}.weight"
-_TOP = {"embed_tokens": "embedding", "norm": "final_norm", _HEAD: "head"}
 _ATTENTION = {
     "self_attn.q_proj": "attention/query",
     "self_attn.k_proj": "attention/key",
