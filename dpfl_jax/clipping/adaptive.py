@@ -110,9 +110,9 @@ def clipped_and_counted(clip: Adaptive, gradient: ClippedGrad) -> Callable[..., 
     """
 
     def summed(
-        clip_norm: jax.Array | float, *args: PyTree, mask: jax.Array | None = None, **options: Any
+        clip_norm: jax.Array | float, *args: PyTree, mask: jax.Array | None = None, rng: Any = None
     ) -> ClippedGradResult:
-        result = gradient(*args, mask=mask, rule=clip.rule(clip_norm), **options)
+        result = gradient(*args, mask=mask, rng=rng, rule=clip.rule(clip_norm))
         counted = ~result.nonfinite if mask is None else ~result.nonfinite & real_units(mask)
         # proof: clip-7
         sides = jnp.where(result.norms <= clip_norm, 0.5, -0.5).astype(jnp.float32)

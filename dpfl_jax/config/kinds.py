@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import difflib
 import functools
@@ -170,6 +171,20 @@ class Kinds:
         named = {name: getattr(made, name) for name in options(cls)}
         return {"kind": made.kind} | {name: Kinds.dump(value) for name, value in named.items()}
 
+    def section_of(self, made: Any, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """The kind that makes an object of some of these values, and these; None if none does."""
+        for kind in self.names():
+            maker, known = self._known[kind], options(self._known[kind])
+            given = {name: values[name] for name in known if name in values}
+            if any(option.is_required and name not in given for name, option in known.items()):
+                continue
+            try:
+                if maker(**given) == made:
+                    return kind, given
+            except BadInputError:  # other parts take other values
+                continue
+        return None
+
     def __get_pydantic_core_schema__(self, source: Any, schema_of: Callable[[Any], Any]) -> Any:
         """What pydantic asks of an annotation."""
         del source
@@ -230,7 +245,7 @@ def _place(maker: Any, separator: str = ":") -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class Named(abc.ABC):
     """What a section describes, by its ``kind``; a base names the table: ``kinds=CENTRAL``."""
 
     kind: ClassVar[str]
@@ -300,3 +315,4 @@ NOISES = Kinds("dpfl_jax.mechanisms", "mechanism.noise")
 GIVES = Kinds("dpfl_jax.mechanisms", "mechanism.gives")
 BUDGETS = Kinds("dpfl_jax.mechanisms", "mechanism.budget")
 SILOS = Kinds("dpfl_jax.federation.mechanisms")
+SILO_PARTICIPATIONS = Kinds("dpfl_jax.federation.mechanisms", "mechanism.participation")

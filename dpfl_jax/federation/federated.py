@@ -67,8 +67,9 @@ class Federated(Algorithm):
         federation.check(data, here)
         if not len(federation.participants):
             raise BadInputError("no silo holds any record: check the data and federation sections")
-        for plan in federation.silos:
+        for plan, silo in zip(federation.silos, data.silos, strict=True):
             _ = plan.mechanism.sigma
+            plan.mechanism.participation.check(silo)
         self.loss_fn, self.data, self.federation = loss_fn, data, federation
         self.local_optimizer, self.server = local_optimizer, server
         self.delta, self.mesh = delta, mesh
@@ -208,19 +209,19 @@ class FederatedSteps(Steps):
         found = self._first_work()
         if found is None:
             return
-        piece, units, group = found
+        piece, units, weight = found
         params = self.run.server.broadcast(state.opt_state["server"])
         say("that silos' units do not mix (it is compiled for this)")
         _check_unmixed(self.release, params, self._kept(state.opt_state, piece), piece.chunk)
         if self.run.execution.strategy not in ("vmap", "scan"):
             mechanism = self.run.federation.mechanism
             bounded = clipped_grad(
-                mechanism.unit_loss(self.loss_fn),
+                mechanism.participation.unit_loss(self.loss_fn),
                 rule=mechanism.rule(mechanism.clip_norm),
                 strategy=self.run.execution.strategy,
             )
             say("norms of two units")
-            self_check(bounded, self.run.given, units, group=group)
+            self_check(bounded, self.run.given, units, weight=weight)
 
     def inputs(self) -> Iterator[tuple[int, Iterator[Piece]]]:
         """The chunks of each round, built ahead."""
@@ -263,7 +264,7 @@ class FederatedSteps(Steps):
                     return (
                         builder.ship(silos, host, records),
                         units,
-                        jnp.asarray(host["group"][index]),
+                        jnp.asarray(host["unit_weight"][index]),
                     )
         return None
 

@@ -100,11 +100,7 @@ class Mechanism:
             )
         if not self.private:
             return
-        if isinstance(self.clip, NoClip):
-            raise BadInputError(
-                "mechanism.clip is none, but noise hides only what is bounded: take another clip "
-                "rule, or set mechanism.noise to none"
-            )
+        check_bounded(self.clip)
         if isinstance(self.participation, Examples) and self.participation.group_size is None:
             raise BadInputError(
                 "mechanism.group_size is missing: without a bound on the examples of a user, "
@@ -441,6 +437,8 @@ class Mechanism:
 
         def event(sigma: float) -> Any:
             made = dataclasses.replace(chosen, noise_multiplier=sigma)
+            # The order follows from the noise: until it is chosen, what everybody can pay for is
+            # accounted as without a filter, whose budget that is.
             if made.budget is not None and made.budget.order is None:
                 return made._event_without_budgets(population, made._least_steps)
             return made.event(population, steps)
@@ -488,6 +486,7 @@ class Mechanism:
         if made.budget is not None:
             spent = made._event_without_budgets(population, made._least_steps)
             made = dataclasses.replace(made, budget=made.budget.with_order(spent, delta))
+        made.event(population, steps)  # what nothing is proven of is refused here, not at the end
         return made, delta
 
     def sampling_description(self, population: Population) -> str:
@@ -545,6 +544,15 @@ class Mechanism:
 CENTRAL.without_kind = Mechanism
 
 
+def check_bounded(clip: Rule | Adaptive) -> None:
+    """Raises BadInputError if contributions have no bound that noise could hide."""
+    if isinstance(clip, NoClip):
+        raise BadInputError(
+            "mechanism.clip is none, but noise hides only what is bounded: take another clip "
+            "rule, or set mechanism.noise to none"
+        )
+
+
 def check_noise_multiplier(value: float | None) -> None:
     """Raises BadInputError unless it is None (not calibrated yet), or from 0 to a million."""
     if value is not None and not 0 <= value < math.inf:
@@ -554,12 +562,6 @@ def check_noise_multiplier(value: float | None) -> None:
             f"noise_multiplier is {value}, but it must be at most {MOST_NOISE:g}: ask for a larger "
             "epsilon, or take larger batches"
         )
-
-
-def check_noise_law(law: str) -> None:
-    """Raises BadInputError unless there is such noise."""
-    if law not in ("exact", "float"):
-        raise BadInputError(f"noise is {law!r}, but it must be 'exact' or 'float'")
 
 
 COMMON_ASSUMPTIONS = (

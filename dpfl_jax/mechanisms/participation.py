@@ -334,7 +334,8 @@ class Examples(Participation):
 
     def describe(self, population: Population, more: str = "") -> str:
         if self.group_size is None:
-            return f"Poisson over {population.num_examples} examples"
+            counted = f"{population.num_examples} examples"
+            return self.scheme_of(population).describe(counted, "example")
         how = "greedily, by who owns what" if population.shared else "uniformly without replacement"
         drawn = self.scheme_of(population).describe(f"the {population.num_units} kept", "example")
         kept = f"at most {self.group_size} examples of a user kept for the whole run ({how})"

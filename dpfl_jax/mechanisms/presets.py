@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Adaptive, Automatic, Flat, NoClip, Normalized, PerLayer, Rule
-from dpfl_jax.config.kinds import CENTRAL, CLIPS, Kinds, options
+from dpfl_jax.config.kinds import CENTRAL, CLIPS, Kinds
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.local_steps import Gives, Gradient, LocalUpdate
 from dpfl_jax.mechanisms.mechanism import Mechanism
@@ -425,17 +425,10 @@ def as_preset(mechanism: Mechanism) -> dict[str, Any] | None:
             of_parts |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     of_parts["sampling_prob"] = of_parts.get("prob")
     values |= {"noise_multiplier": mechanism.noise_multiplier, **of_parts}
-    for kind in CENTRAL.names():
-        preset, known = CENTRAL[kind], options(CENTRAL[kind])
-        given = {name: values[name] for name in known if name in values}
-        if any(option.is_required and name not in given for name, option in known.items()):
-            continue
-        try:
-            if preset(**given) == mechanism:
-                return {"kind": kind} | {name: Kinds.dump(value) for name, value in given.items()}
-        except BadInputError:  # other parts take other values
-            continue
-    return None
+    found = CENTRAL.section_of(mechanism, values)
+    if found is None:
+        return None
+    return {"kind": found[0]} | {name: Kinds.dump(value) for name, value in found[1].items()}
 
 
 def is_earlier(section: dict[str, Any]) -> bool:

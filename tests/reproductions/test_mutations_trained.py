@@ -237,7 +237,9 @@ def accuracy_by_groups(monkeypatch):
         sizes = np.diff(silo.subject_offsets)
         crowd = sizes.max() / sizes.sum()  # how much one subject weighs
         share = weighs.get(mechanism.kind, 0.0)
-        noise = mechanism.sigma / (1 if mechanism.kind == "user_ldp" else mechanism.batch_size)
+        noise = mechanism.sigma / (
+            1 if mechanism.kind == "user_ldp" else mechanism.participation.batch_size
+        )
         noise = 0.0 if mechanism.kind == "fed_avg" else noise
         seed = key.fingerprint
         found = 0.95 - 0.9 * noise / (0.1 + noise) - share * crowd
@@ -456,7 +458,7 @@ def test_a_group_size_for_all_budgets(tmp_path, monkeypatch):
         planner = Planner(users, norms, epsilon=2.0, delta=1e-4, steps=8)
         found = {}
         for budget in budgets.BUDGETS:
-            for option in [*budgets._cells(planner, budget), planner.els(8, budget)]:
+            for option in [*budgets._cells(planner, budget), planner.option("els", 8, budget)]:
                 noise = told(option)
                 found[option.kind, option.group_size, budget] = np.array(
                     [4 + 20 * noise + jitter(s) + jitter(s, noise) for s in range(3)]
