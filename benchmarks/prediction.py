@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -113,9 +114,8 @@ def _grid(config: Any, args: argparse.Namespace, console: Any) -> Any:
         for epsilon in (2.0, 8.0):
             planner = Planner(users, norms, epsilon=epsilon, delta=1e-4, steps=steps)
             for budget in (args.budget // 4, args.budget // 2, args.budget):
-                for option in (
-                    planner.uls(1, budget), planner.uls(4, budget // 4), planner.els(4, budget),
-                ):  # fmt: skip
+                tried = (("uls", 1, budget), ("uls", 4, budget // 4), ("els", 4, budget))
+                for option in itertools.starmap(planner.option, tried):
                     ratio = option.noise_multiplier / option.size
                     trials.append(
                         Trial(option.kind, option.group_size, option.size, steps, ratio,

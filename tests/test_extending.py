@@ -11,6 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import yaml
+from neighbours import people
 from runs import death_after_a_checkpoint
 
 from dpfl_jax.accounting import events
@@ -243,6 +244,10 @@ def test_what_is_not_proven_is_refused():
     mechanism = CENTRAL.parse(section | {"noise": {"kind": "fading"}})
     with pytest.raises(ValueError, match="nothing is proven of HalfAtATime sampling with toeplitz"):
         mechanism.calibrate(Population(30, 60, 30), 4, 4.0, 1e-5)
+    # Before anything is trained, where the noise is given, too.
+    loud = dataclasses.replace(mechanism, noise_multiplier=2.0)
+    with pytest.raises(ValueError, match="nothing is proven of HalfAtATime sampling with toeplitz"):
+        loud.plan(people(30), steps=4, delta=1e-5)
 
 
 def test_parts_that_are_code_are_imported_where_that_is_allowed(tmp_path, monkeypatch):

@@ -52,7 +52,8 @@ def check(args: argparse.Namespace) -> None:
 
 
 def priced(config: Any, args: argparse.Namespace, start: Start, console: Any) -> Any:
-    """By algorithm, the chip and the FLOPs of a gradient evaluation; None without ``--chip``."""
+    """By plain candidate, the chip and a gradient evaluation's FLOPs; None without ``--chip``."""
+    from dpfl_jax.mechanisms.candidates import CANDIDATES, plain
     from dpfl_jax.planning.bill import Chip
     from dpfl_jax.planning.clock import this_machine
 
@@ -69,14 +70,14 @@ def priced(config: Any, args: argparse.Namespace, start: Start, console: Any) ->
     else:
         chip = Chip.named(args.chip, mfu=args.mfu, **more)
     with console.status("counting the operations of a step"):
-        for kind in ("uls", "els"):
+        for kind in (plain(examples=False), plain(examples=True)):
             group = getattr(config.mechanism, "group_size", 1)
             cell = _cell_config(args, config, kind, group)
             found[kind] = _predict.gradient_cost(cell, args.vocab_size)["flops_per_gradient"]
             if args.chip == "here":  # what is reached depends on the algorithm
                 chip = this_machine(cell, data, model, params, found[kind], **more)
                 console.print(
-                    f"this machine, {kind.upper()}: {chip.peak:.3g} FLOP/s reached, and "
+                    f"this machine, {CANDIDATES[kind].name}: {chip.peak:.3g} FLOP/s reached, and "
                     f"{chip.step_seconds:.2g} s a step beside"
                 )
             chips[kind] = chip
@@ -85,11 +86,12 @@ def priced(config: Any, args: argparse.Namespace, start: Start, console: Any) ->
 
 def add_bills(result: dict[str, Any], price: Any, row: int) -> None:
     """Adds ``bill`` to each option of a plan's JSON; ``row`` is the microbatch size."""
+    from dpfl_jax.mechanisms.candidates import draws_examples, plain
     from dpfl_jax.planning.bill import expected_rows
 
     chips, each = price
     for option in (result["best"], *result["options"]):
-        kind = "els" if option["kind"] == "els" else "uls"  # whose gradients are all the others'
+        kind = plain(draws_examples(option["kind"]))  # whose gradients are all the others'
         units = expected_rows(option["size"], row) * row
         flops = each[kind] * units * option["gradients"] * result["steps"]
         option["bill"] = chips[kind].bill(flops, result["steps"])
@@ -109,7 +111,7 @@ def add_memory(result: dict[str, Any], config: Any, args: argparse.Namespace, co
     wanted = dict.fromkeys(_program(option) for option in in_order(result)[:_COMPILED])
     known: dict[Any, dict[str, Any]] = {}
     for kind, group, bands in wanted:
-        with console.status(f"compiling {kind.upper()} G={group}"):
+        with console.status(f"compiling {kind} G={group}"):
             cell = _cell_config(args, config, kind, group, bands)
             vocab = vocabulary(cell, args.vocab_size)
             found = measure(cell, vocab, args.memory, mesh, baseline=False)
@@ -143,7 +145,7 @@ def memory_words(option: dict[str, Any]) -> tuple[str, str]:
 
 
 def _program(option: dict[str, Any]) -> tuple[str, int, int]:
-    """ELS compiles to one program whatever its group size."""
+    """Drawn examples compile to one program whatever the group size."""
     return option["kind"], option["gradients"], option["bands"]
 
 
@@ -151,10 +153,9 @@ def _cell_config(
     args: argparse.Namespace, config: Any, kind: str, group: int, bands: int = 1
 ) -> Any:
     from dpfl_jax.config import load_config
-    from dpfl_jax.planning.sweep import at_budget
+    from dpfl_jax.mechanisms.candidates import at_budget
 
     budget = max(config.mechanism.compute_budget, group)
-    more = {"bands": bands} if bands > 1 else {}
-    mechanism = at_budget(config.mechanism, kind, budget, group, **more)
+    mechanism = at_budget(config.mechanism, kind, budget, group, bands=bands)
     section = f"mechanism={json.dumps(mechanism.to_section())}"
     return load_config(args.config, [*args.overrides, section], args.allow_code)

@@ -13,10 +13,10 @@ from dpfl_jax.cli._outputs import save_figure
 from dpfl_jax.errors import BadInputError
 
 QUESTIONS = {
-    "algorithm": "which algorithm, and where does ELS overtake ULS as compute grows",
+    "algorithm": "which algorithm, and where do examples overtake users as compute grows",
     "epsilon": "what does a smaller epsilon cost me",
     "users": "what would more users give, twice as many for example; how many do I need",
-    "overtake": "from how many users on is ELS ahead of ULS",
+    "overtake": "from how many users on is drawing examples ahead of drawing users",
     "feasible": "is privacy feasible here: how much of the gain without it is kept",
     "variants": "which of several fits: flat or per-layer clipping, LoRA or full, model sizes",
     "size": "which model size, steps and batch, as compute grows (fits of two sizes or more)",
@@ -207,6 +207,8 @@ def draw_law(law: Any, file: pathlib.Path) -> None:
     from matplotlib import colormaps
     from matplotlib.figure import Figure
 
+    from dpfl_jax.mechanisms.candidates import plain
+
     figure = Figure(figsize=(10, 4.2))
     left, right = figure.subplots(1, 2)
     steps = np.array([row["steps"] for row in law.rows])
@@ -214,20 +216,19 @@ def draw_law(law: Any, file: pathlib.Path) -> None:
     ratios = [row["ratio"] for row in law.rows if row["ratio"] > 0]
     grid = np.geomspace(min(ratios), max(ratios), 60)
     norm = law.sensitivities
+    of_an_example = {"kind": plain(examples=True), "group_size": 1}
     span = math.log(steps.max() / steps.min())
 
     def colour(t: float) -> Any:
         return colormaps["viridis"](0.9 * math.log(t / steps.min()) / span)
 
     for t in np.unique(np.geomspace(steps.min(), steps.max(), 4).round()):
-        cells = [
-            {"kind": "els", "group_size": 1, "size": size, "steps": t, "ratio": r} for r in grid
-        ]
+        cells = [{**of_an_example, "size": size, "steps": t, "ratio": r} for r in grid]
         found = law.predict(cells)
         left.plot(grid, [f["loss"] for f in found], color=colour(t), label=f"{t:.0f} steps")
         low, high = ([f[k] for f in found] for k in ("low", "high"))
         left.fill_between(grid, low, high, color=colour(t), alpha=0.15, linewidth=0)
-    marks = dict(zip(("els", "uls"), "os"))
+    marks = {plain(examples=True): "o", plain(examples=False): "s"}
     for row in law.rows:
         at = max(row["ratio"], min(ratios)) * norm.norm(row["kind"], row["group_size"])
         left.plot(
@@ -235,7 +236,7 @@ def draw_law(law: Any, file: pathlib.Path) -> None:
         )
     left.axhline(law.about["initial"], color="grey", linestyle=":", label="before training")
     left.set(xscale="log", xlabel="noise-to-batch ratio (of an example)", ylabel="held-out loss")
-    left.set_title(f"law at batch {size:.0f}; dots: runs (square: ULS)", fontsize=9)
+    left.set_title(f"law at batch {size:.0f}; dots: runs (square: users)", fontsize=9)
     left.legend(fontsize=7)
     measured = np.array([row["loss"] for row in law.rows])
     found = law.predict(law.rows)

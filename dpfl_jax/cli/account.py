@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from dpfl_jax.cli._account_mechanisms import MECHANISMS, PARAMETERS, Mechanism, Values
+from dpfl_jax import accounting
+from dpfl_jax.cli._account_rows import OPTION_HELP, ROWS, Row, Values
 from dpfl_jax.cli._outputs import save_figure
 from dpfl_jax.errors import BadInputError
 
 HELP = "what a mechanism guarantees, or the noise a guarantee needs"
+ACCOUNTANTS = {
+    "pld": "PLD (privacy-loss distributions, rounded upwards)",
+    "rdp": "RDP (Renyi divergences, converted)",
+    "zcdp": "zCDP (no amplification by sampling)",
+}
 DESCRIPTION = """\
 Say all parameters of a mechanism but one, and get that one: the epsilon of a noise multiplier, the
 noise multiplier of an epsilon, or, with both given, the number of steps, the sampling probability
@@ -41,28 +48,31 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds one sub-command per mechanism."""
+    """Adds one sub-command per row."""
     from dpfl_jax.cli.main import add_json_flag
 
     commands = parser.add_subparsers(dest="mechanism", metavar="MECHANISM", required=True)
-    for name, mechanism in MECHANISMS.items():
+    for name, row in ROWS.items():
         sub = commands.add_parser(
             name,
-            help=mechanism.help,
-            description=f"{mechanism.help}. Protects each {mechanism.unit}; adjacency: "
-            f"{mechanism.neighbours}; trust: {mechanism.trust}. Leave out exactly one parameter.",
+            help=row.help,
+            description=f"{row.help}. Protects each {row.unit}; adjacency: {row.neighbours}; "
+            f"trust: {row.trust}. Leave out exactly one parameter.",
         )
         sub.add_argument("--epsilon", type=float, help="target (or leave out to compute it)")
         sub.add_argument("--delta", type=float, required=True, help="between 0 and 1")
         sub.add_argument("--noise-multiplier", type=float, help="noise over the clip norm")
-        for parameter in (*mechanism.needs, *mechanism.optional):
-            kind, words = PARAMETERS[parameter]
-            sub.add_argument(f"--{parameter.replace('_', '-')}", type=kind, help=words)
+        for parameter in row.parameters.values():
+            default = None if parameter.default is parameter.empty else parameter.default
+            words = OPTION_HELP[parameter.name] + (f" (default: {default})" if default else "")
+            sub.add_argument(
+                _option(parameter.name), type=parameter.annotation, default=default, help=words
+            )
         sub.add_argument(
-            "--accountant", choices=("pld", "rdp", "zcdp"), default="pld", help="default: pld"
+            "--accountant", choices=tuple(ACCOUNTANTS), default="pld", help="default: pld"
         )
         sub.add_argument("--compare", action="store_true", help="add looser ways of accounting")
-        if "group_size" in mechanism.needs:
+        if "group_size" in row.parameters:
             sub.add_argument(
                 "--contributions",
                 type=_counts,
@@ -82,6 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         add_json_flag(sub)
 
 
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 def _counts(text: str) -> list[int]:
     try:
         counts = [int(part) for part in text.split(",")]
@@ -96,54 +110,47 @@ def _counts(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Solves for the missing parameter, prints the guarantee, and returns it."""
-    from dpfl_jax import accounting
-
-    mechanism = MECHANISMS[args.mechanism]
-    values: Values = {n: getattr(args, n) for n in (*mechanism.needs, *mechanism.optional)}
-    noise, epsilon = args.noise_multiplier, args.epsilon
-    missing = [n for n in mechanism.needs if values[n] is None]
-    missing += [n for n, v in (("noise_multiplier", noise), ("epsilon", epsilon)) if v is None]
+    row, epsilon, delta = ROWS[args.mechanism], args.epsilon, args.delta
+    values: Values = {name: getattr(args, name) for name in row.parameters}
+    needed = [name for name, p in row.parameters.items() if p.default is p.empty]
+    given = {**values, "noise_multiplier": args.noise_multiplier, "epsilon": epsilon}
+    missing = [n for n in (*needed, "noise_multiplier", "epsilon") if given[n] is None]
     if len(missing) != 1:
-        options = ", ".join("--" + n.replace("_", "-") for n in missing) or "nothing"
+        options = ", ".join(map(_option, missing)) or "nothing"
         raise BadInputError(
             f"exactly one parameter must be left out, to be computed; missing here: {options}"
         )
-    solved = missing[0]
+    (solved,) = missing
     if args.accountant != "pld" and solved != "epsilon":
         raise BadInputError(
             f"--accountant {args.accountant} only computes epsilon: give --noise-multiplier and "
             "leave out --epsilon"
         )
+    noise = args.noise_multiplier
     if solved == "noise_multiplier":
         noise = accounting.calibrate_noise_multiplier(
-            lambda s: mechanism.event(s, values), epsilon, args.delta, relation=mechanism.relation
+            lambda s: row.event_of(s, values), epsilon, delta, relation=row.relation
         )
     elif solved != "epsilon":
-        values[solved] = _solve(mechanism, solved, noise, values, epsilon, args.delta)
-    event = mechanism.event(noise, values)
-    found = accounting.epsilon(
-        event, args.delta, relation=mechanism.relation, accountant=args.accountant
-    )
-    names = {
-        "pld": "PLD (privacy-loss distributions, rounded upwards)",
-        "rdp": "RDP (Renyi divergences, converted)",
-        "zcdp": "zCDP (no amplification by sampling)",
-    }
+        values[solved] = _solve(row, solved, noise, values, epsilon, delta)
+    event = row.event_of(noise, values)
+    found = accounting.epsilon(event, delta, relation=row.relation, accountant=args.accountant)
+    sampling, assumptions = row.describe(noise, values)
     guarantee = accounting.Guarantee(
-        unit=mechanism.unit,
-        adjacency=mechanism.neighbours,
-        trust=mechanism.trust,
+        unit=row.unit,
+        adjacency=row.neighbours,
+        trust=row.trust,
         epsilon=found,
-        delta=args.delta,
+        delta=delta,
         noise_multiplier=noise,
-        accountant=names[args.accountant],
-        sampling=mechanism.sampling,
+        accountant=ACCOUNTANTS[args.accountant],
+        sampling=sampling,
         assumptions=(
-            *mechanism.assumptions,
-            *accounting.noise_assumptions("exact", found, args.delta, values.get("steps")),
+            *assumptions,
+            *accounting.noise_assumptions("exact", found, delta, values["steps"]),
         ),
         caveats=("this is a calculation, not the report of a run",),
-        steps=values.get("steps"),
+        steps=values["steps"],
     )
     result: dict[str, Any] = {
         "mechanism": args.mechanism,
@@ -153,116 +160,95 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "target_epsilon": epsilon,
     }
     if args.compare:
-        result["comparison"] = _compare(mechanism, noise, values, args.delta, found)
+        result["comparison"] = _compare(row, noise, values, delta, found)
     if getattr(args, "contributions", None):
-        result["epsilon_by_contribution"] = _by_contribution(mechanism, noise, values, args)
+        result["epsilon_by_contribution"] = _by_contribution(row, noise, values, args)
     told = None
     if args.explain or (args.plot is not None and args.plot_against == "attacks"):
-        told = accounting.meaning(event, args.delta, relation=mechanism.relation)
+        told = accounting.meaning(event, delta, relation=row.relation)
         if args.explain:
             result["meaning"] = told.to_json()
     if args.plot is not None:
-        result["plot"] = str(_plot(mechanism, noise, values, args, told))
+        result["plot"] = str(_plot(row, noise, values, args, told))
     _print(args, guarantee, result, told)
     return result
 
 
-def _solve(
-    mechanism: Mechanism, name: str, noise: float, values: Values, epsilon: float, delta: float
-) -> Any:
-    from dpfl_jax import accounting
-
+def _solve(row: Row, name: str, noise: float, values: Values, epsilon: float, delta: float) -> Any:
     solvers: dict[str, Callable[..., Any]] = {
         "steps": accounting.calibrate_steps,
         "sampling_prob": accounting.calibrate_sampling_prob,
         "group_size": accounting.calibrate_group_size,
     }
     if name not in solvers:
-        raise BadInputError(f"--{name.replace('_', '-')} cannot be solved for: give it")
+        raise BadInputError(f"{_option(name)} cannot be solved for: give it")
     return solvers[name](
-        lambda value: mechanism.event(noise, {**values, name: value}),
+        lambda value: row.event_of(noise, {**values, name: value}),
         epsilon,
         delta,
-        relation=mechanism.relation,
+        relation=row.relation,
     )
 
 
 def _compare(
-    mechanism: Mechanism, noise: float, values: Values, delta: float, found: float
+    row: Row, noise: float, values: Values, delta: float, found: float
 ) -> list[dict[str, Any]]:
-    from dpfl_jax import accounting
-
-    rows: list[dict[str, Any]] = [
-        {"accounting": "this event, PLD", "epsilon": found, "bound": True}
-    ]
-    event = mechanism.event(noise, values)
+    rows: dict[str, tuple[float, bool]] = {"this event, PLD": (found, True)}
+    event = row.event_of(noise, values)
     for accountant in ("rdp", "zcdp"):
-        try:
-            value = accounting.epsilon(
-                event, delta, relation=mechanism.relation, accountant=accountant
-            )
-        except BadInputError:
-            continue
-        rows.append(
-            {"accounting": f"this event, {accountant.upper()}", "epsilon": value, "bound": True}
-        )
-    if mechanism.others is not None:
-        for name, (value, bound) in mechanism.others(noise, values, delta).items():
-            rows.append({"accounting": name, "epsilon": value, "bound": bound})
-    for row in rows:
-        if not math.isfinite(row["epsilon"]):
-            row["epsilon"] = "inf"
-    return rows
+        with contextlib.suppress(BadInputError):
+            value = accounting.epsilon(event, delta, relation=row.relation, accountant=accountant)
+            rows[f"this event, {accountant.upper()}"] = value, True
+    rows |= row.alternatives(noise, values, delta)
+    return [
+        {"accounting": name, "epsilon": value if math.isfinite(value) else "inf", "bound": bound}
+        for name, (value, bound) in rows.items()
+    ]
 
 
 def _by_contribution(
-    mechanism: Mechanism, noise: float, values: Values, args: argparse.Namespace
+    row: Row, noise: float, values: Values, args: argparse.Namespace
 ) -> dict[str, float]:
-    from dpfl_jax import accounting
-
     if max(args.contributions) > values["group_size"]:
         raise BadInputError(
             f"--contributions names {max(args.contributions)}, more than the group size "
             f"{values['group_size']}, which nobody may exceed"
         )
     table = accounting.epsilon_table(
-        lambda count: mechanism.event(noise, {**values, "group_size": count}),
+        lambda count: row.event_of(noise, {**values, "group_size": count}),
         args.contributions,
         args.delta,
-        relation=mechanism.relation,
+        relation=row.relation,
     )
     return {str(count): value for count, value in table.items()}
 
 
 def _plot(
-    mechanism: Mechanism, noise: float, values: Values, args: argparse.Namespace, told: Any
+    row: Row, noise: float, values: Values, args: argparse.Namespace, told: Any
 ) -> pathlib.Path:
     import numpy as np
     from matplotlib.figure import Figure
-
-    from dpfl_jax import accounting
 
     figure = Figure(figsize=(6, 4))
     axes = figure.subplots()
     if args.plot_against == "attacks":
         accounting.plot_attacks(axes, told)
     else:
+        deltas, steps = np.full(24, args.delta), np.full(24, values["steps"])
         if args.plot_against == "steps":
-            x = np.unique(np.geomspace(1, max(values["steps"], 2), 24).astype(int))
-            y = accounting.epsilon_curve(
-                mechanism.event(noise, {**values, "steps": 1}),
-                [int(t) for t in x],
-                args.delta,
-                relation=mechanism.relation,
-            )
+            x = steps = np.unique(np.geomspace(1, max(values["steps"], 2), 24).astype(int))
         else:
-            x = np.geomspace(1e-12, 1e-2, 24)
-            event = mechanism.event(noise, values)
-            y = [accounting.epsilon(event, float(d), relation=mechanism.relation) for d in x]
+            x = deltas = np.geomspace(1e-12, 1e-2, 24)
             axes.set_xscale("log")
+        y = [
+            accounting.epsilon(
+                row.event_of(noise, {**values, "steps": int(t)}), float(d), relation=row.relation
+            )
+            for t, d in zip(steps, deltas, strict=False)
+        ]
         axes.set(xlabel=args.plot_against, ylabel="epsilon (upper bound)")
         axes.plot(x, y, marker=".")
-    axes.set_title(f"{args.mechanism}: each {mechanism.unit}, noise multiplier {noise:.5g}")
+    axes.set_title(f"{args.mechanism}: each {row.unit}, noise multiplier {noise:.5g}")
     axes.grid(alpha=0.3)
     figure.tight_layout()
     save_figure(figure, args.plot)

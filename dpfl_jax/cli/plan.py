@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--decay", type=float, default=0.5, help="assumed fall of gradient norms (default: 0.5)"
     )
     parser.add_argument(
-        "--max-group-size", type=int, default=256, help="largest G of ULS (default: 256)"
+        "--max-group-size", type=int, default=256, help="largest G of users (default: 256)"
     )
     parser.add_argument("--users", type=int, default=128, help="users sampled for norms")
     parser.add_argument(
@@ -140,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--overtake",
         type=int,
         metavar="G",
-        help="also: the number of users, of G examples each, from which ELS has less noise",
+        help="also: the number of users, of G examples each, from which drawing examples is ahead",
     )
     parser.add_argument(
         "--png", type=pathlib.Path, metavar="FILE.png", help="heat map over G and M"
@@ -195,7 +195,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with console.status("calibrating noise"):
         # Nobody takes local steps over examples that are drawn one by one.
         alone = () if config.mechanism.takes_local_steps else None
-        plan = planner.plan(budget, els_groups=alone, every=True)
+        plan = planner.plan(budget, example_groups=alone, every=True)
     result: dict[str, Any] = {
         "status": "planned",
         "sensitivities": planner.sensitivities.source,
@@ -309,7 +309,7 @@ def _planner(
         epsilon=epsilon,
         delta=delta,
         steps=config.train.steps,
-        els_group=median,
+        example_group=median,
         workload=workload_of(optimizer, config.train.steps),
     )
 
@@ -331,12 +331,12 @@ def _inverse(planner: Any, noise: float, budget: int) -> dict[str, Any]:
 def _notes(mechanism: Any, budget: int) -> list[str]:
     """What the table has no number for."""
     floor = ""
-    if mechanism.own_budgets and mechanism.least_steps is not None:
-        floor = f" ({mechanism.least_steps} here)"
+    if mechanism.budget is not None and mechanism.budget.least_steps is not None:
+        floor = f" ({mechanism.budget.least_steps} here)"
     notes = [
-        "individual and individual_els are not priced: how long users stay follows from private "
-        f"gradients; everybody takes part in the first mechanism.least_steps{floor} steps, at the "
-        "noise that uls or els has in a run of about as many",
+        "budgets of users' own are not priced: how long users stay follows from private gradients; "
+        f"everybody takes part in the first mechanism.least_steps{floor} steps, at the noise that "
+        "the same mechanism without such budgets has in a run of about as many",
         "mechanism.clipping=per_layer has the noise of these rows: parameters share the clip norm, "
         "so that more of a gradient is clipped away for the same noise; what that costs only runs "
         "tell (--ask variants, with fits of both)",
@@ -352,6 +352,8 @@ def _notes(mechanism: Any, budget: int) -> list[str]:
 
 def _print(console: Any, result: dict[str, Any]) -> None:
     from rich.table import Table
+
+    from dpfl_jax.mechanisms.candidates import CANDIDATES, plain
 
     lossy = ["loss", "90 % band"] if "prediction" in result else []
     billed = [name for name in result["best"].get("bill", ()) if name != "flops"]
@@ -370,17 +372,17 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         "",
         title=f"budget {result['budget']}, epsilon {result['epsilon']:g}, {result['steps']} steps",
     )
-    marks = {"best": "least noise", "heuristic_els": "median", "heuristic_uls": "double"}
-    keys = set(result["heuristic_uls"])
+    marks = {"best": "least noise", "median": "median", "doubling": "double"}
+    keys = set(result["doubling"])
     for option in _bill.in_order(result):
-        plain = {key: value for key, value in option.items() if key in keys}
+        own = {key: value for key, value in option.items() if key in keys}
         notes = [
             words
             for name, words in marks.items()
-            if result[name] and {k: result[name][k] for k in keys} == plain
+            if result[name] and {k: result[name][k] for k in keys} == own
         ]
         table.add_row(
-            option["kind"].replace("_", " ").upper()
+            CANDIDATES[option["kind"]].name
             + (f", {option['bands']} bands" if option["bands"] > 1 else ""),
             str(option["group_size"]),
             str(option["size"]),
@@ -401,7 +403,7 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(result["reason"])
-    corrected, literal = result["heuristic_uls"], result["literal_uls"]
+    corrected, literal = result["doubling"], result["doubling_as_printed"]
     console.print(
         f"Estimate-and-Double: G={corrected['group_size']}, M={corrected['size']} (noise "
         f"{corrected['noise']:.4g}); as printed in the paper: G={literal['group_size']}, "
@@ -414,32 +416,25 @@ def _print(console: Any, result: dict[str, Any]) -> None:
         _predict.print_prediction(console, result["prediction"])
     if "overtake" in result:
         each, users = result["overtake"]["examples_per_user"], result["overtake"]["users"]
-        console.print(
-            f"with {each} examples of every user, "
-            + ("ULS stays ahead" if users is None else f"ELS has less noise from {users} users on")
-        )
+        ahead, other = (CANDIDATES[plain(examples)].name for examples in (False, True))
+        told = f"{ahead} stays ahead"
+        if users is not None:
+            told = f"{other} has less noise from {users} users on"
+        console.print(f"with {each} examples of every user, {told}")
     for name, answer in result.get("inverse", {}).items():
         console.print(f"{name.replace('_', ' ')}: {answer}")
 
 
-def _texts(option: dict[str, Any], columns: list[str]) -> list[str]:
-    told = {
-        "probability": lambda: f"{option['sampling_prob']:.4g}",
-        "noise multiplier": lambda: f"{option['noise_multiplier']:.5g}",
-        "loss": lambda: f"{option['loss']:.3f}",
-        "90 % band": lambda: f"{option['low']:.2f}-{option['high']:.2f}",
-    }
-    return [told[name]() for name in columns]
-
-
 def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
-    """Predicted noise of ULS over (G, M); the budget's cells outlined, the best marked."""
+    """Predicted noise of sampled users over (G, M); the budget outlined, the best marked."""
     import math
 
     import numpy as np
     from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
+
+    from dpfl_jax.mechanisms.candidates import CANDIDATES, draws_examples, plain
 
     groups = sorted(planner.sensitivities.user)
     top = int(math.log2(min(planner.users.num_users, 4 * plan.budget)))
@@ -464,15 +459,20 @@ def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
             if g * m == plan.budget:
                 ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, fill=False, linewidth=2))
     size = f"group size {best.group_size}, {best.size} a step: noise {best.noise:.3g}"
-    write((len(cohorts) - 1) / 2, len(groups), f"{best.kind.upper()}, {size}", weight="bold")
+    write(
+        (len(cohorts) - 1) / 2, len(groups), f"{CANDIDATES[best.kind].name}, {size}", weight="bold"
+    )
     ax.axhline(len(groups) - 0.5, color="white", linewidth=4)
     ax.set_xticks(range(len(cohorts)), [str(m) for m in cohorts])
     ax.set_yticks(range(len(groups) + 1), [*map(str, groups), "recommended"])
     ax.set(xlabel="cohort size M", ylabel="group size G")
-    rival = min((o for o in plan.options if o.kind == "els"), key=lambda o: o.noise, default=None)
-    title = f"ULS: noise on the averaged gradient; outlined: budget {plan.budget}"
+    drawn = (o for o in plan.options if draws_examples(o.kind))
+    rival = min(drawn, key=lambda o: o.noise, default=None)
+    name = CANDIDATES[plain(examples=False)].name
+    title = f"{name}: noise on the averaged gradient; outlined: budget {plan.budget}"
     if rival is not None:
-        title += f"\nELS at that budget: {rival.noise:.3g} (G = {rival.group_size})"
+        name = CANDIDATES[rival.kind].name
+        title += f"\n{name} at that budget: {rival.noise:.3g} (G = {rival.group_size})"
     ax.set_title(title, fontsize=9)
     figure.colorbar(shown, label="noise on the averaged gradient")
     save_figure(figure, file)
@@ -480,12 +480,12 @@ def _draw(planner: Any, plan: Any, file: pathlib.Path) -> None:
 
 def _write(args: argparse.Namespace, cell: dict[str, Any], reason: str, epsilon: float) -> None:
     from dpfl_jax.config import load_config
-    from dpfl_jax.planning.sweep import at_budget
+    from dpfl_jax.mechanisms.candidates import at_budget
 
     base: Any = load_config(args.config, args.overrides, args.allow_code)
     budget = cell["size"] * cell["gradients"]
-    bands = {"bands": cell["bands"]} if cell["bands"] > 1 else {}
-    mechanism = at_budget(base.mechanism, cell["kind"], budget, cell["group_size"], **bands)
+    sizes = (cell["kind"], budget, cell["group_size"])
+    mechanism = at_budget(base.mechanism, *sizes, bands=cell["bands"])
     overrides = [
         *args.overrides,
         f"mechanism={json.dumps(mechanism.to_section())}",

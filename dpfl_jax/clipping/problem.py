@@ -38,6 +38,7 @@ class Problem:
         a unit's gradient is formed at once.
       gradient_sharding: ``(name, shape) -> NamedSharding``, how a unit's gradient is split over
         devices while it is accumulated; None: as the compiler likes.
+      judged_by: what a check decides units' weights by, of their squared norms; None: the rule.
     """
 
     loss: Callable[[Sequence[jax.Array], PyTree], tuple[jax.Array, PyTree]]
@@ -51,6 +52,7 @@ class Problem:
     sharding: NamedSharding | None = None
     pieces: Callable[[PyTree], PyTree] | None = None
     gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None
+    judged_by: Callable[[Sequence[jax.Array]], Judgement] | None = None
 
     def every_gradient(self) -> tuple[tuple[jax.Array, PyTree], Sequence[jax.Array]]:
         """Losses, auxiliary outputs and gradients of all units, formed: leaves [n, ...]."""
@@ -139,6 +141,8 @@ class Problem:
             differ from the gradient whose norm was taken; None for not at all. It is added to the
             norm before the rule sees it, so that the bound holds for what is summed.
         """
+        if self.judged_by is not None:
+            return self.judged_by(squared)
         zeros = jnp.zeros((self.num_units,), jnp.float32)
         total = sum(squared, start=zeros)
         bounds = list(squared)

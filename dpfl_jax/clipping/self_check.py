@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.gradients import ClippedGrad
 from dpfl_jax.clipping.per_unit import solve_vmap
-from dpfl_jax.clipping.problem import Problem
 
 PyTree = Any
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
@@ -93,9 +92,9 @@ def self_check(
 
             def judge(squared: Any) -> Any:
                 seen.append(jnp.stack(list(squared)))
-                return Problem.judge(inner, squared)  # the same weights for both
+                return inner.judge(squared)  # the same weights for both
 
-            watched = _Watched(**_fields(inner), watch=judge)
+            watched = dataclasses.replace(inner, judged_by=judge)
             solution = solve_vmap(watched) if vmap else bounded.solve(watched, microbatches=False)
             return seen[-1], solution.sums, solution.weights  # `auto` looks first, then runs
 
@@ -125,21 +124,6 @@ def self_check(
             f"allowed {tolerance:.0e}), so no step was taken: use strategy='scan' and report this"
         )
     return SelfCheck(float(per_leaf[worst]), tolerance, len(chosen))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Watched(Problem):
-    """A problem that shows the squared norms it is given."""
-
-    watch: Any = None
-
-    def judge(self, squared: Any, rounded: Any = None) -> Any:
-        del rounded
-        return self.watch(squared)
-
-
-def _fields(problem: Problem) -> dict[str, Any]:
-    return {f.name: getattr(problem, f.name) for f in dataclasses.fields(Problem)}
 
 
 def unoptimised() -> dict[str, Any] | None:

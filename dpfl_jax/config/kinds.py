@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import difflib
 import functools
@@ -244,7 +245,7 @@ def _place(maker: Any, separator: str = ":") -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class Named(abc.ABC):
     """What a section describes, by its ``kind``; a base names the table: ``kinds=CENTRAL``."""
 
     kind: ClassVar[str]
@@ -272,7 +273,13 @@ class Named:
 
 
 def check_types(made: Any) -> None:
-    """Raises BadInputError, naming the field, unless what a user sets has the declared types."""
+    """Checks what a user sets of a frozen dataclass; whole numbers become floats where a field is.
+
+    So values that are equal have one section, to the last sign: what a run draws follows from it.
+
+    Raises:
+      BadInputError: a field has another type; the field is named.
+    """
     cls: Any = type(made)
     for name, option in options(cls).items():
         value = getattr(made, name)
@@ -283,9 +290,8 @@ def check_types(made: Any) -> None:
                 )
             continue
         try:
-            _adapter(cls, name).validate_python(
-                value.item() if isinstance(value, np.generic) else value, strict=True
-            )
+            given = value.item() if isinstance(value, np.generic) else value
+            object.__setattr__(made, name, _adapter(cls, name).validate_python(given, strict=True))
         except ValidationError as error:
             what = error.errors()[0]["msg"]
             raise BadInputError(f"{name} is {value!r}: {what[:1].lower()}{what[1:]}") from error

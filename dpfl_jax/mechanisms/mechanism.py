@@ -94,6 +94,10 @@ class Mechanism:
         """
         check_field_types(self)
         check_noise_multiplier(self.noise_multiplier)
+        if isinstance(self.gives, LocalUpdate) and isinstance(self.clip, NoClip):
+            raise BadInputError(
+                "mechanism.clip is none, but updates of local steps are clipped: take another rule"
+            )
         if not self.private:
             return
         check_bounded(self.clip)
@@ -123,8 +127,8 @@ class Mechanism:
 
     # ---- as a section of a configuration ---------------------------------------------------
 
-    def to_section(self) -> dict[str, Any]:
-        """What describes it in a configuration: a preset with its options, or the parts."""
+    @functools.cached_property
+    def _section(self) -> dict[str, Any]:
         from dpfl_jax.mechanisms.presets import as_preset  # which makes mechanisms
 
         preset = as_preset(self)
@@ -133,12 +137,16 @@ class Mechanism:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: Kinds.dump(value) for name, value in fields.items()}
 
+    def to_section(self) -> dict[str, Any]:
+        """What describes it in a configuration: a preset with its options, or the parts."""
+        return dict(self._section)
+
     to_json = to_section
 
-    @functools.cached_property
+    @property
     def kind(self) -> str:
         """The name of the preset that it is; "custom" of other combinations."""
-        return str(self.to_section().get("kind", "custom"))
+        return str(self._section.get("kind", "custom"))
 
     # ---- what runs -------------------------------------------------------------------------
 
@@ -281,7 +289,7 @@ class Mechanism:
           **options: passed to ``clipping.clipped_grad`` (``strategy``, ...).
         """
         if isinstance(self.clip, NoClip):
-            return unclipped_sum(loss_fn, options.get("trainable"))
+            return unclipped_sum(self.participation.unit_loss(loss_fn), options.get("trainable"))
         return self.gives.clipped(
             self.participation,
             loss_fn,
@@ -429,6 +437,8 @@ class Mechanism:
 
         def event(sigma: float) -> Any:
             made = dataclasses.replace(chosen, noise_multiplier=sigma)
+            # The order follows from the noise: until it is chosen, what everybody can pay for is
+            # accounted as without a filter, whose budget that is.
             if made.budget is not None and made.budget.order is None:
                 return made._event_without_budgets(population, made._least_steps)
             return made.event(population, steps)
@@ -476,6 +486,7 @@ class Mechanism:
         if made.budget is not None:
             spent = made._event_without_budgets(population, made._least_steps)
             made = dataclasses.replace(made, budget=made.budget.with_order(spent, delta))
+        made.event(population, steps)  # what nothing is proven of is refused here, not at the end
         return made, delta
 
     def sampling_description(self, population: Population) -> str:

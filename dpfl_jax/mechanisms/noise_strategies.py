@@ -20,21 +20,26 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting.cells import INDEPENDENT, StrategyMatrix
 from dpfl_jax.config.kinds import NOISES, Named
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.matrices import (
+    Buffers,
+    Workload,
+    buffered_column,
+    buffered_error,
+    buffered_strategy,
+    inverse_column,
+    inverse_error,
+    inverse_strategy,
+    prefix_error,
+    strategy,
+)
 from dpfl_jax.noise import (
     MOST_NOISE,
-    Buffers,
     Noise,
-    Workload,
     banded,
     banded_inverse,
     buffered,
-    buffered_column,
-    buffered_strategy,
-    inverse_column,
-    inverse_strategy,
     redrawn,
     redrawn_rows,
-    strategy,
     transformation,
 )
 
@@ -89,6 +94,10 @@ class NoiseStrategy(Named, abc.ABC, kinds=NOISES):
     def matrix(self, steps: int) -> StrategyMatrix:
         """C; raises BadInputError before it is fitted, or beyond the steps it was fitted to."""
 
+    def error(self, steps: int, workload: Workload) -> float:
+        """``Workload.error`` of C; 1 of independent noise."""
+        return prefix_error(self.matrix(steps).column, steps, workload)
+
     @abc.abstractmethod
     def transform(
         self, stddev: float, sensitivity: float, divisor: float
@@ -138,7 +147,7 @@ class Banded(NoiseStrategy):
     """C has few bands: the noise of a step is subtracted again, in parts, over the next steps.
 
     Source: Choquette-Choo et al. 2023 (arXiv 2306.08153); strategies of McKenna 2024 (arXiv
-    2405.15913). The matrix is that of ``noise/banded.py``.
+    2405.15913). The matrix is that of ``matrices/banded.py``.
 
     Attributes:
       bands: b. 1 is independent noise.
@@ -303,7 +312,7 @@ class Buffered(_Toeplitz):
     """Buffered linear Toeplitz noise (BLT): a few decaying buffers carry it over all steps.
 
     Source: Dvijotham et al. 2024 (arXiv 2404.16706); McMahan, Xu and Xu 2024 (arXiv 2408.08868).
-    The matrix is that of ``noise/buffered.py``.
+    The matrix is that of ``matrices/buffered.py``.
 
     Attributes:
       buffers: B.
@@ -330,7 +339,8 @@ class Buffered(_Toeplitz):
         made = dataclasses.replace(self, horizon=self.horizon or steps)
         if self.decays is not None:
             return made
-        decays, scales = buffered_strategy(self.buffers, steps, _needed(separation), workload)
+        apart = min(_needed(separation), steps)  # beyond the last step nobody takes part again
+        decays, scales = buffered_strategy(self.buffers, steps, apart, workload)
         return dataclasses.replace(made, decays=decays, scales=scales)
 
     @property
@@ -346,6 +356,9 @@ class Buffered(_Toeplitz):
     def column(self, steps: int) -> np.ndarray:
         return buffered_column(self.chosen, steps)
 
+    def error(self, steps: int, workload: Workload) -> float:
+        return buffered_error(self.chosen, steps, workload)
+
     def _correlated(self, noise: Noise, divisor: float) -> optax.GradientTransformationExtraArgs:
         return buffered(noise, self.chosen, divisor)
 
@@ -355,7 +368,7 @@ class BandedInverse(_Toeplitz):
     """C^-1 has few bands.
 
     Source: Kalinin, McKenna, Upadhyay and Lampert 2025 (arXiv 2505.12128). The matrix is that of
-    ``noise/banded_inverse.py``. At the same memory ``Buffered`` is as good to 0.1 % where units
+    ``matrices/banded_inverse.py``. At the same memory ``Buffered`` is as good to 0.1 % where units
     pause for 6 to 10 steps, and else less.
 
     Attributes:
@@ -400,7 +413,7 @@ class BandedInverse(_Toeplitz):
         made = dataclasses.replace(self, horizon=self.horizon or steps)
         if self.taken is not None:
             return made
-        taken = inverse_strategy(self.bands, steps, _needed(separation), workload)
+        taken = inverse_strategy(self.bands, steps, min(_needed(separation), steps), workload)
         return dataclasses.replace(made, taken=taken)
 
     @property
@@ -415,6 +428,9 @@ class BandedInverse(_Toeplitz):
 
     def column(self, steps: int) -> np.ndarray:
         return inverse_column(self.chosen, steps)
+
+    def error(self, steps: int, workload: Workload) -> float:
+        return inverse_error(self.chosen, steps, workload)
 
     def _correlated(self, noise: Noise, divisor: float) -> optax.GradientTransformationExtraArgs:
         if not self.redrawn:

@@ -181,10 +181,10 @@ class Plan:
 
         Args:
           key: of this run alone. To go on with a loop, keep it (secret) beside the parameters and
-            the noise's state, which ``BandMF`` and ``BLT`` need, or gradients are NaN. Every batch
-            must be used, an empty one too.
-          start: steps already taken: of a mechanism that ``remembers``, under this key and by this
-            plan, or a user may be drawn more often than is accounted.
+            the noise's state, without which gradients are NaN where noise is correlated. Every
+            batch must be used, an empty one too.
+          start: steps already taken. If the mechanism ``is_stateful`` they were taken under this
+            key and by this plan, or a user may be drawn more often than is accounted.
           loss_keys: whether the loss takes a key of its own for each example (``rng`` or ``key``).
 
         Raises:

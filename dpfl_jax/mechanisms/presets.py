@@ -7,7 +7,6 @@ rules, ``local_steps``) under the same names.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
@@ -407,8 +406,8 @@ for _name, _preset in PRESETS.items():
     CENTRAL.register(_preset, _name)
 
 
-@functools.lru_cache(maxsize=256)
-def _preset_of(mechanism: Mechanism) -> tuple[str, dict[str, Any]] | None:
+def as_preset(mechanism: Mechanism) -> dict[str, Any] | None:
+    """The section by which a preset makes this mechanism; None if none does."""
     clip = mechanism.clip
     values: dict[str, Any] = {"clip": clip}
     norm = getattr(clip, "clip_norm", 1.0)
@@ -426,12 +425,7 @@ def _preset_of(mechanism: Mechanism) -> tuple[str, dict[str, Any]] | None:
             of_parts |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     of_parts["sampling_prob"] = of_parts.get("prob")
     values |= {"noise_multiplier": mechanism.noise_multiplier, **of_parts}
-    return CENTRAL.section_of(mechanism, values)
-
-
-def as_preset(mechanism: Mechanism) -> dict[str, Any] | None:
-    """The section by which a preset makes this mechanism; None if none does."""
-    found = _preset_of(mechanism)
+    found = CENTRAL.section_of(mechanism, values)
     if found is None:
         return None
     return {"kind": found[0]} | {name: Kinds.dump(value) for name, value in found[1].items()}

@@ -18,6 +18,7 @@ import numpy as np
 from dpfl_jax.clipping import Trainable, clipped_grad
 from dpfl_jax.data.private_quantiles import private_quantile
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms.candidates import draws_examples
 from dpfl_jax.mechanisms.unit_losses import mean_of_examples
 from dpfl_jax.randomness import RootKey
 
@@ -27,7 +28,7 @@ PyTree = Any
 def median_group_size(
     sizes: Sequence[int] | np.ndarray, rounding: Literal["none", "pow2_floor"] = "pow2_floor"
 ) -> int:
-    """The ELS group size that Charles et al. 2024 (section 6) found near-best: the median size.
+    """The group size near-best for drawn examples (Charles et al. 2024, section 6): the median.
 
     Args:
       sizes: int [n], examples of each user.
@@ -90,8 +91,8 @@ class Sensitivities:
         return cls(1.0, found, {}, f"assumed: L_ULS(G) = L_ELS G^-{decay:g}")
 
     def norm(self, kind: str, group: int) -> float:
-        """Of a unit of an algorithm: an example's for ELS, whatever the group size."""
-        return self.example if kind == "els" else self.at(group)
+        """Of a unit of a candidate: an example's where examples are drawn, whatever the group."""
+        return self.example if draws_examples(kind) else self.at(group)
 
     def at(self, group: int) -> float:
         """L_ULS(G), between known sizes by a power law.

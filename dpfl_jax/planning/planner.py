@@ -1,47 +1,37 @@
 """The planner: noise on the averaged gradient, for every way to spend a compute budget.
 
-A budget B is the expected number of gradient evaluations a step: ELS spends it on B examples, ULS
-on M users of G examples. The noise on the average has standard deviation L_ELS sigma_ELS / B, or
-L_ULS(G) sigma_ULS(M) / M (Charles et al. 2024, equations (5) and (6)).
+A budget B is the expected number of gradient evaluations a step: a mechanism spends it on B
+examples, or on M users of G examples. The noise on the average has standard deviation L sigma / B,
+or L(G) sigma(M) / M (Charles et al. 2024, equations (5) and (6)).
 
-BandMF spends it as ULS does, on noise that later steps take back. An optimiser adds up gradients,
-so what is compared is the noise in their prefix sums, root mean square over the steps: of
-independent noise that is sqrt((T + 1) / 2) times a step's, whatever the algorithm. BLT and banded
-inverse take back more, of more noise: their users' turns are not sampled. The noise of an option is
-that of a step of independent noise with the same prefix sums.
+Where noise is correlated over steps, later steps take some of it back. An optimiser adds up
+gradients, so what is compared is the noise in their prefix sums, root mean square over the steps:
+of independent noise that is sqrt((T + 1) / 2) times a step's, whatever the algorithm. The noise of
+an option is that of a step of independent noise with the same prefix sums.
+
+Which mechanisms are weighed is a table, ``mechanisms.candidates``; what one costs is its cell's.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
+from dp_accounting import DpEvent, GaussianDpEvent
 
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.calibrate import noise_near
+from dpfl_jax.accounting.cells import NoisedSums
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise import (
-    PREFIX_SUMS,
-    Workload,
-    buffered_column,
-    buffered_error,
-    buffered_strategy,
-    inverse_column,
-    inverse_error,
-    inverse_strategy,
-    prefix_error,
-    strategy,
-)
-from dpfl_jax.planning.estimates import Sensitivities
-
-BUFFERS = 2  # of BLT, its default
-BANDS = 3  # of banded inverse, likewise: as much memory
-# More are seldom worth their memory: 8 (b - 1) bytes for each trained parameter.
-MOST_BANDS = 32
+from dpfl_jax.matrices import PREFIX_SUMS, Workload
+from dpfl_jax.mechanisms import NoiseStrategy, Population
+from dpfl_jax.mechanisms.candidates import CANDIDATES, at_budget, draws_examples, plain
+from dpfl_jax.planning.estimates import Sensitivities, median_group_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +69,7 @@ class Users:
         )
 
     def groups(self) -> list[int]:
-        """ELS group sizes that can be priced: known ones, or powers of two up to the largest."""
+        """Group sizes whose examples are known: those given, or powers of two up to the largest."""
         if self.sizes is None:
             return sorted(self.limited or {})
         top = int(self.sizes.max(initial=1))
@@ -91,19 +81,19 @@ class Option:
     """One way to spend the budget.
 
     Attributes:
-      kind: "els", "uls", "bandmf", "blt", "banded_inverse" or "allocation".
+      kind: a preset's, of ``mechanisms.candidates``.
       group_size: G.
-      size: expected examples (ELS) or users (ULS) a step.
-      sampling_prob: of each example or user.
+      size: expected examples or users a step.
+      sampling_prob: of each of these.
       noise_multiplier: sigma.
       sensitivity: L, the typical gradient norm.
-      bands: b of BandMF and banded inverse; else 1.
+      bands: of the noise, where it has them; else 1.
       error: of prefix sums, by independent noise of the same multiplier; else 1.
       noise: standard deviation of the noise on the averaged gradient, per coordinate (of
         independent noise with the same error in prefix sums).
     """
 
-    kind: Literal["els", "uls", "bandmf", "blt", "banded_inverse", "allocation"]
+    kind: str
     group_size: int
     size: int
     sampling_prob: float
@@ -120,7 +110,7 @@ class Option:
     @property
     def gradients(self) -> int:
         """Gradient evaluations of a unit."""
-        return 1 if self.kind == "els" else self.group_size
+        return 1 if draws_examples(self.kind) else self.group_size
 
     def to_json(self) -> dict[str, Any]:
         """Fields, the noise, and gradient evaluations of a unit."""
@@ -136,9 +126,9 @@ class Plan:
       epsilon, delta, steps: of the guarantee.
       options: all that were priced.
       best: of least noise.
-      heuristic_els: median group size, if known.
-      heuristic_uls: Estimate-and-Double.
-      literal_uls: Estimate-and-Double as printed, for comparison.
+      median: of drawn examples, at the median group size, if known.
+      doubling: of drawn users, by Estimate-and-Double.
+      doubling_as_printed: the same as printed, for comparison.
       reason: why ``best``, in a sentence.
     """
 
@@ -148,9 +138,9 @@ class Plan:
     steps: int
     options: list[Option]
     best: Option
-    heuristic_els: Option | None
-    heuristic_uls: Option
-    literal_uls: Option
+    median: Option | None
+    doubling: Option
+    doubling_as_printed: Option
     reason: str
 
     def to_json(self) -> dict[str, Any]:
@@ -161,9 +151,9 @@ class Plan:
             "delta": self.delta,
             "steps": self.steps,
             "best": self.best.to_json(),
-            "heuristic_els": None if self.heuristic_els is None else self.heuristic_els.to_json(),
-            "heuristic_uls": self.heuristic_uls.to_json(),
-            "literal_uls": self.literal_uls.to_json(),
+            "median": None if self.median is None else self.median.to_json(),
+            "doubling": self.doubling.to_json(),
+            "doubling_as_printed": self.doubling_as_printed.to_json(),
             "reason": self.reason,
             "options": [option.to_json() for option in self.options],
         }
@@ -216,6 +206,23 @@ def estimate_and_double(
     return group, cohort
 
 
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A candidate at its sizes, before calibration: an option without sigma, and its sums."""
+
+    option: Option
+    sums: NoisedSums
+
+    def event(self, sigma: float) -> DpEvent:
+        """What it costs a user."""
+        return dataclasses.replace(self.sums, noise_multiplier=sigma).event()
+
+    @property
+    def is_everybody(self) -> bool:
+        """Whether every unit is in every step."""
+        return bool(self.sums.scheme.rate >= 1.0)
+
+
 class Planner:
     """Prices every option for one population, guarantee and model; calibrations are kept."""
 
@@ -227,7 +234,7 @@ class Planner:
         epsilon: float,
         delta: float,
         steps: int,
-        els_group: int | None = None,
+        example_group: int | None = None,
         workload: Workload = PREFIX_SUMS,
     ) -> None:
         """Prepares; nothing is calibrated yet.
@@ -238,184 +245,127 @@ class Planner:
           epsilon: target over all steps.
           delta: of the target.
           steps: T.
-          els_group: ELS's group size by the median heuristic, if it was found otherwise than from
-            ``users.sizes`` (a private median).
+          example_group: the group size of drawn examples by the median heuristic, if it was found
+            otherwise than from ``users.sizes`` (a private median).
           workload: what an optimiser makes of noise, with rates of T steps if they differ.
         """
-        self.els_group, self.workload = els_group, workload
+        self.example_group, self.workload = example_group, workload
         if steps < 1:
             raise BadInputError(f"the number of steps is {steps}, but at least 1 is needed")
         self.users, self.sensitivities = users, sensitivities
         self.epsilon, self.delta, self.steps = epsilon, delta, steps
-        self._uls: dict[tuple[int, float], float] = {}
-        self._els: dict[tuple[int, int, float], float] = {}
-        self._bandmf: dict[tuple[int, int], float] = {}
+        self._sigmas: dict[tuple[str, float], float] = {}
+        self._errors: dict[NoiseStrategy, float] = {}
+        self._sized = functools.cache(self._make)
 
     # ---- single options --------------------------------------------------------------------
 
-    def uls_noise_multiplier(self, cohort: int, epsilon: float | None = None) -> float:
-        """sigma_ULS(M)."""
-        epsilon = self.epsilon if epsilon is None else epsilon
-        known = (cohort, epsilon)
-        if known not in self._uls:
-            prob = self._probability(cohort, self.users.num_users, "users")
-            self._uls[known] = accounting.calibrate_noise_multiplier(
-                lambda s: events.uls(s, prob, self.steps), epsilon, self.delta
-            )
-        return self._uls[known]
-
-    def uls(self, group: int, cohort: int, epsilon: float | None = None) -> Option:
-        """ULS with G examples of M users.
-
-        Raises:
-          BadInputError: more users than there are, or an epsilon that no noise reaches.
-        """
-        sigma = self.uls_noise_multiplier(cohort, epsilon)
-        prob = cohort / self.users.num_users
-        return Option("uls", group, cohort, prob, sigma, self.sensitivities.at(group))
-
-    def bandmf(self, group: int, cohort: int) -> Option | None:
-        """BandMF with G examples of M users, at the best number of bands; None if that is one.
-
-        Raises:
-          BadInputError: as ``uls``.
-        """
-        bands = self._bands(cohort)
-        if bands == 1:
-            return None
-        prob, column = bands * cohort / self.users.num_users, self._strategy(bands)
-        known = (bands, cohort)
-        if known not in self._bandmf:
-            self._bandmf[known] = accounting.calibrate_noise_multiplier(
-                lambda s: events.banded(s, prob, column, self.steps), self.epsilon, self.delta
-            )
-        return self._banded(group, cohort, bands, self._bandmf[known])
-
-    def _bands(self, cohort: int) -> int:
-        """The power of two of least noise, about: by rough noises."""
-        rough: dict[int, float] = {}
-        most = min(self.steps, self.users.num_users // cohort, MOST_BANDS)
-        while (bands := 2 ** len(rough)) <= most:
-            column, prob = self._strategy(bands), bands * cohort / self.users.num_users
-            try:
-                sigma = noise_near(
-                    lambda s, c=column, p=prob: events.banded(s, p, c, self.steps),  # type: ignore[misc]
-                    self.epsilon,
-                    self.delta,
-                )
-            except BadInputError:
-                break
-            rough[bands] = sigma * prefix_error(column, self.steps, self.workload)
-        return min(rough, key=lambda b: rough[b], default=1)
-
-    def _strategy(self, bands: int) -> tuple[float, ...]:
-        return strategy(bands, self.steps, self.workload)
-
-    def _banded(self, group: int, cohort: int, bands: int, sigma: float) -> Option:
-        norm, prob = self.sensitivities.at(group), bands * cohort / self.users.num_users
-        error = prefix_error(self._strategy(bands), self.steps, self.workload)
-        return Option("bandmf", group, cohort, prob, sigma, norm, bands, error)
-
-    def of_users(self, kind: str, group: int, cohort: int) -> Option | None:
-        """Any mechanism that draws users; None if it would be no other than ULS.
+    def option(self, kind: str, group: int, size: int, epsilon: float | None = None) -> Option:
+        """A candidate with so many examples, or users of up to ``group`` examples, a step.
 
         Args:
-          kind: "uls", "bandmf", "blt", "banded_inverse" or "allocation".
-          group: G.
-          cohort: M.
+          kind: of ``mechanisms.candidates``.
+          group: G; of drawn examples, the most of a user in the run.
+          size: expected examples or users.
+          epsilon: of the guarantee; None: the planner's.
 
         Raises:
-          BadInputError: as ``uls``.
+          BadInputError: more than there are, an epsilon that no noise reaches, or it would be no
+            other mechanism than the plain one.
         """
-        if kind in ("blt", "banded_inverse"):
-            return self.in_turns(kind, group, cohort)  # type: ignore[arg-type]
-        alone = {"uls": self.uls, "bandmf": self.bandmf, "allocation": self.allocation}
-        return alone[kind](group, cohort)
-
-    def in_turns(
-        self, kind: Literal["blt", "banded_inverse"], group: int, cohort: int
-    ) -> Option | None:
-        """BLT or banded inverse with G examples of M users; None if everybody is in every step.
-
-        Raises:
-          BadInputError: as ``uls``.
-        """
-        separation = self._once_in(cohort)
-        if separation < 2:
-            return None
-        alone = accounting.calibrate_noise_multiplier(
-            lambda s: events.gaussian(s, 1), self.epsilon, self.delta
-        )
-        norm = self.sensitivities.at(group)
-        column, error = self._taken_back(kind, separation)
-        moved = events.toeplitz(1.0, column, separation, self.steps).noise_multiplier
-        bands = BANDS if kind == "banded_inverse" else 1
-        return Option(kind, group, cohort, 1 / separation, alone / moved, norm, bands, error)
-
-    def _once_in(self, cohort: int) -> int:
-        """Steps of which a user is in one, where M users are expected in each."""
-        return round(self.users.num_users / cohort)
-
-    def _taken_back(self, kind: str, separation: int) -> tuple[np.ndarray, float]:
-        """First column of the noise's matrix, and the error that it leaves in prefix sums."""
-        if kind == "blt":
-            buffers = buffered_strategy(BUFFERS, self.steps, separation, self.workload)
-            error = buffered_error(buffers, self.steps, self.workload)
-            return buffered_column(buffers, self.steps), error
-        taken = inverse_strategy(BANDS, self.steps, separation, self.workload)
-        error = inverse_error(taken, self.steps, self.workload)
-        return inverse_column(taken, self.steps), error
-
-    def allocation(self, group: int, cohort: int) -> Option | None:
-        """Random allocation of G examples of M users; None if everybody is in every step.
-
-        Raises:
-          BadInputError: as ``uls``.
-        """
-        once_in = self._once_in(cohort)
-        if once_in < 2:
-            return None
-        sigma = accounting.calibrate_noise_multiplier(
-            lambda s: events.allocated(s, once_in, self.steps),
-            self.epsilon,
-            self.delta,
-            near=self.uls_noise_multiplier(cohort),
-        )
-        norm = self.sensitivities.at(group)
-        return Option("allocation", group, cohort, 1 / once_in, sigma, norm)
-
-    def els(self, group: int, batch: int, epsilon: float | None = None) -> Option:
-        """ELS with B examples, at most G of a user in the whole run."""
-        epsilon = self.epsilon if epsilon is None else epsilon
-        left = self.users.left(group)
-        prob = self._probability(batch, left, f"examples left with at most {group} a user")
-        known = (group, batch, epsilon)
-        if known not in self._els:
-            self._els[known] = accounting.calibrate_noise_multiplier(
-                lambda s: events.els(s, prob, group, self.steps), epsilon, self.delta
+        found = self.try_option(kind, group, size, epsilon)
+        if found is None:
+            raise BadInputError(
+                f"with {size} a step, {CANDIDATES[kind].name} is no other mechanism than "
+                f"{CANDIDATES[plain(draws_examples(kind))].name}: take that, or fewer a step"
             )
-        return Option("els", group, batch, prob, self._els[known], self.sensitivities.example)
+        return found
 
-    def _probability(self, size: int, population: int, what: str) -> float:
+    def try_option(
+        self, kind: str, group: int, size: int, epsilon: float | None = None
+    ) -> Option | None:
+        """As ``option``; None if it would be no other mechanism than the plain one."""
+        run = self._run(kind, group, size)
+        if run is None:
+            return None
+        near, candidate = None, CANDIDATES[kind]
+        if candidate.is_slow:
+            near = self.option(plain(False), group, size, epsilon).noise_multiplier
+        sigma = self._sigma(run.event, self.epsilon if epsilon is None else epsilon, near)
+        return dataclasses.replace(run.option, noise_multiplier=sigma)
+
+    def _sigma(
+        self, event: Callable[[float], DpEvent], epsilon: float, near: float | None = None
+    ) -> float:
+        """The least noise multiplier, which runs that cost the same have in common."""
+        one = event(1.0)
+        if isinstance(one, GaussianDpEvent):  # all steps together: as a single one, but larger
+            return self._sigma(lambda s: events.gaussian(s, 1), epsilon) / one.noise_multiplier
+        known = repr(one), epsilon
+        if known not in self._sigmas:
+            self._sigmas[known] = accounting.calibrate_noise_multiplier(
+                event, epsilon, self.delta, near=near
+            )
+        return self._sigmas[known]
+
+    def _run(self, kind: str, group: int, size: int) -> _Run | None:
+        """A candidate at its sizes, at the best number of bands; None: no other than the plain."""
+        candidate = CANDIDATES[kind]
+        if not candidate.bands:
+            run = self._sized(kind, group, size)
+            return run if candidate.is_plain or not run.is_everybody else None
+        rough: dict[int | None, float] = {}
+        alone = self._sized(plain(draws_examples(kind)), group, size)
+        for bands in (None, *candidate.bands):
+            try:
+                run = alone if bands is None else self._sized(kind, group, size, bands)
+                sigma = noise_near(run.event, self.epsilon, self.delta)
+            except BadInputError:  # more bands than steps, or than groups of users
+                break
+            rough[bands] = sigma * run.option.error
+        bands = min(rough, key=lambda b: rough[b], default=None)
+        return None if bands is None else self._sized(kind, group, size, bands)
+
+    def _make(self, kind: str, group: int, size: int, bands: int | None = None) -> _Run:
+        examples = draws_examples(kind)
+        units = self.users.left(group) if examples else self.users.num_users
+        what = f"examples left with at most {group} a user" if examples else "users"
         if size < 1:
             raise BadInputError(
                 f"the compute budget pays for {size} a step, less than one: raise it"
             )
-        if size > population:
+        if size > units:
             raise BadInputError(
-                f"{size} a step cannot be drawn from {population} {what}: lower the compute "
+                f"{size} a step cannot be drawn from {units} {what}: lower the compute "
                 "budget, or raise the group size"
             )
-        return size / population
+        budget, more = size * (1 if examples else group), {} if bands is None else {"bands": bands}
+        made = at_budget(None, kind, budget, group, **more)
+        scheme = made.scheme(Population(self.users.num_users, units, units))
+        noise = made.noise.fit(self.steps, scheme.separation, self.workload)
+        if noise not in self._errors:
+            self._errors[noise] = noise.error(self.steps, self.workload)
+        option = Option(
+            kind,
+            group,
+            size,
+            scheme.sampling_prob,
+            math.nan,
+            self.sensitivities.norm(kind, group),
+            getattr(noise, "bands", 1),
+            self._errors[noise],
+        )
+        given = (scheme, 1.0, self.steps, units, noise.matrix(self.steps))
+        return _Run(option, NoisedSums(*given, made.participation.contribution))
 
     def heat_map(self, cohorts: Sequence[int]) -> list[Option]:
-        """ULS at every known group size and these cohorts, whatever it costs: G M varies.
+        """Sampled users at every known group size and these cohorts: G M varies.
 
         Args:
           cohorts: numbers of users a step; those above the population are left out.
         """
         return [
-            self.uls(group, cohort)
+            self.option(plain(False), group, cohort)
             for group in sorted(self.sensitivities.user)
             for cohort in cohorts
             if 1 <= cohort <= self.users.num_users
@@ -424,80 +374,87 @@ class Planner:
     # ---- plans -----------------------------------------------------------------------------
 
     def plan(
-        self, budget: int, *, els_groups: Sequence[int] | None = None, every: bool = False
+        self, budget: int, *, example_groups: Sequence[int] | None = None, every: bool = False
     ) -> Plan:
-        """Prices all (G, M) with G M = B, powers of two, and ELS at all group sizes.
+        """Prices all (G, M) with G M = B, powers of two, and examples at all group sizes.
 
         Args:
           budget: B, gradient evaluations a step.
-          els_groups: ELS group sizes; default all that can be priced.
-          every: whether BandMF, BLT and banded inverse are priced, too, at every (G, M), and
-            random allocation, which takes seconds, where ULS has the least noise.
+          example_groups: group sizes of drawn examples; default all that can be priced.
+          every: whether all candidates are priced, at every (G, M), not the plain ones alone; those
+            whose calibration takes seconds where the plain one of users has the least noise.
         """
         if budget < 1:
             raise BadInputError(
                 f"the compute budget is {budget}, less than one gradient a step: raise it"
             )
+        kinds = [k for k, c in CANDIDATES.items() if c.is_plain or every]
         options: list[Option] = []
-        for group in sorted(self.sensitivities.user):
-            cohort = budget // group
-            if cohort >= 1 and cohort <= self.users.num_users:
-                kinds = ("uls", "bandmf", "blt", "banded_inverse") if every else ("uls",)
-                made = [self.of_users(kind, group, cohort) for kind in kinds]
-                options += [option for option in made if option is not None]
-        if every and options:
-            uls = min((o for o in options if o.kind == "uls"), key=lambda o: o.noise)
-            allocated = self.allocation(uls.group_size, uls.size)
-            options += [] if allocated is None else [allocated]
-        for group in self.users.groups() if els_groups is None else els_groups:
-            if budget <= self.users.left(group):
-                options.append(self.els(group, budget))
+        for kind in sorted(kinds, key=lambda kind: CANDIDATES[kind].is_slow):
+            cells = self.cells(kind, budget, example_groups)
+            if CANDIDATES[kind].is_slow:
+                alone = [o for o in options if o.kind == plain(draws_examples(kind))]
+                best = min(alone, key=lambda o: o.noise, default=None)
+                cells = [] if best is None else [(best.group_size, best.size)]
+            made = [self.try_option(kind, *cell) for cell in cells]
+            options += [option for option in made if option is not None]
         if not options:
             raise BadInputError(
                 f"no way to spend a budget of {budget} a step on {self.users.num_users} users: "
                 "lower it, or allow larger groups"
             )
-        largest = max(self.sensitivities.user)
-        pair = [
-            estimate_and_double(
-                self.sensitivities.at,
-                self.uls_noise_multiplier,
-                budget,
-                most_users=self.users.num_users,
-                largest_group=largest,
-                literal=literal,
+        known = sorted(self.sensitivities.user)
+        doubling, as_printed = (
+            self.option(
+                plain(False),
+                *estimate_and_double(
+                    self.sensitivities.at,
+                    lambda cohort: self.option(plain(False), known[0], cohort).noise_multiplier,
+                    budget,
+                    most_users=self.users.num_users,
+                    largest_group=known[-1],
+                    literal=literal,
+                ),
             )
             for literal in (False, True)
-        ]
-        heuristic, literal = (self.uls(*found) for found in pair)
-        els = None if els_groups is not None and not els_groups else self._median_els(budget)
-        best = min(options, key=lambda option: option.noise)
+        )
+        none = example_groups is not None and not example_groups
+        best_of_all = min(options, key=lambda option: option.noise)
         return Plan(
             budget,
             self.epsilon,
             self.delta,
             self.steps,
             options,
-            best,
-            els,
-            heuristic,
-            literal,
-            _reason(best, options),
+            best_of_all,
+            None if none else self._median(budget),
+            doubling,
+            as_printed,
+            _reason(best_of_all, options),
         )
 
-    def _median_els(self, budget: int) -> Option | None:
-        if self.els_group is not None:
-            group = self.els_group
-            return None if budget > self.users.left(group) else self.els(group, budget)
-        if self.users.sizes is None:
-            known = self.users.groups()
-            if len(known) != 1 or budget > self.users.left(known[0]):
-                return None
-            return self.els(known[0], budget)
-        from dpfl_jax.planning.estimates import median_group_size
+    def cells(
+        self, kind: str, budget: int, example_groups: Sequence[int] | None = None
+    ) -> list[tuple[int, int]]:
+        """All (G, size) at a budget."""
+        if draws_examples(kind):
+            groups = self.users.groups() if example_groups is None else example_groups
+            return [(group, budget) for group in groups if budget <= self.users.left(group)]
+        pairs = [(group, budget // group) for group in sorted(self.sensitivities.user)]
+        return [(group, size) for group, size in pairs if 1 <= size <= self.users.num_users]
 
-        group = median_group_size(self.users.sizes)
-        return None if budget > self.users.left(group) else self.els(group, budget)
+    def _median(self, budget: int) -> Option | None:
+        """Drawn examples at the median group size, where that is known and there are as many."""
+        known = self.users.groups()
+        if self.example_group is not None:
+            group = self.example_group
+        elif self.users.sizes is not None:
+            group = median_group_size(self.users.sizes)
+        elif len(known) == 1:
+            (group,) = known
+        else:
+            return None
+        return None if budget > self.users.left(group) else self.option(plain(True), group, budget)
 
     # ---- inverse questions -----------------------------------------------------------------
 
@@ -545,51 +502,40 @@ class Planner:
         )
 
     def _with_noise(self, noise: float, budget: int) -> list[Option]:
-        """Every option at this budget, with the noise multiplier that gives this noise."""
+        """Every plain option at this budget, with the noise multiplier that gives this noise."""
         if not (math.isfinite(noise) and noise > 0):
             raise BadInputError(f"the target noise is {noise}, but it must be finite and above 0")
-        found: list[Option] = []
-        for group in sorted(self.sensitivities.user):
-            cohort, norm = budget // group, self.sensitivities.at(group)
-            if 1 <= cohort <= self.users.num_users:
-                prob = cohort / self.users.num_users
-                found.append(Option("uls", group, cohort, prob, noise * cohort / norm, norm))
-        norm = self.sensitivities.example
-        for group in self.users.groups():
-            if budget <= self.users.left(group):
-                prob = budget / self.users.left(group)
-                found.append(Option("els", group, budget, prob, noise * budget / norm, norm))
+        found = [
+            dataclasses.replace(option, noise_multiplier=noise * option.size / option.sensitivity)
+            for kind, candidate in CANDIDATES.items()
+            if candidate.is_plain
+            for cell in self.cells(kind, budget)
+            for option in [self._sized(kind, *cell).option]
+        ]
         if not found:
             raise BadInputError(f"there is no way to spend a budget of {budget} a step")
         return found
 
     def epsilon_of(self, option: Option) -> float:
         """What an option of a given noise multiplier spends; infinity where there is no bound."""
-        sigma, prob = option.noise_multiplier, option.sampling_prob
-        if option.kind == "els":
-            event = events.els(sigma, prob, option.group_size, self.steps)
-        elif option.kind in ("blt", "banded_inverse"):
-            separation = round(1 / prob)
-            column, _ = self._taken_back(option.kind, separation)
-            event = events.toeplitz(sigma, column, separation, self.steps)
-        elif option.kind == "allocation":
-            event = events.allocated(sigma, round(1 / prob), self.steps)
-        else:
-            event = events.banded(sigma, prob, self._strategy(option.bands), self.steps)
+        bands = option.bands if CANDIDATES[option.kind].bands else None
+        run = self._sized(option.kind, option.group_size, option.size, bands)
+        event = run.event(option.noise_multiplier)
         try:
             return accounting.epsilon(event, self.delta)
         except BadInputError:  # far too little noise for any guarantee
             return math.inf
 
-    def users_at_overtake(self, budget: int, els_group: int, most: int = 2**30) -> int | None:
-        """The number of users from which ULS (best G) no longer has less noise than ELS.
+    def users_at_overtake(self, budget: int, example_group: int, most: int = 2**30) -> int | None:
+        """The number of users from which drawing users (best G) has no less noise than examples.
 
-        Users are taken to be alike, with ``els_group`` examples each: ELS gains more from users,
-        ULS more from compute (the paper's Figure 8). None if ULS is ahead up to ``most`` users.
+        Users are taken to be alike, with ``example_group`` examples each: drawing examples gains
+        more from users, drawing users more from compute (the paper's Figure 8). None if users are
+        ahead up to ``most`` of them.
         """
         count = max(2, budget)
         while count <= most:
-            users = Users(count, limited={els_group: count * els_group})
+            users = Users(count, limited={example_group: count * example_group})
             other = Planner(
                 users,
                 self.sensitivities,
@@ -598,12 +544,11 @@ class Planner:
                 steps=self.steps,
             )
             try:
-                uls = min(
-                    other.uls(g, budget // g).noise
-                    for g in self.sensitivities.user
-                    if 1 <= budget // g <= count
+                least = min(
+                    other.option(plain(False), *cell).noise
+                    for cell in other.cells(plain(False), budget)
                 )
-                if other.els(els_group, budget).noise <= uls:
+                if other.option(plain(True), example_group, budget).noise <= least:
                     return count
             except BadInputError:  # so many users that hardly anyone is ever drawn: no noise
                 return None
@@ -614,40 +559,20 @@ class Planner:
 def _reason(best: Option, options: list[Option]) -> str:
     what = (
         f"{best.size} examples, at most {best.group_size} of a user in the run"
-        if best.kind == "els"
+        if draws_examples(best.kind)
         else f"{best.size} users of up to {best.group_size} examples"
     )
     where = "in sums of gradients" if any(o.error != 1 for o in options) else "on the gradient"
-    text = f"{_NAMES[best.kind]} with {what} a step has the least noise {where} ({best.noise:.4g})"
-    for kind, name in _NAMES.items():
+    name = CANDIDATES[best.kind].name
+    text = f"{name} with {what} a step has the least noise {where} ({best.noise:.4g})"
+    for kind, candidate in CANDIDATES.items():
         others = [o for o in options if o.kind == kind != best.kind]
         if others:
             rival = min(others, key=lambda o: o.noise)
             factor = rival.noise / best.noise
-            text += f"; the best {name} (G={rival.group_size}) has {factor:.2f} times as much"
-    if best.kind == "bandmf":
-        text += (
-            f". Its {best.bands} groups of users take turns: that needs a noise multiplier of "
-            f"{best.noise_multiplier:.3g}, but later steps take back all but {best.error:.0%} of "
-            "what independent noise would leave in sums of gradients"
-        )
-    if best.kind == "allocation":
-        steps = round(1 / best.sampling_prob)
-        text += f". Every user takes part in exactly one of every {steps} steps"
-    if best.kind in ("blt", "banded_inverse"):
-        text += (
-            f". Its users take part in every {1 / best.sampling_prob:.0f}th step, and nothing is "
-            f"gained by sampling: a noise multiplier of {best.noise_multiplier:.3g}, of which all "
-            f"but {best.error:.0%} is taken back in sums of gradients"
-        )
+            text += f"; the best {candidate.name} (G={rival.group_size}) has {factor:.2f} times as"
+            text += " much"
+    if sentence := CANDIDATES[best.kind].sentence:
+        period = round(1 / best.sampling_prob)
+        text += f". {sentence.format(**dataclasses.asdict(best), period=period)}"
     return text
-
-
-_NAMES = {
-    "els": "ELS",
-    "uls": "ULS",
-    "bandmf": "BandMF",
-    "blt": "BLT",
-    "banded_inverse": "banded inverse",
-    "allocation": "allocation",
-}

@@ -415,8 +415,8 @@ def _refuse(config: RunConfig) -> None:
         raise BadInputError("a private sweep runs in one process: set processes.mode=one")
     if not config.mechanism.private:
         raise BadInputError(
-            f"mechanism.kind={config.mechanism.kind} has no privacy, and so would the sweep: use "
-            "mechanism.kind=uls, els or bandmf"
+            f"mechanism.kind={config.mechanism.kind} has no privacy, and so would the sweep: "
+            "choose one with noise"
         )
     if config.mechanism.noise_multiplier is not None or config.privacy.epsilon is None:
         raise BadInputError(

@@ -30,12 +30,12 @@ from dpfl_jax.data import limit_store
 from dpfl_jax.data.example_keys import key_argument
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
+from dpfl_jax.mechanisms.candidates import at_budget, draws_examples, plain
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh, place, replicated
 from dpfl_jax.noise import Noise, transformation
 from dpfl_jax.planning.planner import Planner
-from dpfl_jax.planning.sweep import at_budget
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.central_run import read_data
 from dpfl_jax.training.evaluate import Evaluator
@@ -47,9 +47,9 @@ class Trial:
     """One proxy run.
 
     Attributes:
-      kind: "els" or "uls".
+      kind: of a plain candidate.
       group_size: G.
-      size: expected examples (ELS) or users (ULS) a step.
+      size: expected examples or users a step.
       steps: T.
       ratio: noise-to-batch ratio: standard deviation of the noise on the averaged gradient, over
         the most that a unit moves the sum (the clip norm; 1 if clipping is normalized).
@@ -138,15 +138,14 @@ class Proxy:
 
     def run(self, trial: Trial, evaluate: bool = True) -> dict[str, Any]:
         """Trains once; returns the trial's fields, its loss and its CPU seconds of training."""
-        budget = trial.size * (trial.group_size if trial.kind == "uls" else 1)
+        each = 1 if draws_examples(trial.kind) else trial.group_size
         mechanism: Any = at_budget(
-            self.config.mechanism, trial.kind, float(budget), trial.group_size
+            self.config.mechanism, trial.kind, float(trial.size * each), trial.group_size
         )
         mechanism = dataclasses.replace(mechanism, noise_multiplier=1.0)  # not used: see _update
         how = self.config.execution.unpacked
-        if trial.kind == "uls":  # rows of few large users, not of many
-            fewer = max(1, how.microbatch_size // trial.group_size)
-            how = how.model_copy(update={"microbatch_size": fewer})
+        # Rows of few large users, not of many.
+        how = how.model_copy(update={"microbatch_size": max(1, how.microbatch_size // each)})
         plan = Plan(mechanism, self.data.train, trial.steps, 1e-5, how, self.mesh)
         key = RootKey.from_seed(trial.seed)
         own = key_argument(self.model.loss)
@@ -202,11 +201,11 @@ def design(
     steps, norms = planner.steps, planner.sensitivities
     groups = [g for g in (1, 4, 16) if g in norms.user and 16 * g <= budget] or [1]
     middle = planner.users.groups()[len(planner.users.groups()) // 2]
-    arms = [("uls", group) for group in groups] + [("els", middle)]
+    arms = [(plain(False), group) for group in groups] + [(plain(True), middle)]
 
     def noise(epsilon: float, least: float) -> float:
         other = Planner(planner.users, norms, epsilon=epsilon, delta=planner.delta, steps=steps)
-        return least * other.plan(budget, els_groups=[]).best.noise
+        return least * other.plan(budget, example_groups=[]).best.noise
 
     low, high = noise(64.0, 0.5), noise(0.5, 2.0)
     points = qmc.Sobol(5, seed=0).random_base2(max(1, math.ceil(math.log2(max(2, runs)))))
@@ -216,8 +215,9 @@ def design(
             a, b, c = 1.0, 1.0, 0.5
         kind, group = arms[int(d * len(arms))]
         gradients = max(8 * group, round(budget * 4.0 ** (b - 1)))
-        size = gradients // group if kind == "uls" else gradients
-        most = planner.users.num_users if kind == "uls" else planner.users.left(group)
+        examples = draws_examples(kind)
+        size = gradients if examples else gradients // group
+        most = planner.users.left(group) if examples else planner.users.num_users
         total = 0.0 if i % 8 == 0 else low * (high / low) ** c
         found.append(
             Trial(

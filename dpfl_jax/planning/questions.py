@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.mechanisms.candidates import CANDIDATES, plain
 from dpfl_jax.planning.hover import Answer
 from dpfl_jax.planning.law import Law, join_laws
 from dpfl_jax.planning.planner import Option, Planner, Users
 
+PLAIN = (plain(examples=False), plain(examples=True))
 NEEDS_LAW = ("feasible", "variants", "size")
 
 
@@ -78,20 +80,23 @@ class Outlook:
         return sorted(t for t in tried if low <= t <= 2 * high) or [self.planner.steps]
 
     def cells(
-        self, epsilon: float, times: float = 1.0, gradients: float | None = None, kind: str = ""
+        self,
+        epsilon: float,
+        times: float = 1.0,
+        gradients: float | None = None,
+        kinds: Sequence[str] = PLAIN,
     ) -> list[tuple[Option, int]]:
-        """Every way to spend the compute, calibrated: (option, steps)."""
+        """Every way of these candidates to spend the compute, calibrated: (option, steps)."""
         gradients = self.gradients if gradients is None else gradients
         found = []
         for steps in self.steps():
             budget = int(gradients / steps)
             planner = self.at(steps, epsilon, times)
-            for group in sorted(planner.sensitivities.user) if kind != "els" else []:
-                if 1 <= budget // group <= planner.users.num_users:
-                    found.append((planner.uls(group, budget // group), steps))
-            for group in planner.users.groups() if kind != "uls" else []:
-                if 1 <= budget <= planner.users.left(group):
-                    found.append((planner.els(group, budget), steps))
+            found += [
+                (planner.option(kind, *cell), steps)
+                for kind in kinds
+                for cell in (planner.cells(kind, budget) if budget >= 1 else [])
+            ]
         return found
 
     def best(self, x: float, **where: Any) -> Point:
@@ -136,7 +141,7 @@ def as_cell(option: Option, steps: int) -> dict[str, Any]:
 def in_words(cell: dict[str, Any]) -> str:
     """A cell (a trial, an option) as people read it."""
     bands = f" b={cell['bands']}" if cell.get("bands", 1) > 1 else ""
-    text = f"{cell['kind'].upper()}{bands} G={cell['group_size']}, {cell['size']} a step"
+    text = f"{CANDIDATES[cell['kind']].name}{bands} G={cell['group_size']}, {cell['size']} a step"
     return f"{text}, {cell['steps']} steps" if "steps" in cell else text
 
 
@@ -164,16 +169,16 @@ def ask(question: str, outlooks: dict[str, Outlook], target: float | None = None
         axis = "gradients" if question == "algorithm" else "times"
         factors = [4.0**k for k in (range(-3, 3) if axis == "gradients" else range(-1, 5))]
         series = {
-            kind.upper(): [
+            CANDIDATES[kind].name: [
                 outlook.best(
                     unit * f,
                     epsilon=epsilon,
-                    kind=kind,
+                    kinds=[kind],
                     **{axis: unit * f if axis == "gradients" else f},
                 )
                 for f in factors
             ]
-            for kind in ("uls", "els")
+            for kind in PLAIN
         }
         answer = _overtaking(series, x)
     elif question == "users":
@@ -293,11 +298,12 @@ def _told(point: Point, outlook: Outlook) -> str:
 
 
 def _overtaking(series: dict[str, list[Point]], x: str) -> str:
-    ahead = [
-        (uls.x, "ELS" if els.score < uls.score or math.isnan(uls.score) else "ULS")
-        for uls, els in zip(series["ULS"], series["ELS"])
-        if not (math.isnan(uls.score) and math.isnan(els.score))
-    ]
+    names = list(series)
+    ahead = []
+    for points in zip(*series.values(), strict=True):
+        scores = [math.inf if math.isnan(point.score) else point.score for point in points]
+        if min(scores) < math.inf:
+            ahead.append((points[0].x, names[scores.index(min(scores))]))
     told = [f"{ahead[0][1]} is ahead at {ahead[0][0]:,.0f} {x}"]
     for (_, before), (where, after) in itertools.pairwise(ahead):
         if after != before:

@@ -24,10 +24,10 @@ from rich.console import Console
 
 from dpfl_jax.accounting import LedgerError
 from dpfl_jax.config import RunConfig, config_fingerprint, load_config
-from dpfl_jax.config.kinds import CENTRAL, options
 from dpfl_jax.data import load_dataset
 from dpfl_jax.errors import BadInputError, StoppedError
 from dpfl_jax.files import check_links, within
+from dpfl_jax.mechanisms.candidates import at_budget
 from dpfl_jax.run.directory import finished_report, write_atomically
 
 # Short names of the axes of a compute-budget study; any other key of a configuration works too.
@@ -37,34 +37,8 @@ ALIASES = {
     "learning_rate": "optimizer.learning_rate",
     "steps": "train.steps",
 }
-# What mechanisms of all kinds take.
-_LOCAL_STEPS = ("local_learning_rate", "local_batch_size", "local_epochs")
-COMMON = ("clip_norm", "clipping", "noise_multiplier", "arithmetic", *_LOCAL_STEPS)
 # These make a mechanism together.
 SIZES = ("kind", "budget", "group_size", "cohort_size")
-
-
-def at_budget(chosen: Any, kind: str, budget: float, group_size: int, **more: Any) -> Any:
-    """A mechanism at a compute budget.
-
-    Args:
-      chosen: what all mechanisms have is taken from it; of its own kind all else, too.
-      kind: of the one that is made.
-      budget: expected gradient evaluations a step.
-      group_size: for kinds that have one.
-      **more: fields of its own.
-    """
-    preset, section = CENTRAL[kind], chosen.to_section()
-    known = options(preset)
-    sizes = {
-        "group_size": group_size,
-        "batch_size": budget,
-        "cohort_size": budget / group_size,
-    }
-    kept = known if kind == section.get("kind") else COMMON
-    made = {name: section[name] for name in kept if name in section and name in known}
-    made |= {name: size for name, size in sizes.items() if name in known}
-    return preset(**made | more)
 
 
 # A cell is compared with other cells; what a run is shown beside would double its work.
@@ -113,7 +87,7 @@ class Sweep:
       directory: where everything lives.
       config: YAML file of the base configuration.
       axes: values by axis: a key of the configuration, an alias (``ALIASES``), ``group_size`` or
-        ``cohort_size`` (users a step; with ELS examples a step).
+        ``cohort_size`` (units a step: users or examples).
       overrides: of the base configuration, for all cells.
       repeats: runs of each cell, each with a secret key of its own for sampling and noise.
       tuned: axes whose best value is taken at every combination of the others.

@@ -156,7 +156,8 @@ class _Poisson(AtRate, abc.ABC):
 
     def __post_init__(self) -> None:
         if self.prob is not None:
-            check_probability(self.prob, f"given to {type(self).__name__}")
+            prob = check_probability(self.prob, f"given to {type(self).__name__}")
+            object.__setattr__(self, "prob", prob)
 
     @property
     def rate(self) -> float:

@@ -121,7 +121,7 @@ def _options(users: int, epsilon: float, steps: int, group: int, cohort: int) ->
     """All, calibrated; bands as the planner chooses them. ULS is the first."""
     known = Sensitivities.assumed(0.0, [group])
     planner = Planner(Users(users), known, epsilon=epsilon, delta=DELTA, steps=steps)
-    found = [planner.of_users(kind, group, cohort) for kind in MECHANISMS]
+    found = [planner.try_option(kind, group, cohort) for kind in MECHANISMS]
     return [option for option in found if option is not None]
 
 

@@ -134,7 +134,7 @@ def planner(quick: bool, epsilon: float) -> Planner:
 def least_noise(planner: Planner, budget: int) -> Option:
     """The planner's ULS at a budget."""
     users = planner.users.num_users
-    cells = [planner.uls(g, budget // g) for g in GROUPS if budget // g <= users]
+    cells = [planner.option("uls", g, budget // g) for g in GROUPS if budget // g <= users]
     return min(cells, key=lambda option: option.noise)
 
 

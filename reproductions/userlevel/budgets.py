@@ -136,7 +136,7 @@ def _losses(
     median = median_group_size(sizes)
     keys, trials = [], []
     for budget in BUDGETS:
-        arms = [*_cells(planner, budget), planner.els(median, budget)]
+        arms = [*_cells(planner, budget), planner.option("els", median, budget)]
         for option in arms:
             for seed in range(seeds):
                 keys.append((option.kind, option.group_size, budget))
@@ -158,7 +158,7 @@ def _losses(
 
 def _cells(planner: Planner, budget: int) -> list[Option]:
     most = planner.users.num_users
-    return [planner.uls(g, budget // g) for g in GROUPS if 1 <= budget // g <= most]
+    return [planner.option("uls", g, budget // g) for g in GROUPS if 1 <= budget // g <= most]
 
 
 # ---- verdicts -----------------------------------------------------------------------------------

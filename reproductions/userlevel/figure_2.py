@@ -35,7 +35,7 @@ def run(settings: Settings) -> Outcome:
     rows: list[dict[str, Any]] = []
     with settings.console.status("calibrating"):
         base = planner(1.0, 0.0)
-        flat = {group: base.els(group, 64).noise_multiplier for group in GROUPS}
+        flat = {group: base.option("els", group, 64).noise_multiplier for group in GROUPS}
         spread = max(flat.values()) / min(flat.values()) - 1
         claims.append(
             Claim(
@@ -55,9 +55,9 @@ def run(settings: Settings) -> Outcome:
                     {
                         "epsilon": epsilon,
                         "budget": budget,
-                        "els": same.els(PER_USER, budget).noise,
-                        "uls_same": same.uls(group, COHORT).noise,
-                        "uls_orthogonal": orthogonal.uls(group, COHORT).noise,
+                        "els": same.option("els", PER_USER, budget).noise,
+                        "uls_same": same.option("uls", group, COHORT).noise,
+                        "uls_orthogonal": orthogonal.option("uls", group, COHORT).noise,
                     }
                 )
     claims += _order(rows)

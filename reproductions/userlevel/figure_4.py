@@ -22,7 +22,7 @@ def run(settings: Settings) -> Outcome:
     if settings.quick:
         groups, points = sorted({8, median}), [(256, 4.0)]
     cells = [(b, e, g) for b, e in points for g in groups]
-    options = [small.planner(settings.quick, e).els(g, b) for b, e, g in cells]
+    options = [small.planner(settings.quick, e).option("els", g, b) for b, e, g in cells]
     losses = dict(zip(cells, small.losses(settings, options), strict=True))
     initial = small.initial_loss(settings.quick)
     claims: list[Claim] = []

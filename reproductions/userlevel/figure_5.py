@@ -30,7 +30,7 @@ def run(settings: Settings) -> Outcome:
     step = cohorts[1] // cohorts[0]
     # Larger ones have nothing to be compared with: the best of a budget is on its diagonal.
     cells = [(g, m) for g in groups for m in cohorts if g * m <= groups[-1] * cohorts[-1] // step]
-    options = [planner.uls(*cell) for cell in cells]
+    options = [planner.option("uls", *cell) for cell in cells]
     losses = dict(zip(cells, small.losses(settings, options), strict=True))
     rows = [small.row(o, losses[c], cohort_size=o.size) for o, c in zip(options, cells)]
     counts = collections.Counter(g * m for g, m in cells)
@@ -69,7 +69,7 @@ def _doubling(heat: Heat, budget: int, planner: Planner, literal: bool) -> tuple
     groups, cohorts = {g for g, _ in heat}, {m for _, m in heat}
     found = estimate_and_double(
         planner.sensitivities.at,
-        planner.uls_noise_multiplier,
+        lambda cohort: planner.option("uls", 1, cohort).noise_multiplier,
         budget,
         cohort=min(cohorts),
         most_users=max(cohorts),
@@ -85,7 +85,7 @@ def _nearest(heat: Heat, budget: int, wanted: tuple[int, int]) -> tuple[int, int
 
 
 def _least_noise(heat: Heat, budget: int, planner: Planner) -> tuple[int, int]:
-    return min(_cells(heat, budget), key=lambda cell: planner.uls(*cell).noise)
+    return min(_cells(heat, budget), key=lambda cell: planner.option("uls", *cell).noise)
 
 
 def _greedy(heat: Heat, budget: int, step: int) -> tuple[int, int]:

@@ -24,7 +24,7 @@ def run(settings: Settings) -> Outcome:
     options: dict[tuple[str, int, float], Option] = {}
     for b, e in points:
         planner = small.planner(settings.quick, e)
-        options["els", b, e] = planner.els(median, b)
+        options["els", b, e] = planner.option("els", median, b)
         options["uls", b, e] = small.least_noise(planner, b)
     losses = dict(zip(options, small.losses(settings, list(options.values())), strict=True))
     initial = small.initial_loss(settings.quick)

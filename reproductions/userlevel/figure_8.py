@@ -38,7 +38,7 @@ def run(settings: Settings) -> Outcome:
             steps=config.train.steps,
         )
         for budget in budgets:
-            options["els", factor, budget] = planner.els(median, budget)
+            options["els", factor, budget] = planner.option("els", median, budget)
             options["uls", factor, budget] = small.least_noise(planner, budget)
     losses = dict(zip(options, small.losses(settings, list(options.values())), strict=True))
     rows = [

@@ -1,16 +1,20 @@
 """The command gives the numbers of the library, and refuses in one sentence."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
-from dpfl_jax.cli._account_mechanisms import MECHANISMS
+from dpfl_jax.accounting import epsilon
+from dpfl_jax.cli._account_rows import ROWS
 from dpfl_jax.cli.main import main
+from dpfl_jax.mechanisms import Population, bandmf, truncated
 
 els = ["account", "els", "--delta", "1e-6", "--steps", "1000", "--group-size", "32"]
 els += ["--sampling-prob", "0.001953125"]
 VALUES = {
-    "once_in": "20",
+    "period": "20",
     "steps": "10",
     "sampling_prob": "0.05",
     "group_size": "3",
@@ -65,11 +69,12 @@ def test_other_parameters_are_solved(capsys, missing):
     assert found["epsilon"] <= 2.0
 
 
-@pytest.mark.parametrize("name", list(MECHANISMS))
+@pytest.mark.parametrize("name", list(ROWS))
 def test_every_mechanism_answers(capsys, name):
     arguments = ["account", name, "--delta", "1e-5", "--noise-multiplier", "6", "--compare"]
-    for parameter in MECHANISMS[name].needs:
-        arguments += [f"--{parameter.replace('_', '-')}", VALUES[parameter]]
+    for parameter in ROWS[name].parameters.values():
+        if parameter.default is parameter.empty:
+            arguments += [f"--{parameter.name.replace('_', '-')}", VALUES[parameter.name]]
     found = answer(capsys, arguments)
     assert 0 < found["epsilon"] < 100
     for row in found["comparison"]:
@@ -93,3 +98,28 @@ def test_every_mechanism_answers(capsys, name):
 def test_bad_input_is_exit_code_2_and_one_line(capsys, arguments):
     assert main(arguments) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
+
+
+def test_correlated_noise_needs_no_jax_either():
+    arguments = "--noise-multiplier=6 --delta=1e-5 --steps=10 --period=5 --sampling-prob=0.1"
+    code = (
+        "import sys; from dpfl_jax.cli.main import main; "
+        f"assert main({['account', 'bandmf', *arguments.split()]}) == 0; "
+        "assert 'jax' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_an_account_is_that_of_the_mechanism(capsys):
+    """Groups of users in turns, and a cap: of the same numbers a mechanism has the same epsilon."""
+    population = Population(1000, 1000, 1000)
+    common = ["--noise-multiplier", "2", "--delta", "1e-5", "--steps", "40"]
+    for name, made, options in (
+        ("bandmf", bandmf, "--sampling-prob 0.2 --period 4 --bands 4"),
+        ("truncated-poisson", truncated, "--sampling-prob 0.05 --dataset-size 1000 --batch-cap 60"),
+    ):
+        more = {"cap": 60} if made is truncated else {}
+        mechanism = made(group_size=1, cohort_size=50, noise_multiplier=2.0, **more)
+        event = mechanism.for_steps(population, 40).event(population, 40)
+        found = answer(capsys, ["account", name, *common, *options.split()])
+        assert found["epsilon"] == pytest.approx(epsilon(event, 1e-5), rel=1e-9)

@@ -28,7 +28,7 @@ def test_the_papers_settings_from_statistics_alone(capsys, tmp_path, name):
         "--max-group-size", 4, "--png", png, "--out", out,
     )  # fmt: skip
     assert found["best"]["noise"] == min(o["noise"] for o in found["options"])
-    assert found["literal_uls"]["noise"] >= found["heuristic_uls"]["noise"]
+    assert found["doubling_as_printed"]["noise"] >= found["doubling"]["noise"]
     assert png.stat().st_size > 1000
     written = yaml.safe_load(out.read_text())
     assert written["mechanism"]["kind"] == found["best"]["kind"] == "bandmf"
@@ -64,7 +64,7 @@ def test_a_private_median_chooses_the_group_of_els(capsys, tmp_path):
         capsys, CONFIGS / "quickstart.yaml", "data.max_users=300", "pretrain=null",
         "--compute-budget", 32, "--users", 8, "--max-group-size", 4,
     )  # fmt: skip
-    private, plain = found["heuristic_els"]["group_size"], exact["heuristic_els"]["group_size"]
+    private, plain = found["median"]["group_size"], exact["median"]["group_size"]
     assert 0.5 <= private / plain <= 2
     assert set(found["overtake"]) == {"examples_per_user", "users"}
     assert png.stat().st_size > 1000
@@ -99,9 +99,9 @@ def test_of_devices_it_counts_local_epochs_and_leaves_examples_out(capsys, tmp_p
     assert found["budget"] == 64
     assert {o["kind"] for o in found["options"]} >= {"uls", "bandmf", "blt"}
     assert "els" not in {o["kind"] for o in found["options"]}
-    assert found["heuristic_els"] is None
+    assert found["median"] is None
     private, by_layer, devices = found["notes"]
-    assert private.startswith("individual and individual_els are not priced")
+    assert private.startswith("budgets of users' own are not priced")
     assert by_layer.startswith("mechanism.clipping=per_layer has the noise of these rows")
     assert "in 3 epochs" in devices
     assert "a round evaluates 192 gradients" in devices
@@ -132,7 +132,7 @@ def test_the_picture_is_readable_and_has_the_recommended_row(monkeypatch):
     axes, bar = drawn[0].axes
     assert [tick.get_text() for tick in axes.get_yticklabels()] == ["1", "2", "4", "recommended"]
     cells = axes.texts
-    assert cells[-1].get_text() == f"BANDMF, group size 4, 16 a step: noise {best.noise:.3g}"
+    assert cells[-1].get_text() == f"BandMF, group size 4, 16 a step: noise {best.noise:.3g}"
     # Dark cells hold white numbers, bright ones black.
     image = axes.images[0]
     for text in cells[:-1]:

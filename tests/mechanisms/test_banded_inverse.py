@@ -11,15 +11,15 @@ from dpfl_jax.accounting import epsilon
 from dpfl_jax.cli.main import main
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
-from dpfl_jax.mechanisms import Population, banded_inverse, blt
+from dpfl_jax.mechanisms import Mechanism, Population, banded_inverse, blt
 
 PEOPLE = Population(100, 200, 100)
 
 
 @pytest.mark.nightly
 def test_half_the_noise_is_seen(monkeypatch):
-    own = banded_inverse.noise_stddev.fget
-    monkeypatch.setattr(banded_inverse, "noise_stddev", property(lambda m: own(m) / 2))
+    own = Mechanism.noise_stddev.fget
+    monkeypatch.setattr(Mechanism, "noise_stddev", property(lambda m: own(m) / 2))
     found = audit(bench.SOUND["banded_inverse"](4.0, 7, 4000), 0.999)
     assert found.proved > found.claimed, str(found)
 
@@ -57,7 +57,7 @@ def test_the_guarantee_names_turns_and_the_matrix():
 
 
 def test_an_account_is_that_of_the_mechanism(capsys):
-    given = ["--noise-multiplier", "5", "--delta", "1e-5", "--steps", "40", "--once-in", "5"]
+    given = ["--noise-multiplier", "5", "--delta", "1e-5", "--steps", "40", "--period", "5"]
     assert main(["account", "banded-inverse", *given, "--bands", "4", "--json"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     made = banded_inverse(group_size=1, cohort_size=20, bands=4, noise_multiplier=5.0)

@@ -11,8 +11,8 @@ from benchmarks import audit as bench
 from dpfl_jax.accounting import cells, epsilon, events
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.evidence import audit
+from dpfl_jax.matrices import buffered_column
 from dpfl_jax.mechanisms import Population, allocation, blt
-from dpfl_jax.noise import buffered_column
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.sampling import Cyclic
 

@@ -19,10 +19,10 @@ from scipy import stats
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.matrices import buffered_column
 from dpfl_jax.mechanisms import Population, allocation, bandmf, blt, truncated, uls
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
-from dpfl_jax.noise import buffered_column
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.beside import WITHOUT_PRIVACY
 from dpfl_jax.run.directory import RunDirectory

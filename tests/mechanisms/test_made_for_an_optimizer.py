@@ -16,8 +16,9 @@ from dpfl_jax import Hooks, Pace, fit
 from dpfl_jax.cli.main import main
 from dpfl_jax.config import load_config
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.matrices import PREFIX_SUMS, inverse_strategy, strategy
 from dpfl_jax.mechanisms import banded_inverse, bandmf, blt, uls
-from dpfl_jax.noise import PREFIX_SUMS, inverse_strategy, strategy, workload_of
+from dpfl_jax.noise import workload_of
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.training.central_run import prepare
 from dpfl_jax.training.optimizers import build_optimizer

@@ -8,8 +8,9 @@ from noising import released
 
 from dpfl_jax.accounting import events
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.matrices import prefix_error, strategy
 from dpfl_jax.mechanisms import bandmf, uls
-from dpfl_jax.noise import Noise, banded, prefix_error, strategy
+from dpfl_jax.noise import Noise, banded
 
 COLUMN = (0.75, 0.5, 0.4375)  # exact in float32
 

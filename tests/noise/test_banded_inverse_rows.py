@@ -11,8 +11,7 @@ from noising import Recorded, Silent, inverse_banded_matrix, key_of
 
 from dpfl_jax.accounting import events
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise import (
-    banded_inverse,
+from dpfl_jax.matrices import (
     buffered_column,
     buffered_error,
     buffered_strategy,
@@ -20,6 +19,7 @@ from dpfl_jax.noise import (
     inverse_error,
     inverse_strategy,
 )
+from dpfl_jax.noise import banded_inverse
 
 SETTINGS = [  # steps, separation, bands
     *((8, 8, 2), (24, 4, 3), (25, 10, 4), (60, 20, 3), (100, 7, 8)),

@@ -8,14 +8,9 @@ import pytest
 from noising import Recorded, buffered_matrix, key_of, released
 
 from dpfl_jax.accounting import events
+from dpfl_jax.matrices import buffered_column, buffered_strategy
 from dpfl_jax.mechanisms import Population, blt
-from dpfl_jax.noise import (
-    Noise,
-    buffered,
-    buffered_column,
-    buffered_strategy,
-    transformation,
-)
+from dpfl_jax.noise import Noise, buffered, transformation
 
 BUFFERS = ((0.75, 0.25), (0.5, 0.125))  # exact in float32
 

@@ -9,14 +9,14 @@ import pytest
 
 from dpfl_jax.accounting import events
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import blt
-from dpfl_jax.noise import (
+from dpfl_jax.matrices import (
     buffered_column,
     buffered_error,
     buffered_strategy,
     prefix_error,
     strategy,
 )
+from dpfl_jax.mechanisms import blt
 
 SETTINGS = [  # steps, separation, buffers
     *((8, 8, 1), (24, 4, 1), (25, 10, 2), (60, 20, 2), (100, 7, 1)),

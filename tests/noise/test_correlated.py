@@ -13,16 +13,9 @@ from noising import (
     released,
 )
 
+from dpfl_jax.matrices import buffered_error, inverse_error, prefix_error
 from dpfl_jax.mesh import make_mesh, parameter_shardings, state_shardings
-from dpfl_jax.noise import (
-    Noise,
-    banded,
-    banded_inverse,
-    buffered,
-    buffered_error,
-    inverse_error,
-    prefix_error,
-)
+from dpfl_jax.noise import Noise, banded, banded_inverse, buffered
 from dpfl_jax.noise.banded_inverse import redrawn
 
 COLUMN = (0.75, 0.5, 0.4375)  # exact in float32

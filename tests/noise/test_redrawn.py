@@ -14,18 +14,10 @@ from runs import went_on_bit_for_bit
 
 from dpfl_jax import mechanisms
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.matrices import inverse_column, inverse_strategy
 from dpfl_jax.mechanisms import Population
 from dpfl_jax.mesh import make_mesh, parameter_shardings
-from dpfl_jax.noise import (
-    Noise,
-    banded_inverse,
-    chacha,
-    exact,
-    inverse_column,
-    inverse_strategy,
-    redrawn,
-    redrawn_rows,
-)
+from dpfl_jax.noise import Noise, banded_inverse, chacha, exact, redrawn, redrawn_rows
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
 

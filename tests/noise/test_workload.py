@@ -12,7 +12,7 @@ from scipy import optimize
 
 from dpfl_jax.accounting import events
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.noise import (
+from dpfl_jax.matrices import (
     PREFIX_SUMS,
     Workload,
     buffered_column,
@@ -23,8 +23,8 @@ from dpfl_jax.noise import (
     inverse_strategy,
     prefix_error,
     strategy,
-    workload_of,
 )
+from dpfl_jax.noise import workload_of
 from dpfl_jax.training.optimizers import build_optimizer
 
 COLUMN, BUFFERS, TAKEN = (0.75, 0.5, 0.4375), ((0.75, 0.25), (0.5, 0.125)), (0.5, 0.25, 0.125)

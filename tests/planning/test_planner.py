@@ -13,8 +13,8 @@ from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.accounting.calibrate import noise_near
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.matrices import buffered_error, inverse_error, prefix_error, strategy
 from dpfl_jax.mechanisms import Population, allocation, banded_inverse, bandmf, blt
-from dpfl_jax.noise import buffered_error, inverse_error, prefix_error, strategy
 from dpfl_jax.planning import (
     Planner,
     Sensitivities,
@@ -36,9 +36,9 @@ def planner(epsilon=1.0, decay=0.5, users=1024):
 def test_noise_golden():
     """Charles et al. 2024 (Figure 2(b)), computed independently: B = 64, M = 16, epsilon 1."""
     p = planner()
-    assert p.els(32, 64).noise == pytest.approx(0.1322, rel=3e-3)
-    assert p.uls(4, 16).noise == pytest.approx(0.0708, rel=3e-3)
-    assert planner(decay=0.0).uls(4, 16).noise == pytest.approx(0.1415, rel=3e-3)
+    assert p.option("els", 32, 64).noise == pytest.approx(0.1322, rel=3e-3)
+    assert p.option("uls", 4, 16).noise == pytest.approx(0.0708, rel=3e-3)
+    assert planner(decay=0.0).option("uls", 4, 16).noise == pytest.approx(0.1415, rel=3e-3)
 
 
 @pytest.mark.nightly
@@ -102,7 +102,7 @@ def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
         Users(1024, limited={1: 1024}), Sensitivities.assumed(0.0, [1, 4]), epsilon=2.0,
         delta=1e-6, steps=64,
     )  # fmt: skip
-    option = p.bandmf(4, 16)
+    option = p.option("bandmf", 4, 16)
     column = strategy(option.bands, 64)
     matrix = sum(np.diag(np.full(64 - i, c), -i) for i, c in enumerate(column))
     left = np.linalg.norm(np.tril(np.ones((64, 64))) @ np.linalg.inv(matrix)) / 8
@@ -119,14 +119,16 @@ def test_banded_noise_is_priced_by_what_is_left_in_prefix_sums():
     found = {bands: noise(bands) for bands in (1, 2, 4, 8, 16, 32)}
     assert option.noise == pytest.approx(found[option.bands], rel=1e-5)
     assert option.noise <= 1.02 * min(found.values())
-    assert found[1] == pytest.approx(p.uls(4, 16).noise, rel=1e-4)
+    assert found[1] == pytest.approx(p.option("uls", 4, 16).noise, rel=1e-4)
     # In many passes; in one, allocation is ahead.
     plan = Planner(p.users, p.sensitivities, epsilon=8.0, delta=1e-6, steps=512).plan(
         64, every=True
     )
     assert plan.best.kind == "bandmf"
     assert f"Its {plan.best.bands} groups of users take turns" in plan.reason
-    assert p.bandmf(1, 1024) is None  # everybody in every step: groups have nothing to give
+    assert (
+        p.try_option("bandmf", 1, 1024) is None
+    )  # everybody in every step: groups have nothing to give
 
 
 @pytest.mark.slow
@@ -154,7 +156,7 @@ def test_noise_of_turns_is_priced_without_sampling():
             assert option.noise == pytest.approx(option.noise_multiplier * left / option.size)
             assert 19.99 < p.epsilon_of(option) <= 20.0
         # Everybody in every step: noise that is taken back costs more.
-        assert p.in_turns(kind, 1, 3000) is None
+        assert p.try_option(kind, 1, 3000) is None
         least[kind] = min(o.noise for o in options)
     assert least["blt"] == pytest.approx(least["banded_inverse"], rel=1e-3)
     small = Planner(p.users, p.sensitivities, epsilon=1.0, delta=1e-6, steps=600)
@@ -164,7 +166,7 @@ def test_noise_of_turns_is_priced_without_sampling():
         Users(300_000, limited={1: 300_000}), Sensitivities.assumed(0.0, [1]), epsilon=8.0,
         delta=1e-7, steps=2000,
     )  # fmt: skip
-    buffers, bands = (long.in_turns(kind, 1, 900) for kind in least)
+    buffers, bands = (long.option(kind, 1, 900) for kind in least)
     assert 1.2 < bands.noise / buffers.noise < 1.5
 
 
@@ -187,7 +189,9 @@ def test_allocation_is_priced_where_users_are_sampled_with_the_least_noise():
     assert option.noise < 0.95 * uls.noise
     if plan.best.kind == "allocation":
         assert "exactly one of every" in plan.reason
-    assert p.allocation(1, 1024) is None  # everybody in every step
+    assert p.try_option("allocation", 1, 1024) is None  # everybody in every step
+    with pytest.raises(BadInputError, match="allocation is no other mechanism than ULS"):
+        p.option("allocation", 1, 1024)
 
 
 @pytest.mark.nightly
@@ -195,16 +199,16 @@ def test_estimate_and_double_as_printed_never_grows_the_cohort():
     """A large population, where M pays first, then G (Charles et al. 2024, section 6)."""
     p = planner(users=2**15)
     options = {"most_users": 2**15, "largest_group": 32}
-    args = (p.sensitivities.at, p.uls_noise_multiplier, 1024)
+    args = (p.sensitivities.at, lambda m: p.option("uls", 1, m).noise_multiplier, 1024)
     corrected = estimate_and_double(*args, **options)
     printed = estimate_and_double(*args, **options, literal=True)
     assert printed == (32, 32)
     assert corrected[1] >= 128
     assert corrected[0] * corrected[1] == 1024
     # It is within a few per cent of the best split on the diagonal; the printed one is not.
-    best = min(p.uls(g, 1024 // g).noise for g in GROUPS)
-    assert p.uls(*corrected).noise <= 1.1 * best
-    assert p.uls(*printed).noise > p.uls(*corrected).noise
+    best = min(p.option("uls", g, 1024 // g).noise for g in GROUPS)
+    assert p.option("uls", *corrected).noise <= 1.1 * best
+    assert p.option("uls", *printed).noise > p.option("uls", *corrected).noise
 
 
 def test_limits_of_doubling():
@@ -241,7 +245,7 @@ def test_orthogonal_gradients_keep_uls_ahead():
     ("make", "message"),
     [
         (lambda: planner().plan(0), "less than one gradient"),
-        (lambda: planner(users=16).uls(1, 32), "cannot be drawn from 16 users"),
+        (lambda: planner(users=16).option("uls", 1, 32), "cannot be drawn from 16 users"),
         (lambda: planner(epsilon=-1.0).plan(64), "epsilon is -1"),
         (lambda: Users(0), "number of users"),
         (lambda: Sensitivities.assumed(2.0, [1]), "decay"),

@@ -458,7 +458,7 @@ def test_a_group_size_for_all_budgets(tmp_path, monkeypatch):
         planner = Planner(users, norms, epsilon=2.0, delta=1e-4, steps=8)
         found = {}
         for budget in budgets.BUDGETS:
-            for option in [*budgets._cells(planner, budget), planner.els(8, budget)]:
+            for option in [*budgets._cells(planner, budget), planner.option("els", 8, budget)]:
                 noise = told(option)
                 found[option.kind, option.group_size, budget] = np.array(
                     [4 + 20 * noise + jitter(s) + jitter(s, noise) for s in range(3)]

@@ -1,0 +1,37 @@
+"""Strategy matrices of correlated noise: the best for a run, and how much noise they leave.
+
+Nothing here needs JAX: ``noise`` has the transformations that add such noise.
+"""
+
+from dpfl_jax.matrices.banded import best_banded, prefix_error, strategy
+from dpfl_jax.matrices.banded_inverse import (
+    best_banded_inverse,
+    inverse_column,
+    inverse_error,
+    inverse_strategy,
+)
+from dpfl_jax.matrices.buffered import (
+    Buffers,
+    best_buffered,
+    buffered_column,
+    buffered_error,
+    buffered_strategy,
+)
+from dpfl_jax.matrices.workload import PREFIX_SUMS, Workload
+
+__all__ = [
+    "PREFIX_SUMS",
+    "Buffers",
+    "Workload",
+    "best_banded",
+    "best_banded_inverse",
+    "best_buffered",
+    "buffered_column",
+    "buffered_error",
+    "buffered_strategy",
+    "inverse_column",
+    "inverse_error",
+    "inverse_strategy",
+    "prefix_error",
+    "strategy",
+]
