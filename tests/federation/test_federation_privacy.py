@@ -11,10 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_jax import accounting
+from dpfl_jax.clipping import Normalized
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import clipped_sum, make_release
 from dpfl_jax.federation.mechanisms import (
+    Records,
     SiloFacts,
+    SiloMechanism,
     hi_grad_avg,
     local_group,
     local_item,
@@ -86,6 +89,16 @@ CASES = {
     ),
     "user_ldp": (user_ldp(**COMMON, max_items_per_subject=5), 32),
     "subject_uls": (subject_uls(**COMMON, max_items_per_subject=5, group_size=3), 3),
+    "normalized": (
+        SiloMechanism(
+            participation=Records(
+                sampling_prob=0.6, max_items_per_subject=5, average="clip_then_average"
+            ),
+            clip=Normalized(CLIP),
+            noise_multiplier=1.0,
+        ),
+        None,
+    ),
 }
 
 
@@ -137,6 +150,7 @@ def test_removing_a_subject_moves_the_real_sum_by_at_most_its_bound(
         "local_item": count * CLIP,
         "local_group": min(count, 2) * CLIP,
         "user_ldp": 2 * CLIP,
+        "normalized": min(count, 1),
     }.get(name, min(count, 1) * CLIP)
     assert np.linalg.norm(a - b) <= bound * (1 + 1e-4) + 1e-4
 

@@ -20,6 +20,7 @@ from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE
 from dpfl_jax.audit import Audit
 from dpfl_jax.audit.attacks.simulate import refuse_filtered
 from dpfl_jax.audit.proof import guessed
+from dpfl_jax.clipping import NoClip
 from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
 from dpfl_jax.data.store import Store, UserView
 from dpfl_jax.errors import BadInputError, StoppedError
@@ -28,8 +29,8 @@ from dpfl_jax.federation.accountant import whole_event
 from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.isrl.privacy import at_one_delta
 from dpfl_jax.federation.isrl.runs import isrl_run, messages
-from dpfl_jax.federation.mechanisms import fed_avg
-from dpfl_jax.mechanisms import non_private
+from dpfl_jax.federation.mechanisms import Records, SiloMechanism
+from dpfl_jax.mechanisms import NoNoise, non_private
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import data_parallel_mesh, make_mesh
 from dpfl_jax.randomness import RootKey
@@ -207,7 +208,8 @@ def _federated(config: FederatedConfig, own: bool, console: Console) -> Attacked
         some = dataclasses.replace(subjects, train=trains(inside))
         mechanism: Any = config.mechanism
         if not private and mechanism.participation.personal:  # its rates are those of its noise
-            mechanism = fed_avg(sampling_prob=1.0)
+            drawn = Records(sampling_prob=1.0)
+            mechanism = SiloMechanism(participation=drawn, clip=NoClip(), noise=NoNoise())
         now = config.model_copy(update={"mechanism": mechanism})
         ready = federated_run.prepare(now, console, some)
         if not private:
