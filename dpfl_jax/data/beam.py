@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from dpfl_jax.data.build import encode_partition, finish, prepare, side_path
 from dpfl_jax.data.build_plan import BuildPlan
+from dpfl_jax.data.grouping import by_user
 from dpfl_jax.data.rows import PLAIN_CSV, CsvFormat
 from dpfl_jax.data.shards import ShardStore
 from dpfl_jax.data.sources import expand_paths, file_rows, file_source
@@ -46,19 +47,9 @@ def _encode(
 ) -> tuple[int, int]:
     shard, rows = group
 
-    def users() -> Iterator[tuple[str, list[bytes]]]:
-        current: str | None = None
-        data: list[bytes] = []
-        for _, user, _, value in sorted(rows, key=lambda row: row[:3]):
-            if user != current:
-                if current is not None:
-                    yield current, data
-                current, data = user, []
-            data.append(value)
-        if current is not None:
-            yield current, data
-
-    return shard, encode_partition(users(), pathlib.Path(staging), plan, shard)
+    ordered = sorted(rows, key=lambda row: row[:3])
+    users = by_user((user, data) for _, user, _, data in ordered)
+    return shard, encode_partition(users, pathlib.Path(staging), plan, shard)
 
 
 def build_with_beam(

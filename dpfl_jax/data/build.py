@@ -25,7 +25,10 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import duckdb
 import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
 
 from dpfl_jax.data.build_plan import (
     BuildPlan,
@@ -36,10 +39,10 @@ from dpfl_jax.data.build_plan import (
     write_text,
 )
 from dpfl_jax.data.chunking import encode_user, none_usable
+from dpfl_jax.data.grouping import group_rows, grouped_users
 from dpfl_jax.data.records import FORMATS, write_records
 from dpfl_jax.data.rows import BadRows
-from dpfl_jax.data.shards import FileEntry, Manifest, ShardStore
-from dpfl_jax.data.spill import spill_rows, spilled_users
+from dpfl_jax.data.shards import USERS, FileEntry, Manifest, ShardStore
 from dpfl_jax.data.store import SEPARATOR, Store, combine_digests, unit_key_of, user_digest
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError
@@ -81,15 +84,16 @@ def build_store(
     """
     out = pathlib.Path(out)
     staging = prepare(out, plan, sources or {})
-    if not (staging / "spilled").exists():
-        spill_rows(_counted(rows(), bad or BadRows(), staging), staging, plan, progress)
+    group_rows(_counted(rows, bad or BadRows(), staging), staging, progress)
     encode_partitions(staging, plan, workers, progress)
     return finish(staging, out, plan, sources or {})
 
 
-def _counted(rows: Iterable[Row], bad: BadRows, staging: pathlib.Path) -> Iterator[Row]:
-    """``rows``; at their end notes, for a build that is interrupted, how many were left out."""
-    yield from rows
+def _counted(
+    rows: Callable[[], Iterable[Row]], bad: BadRows, staging: pathlib.Path
+) -> Iterator[Row]:
+    """The rows; at their end notes, for a build that is interrupted, how many were left out."""
+    yield from rows()
     write_text(staging / _DROPPED, str(bad.dropped))
 
 
@@ -154,7 +158,7 @@ def encode_partition(
                 yield records
 
     path = _shard_path(staging, plan, shard)
-    total = write_records(path, plan.shard_format, blocks())
+    total = write_records(path, plan.shard_format, schema, blocks())
     side = {
         "entry": dataclasses.asdict(FileEntry.of(path, len(names), total)),
         "users": names,
@@ -178,8 +182,12 @@ def side_path(staging: pathlib.Path, plan: BuildPlan, shard: int) -> pathlib.Pat
     return staging / (plan.shard_stem(shard) + ".json")
 
 
-def _encode_spilled(staging: pathlib.Path, plan: BuildPlan, shard: int) -> int:
-    return encode_partition(spilled_users(staging, plan, shard), staging, plan, shard)
+def _encode_grouped(staging: pathlib.Path, plan: BuildPlan, shard: int, workers: int) -> int:
+    try:
+        users = grouped_users(staging, plan, shard, workers)
+        return encode_partition(users, staging, plan, shard)
+    except duckdb.Error as error:
+        raise disk_error(staging, error) from error
 
 
 def encode_partitions(
@@ -197,13 +205,13 @@ def encode_partitions(
 
     if workers <= 1 or len(todo) <= 1:
         for shard in todo:
-            _encode_spilled(staging, plan, shard)
+            _encode_grouped(staging, plan, shard, 1)
             tick()
         return
     # Forking a process that has threads (Arrow, a tokeniser) can hang: start fresh ones.
     context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(min(workers, len(todo)), context) as pool:
-        futures = [pool.submit(_encode_spilled, staging, plan, shard) for shard in todo]
+        futures = [pool.submit(_encode_grouped, staging, plan, shard, workers) for shard in todo]
         try:
             for future in concurrent.futures.as_completed(futures):
                 future.result()
@@ -242,12 +250,10 @@ def finish(
         shutil.rmtree(staging)
         raise none_usable(plan.schema)
     try:
-        encoded = [name.encode() for name in names]
-        np.save(staging / "offsets.npy", np.cumsum([0, *counts], dtype=np.int64))
-        np.save(staging / "ids.npy", np.frombuffer(b"".join(encoded), np.uint8))
-        ends = np.cumsum([len(e) for e in encoded], dtype=np.int64)
-        np.save(staging / "ids_ends.npy", ends)
-        index = [FileEntry.of(staging / f) for f in ("offsets.npy", "ids.npy", "ids_ends.npy")]
+        users = pa.table({"user": pa.array(names, pa.large_string()), "examples": counts})
+        with pa.ipc.new_file(os.fspath(staging / USERS), users.schema) as writer:
+            writer.write_table(users)
+        index = FileEntry.of(staging / USERS)
         manifest = Manifest(
             plan.schema,
             plan.shard_format,
@@ -255,7 +261,7 @@ def finish(
             sum(counts),
             combine_digests(plan.schema, map(bytes.fromhex, digests)),
             tuple(entries),
-            tuple(index),
+            index,
             of_sets or any(SEPARATOR in name for name in names),
             {
                 "sources": sources,
@@ -264,9 +270,11 @@ def finish(
             },
         )
         manifest.write(staging)
-        keep = {e.file for e in (*entries, *index)} | {"manifest.json"}
+        keep = {e.file for e in (*entries, index)} | {"manifest.json"}
         for path in staging.iterdir():
-            if path.name not in keep:
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in keep:
                 path.unlink()
         staging.rename(out)
     except OSError as error:
@@ -274,9 +282,7 @@ def finish(
     return ShardStore(out)
 
 
-def write_store(
-    store: Store, out: str | os.PathLike[str], format: str = "arrayrecord"
-) -> ShardStore:
+def write_store(store: Store, out: str | os.PathLike[str], format: str = "arrow") -> ShardStore:
     """Writes a store that is already grouped (in memory, or a view) to disk, in bounded memory.
 
     Raises:

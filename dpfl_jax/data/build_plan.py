@@ -14,8 +14,7 @@ from dpfl_jax.data.store import user_order_key
 from dpfl_jax.data.tokenizers import load_tokenizer
 from dpfl_jax.errors import BadInputError
 
-# A partition of this many bytes of input needs about five times as much memory to encode.
-PARTITION_BYTES = 64 * 2**20
+PARTITION_BYTES = 256 * 2**20
 
 Row = tuple[str, int, bytes]
 Progress = Callable[[str, int, int], None]
@@ -27,7 +26,7 @@ class BuildPlan:
 
     Attributes:
       schema: layout of an example.
-      shard_format: ``"arrayrecord"`` or ``"ragged"``.
+      shard_format: ``"arrow"`` or ``"arrayrecord"``.
       num_shards: number of partitions.
       tokenizer: for text rows, the name or file of the tokeniser; None if the rows already are
         packed records.
@@ -35,7 +34,7 @@ class BuildPlan:
     """
 
     schema: Schema
-    shard_format: str = "arrayrecord"
+    shard_format: str = "arrow"
     num_shards: int = 1
     tokenizer: str | None = "bytes"
     max_examples_per_user: int | None = None
@@ -70,6 +69,11 @@ class BuildPlan:
         key = int.from_bytes(user_order_key(user_id)[0], "big")
         return (key * self.num_shards) >> 64
 
+    def keys(self, shard: int) -> tuple[int, int]:
+        """Returns the smallest and the largest key (of ``user_order_key``) in a shard."""
+        low, end = (-(-((shard + i) << 64) // self.num_shards) for i in (0, 1))
+        return low, end - 1
+
     def shard_stem(self, shard: int) -> str:
         """Returns the name of a shard's file without its suffix."""
         return f"shard-{shard:05d}-of-{self.num_shards:05d}"
@@ -80,11 +84,8 @@ class BuildPlan:
 
 
 def default_num_shards(total_bytes: int) -> int:
-    """Returns a number of partitions that keeps each at about ``PARTITION_BYTES`` of input.
-
-    At most 512, because as many spill files are open at once.
-    """
-    return max(1, min(512, -(-total_bytes // PARTITION_BYTES)))
+    """Returns a number of partitions that keeps each at about ``PARTITION_BYTES`` of input."""
+    return max(1, min(4096, -(-total_bytes // PARTITION_BYTES)))
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
@@ -94,9 +95,10 @@ def write_text(path: pathlib.Path, text: str) -> None:
     partial.rename(path)
 
 
-def disk_error(path: pathlib.Path, error: OSError) -> BadInputError:
+def disk_error(path: pathlib.Path, error: Exception) -> BadInputError:
     """Returns the error to raise when a build cannot write."""
+    reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
     return BadInputError(
-        f"cannot write {path} ({error.strerror or error}): free space, then run the same command "
+        f"cannot write {path} ({reason}): free space, then run the same command "
         "again; it goes on where it stopped"
     )

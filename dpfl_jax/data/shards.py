@@ -3,14 +3,12 @@
 Layout of a store's folder::
 
     manifest.json            version, schema, counts, checksums, tokeniser, how it was built
-    offsets.npy              int64 [num_users + 1], the positions of each user's examples
-    ids.npy, ids_ends.npy    user ids: UTF-8 bytes of all, int64 end of each
-    shard-00000-of-00016.*   records, users in store order, no user in two shards
+    users.arrow              of each user the id and how many examples there are, in store order
+    shard-00000-of-00016.*   examples, users in store order, no user in two shards
 
-Shards are ArrayRecord files (compressed, readable by other tools) or ragged files (memory-mapped:
-the fastest random access). Opening reads the manifest and the offsets:
-8 bytes a user; ids stay on disk. The manifest is written last and the folder renamed into place, so
-a folder that opens is complete.
+Shards are Arrow files (memory-mapped: the fastest random access) or ArrayRecord files (compressed,
+for object stores). Opening reads the manifest and the counts: 8 bytes a user; ids stay on disk. The
+manifest is written last and the folder renamed into place, so a folder that opens is complete.
 """
 
 from __future__ import annotations
@@ -25,10 +23,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.ipc
 
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import SharedStore
-from dpfl_jax.data.records import READABLE, RecordReader, open_records
+from dpfl_jax.data.records import FORMATS, RecordReader, open_records
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import StoreBase, content_fingerprint
 from dpfl_jax.errors import BadInputError
@@ -36,9 +36,8 @@ from dpfl_jax.files import within
 
 MANIFEST = "manifest.json"
 KIND = "dpfl_jax user-partitioned store"
-VERSION = 1
-_INDEX = {"offsets.npy", "ids.npy", "ids_ends.npy"}
-SHARED_VERSION = 2  # as 1, but of sets of owners: older programs would take each for a user
+VERSION = 3
+USERS = "users.arrow"
 
 
 def sha256_file(path: pathlib.Path) -> str:
@@ -77,12 +76,12 @@ class Manifest:
 
     Attributes:
       schema: layout of an example.
-      shard_format: ``"arrayrecord"`` or ``"ragged"`` (or ``"flat"``, of an older build).
+      shard_format: ``"arrow"`` or ``"arrayrecord"``.
       num_users: users in all shards.
       num_examples: examples in all shards.
       fingerprint: digest of users and examples, the same for every way of storing them.
       shards: in store order.
-      index: ``offsets.npy``, ``ids.npy``, ``ids_ends.npy``.
+      index: ``users.arrow``.
       shared: whether users are sets of owners (``data/owners.py``).
       build: free-form facts about the build (sources, settings); no part of the content.
     """
@@ -93,7 +92,7 @@ class Manifest:
     num_examples: int
     fingerprint: str
     shards: tuple[FileEntry, ...]
-    index: tuple[FileEntry, ...]
+    index: FileEntry
     shared: bool = False
     build: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -101,7 +100,7 @@ class Manifest:
         """Writes ``manifest.json``, durably and in one step."""
         body = {
             "kind": KIND,
-            "version": SHARED_VERSION if self.shared else VERSION,
+            "version": VERSION,
             "schema": self.schema.to_json(),
             "tokenizer": self.schema.tokenizer,
             "shard_format": self.shard_format,
@@ -109,7 +108,8 @@ class Manifest:
             "num_examples": self.num_examples,
             "fingerprint": self.fingerprint,
             "shards": [dataclasses.asdict(s) for s in self.shards],
-            "index": [dataclasses.asdict(s) for s in self.index],
+            "index": dataclasses.asdict(self.index),
+            "shared": self.shared,
             "build": self.build,
         }
         body["checksum"] = _checksum(body)
@@ -140,10 +140,10 @@ class Manifest:
             checksum = body.pop("checksum")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadInputError(f"{path} is not a readable store manifest ({error})") from error
-        if version not in (VERSION, SHARED_VERSION):
+        if version != VERSION:
             raise BadInputError(
-                f"{path} has version {version}, but this program reads versions {VERSION} and "
-                f"{SHARED_VERSION}: build the store again"
+                f"{path} has version {version}, but this program reads version {VERSION}: build "
+                "the store again"
             )
         if checksum != _checksum(body):
             raise BadInputError(f"{path} was changed after it was written: build the store again")
@@ -154,8 +154,8 @@ class Manifest:
             body["num_examples"],
             body["fingerprint"],
             tuple(FileEntry(**s) for s in body["shards"]),
-            tuple(FileEntry(**s) for s in body["index"]),
-            version == SHARED_VERSION,
+            FileEntry(**body["index"]),
+            body["shared"],
             body["build"],
         )
 
@@ -181,22 +181,21 @@ class ShardStore(StoreBase):
         self.manifest = Manifest.read(self.path)
         self.schema, self.of_sets = self.manifest.schema, self.manifest.shared
         self.unit_key = _unit_key(self.manifest.build.get("sources", {}))
-        if self.manifest.shard_format not in READABLE:
+        if self.manifest.shard_format not in FORMATS:
             raise BadInputError(
                 f"{self.path / MANIFEST}: unknown shard format {self.manifest.shard_format!r}"
             )
-        if {entry.file for entry in self.manifest.index} != _INDEX:
-            raise BadInputError(f"{self.path / MANIFEST} does not list {', '.join(sorted(_INDEX))}")
-        for entry in (*self.manifest.shards, *self.manifest.index):
+        if self.manifest.index.file != USERS:
+            raise BadInputError(f"{self.path / MANIFEST} does not list {USERS}")
+        for entry in (*self.manifest.shards, self.manifest.index):
             self._check_size(entry)
-        for entry in self.manifest.index:
-            self._check_sum(entry, "it belongs to another build or was damaged")
-        self.user_offsets = np.load(self.path / "offsets.npy")
-        ends = np.load(self.path / "ids_ends.npy", mmap_mode="r")
-        if len(self.user_offsets) != self.manifest.num_users + 1 or len(ends) != self.num_users:
-            raise BadInputError(f"{self.path / 'offsets.npy'}: the index disagrees with {MANIFEST}")
-        self._ids_ends = ends
-        self._ids = np.load(self.path / "ids.npy", mmap_mode="r")
+        self._check_sum(self.manifest.index, "it belongs to another build or was damaged")
+        users = pa.ipc.open_file(pa.memory_map(os.fspath(self.path / USERS))).read_all()
+        self._ids = users["user"]
+        self.user_offsets = np.concatenate([[0], np.cumsum(users["examples"], dtype=np.int64)])
+        counted = (self.num_users, self.num_examples)
+        if counted != (self.manifest.num_users, self.manifest.num_examples):
+            raise BadInputError(f"{self.path / USERS}: the index disagrees with {MANIFEST}")
         self._starts = np.cumsum([0, *(s.examples for s in self.manifest.shards)])
         self._readers: dict[int, RecordReader] = {}
         self._lock = threading.Lock()
@@ -230,11 +229,7 @@ class ShardStore(StoreBase):
 
     def user_ids(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         """Returns the ids of the users with these indices."""
-        names = []
-        for i in indices:
-            begin = int(self._ids_ends[i - 1]) if i else 0
-            names.append(self._ids[begin : int(self._ids_ends[i])].tobytes().decode())
-        return names
+        return list(self._ids.take(pa.array(indices, pa.int64())).to_pylist())
 
     def _reader(self, shard: int) -> RecordReader:
         reader = self._readers.get(shard)
@@ -245,7 +240,7 @@ class ShardStore(StoreBase):
                     self._readers[shard] = open_records(
                         self.path / entry.file,
                         self.manifest.shard_format,
-                        self.schema.record_dtype,
+                        self.schema,
                         entry.examples,
                     )
                 reader = self._readers[shard]

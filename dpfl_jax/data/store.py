@@ -232,7 +232,7 @@ def write_to(store: Store, path: str | os.PathLike[str]) -> None:
     """Writes a store to a new folder, memory-mapped when opened; see ``build.write_store``."""
     from dpfl_jax.data.build import write_store
 
-    write_store(store, path, format="ragged")
+    write_store(store, path)
 
 
 class ArrayStore(StoreBase):
