@@ -66,12 +66,6 @@ SETS: dict[str, DataSource] = {
     "diabetes": DataSource(
         bundled.read_diabetes, "patient", Task("regression", (10,), scaled=False)
     ),
-    "medical_cost": DataSource(
-        _files(arrays.read_medical_cost), "person", Task("regression", (6,), scaled=False)
-    ),
-    "obesity": DataSource(
-        _files(arrays.read_obesity), "person", Task("classes", (16,), 7, scaled=False)
-    ),
 }
 
 

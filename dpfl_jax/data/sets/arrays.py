@@ -1,4 +1,4 @@
-"""Sets of arrays: LEAF's FEMNIST, MNIST, heart disease in four hospitals, medical cost, obesity.
+"""Sets of arrays: LEAF's FEMNIST, MNIST, heart disease in four hospitals.
 
 Every reader yields (user, dict of arrays with leading axis). Features are raw, or scaled by
 published constants: means and deviations of the data themselves would be information about the
@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dpfl_jax.data.rows import open_binary, read_rows
-from dpfl_jax.data.table import read_coded
+from dpfl_jax.data.rows import open_binary
 from dpfl_jax.errors import BadInputError
 
 User = tuple[str, dict[str, np.ndarray]]
@@ -185,73 +184,3 @@ def read_scaled_heart_disease(path: pathlib.Path, split: str) -> Iterator[User]:
     middle, width = HEART_SCALE.T
     for name, patient in read_heart_disease(path, split):
         yield name, {**patient, "x": ((patient["x"] - middle) / width).astype(np.float32)}
-
-
-_YES = ("no", "yes")
-COST_COLUMNS: dict[str, tuple[str, ...] | None] = {
-    "age": None,
-    "sex": ("female", "male"),
-    "bmi": None,
-    "children": None,
-    "smoker": _YES,
-    "region": ("northeast", "northwest", "southeast", "southwest"),
-    "charges": None,
-}
-_OFTEN = ("Always", "Frequently", "Sometimes", "no")
-# By name (public copies order the columns differently).
-OBESITY_COLUMNS: dict[str, tuple[str, ...] | None] = {
-    "Gender": ("Female", "Male"),
-    "Age": None,
-    "Height": None,
-    "Weight": None,
-    "family_history_with_overweight": _YES,
-    "FAVC": _YES,
-    "FCVC": None,
-    "NCP": None,
-    "CAEC": _OFTEN,
-    "SMOKE": _YES,
-    "CH2O": None,
-    "SCC": _YES,
-    "FAF": None,
-    "TUE": None,
-    "CALC": _OFTEN,
-    "MTRANS": ("Automobile", "Bike", "Motorbike", "Public_Transportation", "Walking"),
-    "NObeyesdad": (
-        "Insufficient_Weight",
-        "Normal_Weight",
-        "Overweight_Level_I",
-        "Overweight_Level_II",
-        "Obesity_Type_I",
-        "Obesity_Type_II",
-        "Obesity_Type_III",
-    ),
-}
-
-
-def _people(
-    path: pathlib.Path, name: str, columns: dict[str, tuple[str, ...] | None], label: Any
-) -> Iterator[User]:
-    """Rows of a CSV file, each a person; the last column is the label, words are their places."""
-    file = path if path.is_file() else path / name
-    if not file.is_file():
-        raise BadInputError(f"{path} holds no {name}: put the file there")
-    rows = read_coded(read_rows(file, "csv", list(columns)), columns)
-    for number, (*x, y) in enumerate(rows, start=1):
-        yield (
-            f"person {number:05d}",
-            {"x": np.array([x], np.float32), "label": np.array([y], label)},
-        )
-
-
-def read_medical_cost(path: pathlib.Path, split: str) -> Iterator[User]:
-    """Yields ``x`` float32 [6] and ``label`` float32 (charges, US dollars); each row is a person.
-
-    Words count by their place in alphabetical order (Lowy & Razaviyayn 2023 encode them so).
-    """
-    yield from _people(path, "insurance.csv", COST_COLUMNS, np.float32)
-
-
-def read_obesity(path: pathlib.Path, split: str) -> Iterator[User]:
-    """Obesity levels (Palechor and de la Hoz 2019): ``x`` float32 [16], ``label`` int32 in 0..6."""
-    name = "ObesityDataSet_raw_and_data_sinthetic.csv"
-    yield from _people(path, name, OBESITY_COLUMNS, np.int32)
