@@ -86,8 +86,7 @@ def build_synthetic(
     out: pathlib.Path, users: int, examples: int, seq_len: int, format: str
 ) -> dict[str, Any]:
     """Builds a synthetic token store from rows in random order and says what that took."""
-    from dpfl_jax.data.build import build_store
-    from dpfl_jax.data.build_plan import BuildPlan, default_num_shards
+    from dpfl_jax.data.build import BuildPlan, build_store, default_num_shards
     from dpfl_jax.data.schema import Schema
 
     started, cpu = time.perf_counter(), time.process_time()

@@ -106,8 +106,7 @@ def _build(args: argparse.Namespace) -> dict[str, Any]:
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from dpfl_jax.data.build import build_store
-    from dpfl_jax.data.build_plan import BuildPlan, default_num_shards
+    from dpfl_jax.data.build import BuildPlan, build_store, default_num_shards
     from dpfl_jax.data.owners import SharedStore
     from dpfl_jax.run.console import Console
 

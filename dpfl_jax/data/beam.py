@@ -13,9 +13,14 @@ import os
 import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 
-from dpfl_jax.data.build import encode_partition, finish, prepare, side_path
-from dpfl_jax.data.build_plan import BuildPlan
-from dpfl_jax.data.grouping import by_user
+from dpfl_jax.data.build import (
+    BuildPlan,
+    by_user,
+    encode_partition,
+    finish,
+    prepare,
+    side_path,
+)
 from dpfl_jax.data.rows import PLAIN_CSV, CsvFormat
 from dpfl_jax.data.shards import ShardStore
 from dpfl_jax.data.sources import expand_paths, file_rows, file_source
@@ -46,7 +51,6 @@ def _encode(
     group: tuple[int, Iterable[tuple[bytes, str, int, bytes]]], staging: str, plan: BuildPlan
 ) -> tuple[int, int]:
     shard, rows = group
-
     ordered = sorted(rows, key=lambda row: row[:3])
     users = by_user((user, data) for _, user, _, data in ordered)
     return shard, encode_partition(users, pathlib.Path(staging), plan, shard)

@@ -54,20 +54,18 @@ class FileEntry:
       file: name within the store's folder.
       bytes: its size.
       sha256: hex digest of its contents.
-      users: users whose examples it holds (shards only).
       examples: examples it holds (shards only).
     """
 
     file: str
     bytes: int
     sha256: str
-    users: int = 0
     examples: int = 0
 
     @classmethod
-    def of(cls, path: pathlib.Path, users: int = 0, examples: int = 0) -> FileEntry:
+    def of(cls, path: pathlib.Path, examples: int = 0) -> FileEntry:
         """Describes a file that is there."""
-        return cls(path.name, path.stat().st_size, sha256_file(path), users, examples)
+        return cls(path.name, path.stat().st_size, sha256_file(path), examples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,19 +262,14 @@ class ShardStore(StoreBase):
             out[rows] = self._reader(int(s)).read(positions[rows] - self._starts[s])
         return out
 
-    def verify(self, progress: Any = None) -> None:
+    def verify(self) -> None:
         """Reads every file again and compares all checksums, then every record's digest.
-
-        Args:
-          progress: called with the number of bytes of each shard when it is done.
 
         Raises:
           BadInputError: naming the first file that is not what was built.
         """
         for entry in self.manifest.shards:
             self._check_sum(entry, "a byte changed or it belongs to another build")
-            if progress is not None:
-                progress(entry.bytes)
         if content_fingerprint(self) != self.manifest.fingerprint:
             raise BadInputError(
                 f"{self.path}: the records are not those of the manifest; build the store again"

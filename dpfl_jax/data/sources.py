@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 
 from dpfl_jax.data import python_source
-from dpfl_jax.data.build_plan import Row
 from dpfl_jax.data.chats import Conversations
 from dpfl_jax.data.documents import expand_paths, read_documents
 from dpfl_jax.data.keys import UserKey
 from dpfl_jax.data.rows import PLAIN_CSV, BadRows, CsvFormat, text_of
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
+
+Row = tuple[str, int, bytes]  # user, place among the rows, text or packed records
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,8 +25,7 @@ from dpfl_jax.data import (
     store_from_documents,
 )
 from dpfl_jax.data import build as build_module
-from dpfl_jax.data.build import build_store, write_store
-from dpfl_jax.data.build_plan import BuildPlan, default_num_shards
+from dpfl_jax.data.build import BuildPlan, build_store, default_num_shards, write_store
 from dpfl_jax.data.documents import read_documents
 from dpfl_jax.data.shards import open_store
 from dpfl_jax.data.sources import file_source
@@ -105,8 +104,8 @@ def test_array_store_save_load_of_plain_arrays(tmp_path):
         for i in range(30)
     ]
     store = ArrayStore.from_users(users)
-    store.save(tmp_path / "store")
-    assert_same(ArrayStore.load(tmp_path / "store"), store)
+    write_store(store, tmp_path / "store")
+    assert_same(open_store(tmp_path / "store"), store)
     # All-zero records survive the removal of trailing zeros.
     zeros = ArrayStore.from_users([("a", {"x": np.zeros((3, 4))})])
     for format in ("arrow", "arrayrecord"):
@@ -247,7 +246,7 @@ def test_an_interrupted_build_that_was_sent_changes_no_other_file(tmp_path):
     plan = BuildPlan.for_text("bytes", 8, num_shards=1)
     (tmp_path / "precious").write_text("kept")
     staging = build_module.prepare(tmp_path / "store", plan, {})
-    entry = {"file": "../precious", "bytes": 0, "sha256": "", "users": 0, "examples": 0}
+    entry = {"file": "../precious", "bytes": 0, "sha256": "", "examples": 0}
     side = {"entry": entry, "users": [], "counts": [], "digests": [], "dropped": 0}
     build_module.side_path(staging, plan, 0).write_text(json.dumps(side))
     with pytest.raises(BadInputError, match="usable"):
@@ -273,13 +272,24 @@ def test_changed_input_starts_over(files, tmp_path, monkeypatch):
     assert store.user_ids(range(store.num_users)) == ["only"]
 
 
+def test_what_a_killed_sort_left_is_in_no_way(files, memory, tmp_path):
+    source = file_source(str(files / "*.jsonl"))
+    plan = BuildPlan.for_text("bytes", 32)
+    staging = build_module.prepare(tmp_path / "store", plan, source.identity)
+    (staging / "rows.duckdb").write_bytes(b"half a table")
+    (staging / "rows.duckdb.7.sorting").mkdir()
+    built = build_store(source.rows, tmp_path / "store", plan, sources=source.identity)
+    assert_same(built, memory)
+    assert len(list(built.path.iterdir())) == 3
+
+
 @pytest.mark.slow
 def test_killed_build_resumes(files, memory, tmp_path):
     """kill -9 between two shards, in a real process."""
     program = f"""
 import os, signal
 from dpfl_jax.data import build as b
-from dpfl_jax.data.build_plan import BuildPlan
+from dpfl_jax.data.build import BuildPlan
 from dpfl_jax.data.sources import file_source
 real, done = b.encode_partition, []
 def encode(*args):

@@ -78,8 +78,8 @@ def test_one_store_from_every_door(files, tmp_path, capsys):
             validation_fraction=0.0, test_fraction=0.0,
         )  # fmt: skip
         made.append(dpfl.load_dataset(config).train)
-    whole.save(tmp_path / "saved")
-    made.append(dpfl.ArrayStore.load(tmp_path / "saved"))
+    write_store(whole, tmp_path / "saved")
+    made.append(open_store(tmp_path / "saved"))
     assert {store.fingerprint for store in made} == {whole.fingerprint}
     assert all(isinstance(store, SharedStore) for store in made)
 
@@ -92,8 +92,8 @@ def test_one_owner_each_is_todays_store_to_the_last_bit(tmp_path):
     listed = dpfl.from_texts([([name], text) for name, text in single])
     assert isinstance(listed, dpfl.ArrayStore)
     assert listed.fingerprint == plain.fingerprint
-    plain.save(tmp_path / "plain")
-    dpfl.from_texts(MAILS).save(tmp_path / "shared")
+    write_store(plain, tmp_path / "plain")
+    write_store(dpfl.from_texts(MAILS), tmp_path / "shared")
     assert Manifest.read(tmp_path / "plain").shared is False
     assert Manifest.read(tmp_path / "shared").shared is True
 
