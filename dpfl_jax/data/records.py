@@ -211,12 +211,12 @@ class _Column:
             if lists is not None:
                 ends.append(_place(lists.buffers()[1], whole) // 4)
         self._values, self._ends, self._counts = map(np.array, (values, ends, counts))
-        bytes = np.frombuffer(whole, np.uint8)
-        self._ints = bytes[: len(bytes) // 4 * 4].view("<i4")
+        raw = np.frombuffer(whole, np.uint8)
+        self._ints = raw[: len(raw) // 4 * 4].view("<i4")
         # As many bytes as the longest value has, from every byte on; behind the last, zeros.
         self._lists = np.arange(math.prod(dtype.shape[:-1]) if ends else 1)
         size = dtype.itemsize // len(self._lists)
-        self._bytes = bytes if len(bytes) >= size else np.pad(bytes, (0, size))
+        self._bytes = raw if len(raw) >= size else np.pad(raw, (0, size))
         self._last = len(self._bytes) - size
         self._from = np.lib.stride_tricks.as_strided(self._bytes, (self._last + 1, size), (1, 1))
 

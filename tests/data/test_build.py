@@ -272,6 +272,22 @@ def test_changed_input_starts_over(files, tmp_path, monkeypatch):
     assert store.user_ids(range(store.num_users)) == ["only"]
 
 
+def test_a_table_of_rows_that_was_sent_reads_no_other_file(tmp_path):
+    plan = BuildPlan.for_text("bytes", 8)
+    (tmp_path / "secret").write_text("kept")
+    staging = build_module.prepare(tmp_path / "store", plan, {})
+    with duckdb.connect(str(staging / "rows.duckdb")) as made:
+        made.execute(
+            "CREATE VIEW rows AS SELECT 7::UBIGINT AS key, 'a'::BLOB AS user, 0::BIGINT AS seq, "
+            f"content AS data FROM read_blob('{tmp_path / 'secret'}')"
+        )
+        assert made.execute("SELECT data FROM rows").fetchall() == [(b"kept",)]
+    (staging / "grouped").write_text("0")
+    with pytest.raises(BadInputError, match="Permission Error"):
+        build_store(lambda: [], tmp_path / "store", plan)
+    assert not (tmp_path / "store").exists()
+
+
 def test_what_a_killed_sort_left_is_in_no_way(files, memory, tmp_path):
     source = file_source(str(files / "*.jsonl"))
     plan = BuildPlan.for_text("bytes", 32)
