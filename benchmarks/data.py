@@ -95,7 +95,7 @@ def build_synthetic(
     plan = BuildPlan(schema, format, shards, tokenizer=None)
     counts = heavy_tailed_counts(users, examples)
 
-    def rows() -> Iterator[tuple[str, int, bytes]]:
+    def rows() -> Iterator[tuple[str, bytes]]:
         rng = np.random.default_rng(0)
         # Words of a fixed random text: compressible as text is.
         text = rng.integers(100, 125, 1 << 16).astype(schema.record_dtype["tokens"].base)
@@ -108,8 +108,8 @@ def build_synthetic(
             records["length"] = rng.integers(seq_len // 2, seq_len + 1, len(mine))
             padding = np.arange(seq_len) >= records["length"][:, None]
             records["tokens"][padding] = 0
-            for i, (user, record) in enumerate(zip(mine, records)):
-                yield f"user-{user:07d}", first + i, record.tobytes()
+            for user, record in zip(mine, records):
+                yield f"user-{user:07d}", record.tobytes()
 
     build_store(rows, out, plan, sources={"synthetic": [users, examples]})
     return {

@@ -21,9 +21,10 @@ from dpfl_jax.data.build import (
     prepare,
     side_path,
 )
+from dpfl_jax.data.documents import expand_paths, read_documents
 from dpfl_jax.data.rows import PLAIN_CSV, CsvFormat
 from dpfl_jax.data.shards import ShardStore
-from dpfl_jax.data.sources import expand_paths, file_rows, file_source
+from dpfl_jax.data.sources import file_source
 from dpfl_jax.data.store import user_order_key
 from dpfl_jax.errors import BadInputError
 
@@ -40,11 +41,11 @@ def _read(
     todo: frozenset[int],
 ) -> Iterator[_Keyed]:
     file, path = item
-    rows = file_rows(file, pathlib.Path(path), format, user_column, text_column, csv)
-    for user, seq, data in rows:
+    documents = read_documents([pathlib.Path(path)], format, user_column, text_column, csv)
+    for row, (user, text) in enumerate(documents):
         shard = plan.partition(user)
-        if shard in todo:
-            yield shard, (user_order_key(user)[0], user, seq, data)
+        if shard in todo:  # a user's rows in the order of files, and of rows in each
+            yield shard, (user_order_key(user)[0], user, (file << 40) | row, text.encode())
 
 
 def _encode(

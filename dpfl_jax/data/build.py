@@ -155,9 +155,8 @@ def build_store(
 
     Args:
       rows: called when the rows must be read (not if an earlier, interrupted build already read
-        them all); yields (user id, sequence number, data). A user's rows are put in the order of
-        their sequence numbers. ``data`` is UTF-8 text, or packed records if the plan has no
-        tokeniser.
+        them all); yields (user id, data). A user's rows keep their order. ``data`` is UTF-8 text,
+        or packed records if the plan has no tokeniser.
       out: folder of the store; must not exist.
       plan: layout and settings.
       sources: identifies the rows (paths, sizes, times): an interrupted build of other sources is
@@ -204,7 +203,7 @@ def prepare(out: pathlib.Path, plan: BuildPlan, sources: dict[str, Any]) -> path
 def group_rows(
     rows: Callable[[], Iterable[Row]], staging: pathlib.Path, bad: BadRows, progress: Progress
 ) -> None:
-    """Phase 1: sorts all rows by user and sequence number, into a table of the staging folder.
+    """Phase 1: sorts all rows by user, in their order, into a table of the staging folder.
 
     Raises:
       BadInputError: if a row is bad (the staging folder is removed: nothing of it can be used), or
@@ -254,7 +253,7 @@ def _parts(rows: Iterable[Row]) -> Iterator[pa.RecordBatch]:
         columns = zip(*waiting, strict=True)
         return pa.record_batch(list(map(pa.array, columns, _ROWS.types)), schema=_ROWS)
 
-    for user, seq, data in rows:
+    for seq, (user, data) in enumerate(rows):
         key, _ = user_order_key(user)
         waiting.append((int.from_bytes(key, "big"), user.encode(), seq, data))
         size += len(data)

@@ -15,7 +15,7 @@ from dpfl_jax.data.documents import FORMATS, expand_paths
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.sections import SourceConfig
 from dpfl_jax.data.sets import arrays, text
-from dpfl_jax.data.sources import Row, Source, file_identity, sequence_number
+from dpfl_jax.data.sources import Row, Source, file_identity
 from dpfl_jax.errors import BadInputError, imported
 from dpfl_jax.task import Task
 
@@ -104,8 +104,8 @@ def set_source(section: SourceConfig, split: str = "train") -> Source:
     if chosen.task is None:
 
         def texts() -> Iterator[Row]:
-            for row, (user, document) in enumerate(chosen.read(section, split)):
-                yield user, sequence_number(0, row), document.encode()
+            for user, document in chosen.read(section, split):
+                yield user, document.encode()
 
         return Source(texts, identity, size)
     first = next(chosen.read(section, split), None)
@@ -114,7 +114,7 @@ def set_source(section: SourceConfig, split: str = "train") -> Source:
     schema = Schema.arrays(first[1], leading_axis=True)
 
     def packed() -> Iterator[Row]:
-        for row, (user, batch) in enumerate(chosen.read(section, split)):
-            yield user, sequence_number(0, row), schema.pack(batch).tobytes()
+        for user, batch in chosen.read(section, split):
+            yield user, schema.pack(batch).tobytes()
 
     return Source(packed, identity, size, schema)

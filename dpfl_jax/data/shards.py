@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.ipc
+import pydantic
 
 from dpfl_jax.data.keys import key_name
 from dpfl_jax.data.owners import SharedStore
@@ -96,20 +97,7 @@ class Manifest:
 
     def write(self, folder: pathlib.Path) -> None:
         """Writes ``manifest.json``, durably and in one step."""
-        body = {
-            "kind": KIND,
-            "version": VERSION,
-            "schema": self.schema.to_json(),
-            "tokenizer": self.schema.tokenizer,
-            "shard_format": self.shard_format,
-            "num_users": self.num_users,
-            "num_examples": self.num_examples,
-            "fingerprint": self.fingerprint,
-            "shards": [dataclasses.asdict(s) for s in self.shards],
-            "index": dataclasses.asdict(self.index),
-            "shared": self.shared,
-            "build": self.build,
-        }
+        body = {"kind": KIND, "version": VERSION, **dataclasses.asdict(self)}
         body["checksum"] = _checksum(body)
         partial = folder / (MANIFEST + ".partial")
         with partial.open("w") as file:
@@ -132,30 +120,23 @@ class Manifest:
             )
         try:
             body = json.loads(path.read_bytes().decode())
-            if body["kind"] != KIND:
+            if body.pop("kind") != KIND:
                 raise ValueError("another kind of file")
-            version = body["version"]
-            checksum = body.pop("checksum")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise BadInputError(f"{path} is not a readable store manifest ({error})") from error
-        if version != VERSION:
-            raise BadInputError(
-                f"{path} has version {version}, but this program reads version {VERSION}: build "
-                "the store again"
-            )
-        if checksum != _checksum(body):
-            raise BadInputError(f"{path} was changed after it was written: build the store again")
-        return cls(
-            Schema.from_json(body["schema"]),
-            body["shard_format"],
-            body["num_users"],
-            body["num_examples"],
-            body["fingerprint"],
-            tuple(FileEntry(**s) for s in body["shards"]),
-            FileEntry(**body["index"]),
-            body["shared"],
-            body["build"],
-        )
+            if (version := body.pop("version")) != VERSION:
+                raise BadInputError(
+                    f"{path} has version {version}, but this program reads version {VERSION}: "
+                    "build the store again"
+                )
+            if body.pop("checksum") != _checksum({"kind": KIND, "version": VERSION, **body}):
+                raise BadInputError(
+                    f"{path} was changed after it was written: build the store again"
+                )
+            return pydantic.TypeAdapter(Manifest).validate_python(body)
+        except BadInputError:
+            raise
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            reason = str(error).splitlines()[0]
+            raise BadInputError(f"{path} is not a readable store manifest ({reason})") from error
 
 
 def _checksum(body: dict[str, Any]) -> str:

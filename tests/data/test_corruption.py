@@ -162,6 +162,9 @@ def test_a_whole_shard_of_another_build_with_the_same_size(store, memory, tmp_pa
 def test_manifest_damage(store):
     path = store / "manifest.json"
     good = path.read_text()
+    dataclasses.replace(Manifest.read(store), num_users="three").write(store)
+    with pytest.raises(BadInputError, match=r"manifest.json is not a readable"):
+        open_store(store)
     body = json.loads(good)
     path.write_text(json.dumps({**body, "num_users": 3}))
     with pytest.raises(BadInputError, match=r"manifest.json was changed"):
