@@ -38,7 +38,7 @@ examples:
   dpfl bench accounting
   dpfl bench accounting --no-baseline --group-table --json
   dpfl bench accounting --planner --repeats 5
-  dpfl bench accounting --planner --cases 10 11 12 13      # LocalGroupDP, 42 and 1,000 silos
+  dpfl bench accounting --planner --cases 10 11 12 13      # local_group, 42 and 1,000 silos
 """
 
 MakeEvent = Callable[[float], dp_accounting.DpEvent]
@@ -162,14 +162,14 @@ def _row(case: Case, repeats: int, baseline: bool) -> dict[str, Any]:
     return row
 
 
-MECHANISMS = ("LocalItemDP", "LocalGroupDP", "HiGradAvgDP", "SubjectULS", "UserLDP")
+MECHANISMS = ("local_item", "local_group", "hi_grad_avg", "subject_uls", "user_ldp")
 
 
 def _unequal(kind: str, count: int, reach: int) -> Any:
     from dpfl_jax.federation import mechanisms
     from dpfl_jax.federation.federation import Federation, SiloPlan
 
-    options = {"group_size": 2} if kind == "SubjectULS" else {}
+    options = {"group_size": 2} if kind == "subject_uls" else {}
     mechanism = getattr(mechanisms, kind)(batch_size=32, max_items_per_subject=2, **options)
     sizes = range(200, 200 + count * 97, 97)
     facts = [mechanisms.SiloFacts(n, n // 3) for n in sizes]

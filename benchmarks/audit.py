@@ -20,22 +20,23 @@ from jax.sharding import Mesh
 from dpfl_jax import accounting
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.rates import TwoStage, certified_rates
-from dpfl_jax.auditing import simulate
-from dpfl_jax.evidence import Audit, Trials, audit
+from dpfl_jax.audit import Audit, Trials, audit
+from dpfl_jax.audit.attacks import simulate
+from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.federation import SiloPlan
 from dpfl_jax.federation.isrl import message
 from dpfl_jax.federation.isrl.privacy import Budget, silo_noise
 from dpfl_jax.federation.isrl.schedule import Schedule
 from dpfl_jax.federation.mechanisms import (
-    RPDP,
-    HiGradAvgDP,
-    LocalGroupDP,
-    LocalItemDP,
+    PersonalRecords,
     SiloDraw,
     SiloFacts,
     SiloMechanism,
-    SubjectULS,
-    UserLDP,
+    hi_grad_avg,
+    local_group,
+    local_item,
+    subject_uls,
+    user_ldp,
 )
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mechanisms import (
@@ -97,8 +98,9 @@ def central(
 
 
 def silos(
-    kind: type[SiloMechanism], epsilon: float, seed: int, *, reach: int = 1, rounds: int = 5,
-    local_steps: int = 2, prob: float = 0.05, records: int = 2000, cap: int = 4, **options: Any,
+    kind: Callable[..., SiloMechanism], epsilon: float, seed: int, *, reach: int = 1,
+    rounds: int = 5, local_steps: int = 2, prob: float = 0.05, records: int = 2000, cap: int = 4,
+    **options: Any,
 ) -> Trials:  # fmt: skip
     """Trials of a mechanism of silos at a target."""
     facts = SiloFacts(records, records // cap)
@@ -122,7 +124,8 @@ def personal(budget: float, seed: int, trials: int) -> Trials:
     setting = TwoStage(sigma, local_steps, rounds, 1.0, DELTA)
     both = np.array([budget, 1.0 if budget == 8.0 else 8.0])
     rate, other = certified_rates(both, setting, "error").rates.tolist()
-    mechanism = RPDP(noise_multiplier=sigma, setting=setting, expected_batch=50.0)
+    drawn = PersonalRecords(setting=setting, expected_batch=50.0)
+    mechanism = SiloMechanism(participation=drawn, noise_multiplier=sigma)
     plan, key = SiloPlan(mechanism, SiloFacts(500, 500), local_steps), RootKey.from_seed(seed)
     return simulate.silos([plan], rounds, DELTA, key, rate=rate, other=other, trials=trials)
 
@@ -148,11 +151,11 @@ SOUND: dict[str, Callable[[float, int, int], Trials]] = {
     ),
     "banded_inverse": lambda e, s, n: central(banded_inverse, e, 8, 0.25, s, trials=n),
     "els": lambda e, s, n: central(els, e, 5, 0.1, s, trials=n, group_size=3),
-    "hi_grad_avg": lambda e, s, n: silos(HiGradAvgDP, e, s, reach=2, rounds=2, trials=n),
-    "local_group": lambda e, s, n: silos(LocalGroupDP, e, s, reach=2, rounds=2, trials=n),
-    "local_item": lambda e, s, n: silos(LocalItemDP, e, s, rounds=2, prob=0.2, trials=n),
-    "subject_uls": lambda e, s, n: silos(SubjectULS, e, s, rounds=2, prob=0.2, trials=n),
-    "user_ldp": lambda e, s, n: silos(UserLDP, e, s, rounds=1, local_steps=1, trials=n // 5),
+    "hi_grad_avg": lambda e, s, n: silos(hi_grad_avg, e, s, reach=2, rounds=2, trials=n),
+    "local_group": lambda e, s, n: silos(local_group, e, s, reach=2, rounds=2, trials=n),
+    "local_item": lambda e, s, n: silos(local_item, e, s, rounds=2, prob=0.2, trials=n),
+    "subject_uls": lambda e, s, n: silos(subject_uls, e, s, rounds=2, prob=0.2, trials=n),
+    "user_ldp": lambda e, s, n: silos(user_ldp, e, s, rounds=1, local_steps=1, trials=n // 5),
     "rpdp, smallest budget": lambda e, s, n: personal(e / 4, s, n),
     "rpdp, largest budget": lambda e, s, n: personal(2 * e, s, n),
     "isrl": lambda e, s, n: messages(e, s, trials=n),
@@ -168,7 +171,7 @@ TIGHTNESS: dict[str, Callable[[], Trials]] = {
         for steps in (1, 100)
         for epsilon in (1, 4, 8)
     },
-    "hi_grad_avg": lambda: silos(HiGradAvgDP, 4.0, 11, reach=2, trials=30_000),
+    "hi_grad_avg": lambda: silos(hi_grad_avg, 4.0, 11, reach=2, trials=30_000),
     "rpdp, smallest budget": lambda: personal(1.0, 11, 160_000),
     "rpdp, largest budget": lambda: personal(8.0, 11, 30_000),
     "isrl": lambda: messages(4.0, 11, trials=30_000),
@@ -181,14 +184,14 @@ TIGHTNESS: dict[str, Callable[[], Trials]] = {
 @contextlib.contextmanager
 def _wrong_sum(change: Callable[..., Any]) -> Iterator[None]:
     """The clipped sum of central mechanisms, changed: ``change(real, loss, rule, options)``."""
-    from dpfl_jax.mechanisms import base
+    from dpfl_jax.mechanisms import local_steps
 
-    real = base.clipped_grad
+    real = local_steps.clipped_grad
 
     def wrong(loss: Any, *, rule: Any, **options: Any) -> Any:
         return change(real, loss, rule, options)
 
-    with mock.patch.object(base, "clipped_grad", wrong):
+    with mock.patch.object(local_steps, "clipped_grad", wrong):
         yield
 
 
@@ -289,14 +292,14 @@ def _one_message() -> Iterator[None]:
 
 def _wrong_records() -> Any:
     """Every record of a silo is drawn at the rate of the next one."""
-    real = RPDP.at_round
+    real = Silo.at_round
 
-    def wrong(self: RPDP, round_index: int) -> RPDP:
+    def wrong(self: Silo, round_index: int) -> Silo:
         now = real(self, round_index)
         assert now.rates is not None
         return dataclasses.replace(now, rates=np.roll(now.rates, -1))
 
-    return mock.patch.object(RPDP, "at_round", wrong)
+    return mock.patch.object(Silo, "at_round", wrong)
 
 
 def _noise_once() -> Any:
@@ -337,14 +340,14 @@ BUGS: dict[str, tuple[Callable[[], Any], Callable[[], Trials]]] = {
     "key reused in two steps": (_key_twice, lambda: central(uls, 2.0, 4, 0.5, 1, trials=6000)),
     "noise once for all silos": (
         _noise_once,
-        lambda: silos(HiGradAvgDP, 2.0, 1, rounds=2, trials=6000, prob=0.2),
+        lambda: silos(hi_grad_avg, 2.0, 1, rounds=2, trials=6000, prob=0.2),
     ),
     "one draw in all steps": (_one_draw, lambda: central(uls, 2.0, 4, 0.5, 1, trials=3000)),
     "one noise in all steps, correlated": (
         _one_noise, lambda: central(blt, 2.0, 8, 0.25, 1, trials=3000)
     ),
     "one draw in all rounds": (
-        _one_round, lambda: silos(HiGradAvgDP, 2.0, 1, rounds=2, trials=3000, prob=0.2)
+        _one_round, lambda: silos(hi_grad_avg, 2.0, 1, rounds=2, trials=3000, prob=0.2)
     ),
     "one draw in all rounds, personal": (_one_round, lambda: personal(2.0, 1, 3000)),
     "rates of other records": (_wrong_records, lambda: personal(1.0, 1, 3000)),
@@ -355,7 +358,7 @@ BUGS: dict[str, tuple[Callable[[], Any], Callable[[], Trials]]] = {
     ),
     "division by the realised batch": (
         _realised_batch,
-        lambda: silos(LocalItemDP, 2.0, 1, rounds=1, local_steps=1, prob=1.0, records=6, cap=1,
+        lambda: silos(local_item, 2.0, 1, rounds=1, local_steps=1, prob=1.0, records=6, cap=1,
                       against=5, trials=4000),
     ),
     "unclipped bias": (

@@ -111,7 +111,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     from dpfl_jax.federation.data import ArrayRecords, FederatedData
     from dpfl_jax.federation.engine import make_release
     from dpfl_jax.federation.federation import Federation, SiloPlan
-    from dpfl_jax.federation.mechanisms import FedAvg, SiloFacts
+    from dpfl_jax.federation.mechanisms import SiloFacts, fed_avg
     from dpfl_jax.federation.rounds import RoundBuilder
     from dpfl_jax.mesh import data_parallel_mesh
     from dpfl_jax.models import LeafCNN
@@ -128,36 +128,42 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     silos = np.repeat(np.arange(args.silos), args.records)
     subjects = np.arange(total) // 2  # two records each
     data = FederatedData.from_assignment(records, subjects, silos, args.silos)
-    for kind in args.mechanism:
-        maker: Any = SILOS[kind]
-        if not maker.private:
-            raise BadInputError(f"--mechanism {kind} is without privacy: it is the baseline")
-    plain = FedAvg(batch_size=args.batch_size, max_items_per_subject=2)
+    plain = fed_avg(batch_size=args.batch_size, max_items_per_subject=2)
     model = LeafCNN(10, tuple(args.channels), args.hidden)
     params = model.init(jax.random.key(0))
     mesh = data_parallel_mesh(jax.devices()[: args.devices])
     optimizer = optax.sgd(0.1)
 
     def made(kind: str) -> Any:
-        if kind == "rpdp":  # half of the records at a third of the others' rate
-            rate = args.batch_size / args.records
-            rates = np.where(np.arange(args.records) % 2, 1.5 * rate, 0.5 * rate)
-            options = {"rates": np.minimum(rates, 1.0), "expected_batch": args.batch_size}
+        if kind == "rpdp":
+            options = {"expected_batch": args.batch_size}
         else:
             more = {"group_size": 2} if kind == "subject_uls" else {}
             options = {"batch_size": args.batch_size, "max_items_per_subject": 2, **more}
         return SILOS[kind](noise_multiplier=1.0, **options)
 
+    for kind in args.mechanism:
+        if not made(kind).private:
+            raise BadInputError(f"--mechanism {kind} is without privacy: it is the baseline")
+
     def federation(mechanism: Any) -> Federation:
         plans = (SiloPlan(mechanism, SiloFacts(args.records, args.records // 2), args.local_steps),)
         return Federation(plans * args.silos, args.rounds + 1, 1)
 
+    # Half of the records at a third of the others' rate.
+    rate, odd = args.batch_size / args.records, np.arange(total) % 2
+    held = data.with_rates(np.minimum(np.where(odd, 1.5 * rate, 0.5 * rate), 1.0))
     key = RootKey.from_seed(0)
     variants: dict[str, tuple[Any, Any]] = {}
     mechanisms = {**{kind: made(kind) for kind in args.mechanism}, "no privacy": plain}
     for name, mechanism in mechanisms.items():
         builder = RoundBuilder(
-            federation(mechanism), data, key, mesh, args.width, args.microbatch_size
+            federation(mechanism),
+            held if name == "rpdp" else data,
+            key,
+            mesh,
+            args.width,
+            args.microbatch_size,
         )
         release = make_release(
             mechanism,
@@ -229,7 +235,7 @@ def _python_loop(
             units, mask, group, noise_key = x
             stddev, divisor, clip_norm = scale
             total, _ = summed(local, units, mask, group, rows, clip_norm)
-            noised = Noise(stddev, clip_norm, mechanism.noise).add(noise_key, total)
+            noised = Noise(stddev, clip_norm, mechanism.noise.arithmetic).add(noise_key, total)
             gradient = jax.tree.map(lambda g: g / divisor, noised)
             updates, state = optimizer.update(gradient, state, local)
             return optax.apply_updates(local, updates), state
@@ -245,7 +251,7 @@ def _python_loop(
         local, state = params, optimizer.init(params)
         for t in range(args.local_steps):
             units = jax.tree.map(lambda u: u[s, t], host.units)  # noqa: B023
-            x = (units, host.mask[s, t], host.group[s, t], host.noise_key[s, t])
+            x = (units, host.mask[s, t], host.unit_weight[s, t], host.noise_key[s, t])
             scale = (host.stddev[s, t], host.divisor[s, t], host.clip_norm[s])
             local, state = step(local, state, x, host.microbatches[s, t], scale)
         total = jax.tree.map(

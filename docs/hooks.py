@@ -46,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-_LINE = re.compile(r'^\[(\S+)\]: \.\./\.\./(dpfl_jax/\S+) "(\S+)"$', re.M)
+_LINE = re.compile(r'^\[(\S+)\]: \.\./\.\./(dpfl_jax/\S+) "(\S+) \w+"$', re.M)
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

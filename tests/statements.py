@@ -11,14 +11,14 @@ from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, worst_guarantee
 from dpfl_jax.federation.mechanisms import (
-    RPDP,
-    FedAvg,
-    HiGradAvgDP,
-    LocalGroupDP,
-    LocalItemDP,
     SiloFacts,
-    SubjectULS,
-    UserLDP,
+    fed_avg,
+    hi_grad_avg,
+    local_group,
+    local_item,
+    rpdp,
+    subject_uls,
+    user_ldp,
 )
 from dpfl_jax.federation.personal.personalise import Published, published_guarantee
 from dpfl_jax.federation.silo_statement import (
@@ -65,7 +65,7 @@ def federated(mechanisms, silos_per_subject=2, delta=1e-5, rounds=5):
     plans = []
     for i, mechanism in enumerate(mechanisms):
         records = 100 + 7 * i
-        subjects = max(40 + i, math.ceil(records / mechanism.max_items_per_subject))
+        subjects = max(40 + i, math.ceil(records / mechanism.participation.max_items_per_subject))
         plans.append(SiloPlan(mechanism, SiloFacts(records, subjects), 3))
     federation = Federation(tuple(plans), rounds, silos_per_subject)
     people = sum(plan.facts.num_subjects for plan in plans)
@@ -77,7 +77,7 @@ def personal():
     setting = TwoStage(2.0, 3, 6, 0.7, 1e-4)
     budgets = [0.2, 1.0]
     rates = [solver(setting).grid[solver(setting).index_above(r)] for r in (0.01, 0.06)]
-    mechanism = RPDP(noise_multiplier=2.0)
+    mechanism = rpdp(noise_multiplier=2.0)
     groups = tuple((b, float(q), 6) for b, q in zip(budgets, rates))
     public = Published(setting, "certified", 500, groups)
     return personal_statement(mechanism, public, 5, published_guarantee(public, 5, EXTRA))
@@ -153,25 +153,25 @@ SOUND = {
     "none": lambda: central(non_private(batch_size=8)),
     "hi_grad_avg": lambda: federated(
         [
-            HiGradAvgDP(batch_size=20, max_items_per_subject=4, noise_multiplier=3.0 + i)
+            hi_grad_avg(batch_size=20, max_items_per_subject=4, noise_multiplier=3.0 + i)
             for i in range(4)
         ]
     ),
     "local_group": lambda: federated(
         [
-            LocalGroupDP(
+            local_group(
                 batch_size=20, max_items_per_subject=3, batch_cap=2, noise_multiplier=4.0 + i
             )
             for i in range(3)
         ],
         silos_per_subject=1,
     ),
-    "user_ldp": lambda: federated([UserLDP(sampling_prob=0.2, noise_multiplier=9.0)] * 3),
+    "user_ldp": lambda: federated([user_ldp(sampling_prob=0.2, noise_multiplier=9.0)] * 3),
     "subject_uls": lambda: federated(
-        [SubjectULS(batch_size=20, group_size=2, noise_multiplier=2.0)] * 3
+        [subject_uls(batch_size=20, group_size=2, noise_multiplier=2.0)] * 3
     ),
-    "local_item": lambda: federated([LocalItemDP(batch_size=20, noise_multiplier=2.0)] * 3),
-    "fed_avg": lambda: federated([FedAvg(batch_size=20)] * 2),
+    "local_item": lambda: federated([local_item(batch_size=20, noise_multiplier=2.0)] * 3),
+    "fed_avg": lambda: federated([fed_avg(batch_size=20)] * 2),
     "personal": personal,
     "isrl": isrl,
     "isrl, one pass": lambda: isrl("disjoint"),

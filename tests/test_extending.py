@@ -1,4 +1,4 @@
-"""A participation is one file, and so are a noise strategy and a federated mechanism.
+"""A participation is one file, and so are a noise strategy and a participation of silos.
 
 docs/extending.md walks through them. All are trained from YAML, stopped, resumed and charged.
 """
@@ -11,15 +11,16 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import yaml
+from neighbours import people
 from runs import death_after_a_checkpoint
 
 from dpfl_jax.accounting import events
 from dpfl_jax.accounting.cells import TABLE, Cell, Contribution, Everyone, StrategyMatrix
-from dpfl_jax.auditing import simulate
+from dpfl_jax.audit import audit
+from dpfl_jax.audit.attacks import simulate
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.kinds import CENTRAL
-from dpfl_jax.evidence import audit
-from dpfl_jax.federation.mechanisms import SiloMechanism
+from dpfl_jax.federation.mechanisms import SiloParticipation
 from dpfl_jax.mechanisms import NoiseStrategy, Participation, Population
 from dpfl_jax.mechanisms.unit_losses import mean_of_examples
 from dpfl_jax.noise import Noise, banded_inverse
@@ -124,20 +125,32 @@ class Fading(NoiseStrategy):
         return banded_inverse(noise, (self.decay,), divisor)
 
 
-# ---- a federated mechanism ----------------------------------------------------------------------
+# ---- a silo's participation ---------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WholeSilo(SiloMechanism):
+class WholeSilo(SiloParticipation):
     """Every record in every local step; a subject of K records moves the sum by up to K C."""
 
-    sampling_prob: float | None = 1.0
+    max_items_per_subject: int = 1
+
     kind: ClassVar[str] = "whole_silo"
+    unit = "subject"
+    has_fixed_rate = True
+
+    def probability(self, facts):
+        return 1.0
+
+    def at_rate(self, prob, cap=None):
+        return self if cap is None else dataclasses.replace(self, max_items_per_subject=cap)
 
     def select(self, silo, key, step):
         return np.arange(silo.num_records)
 
-    def scheme(self, facts):
+    def divisor(self, facts):
+        return max(facts.num_records, 1)
+
+    def scheme(self, facts, unit):
         return Everyone()
 
     def contribution(self, unit):
@@ -175,7 +188,7 @@ CONFIGS = {
         "data": {"source": "digits", "records_per_user": 6},
         "federation": {"silos": 3, "rounds": 4, "local_steps": 1},
         "model": {"kind": "mlp", "options": {"hidden": [4]}},
-        "mechanism": {"kind": "whole_silo", "max_items_per_subject": 2},
+        "mechanism": {"participation": {"kind": "whole_silo", "max_items_per_subject": 2}},
         "train": {"checkpoint_every": 2},
     },
 }
@@ -212,8 +225,7 @@ def test_one_file_is_all_it_takes(kind, tmp_path, capsys, monkeypatch):
     assert [entry["kind"] for entry in spent] == ["reserve", "commit"]
     assert main([*command[:-1], str(tmp_path / "again")]) == 2
     assert "beyond the budget of 9" in capsys.readouterr().err
-    if kind != "whole_silo":
-        assert main(["verify", str(run_dir)]) == 0
+    assert main(["verify", str(run_dir)]) == 0
 
 
 @pytest.mark.slow
@@ -232,6 +244,10 @@ def test_what_is_not_proven_is_refused():
     mechanism = CENTRAL.parse(section | {"noise": {"kind": "fading"}})
     with pytest.raises(ValueError, match="nothing is proven of HalfAtATime sampling with toeplitz"):
         mechanism.calibrate(Population(30, 60, 30), 4, 4.0, 1e-5)
+    # Before anything is trained, where the noise is given, too.
+    loud = dataclasses.replace(mechanism, noise_multiplier=2.0)
+    with pytest.raises(ValueError, match="nothing is proven of HalfAtATime sampling with toeplitz"):
+        loud.plan(people(30), steps=4, delta=1e-5)
 
 
 def test_parts_that_are_code_are_imported_where_that_is_allowed(tmp_path, monkeypatch):

@@ -1,63 +1,22 @@
 """The proofs of docs/theory name lines of code, and what they assume: both are there."""
 
-import ast
-import functools
-import pathlib
 import re
+import textwrap
 
 import pytest
 
 from dpfl_jax.accounting import IDEALISED
+from tests.proofs import LINK, PAGES, SOURCES, anchors, anchors_of
 from tests.statements import SOUND
 
-ROOT = pathlib.Path(__file__).parents[1]
-SOURCES = {
-    str(path.relative_to(ROOT)): path.read_text()
-    for path in sorted((ROOT / "dpfl_jax").rglob("*.py"))
-}
-ANCHOR = re.compile(r"^\s*# proof: (\S+)$")
-LINK = re.compile(r'^\[(\S+)\]: \.\./\.\./(\S+) "(\S+)"$', re.MULTILINE)
-PAGES = {
-    path.name: path.read_text()
-    for path in sorted((ROOT / "docs" / "theory").glob("*.md"))
-    if LINK.search(path.read_text())
-}
 USE = re.compile(r"\[([a-z-]+-\d+)\](?!\()")
-
-
-def function_at(tree, line, names=()):
-    """Dotted name of the innermost class or function that holds a line."""
-    for node in ast.iter_child_nodes(tree):
-        if not getattr(node, "lineno", line + 1) <= line <= getattr(node, "end_lineno", line):
-            continue
-        own = isinstance(node, (ast.FunctionDef, ast.ClassDef))
-        return function_at(node, line, (*names, node.name) if own else names)
-    return ".".join(names)
-
-
-@functools.cache
-def anchors_of(text):
-    """(anchor, function) of a file."""
-    lines = [(n, m[1]) for n, x in enumerate(text.splitlines(), 1) if (m := ANCHOR.match(x))]
-    tree = ast.parse(text) if lines else None
-    # The statement that follows: a comment itself belongs to no node.
-    return [(name, function_at(tree, number + 1)) for number, name in lines]
-
-
-def anchors(sources):
-    """Anchor -> places (file, function) where it stands in the code."""
-    found = {}
-    for file, text in sources.items():
-        for name, function in anchors_of(text):
-            found.setdefault(name, []).append((file, function))
-    return found
 
 
 def problems(pages, sources):
     """What is wrong, a sentence each."""
     places, found, proved = anchors(sources), [], set()
     for page, text in pages.items():
-        links = {m[1]: (m[2], m[3]) for m in LINK.finditer(text)}
+        links = {m[1]: m.group(2, 3, 4) for m in LINK.finditer(text)}
         proved |= links.keys()
         if (used := set(USE.findall(LINK.sub("", text)))) != links.keys():
             found.append(f"{page}: {used ^ links.keys()} have a link or a step alone")
@@ -65,8 +24,13 @@ def problems(pages, sources):
             here = places.get(name, [])
             if len(here) != 1:
                 found.append(f"{page}: {name} stands {len(here)} times in the code")
+            elif here[0][:2] != place[:2]:
+                found.append(f"{page}: {name} is in {here[0][:2]}, not in {place[:2]}")
             elif here[0] != place:
-                found.append(f"{page}: {name} is in {here[0]}, not in {place}")
+                found.append(
+                    f"{page}: {place[1]} ({place[0]}), of {name}, has changed: read the proof "
+                    f"again, then replace {place[2]} by {here[0][2]} (python -m tests.proofs)"
+                )
     return [*found, *(f"{name} is in no proof" for name in places.keys() - proved)]
 
 
@@ -77,7 +41,7 @@ def test_every_step_has_its_line():
 
 def test_a_line_that_goes_is_noticed():
     """Gone, twice, or in another function: of every anchor there is."""
-    for name, ((file, _),) in anchors(SOURCES).items():
+    for name, ((file, *_),) in anchors(SOURCES).items():
         text = SOURCES[file]
         gone = re.sub(rf"^ *# proof: {name}\n", "", text, flags=re.MULTILINE)
         elsewhere = f"\n\ndef elsewhere():\n    # proof: {name}\n    return 1\n"
@@ -88,6 +52,43 @@ def test_a_line_that_goes_is_noticed():
         ):
             told = problems(PAGES, {**SOURCES, file: changed})
             assert any(words in sentence for sentence in told), (words, told)
+
+
+def test_a_function_that_changes_is_noticed():
+    """By what it does: not by its comments, docstring, layout, or the words of what it raises."""
+    code = '''
+        def f(x):
+            """Doubles."""
+            if x < 0:
+                raise ValueError("negative")
+            # proof: some-step-1
+            return 2 * x  # twice
+    '''
+
+    def hash_of(old="", new=""):
+        ((_, name, found),) = anchors_of(textwrap.dedent(code.replace(old, new)))
+        assert name == "f"
+        return found
+
+    for old, new in (
+        ("Doubles", "Two"),
+        ("negative", "below 0"),
+        (" # twice", ""),
+        ("2 * x", "(2*x)"),
+    ):
+        assert hash_of(old, new) == hash_of()
+    for old, new in (
+        ("2 * x", "2 + x"),
+        ("2 * x", "2.0 * x"),
+        ("x < 0", "x <= 0"),
+        ("Value", "Type"),
+    ):
+        assert hash_of(old, new) != hash_of()
+
+    (file, function, _), *_ = anchors(SOURCES)["uls-divisor-1"]
+    changed = SOURCES[file].replace("float(self.cohort_size)", "2 * float(self.cohort_size)")
+    told = problems(PAGES, {**SOURCES, file: changed})
+    assert any(f"uls.md: {function} ({file}), of uls-divisor-1, has changed" in x for x in told)
 
 
 def test_a_step_without_a_link_is_noticed():

@@ -2,8 +2,9 @@
 
 A mechanism's participation resolves to a scheme (``sampling.schemes``, or one of those below) and
 to what one privacy unit has in a draw (``Contribution``); its noise resolves to a
-``StrategyMatrix``. ``cell_of`` looks the scheme's type and the matrix's kind up: what is not in the
-table is not proven, and refused.
+``StrategyMatrix``. ``cell_of`` looks the scheme's type and the matrix's kind up; the identity is
+also a matrix of one band, and Toeplitz, and a privacy unit of one drawn unit is also what is drawn.
+What is not in the table is not proven, and refused.
 """
 
 from __future__ import annotations
@@ -171,21 +172,41 @@ def cell_of(
     Raises:
       BadInputError: nothing is proven of them; the nearest that is proven is named.
     """
-    several = contribution is not None
     table = _REPLACE_TABLE if relation is _REPLACE else TABLE
-    if (cell := table.get((type(scheme), matrix.kind, several))) is not None:
+    if (cell := _found(table, scheme, matrix, contribution)) is not None:
         return cell
-    near = [
-        f"{kind.__name__} with {noise} noise"
-        for kind, noise, more in table
-        if more == several and (kind is type(scheme) or noise == matrix.kind)
-    ]
+    several = contribution is not None and contribution.units > 1
+
+    def distance(key: tuple[type, MatrixKind, bool]) -> tuple[int, ...]:
+        differs = [key[2] != several, key[0] is not type(scheme), key[1] != matrix.kind]
+        return (sum(differs), *differs)
+
+    kind, noise, more = min(table, key=distance)
     raise BadInputError(
         f"nothing is proven of {type(scheme).__name__} sampling with {matrix.kind} noise"
         + (" where a privacy unit has several of the units that are drawn" if several else "")
         + (" under replace-one adjacency" if relation is _REPLACE else "")
-        + (f": take {near[0]}" if near else "")
+        + f": take {kind.__name__} with {noise} noise"
+        + (" where it has one of them" if several and not more else "")
     )
+
+
+_ALSO: dict[MatrixKind, tuple[MatrixKind, ...]] = {"independent": ("banded", "toeplitz")}
+
+
+def _found(
+    table: dict[tuple[type, MatrixKind, bool], Cell],
+    scheme: Any,
+    matrix: StrategyMatrix,
+    contribution: Contribution | None,
+) -> Cell | None:
+    """The cell of these, or of what they also are; None: there is none."""
+    kinds = (matrix.kind, *_ALSO.get(matrix.kind, ()))
+    keys = [(type(scheme), kind, True) for kind in kinds] if contribution else []
+    # proof: wider-cell-1
+    if contribution is None or contribution.units == 1:
+        keys += [(type(scheme), kind, False) for kind in kinds]
+    return next((table[key] for key in keys if key in table), None)
 
 
 def _poisson(sums: NoisedSums) -> DpEvent:
@@ -246,6 +267,14 @@ def _two_stage(sums: NoisedSums) -> DpEvent:
     return events.two_stage(*given, rounds)
 
 
+def _poisson_replaced(sums: NoisedSums) -> DpEvent:
+    return events.isrl_dp(sums.noise_multiplier, sums.scheme.prob, sums.steps)
+
+
+def _everyone_replaced(sums: NoisedSums) -> DpEvent:
+    return events.gaussian(sums.noise_multiplier, sums.steps)
+
+
 def _one_pass_replaced(sums: NoisedSums) -> DpEvent:
     # proof: isrl-event-1
     return events.gaussian(sums.noise_multiplier, 1)
@@ -265,7 +294,7 @@ def audit_statistic(
       inside: bool [units], who is in the data: the first units of the sampler's, in order.
       sampler: of the run; one of ``sampling``.
     """
-    cell = TABLE.get((type(sampler.scheme), matrix.kind, False))
+    cell = _found(TABLE, sampler.scheme, matrix, None)
     if cell is None or cell.statistic is None:
         return seen
     return cell.statistic(matrix, seen, inside, sampler)
@@ -380,13 +409,7 @@ TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
 _REPLACED = "PLD, replace-one (rounded upwards)"
 # Of one privacy unit that is replaced by another; its events are accounted under replace-one.
 _REPLACE_TABLE: dict[tuple[type, MatrixKind, bool], Cell] = {
-    (schemes.Poisson, "independent", False): Cell(
-        lambda sums: events.isrl_dp(sums.noise_multiplier, sums.scheme.prob, sums.steps),
-        _REPLACED,
-        "isrl",
-    ),
-    (Everyone, "independent", False): Cell(
-        lambda sums: events.gaussian(sums.noise_multiplier, sums.steps), _REPLACED, "isrl"
-    ),
+    (schemes.Poisson, "independent", False): Cell(_poisson_replaced, _REPLACED, "isrl"),
+    (Everyone, "independent", False): Cell(_everyone_replaced, _REPLACED, "isrl"),
     (OnePass, "independent", False): Cell(_one_pass_replaced, _REPLACED, "isrl"),
 }

@@ -57,9 +57,8 @@ def noise_assumptions(
     # If both of two laws are that far from their idealisations, delta grows by (1 + e^eps) of it.
     paid = epsilon < 700 and (1 + math.exp(epsilon)) * apart <= RESERVED * delta
     told = (
-        "noise is drawn and added in integers (mechanism.noise=exact), for sums of up to "
-        f"2^36 coordinates: what is drawn is within {apart:.1g} (total variation, all steps "
-        "together) of Gaussian noise, rounded; "
+        "noise is drawn and added in integers, for sums of up to 2^36 coordinates: what is drawn "
+        f"is within {apart:.1g} (total variation, all steps together) of Gaussian noise, rounded; "
     )
     told += "2^-20 of delta is kept for that" if paid else UNPAID
     return (told, IDEALISED)

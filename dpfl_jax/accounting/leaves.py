@@ -7,10 +7,11 @@ forms.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import dp_accounting
 import numpy as np
@@ -39,12 +40,10 @@ from dpfl_jax.errors import BadInputError
 _REPLACE = NeighboringRelation.REPLACE_ONE
 
 
-class Leaf(Protocol):
-    """One elementary step."""
+class Leaf(abc.ABC):
+    """One elementary step, a frozen dataclass: leaves are dictionary keys."""
 
-    def __hash__(self) -> int:
-        """Leaves are dictionary keys."""
-
+    @abc.abstractmethod
     def law(self, spacing: float, log_tail: float) -> StepLoss:
         """Its loss, by cells of about ``spacing`` standard deviations of the noise.
 
@@ -56,16 +55,11 @@ class Leaf(Protocol):
     @property
     def unit(self) -> float | None:
         """The loss has atoms alone, at whole multiples of it (0: at 0 alone); None: no atoms."""
-
-
-class _Smooth:
-    """A loss without atoms."""
-
-    unit: float | None = None
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
-class EventLeaf:
+class EventLeaf(Leaf, abc.ABC):
     """A leaf that is known by its event."""
 
     event: Any
@@ -76,7 +70,7 @@ _NOISE = Mixture(np.zeros(1), np.ones(1))
 
 
 @dataclasses.dataclass(frozen=True)
-class MixtureLeaf(_Smooth):
+class MixtureLeaf(Leaf):
     """N(0, 1) against a mixture of N(shift, 1): Gaussian, Poisson-sampled Gaussian, ELS users.
 
     Attributes:
@@ -108,7 +102,7 @@ class ApproximateLeaf(EventLeaf):
         return float(self.event.epsilon)
 
 
-class RenyiLeaf(_Smooth):
+class RenyiLeaf(Leaf, abc.ABC):
     """A step of which only Renyi divergences are known."""
 
     name: str
@@ -147,7 +141,7 @@ class FilteredLeaf(RenyiLeaf):
     name = "FilteredDpEvent"
 
 
-class ReplaceGaussianLeaf(_Smooth, EventLeaf):
+class ReplaceGaussianLeaf(EventLeaf):
     """A Poisson-sampled Gaussian under replace-one: the unit's vector turns round."""
 
     def law(self, spacing: float, log_tail: float) -> StepLoss:
@@ -159,7 +153,7 @@ class ReplaceGaussianLeaf(_Smooth, EventLeaf):
         return StepLoss(step.remove, step.remove)
 
 
-class TruncatedLeaf(_Smooth, EventLeaf):
+class TruncatedLeaf(EventLeaf):
     """Poisson sampling cut to a batch size: dp-accounting's decomposition.
 
     Either the batch is not cut, and it is a Poisson-sampled Gaussian; or it is, and the unit takes
@@ -202,7 +196,7 @@ def _as_leaf(found: Leaf | float | str) -> Leaf:
 
 
 @dataclasses.dataclass(frozen=True)
-class AllocatedLeaf(_Smooth):
+class AllocatedLeaf(Leaf):
     """A unit takes part in one of ``steps`` Gaussian sums; ``taken`` of these have been taken."""
 
     sigma: float
@@ -214,7 +208,7 @@ class AllocatedLeaf(_Smooth):
         return allocated(self.sigma, self.taken, self.steps, spacing, log_tail)
 
 
-class FixedSizeLeaf(_Smooth, EventLeaf):
+class FixedSizeLeaf(EventLeaf):
     """Fixed-size batches without replacement, replace-one.
 
     Balle, Barthe, Gaboardi 2018 (Theorem 11) and Zhu, Dong, Wang 2022 (Proposition 30): for
@@ -238,7 +232,7 @@ class FixedSizeLeaf(_Smooth, EventLeaf):
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoStageLeaf:
+class TwoStageLeaf(Leaf):
     """A round of local steps that happens with a probability, visibly (Liu et al. 2024, Lemma 2).
 
     The outcome is (took part?, outputs): with probability 1 - lambda the loss is 0, otherwise it

@@ -10,6 +10,7 @@ name as public.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import json
 import math
@@ -47,13 +48,15 @@ LIBRARY = f"dpfl_jax {__version__}"
 _ROUNDING = 1e-6
 # What of a guarantee follows from the run's data and configuration, not from the mechanism.
 _OF_THE_RUN = ("unit_key", "public_inputs")
+# Words of files that earlier versions wrote, and those of today.
+_OTHERWISE_BEFORE = {" (mechanism.noise=exact)": ""}
 # An explanation takes a second at most.
 _MOST_EVENTS, _COARSE = 8, 0.1
 _MOST_DEPTH = 50
 Cases = Sequence[Sequence[dp_accounting.DpEvent]]
 
 
-class _Part(BaseModel):
+class _Part(BaseModel, abc.ABC):
     """A table of the file: unknown names are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -383,6 +386,8 @@ def _unlike_the_basis(stated: Statement, again: Statement) -> list[str]:
     found = []
     mine, theirs = stated.to_json(), again.to_json()
     said, made = mine.pop("privacy"), theirs.pop("privacy")
+    for earlier, now in _OTHERWISE_BEFORE.items():
+        said["assumptions"] = [told.replace(earlier, now) for told in said["assumptions"]]
     for group in (*mine["groups"], *theirs["groups"]):  # their costs are computed anew below
         del group["epsilon"]
     missing = [caveat for caveat in made.pop("caveats") if caveat not in said["caveats"]]

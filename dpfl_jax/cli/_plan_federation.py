@@ -132,10 +132,8 @@ def _draw(found: list[Any], file: pathlib.Path) -> None:
         own = sorted((c for c in found if c.kind == kind), key=lambda c: c.cap)
         ax.plot([c.cap for c in own], [c.ratio for c in own], "o-", label=kind)
     ax.axhline(1.0, color="0.5", linestyle=":", linewidth=1, label="noise = signal")
-    caps = {
-        choice.cap: max(c.kept for c in found if c.cap == choice.cap and c.kind != "subject_uls")
-        for choice in found
-    }
+    # The least: what has its cap in a step alone keeps all.
+    caps = {choice.cap: min(c.kept for c in found if c.cap == choice.cap) for choice in found}
     ax.set(xscale="log", yscale="log", xlabel="cap (share of the records that it keeps)")
     ax.set_ylabel("noise over the largest signal (lower is better)")
     ax.set_xticks(list(caps), [f"{cap}\n({kept:.0%})" for cap, kept in caps.items()])

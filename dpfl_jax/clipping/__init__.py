@@ -14,14 +14,12 @@ from dpfl_jax.clipping.result import ClippedGradResult
 from dpfl_jax.clipping.rules import (
     Automatic,
     Flat,
-    GroupAverage,
     NoClip,
     Normalized,
     OwnBound,
     PerGroup,
     PerLayer,
     Rule,
-    group_sizes,
 )
 from dpfl_jax.clipping.self_check import SelfCheck, SelfCheckError, self_check
 from dpfl_jax.clipping.trainable import Trainable, join, split
@@ -35,7 +33,6 @@ __all__ = [
     "CountedSum",
     "Explanation",
     "Flat",
-    "GroupAverage",
     "NoClip",
     "Normalized",
     "OwnBound",
@@ -50,7 +47,6 @@ __all__ = [
     "clipped_and_counted",
     "clipped_fun",
     "clipped_grad",
-    "group_sizes",
     "join",
     "probe",
     "self_check",

@@ -60,6 +60,12 @@ class Adaptive:
     def __post_init__(self) -> None:
         """Checks the fields."""
         check_floats(self)
+        for name, most in (("clip_norm", _LARGEST_CLIP_NORM), ("count_weight", 1e6)):
+            if getattr(self, name) > most:
+                raise BadInputError(
+                    f"Adaptive: {name} is {getattr(self, name):g}, but float32 sums need it to be "
+                    f"at most {most:g}"
+                )
         if not self.quantile < 1:
             raise BadInputError(
                 f"Adaptive: quantile is {self.quantile}, but it must lie between 0 and 1"
@@ -110,9 +116,9 @@ def clipped_and_counted(clip: Adaptive, gradient: ClippedGrad) -> Callable[..., 
     """
 
     def summed(
-        clip_norm: jax.Array | float, *args: PyTree, mask: jax.Array | None = None, **options: Any
+        clip_norm: jax.Array | float, *args: PyTree, mask: jax.Array | None = None, rng: Any = None
     ) -> ClippedGradResult:
-        result = gradient(*args, mask=mask, rule=clip.rule(clip_norm), **options)
+        result = gradient(*args, mask=mask, rng=rng, rule=clip.rule(clip_norm))
         counted = ~result.nonfinite if mask is None else ~result.nonfinite & real_units(mask)
         # proof: clip-7
         sides = jnp.where(result.norms <= clip_norm, 0.5, -0.5).astype(jnp.float32)

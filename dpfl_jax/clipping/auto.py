@@ -121,11 +121,13 @@ def _traced(
     """The program of book-keeping, and a report for each parameter."""
     reports: list[LeafReport] = []
 
-    def ghost(leaves: Any, units: Any, real: Any, group: Any) -> Any:
-        inner = dataclasses.replace(problem, leaves=leaves, units=units, real=real, group=group)
+    names = ("leaves", "units", "real", "weight", "bound")
+
+    def ghost(arrays: dict[str, Any]) -> Any:
+        inner = dataclasses.replace(problem, **arrays)
         return solve_ghost(inner, machine, norm_method, reports.append).sums
 
-    traced = jax.make_jaxpr(ghost)(problem.leaves, problem.units, problem.real, problem.group)
+    traced = jax.make_jaxpr(ghost)({name: getattr(problem, name) for name in names})
     return traced, tuple(reports)
 
 

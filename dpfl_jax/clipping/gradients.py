@@ -40,7 +40,7 @@ _CONTRIBUTIONS = {"add-or-remove": 1, "zero-out": 1, "replace-one": 2}
 
 
 class ClippedGrad:
-    """A function ``(*args, mask=None, rng=None, group=None) -> ClippedGradResult``.
+    """A function ``(*args, mask=None, rng=None, weight=None) -> ClippedGradResult``.
 
     Made by ``clipped_grad``. It holds no state, and composes with ``jit``, ``vmap`` over outer
     axes, ``shard_map`` and loops. It sums over the units it is given: a sum over devices is the
@@ -98,7 +98,7 @@ class ClippedGrad:
         *args: PyTree,
         mask: jax.Array | None = None,
         rng: jax.Array | None = None,
-        group: jax.Array | None = None,
+        weight: jax.Array | None = None,
         rule: Rule | None = None,
     ) -> ClippedGradResult:
         """Returns the bounded sum of the batch.
@@ -114,13 +114,15 @@ class ClippedGrad:
             i gets ``fold_in(rng, i)``: if a unit is left out, not masked, those behind it draw
             anew. The sum may then move by more than ``sensitivity``, and what it guarantees holds
             only against those who do not know the key.
-          group: int or float [n] for rules that weight by group (see ``GroupAverage``).
+          weight: bool, int or float [n], what the bounded gradient of each unit is multiplied by:
+            from 0 to 1 (more counts as 1, NaN as 0). Where several units are one person's, whose
+            weights add up to 1 at most, that person moves the sum by no more than a unit may.
           rule: used instead of the one given to ``clipped_grad`` (an adaptive clip norm).
 
         Raises:
           BadInputError: arguments or shapes that do not fit.
         """
-        problem, rebuild = self.problem(args, mask, rng, group, rule)
+        problem, rebuild = self.problem(args, mask, rng, weight, rule)
         solution = self.solve(problem)
         if not count_units(self.arguments(args)[1]):  # what was solved is padding alone
             none = jax.tree.map(lambda x: x[:0], dataclasses.replace(solution, sums=[]))
@@ -211,7 +213,7 @@ class ClippedGrad:
         *args: PyTree,
         mask: jax.Array | None = None,
         rng: jax.Array | None = None,
-        group: jax.Array | None = None,
+        weight: jax.Array | None = None,
     ) -> Explanation:
         """Says which strategy a call with arrays of these shapes takes and why; ``str`` it.
 
@@ -219,12 +221,12 @@ class ClippedGrad:
           *args: as in a call.
           mask: as in a call.
           rng: as in a call.
-          group: as in a call.
+          weight: as in a call.
         """
         found: list[Explanation] = []
 
         def look(*args: PyTree) -> None:
-            problem, _ = self.problem(args, mask, rng, group)
+            problem, _ = self.problem(args, mask, rng, weight)
             chosen = self._choose(problem)
             if chosen.strategy == "ghost":
                 machine = machine_for(self.platform)
@@ -239,26 +241,26 @@ class ClippedGrad:
         args: Sequence[PyTree],
         mask: jax.Array | None = None,
         rng: jax.Array | None = None,
-        group: jax.Array | None = None,
+        weight: jax.Array | None = None,
         rule: Rule | None = None,
     ) -> tuple[Problem, Callable[[list[jax.Array]], PyTree]]:
         """Flattens one call; returns it and the function that puts sums back in a tree."""
         params, batch, together = self.arguments(args)
         params, batch = as_arrays("params", params), as_arrays("batch", batch)
-        batch, group = (self.rule if rule is None else rule).of_units(batch, group)
+        batch, bound = (self.rule if rule is None else rule).of_units(batch)
         n = count_units(batch)
-        for name, value in (("mask", mask), ("group", group)):
+        for name, value in (("mask", mask), ("weight", weight), ("bound", bound)):
             if value is not None:
                 _check_one_number_a_unit(name, value, n)
         keys = None if rng is None else _unit_keys(rng, n)
         real = jnp.ones((n,), bool) if mask is None else real_units(mask)
         if n == 0:  # solved as padding, which has all shapes and contributes nothing
             n = 1 if self.unit_sharding is None else self.unit_sharding.mesh.size
-            group = None if group is None else jnp.asarray(group)
-            batch, group = _padding((batch, group), n)
+            weight = None if weight is None else jnp.asarray(weight)
+            batch, weight, bound = _padding((batch, weight, bound), n)
             keys = None if rng is None else _unit_keys(_one_key(rng), n)
             real = jnp.zeros((n,), bool)
-        axes = varying_axes(batch, real, keys, group)
+        axes = varying_axes(batch, real, keys, weight, bound)
         if split := varying_axes(params) - axes:
             raise BadInputError(
                 f"clipped_grad: parameters vary over the mesh axes {sorted(split)}, but units do "
@@ -266,7 +268,7 @@ class ClippedGrad:
                 "sharding"
             )
         params, batch = vary(params, axes), vary(batch, axes)
-        real, keys, group = vary(real, axes), vary(keys, axes), vary(group, axes)
+        real, keys, weight, bound = vary((real, keys, weight, bound), axes)
 
         flat: list[Any]
         tree: Any
@@ -295,7 +297,8 @@ class ClippedGrad:
             names=[leaf_name(path) for t, (path, _) in zip(train, flat) if t],
             units=(batch, keys),
             real=real,
-            group=group,
+            weight=weight,
+            bound=bound,
             rule=self.rule if rule is None else rule,
             sharding=self.unit_sharding,
             pieces=self.pieces,
@@ -523,7 +526,7 @@ def clipped_fun(
         ``microbatch_size``).
 
     Returns:
-      A function ``(params, *batch, mask=None, rng=None, group=None) -> ClippedGradResult``, whose
+      A function ``(params, *batch, mask=None, rng=None, weight=None) -> ClippedGradResult``, whose
       sum is like what ``fun`` returns, float32, and whose losses are zero. Its method
       ``sensitivity`` is that of ``ClippedGrad``.
     """

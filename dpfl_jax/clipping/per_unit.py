@@ -96,14 +96,14 @@ def in_microbatches(solve: Any, problem: Problem, microbatch_size: int) -> Solut
     if steps * size != n:
         real = jnp.take(real, jnp.arange(steps * size) % n) & (jnp.arange(steps * size) < n)
     xs = (
-        jax.tree.map(split, problem.units),
+        jax.tree.map(split, (problem.units, problem.weight, problem.bound)),
         problem.place(real.reshape(steps, size), 1),
-        None if problem.group is None else split(problem.group),
     )
 
     def body(carry: Any, chunk: Any) -> tuple[Any, Solution]:
-        units, chunk_real, group = chunk
-        part = solve(dataclasses.replace(problem, units=units, real=chunk_real, group=group))
+        (units, weight, bound), chunk_real = chunk
+        own = {"units": units, "real": chunk_real, "weight": weight, "bound": bound}
+        part = solve(dataclasses.replace(problem, **own))
         sums, errors = carry
         return accumulate.add(sums, errors, part.sums), dataclasses.replace(part, sums=[])
 

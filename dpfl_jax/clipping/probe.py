@@ -48,7 +48,7 @@ def probe(
     *args: PyTree,
     mask: jax.Array | None = None,
     rng: jax.Array | None = None,
-    group: jax.Array | None = None,
+    weight: jax.Array | None = None,
     memory_limit: float | None = None,
 ) -> Probed:
     """Fixes the strategy of ``bounded`` by compiling it for arrays of these shapes.
@@ -58,7 +58,7 @@ def probe(
       *args: arrays or ``jax.ShapeDtypeStruct``s, as in a call.
       mask: as in a call.
       rng: as in a call.
-      group: as in a call.
+      weight: as in a call.
       memory_limit: bytes of temporary memory; default what ``bounded`` was given, else half of what
         the device says it has; if neither is known the first choice is taken.
 
@@ -73,7 +73,7 @@ def probe(
         stats = jax.local_devices()[0].memory_stats() or {}
         limit = 0.5 * stats["bytes_limit"] if "bytes_limit" in stats else None
     units = jax.tree.leaves(bounded.arguments(args)[1])[0].shape[0]
-    chosen = bounded.explain(*args, mask=mask, rng=rng, group=group)
+    chosen = bounded.explain(*args, mask=mask, rng=rng, weight=weight)
     candidates: list[tuple[str, int | None]] = [(chosen.strategy, chosen.microbatch_size)]
     if chosen.strategy == "ghost":
         size = chosen.microbatch_size or units
@@ -86,7 +86,7 @@ def probe(
     for strategy, size in candidates:
         fixed = copy.copy(bounded)
         fixed.strategy, fixed.microbatch_size = strategy, size  # type: ignore[assignment]
-        taken = _temp_bytes(fixed, args, mask, rng, group)
+        taken = _temp_bytes(fixed, args, mask, rng, weight)
         tried.append((strategy, size, taken))
         if limit is None or taken <= limit:
             return Probed(fixed, taken, tuple(tried))
@@ -103,11 +103,11 @@ def _temp_bytes(
     args: tuple[PyTree, ...],
     mask: jax.Array | None,
     rng: jax.Array | None,
-    group: jax.Array | None,
+    weight: jax.Array | None,
 ) -> int:
-    def call(args: tuple[PyTree, ...], mask: Any, rng: Any, group: Any) -> Any:
-        return bounded(*args, mask=mask, rng=rng, group=group)
+    def call(args: tuple[PyTree, ...], mask: Any, rng: Any, weight: Any) -> Any:
+        return bounded(*args, mask=mask, rng=rng, weight=weight)
 
-    compiled = jax.jit(call).lower(args, mask, rng, group).compile()
+    compiled = jax.jit(call).lower(args, mask, rng, weight).compile()
     memory = compiled.memory_analysis()
     return 0 if memory is None else int(memory.temp_size_in_bytes)

@@ -30,13 +30,15 @@ class Problem:
       names: their names, e.g. ``"layers/mlp/kernel"``.
       units: pytree of arrays [n, ...].
       real: bool [n]; False for padding.
-      group: int or float [n], or None.
+      weight: bool, int or float [n], what units' bounded gradients are multiplied by; None: 1.
+      bound: float [n], that units bring to the rule; None of most rules.
       rule: the clip rule.
       sharding: how the unit axis is split under automatic sharding; None: as the compiler likes.
       pieces: cuts a unit into pieces whose losses add up to its own, see ``clipped_grad``; None:
         a unit's gradient is formed at once.
       gradient_sharding: ``(name, shape) -> NamedSharding``, how a unit's gradient is split over
         devices while it is accumulated; None: as the compiler likes.
+      judged_by: what a check decides units' weights by, of their squared norms; None: the rule.
     """
 
     loss: Callable[[Sequence[jax.Array], PyTree], tuple[jax.Array, PyTree]]
@@ -44,11 +46,13 @@ class Problem:
     names: list[str]
     units: PyTree
     real: jax.Array
-    group: jax.Array | None
+    weight: jax.Array | None
+    bound: jax.Array | None
     rule: Rule
     sharding: NamedSharding | None = None
     pieces: Callable[[PyTree], PyTree] | None = None
     gradient_sharding: Callable[[str, tuple[int, ...]], NamedSharding] | None = None
+    judged_by: Callable[[Sequence[jax.Array]], Judgement] | None = None
 
     def every_gradient(self) -> tuple[tuple[jax.Array, PyTree], Sequence[jax.Array]]:
         """Losses, auxiliary outputs and gradients of all units, formed: leaves [n, ...]."""
@@ -137,6 +141,8 @@ class Problem:
             differ from the gradient whose norm was taken; None for not at all. It is added to the
             norm before the rule sees it, so that the bound holds for what is summed.
         """
+        if self.judged_by is not None:
+            return self.judged_by(squared)
         zeros = jnp.zeros((self.num_units,), jnp.float32)
         total = sum(squared, start=zeros)
         bounds = list(squared)
@@ -150,7 +156,13 @@ class Problem:
         if self.rule.apart:
             keeps = [self.real & jnp.isfinite(s) for s in bounds]
         safe = [unit_where(k, s) for k, s in zip(keeps, bounds)]
-        reported, weights = self.rule.leaf_weights(safe, self.names, self.group)
+        reported, weights = self.rule.leaf_weights(safe, self.names, self.bound)
+        if self.weight is not None:
+            given = self.weight.astype(jnp.float32)
+            # proof: clip-3
+            share = jnp.where(given > 0, jnp.minimum(given, 1.0), 0.0)
+            weights = [w * share for w in weights]
+            reported = reported * share.reshape(-1, *[1] * (reported.ndim - 1))
         weights = [unit_where(k, w.astype(jnp.float32)) for k, w in zip(keeps, weights)]
         reported = unit_where(keep, reported.astype(jnp.float32))
         return Judgement(

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dpfl_jax.clipping.result import leaf_name, real_units
+from dpfl_jax.clipping.result import leaf_name
 from dpfl_jax.errors import BadInputError
 
 PyTree = Any
@@ -94,9 +94,9 @@ class Rule(abc.ABC):
         """The norm above which every gradient is clipped; None if there is no such norm."""
         return self.sensitivity
 
-    def of_units(self, batch: PyTree, group: jax.Array | None) -> tuple[PyTree, jax.Array | None]:
-        """What the loss takes of a batch, and ``group``, for rules that units bring theirs to."""
-        return batch, group
+    def of_units(self, batch: PyTree) -> tuple[PyTree, jax.Array | None]:
+        """What the loss takes of a batch; and ``bound``, of rules that units bring one to."""
+        return batch, None
 
     def partition(self, names: Sequence[str]) -> list[int] | None:
         """The group of parameters each leaf belongs to, or None: all leaves are one group."""
@@ -105,14 +105,14 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def leaf_weights(
-        self, squared: Sequence[jax.Array], names: Sequence[str], group: jax.Array | None
+        self, squared: Sequence[jax.Array], names: Sequence[str], bound: jax.Array | None
     ) -> tuple[jax.Array, list[jax.Array]]:
         """Weights for each leaf from the squared norms of each leaf.
 
         Args:
           squared: one float32 [n] per leaf, finite.
           names: the leaves' names.
-          group: int or float [n], used by rules that weight by group; see ``GroupAverage``.
+          bound: float [n], that each unit brings (``of_units``); None of most rules.
 
         Returns:
           The weights as reported ([n], or [n, groups] for rules with groups of parameters), and
@@ -125,23 +125,23 @@ class WholeGradientRule(Rule):
     """A rule that has one weight for a whole gradient."""
 
     @abc.abstractmethod
-    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
+    def weights(self, norms: jax.Array, bound: jax.Array | None = None) -> jax.Array:
         """Returns what each unit's gradient is multiplied by.
 
         Args:
           norms: float32 [n], finite and >= 0.
-          group: as of ``leaf_weights``.
+          bound: as of ``leaf_weights``.
 
         Returns:
           float32 [n].
         """
 
     def leaf_weights(
-        self, squared: Sequence[jax.Array], names: Sequence[str], group: jax.Array | None
+        self, squared: Sequence[jax.Array], names: Sequence[str], bound: jax.Array | None
     ) -> tuple[jax.Array, list[jax.Array]]:
         """See ``Rule.leaf_weights``."""
         del names
-        weights = self.weights(jnp.sqrt(sum(squared, start=jnp.zeros(()))), group)
+        weights = self.weights(jnp.sqrt(sum(squared, start=jnp.zeros(()))), bound)
         return weights, [weights] * len(squared)
 
 
@@ -151,7 +151,7 @@ class NoClip(WholeGradientRule):
 
     kind: ClassVar[str] = "none"
 
-    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
+    def weights(self, norms: jax.Array, bound: jax.Array | None = None) -> jax.Array:
         return jnp.ones_like(norms)
 
     @property
@@ -171,9 +171,9 @@ class Flat(WholeGradientRule):
 
     clip_norm: float
 
-    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
+    def weights(self, norms: jax.Array, bound: jax.Array | None = None) -> jax.Array:
         """See ``WholeGradientRule.weights``."""
-        del group
+        del bound
         # proof: clip-1
         weights = jnp.where(norms > self.clip_norm, self.clip_norm / norms, 1.0)
         return _trusted(weights, self.clip_norm)
@@ -198,9 +198,9 @@ class Normalized(WholeGradientRule):
 
     clip_norm: float
 
-    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
+    def weights(self, norms: jax.Array, bound: jax.Array | None = None) -> jax.Array:
         """See ``WholeGradientRule.weights``."""
-        del group
+        del bound
         return _trusted(1.0 / jnp.maximum(norms, self.clip_norm), self.clip_norm)
 
     @property
@@ -227,19 +227,19 @@ class OwnBound(WholeGradientRule):
     normalized: bool = False
     compensated: ClassVar[bool] = True  # b may be as small as what rounding moves a sum by
 
-    def of_units(self, batch: PyTree, group: jax.Array | None) -> tuple[PyTree, jax.Array | None]:
+    def of_units(self, batch: PyTree) -> tuple[PyTree, jax.Array | None]:
         """Takes the bound off a unit."""
         if not isinstance(batch, dict) or "bound" not in batch:
-            return batch, group
+            return batch, None
         return {name: x for name, x in batch.items() if name != "bound"}, batch["bound"]
 
-    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
-        """See ``WholeGradientRule.weights``; ``group``: float [n], b of each unit."""
-        if group is None:
+    def weights(self, norms: jax.Array, bound: jax.Array | None = None) -> jax.Array:
+        """See ``WholeGradientRule.weights``; ``bound``: float [n], b of each unit."""
+        if bound is None:
             raise BadInputError(
                 'OwnBound: units bring no bound of their own: give each its "bound", as fit does'
             )
-        own = jnp.minimum(group, self.clip_norm)
+        own = jnp.minimum(bound, self.clip_norm)
         # proof: individual-sensitivity-1
         weights = jnp.where(norms > own, own / norms, 1.0)
         return _trusted(weights / (self.clip_norm if self.normalized else 1.0), own)
@@ -267,9 +267,9 @@ class Automatic(WholeGradientRule):
 
     gamma: float = 0.01
 
-    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
+    def weights(self, norms: jax.Array, bound: jax.Array | None = None) -> jax.Array:
         """See ``WholeGradientRule.weights``."""
-        del group
+        del bound
         # proof: clip-5
         return _trusted(1.0 / (norms + self.gamma), self.gamma)
 
@@ -281,55 +281,6 @@ class Automatic(WholeGradientRule):
     @property
     def threshold(self) -> None:
         """None: every gradient is scaled, to nearly the same norm."""
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupAverage(WholeGradientRule):
-    """min(1, C/n) / size of the unit's group: a group contributes the mean of its clipped units.
-
-    HiGradAvgDP (Marathe et al. 2022, Algorithm 2): the units are items, the groups are subjects,
-    and the sensitivity is for adding or removing one *group*.
-
-    Attributes:
-      clip_norm: C > 0.
-    """
-
-    clip_norm: float
-
-    def weights(self, norms: jax.Array, group: jax.Array | None = None) -> jax.Array:
-        """See ``WholeGradientRule.weights``.
-
-        Args:
-          norms: float32 [n].
-          group: [n], how many units of the unit's group take part in the whole step, over all
-            microbatches and devices (``group_sizes`` counts them); at least the true number, or
-            the sensitivity does not hold.
-        """
-        if group is None:
-            raise BadInputError(
-                "GroupAverage: needs `group`, the number of units of each unit's group in the step"
-            )
-        size = jnp.maximum(group, 1)
-        # proof: clip-3
-        return _trusted(Flat(self.clip_norm).weights(norms) / size, size)
-
-    @property
-    def sensitivity(self) -> float:
-        """C."""
-        return self.clip_norm
-
-
-def group_sizes(ids: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-    """Counts, for each unit of a whole step, the units with the same group id; int32 [n].
-
-    Args:
-      ids: int [n], group of each unit; the whole step's, not one microbatch's.
-      mask: bool, int or float [n]; padding (zero or NaN) is not counted.
-    """
-    same = ids[:, None] == ids[None, :]
-    if mask is not None:
-        same = same & real_units(mask)[None, :]
-    return same.sum(axis=1, dtype=jnp.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,10 +340,10 @@ class PerGroup(Rule):
         return out
 
     def leaf_weights(
-        self, squared: Sequence[jax.Array], names: Sequence[str], group: jax.Array | None
+        self, squared: Sequence[jax.Array], names: Sequence[str], bound: jax.Array | None
     ) -> tuple[jax.Array, list[jax.Array]]:
         """See ``Rule.leaf_weights``."""
-        del group
+        del bound
         # proof: clip-6
         groups = self.partition(names)
         columns = []
@@ -428,10 +379,10 @@ class PerLayer(Rule):
         return list(range(len(names)))
 
     def leaf_weights(
-        self, squared: Sequence[jax.Array], names: Sequence[str], group: jax.Array | None
+        self, squared: Sequence[jax.Array], names: Sequence[str], bound: jax.Array | None
     ) -> tuple[jax.Array, list[jax.Array]]:
         """See ``Rule.leaf_weights``."""
-        del names, group
+        del names, bound
         # proof: clip-4
         share = Flat(self.clip_norm / math.sqrt(len(squared)))
         columns = [share.weights(jnp.sqrt(s)) for s in squared]

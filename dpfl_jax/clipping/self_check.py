@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dpfl_jax.clipping.cost import machine_for
 from dpfl_jax.clipping.gradients import ClippedGrad
 from dpfl_jax.clipping.per_unit import solve_vmap
-from dpfl_jax.clipping.problem import Problem
 
 PyTree = Any
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
@@ -44,7 +43,7 @@ def self_check(
     *args: PyTree,
     mask: jax.Array | None = None,
     rng: jax.Array | None = None,
-    group: jax.Array | None = None,
+    weight: jax.Array | None = None,
     max_units: int = 2,
     tolerance: float | None = None,
 ) -> SelfCheck:
@@ -57,7 +56,7 @@ def self_check(
         are used.
       mask: [n], as in a call.
       rng: as in a call.
-      group: as in a call.
+      weight: as in a call.
       max_units: more costs memory (per-unit gradients) and finds little more.
       tolerance: largest relative error; default 1e-3, or 5e-2 where the loss computes in less
         than float32, as products of default precision do on a TPU or GPU.
@@ -72,9 +71,9 @@ def self_check(
         return SelfCheck(0.0, tolerance or TOLERANCE["float32"], 0)
     # NaN in the data shows nothing of a program, and hides what it does with numbers.
     batch = jax.tree.map(lambda x: _finite(jnp.asarray(x)[chosen]), batch)
-    group = None if group is None else jnp.asarray(group)[chosen]
+    weight = None if weight is None else jnp.asarray(weight)[chosen]
     if tolerance is None:
-        low = is_low(bounded, *together(params, batch), rng=rng, group=group)
+        low = is_low(bounded, *together(params, batch), rng=rng, weight=weight)
         tolerance = TOLERANCE["bfloat16" if low else "float32"]
 
     places = None
@@ -83,19 +82,19 @@ def self_check(
         places = (NamedSharding(remote[0].sharding.mesh, PartitionSpec()), None)
         batch = jax.tree.map(np.asarray, batch)
     params = away_from_zero(params)
-    problem, _ = bounded.problem(together(params, batch), rng=rng, group=group)
+    problem, _ = bounded.problem(together(params, batch), rng=rng, weight=weight)
     names = problem.names
 
     def run(vmap: bool) -> Any:
         def go(params: PyTree, batch: PyTree) -> Any:
-            inner, _ = bounded.problem(together(params, batch), rng=rng, group=group)
+            inner, _ = bounded.problem(together(params, batch), rng=rng, weight=weight)
             seen: list[Any] = []
 
             def judge(squared: Any) -> Any:
                 seen.append(jnp.stack(list(squared)))
-                return Problem.judge(inner, squared)  # the same weights for both
+                return inner.judge(squared)  # the same weights for both
 
-            watched = _Watched(**_fields(inner), watch=judge)
+            watched = dataclasses.replace(inner, judged_by=judge)
             solution = solve_vmap(watched) if vmap else bounded.solve(watched, microbatches=False)
             return seen[-1], solution.sums, solution.weights  # `auto` looks first, then runs
 
@@ -125,21 +124,6 @@ def self_check(
             f"allowed {tolerance:.0e}), so no step was taken: use strategy='scan' and report this"
         )
     return SelfCheck(float(per_leaf[worst]), tolerance, len(chosen))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Watched(Problem):
-    """A problem that shows the squared norms it is given."""
-
-    watch: Any = None
-
-    def judge(self, squared: Any, rounded: Any = None) -> Any:
-        del rounded
-        return self.watch(squared)
-
-
-def _fields(problem: Problem) -> dict[str, Any]:
-    return {f.name: getattr(problem, f.name) for f in dataclasses.fields(Problem)}
 
 
 def unoptimised() -> dict[str, Any] | None:
@@ -179,13 +163,13 @@ def _length(batch: PyTree) -> int:
     return int(np.shape(jax.tree.leaves(batch)[0])[0])
 
 
-def is_low(bounded: ClippedGrad, *args: PyTree, rng: Any = None, group: Any = None) -> bool:
+def is_low(bounded: ClippedGrad, *args: PyTree, rng: Any = None, weight: Any = None) -> bool:
     """Whether anything in the loss is computed in less than float32."""
     if machine_for(bounded.platform).rounding > 0:
         return True
 
     def losses(*args: PyTree) -> jax.Array:
-        return bounded(*args, rng=rng, group=group).losses
+        return bounded(*args, rng=rng, weight=weight).losses
 
     return has_low(losses, *args)
 

@@ -7,6 +7,7 @@ here.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import difflib
 import functools
@@ -92,8 +93,8 @@ class Kinds:
 
     def has_made(self, value: Any) -> bool:
         """Whether a value is what a section describes."""
-        makers = [*self._known.values(), self.without_kind]
-        return isinstance(value, tuple(maker for maker in makers if isinstance(maker, type)))
+        # A class that extends one of these has a kind of its own, or would go by its parent's name.
+        return type(value) in (*self._known.values(), self.without_kind)
 
     def parse(self, given: Any) -> Any:
         """The object that a section describes; an object is returned as it is.
@@ -170,6 +171,22 @@ class Kinds:
         named = {name: getattr(made, name) for name in options(cls)}
         return {"kind": made.kind} | {name: Kinds.dump(value) for name, value in named.items()}
 
+    def section_of(self, made: Any, values: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """The kind that makes an object of some of these values, and these; None if none does."""
+        for kind in self.names():
+            maker, known = self._known[kind], options(self._known[kind])
+            if not maker.__module__.startswith("dpfl_jax."):
+                continue  # what a value is called does not follow from what else was imported
+            given = {name: values[name] for name in known if name in values}
+            if any(option.is_required and name not in given for name, option in known.items()):
+                continue
+            try:
+                if maker(**given) == made:
+                    return kind, given
+            except BadInputError:  # other parts take other values
+                continue
+        return None
+
     def __get_pydantic_core_schema__(self, source: Any, schema_of: Callable[[Any], Any]) -> Any:
         """What pydantic asks of an annotation."""
         del source
@@ -230,7 +247,7 @@ def _place(maker: Any, separator: str = ":") -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Named:
+class Named(abc.ABC):
     """What a section describes, by its ``kind``; a base names the table: ``kinds=CENTRAL``."""
 
     kind: ClassVar[str]
@@ -258,7 +275,13 @@ class Named:
 
 
 def check_types(made: Any) -> None:
-    """Raises BadInputError, naming the field, unless what a user sets has the declared types."""
+    """Checks what a user sets of a frozen dataclass; whole numbers become floats where a field is.
+
+    So values that are equal have one section, to the last sign: what a run draws follows from it.
+
+    Raises:
+      BadInputError: a field has another type; the field is named.
+    """
     cls: Any = type(made)
     for name, option in options(cls).items():
         value = getattr(made, name)
@@ -269,9 +292,8 @@ def check_types(made: Any) -> None:
                 )
             continue
         try:
-            _adapter(cls, name).validate_python(
-                value.item() if isinstance(value, np.generic) else value, strict=True
-            )
+            given = value.item() if isinstance(value, np.generic) else value
+            object.__setattr__(made, name, _adapter(cls, name).validate_python(given, strict=True))
         except ValidationError as error:
             what = error.errors()[0]["msg"]
             raise BadInputError(f"{name} is {value!r}: {what[:1].lower()}{what[1:]}") from error
@@ -295,3 +317,4 @@ NOISES = Kinds("dpfl_jax.mechanisms", "mechanism.noise")
 GIVES = Kinds("dpfl_jax.mechanisms", "mechanism.gives")
 BUDGETS = Kinds("dpfl_jax.mechanisms", "mechanism.budget")
 SILOS = Kinds("dpfl_jax.federation.mechanisms")
+SILO_PARTICIPATIONS = Kinds("dpfl_jax.federation.mechanisms", "mechanism.participation")

@@ -45,12 +45,12 @@ class _Profile:
 
     @classmethod
     def of(cls, plan: SiloPlan) -> _Profile:
-        mechanism = plan.mechanism
+        participation = plan.mechanism.participation
         return cls(
             plan,
-            mechanism.probability(plan.facts),
-            mechanism.max_items_per_subject,
-            mechanism.sigma,
+            participation.probability(plan.facts),
+            participation.max_items_per_subject,
+            plan.mechanism.sigma,
             plan.local_steps,
         )
 
@@ -60,16 +60,13 @@ class _Profile:
 
     def event(self, rounds: int, subject: bool) -> Any:
         """The silo's event in ``rounds`` rounds."""
-        changes: dict[str, Any] = {
-            "batch_size": None,
-            "sampling_prob": self.prob,
-            "max_items_per_subject": self.cap,
-        }
-        if self.plan.mechanism.sigma != self.sigma:
-            changes["noise_multiplier"] = self.sigma
-        mechanism = dataclasses.replace(self.plan.mechanism, **changes)
-        make = mechanism.subject_event if subject else mechanism.event
-        return make(self.plan.facts, self.steps * rounds)
+        own = self.plan.mechanism
+        participation = own.participation.at_rate(self.prob, self.cap)
+        mechanism = dataclasses.replace(
+            own, participation=participation, noise_multiplier=self.sigma
+        )
+        unit = "subject" if subject else None
+        return mechanism.event(self.plan.facts, self.steps * rounds, unit)
 
 
 def _together(profiles: Sequence[_Profile], rounds: int, subject: bool) -> Any:
@@ -120,17 +117,8 @@ def _check_settings(federation: Federation) -> None:
     """Personal rates are accounted by a setting of their own: it must be what runs."""
     for i in federation.participants.tolist():
         plan = federation.silos[i]
-        setting = getattr(plan.mechanism, "setting", None)
-        if setting is None:
-            continue
         run = (plan.local_steps, federation.participation, plan.mechanism.sigma)
-        said = (setting.local_steps, setting.participation_prob, setting.noise_multiplier)
-        if run != said:
-            raise BadInputError(
-                f"silo {i} runs with (local steps, participation, noise multiplier) = {run}, but "
-                f"its records' rates are accounted with {said}: make them for what runs "
-                "(personalise)"
-            )
+        plan.mechanism.participation.check_run(*run)
 
 
 def worst_cases(federation: Federation, rounds: int, subject: bool = False) -> list[list[Any]]:

@@ -8,7 +8,7 @@ send less, and that silos drift apart in many local steps.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dpfl_jax.config import FederatedConfig
@@ -16,14 +16,16 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.federated_run import FederatedRun, noised
 from dpfl_jax.federation.guidance import balance_of
 from dpfl_jax.federation.mechanisms import (
-    HiGradAvgDP,
-    LocalGroupDP,
     SiloFacts,
     SiloMechanism,
-    SubjectULS,
-    UserLDP,
+    hi_grad_avg,
+    local_group,
+    subject_uls,
+    user_ldp,
 )
+from dpfl_jax.federation.mechanisms.presets import PRESETS
 
+Preset = Callable[..., SiloMechanism]
 _PACES = (0.25, 0.5, 2.0, 4.0)  # steps, times what is configured
 
 
@@ -68,16 +70,17 @@ def choices(prepared: FederatedRun) -> Iterator[Choice]:
     Raises:
       BadInputError: the configuration has no target, or records with budgets of their own.
     """
-    config, cap = prepared.config, prepared.config.mechanism.max_items_per_subject
+    config = prepared.config
+    cap = config.mechanism.participation.max_items_per_subject
     if config.privacy.epsilon is None:
         raise BadInputError("the target is not set: give --epsilon, or privacy.epsilon")
-    if config.mechanism.kind == "rpdp":
+    if config.mechanism.participation.personal:
         raise BadInputError(
             "mechanism.kind is rpdp, whose records have budgets of their own: mechanisms for "
             "people are compared, so name one of them"
         )
-    yield from _found(prepared, UserLDP, cap, 1.0)  # hides all records of a step, whatever the cap
-    for kind in (LocalGroupDP, HiGradAvgDP, SubjectULS):
+    yield from _found(prepared, user_ldp, cap, 1.0)  # hides all records of a step, whatever the cap
+    for kind in (local_group, hi_grad_avg, subject_uls):
         for most in sorted({c for c in (1, cap // 4, cap // 2, cap) if c > 0}):
             yield from _found(prepared, kind, most, 1.0)
 
@@ -85,12 +88,12 @@ def choices(prepared: FederatedRun) -> Iterator[Choice]:
 def other_steps(prepared: FederatedRun, choice: Choice) -> Iterator[Choice]:
     """The same with a quarter to four times the rounds, and as many times smaller batches."""
     for pace in _PACES:
-        yield from _found(prepared, type(choice.config.mechanism), choice.cap, pace)
+        yield from _found(prepared, PRESETS[choice.kind], choice.cap, pace)
 
 
 def by_reach(prepared: FederatedRun, choice: Choice) -> dict[int, float]:
     """Noise over signal of a choice if people were in at most so many silos: 1, 2, 4, ..."""
-    facts = _facts(prepared, type(choice.config.mechanism), choice.cap)
+    facts = _facts(prepared, PRESETS[choice.kind], choice.cap)
     most = prepared.federation.max_silos_per_subject
     found = {}
     for reach in sorted({*(2**k for k in range(most.bit_length())), most}):
@@ -100,26 +103,26 @@ def by_reach(prepared: FederatedRun, choice: Choice) -> dict[int, float]:
     return found
 
 
-def _facts(prepared: FederatedRun, kind: type[SiloMechanism], cap: int) -> list[SiloFacts]:
+def _facts(prepared: FederatedRun, kind: Preset, cap: int) -> list[SiloFacts]:
     """Sizes of the silos under a smaller cap; ``subject_uls`` has its cap in a step alone."""
-    if kind is SubjectULS:
+    if kind is subject_uls:
         return [SiloFacts.of(silo) for silo in prepared.data.silos]
     counts = [silo.subject_offsets[1:] - silo.subject_offsets[:-1] for silo in prepared.data.silos]
     return [SiloFacts(int(each.clip(max=cap).sum()), len(each)) for each in counts]
 
 
-def _found(prepared: FederatedRun, kind: Any, cap: int, pace: float) -> Iterator[Choice]:
+def _found(prepared: FederatedRun, kind: Preset, cap: int, pace: float) -> Iterator[Choice]:
     """One choice, or none."""
     config, old = prepared.config, prepared.config.mechanism
     facts = _facts(prepared, kind, cap)
-    step = sum(old.expected_records(plan.facts) for plan in prepared.federation.silos)
+    step = sum(old.participation.expected_records(plan.facts) for plan in prepared.federation.silos)
     batch = step / len(facts) / pace
     rounds = round(config.federation.rounds * pace)
     if rounds < 1 or batch < 1 or batch > max(known.num_records for known in facts):
         return
-    values = {f.name: getattr(old, f.name) for f in dataclasses.fields(SiloMechanism)}
-    values |= {"noise_multiplier": None, "sampling_prob": None, "batch_size": batch}
-    values["group_size" if kind is SubjectULS else "max_items_per_subject"] = cap
+    values = {"batch_size": batch, "clip_norm": old.clip_norm, "arithmetic": old.noise.arithmetic}
+    values["max_items_per_subject"] = old.participation.max_items_per_subject
+    values["group_size" if kind is subject_uls else "max_items_per_subject"] = cap
     new = config.model_copy(
         update={
             "mechanism": kind(**values),
@@ -134,7 +137,7 @@ def _found(prepared: FederatedRun, kind: Any, cap: int, pace: float) -> Iterator
     members = federation.participants.tolist()
     whole = sum(silo.num_records for silo in prepared.data.silos)
     yield Choice(
-        kind.kind,
+        kind.__name__,
         cap,
         rounds,
         config.federation.local_steps,

@@ -34,11 +34,15 @@ class Silo:
       first: position of its first record.
       subject_offsets: int64 [num_subjects + 1]; its s-th subject owns the local records
         offsets[s]:offsets[s+1].
+      rates: of ``FederatedData``, of the silo's records in order.
+      stay: likewise.
     """
 
     index: int
     first: int
     subject_offsets: np.ndarray
+    rates: np.ndarray | None = None
+    stay: np.ndarray | None = None
 
     @property
     def num_records(self) -> int:
@@ -55,6 +59,13 @@ class Silo:
         """int64 [num_records]: local subject of each local record (sorted)."""
         return np.repeat(np.arange(self.num_subjects), np.diff(self.subject_offsets))
 
+    def at_round(self, round_index: int) -> Silo:
+        """The silo in a round: records that have left have the rate 0, and are drawn no more."""
+        if self.stay is None or self.rates is None or not (self.stay <= round_index).any():
+            return self
+        # proof: rpdp-leaving-1
+        return dataclasses.replace(self, rates=np.where(self.stay > round_index, self.rates, 0.0))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class FederatedData:
@@ -66,6 +77,9 @@ class FederatedData:
       subjects: int64 [num_records], subject of each position, numbered over the federation.
       silo_offsets: int64 [num_silos + 1]; silo i owns positions offsets[i]:offsets[i+1].
       num_subjects: subjects in the federation, before caps.
+      rates: float64 [num_records], q_j of every position, where records have sampling rates of
+        their own (rPDP). Secret: each silo's own.
+      stay: int64 [num_records], rounds after which each record leaves; None: all stay. Secret.
     """
 
     records: Records
@@ -73,13 +87,25 @@ class FederatedData:
     subjects: np.ndarray
     silo_offsets: np.ndarray
     num_subjects: int
+    rates: np.ndarray | None = None
+    stay: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        """Checks that each silo's records lie together by subject.
+        """Checks that each silo's records lie together by subject, and rates.
 
         Raises:
-          BadInputError: they do not.
+          BadInputError: they do not, or there is not one rate from 0 to 1 for each.
         """
+        if self.rates is not None:
+            rates = np.asarray(self.rates, np.float64)
+            if rates.shape != (self.num_records,) or not ((rates >= 0) & (rates <= 1)).all():
+                raise BadInputError(
+                    f"there are {rates.size} sampling rates for {self.num_records} records: give "
+                    "one from 0 to 1 for each"
+                )
+            object.__setattr__(self, "rates", rates)
+        if self.stay is not None and np.shape(self.stay) != (self.num_records,):
+            raise BadInputError("give one number of rounds to stay for each record")
         inside = np.ones(max(len(self.subjects) - 1, 0), bool)
         starts = np.asarray(self.silo_offsets)[1:-1]
         inside[starts[(starts > 0) & (starts < len(self.subjects))] - 1] = False
@@ -149,7 +175,13 @@ class FederatedData:
         first, stop = int(self.silo_offsets[index]), int(self.silo_offsets[index + 1])
         mine = self.subjects[first:stop]
         starts = np.flatnonzero(np.diff(mine, prepend=-1))
-        return Silo(index, first, np.concatenate([starts, [len(mine)]]).astype(np.int64))
+        offsets = np.concatenate([starts, [len(mine)]]).astype(np.int64)
+        own = [None if x is None else x[first:stop] for x in (self.rates, self.stay)]
+        return Silo(index, first, offsets, *own)
+
+    def with_rates(self, rates: np.ndarray, stay: np.ndarray | None = None) -> FederatedData:
+        """A copy whose records have these rates and stays."""
+        return dataclasses.replace(self, rates=rates, stay=stay)
 
     def read(self, positions: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the records at ``positions`` [m] as arrays [m, ...]."""
@@ -157,7 +189,7 @@ class FederatedData:
 
     @property
     def fingerprint(self) -> str:
-        """Hex digest of the records and of who holds what; they are read, if need be.
+        """Hex digest of the records, of who holds what, and of rates; records are read, if need be.
 
         Computed afresh: arrays in memory may have been changed.
         """
@@ -165,6 +197,8 @@ class FederatedData:
         digest = hashlib.sha256(fingerprint_of(self.records, most).encode())
         for array in (self.order, self.subjects, self.silo_offsets):
             digest.update(np.ascontiguousarray(array, np.int64).tobytes())
+        for own in (self.rates, self.stay):
+            digest.update(b"" if own is None else np.ascontiguousarray(own).tobytes())
         return digest.hexdigest()
 
     def largest_counts(self) -> np.ndarray:

@@ -40,7 +40,7 @@ class Chunk:
     Attributes:
       units: pytree [S, T, M, B, ...].
       mask: bool [S, T, M, B], False for padding.
-      group: float32 [S, T, M, B], for rules that weight by group.
+      unit_weight: float32 [S, T, M, B], what clipped gradients are multiplied by.
       microbatches: int32 [S, T], microbatches that hold units.
       active: bool [S, T], False for steps that a silo does not take.
       noise_key: uint32 [S, T, 8], each used once.
@@ -52,7 +52,7 @@ class Chunk:
 
     units: PyTree
     mask: jax.Array
-    group: jax.Array
+    unit_weight: jax.Array
     microbatches: jax.Array
     active: jax.Array
     noise_key: jax.Array
@@ -80,7 +80,7 @@ class Released:
     dropped: jax.Array
 
 
-_PER_STEP = ("units", "mask", "group", "active", "noise_key", "stddev", "divisor")
+_PER_STEP = ("units", "mask", "unit_weight", "active", "noise_key", "stddev", "divisor")
 
 
 def clipped_sum(
@@ -88,7 +88,7 @@ def clipped_sum(
 ) -> Callable[..., tuple[PyTree, StepStats]]:
     """Returns one local step's sum before noise, for one silo.
 
-    ``(params, units [M, B, ...], mask [M, B], group [M, B], microbatches, clip_norm)
+    ``(params, units [M, B, ...], mask [M, B], weight [M, B], microbatches, clip_norm)
     -> (sum, StepStats)``.
     """
     clipped_grad = mechanism.clipped_grad(loss_fn, **options)
@@ -97,7 +97,7 @@ def clipped_sum(
         params: PyTree,
         units: PyTree,
         mask: jax.Array,
-        group: jax.Array,
+        weight: jax.Array,
         microbatches: jax.Array,
         clip_norm: jax.Array,
     ) -> tuple[PyTree, StepStats]:
@@ -107,7 +107,7 @@ def clipped_sum(
 
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
         nothing = vary((zeros, StepStats.zero()), varying_axes(mask))
-        return accumulate.over_microbatches(one, nothing, (units, group), mask, microbatches)
+        return accumulate.over_microbatches(one, nothing, (units, weight), mask, microbatches)
 
     return summed
 
@@ -147,10 +147,11 @@ def make_release(
             params, state = carry
             step, rows = x
             total, stats = summed(
-                params, step["units"], step["mask"], step["group"], rows, silo.clip_norm
+                params, step["units"], step["mask"], step["unit_weight"], rows, silo.clip_norm
             )
+            sensitivity = mechanism.rule(silo.clip_norm).sensitivity
             # proof: noise-4
-            noise = Noise(step["stddev"], silo.clip_norm, mechanism.noise)
+            noise = Noise(step["stddev"], sensitivity, mechanism.noise.arithmetic)
             noised = jax.lax.cond(  # a run without privacy draws none
                 step["stddev"] == 0,
                 lambda tree: tree,

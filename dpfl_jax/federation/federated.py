@@ -27,6 +27,7 @@ from dpfl_jax.federation.engine import Chunk, Released, make_release, mean_updat
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.rounds import Piece, RoundBuilder
 from dpfl_jax.federation.server import OptimizerServer, ServerRule
+from dpfl_jax.mechanisms.sum_check import Sum, only, unmixed
 from dpfl_jax.mesh import data_parallel_mesh, place, replicated
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.algorithm import Algorithm, Steps, Taken
@@ -67,8 +68,9 @@ class Federated(Algorithm):
         federation.check(data, here)
         if not len(federation.participants):
             raise BadInputError("no silo holds any record: check the data and federation sections")
-        for plan in federation.silos:
+        for plan, silo in zip(federation.silos, data.silos, strict=True):
             _ = plan.mechanism.sigma
+            plan.mechanism.participation.check(silo)
         self.loss_fn, self.data, self.federation = loss_fn, data, federation
         self.local_optimizer, self.server = local_optimizer, server
         self.delta, self.mesh = delta, mesh
@@ -208,19 +210,19 @@ class FederatedSteps(Steps):
         found = self._first_work()
         if found is None:
             return
-        piece, units, group = found
+        piece, units, weight = found
         params = self.run.server.broadcast(state.opt_state["server"])
         say("that silos' units do not mix (it is compiled for this)")
         _check_unmixed(self.release, params, self._kept(state.opt_state, piece), piece.chunk)
         if self.run.execution.strategy not in ("vmap", "scan"):
             mechanism = self.run.federation.mechanism
             bounded = clipped_grad(
-                mechanism.unit_loss(self.loss_fn),
+                mechanism.participation.unit_loss(self.loss_fn),
                 rule=mechanism.rule(mechanism.clip_norm),
                 strategy=self.run.execution.strategy,
             )
             say("norms of two units")
-            self_check(bounded, self.run.given, units, group=group)
+            self_check(bounded, self.run.given, units, weight=weight)
 
     def inputs(self) -> Iterator[tuple[int, Iterator[Piece]]]:
         """The chunks of each round, built ahead."""
@@ -263,7 +265,7 @@ class FederatedSteps(Steps):
                     return (
                         builder.ship(silos, host, records),
                         units,
-                        jnp.asarray(host["group"][index]),
+                        jnp.asarray(host["unit_weight"][index]),
                     )
         return None
 
@@ -339,9 +341,8 @@ def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -
     """Looks whether data that are masked out change what silos release, in the run's own program.
 
     One microbatch of each local step of a chunk, without noise, a random half of its units and then
-    the other half left out; not a bit may change when their data become zeros (a device that adds
-    up in no fixed order shows nothing). Silos are split over devices by hand, so no compiler could
-    split their sums wrongly: these are compared with no other program's.
+    the other half left out (``sum_check.unmixed``). Silos are split over devices by hand, so no
+    compiler could split their sums wrongly: these are compared with no other program's.
 
     Raises:
       SelfCheckError: it changes.
@@ -353,29 +354,23 @@ def _check_unmixed(release: Any, params: PyTree, states: PyTree, chunk: Chunk) -
     )
     def left_out(chunk: Chunk, left: jax.Array, blank: bool) -> Chunk:
         mask = chunk.mask & left
-
-        def kept(x: jax.Array) -> jax.Array:
-            return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim)), x, 0)
-
-        units = jax.tree.map(lambda x: kept(x).astype(x.dtype), chunk.units)
         return dataclasses.replace(
             chunk,
-            units=units if blank else chunk.units,
+            units=only(chunk.units, mask) if blank else chunk.units,
             mask=mask,
             stddev=jnp.zeros_like(chunk.stddev),
             microbatches=jnp.minimum(chunk.microbatches, 1),
         )
 
-    def run(left: np.ndarray, blank: bool) -> list[bytes]:
+    def run(left: np.ndarray, blank: bool) -> Sum:
         changed = left_out(chunk, place(left, chunk.mask.sharding), blank)
         released, _, stats = release(params, states, changed)
-        return [np.asarray(x).tobytes() for x in jax.tree.leaves((released, stats))]
+        return Sum(released.update, stats)
 
     for left in (half, ~half):
-        full = run(left, False)
-        if full != run(left, True) and full == run(left, False):
+        _, wrong = unmixed(functools.partial(run, left))
+        if wrong is not None:
             raise SelfCheckError(
-                "units mix: what the silos release changes with the data of units that are left "
-                "out, so no round was run: use another execution.strategy or execution.width=1, "
-                "and report this"
+                f"what the silos release: {wrong}; no round was run: use another "
+                "execution.strategy or execution.width=1, and report this"
             )

@@ -26,7 +26,7 @@ from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.guidance import balance_of
-from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism, SubjectULS
+from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism, Subjects, subject_uls
 from dpfl_jax.federation.personal.personalise import (
     personal_guarantee,
     personalise,
@@ -111,7 +111,7 @@ def noised(
     """
     federation, delta = federation_of(config, facts), config.privacy.delta
     assert delta is not None
-    if config.mechanism.kind == "rpdp":
+    if config.mechanism.participation.personal:
         setting = public_setting(config, federation, delta, None if noise is None else noise[0])
         return public_part(config, federation, setting)
     if noise is not None:
@@ -213,7 +213,7 @@ class FederatedRun(Prepared):
     ) -> tuple[RunResult, MakeReport]:
         """Runs the rounds."""
         if self.personal is not None:
-            self.personal.check_rates(self.federation)
+            self.personal.check_rates(self.data)
         config, model = self.config, self.model
         predict = model.predict if self.subjects.task.kind == "classes" else None
         evaluator = Evaluator(
@@ -300,13 +300,13 @@ def federated_inputs(
 ) -> tuple[str, ...]:
     """What a study takes as public; ``remote``: its silos are elsewhere."""
     more: list[str] = []
-    if config.mechanism.kind == "rpdp":
+    if config.mechanism.participation.personal:
         budgets = config.privacy.budgets
         declared = budgets.kind != "column" or budgets.declared is not None
         more += ["typical budgets: privacy.budgets"] if declared else []
     if config.federation.weights is not None:
         more.append("weights of silos: federation.weights")
-    return public_inputs(counts, vars(config.mechanism), config, task, more=more, remote=remote)
+    return public_inputs(counts, config.mechanism.bounds, config, task, more=more, remote=remote)
 
 
 def knobs(config: FederatedConfig, facts: Sequence[SiloFacts], dim: int) -> Knobs:
@@ -317,13 +317,15 @@ def knobs(config: FederatedConfig, facts: Sequence[SiloFacts], dim: int) -> Knob
       facts: public sizes of all silos.
       dim: number of parameters.
     """
-    mechanism = config.mechanism
+    mechanism, drawn = config.mechanism, config.mechanism.participation
+    by_parts = "mechanism.participation" if mechanism.kind == "custom" else "mechanism"
 
     def would(section: str, key: str, value: Any) -> Callable[[], Balance]:
         def ask() -> Balance:
             old = getattr(config, section)
             if section == "mechanism":
-                new = dataclasses.replace(old, **{key: value})
+                part = dataclasses.replace(old.participation, **{key: value})
+                new = dataclasses.replace(old, participation=part)
             else:
                 new = old.model_copy(update={key: value})
             federation, _ = noised(config.model_copy(update={section: new}), facts)
@@ -332,31 +334,33 @@ def knobs(config: FederatedConfig, facts: Sequence[SiloFacts], dim: int) -> Knob
         return ask
 
     def knob(section: str, key: str, values: Sequence[Any]) -> tuple[str, list[Any]]:
-        return f"{section}.{key}", [(value, would(section, key, value)) for value in values]
+        where = by_parts if section == "mechanism" else section
+        return f"{where}.{key}", [(value, would(section, key, value)) for value in values]
 
     largest = max(known.num_records for known in facts)
-    if mechanism.kind == "rpdp":
-        if mechanism.expected_batch is None:
+    if drawn.personal:
+        if drawn.expected_batch is None:
             yield knob("federation", "local_steps", doubled(config.federation.local_steps, 1e3, 3))
-    elif mechanism.batch_size is not None:
-        yield knob("mechanism", "batch_size", doubled(mechanism.batch_size, largest))
+    elif drawn.has_fixed_rate:
+        yield knob("mechanism", "sampling_prob", doubled(drawn.sampling_prob, 1.0))
     else:
-        yield knob("mechanism", "sampling_prob", doubled(mechanism.sampling_prob, 1.0))
-    cap = mechanism.max_items_per_subject
+        yield knob("mechanism", "batch_size", doubled(drawn.batch_size, largest))
+    cap = drawn.max_items_per_subject
     yield knob(
         "mechanism", "max_items_per_subject", [c for c in (cap // 2, cap // 4, 1) if 0 < c < cap]
     )
     if config.privacy.epsilon is not None:
         yield knob("privacy", "epsilon", doubled(config.privacy.epsilon, math.inf, 4))
-    if mechanism.kind in ("local_group", "hi_grad_avg", "user_ldp"):
-        common = {f.name: getattr(mechanism, f.name) for f in dataclasses.fields(SiloMechanism)}
-        uls = SubjectULS(**common, group_size=cap)
+    if mechanism.unit == "subject" and drawn.contribution("subject") is not None:
+        same = {"batch_size": drawn.batch_size, "sampling_prob": drawn.sampling_prob}
+        whole = Subjects(**same, max_items_per_subject=cap, group_size=cap)
+        uls = dataclasses.replace(mechanism, participation=whole)
 
         def by_subject() -> Balance:
             federation, _ = noised(config.model_copy(update={"mechanism": uls}), facts)
             return balance_of(federation, dim)
 
-        yield "mechanism.kind", [(uls.kind, by_subject)]
+        yield "mechanism.kind", [(subject_uls.__name__, by_subject)]
     yield knob("federation", "rounds", [int(r) for r in doubled(config.federation.rounds, 1e6, 3)])
 
 
@@ -364,10 +368,10 @@ def _personalised(prepared: FederatedRun, noise: float | None = None) -> Federat
     """Sets noise and rates of a federation with personal budgets."""
     config, store = prepared.config, prepared.subjects.train
     keys = subject_keys(store, config.federation.partition_seed)
-    federation, personal = personalise(
+    federation, data, personal = personalise(
         config, prepared.federation, prepared.data, store, keys, prepared.delta, noise
     )
-    return dataclasses.replace(prepared, federation=federation, personal=personal)
+    return dataclasses.replace(prepared, federation=federation, data=data, personal=personal)
 
 
 def read_subjects(config: FederatedConfig) -> SubjectData:
@@ -409,7 +413,7 @@ def prepare(
     )
     prepared = FederatedRun(config, subjects, data, federation, delta, model, held_out)
     with console.status("calibrating noise"):
-        if config.mechanism.kind == "rpdp":
+        if config.mechanism.participation.personal:
             return _personalised(prepared)
         federation = calibrated(config, federation, delta)
     return dataclasses.replace(prepared, federation=federation)
@@ -436,7 +440,7 @@ def run_experiment(
 
 
 def identity(data: FederatedData, personal: Personal | None) -> str:
-    """Identifies what is drawn from: the data and, where records have them, budgets and rates.
+    """Identifies what is drawn from: data, rates in them and, where records have them, budgets.
 
     A run that went on with other rates would spend what its report does not say, and add the same
     noise to the rounds that it takes again.
@@ -444,9 +448,7 @@ def identity(data: FederatedData, personal: Personal | None) -> str:
     if personal is None:
         return data.fingerprint
     digest = hashlib.sha256(data.fingerprint.encode())
-    assignment = personal.assignment
-    for values in (personal.budgets, assignment.rates, assignment.stay):
-        digest.update(np.ascontiguousarray(values).tobytes())
+    digest.update(np.ascontiguousarray(personal.budgets).tobytes())
     return digest.hexdigest()
 
 
@@ -471,7 +473,7 @@ def _kept(prepared: FederatedRun) -> dict[str, Any]:
     }
     if before - after <= _MANY * before:
         return found
-    cap = prepared.config.mechanism.max_items_per_subject
+    cap = prepared.config.mechanism.participation.max_items_per_subject
     advice = "raise it"
     if prepared.config.federation.partition != "natural":  # where records lie is ours to say
         advice += ", or spread subjects over more silos"
@@ -490,7 +492,7 @@ def _silo_rows(prepared: FederatedRun) -> list[dict[str, Any]]:
             "silo": i,
             "records": plan.facts.num_records,
             "subjects": plan.facts.num_subjects,
-            "sampling_prob": plan.mechanism.probability(plan.facts),
+            "sampling_prob": plan.mechanism.participation.probability(plan.facts),
             "local_steps": plan.local_steps,
             "noise_multiplier": plan.mechanism.sigma,
             "epsilon_alone": "inf" if math.isinf(epsilon) else epsilon,
@@ -535,13 +537,13 @@ def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
     guarantee = prepared.about(prepared.guarantee(federation.rounds))
     members = [federation.silos[i] for i in federation.participants.tolist()]
     sigmas = [p.mechanism.sigma for p in members]
-    divisors = [p.mechanism.divisor(p.facts) for p in members]
+    means = [p.mechanism.noise_stddev / p.mechanism.participation.divisor(p.facts) for p in members]
     kept = _kept(prepared)
     for line in prepared.warnings():
         console.print(line)
     for line in prepared.advice():
         console.print(line, highlight=False)
-    per_step = sum(p.mechanism.expected_records(p.facts) for p in members)
+    per_step = sum(p.mechanism.participation.expected_records(p.facts) for p in members)
     return {
         "status": "dry-run",
         "name": config.name,
@@ -556,9 +558,7 @@ def dry_run(config: FederatedConfig, console: Console) -> dict[str, Any]:
         "local_steps": plan.local_steps,
         "records_per_round": per_step * plan.local_steps,
         "noise_multiplier": {"least": min(sigmas), "most": max(sigmas)},
-        "noise_on_mean": max(
-            s * p.mechanism.clip_norm / d for s, p, d in zip(sigmas, members, divisors)
-        ),
+        "noise_on_mean": max(means),
         "noise_over_signal": prepared.balance.to_json(),
         "epsilon": guarantee.epsilon if math.isfinite(guarantee.epsilon) else None,
         "delta": prepared.delta,

@@ -143,7 +143,9 @@ class Federation:
         return (words >> 11) * 2.0**-53 < self.cohort.rate
 
     def with_noise(self, sigmas: Sequence[float]) -> Federation:
-        """A copy with these noise multipliers, one per silo."""
+        """A copy with these noise multipliers, one per silo; without privacy there is no noise."""
+        if not self.mechanism.private:
+            return self
         silos = tuple(
             dataclasses.replace(
                 plan, mechanism=dataclasses.replace(plan.mechanism, noise_multiplier=float(sigma))
@@ -168,14 +170,14 @@ class Federation:
             if (
                 not elsewhere
                 and plan.facts != SiloFacts.of(silo)
-                and (plan.mechanism.sampling_prob is None or not plan.facts.num_records)
+                and not (plan.mechanism.participation.has_fixed_rate and plan.facts.num_records)
             ):
                 raise BadInputError(
                     f"the plan says that silo {silo.index} holds {plan.facts.num_records} records "
                     f"of {plan.facts.num_subjects} subjects, but it holds {silo.num_records} of "
                     f"{silo.num_subjects}: the probabilities accounted for would not be those run"
                 )
-        caps = np.array([plan.mechanism.max_items_per_subject for plan in self.silos])
+        caps = np.array([p.mechanism.participation.max_items_per_subject for p in self.silos])
         # proof: cap-2
         over = np.flatnonzero(data.largest_counts() > caps)
         if len(over) and self.mechanism.private:

@@ -44,7 +44,7 @@ def federated_guarantee(
     if not mechanism.private:
         caveats = ("this run is not private: it is a baseline", *caveats)
     reach = federation.max_silos_per_subject
-    cap = max(plan.mechanism.max_items_per_subject for plan in federation.silos)
+    cap = max(p.mechanism.participation.max_items_per_subject for p in federation.silos)
     unit = mechanism.unit
     assumptions: tuple[str, ...] = ASSUMPTIONS
     if mechanism.private:
@@ -70,7 +70,7 @@ def federated_guarantee(
         )
     # A unit may be in so many silos, each of which adds noise at every local step.
     summed = rounds * steps[-1] * (1 if unit == "record" else reach)
-    assumptions += accounting.noise_assumptions(mechanism.noise, epsilon, delta, summed)
+    assumptions += accounting.noise_assumptions(mechanism.noise.arithmetic, epsilon, delta, summed)
     if mechanism.private:
         units = num_subjects or federation.least_subjects
         if unit == "record":
@@ -80,10 +80,11 @@ def federated_guarantee(
     noise = f"{sizes[0]:.5g}" if sizes[0] == sizes[-1] else f"{sizes[0]:.5g} to {sizes[-1]:.5g}"
     taken = f"{steps[0]}" if steps[0] == steps[-1] else f"{steps[0]} to {steps[-1]}"
     probs = sorted(
-        p.mechanism.probability(p.facts) for p in federation.silos if p.facts.num_records
+        p.mechanism.participation.probability(p.facts)
+        for p in federation.silos
+        if p.facts.num_records
     )
     between = f"{probs[0]:.4g}" if probs[0] == probs[-1] else f"{probs[0]:.4g} to {probs[-1]:.4g}"
-    what = "subjects" if mechanism.kind == "subject_uls" else "records"
     cohort = "all silos"
     if federation.cohort is not None:
         cohort = federation.cohort.describe(f"{len(federation.silos)} silos", "silo")
@@ -103,7 +104,8 @@ def federated_guarantee(
         if not mechanism.private
         else "PLD; each silo's events composed over "
         + ("one silo (a record is in one)" if unit == "record" else f"at most {reach} silos"),
-        sampling=f"{mechanism.kind}: in each of {members} silos Poisson sampling of {what} with "
+        sampling=f"{mechanism.kind}: in each of {members} silos Poisson sampling of "
+        f"{mechanism.participation.drawn} with "
         f"probability {between}, {taken} local steps in each of {rounds} rounds of {cohort}; noise "
         f"multiplier {noise}, added inside the silo at every step",
         assumptions=assumptions if mechanism.private else (),

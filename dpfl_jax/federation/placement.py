@@ -69,7 +69,7 @@ def spread(store: Store, config: FederatedConfig, classes: int | None = None) ->
             subjects, keys, section.silos, section.partition, alpha=section.alpha
         )
     keep = None
-    if config.mechanism.kind != "fed_avg":
+    if config.mechanism.private:
         keep = capped(config, subjects, silos, keys)
     return FederatedData.from_assignment(store, subjects, silos, section.silos, keep)
 
@@ -83,8 +83,9 @@ def capped(
       BadInputError: of personal budgets, which take one record of a subject, some would be left out
         that nobody said may be.
     """
-    keep = cap_per_subject(subjects, silos, keys, config.mechanism.max_items_per_subject)
-    if config.mechanism.kind == "rpdp" and not keep.all():
+    participation = config.mechanism.participation
+    keep = cap_per_subject(subjects, silos, keys, participation.max_items_per_subject)
+    if participation.personal and not keep.all():
         raise BadInputError(
             "mechanism.kind=rpdp protects records, one of a user in a silo, but users have "
             "several: set data.user_column=null to train on every row as a person of its own, or "

@@ -77,7 +77,8 @@ class RoundBuilder:
     def capacity(self) -> int:
         """Microbatches in a step's buffer."""
         plans = self.federation.silos
-        bounds = [plans[i].mechanism.size_bound(self.data.silos[i]) for i in self._members]
+        own = self.data.silos
+        bounds = [plans[i].mechanism.participation.size_bound(own[i]) for i in self._members]
         return max(1, math.ceil(max([*bounds, self._usual]) / self.row))
 
     @functools.cached_property
@@ -88,14 +89,14 @@ class RoundBuilder:
     @functools.cached_property
     def _usual(self) -> int:
         plans = self.federation.silos
-        sizes = [plans[i].mechanism.usual_size(plans[i].facts) for i in self._members]
+        sizes = [plans[i].mechanism.participation.usual_size(plans[i].facts) for i in self._members]
         return max(sizes, default=1)
 
     @functools.cached_property
     def unit_size(self) -> int | None:
         """Records in a unit, or None if a unit is a record."""
         plans = self.federation.silos
-        sizes = [plans[i].mechanism.unit_size(plans[i].facts) for i in self._members]
+        sizes = [plans[i].mechanism.participation.unit_size(plans[i].facts) for i in self._members]
         known = [size for size in sizes if size is not None]
         return max(known) if known else None
 
@@ -119,7 +120,7 @@ class RoundBuilder:
     def public_bytes(self) -> int:
         """No fewer than ``silo_bytes``, by public numbers alone: personal rates enter no shape."""
         plans = self.federation.silos
-        most = [plans[i].mechanism.most_units(plans[i].facts) for i in self._members]
+        most = [plans[i].mechanism.participation.most_units(plans[i].facts) for i in self._members]
         return self._bytes(max([*most, self._usual]) + self.row)
 
     def _bytes(self, units: int) -> int:
@@ -147,9 +148,9 @@ class RoundBuilder:
     def draws(self, silo: int, round_index: int) -> list[SiloDraw]:
         """What a silo draws in a round, one entry per local step."""
         plan, key = self.federation.silos[silo], self.silo_key(silo, round_index)
-        mine = self.data.silos[silo]
-        mechanism = plan.mechanism.at_round(round_index)
-        return [mechanism.draw(mine, key, t) for t in range(plan.local_steps)]
+        mine = self.data.silos[silo].at_round(round_index)
+        draw = plan.mechanism.participation.draw
+        return [draw(mine, key, t) for t in range(plan.local_steps)]
 
     def noise_keys(self, silo: int, round_index: int) -> np.ndarray:
         """uint32 [local steps, 8]: one key per local step."""
@@ -165,7 +166,7 @@ class RoundBuilder:
         del draw
         plan = self.federation.silos[silo]
         # proof: noise-3
-        return plan.mechanism.sigma * plan.mechanism.clip_norm, plan.mechanism.divisor(plan.facts)
+        return plan.mechanism.noise_stddev, plan.mechanism.participation.divisor(plan.facts)
 
     def build(self, round_index: int, silos: np.ndarray) -> Piece:
         """Draws, reads and ships the work of ``silos`` (at most ``size``) in a round.
@@ -222,7 +223,7 @@ class RoundBuilder:
             units = with_keys(units, scatter(keys_of))
         present = scatter(np.ones(len(slots), bool))
         mask = np.zeros((self.size, steps, capacity * self.row), bool)
-        group = np.ones(mask.shape, np.float32)
+        unit_weight = np.ones(mask.shape, np.float32)
         active = np.zeros(shape[:2], bool)
         keys = np.zeros((*shape[:2], 8), np.uint32)
         stddev, divisor = np.zeros(shape[:2], np.float32), np.ones(shape[:2], np.float32)
@@ -234,7 +235,7 @@ class RoundBuilder:
             keys[s, : plan.local_steps] = self.noise_keys(i, round_index)
             for t, draw in enumerate(row):
                 mask[s, t, : draw.size] = True
-                group[s, t, : draw.size] = draw.group
+                unit_weight[s, t, : draw.size] = draw.weight
                 stddev[s, t], divisor[s, t] = self.scale(i, draw)
         rows = np.ceil(mask.sum(axis=2) / self.row).astype(np.int32)
         if unit_size is not None:
@@ -242,7 +243,7 @@ class RoundBuilder:
         host: dict[str, Any] = {
             "units": units,
             "mask": mask.reshape(shape),
-            "group": group.reshape(shape),
+            "unit_weight": unit_weight.reshape(shape),
             "microbatches": rows,
             "active": active,
             "noise_key": keys,

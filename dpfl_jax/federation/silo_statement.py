@@ -15,7 +15,6 @@ from typing import Any, get_args
 from dpfl_jax.accounting import Guarantee, NoiseLaw, events
 from dpfl_jax.accounting.rates import TwoStage
 from dpfl_jax.accounting.statement import Statement, whole
-from dpfl_jax.config.kinds import SILOS
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.accountant import worst_cases
 from dpfl_jax.federation.federation import Cohort, Federation, SiloPlan
@@ -27,13 +26,13 @@ from dpfl_jax.federation.isrl.privacy import (
     at_one_delta,
     worst_guarantee,
 )
-from dpfl_jax.federation.mechanisms import SiloFacts, SiloMechanism
+from dpfl_jax.federation.mechanisms import PersonalRecords, SiloFacts, SiloMechanism
+from dpfl_jax.federation.mechanisms.presets import is_earlier, parse_known
 from dpfl_jax.federation.personal.personalise import Published, published_guarantee
 from dpfl_jax.run.public_inputs import of_the_mechanism
 from dpfl_jax.sampling import FixedSize, Poisson
 
-# Options that there were, with the values that gave a guarantee: files say them.
-_ONCE_OF_MECHANISMS = {"sampling": ("poisson",), "denominator": ("expected_batch",)}
+# An option that there was, with the values that gave a guarantee: files say them.
 _ONCE_OF_MESSAGES = {"arm": ("sound", "paper_closed_form")}
 
 
@@ -48,7 +47,7 @@ def federated_statement(
       num_subjects: in all silos together.
       guarantee: of these.
     """
-    common, cohort = SILOS.dump(federation.mechanism), federation.cohort
+    common, cohort = federation.mechanism.to_section(), federation.cohort
     basis = {
         "system": "federated",
         "mechanism": common,
@@ -66,7 +65,7 @@ def federated_statement(
 
 
 def _row(plan: SiloPlan, common: dict[str, Any]) -> dict[str, Any]:
-    own = SILOS.dump(plan.mechanism)
+    own = plan.mechanism.to_section()
     differs = {name: value for name, value in own.items() if value != common[name]}
     return {
         **dataclasses.asdict(plan.facts),
@@ -77,9 +76,9 @@ def _row(plan: SiloPlan, common: dict[str, Any]) -> dict[str, Any]:
 
 def _federated(basis: dict[str, Any]) -> Statement:
     def plan(row: dict[str, Any]) -> SiloPlan:
-        mechanism = SILOS.parse_known({**basis["mechanism"], **row.get("mechanism", {})})
+        mechanism = parse_known({**basis["mechanism"], **row.get("mechanism", {})})
         facts = SiloFacts(whole(row, "num_records"), whole(row, "num_subjects"))
-        subjects, cap = facts.num_subjects, mechanism.max_items_per_subject
+        subjects, cap = facts.num_subjects, mechanism.participation.max_items_per_subject
         if not subjects <= facts.num_records <= cap * subjects:
             raise BadInputError(
                 f"a silo of {subjects} subjects has {subjects} to {cap * subjects} records under "
@@ -98,7 +97,7 @@ def _federated(basis: dict[str, Any]) -> Statement:
     federation = Federation(silos, rounds, reach, cohort)
     subjects = whole(basis, "num_subjects", federation.least_subjects)
     guarantee = federated_guarantee(federation, delta, rounds, num_subjects=subjects)
-    known = of_the_mechanism(vars(federation.mechanism), f"{len(silos)} silos")
+    known = of_the_mechanism(federation.mechanism.bounds, f"{len(silos)} silos")
     guarantee = dataclasses.replace(guarantee, public_inputs=known)
     return federated_statement(federation, rounds, subjects, guarantee)
 
@@ -114,7 +113,9 @@ def personal_statement(
       rounds: accounted.
       guarantee: of these.
     """
-    setting = public.setting
+    setting, drawn = public.setting, mechanism.participation
+    assert isinstance(drawn, PersonalRecords)
+    alike = dataclasses.replace(drawn, expected_batch=None)  # silos differ in it
     rows, groups = [], []
     for budget, rate, stay in public.groups:
         stay = min(stay, rounds)
@@ -123,7 +124,7 @@ def personal_statement(
         groups.append((f"records of budget {budget:g}", event))
     basis = {
         "system": "personal",
-        "mechanism": {**SILOS.dump(mechanism), "expected_batch": None},
+        "mechanism": dataclasses.replace(mechanism, participation=alike).to_section(),
         "setting": dataclasses.asdict(setting),
         "policy": public.policy,
         "num_records": public.records,
@@ -134,14 +135,14 @@ def personal_statement(
 
 
 def _personal(basis: dict[str, Any]) -> Statement:
-    mechanism, setting = SILOS.parse_known(basis["mechanism"]), TwoStage(**basis["setting"])
+    mechanism, setting = parse_known(basis["mechanism"]), TwoStage(**basis["setting"])
     setting = dataclasses.replace(setting, noise_multiplier=mechanism.sigma)
     public = Published(
         setting,
         basis["policy"],
         whole(basis, "num_records", 1),
         tuple((float(b), rate, stay) for b, rate, stay in basis["groups_budget_rate_rounds"]),
-        mechanism.noise,
+        mechanism.noise.arithmetic,
     )
     rounds = whole(basis, "rounds", most=setting.rounds)
     if not all(0 <= rate <= 1 and 0 <= stay <= rounds for _, rate, stay in public.groups):
@@ -149,7 +150,7 @@ def _personal(basis: dict[str, Any]) -> Statement:
             "a rate of groups_budget_rate_rounds is no probability, or stays longer"
         )
     guarantee = dataclasses.replace(
-        published_guarantee(public, rounds), public_inputs=of_the_mechanism(vars(mechanism))
+        published_guarantee(public, rounds), public_inputs=of_the_mechanism(mechanism.bounds)
     )
     made = personal_statement(mechanism, public, rounds, guarantee)
     for (budget, _, _), group in zip(public.groups, made.groups):
@@ -172,8 +173,10 @@ def isrl_statement(noise: Sequence[SiloNoise], guarantee: Guarantee) -> Statemen
 
 
 def _isrl(basis: dict[str, Any]) -> Statement:
-    noise = []
-    for kind in basis["kinds_of_silos"]:
+    noise, earlier = [], []
+    for given in basis["kinds_of_silos"]:
+        earlier.append({k: v for k, v in given.items() if v in _ONCE_OF_MESSAGES.get(k, ())})
+        kind = {k: v for k, v in given.items() if k not in earlier[-1]}
         size, _ = whole(kind, "silo_size", 1), whole(kind, "rounds", 1)
         if not 0 < kind["batch"] <= size or kind["noise_multiplier"] <= 0:
             raise BadInputError(f"no silo has this batch and noise: {kind}")
@@ -192,7 +195,10 @@ def _isrl(basis: dict[str, Any]) -> Statement:
         noise.append(one)
     if not noise:
         raise BadInputError("kinds_of_silos is empty")
-    return isrl_statement(noise, worst_guarantee(noise))
+    made = isrl_statement(noise, worst_guarantee(noise))
+    for each, old in zip(made.basis["kinds_of_silos"], earlier):
+        each |= old
+    return made
 
 
 def restate(basis: dict[str, Any]) -> Statement:
@@ -201,14 +207,7 @@ def restate(basis: dict[str, Any]) -> Statement:
     Raises:
       BadInputError: no run has it.
     """
-    isrl = basis["system"] == "isrl"
-    sections = basis["kinds_of_silos"] if isrl else [basis["mechanism"]]
-    once = _ONCE_OF_MESSAGES if isrl else _ONCE_OF_MECHANISMS
-    said = [{k: v for k, v in each.items() if v in once.get(k, ())} for each in sections]
-    now = [{k: each[k] for k in each if k not in old} for each, old in zip(sections, said)]
-    basis = {**basis, **({"kinds_of_silos": now} if isrl else {"mechanism": now[0]})}
     made = {"federated": _federated, "personal": _personal, "isrl": _isrl}[basis["system"]](basis)
-    again = made.basis["kinds_of_silos"] if isrl else [made.basis["mechanism"]]
-    for each, old in zip(again, said):
-        each |= old
-    return made
+    if basis["system"] == "isrl" or not is_earlier(basis["mechanism"]):
+        return made
+    return made.model_copy(update={"basis": {**made.basis, "mechanism": basis["mechanism"]}})

@@ -36,7 +36,7 @@ from dpfl_jax.federation.federated_run import (
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.guidance import balance_of
-from dpfl_jax.federation.mechanisms import SiloFacts
+from dpfl_jax.federation.mechanisms import PersonalRecords, SiloFacts
 from dpfl_jax.federation.personal.personalise import (
     Published,
     personalise,
@@ -93,17 +93,20 @@ def facts_of(rows: Sequence[Mapping[str, Any]]) -> list[SiloFacts]:
 
 
 def _published(config: FederatedConfig, federation: Federation, groups: Any) -> Published:
-    mechanism: Any = federation.mechanism
+    mechanism, drawn = federation.mechanism, federation.mechanism.participation
+    assert isinstance(drawn, PersonalRecords)
+    assert drawn.setting is not None
     records = sum(plan.facts.num_records for plan in federation.silos)
     policy = config.privacy.policy
-    return Published(mechanism.setting, policy, records, groups, mechanism.noise)
+    law = mechanism.noise.arithmetic
+    return Published(drawn.setting, policy, records, groups, law)
 
 
 def guarantee_of(
     config: FederatedConfig, federation: Federation, groups: Any, rounds: int, caveats: Any = ()
 ) -> Guarantee:
     """What ``rounds`` rounds guarantee, from public numbers alone."""
-    if config.mechanism.kind == "rpdp":
+    if config.mechanism.participation.personal:
         return published_guarantee(_published(config, federation, groups), rounds, caveats)
     delta = config.privacy.delta
     assert delta is not None
@@ -196,15 +199,15 @@ class SubjectWork:
         self.federation, self.groups = noised(config, facts, plan.noise)
         self.public = self.federation
         personal = None
-        if config.mechanism.kind == "rpdp":
+        if config.mechanism.participation.personal:
             delta = config.privacy.delta
             assert delta is not None
             bare = federation_of(config, facts)
-            self.federation, personal = personalise(
+            self.federation, data, personal = personalise(
                 config, bare, data, held.store, held.keys, delta, plan.noise[0]
             )
             personal.check(config.federation.rounds)
-            personal.check_rates(self.federation)
+            personal.check_rates(data)
         self._personal, self._data, self.unit_key = personal, data, unit_key_of(held.store)
         model = build_by_name(config.model.kind, held.task, config.model.options)
         local, server = round_optimizers(config)
@@ -376,7 +379,7 @@ class SubjectServer:
 
     def statement(self, rounds: int, guarantee: Guarantee) -> Statement:
         """For ``guarantee.json``."""
-        if self.config.mechanism.kind == "rpdp":
+        if self.config.mechanism.participation.personal:
             public = _published(self.config, self.federation, self.groups)
             return personal_statement(self.federation.mechanism, public, rounds, guarantee)
         least = self.federation.least_subjects

@@ -87,7 +87,7 @@ def _check(config: Any) -> None:
         wrong = f"mechanism.kind is {config.mechanism.kind}, as configured without any guarantee"
     elif config.data.split != "by_user":
         wrong = "data.split is within_user: silos hold out subjects, set by_user"
-    elif config.mechanism.kind == "rpdp" and privacy.unreachable != "exclude":
+    elif config.mechanism.participation.personal and privacy.unreachable != "exclude":
         wrong = (
             "privacy.unreachable is error, but a silo that refuses would tell the server of its "
             "people's least budget: set exclude"

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import math
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -94,13 +96,13 @@ class Mechanism:
         """
         check_field_types(self)
         check_noise_multiplier(self.noise_multiplier)
+        if isinstance(self.gives, LocalUpdate) and isinstance(self.clip, NoClip):
+            raise BadInputError(
+                "mechanism.clip is none, but updates of local steps are clipped: take another rule"
+            )
         if not self.private:
             return
-        if isinstance(self.clip, NoClip):
-            raise BadInputError(
-                "mechanism.clip is none, but noise hides only what is bounded: take another clip "
-                "rule, or set mechanism.noise to none"
-            )
+        check_bounded(self.clip)
         if isinstance(self.participation, Examples) and self.participation.group_size is None:
             raise BadInputError(
                 "mechanism.group_size is missing: without a bound on the examples of a user, "
@@ -127,8 +129,8 @@ class Mechanism:
 
     # ---- as a section of a configuration ---------------------------------------------------
 
-    def to_section(self) -> dict[str, Any]:
-        """What describes it in a configuration: a preset with its options, or the parts."""
+    @functools.cached_property
+    def _section(self) -> dict[str, Any]:
         from dpfl_jax.mechanisms.presets import as_preset  # which makes mechanisms
 
         preset = as_preset(self)
@@ -137,12 +139,16 @@ class Mechanism:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return {name: Kinds.dump(value) for name, value in fields.items()}
 
+    def to_section(self) -> dict[str, Any]:
+        """What describes it in a configuration: a preset with its options, or the parts."""
+        return dict(self._section)
+
     to_json = to_section
 
-    @functools.cached_property
+    @property
     def kind(self) -> str:
         """The name of the preset that it is; "custom" of other combinations."""
-        return str(self.to_section().get("kind", "custom"))
+        return str(self._section.get("kind", "custom"))
 
     # ---- what runs -------------------------------------------------------------------------
 
@@ -285,7 +291,7 @@ class Mechanism:
           **options: passed to ``clipping.clipped_grad`` (``strategy``, ...).
         """
         if isinstance(self.clip, NoClip):
-            return unclipped_sum(loss_fn, options.get("trainable"))
+            return unclipped_sum(self.participation.unit_loss(loss_fn), options.get("trainable"))
         return self.gives.clipped(
             self.participation,
             loss_fn,
@@ -334,6 +340,11 @@ class Mechanism:
             return counted(first if clip_norm is None else clip_norm, *args, **options)
 
         return summed
+
+    @property
+    def first_clip_norm(self) -> tuple[np.float32, ...]:
+        """What the first step gives its sum besides units, where the clip norm adapts."""
+        return (np.float32(self.clip.clip_norm),) if isinstance(self.clip, Adaptive) else ()
 
     def zero_sum(self, params: PyTree, *lead: int) -> PyTree:
         """Zeros in the structure of what a step sums, float32, with leading axes ``lead``."""
@@ -433,6 +444,8 @@ class Mechanism:
 
         def event(sigma: float) -> Any:
             made = dataclasses.replace(chosen, noise_multiplier=sigma)
+            # The order follows from the noise: until it is chosen, what everybody can pay for is
+            # accounted as without a filter, whose budget that is.
             if made.budget is not None and made.budget.order is None:
                 return made._event_without_budgets(population, made._least_steps)
             return made.event(population, steps)
@@ -480,6 +493,7 @@ class Mechanism:
         if made.budget is not None:
             spent = made._event_without_budgets(population, made._least_steps)
             made = dataclasses.replace(made, budget=made.budget.with_order(spent, delta))
+        made.event(population, steps)  # what nothing is proven of is refused here, not at the end
         return made, delta
 
     def sampling_description(self, population: Population) -> str:
@@ -537,6 +551,41 @@ class Mechanism:
 CENTRAL.without_kind = Mechanism
 
 
+def code_outside(mechanism: Mechanism) -> list[str]:
+    """Digests of the code of parts that are not this package's; [] if there are none.
+
+    A section names such parts. If they are written anew, under the same names, they are another
+    mechanism, which must not draw the noise of the one before.
+    """
+    parts = [getattr(mechanism, f.name) for f in dataclasses.fields(mechanism)]
+    found = []
+    for part in (*parts, getattr(mechanism.participation, "scheme", None)):
+        for cls in type(part).__mro__:
+            if cls.__module__.split(".")[0] in ("dpfl_jax", "builtins", "abc", "typing"):
+                continue
+            members = sorted(vars(cls).items())
+            codes = [_code(getattr(m, "fget", getattr(m, "func", m))) for _, m in members]
+            found.append(hashlib.sha256(repr(codes).encode()).hexdigest())
+    return found
+
+
+def _code(function: Any) -> Any:
+    code = getattr(function, "__code__", function)
+    if not isinstance(code, types.CodeType):
+        return None
+    within = [_code(c) if isinstance(c, types.CodeType) else repr(c) for c in code.co_consts]
+    return code.co_code, within, code.co_names
+
+
+def check_bounded(clip: Rule | Adaptive) -> None:
+    """Raises BadInputError if contributions have no bound that noise could hide."""
+    if isinstance(clip, NoClip):
+        raise BadInputError(
+            "mechanism.clip is none, but noise hides only what is bounded: take another clip "
+            "rule, or set mechanism.noise to none"
+        )
+
+
 def check_noise_multiplier(value: float | None) -> None:
     """Raises BadInputError unless it is None (not calibrated yet), or from 0 to a million."""
     if value is not None and not 0 <= value < math.inf:
@@ -546,12 +595,6 @@ def check_noise_multiplier(value: float | None) -> None:
             f"noise_multiplier is {value}, but it must be at most {MOST_NOISE:g}: ask for a larger "
             "epsilon, or take larger batches"
         )
-
-
-def check_noise_law(law: str) -> None:
-    """Raises BadInputError unless there is such noise."""
-    if law not in ("exact", "float"):
-        raise BadInputError(f"noise is {law!r}, but it must be 'exact' or 'float'")
 
 
 COMMON_ASSUMPTIONS = (

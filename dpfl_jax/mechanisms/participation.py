@@ -183,7 +183,16 @@ class Participation(Named, abc.ABC, kinds=PARTICIPATIONS):
         """Returns the sampler of a run: an ``ExampleSampler`` or a ``UserSampler``."""
 
     def units_of_users(self, user_offsets: np.ndarray) -> np.ndarray:
-        """int64 [users]: units of each user that may be drawn in a step."""
+        """int64 [users]: units of each user that may be drawn in a step, for budgets of their own.
+
+        Raises:
+          BadInputError: a user has several units, and it is not known how many.
+        """
+        if self.contribution is not None:
+            raise BadInputError(
+                f"users with budgets of their own cannot take part as {self.kind}: take users or "
+                "examples, or leave out mechanism.budget"
+            )
         return np.ones(len(user_offsets) - 1, np.int64)
 
     @abc.abstractmethod
@@ -325,7 +334,8 @@ class Examples(Participation):
 
     def describe(self, population: Population, more: str = "") -> str:
         if self.group_size is None:
-            return f"Poisson over {population.num_examples} examples"
+            counted = f"{population.num_examples} examples"
+            return self.scheme_of(population).describe(counted, "example")
         how = "greedily, by who owns what" if population.shared else "uniformly without replacement"
         drawn = self.scheme_of(population).describe(f"the {population.num_units} kept", "example")
         kept = f"at most {self.group_size} examples of a user kept for the whole run ({how})"

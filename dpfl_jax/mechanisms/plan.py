@@ -43,7 +43,7 @@ from dpfl_jax.mechanisms.batches import (
     units_of,
 )
 from dpfl_jax.mechanisms.central_statement import central_statement
-from dpfl_jax.mechanisms.mechanism import Mechanism
+from dpfl_jax.mechanisms.mechanism import Mechanism, code_outside
 from dpfl_jax.mechanisms.participation import Population
 from dpfl_jax.mechanisms.sum_check import check_sum
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches, in_pieces
@@ -181,10 +181,10 @@ class Plan:
 
         Args:
           key: of this run alone. To go on with a loop, keep it (secret) beside the parameters and
-            the noise's state, which ``BandMF`` and ``BLT`` need, or gradients are NaN. Every batch
-            must be used, an empty one too.
-          start: steps already taken: of a mechanism that ``remembers``, under this key and by this
-            plan, or a user may be drawn more often than is accounted.
+            the noise's state, without which gradients are NaN where noise is correlated. Every
+            batch must be used, an empty one too.
+          start: steps already taken. If the mechanism ``is_stateful`` they were taken under this
+            key and by this plan, or a user may be drawn more often than is accounted.
           loss_keys: whether the loss takes a key of its own for each example (``rng`` or ``key``).
 
         Raises:
@@ -451,7 +451,9 @@ class Plan:
     @functools.cached_property
     def digest(self) -> str:
         """Identifies mechanism, data, steps and delta. Execution is no part of it."""
-        content = json.dumps([self.stated, self.data_digest], sort_keys=True)
+        content = json.dumps(
+            [self.stated, self.data_digest, *code_outside(self.mechanism)], sort_keys=True
+        )
         return hashlib.sha256(content.encode()).hexdigest()
 
     def event(self, steps: int | None = None) -> Any:

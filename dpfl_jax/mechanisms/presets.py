@@ -7,13 +7,12 @@ rules, ``local_steps``) under the same names.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 from dpfl_jax import accounting
 from dpfl_jax.clipping import Adaptive, Automatic, Flat, NoClip, Normalized, PerLayer, Rule
-from dpfl_jax.config.kinds import CENTRAL, CLIPS, Kinds, options
+from dpfl_jax.config.kinds import CENTRAL, CLIPS, Kinds
 from dpfl_jax.errors import BadInputError
 from dpfl_jax.mechanisms.local_steps import Gives, Gradient, LocalUpdate
 from dpfl_jax.mechanisms.mechanism import Mechanism
@@ -407,8 +406,8 @@ for _name, _preset in PRESETS.items():
     CENTRAL.register(_preset, _name)
 
 
-@functools.lru_cache(maxsize=256)
-def _preset_of(mechanism: Mechanism) -> tuple[str, dict[str, Any]] | None:
+def as_preset(mechanism: Mechanism) -> dict[str, Any] | None:
+    """The section by which a preset makes this mechanism; None if none does."""
     clip = mechanism.clip
     values: dict[str, Any] = {"clip": clip}
     norm = getattr(clip, "clip_norm", 1.0)
@@ -426,22 +425,7 @@ def _preset_of(mechanism: Mechanism) -> tuple[str, dict[str, Any]] | None:
             of_parts |= {f.name: getattr(part, f.name) for f in dataclasses.fields(part)}
     of_parts["sampling_prob"] = of_parts.get("prob")
     values |= {"noise_multiplier": mechanism.noise_multiplier, **of_parts}
-    for kind in CENTRAL.names():
-        preset, known = CENTRAL[kind], options(CENTRAL[kind])
-        given = {name: values[name] for name in known if name in values}
-        if any(option.is_required and name not in given for name, option in known.items()):
-            continue
-        try:
-            if preset(**given) == mechanism:
-                return kind, given
-        except BadInputError:  # other parts take other values
-            continue
-    return None
-
-
-def as_preset(mechanism: Mechanism) -> dict[str, Any] | None:
-    """The section by which a preset makes this mechanism; None if none does."""
-    found = _preset_of(mechanism)
+    found = CENTRAL.section_of(mechanism, values)
     if found is None:
         return None
     return {"kind": found[0]} | {name: Kinds.dump(value) for name, value in found[1].items()}
@@ -463,6 +447,10 @@ def parse_known(section: dict[str, Any]) -> Mechanism:
       BadInputError: no mechanism has it.
     """
     if is_earlier(section):
+        if today := {"arithmetic", "cap", "period"} & {*section}:
+            raise BadInputError(
+                f"the section has {', '.join(sorted(today))} beside `noise` of an earlier version"
+            )
         section = dict(section)
         kind, noise = section.get("kind"), section.pop("noise")
         if kind == "none":

@@ -99,7 +99,10 @@ def check_sum(
     widths = [pipeline.width(shape) for shape in pipeline.shapes or (None,) * len(host)]
     given = zip(host, capacities, widths, strict=True)
     which = [_places(b.num_units, min(_ROWS, most), width) for b, most, width in given]
-    trial = _Trial(summed, mechanism, params, frozen, pipeline.spread(host, which))
+    # As training gives it, which is the same program then.
+    adapting = place(mechanism.first_clip_norm, replicated(pipeline.mesh))
+    buckets = pipeline.spread(host, which)
+    trial = _Trial(summed, mechanism, params, frozen, buckets, adapting)
     reference = mechanism.clipped_grad(loss_fn, strategy="vmap", trainable=trainable)
     each = [units_of(mechanism, bucket) for bucket in _of_one_size(host)]
     if tolerance is None:
@@ -169,7 +172,7 @@ class _Check:
     def where(self, value: bool) -> Mask:
         return [np.full(w.shape, value) for w in self.which]
 
-    def hold(self, got: _Sum, want: list[np.ndarray], size: float, what: str) -> None:
+    def hold(self, got: Sum, want: list[np.ndarray], size: float, what: str) -> None:
         leaf, error = got.error(want, size)
         self.worst = max(self.worst, error)
         if not error <= self.tolerance:
@@ -178,7 +181,7 @@ class _Check:
                 f"{self.tolerance:.0e})"
             )
 
-    def compare(self, got: _Sum, real: Mask, what: str) -> None:
+    def compare(self, got: Sum, real: Mask, what: str) -> None:
         """With one device's, if that can be had."""
         if self.alone is None:
             return
@@ -199,18 +202,10 @@ class _Check:
                 f"{norms:.6g} in all)"
             )
 
-    def unmixed(self, real: Mask) -> _Sum:
+    def unmixed(self, real: Mask) -> Sum:
         """The sum of the units at ``real``, in which nothing may be of the others."""
-        got, blank = self.trial.run(real), self.trial.run(real, blank=True)
-        if all(processes.gather(got.same_bits(blank))):
-            return got
-        again = self.trial.run(real)
-        leaf, error = blank.error(got.parts, got.size)
-        if got.same_bits(again) or not error <= _UNORDERED:
-            self.wrong.append(
-                f"units mix: the data of those that are left out change it at parameter {leaf!r} "
-                f"(by {error:.1e} of it)"
-            )
+        got, wrong = unmixed(functools.partial(self.trial.run, real))
+        self.wrong += [] if wrong is None else [wrong]
         return got
 
 
@@ -236,7 +231,7 @@ def _of_one_size(buckets: list[Bucket]) -> list[Bucket]:
     ]
 
 
-class _Sum:
+class Sum:
     """One sum, as this process holds it: each part of each parameter once, on the host."""
 
     def __init__(self, total: PyTree, stats: Any) -> None:
@@ -258,7 +253,7 @@ class _Sum:
         self.norms = float(stats.norm)
         self.stats = [np.asarray(x) for x in jax.tree.leaves(stats)]
 
-    def same_bits(self, other: _Sum) -> bool:
+    def same_bits(self, other: Sum) -> bool:
         mine, theirs = self.parts + self.stats, other.parts + other.stats
         return all(a.tobytes() == b.tobytes() for a, b in zip(mine, theirs, strict=True))
 
@@ -279,17 +274,44 @@ class _Sum:
         return self.names[worst], float(off[worst])
 
 
+def unmixed(run: Callable[[bool], Sum]) -> tuple[Sum, str | None]:
+    """Looks whether the data of units that are left out change a sum.
+
+    Args:
+      run: the sum; given True, the data of those that are left out are zeros.
+
+    Returns:
+      The sum, and what is wrong with it in words.
+    """
+    got, blank = run(False), run(True)
+    if all(processes.gather(got.same_bits(blank))):
+        return got, None
+    again = run(False)
+    leaf, error = blank.error(got.parts, got.size)
+    if not got.same_bits(again) and error <= _UNORDERED:
+        return got, None
+    return got, (
+        f"units mix: the data of those that are left out change it at parameter {leaf!r} (by "
+        f"{error:.1e} of it)"
+    )
+
+
 @jax.jit
 def _norm(tree: PyTree) -> jax.Array:
     return jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(tree)))
 
 
-@jax.jit
-def _kept(units: PyTree, mask: jax.Array) -> PyTree:
+def only(units: PyTree, mask: jax.Array) -> PyTree:
+    """The data of the units at ``mask``, and zeros for the others."""
+
     def one(x: jax.Array) -> jax.Array:
-        return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, jnp.zeros_like(x))
+        there = mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
+        return jnp.where(there, x, jnp.zeros_like(x))
 
     return jax.tree.map(one, units)
+
+
+_only = jax.jit(only)
 
 
 @dataclasses.dataclass
@@ -301,8 +323,9 @@ class _Trial:
     params: PyTree
     frozen: PyTree
     buckets: tuple[Bucket, ...]
+    adapting: tuple[jax.Array, ...]
 
-    def run(self, real: Mask, blank: bool = False, rows: int = _ROWS) -> _Sum:
+    def run(self, real: Mask, blank: bool = False, rows: int = _ROWS) -> Sum:
         """The sum of the units at ``real``; ``blank``: the others' data are zeros."""
         units = tuple(units_of(self.mechanism, bucket) for bucket in self.buckets)
         masks = tuple(
@@ -311,13 +334,13 @@ class _Trial:
         )
         if blank:
             # Placed as they were: another placement would be another program.
-            blanked = [_kept(u, m) for u, m in zip(units, masks, strict=True)]
+            blanked = [_only(u, m) for u, m in zip(units, masks, strict=True)]
             units = tuple(
                 jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), new, old)
                 for new, old in zip(blanked, units, strict=True)
             )
         used = tuple(np.int32(min(bucket.num_rows, rows)) for bucket in self.buckets)
-        return _Sum(*self.summed(self.params, units, masks, used, self.frozen))
+        return Sum(*self.summed(self.params, units, masks, used, self.frozen, *self.adapting))
 
 
 @dataclasses.dataclass

@@ -220,8 +220,8 @@ def _by_hand(
         def one(row: PyTree, mask: jax.Array) -> tuple[PyTree, StepStats]:
             bounded = summed(clip_norm, join(params, frozen), row, mask=mask)
             above = jnp.float32(mechanism.clip_norm) if clip_norm is None else clip_norm
-            own = mechanism.rule.of_units(row, above)[1]
-            return bounded.sum, StepStats.of(bounded, mask, own)
+            own = mechanism.rule.of_units(row)[1]
+            return bounded.sum, StepStats.of(bounded, mask, above if own is None else own)
 
         carry = (mechanism.zero_sum(params), StepStats.zero())
         carry = jax.tree.map(lambda x: jax.lax.pcast(x, DATA_AXIS, to="varying"), carry)

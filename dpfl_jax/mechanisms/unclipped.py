@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,8 @@ from dpfl_jax.clipping import ClippedGradResult, Trainable, join, split
 from dpfl_jax.mechanisms.unit_losses import LossFn, PyTree
 
 
-def unclipped_sum(
-    loss_fn: LossFn, trainable: Trainable = None
-) -> Callable[[PyTree, PyTree, jax.Array], ClippedGradResult]:
-    """Returns ``(params, batch, mask) -> ClippedGradResult`` of gradients as they are.
+def unclipped_sum(loss_fn: LossFn, trainable: Trainable = None) -> Callable[..., ClippedGradResult]:
+    """Returns ``(params, batch, mask, weight=1) -> ClippedGradResult`` of gradients as they are.
 
     Args:
       loss_fn: of one example.
@@ -22,17 +21,19 @@ def unclipped_sum(
     """
 
     def total(
-        trained: PyTree, frozen: PyTree, batch: PyTree, mask: jax.Array
+        trained: PyTree, frozen: PyTree, batch: PyTree, mask: jax.Array, weight: Any
     ) -> tuple[jax.Array, jax.Array]:
         params = join(trained, frozen)
         losses = jax.vmap(lambda example: loss_fn(params, example))(batch)
         losses = jnp.where(mask, losses, 0.0)
-        return losses.sum(), losses
+        return (weight * losses).sum(), losses
 
-    def summed(params: PyTree, batch: PyTree, mask: jax.Array) -> ClippedGradResult:
+    def summed(
+        params: PyTree, batch: PyTree, mask: jax.Array, weight: Any = 1.0
+    ) -> ClippedGradResult:
         trained, frozen = split(params, trainable)
         gradient = jax.value_and_grad(total, has_aux=True)
-        (_, losses), grad = gradient(trained, frozen, batch, mask)
+        (_, losses), grad = gradient(trained, frozen, batch, mask, weight)
         grad = jax.tree.map(lambda g: g.astype(jnp.float32), grad)
         weights = mask.astype(jnp.float32)
         return ClippedGradResult(

@@ -74,7 +74,7 @@ def add_exact(
     if coordinates > MOST_COORDINATES:
         raise BadInputError(
             f"a sum of {coordinates:,} coordinates is noised, but exact noise is accounted for up "
-            f"to {MOST_COORDINATES:,}: train fewer parameters, or set mechanism.noise=float"
+            f"to {MOST_COORDINATES:,}: train fewer parameters, or set mechanism.arithmetic=float"
         )
     scale = grid(stddev, sensitivity, rows * coordinates)
     left = [None] * len(leaves) if rest is None else jax.tree.leaves(rest)

@@ -1,8 +1,8 @@
 """Gaussian noise in float32: the same numbers for every sharding and device count.
 
-It is what mechanism.noise=float adds, and what simulations draw; the noise of ``exact`` withstands
-attacks on the grid of float32 values, too. Noise is drawn under ``jit`` and outside ``shard_map``:
-each device then draws its slice of one global array, by the places in it. Inside
+It is what mechanism.arithmetic=float adds, and what simulations draw; the noise of ``exact``
+withstands attacks on the grid of float32 values, too. Noise is drawn under ``jit`` and outside
+``shard_map``: each device then draws its slice of one global array, by the places in it. Inside
 ``shard_map`` with one key every device would draw the same numbers, which after a reduction is one
 noise vector with a wrong standard deviation.
 """

@@ -115,7 +115,7 @@ class Noise:
             raise BadInputError(
                 f"the noise is {self.stddev / self.sensitivity:.3g} times the sensitivity, but "
                 f"exact noise needs {_LEAST_NOISE:g} times: its grid ends at 3.4 million standard "
-                "deviations; set noise=float"
+                "deviations; set mechanism.arithmetic=float (isrl.noise=float)"
             )
         if self.law == "exact":
             noised = add_exact(key, tree, self.stddev, self.sensitivity, self.rows, rest, earlier)

@@ -24,14 +24,15 @@ import numpy as np
 import optax
 
 from dpfl_jax.accounting import cells
-from dpfl_jax.clipping import Adaptive, join
+from dpfl_jax.audit.kept import RunAudit
+from dpfl_jax.audit.trials import LONG
+from dpfl_jax.clipping import join
+from dpfl_jax.clipping.rules import WholeGradientRule
 from dpfl_jax.config.schema import AuditConfig
 from dpfl_jax.data.owners import whole_of
 from dpfl_jax.data.pipeline import is_token_store
 from dpfl_jax.data.store import Readable
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence.kept import RunAudit
-from dpfl_jax.evidence.trials import LONG
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import splits_parameters
@@ -367,16 +368,11 @@ def check_fit(mechanism: Mechanism, data: Readable, audit: AuditConfig) -> None:
             "canaries are users with records of their own, but records of the data have several "
             "owners: remove the section audit; dpfl audit --simulate attacks the mechanism"
         )
-    if isinstance(mechanism.clip, Adaptive):
+    if not isinstance(mechanism.clip, WholeGradientRule):
         raise BadInputError(
-            "mechanism.clip is adaptive, and what a canary adds is read off releases of one clip "
-            "norm: remove the section audit, or use flat or normalized"
-        )
-    if mechanism.rule.apart:
-        raise BadInputError(
-            "mechanism.clipping=per_layer gives each parameter a share of the clip norm, and a "
-            "canary's coordinate would be one more: remove the section audit, or use flat or "
-            "normalized; dpfl audit --simulate attacks the mechanism"
+            f"mechanism.clip is {mechanism.clip.kind}, and what a canary adds is read off releases "
+            "of gradients that are clipped as a whole, to one norm: remove the section audit, or "
+            "use flat or normalized; dpfl audit --simulate attacks the mechanism"
         )
     if mechanism.noise_multiplier == 0:
         raise BadInputError(

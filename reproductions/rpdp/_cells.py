@@ -112,9 +112,8 @@ def fingerprint(bench: Bench, made: Made, seed: int) -> str:
     for plan in made.federation.silos:
         public = {"weight": plan.weight, "steps": plan.local_steps} | plan.mechanism.to_json()
         digest.update(json.dumps(public, sort_keys=True, default=str).encode())
-        for name in ("rates", "stay"):
-            secret = getattr(plan.mechanism, name, None)
-            digest.update(b"-" if secret is None else np.ascontiguousarray(secret).tobytes())
+    for name in () if made.assignment is None else ("rates", "stay"):
+        digest.update(np.ascontiguousarray(getattr(made.assignment, name)).tobytes())
     about = (made.federation.rounds, repr(made.federation.cohort), made.realized_batch, seed)
     digest.update(repr(about).encode())
     return digest.hexdigest()[:32]
@@ -178,7 +177,7 @@ def _facts(made: Made) -> dict[str, Any]:
     if made.personal is None:
         return facts
     summary = made.personal.summary(made.federation.rounds)
-    batches = [plan.mechanism.expected_batch for plan in made.federation.silos]  # type: ignore[attr-defined]
+    batches = [plan.mechanism.participation.divisor(plan.facts) for plan in made.federation.silos]
     return facts | {
         "expected_batch": float(np.mean(batches)),
         "mean_rate": summary["rate"]["mean"],

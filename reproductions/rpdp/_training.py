@@ -23,15 +23,15 @@ from dpfl_jax.federation.engine import make_release
 from dpfl_jax.federation.federated import Federated, FederatedSteps
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
-    RPDP,
-    FedAvg,
-    LocalItemDP,
     SiloDraw,
     SiloFacts,
     SiloMechanism,
+    fed_avg,
+    local_item,
+    rpdp,
 )
 from dpfl_jax.federation.personal.budgets import BudgetDistribution, mean_over
-from dpfl_jax.federation.personal.personalise import with_rates
+from dpfl_jax.federation.personal.personalise import with_setting
 from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, public_batch
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.federation.rounds import RoundBuilder
@@ -56,7 +56,9 @@ class _Buffers(RoundBuilder):
     @functools.cached_property
     def capacity(self) -> int:
         plans = self.federation.silos
-        bounds = [plans[i].mechanism.size_bound(self.data.silos[i]) for i in self._members]
+        bounds = [
+            plans[i].mechanism.participation.size_bound(self.data.silos[i]) for i in self._members
+        ]
         rows = math.ceil(max(1, max(bounds, default=1)) / self.row)
         unit = 1 << max(0, rows.bit_length() - 2)
         return unit * math.ceil(rows / unit)
@@ -95,12 +97,15 @@ class Made:
     """A federation of one seed under one policy.
 
     Attributes:
-      federation: with noise and rates; of rates that promise nothing only ``personal`` knows so.
+      federation: with noise.
+      assignment: rates and stays; of such as promise nothing only ``personal`` knows so. None: all
+        records have one rate, which is the federation's.
       personal: what every record asked for and spends; None without personal budgets.
       realized_batch: whether sums are divided by the size of the private batch, as in the paper.
     """
 
     federation: Federation
+    assignment: Assignment | None = None
     personal: Personal | None = None
     realized_batch: bool = False
 
@@ -212,11 +217,11 @@ class Bench:
           realized_batch: see ``Made``.
           unsound: why the rates keep no budget, if they do not.
         """
-        federation = self._federation(RPDP())
+        federation = self._federation(rpdp())
         expected = [max(1.0, share * plan.facts.num_records) for plan in federation.silos]
         silos = np.repeat(np.arange(self.data.num_silos), np.diff(self.data.silo_offsets))
         names = tuple(str(i) for i in range(self.data.num_records))
-        made = with_rates(federation, self.data, assignment, setting, expected)
+        made = with_setting(federation, setting, expected)
         accounted = (setting.local_steps, setting.rounds, setting.participation_prob)
         runs = (self.local_steps, self.rounds, self.participation)
         if accounted != runs:
@@ -226,11 +231,11 @@ class Bench:
         personal = Personal(setting, budgets, assignment, silos, names)
         if unsound:
             personal = NotKept(setting, budgets, assignment, silos, names, unsound=unsound)
-        return Made(made, personal, realized_batch)
+        return Made(made, assignment, personal, realized_batch)
 
     def without_noise(self, batch_size: int) -> Made:
         """Clipped like private sums, at C = 1, but without noise."""
-        mechanism = LocalItemDP(batch_size=batch_size, noise_multiplier=0.0, clip_norm=1.0)
+        mechanism = local_item(batch_size=batch_size, noise_multiplier=0.0, clip_norm=1.0)
         return Made(self._federation(mechanism))
 
     def one_rate(
@@ -249,18 +254,20 @@ class Bench:
         setting = TwoStage(float(sigma), self.local_steps, self.rounds, self.participation, delta)
         n = self.data.num_records
         same = Assignment("minimum", np.full(n, rate), np.full(n, self.rounds), 0, {})
-        federation = self._federation(RPDP())
+        federation = self._federation(rpdp())
         expected = [max(1.0, rate * silo.num_records) for silo in self.data.silos]
-        made = with_rates(federation, self.data, same, setting, expected)
-        return Made(made, realized_batch=realized_batch)
+        made = with_setting(federation, setting, expected)
+        return Made(made, same, realized_batch=realized_batch)
 
     def non_private(self, batch_size: int) -> Made:
         """FedAvg without clipping and noise."""
-        return Made(self._federation(FedAvg(batch_size=batch_size)))
+        return Made(self._federation(fed_avg(batch_size=batch_size)))
 
     def run(self, made: Made, params: Any, seed: int) -> np.ndarray:
         """Trains; returns test accuracy after every round, float64 [rounds]."""
-        federation = made.federation
+        federation, data = made.federation, self.data
+        if made.assignment is not None:
+            data = data.with_rates(made.assignment.rates, made.assignment.stay)
         layout = federation.mechanism.layout  # of one compiled program
         if layout not in self._release:
             self._release[layout] = make_release(
@@ -273,7 +280,7 @@ class Bench:
         run = Federated(
             loss_fn=lambda p, record: self.model.loss(p, record),  # no keys: nothing drops out
             params=params,
-            data=self.data,
+            data=data,
             federation=federation,
             local_optimizer=self._optimizer,
             delta=1.0 / self.data.num_records,

@@ -33,12 +33,8 @@ from dpfl_jax.federation.data import Silo
 from dpfl_jax.federation.federated import Federated, FederatedSteps
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
-    HiGradAvgDP,
-    LocalGroupDP,
-    LocalItemDP,
     SiloDraw,
     SiloMechanism,
-    UserLDP,
 )
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.randomness import RootKey
@@ -170,7 +166,7 @@ def apply_recipe(
         rounds = federation.rounds
         none = Claim("none", math.inf, delta, math.inf, math.inf, rounds, rounds, unit="none")
         return Applied(federation, none)
-    if recipe == "sound" or isinstance(mechanism, LocalItemDP):
+    if recipe == "sound" or mechanism.kind == "local_item":
         made = calibrate_federation(federation, epsilon, delta)
         return Applied(made, _sound_claim(made, delta, epsilon))
     if recipe not in RECIPES:
@@ -220,7 +216,7 @@ def _paper_mechanisms(
 
     Many kinds of silos share it in classes of 1 % in q.
     """
-    probs = [plan.mechanism.probability(plan.facts) for plan in federation.silos]
+    probs = [plan.mechanism.participation.probability(plan.facts) for plan in federation.silos]
     if len(set(probs)) > _MOST_KINDS:
         probs = [min(1.0, 1.01 ** math.ceil(math.log(p) / math.log(1.01) - 1e-9)) for p in probs]
     known: dict[Any, tuple[float, ...]] = {}
@@ -235,7 +231,7 @@ def _paper_mechanisms(
         dataclasses.replace(plan.mechanism, noise_multiplier=min(noise))
         for plan, noise in zip(federation.silos, found)
     ]
-    by_batch = isinstance(federation.mechanism, LocalGroupDP)
+    by_batch = federation.mechanism.kind == "local_group"
     return mechanisms, tuple(found) if by_batch else None
 
 
@@ -243,19 +239,19 @@ def _paper(
     mechanism: Any, prob: float, recipe: Recipe, steps: int, epsilon: float, delta: float
 ) -> tuple[float, ...]:
     """One silo's noise multiplier by the paper; for LocalGroupDP one of each Z."""
-    cap = mechanism.max_items_per_subject
-    if isinstance(mechanism, LocalGroupDP):
+    cap = mechanism.participation.max_items_per_subject
+    if mechanism.kind == "local_group":
         largest = min(cap, int(stats.binom.isf(1e-12, cap, prob)) + 1) if prob < 1 else cap
         return tuple(
             subject.noise_by_group(epsilon, delta, z, prob, steps) for z in range(1, largest + 1)
         )
-    if isinstance(mechanism, HiGradAvgDP) and recipe in ("paper_a", "paper_b"):
+    if mechanism.kind == "hi_grad_avg" and recipe in ("paper_a", "paper_b"):
         fraction = subject.hi_grad_fraction(prob, cap, "A" if recipe == "paper_a" else "B")
 
         def event(sigma: float) -> Any:
             return events.poisson(sigma, fraction, steps)
 
-    elif isinstance(mechanism, UserLDP) and recipe in ("paper_a", "paper_b"):
+    elif mechanism.kind == "user_ldp" and recipe in ("paper_a", "paper_b"):
 
         def event(sigma: float) -> Any:
             return events.user_ldp(sigma, steps, sensitivity=1.0)
@@ -268,12 +264,12 @@ def _paper(
 
 
 def _reasons(mechanism: SiloMechanism, recipe: Recipe) -> list[str]:
-    if isinstance(mechanism, LocalGroupDP):
+    if mechanism.kind == "local_group":
         return [
             FOLLOWS_THE_BATCH,
             "the group that matters is K records in the silo, not Z in the batch",
         ]
-    if isinstance(mechanism, UserLDP):
+    if mechanism.kind == "user_ldp":
         return ["two clipped means may be opposite: the sensitivity is 2C, not C"]
     if recipe == "paper_b":
         return ["a subject is in a batch with probability 1-(1-q)^K, not q"]
@@ -292,9 +288,9 @@ def _at_usual(federation: Federation, tables: tuple[tuple[float, ...], ...]) -> 
 
 def usual_group(plan: SiloPlan, draws: int = 100) -> int:
     """Most frequent Z in simulated batches of a silo whose subjects all have K records."""
-    cap, records = plan.mechanism.max_items_per_subject, plan.facts.num_records
+    cap, records = plan.mechanism.participation.max_items_per_subject, plan.facts.num_records
     offsets = np.arange(0, max(records // cap, 1) * cap + 1, cap)
     silo = Silo(0, 0, offsets.astype(np.int64))
-    prob = plan.mechanism.probability(plan.facts)
+    prob = plan.mechanism.participation.probability(plan.facts)
     found = batch_statistics(silo, prob, draws, RootKey.from_seed(of(0)))
     return max(1, found.dominant_group)

@@ -18,7 +18,7 @@ from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.guarantee import federated_guarantee
 from dpfl_jax.federation.isrl.privacy import Budget, SiloNoise, worst_guarantee
-from dpfl_jax.federation.mechanisms import HiGradAvgDP, SiloFacts
+from dpfl_jax.federation.mechanisms import SiloFacts, hi_grad_avg
 from dpfl_jax.federation.silo_statement import federated_statement
 from dpfl_jax.mechanisms import Population, els, uls
 from dpfl_jax.mechanisms.central_statement import central_statement
@@ -408,7 +408,7 @@ def test_cheap_guarantees_of_data_that_cannot_be_are_refused(tmp_path, capsys):
     assert made.privacy.epsilon < 0.01
     true = dataclasses.replace(population, num_units=10)
     assert plain.guarantee(true, 100, 1e-5).epsilon > 100
-    hi = HiGradAvgDP(batch_size=5, noise_multiplier=1.0)
+    hi = hi_grad_avg(batch_size=5, noise_multiplier=1.0)
     federation = Federation((SiloPlan(hi, SiloFacts(10**6, 10), 1),), 10, 1)
     guarantee = federated_guarantee(federation, 1e-5, 10, num_subjects=10)
     silo = federated_statement(federation, 10, 10, guarantee)
@@ -559,7 +559,7 @@ def test_the_other_accountant_knows_better_than_too_small_an_epsilon():
 @pytest.mark.parametrize("silos", [3, 9])
 def test_the_explanation_holds_for_every_silo(silos):
     """Nearly that of the silo which tells most; from epsilon and delta where silos are many."""
-    kinds = [HiGradAvgDP(batch_size=20, noise_multiplier=1.0 + 0.2 * i) for i in range(silos)]
+    kinds = [hi_grad_avg(batch_size=20, noise_multiplier=1.0 + 0.2 * i) for i in range(silos)]
     made = federated(kinds, silos_per_subject=1)
     found, (events,) = made.meaning(), made.cases
     assert len(events) == silos

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from neighbours import removed
 
-from dpfl_jax.clipping import Flat, GroupAverage, Normalized, OwnBound, clipped_grad
+from dpfl_jax.clipping import Flat, Normalized, OwnBound, clipped_grad
 from dpfl_jax.clipping.accumulate import needs_compensation
 from dpfl_jax.errors import BadInputError
 
@@ -108,7 +108,7 @@ def test_rows_that_do_not_exist_have_the_gradient_that_jax_gives_them(mode):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("rule", [Flat, Normalized, GroupAverage])
+@pytest.mark.parametrize("rule", [Flat, Normalized])
 def test_a_clip_norm_gone_wrong_on_the_device_lets_nothing_through(rule, value):
     with pytest.raises(BadInputError, match="must be finite"):
         rule(jnp.float32(value))
@@ -120,6 +120,9 @@ def test_a_clip_norm_gone_wrong_on_the_device_lets_nothing_through(rule, value):
     np.testing.assert_array_equal(weights(jnp.float32(value)), np.zeros(3))
 
 
-def test_a_group_size_gone_wrong_lets_nothing_through():
-    weights = GroupAverage(1.0).weights(jnp.ones(3), jnp.array([2.0, np.nan, np.inf]))
-    np.testing.assert_allclose(weights, [0.5, 0.0, 0.0])
+def test_a_weight_gone_wrong_lets_no_unit_add_more_than_it_may():
+    gradient = clipped_grad(lambda p, x: jnp.vdot(p, x), clip_norm=1.0)
+    weight = jnp.array([0.5, np.nan, np.inf, -1.0, 2.0])
+    bounded = gradient(jnp.zeros(2), jnp.full((5, 2), 9.0), weight=weight)
+    assert bounded.sum.sum() == pytest.approx(2**0.5 * (0.5 + 0 + 1 + 0 + 1))
+    np.testing.assert_allclose(bounded.weights * bounded.norms, [0.5, 0.0, 1.0, 0.0, 1.0])

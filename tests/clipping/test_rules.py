@@ -15,13 +15,11 @@ from neighbours import removed
 from dpfl_jax.clipping import (
     Automatic,
     Flat,
-    GroupAverage,
     Normalized,
     OwnBound,
     PerGroup,
     PerLayer,
     clipped_grad,
-    group_sizes,
 )
 from dpfl_jax.config.kinds import Kinds
 from dpfl_jax.errors import BadInputError
@@ -60,29 +58,28 @@ def test_a_bound_that_a_unit_brings_is_no_larger_than_the_clip_norm(normalized):
     POSITIVE,
 )
 def test_a_group_contributes_at_most_c(units, clip_norm):
-    ids = jnp.array([g for g, _ in units])
+    ids = np.array([g for g, _ in units])
     norms = jnp.array([n for _, n in units], jnp.float32)
-    sizes = group_sizes(ids)
-    np.testing.assert_array_equal(sizes, [sum(int(a == b) for b, _ in units) for a, _ in units])
-    moved = np.asarray(GroupAverage(clip_norm).weights(norms, sizes), np.float64) * norms
-    for group in set(np.asarray(ids)):
-        assert moved[np.asarray(ids) == group].sum() <= clip_norm * (1 + 1e-6)
+    weight = jnp.array([1 / sum(a == b for b in ids) for a in ids], jnp.float32)
+    bounded = clipped_grad(jnp.vdot, clip_norm=clip_norm)(jnp.zeros(()), norms, weight=weight)
+    moved = np.asarray(bounded.weights, np.float64) * norms
+    for one in set(ids):
+        assert moved[ids == one].sum() <= clip_norm * (1 + 1e-6)
 
 
-def test_group_average_is_the_mean_of_clipped_gradients_of_each_group():
+def test_weights_of_one_over_its_number_average_the_clipped_gradients_of_a_group():
     def loss(params, x):
         return jnp.sum(params["w"] * x)
 
     params = {"w": jnp.zeros(3)}
     x = jax.random.normal(jax.random.key(0), (5, 3)) * jnp.array([0.1, 1, 2, 3, 4])[:, None]
-    ids, mask = jnp.array([0, 0, 1, 1, 1]), jnp.array([1, 1, 1, 1, 0], bool)
-    f = clipped_grad(loss, rule=GroupAverage(1.0))
-    got = f(params, x, mask=mask, group=group_sizes(ids, mask)).sum["w"]
+    f = clipped_grad(loss, clip_norm=1.0)
+    got = f(params, x, mask=jnp.arange(5) < 4, weight=jnp.full(5, 0.5)).sum["w"]
     clipped = [v / max(1.0, float(jnp.linalg.norm(v))) for v in x]
     want = (clipped[0] + clipped[1]) / 2 + (clipped[2] + clipped[3]) / 2
     np.testing.assert_allclose(got, want, rtol=1e-5)
-    with pytest.raises(BadInputError, match="needs `group`"):
-        f(params, x)
+    with pytest.raises(BadInputError, match="weight has shape"):
+        f(params, x, weight=0.5)
 
 
 def two_layers(params, x):
@@ -230,7 +227,7 @@ def test_a_rule_says_how_far_one_unit_moves_the_sum(kind):
 
 def test_rules_refuse_nonsense():
     for bad in (0.0, -1.0, math.inf, math.nan):
-        for rule in (Flat, Normalized, Automatic, GroupAverage, PerLayer):
+        for rule in (Flat, Normalized, Automatic, PerLayer):
             with pytest.raises(BadInputError, match="above 0"):
                 rule(bad)
     with pytest.raises(BadInputError, match="empty"):

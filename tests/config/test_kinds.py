@@ -1,6 +1,7 @@
 """Mechanisms named in configurations: found where they are defined, and one of each name."""
 
 import dataclasses
+import json
 
 import pytest
 
@@ -28,6 +29,16 @@ def test_a_section_is_the_object(made):
     section = CENTRAL.dump(made)
     assert CENTRAL.parse(section) == made
     assert CENTRAL.parse(made) is made
+
+
+def test_equal_values_have_one_section():
+    """What a run draws follows from it: 20 and 20.0 are two texts."""
+    whole = uls(group_size=1, cohort_size=20, sampling_prob=1, clip_norm=1, noise_multiplier=2)
+    parts = uls(
+        group_size=1, cohort_size=20.0, sampling_prob=1.0, clip_norm=1.0, noise_multiplier=2.0
+    )
+    assert whole == parts
+    assert json.dumps(whole.to_section()) == json.dumps(parts.to_section())
 
 
 def test_derived_fields_are_no_keys():

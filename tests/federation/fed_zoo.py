@@ -8,13 +8,13 @@ import optax
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
-    FedAvg,
-    HiGradAvgDP,
-    LocalGroupDP,
-    LocalItemDP,
     SiloFacts,
-    SubjectULS,
-    UserLDP,
+    fed_avg,
+    hi_grad_avg,
+    local_group,
+    local_item,
+    subject_uls,
+    user_ldp,
 )
 from dpfl_jax.federation.partition import assign_to_silos, cap_per_subject
 from dpfl_jax.noise import Noise
@@ -55,13 +55,13 @@ def make_data(records=200, subjects=30, silos=5, cap=3, how="power", seed=0, onl
 
 COMMON = {"batch_size": 12, "max_items_per_subject": 3, "clip_norm": 0.7, "noise_multiplier": 0.8}
 MECHANISMS = {
-    "fed_avg": lambda **k: FedAvg(**{**COMMON, "noise_multiplier": 0.0} | k),
-    "local_item": lambda **k: LocalItemDP(**COMMON | k),
-    "local_group": lambda **k: LocalGroupDP(**COMMON | {"batch_cap": 2} | k),
-    "hi_grad_avg": lambda **k: HiGradAvgDP(**COMMON | k),
-    "average_then_clip": lambda **k: HiGradAvgDP(**COMMON | {"order": "average_then_clip"} | k),
-    "user_ldp": lambda **k: UserLDP(**COMMON | k),
-    "subject_uls": lambda **k: SubjectULS(**COMMON | {"group_size": 2} | k),
+    "fed_avg": lambda **k: fed_avg(**COMMON | k),
+    "local_item": lambda **k: local_item(**COMMON | k),
+    "local_group": lambda **k: local_group(**COMMON | {"batch_cap": 2} | k),
+    "hi_grad_avg": lambda **k: hi_grad_avg(**COMMON | k),
+    "average_then_clip": lambda **k: hi_grad_avg(**COMMON | {"order": "average_then_clip"} | k),
+    "user_ldp": lambda **k: user_ldp(**COMMON | k),
+    "subject_uls": lambda **k: subject_uls(**COMMON | {"group_size": 2} | k),
 }
 
 
@@ -85,7 +85,7 @@ def make_federation(data, make, rounds=2, uneven=True, weights=None, **kwargs):
 
 def reference_sum(mechanism, params, data, draw):
     """One unit after the other with plain jax.grad; the sum before noise, as a tree of arrays."""
-    unit_loss = mechanism.unit_loss(loss_fn)
+    unit_loss = mechanism.participation.unit_loss(loss_fn)
     total = jax.tree.map(lambda p: np.zeros(p.shape, np.float64), params)
     for u in range(draw.size):
         positions = draw.positions[u]
@@ -101,7 +101,7 @@ def reference_sum(mechanism, params, data, draw):
         if mechanism.private:
             weight = min(1.0, mechanism.clip_norm / max(norm, 1e-30))
         if mechanism.kind == "hi_grad_avg" and not positions.ndim:
-            weight /= draw.group[u]
+            weight *= draw.weight[u]
         total = jax.tree.map(lambda t, g, w=weight: t + w * np.asarray(g, np.float64), total, grad)
     return total
 
@@ -129,8 +129,8 @@ def reference_round(federation, builder, params, optimizer, silos, poison=()):
         for t in range(plan.local_steps):
             total = reference_sum(plan.mechanism, local, builder.data, draws[t])
             stddev = plan.mechanism.sigma * plan.mechanism.clip_norm
-            divisor = plan.mechanism.divisor(plan.facts)
-            noise = Noise(float(stddev), plan.mechanism.clip_norm, plan.mechanism.noise)
+            divisor = plan.mechanism.participation.divisor(plan.facts)
+            noise = Noise(float(stddev), plan.mechanism.clip_norm, plan.mechanism.noise.arithmetic)
             clean = jax.tree.map(lambda g: jnp.asarray(g, jnp.float32), total)
             noised = _noised(noise, jnp.asarray(keys[t]), clean)
             grad = jax.tree.map(lambda g, d=divisor: g / jnp.float32(d), noised)

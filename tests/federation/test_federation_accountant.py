@@ -15,11 +15,11 @@ from dpfl_jax.federation.accountant import (
 )
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
-    HiGradAvgDP,
-    LocalGroupDP,
-    LocalItemDP,
     SiloFacts,
-    SubjectULS,
+    hi_grad_avg,
+    local_group,
+    local_item,
+    subject_uls,
 )
 from dpfl_jax.sampling import FixedSize
 
@@ -34,10 +34,10 @@ def uniform(make, records, silos, steps, rounds, reach=None, cohort=None, **kwar
 @pytest.mark.parametrize(
     ("make", "reach", "golden"),
     [
-        (HiGradAvgDP, 4, 8.555),
-        (LocalGroupDP, 4, 9.875),
-        (HiGradAvgDP, 1, 4.3715),
-        (LocalGroupDP, 1, 5.0706),
+        (hi_grad_avg, 4, 8.555),
+        (local_group, 4, 9.875),
+        (hi_grad_avg, 1, 4.3715),
+        (local_group, 1, 5.0706),
     ],
 )
 def test_golden_noise_of_a_federation(make, reach, golden):
@@ -53,14 +53,14 @@ def test_golden_noise_of_a_federation(make, reach, golden):
 
 
 def test_local_item_protects_records_and_its_subjects_pay_more():
-    federation = uniform(LocalItemDP, 2000, 4, 20, 10, batch_size=64, max_items_per_subject=10)
+    federation = uniform(local_item, 2000, 4, 20, 10, batch_size=64, max_items_per_subject=10)
     made = calibrate_federation(federation, 4.0, DELTA)
     assert made.mechanism.sigma == pytest.approx(0.879, rel=2e-3)
     assert federated_epsilon(made, DELTA) <= 4.0
     assert federated_epsilon(made, DELTA, subject=True) > 15 * 4.0
 
 
-def heterogeneous(sizes, reach, cohort=None, make=HiGradAvgDP, **kwargs):
+def heterogeneous(sizes, reach, cohort=None, make=hi_grad_avg, **kwargs):
     plans = tuple(
         SiloPlan(
             make(batch_size=32, max_items_per_subject=1 + i % 3, **kwargs),
@@ -91,7 +91,7 @@ def test_unequal_silos_meet_the_target_and_not_by_much(mode, reach):
 def test_silos_that_form_a_chain_need_no_envelope():
     plans = tuple(
         SiloPlan(
-            HiGradAvgDP(sampling_prob=q, max_items_per_subject=2, noise_multiplier=2.0),
+            hi_grad_avg(sampling_prob=q, max_items_per_subject=2, noise_multiplier=2.0),
             SiloFacts(100, 50),
             3,
         )
@@ -112,7 +112,7 @@ def test_many_kinds_of_silos_are_accounted_in_classes_never_below():
     sizes = [200 + 7 * i for i in range(40)]
     plans = tuple(
         SiloPlan(
-            HiGradAvgDP(batch_size=20, max_items_per_subject=2, noise_multiplier=3.0),
+            hi_grad_avg(batch_size=20, max_items_per_subject=2, noise_multiplier=3.0),
             SiloFacts(n, n // 2),
             2,
         )
@@ -128,7 +128,7 @@ def test_many_kinds_of_silos_are_accounted_in_classes_never_below():
 def test_many_unequal_silos_each_meet_the_target_with_few_accountings(monkeypatch):
     """Fewer than two accountings for each class of silos, and none for a silo."""
     monkeypatch.setenv("DPFL_CACHE_DIR", "off")
-    mechanism = HiGradAvgDP(batch_size=32, max_items_per_subject=2)
+    mechanism = hi_grad_avg(batch_size=32, max_items_per_subject=2)
     sizes = range(1000, 1700, 10)
     plans = tuple(SiloPlan(mechanism, SiloFacts(n, n // 3), 1) for n in sizes)
     made_of = Federation(plans, 3, 1)
@@ -145,7 +145,7 @@ def test_many_unequal_silos_each_meet_the_target_with_few_accountings(monkeypatc
 def test_many_unequal_silos_of_one_subject_meet_the_target_with_few_accountings(monkeypatch):
     """Of the whole federation at most two: it is what costs most."""
     monkeypatch.setenv("DPFL_CACHE_DIR", "off")
-    mechanism = HiGradAvgDP(batch_size=32, max_items_per_subject=2)
+    mechanism = hi_grad_avg(batch_size=32, max_items_per_subject=2)
     sizes = range(200, 200 + 70 * 97, 97)
     plans = tuple(SiloPlan(mechanism, SiloFacts(n, n // 3), 2) for n in sizes)
     whole = []
@@ -179,7 +179,7 @@ def test_a_bad_guess_changes_no_calibration():
 
 def test_cohorts_bound_how_many_silos_meet_in_a_round():
     all_silos = uniform(
-        HiGradAvgDP, 500, 8, 5, 10, batch_size=20, max_items_per_subject=3, noise_multiplier=4.0
+        hi_grad_avg, 500, 8, 5, 10, batch_size=20, max_items_per_subject=3, noise_multiplier=4.0
     )
     some = dataclasses.replace(all_silos, cohort=FixedSize(2))
     two = dataclasses.replace(all_silos, max_silos_per_subject=2)
@@ -188,7 +188,7 @@ def test_cohorts_bound_how_many_silos_meet_in_a_round():
 
 
 def test_empty_silos_cost_nothing_and_no_silo_at_all_is_an_error():
-    full = uniform(HiGradAvgDP, 500, 3, 5, 10, batch_size=20, noise_multiplier=2.0)
+    full = uniform(hi_grad_avg, 500, 3, 5, 10, batch_size=20, noise_multiplier=2.0)
     empty = dataclasses.replace(full.silos[0], facts=SiloFacts(0, 0))
     with_empty = Federation((*full.silos, empty), 10, 4)
     assert federated_epsilon(with_empty, DELTA) == federated_epsilon(full, DELTA)
@@ -201,7 +201,7 @@ def test_subject_sampling_does_not_depend_on_the_cap():
     costs = [
         federated_epsilon(
             uniform(
-                SubjectULS,
+                subject_uls,
                 1000,
                 3,
                 4,

@@ -24,7 +24,7 @@ from dpfl_jax.federation import federated
 from dpfl_jax.federation.engine import make_release, mean_update
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import LocalItemDP, SiloFacts
+from dpfl_jax.federation.mechanisms import SiloFacts, local_item
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.noise import exact
@@ -128,7 +128,7 @@ def test_noise_alone_has_the_stddev_of_every_silo():
     data = make_data()
     plans = tuple(
         SiloPlan(
-            LocalItemDP(batch_size=10, max_items_per_subject=3, clip_norm=0.5, noise_multiplier=s),
+            local_item(batch_size=10, max_items_per_subject=3, clip_norm=0.5, noise_multiplier=s),
             SiloFacts.of(silo),
             1,
         )
@@ -149,7 +149,7 @@ def test_noise_alone_has_the_stddev_of_every_silo():
         released, *_ = release(big, None, chunk)
         noise = np.ravel(released.update["w"])
         seen.append(noise)
-        expected = plan.mechanism.sigma * 0.5 / plan.mechanism.divisor(plan.facts)
+        expected = plan.mechanism.sigma * 0.5 / plan.mechanism.participation.divisor(plan.facts)
         # 40,000 draws: the estimate's own stddev is 0.35 %, so 1.6 % fails once in 200,000.
         assert noise.std() == pytest.approx(expected, rel=0.016)
     correlation = np.corrcoef(seen)

@@ -11,15 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_jax import accounting
+from dpfl_jax.clipping import Normalized
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import clipped_sum, make_release
 from dpfl_jax.federation.mechanisms import (
-    HiGradAvgDP,
-    LocalGroupDP,
-    LocalItemDP,
+    Records,
     SiloFacts,
-    SubjectULS,
-    UserLDP,
+    SiloMechanism,
+    hi_grad_avg,
+    local_group,
+    local_item,
+    subject_uls,
+    user_ldp,
 )
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mesh import data_parallel_mesh
@@ -66,10 +69,10 @@ def packed(data, draw, unit_size):
     if unit_size is not None:
         units = {"examples": units, "mask": present.reshape(UNITS // ROW, ROW, -1)}
     mask = np.arange(UNITS) < draw.size
-    group = np.ones(UNITS, np.float32)
-    group[: draw.size] = draw.group
+    weight = np.ones(UNITS, np.float32)
+    weight[: draw.size] = draw.weight
     rows = np.int32(-(-draw.size // ROW))
-    return units, mask.reshape(-1, ROW), group.reshape(-1, ROW), rows
+    return units, mask.reshape(-1, ROW), weight.reshape(-1, ROW), rows
 
 
 def flat(tree):
@@ -77,15 +80,25 @@ def flat(tree):
 
 
 CASES = {
-    "local_item": (LocalItemDP(**COMMON, max_items_per_subject=5), None),
-    "local_group": (LocalGroupDP(**COMMON, max_items_per_subject=5, batch_cap=2), None),
-    "hi_grad_avg": (HiGradAvgDP(**COMMON, max_items_per_subject=5), None),
+    "local_item": (local_item(**COMMON, max_items_per_subject=5), None),
+    "local_group": (local_group(**COMMON, max_items_per_subject=5, batch_cap=2), None),
+    "hi_grad_avg": (hi_grad_avg(**COMMON, max_items_per_subject=5), None),
     "average_then_clip": (
-        HiGradAvgDP(**COMMON, max_items_per_subject=5, order="average_then_clip"),
+        hi_grad_avg(**COMMON, max_items_per_subject=5, order="average_then_clip"),
         5,
     ),
-    "user_ldp": (UserLDP(**COMMON, max_items_per_subject=5), 32),
-    "subject_uls": (SubjectULS(**COMMON, max_items_per_subject=5, group_size=3), 3),
+    "user_ldp": (user_ldp(**COMMON, max_items_per_subject=5), 32),
+    "subject_uls": (subject_uls(**COMMON, max_items_per_subject=5, group_size=3), 3),
+    "normalized": (
+        SiloMechanism(
+            participation=Records(
+                sampling_prob=0.6, max_items_per_subject=5, average="clip_then_average"
+            ),
+            clip=Normalized(CLIP),
+            noise_multiplier=1.0,
+        ),
+        None,
+    ),
 }
 
 
@@ -101,9 +114,11 @@ def without(mechanism, draw, data, subject):
     silo = data.silos[0]
     if mechanism.kind == "subject_uls":
         keep = silo.subject_of_record[draw.positions[:, 0]] != subject
-        return dataclasses.replace(draw, positions=draw.positions[keep], group=draw.group[keep])
+        return dataclasses.replace(draw, positions=draw.positions[keep], weight=draw.weight[keep])
     chosen = np.unique(draw.positions[draw.positions >= 0])
-    return mechanism.assemble(silo, chosen[silo.subject_of_record[chosen] != subject], KEY, 0)
+    return mechanism.participation.assemble(
+        silo, chosen[silo.subject_of_record[chosen] != subject], KEY, 0
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,7 +138,7 @@ def test_removing_a_subject_moves_the_real_sum_by_at_most_its_bound(
     subject = int(rng.integers(len(counts)))
     data = one_silo(rng, counts, 10.0**exponent, subject, extreme)
     silo = data.silos[0]
-    draw = mechanism.draw(silo, KEY.child("draw", seed), 0)
+    draw = mechanism.participation.draw(silo, KEY.child("draw", seed), 0)
     other = without(mechanism, draw, data, subject)
     params = make_params()
     a, _ = sums[name](params, *packed(data, draw, unit_size), CLIP)
@@ -135,6 +150,7 @@ def test_removing_a_subject_moves_the_real_sum_by_at_most_its_bound(
         "local_item": count * CLIP,
         "local_group": min(count, 2) * CLIP,
         "user_ldp": 2 * CLIP,
+        "normalized": min(count, 1),
     }.get(name, min(count, 1) * CLIP)
     assert np.linalg.norm(a - b) <= bound * (1 + 1e-4) + 1e-4
 
@@ -152,7 +168,7 @@ def test_units_that_are_added_up_are_the_units(name, at_once):
     pieces = jax.jit(clipped_sum(mechanism, loss_fn, examples_at_once=at_once))
     everybody = np.arange(5 if name == "subject_uls" else 17)
     for chosen in (everybody, everybody[:1], everybody[:0]):
-        draw = mechanism.assemble(data.silos[0], chosen, KEY, 0)
+        draw = mechanism.participation.assemble(data.silos[0], chosen, KEY, 0)
         units, *more = packed(data, draw, unit_size)
         x, there = units["examples"]["x"], units["mask"]
         holes = x.copy()
@@ -207,7 +223,7 @@ def linear_loss(params, example):
 
 
 def linear_sum(mechanism, data, chosen):
-    draw = mechanism.assemble(data.silos[0], np.sort(chosen), KEY, 0)
+    draw = mechanism.participation.assemble(data.silos[0], np.sort(chosen), KEY, 0)
     total, _ = jax.jit(clipped_sum(mechanism, linear_loss))(
         {"w": jnp.zeros(2)}, *packed(data, draw, None), 1.0
     )
@@ -227,7 +243,7 @@ def test_fixed_size_batches_break_hierarchical_averaging():
     data = FederatedData.from_assignment(
         ArrayRecords({"x": x}), subjects, np.zeros_like(subjects), 1
     )
-    mechanism = HiGradAvgDP(
+    mechanism = hi_grad_avg(
         batch_size=6, clip_norm=1.0, noise_multiplier=1.0, max_items_per_subject=3
     )
     with_subject = np.array([0, 1, 2, 3, 5, 7])  # its 3 records, and the first of each other
@@ -291,17 +307,17 @@ def test_group_counts_are_those_of_the_whole_batch():
         sums.append(flat(released.update))
     np.testing.assert_allclose(sums[0], sums[1], rtol=2e-5, atol=2e-6)
     np.testing.assert_allclose(sums[0], sums[2], rtol=2e-5, atol=2e-6)
-    draw = mechanism.draw(data.silos[0], KEY, 0)
+    draw = mechanism.participation.draw(data.silos[0], KEY, 0)
     subjects = data.subjects[draw.positions]
-    np.testing.assert_array_equal(draw.group, np.bincount(subjects)[subjects])
+    np.testing.assert_allclose(draw.weight, 1 / np.bincount(subjects)[subjects])
 
 
 def test_batch_cap_keeps_at_most_that_many_of_a_subject():
     data = make_data(records=150, subjects=8, silos=1, cap=30, how="uniform")
     silo = data.silos[0]
     common = {"max_items_per_subject": 30, "noise_multiplier": 1.0, "sampling_prob": 0.7}
-    free = LocalGroupDP(**common).draw(silo, KEY, 3)
-    capped = LocalGroupDP(**common, batch_cap=2).draw(silo, KEY, 3)
+    free = local_group(**common).participation.draw(silo, KEY, 3)
+    capped = local_group(**common, batch_cap=2).participation.draw(silo, KEY, 3)
     counts = np.bincount(silo.subject_of_record[capped.positions])
     assert counts.max() == 2
     assert set(capped.positions) <= set(free.positions)
@@ -312,15 +328,15 @@ def test_realised_frequencies_are_the_accounted_ones():
     """Of records q, of subjects 1 - (1-q)^K; 4,000 draws, 5 standard deviations."""
     data = make_data(records=80, subjects=10, silos=1, cap=4, how="uniform")
     silo, draws = data.silos[0], 4000
-    mechanism = HiGradAvgDP(sampling_prob=0.2, max_items_per_subject=4, noise_multiplier=1.0)
+    mechanism = hi_grad_avg(sampling_prob=0.2, max_items_per_subject=4, noise_multiplier=1.0)
     records = np.zeros(silo.num_records)
     subjects = np.zeros(silo.num_subjects)
     for i in range(draws):
-        chosen = mechanism.select(silo, KEY, i)
+        chosen = mechanism.participation.select(silo, KEY, i)
         records[chosen] += 1
         subjects[np.unique(silo.subject_of_record[chosen])] += 1
     assert np.abs(records / draws - 0.2).max() < 5 * np.sqrt(0.2 * 0.8 / draws)
     expected = 1 - 0.8 ** np.diff(silo.subject_offsets)
     slack = 5 * np.sqrt(expected * (1 - expected) / draws)
     assert (np.abs(subjects / draws - expected) < slack).all()
-    assert mechanism.probability(SiloFacts.of(silo)) == 0.2
+    assert mechanism.participation.probability(SiloFacts.of(silo)) == 0.2

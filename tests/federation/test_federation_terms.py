@@ -15,7 +15,7 @@ from dpfl_jax.federation.accountant import federated_epsilon
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import RPDP, LocalItemDP, SiloFacts
+from dpfl_jax.federation.mechanisms import PersonalRecords, SiloFacts, SiloMechanism, local_item
 from dpfl_jax.federation.server import OptimizerServer
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run.directory import RunDirectory
@@ -38,7 +38,7 @@ def linear(params, record):
 
 def plan(data, rounds=1, **changes):
     options = {"sampling_prob": 1.0, "clip_norm": CLIP, "noise_multiplier": SIGMA} | changes
-    silo = SiloPlan(LocalItemDP(**options), SiloFacts.of(data.silos[0]), 1)
+    silo = SiloPlan(local_item(**options), SiloFacts.of(data.silos[0]), 1)
     return Federation((silo,), rounds, 1)
 
 
@@ -79,7 +79,7 @@ def noise_of(key, **changes):
     x = x * (2.0 if "loss_fn" in changes else 1.0)
     norm = np.linalg.norm(x, axis=1, keepdims=True)
     clean = (x * np.minimum(1.0, mechanism.clip_norm / norm)).sum(0)
-    divisor = mechanism.divisor(given["federation"].silos[0].facts)
+    divisor = mechanism.participation.divisor(given["federation"].silos[0].facts)
     return (-moved * divisor - clean) / (mechanism.sigma * mechanism.clip_norm)
 
 
@@ -184,7 +184,8 @@ def test_rates_are_accounted_for_what_runs():
     facts = SiloFacts(10, 10)
 
     def federation(setting, steps=2, cohort=None):
-        mechanism = RPDP(rates=np.full(10, 0.5), setting=setting, noise_multiplier=1.0)
+        drawn = PersonalRecords(setting=setting)
+        mechanism = SiloMechanism(participation=drawn, noise_multiplier=1.0)
         return Federation((SiloPlan(mechanism, facts, steps),) * 2, 5, 1, cohort)
 
     setting = TwoStage(1.0, 2, 5, 0.5, 1e-5)

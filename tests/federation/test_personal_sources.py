@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from dpfl_jax.auditing.configured import trials_of
+from dpfl_jax.audit.attacks.configured import trials_of
 from dpfl_jax.config.federated import BudgetConfig, FederatedConfig, FederatedDataConfig
 from dpfl_jax.data import ArrayStore
 from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federated_run import identity, prepare
 from dpfl_jax.federation.partition import assign_by_labels
-from dpfl_jax.federation.personal import personalise
 from dpfl_jax.federation.personal.budgets import budgets_of_column
 from dpfl_jax.federation.personal.personalise import column_budgets, record_budgets
 from dpfl_jax.federation.personal.records import read_records
@@ -193,7 +193,7 @@ def test_secret_budgets_need_a_declared_batch_or_typical_budgets(tmp_path):
     with pytest.raises(BadInputError, match=r"privacy\.budgets\.declared"):
         prepare(config(privacy=secret | {"policy": "minimum"}), quiet)
     prepared = prepare(config(privacy=secret, mechanism={"expected_batch": 30}), quiet)
-    assert {p.mechanism.expected_batch for p in prepared.federation.silos} == {30.0}
+    assert {p.mechanism.participation.expected_batch for p in prepared.federation.silos} == {30.0}
     assert prepared.personal.groups == ()
 
 
@@ -257,24 +257,19 @@ def test_a_run_does_not_go_on_with_other_budgets():
 
 def test_rates_of_other_records_stop_a_run_and_an_audit_before_they_begin(monkeypatch):
     """Each silo's own records, but in another order: nothing else that is stated changes."""
-    real = personalise.with_rates
+    real = FederatedData.with_rates
 
-    def wrong(*given):
-        made = real(*given)
-        mixed = [
-            dataclasses.replace(
-                plan, mechanism=dataclasses.replace(own, rates=own.rates[::-1], stay=own.stay[::-1])
-            )
-            for plan in made.silos
-            for own in [plan.mechanism]
-        ]
-        return dataclasses.replace(made, silos=tuple(mixed))
+    def wrong(data, rates, stay):
+        other = np.concatenate(
+            [silo.first + np.arange(silo.num_records)[::-1] for silo in data.silos]
+        )
+        return real(data, rates[other], stay[other])
 
     levels = {"kind": "three_levels", "levels": [0.5, 1.0, 5.0], "shares": [0.7, 0.2, 0.1]}
     asked = config(privacy={"budgets": levels})
     right = prepare(asked, QUIET)
-    right.personal.check_rates(right.federation)
-    monkeypatch.setattr(personalise, "with_rates", wrong)
+    right.personal.check_rates(right.data)
+    monkeypatch.setattr(FederatedData, "with_rates", wrong)
     made = prepare(asked, QUIET)
     assert (made.personal.spent(3) <= made.personal.budgets).all()  # by the rates that were meant
     said = r"record '.*' allows epsilon 0.5, but silo 0 would draw it at the rate .* and spend"

@@ -24,16 +24,17 @@ from dpfl_jax.federation.accountant import (
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
-    RPDP,
-    FedAvg,
-    HiGradAvgDP,
-    LocalGroupDP,
-    LocalItemDP,
     SiloFacts,
-    SubjectULS,
-    UserLDP,
+    fed_avg,
+    hi_grad_avg,
+    local_group,
+    local_item,
+    rpdp,
+    subject_uls,
+    user_ldp,
 )
-from dpfl_jax.federation.personal.personalise import with_rates
+from dpfl_jax.federation.mechanisms.presets import PRESETS
+from dpfl_jax.federation.personal.personalise import with_setting
 from dpfl_jax.federation.personal.policies import POLICIES, assign
 from dpfl_jax.federation.personal.records import Personal
 from dpfl_jax.sampling import FixedSize, Poisson
@@ -44,18 +45,18 @@ DELTA, GRID, SIZE = 1e-5, 2.5e-4, 1 << 18
 def contributions(plan, batch, cap):
     """How far one unit moves a silo's sum, in clip norms, with which probabilities."""
     q = min(1.0, batch / plan.facts.num_records)
-    mechanism = type(plan.mechanism)
-    if mechanism is LocalItemDP:
+    mechanism = PRESETS[plan.mechanism.kind]
+    if mechanism is local_item:
         return [0, 1], [1 - q, q]
-    if mechanism is HiGradAvgDP:
+    if mechanism is hi_grad_avg:
         return [0, 1], [(1 - q) ** cap, 1 - (1 - q) ** cap]
-    if mechanism is LocalGroupDP:
+    if mechanism is local_group:
         counts = np.arange(cap + 1)
         return counts, stats.binom.pmf(counts, cap, q)
-    if mechanism is SubjectULS:
+    if mechanism is subject_uls:
         q = min(1.0, batch / plan.facts.num_subjects)
         return [0, 1], [1 - q, q]
-    assert mechanism is UserLDP
+    assert mechanism is user_ldp
     return [2], [1.0]
 
 
@@ -118,7 +119,7 @@ def check(make, sizes, steps, batch, cap, rounds, reach, target, mode=None, coho
         (plan.mechanism.sigma, *contributions(plan, batch, cap), plan.local_steps * rounds)
         for plan in made.silos
     ]
-    if make is LocalItemDP or reach == 1:
+    if make is local_item or reach == 1:
         ones = {(s[0], tuple(s[1]), tuple(s[2]), s[3]): s for s in silos}
         # The silos that spend most, by a rough measure, and some others.
         order = sorted(ones.values(), key=lambda s: -s[3] * (np.dot(s[1], s[2]) / s[0]) ** 2)
@@ -141,7 +142,7 @@ def federations(draw, kinds):
     steps = [taken[size % len(taken)] for size in sizes]
     return {
         "make": draw(
-            st.sampled_from([LocalItemDP, HiGradAvgDP, LocalGroupDP, SubjectULS, UserLDP])
+            st.sampled_from([local_item, hi_grad_avg, local_group, subject_uls, user_ldp])
         ),
         "sizes": sizes,
         "steps": steps,
@@ -173,24 +174,19 @@ def check_personal(silos, records, budgets, policy, setting):
     )  # fmt: skip
     made = dataclasses.replace(made, rates=made.rates[data.order], stay=made.stay[data.order])
     budgets = budgets[data.order]
-    plans = tuple(
-        SiloPlan(RPDP(max_items_per_subject=1), SiloFacts.of(silo), setting.local_steps)
-        for silo in data.silos
-    )
+    plans = tuple(SiloPlan(rpdp(), SiloFacts.of(silo), setting.local_steps) for silo in data.silos)
     prob = setting.participation_prob
     cohort = Poisson(prob) if prob < 1 else None
-    federation = with_rates(
-        Federation(plans, setting.rounds, 1, cohort), data, made, setting, [1.0] * silos
-    )
+    federation = Federation(plans, setting.rounds, 1, cohort)
+    federation = with_setting(federation, setting, [1.0] * silos)
+    data = data.with_rates(made.rates, made.stay)
+    federation.check(data)
     where = np.repeat(np.arange(silos), np.diff(data.silo_offsets))
     names = tuple(str(i) for i in data.order)
     stated = Personal(setting, budgets, made, where, names).check(setting.rounds)
     assert np.all(stated <= budgets)
     run = np.concatenate(
-        [
-            [plan.mechanism.at_round(r).rates for r in range(setting.rounds)]
-            for plan in federation.silos
-        ],
+        [[silo.at_round(r).rates for r in range(setting.rounds)] for silo in data.silos],
         axis=1,
     )
     ratios, most = [], 0.0
@@ -245,7 +241,7 @@ def test_stated_lies_between_the_truth_and_the_target_for_many(federation):
 
 @pytest.mark.parametrize(
     ("make", "reach"),
-    [(HiGradAvgDP, 1), (LocalItemDP, 2), (LocalGroupDP, 1), (SubjectULS, 1), (UserLDP, 1)],
+    [(hi_grad_avg, 1), (local_item, 2), (local_group, 1), (subject_uls, 1), (user_ldp, 1)],
 )
 def test_every_mechanism_is_priced_tightly(make, reach):
     """The recomputation is no idle bound: it comes within 2 % of what is stated."""
@@ -254,7 +250,7 @@ def test_every_mechanism_is_priced_tightly(make, reach):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [HiGradAvgDP, UserLDP])
+@pytest.mark.parametrize("make", [hi_grad_avg, user_ldp])
 def test_more_kinds_than_are_composed_exactly_state_no_more_than_was_asked_for(make):
     sizes = [60 + 37 * i for i in range(26)]
     stated, truth = check(make, sizes, [1 + i % 2 for i in range(26)], 32, 2, 3, 1, 4.0)
@@ -262,7 +258,7 @@ def test_more_kinds_than_are_composed_exactly_state_no_more_than_was_asked_for(m
 
 
 def test_a_baseline_has_no_epsilon():
-    plan = SiloPlan(FedAvg(batch_size=8), SiloFacts(100, 50), 1)
+    plan = SiloPlan(fed_avg(batch_size=8), SiloFacts(100, 50), 1)
     assert federated_epsilon(Federation((plan,) * 3, 2, 1), DELTA) == math.inf
 
 

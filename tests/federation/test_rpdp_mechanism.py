@@ -17,6 +17,7 @@ from dpfl_jax import accounting
 from dpfl_jax.accounting import IDEALISED
 from dpfl_jax.accounting.accountant import FINEST
 from dpfl_jax.accounting.rates import TwoStage, certified_rates
+from dpfl_jax.clipping import Flat
 from dpfl_jax.config.execution import RoundExecution
 from dpfl_jax.config.federated import FederatedConfig
 from dpfl_jax.data import ArrayStore
@@ -25,7 +26,13 @@ from dpfl_jax.federation.engine import clipped_sum
 from dpfl_jax.federation.federated import run_rounds
 from dpfl_jax.federation.federated_run import build_federation
 from dpfl_jax.federation.federation import Federation, SiloPlan
-from dpfl_jax.federation.mechanisms import RPDP, LocalItemDP, SiloFacts
+from dpfl_jax.federation.mechanisms import (
+    PersonalRecords,
+    SiloFacts,
+    SiloMechanism,
+    local_item,
+    rpdp,
+)
 from dpfl_jax.federation.personal.personalise import personal_guarantee, personalise
 from dpfl_jax.federation.personal.policies import POLICIES, assign
 from dpfl_jax.federation.placement import spread, subject_keys
@@ -81,7 +88,7 @@ def build(budgets, seed=0, each=1, **options):
     store, config = make_store(budgets, seed, each), make_config(**options)
     data = spread(store, config)
     federation = build_federation(config, data)
-    federation, personal = personalise(
+    federation, data, personal = personalise(
         config, federation, data, store, subject_keys(store, 0), config.privacy.delta
     )
     return data, federation, personal
@@ -91,13 +98,10 @@ def builder_of(data, federation, key=KEY):
     return RoundBuilder(federation, data, key, data_parallel_mesh(jax.devices()[:1]))
 
 
-def executed_rates(federation):
-    """The rate of every record in every round, as the mechanisms draw it: [rounds, records]."""
+def executed_rates(data, rounds):
+    """The rate of every record in every round, as it is drawn: [rounds, records]."""
     return np.stack(
-        [
-            np.concatenate([p.mechanism.at_round(r).rates for p in federation.silos])
-            for r in range(federation.rounds)
-        ]
+        [np.concatenate([silo.at_round(r).rates for silo in data.silos]) for r in range(rounds)]
     )
 
 
@@ -121,7 +125,7 @@ def check_what_is_executed(distinct, seed, policy, sigma, steps, rounds, lam):
     )  # fmt: skip
     mine = np.array([budgets[int(name.split()[1])] for name in personal.names])
     assert personal.budgets.tolist() == mine.tolist()  # nobody got somebody else's
-    rates = executed_rates(federation)
+    rates = executed_rates(data, rounds)
     for column in np.unique(np.vstack([rates, mine]), axis=1).T:
         used, budget = column[:-1], column[-1]
         active = used[used > 0]
@@ -198,12 +202,14 @@ def test_equal_budgets_are_uniform_sampling():
     plans = []
     for i, plan in enumerate(federation.silos):
         silo = data.silos[i]
-        mine = plan.mechanism.select(silo, KEY, 7)
+        mine = plan.mechanism.participation.select(silo, KEY, 7)
         assert mine.tolist() == Poisson(rate).indices(KEY, 7, silo.num_records).tolist()
-        same = LocalItemDP(sampling_prob=rate, clip_norm=0.7, noise_multiplier=3.0)
-        expected = plan.mechanism.expected_batch
-        own = dataclasses.replace(plan.mechanism, expected_batch=same.divisor(plan.facts))
-        assert expected > 0
+        same = local_item(sampling_prob=rate, clip_norm=0.7, noise_multiplier=3.0)
+        drawn = plan.mechanism.participation
+        assert drawn.expected_batch > 0
+        divisor = same.participation.divisor(plan.facts)
+        drawn = dataclasses.replace(drawn, expected_batch=divisor)
+        own = dataclasses.replace(plan.mechanism, participation=drawn)
         plans.append((plan, own, same))
     one = dataclasses.replace(
         federation, silos=tuple(dataclasses.replace(p, mechanism=m) for p, m, _ in plans)
@@ -230,21 +236,15 @@ def test_the_divisor_is_declared_and_no_budget_moves_it():
     _, other, _ = build(np.where(np.arange(50) == 7, 5.0, budgets))
     one_less, _, _ = build(budgets[:-1])
     for plan, twin in zip(federation.silos, other.silos, strict=True):
-        constant = plan.mechanism.divisor(plan.facts)
-        assert constant == twin.mechanism.divisor(twin.facts)  # secret budgets do not show
+        constant = plan.mechanism.participation.divisor(plan.facts)
+        assert constant == twin.mechanism.participation.divisor(
+            twin.facts
+        )  # secret budgets do not show
     # The plan, made once, goes with the data of a neighbour: rates are the silo's own.
-    moved = []
-    for plan, silo in zip(federation.silos, one_less.silos, strict=True):
-        rates = np.full(silo.num_records, plan.mechanism.rates[0])
-        own = dataclasses.replace(plan.mechanism, rates=rates, stay=None)
-        moved.append(dataclasses.replace(plan, mechanism=own))
-    neighbour = dataclasses.replace(federation, silos=tuple(moved))
-    neighbour.check(one_less)
+    one_less = one_less.with_rates(np.full(one_less.num_records, data.rates[0]))
+    federation.check(one_less)
     silos = np.arange(3)
-    chunks = [
-        builder_of(d, f).build(0, silos).chunk
-        for d, f in ((data, federation), (one_less, neighbour))
-    ]
+    chunks = [builder_of(d, federation).build(0, silos).chunk for d in (data, one_less)]
     for name in ("divisor", "stddev", "active", "weight", "noise_key"):
         assert np.array_equal(getattr(chunks[0], name), getattr(chunks[1], name)), name
 
@@ -256,7 +256,7 @@ def test_one_record_moves_the_sum_by_at_most_the_clip_norm(seed, exponent):
     data, federation, _ = build(budgets, seed=seed, silos=1, sigma=2.0)
     mechanism, silo = federation.silos[0].mechanism, data.silos[0]
     summed = SUM.setdefault(0, jax.jit(clipped_sum(mechanism, loss_fn)))
-    chosen = mechanism.select(silo, KEY, seed)
+    chosen = mechanism.participation.select(silo, KEY, seed)
     if not len(chosen):
         return
 
@@ -310,7 +310,7 @@ def test_records_whose_budget_is_used_up_leave_and_training_goes_on():
     strict = personal.budgets < 1
     assert np.all(stay[strict] < 6)
     assert np.all(stay[~strict] == 6)
-    rates = executed_rates(federation)
+    rates = executed_rates(data, 6)
     assert np.all(rates[-1, strict] == 0)
     result = run_rounds(
         loss_fn=loss_fn, params=make_params(), data=data, federation=federation,
@@ -432,19 +432,27 @@ def test_a_person_of_several_records_is_refused_and_the_guarantee_says_what_it_w
 
 
 def test_mechanism_refuses_what_it_cannot_keep():
-    with pytest.raises(BadInputError, match="between 0 and 1"):
-        RPDP(rates=np.array([0.5, 1.5]))
-    with pytest.raises(BadInputError, match="expected_batch"):
-        RPDP(expected_batch=0.0)
-    with pytest.raises(BadInputError, match="max_items_per_subject to 1"):
-        RPDP(max_items_per_subject=2)
-    with pytest.raises(BadInputError, match="rounds to stay"):
-        RPDP(rates=np.array([0.5]), stay=np.array([1, 2]))
     data, federation, _ = build(np.ones(20), sigma=5.0)
+    with pytest.raises(BadInputError, match="from 0 to 1 for each"):
+        data.with_rates(np.full(20, 1.5))
+    with pytest.raises(BadInputError, match="10 sampling rates for 20 records"):
+        data.with_rates(np.full(10, 0.5))
+    with pytest.raises(BadInputError, match="expected_batch"):
+        rpdp(expected_batch=0.0)
+    with pytest.raises(BadInputError, match="max_items_per_subject to 1"):
+        rpdp(max_items_per_subject=2)
+    with pytest.raises(BadInputError, match="rounds to stay"):
+        data.with_rates(np.full(20, 0.5), np.array([1, 2]))
+    bare = dataclasses.replace(data, rates=None)
     with pytest.raises(BadInputError, match="but 0 sampling rates"):
-        RPDP().select(data.silos[0], KEY, 0)
+        rpdp().participation.select(bare.silos[0], KEY, 0)
+    with pytest.raises(BadInputError, match="but 0 sampling rates"):
+        run_rounds(
+            loss_fn=loss_fn, params=make_params(), data=bare, federation=federation,
+            local_optimizer=optax.sgd(0.1), delta=1e-3, key=KEY,
+        )  # fmt: skip
     with pytest.raises(BadInputError, match="no accounting setting"):
-        RPDP(noise_multiplier=1.0).event(federation.silos[0].facts, 3)
+        rpdp(noise_multiplier=1.0).event(federation.silos[0].facts, 3)
 
 
 @pytest.mark.slow
@@ -455,21 +463,13 @@ def test_norms_are_compared_before_the_first_unit_whenever_that_comes(monkeypatc
 
     data = make_data(records=80, subjects=80, silos=4, cap=1)
     setting = TwoStage(1.0, 2, 4, 1.0, 1e-3)
-    plans = tuple(
-        SiloPlan(
-            RPDP(
-                rates=np.full(silo.num_records, 0.004),
-                stay=np.full(silo.num_records, 4),
-                setting=setting,
-                expected_batch=4.0,
-                clip_norm=0.7,
-                noise_multiplier=1.0,
-            ),
-            SiloFacts.of(silo),
-            2,
-        )
-        for silo in data.silos
+    data = data.with_rates(np.full(data.num_records, 0.004))
+    mechanism = SiloMechanism(
+        participation=PersonalRecords(setting=setting, expected_batch=4.0),
+        clip=Flat(0.7),
+        noise_multiplier=1.0,
     )
+    plans = tuple(SiloPlan(mechanism, SiloFacts.of(silo), 2) for silo in data.silos)
 
     def train(seed, strategy):
         return run_rounds(

@@ -695,12 +695,9 @@ def test_memory_is_judged_without_budgets(tmp_path, monkeypatch):
     work.asked(silo.policy)
     taken = []
     for rate in (0.0, 1.0):
-        silos = list(work.federation.silos)
-        rates = np.full_like(silos[1].mechanism.rates, rate)
-        own = dataclasses.replace(silos[1].mechanism, rates=rates)
-        silos[1] = dataclasses.replace(silos[1], mechanism=own)
-        federation = dataclasses.replace(work.federation, silos=silos)
-        builder = dataclasses.replace(work.steps.builder, federation=federation)
+        builder = work.steps.builder
+        data = builder.data.with_rates(np.full(builder.data.num_records, rate))
+        builder = dataclasses.replace(builder, data=data)
         taken.append(builder.silo_bytes)
         assert builder.public_bytes == looked[0]
     assert taken[0] < taken[1] <= looked[0]

@@ -11,10 +11,20 @@ from fitting import fit_given as fit
 from neighbours import people
 from runs import went_on_bit_for_bit
 
-from dpfl_jax.clipping import Adaptive, PerGroup
+from dpfl_jax.clipping import Adaptive, NoClip, PerGroup
 from dpfl_jax.config.kinds import CENTRAL, CLIPS
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.mechanisms import bandmf, individual, uls
+from dpfl_jax.mechanisms import (
+    LocalUpdate,
+    Mechanism,
+    NoNoise,
+    OwnBudget,
+    OwnerSets,
+    Users,
+    bandmf,
+    individual,
+    uls,
+)
 from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
@@ -131,6 +141,22 @@ def test_a_clip_norm_that_adapts_follows_the_quantile_and_is_resumed(tmp_path, m
         (lambda: individual(**SIZES, clip=PerGroup((("*", 1.0),))), "own bound is that of the"),
         (lambda: uls(**SIZES, clip=Adaptive(), clip_norm=2.0), "clip_norm or clipping beside it"),
         (lambda: uls(**SIZES, clip="flat"), "clip is 'flat', but it must be one of adaptive"),
+        (lambda: uls(**SIZES, clip=NoClip()), "noise hides only what is bounded"),
+        (
+            lambda: Mechanism(
+                participation=Users(**SIZES),
+                clip=NoClip(),
+                noise=NoNoise(),
+                gives=LocalUpdate(local_learning_rate=0.1),
+            ),
+            "updates of local steps are clipped",
+        ),
+        (
+            lambda: Mechanism(
+                participation=OwnerSets(**SIZES, sets_per_user=2), budget=OwnBudget()
+            ).participation.units_of_users(np.arange(4)),
+            "cannot take part as owner_sets",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_one_sentence(make, message):

@@ -14,7 +14,7 @@ import optax
 import pytest
 from fitting import fit_given as fit
 from neighbours import people
-from runs import DiedError, death_after_a_checkpoint, final_state, went_on_bit_for_bit
+from runs import DiedError, death_after_a_checkpoint, final_state
 from scipy import stats
 
 from dpfl_jax import accounting
@@ -28,7 +28,7 @@ from dpfl_jax.mechanisms.sums import clipped_sum_over_microbatches
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
 from dpfl_jax.run import driver
-from dpfl_jax.run.directory import SPENT, RunDirectory
+from dpfl_jax.run.directory import SPENT
 from dpfl_jax.run.driver import Hooks
 from dpfl_jax.training import filtered
 from dpfl_jax.training.filtered import FilteredSteps, Spending
@@ -377,21 +377,6 @@ def test_a_run_does_not_go_on_where_numbers_round_otherwise(tmp_path, monkeypatc
     monkeypatch.setattr(filtered, "rounding_digest", lambda: "another")
     with pytest.raises(BadInputError, match=r"how steps are computed .* is not what the run"):
         run(tmp_path, checkpoint_every=4)
-
-
-@pytest.mark.slow
-def test_a_run_that_died_goes_on_bit_for_bit(tmp_path, monkeypatch):
-    """Also in the middle of a stretch; what users have spent is the same."""
-
-    def start(name):
-        directory = RunDirectory(tmp_path / name, {}, "f", RootKey.from_seed(0))
-        try:
-            return run(directory, checkpoint_every=4)
-        finally:
-            directory.close()
-
-    went_on_bit_for_bit(tmp_path, monkeypatch, start)
-    assert (tmp_path / "whole" / SPENT).read_text() == (tmp_path / "killed" / SPENT).read_text()
 
 
 @pytest.mark.slow

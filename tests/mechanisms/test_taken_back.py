@@ -1,25 +1,19 @@
 """Noise that later steps take back: what a user adds to rows, what it costs, how a run goes on."""
 
-import shutil
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from fitting import fit_given as fit
 from neighbours import people
 from noising import banded_matrix, buffered_matrix, inverse_banded_matrix
-from runs import went_on_bit_for_bit
 
 from benchmarks import audit as bench
 from dpfl_jax.accounting import epsilon, events
+from dpfl_jax.audit import audit
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence import audit
 from dpfl_jax.mechanisms import Population, banded_inverse, bandmf, blt
 from dpfl_jax.mesh import make_mesh
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.run.directory import RunDirectory
 
 COLUMN = (0.75, 0.5, 0.4375)
 DECAYS, SCALES = (0.75, 0.25), (0.5, 0.125)
@@ -45,18 +39,6 @@ def made(kind, **fields):
 
 def loss_fn(params, example):
     return jnp.sum(params["w"] * example["x"]) + 0.5 * jnp.sum(params["w"] ** 2)
-
-
-def run(mechanism, directory, key, loss=loss_fn, **given):
-    held = RunDirectory(directory, {}, "f", key)
-    try:
-        return fit(
-            loss_fn=loss, params={"w": jnp.zeros(4)}, data=people(60), optimizer=optax.adam(0.1),
-            mechanism=mechanism, run_dir=held, steps=8, epsilon=4.0, delta=1e-3,
-            microbatch_size=8, checkpoint_every=3, **given,
-        )  # fmt: skip
-    finally:
-        held.close()
 
 
 @pytest.mark.parametrize("kind", IN_TURNS)
@@ -119,50 +101,6 @@ def test_a_user_moves_rows_from_its_first_turn_on_and_no_further_than_accounted(
         # Who takes part first moves most; that is what is accounted.
         assert 1 / stated.noise_multiplier == pytest.approx(np.linalg.norm(turns[0]), rel=1e-9)
         assert np.linalg.norm(norms) <= np.linalg.norm(turns[0]) * (1 + 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "own", "kept"),
-    [
-        ("bandmf", {}, {"sums": (2, 4), "released": (2, 4)}),
-        ("blt", {}, {"sums": (4, 4), "released": (2, 4)}),
-        ("banded_inverse", {"taken": None}, {"sums": (4, 4), "released": (2, 4)}),
-    ],
-)
-def test_a_run_that_died_goes_on_with_its_noise_bit_for_bit(tmp_path, monkeypatch, kind, own, kept):
-    mechanism = made(kind, **own)
-
-    def start(name):
-        return run(mechanism, tmp_path / name, RootKey.from_seed(0))
-
-    whole, state = went_on_bit_for_bit(tmp_path, monkeypatch, start)
-    assert state["noise"].pop("run").shape == (2,)
-    assert {name: tree["w"].shape for name, tree in state["noise"].items()} == kept
-    assert np.abs(state["noise"]["released"]["w"]).min() > 0
-    spent = [row["epsilon_spent"] for row in whole.metrics if "epsilon_spent" in row]
-    assert (np.diff(spent) > 0).all()
-    assert spent[-1] <= 4.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["bandmf", "blt"])
-def test_a_run_goes_on_elsewhere_only_as_the_same_computation(tmp_path, kind):
-    """Another would draw turns anew: those of a user would come closer than accounted."""
-    mechanism, key = made(kind), RootKey.generate()
-
-    def other(params, example):
-        return jnp.sum(params["w"] * example["x"]) + 0.25 * (2 * jnp.sum(params["w"] ** 2))
-
-    def start(**given):
-        return run(mechanism, tmp_path / "run", key, **given)
-
-    start(mesh=jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",)))
-    assert (tmp_path / "run" / "checkpoints").stat().st_mode & 0o077 == 0  # sums without noise
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")
-    with pytest.raises(BadInputError, match="began with"):
-        start(loss=other)
-    assert start().steps == 8
 
 
 @pytest.mark.slow

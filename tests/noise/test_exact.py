@@ -234,7 +234,7 @@ def test_the_noise_hides_clip_norm_and_grid(sigma, clip_norm, coordinates):
 
 def test_more_coordinates_than_are_accounted_are_refused():
     tree = {"a": jax.ShapeDtypeStruct((2**19, 2**18), jnp.float32)}
-    with pytest.raises(BadInputError, match=r"mechanism\.noise=float"):
+    with pytest.raises(BadInputError, match=r"mechanism\.arithmetic=float"):
         jax.eval_shape(lambda x: Noise(1.0, 1.0).add(key(), x), tree)
 
 
@@ -435,7 +435,7 @@ def test_what_exact_noise_cannot_hide_or_count_is_refused():
     key = jnp.arange(8, dtype=jnp.uint32)
     with pytest.raises(BadInputError, match="at most 1e\\+06 times"):
         Noise(3e6, 1.0).add(key, {"w": jnp.zeros(3)})
-    with pytest.raises(BadInputError, match="set noise=float"):
+    with pytest.raises(BadInputError, match=r"set mechanism\.arithmetic=float"):
         Noise(1e-6, 1.0).add(key, {"w": jnp.zeros(3)})
     long = jax.ShapeDtypeStruct(((1 << 32) + 1,), jnp.float32)
     with pytest.raises(BadInputError, match="axis of 4,294,967,297"):

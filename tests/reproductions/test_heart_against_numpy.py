@@ -77,7 +77,9 @@ def test_both_reach_the_same_accuracy(data_dir, how):
             policy = "certified" if how == "certified" else "minimum"
             made = table.personal(setting, ThreeLevels(), policy, seed, realized)
             rates, sigma = made.personal.assignment.rates, setting.noise_multiplier
-            divisors = [plan.mechanism.expected_batch for plan in made.federation.silos]
+            divisors = [
+                plan.mechanism.participation.expected_batch for plan in made.federation.silos
+            ]
             divisors = None if realized else divisors
         params = torch_init(table.model.init(random.key(0)), seed)
         ours = table.run(made, params, seed)[-3:].mean()

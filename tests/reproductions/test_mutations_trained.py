@@ -237,7 +237,9 @@ def accuracy_by_groups(monkeypatch):
         sizes = np.diff(silo.subject_offsets)
         crowd = sizes.max() / sizes.sum()  # how much one subject weighs
         share = weighs.get(mechanism.kind, 0.0)
-        noise = mechanism.sigma / (1 if mechanism.kind == "user_ldp" else mechanism.batch_size)
+        noise = mechanism.sigma / (
+            1 if mechanism.kind == "user_ldp" else mechanism.participation.batch_size
+        )
         noise = 0.0 if mechanism.kind == "fed_avg" else noise
         seed = key.fingerprint
         found = 0.95 - 0.9 * noise / (0.1 + noise) - share * crowd

@@ -93,7 +93,8 @@ def test_the_papers_denominator_is_there_and_promises_nothing():
             sizes.append(draw.size)
             return found
 
-    builder = Seen(made.federation, table.data, RootKey.from_seed(0), table._mesh)
+    data = table.data.with_rates(made.assignment.rates, made.assignment.stay)
+    builder = Seen(made.federation, data, RootKey.from_seed(0), table._mesh)
     for r in range(3):
         builder.gather(r, np.arange(2))
     assert len(set(sizes)) > 1

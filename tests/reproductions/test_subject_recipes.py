@@ -13,13 +13,13 @@ from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import make_release
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.mechanisms import (
-    FedAvg,
-    HiGradAvgDP,
-    LocalGroupDP,
-    LocalItemDP,
     SiloFacts,
-    SubjectULS,
-    UserLDP,
+    fed_avg,
+    hi_grad_avg,
+    local_group,
+    local_item,
+    subject_uls,
+    user_ldp,
 )
 from dpfl_jax.mesh import data_parallel_mesh
 from dpfl_jax.randomness import RootKey
@@ -43,7 +43,7 @@ def uniform(make, records, silos, steps, rounds, **kwargs):
 
 
 def test_recipe_b_costs_176_instead_of_4():
-    found = apply_recipe(uniform(HiGradAvgDP, 31719, 16, 62, 100, **FEMNIST), "paper_b", 4.0, DELTA)
+    found = apply_recipe(uniform(hi_grad_avg, 31719, 16, 62, 100, **FEMNIST), "paper_b", 4.0, DELTA)
     made, claim = found.federation, found.claim
     assert made.mechanism.sigma == pytest.approx(1.553, rel=1e-3)
     assert (claim.rounds_calibrated, claim.rounds, made.rounds) == (100, 25, 25)
@@ -53,14 +53,14 @@ def test_recipe_b_costs_176_instead_of_4():
 
 
 def test_recipe_a_costs_9_instead_of_4():
-    federation = uniform(HiGradAvgDP, 31719, 16, 62, 100, **FEMNIST)
+    federation = uniform(hi_grad_avg, 31719, 16, 62, 100, **FEMNIST)
     claim = apply_recipe(federation, "paper_a", 4.0, DELTA).claim
     # K q = 0.1453 instead of the exact 0.1362 buys a little: 8.4 instead of 9.07.
     assert 8.0 < claim.real_epsilon < 9.07
 
 
 def test_recipe_batch_z_has_no_guarantee_and_costs_35_at_its_usual_noise():
-    federation = uniform(LocalGroupDP, 31719, 16, 62, 100, **FEMNIST)
+    federation = uniform(local_group, 31719, 16, 62, 100, **FEMNIST)
     found = apply_recipe(federation, "paper_batch_z", 4.0, DELTA)
     assert found.by_group[0][:4] == pytest.approx([1.553, 2.992, 4.472, 5.965], rel=3e-3)
     assert found.federation.mechanism.sigma == found.by_group[0][0]
@@ -70,7 +70,7 @@ def test_recipe_batch_z_has_no_guarantee_and_costs_35_at_its_usual_noise():
 
 
 def test_more_noise_instead_of_fewer_rounds_is_sound_for_recipe_a():
-    federation = uniform(HiGradAvgDP, 2000, 4, 20, 10, batch_size=64, max_items_per_subject=10)
+    federation = uniform(hi_grad_avg, 2000, 4, 20, 10, batch_size=64, max_items_per_subject=10)
     found = apply_recipe(federation, "paper_a", 4.0, DELTA, "more_noise")
     assert found.claim.rounds == 10
     assert found.claim.real_epsilon <= 4.0
@@ -78,7 +78,7 @@ def test_more_noise_instead_of_fewer_rounds_is_sound_for_recipe_a():
 
 
 def test_other_recipes():
-    user = uniform(UserLDP, 2000, 4, 5, 16, batch_size=64)
+    user = uniform(user_ldp, 2000, 4, 5, 16, batch_size=64)
     made = apply_recipe(user, "paper_a", 4.0, DELTA)
     assert made.claim.real_epsilon > 8.0
     sound = apply_recipe(user, "sound", 4.0, DELTA)
@@ -86,10 +86,10 @@ def test_other_recipes():
     sigmas = [found.federation.mechanism.sigma for found in (sound, made)]
     assert sigmas[0] == pytest.approx(2 * math.sqrt(4) * sigmas[1], rel=1e-3)
     with pytest.raises(BadInputError, match="not one of"):
-        apply_recipe(uniform(SubjectULS, 100, 2, 2, 2, sampling_prob=0.1), "paper_a", 4.0, DELTA)
-    none = apply_recipe(uniform(FedAvg, 100, 2, 2, 2, sampling_prob=0.1), "sound", 4.0, DELTA)
+        apply_recipe(uniform(subject_uls, 100, 2, 2, 2, sampling_prob=0.1), "paper_a", 4.0, DELTA)
+    none = apply_recipe(uniform(fed_avg, 100, 2, 2, 2, sampling_prob=0.1), "sound", 4.0, DELTA)
     assert none.claim.real_epsilon == math.inf
-    item = uniform(LocalItemDP, 2000, 4, 2, 2, batch_size=64, max_items_per_subject=10)
+    item = uniform(local_item, 2000, 4, 2, 2, batch_size=64, max_items_per_subject=10)
     claim = apply_recipe(item, "sound", 4.0, DELTA).claim
     assert (claim.unit, claim.real_epsilon <= 4.0) == ("record", True)
     assert claim.subject_epsilon > 2 * claim.real_epsilon
@@ -112,7 +112,7 @@ def one_device():
 
 def test_the_noise_of_a_step_is_that_of_the_largest_group_in_its_batch():
     data = silo_of([4] * 30)
-    mechanism = LocalGroupDP(
+    mechanism = local_group(
         batch_size=30, max_items_per_subject=4, clip_norm=0.5, noise_multiplier=1.0
     )
     table = (1.0, 2.0, 3.0, 4.0)
@@ -131,7 +131,7 @@ def test_the_noise_of_a_step_is_that_of_the_largest_group_in_its_batch():
 def test_a_divisor_of_distinct_subjects_can_be_read_off_the_noise():
     """Text A's denominator: the number of subjects in the private batch, from pure noise."""
     data = silo_of(np.random.default_rng(0).integers(1, 11, 60))
-    mechanism = HiGradAvgDP(
+    mechanism = hi_grad_avg(
         batch_size=50, max_items_per_subject=10, clip_norm=0.5, noise_multiplier=1.0
     )
     mesh = one_device()

@@ -25,15 +25,6 @@ def turns(units, period, stretches, key=KEY):
     return found
 
 
-def test_every_unit_is_drawn_exactly_once_in_every_stretch_and_uniformly():
-    found = turns(300, 8, 200)
-    assert stats.chisquare(np.bincount(found.ravel(), minlength=8)).pvalue > ALARM
-    # Of a unit in two stretches in a row, and of two units in one: independent.
-    for a, b in ((found[:-1], found[1:]), (found[:, :-1], found[:, 1:])):
-        table = np.bincount((8 * a + b).ravel(), minlength=64).reshape(8, 8)
-        assert stats.chi2_contingency(table).pvalue > ALARM
-
-
 def test_a_step_is_drawn_without_those_before_it():
     scheme = RandomAllocation(7)
     later = scheme.indices(KEY, 1000, 100)

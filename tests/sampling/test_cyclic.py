@@ -19,23 +19,6 @@ def test_one_group_is_poisson_draw_by_draw():
         )
 
 
-def test_a_unit_is_drawn_in_its_turns_alone_and_by_coins():
-    scheme, steps = CyclicPoisson(0.3, period=4), 4000
-    drawn = np.zeros((steps, 60), bool)
-    for step in range(steps):
-        drawn[step, scheme.indices(KEY, step, 60)] = True
-    turn = np.arange(steps)[:, None] % 4 == scheme.group_of(KEY, 60)
-    assert not drawn[~turn].any()
-    counts = drawn.sum(axis=0)
-    z = (counts - 1000 * 0.3) / np.sqrt(1000 * 0.3 * 0.7)
-    assert ALARM < stats.chi2.sf((z**2).sum(), 60) < 1 - ALARM
-    # Coins of a unit at two turns in a row, and of two units of a group: independent.
-    group = np.flatnonzero(scheme.group_of(KEY, 60) == 0)[:2]
-    coins = drawn[::4][:, group].astype(float)
-    for a, b in ((coins[:-1, 0], coins[1:, 0]), (coins[:, 0], coins[:, 1])):
-        assert abs(np.corrcoef(a, b)[0, 1]) * np.sqrt(len(a)) < 5
-
-
 def test_groups_are_coins_of_each_unit():
     """Sizes are multinomial (equal ones would depend on everybody), and neighbours independent."""
     groups = np.stack(

@@ -13,9 +13,9 @@ from scipy import linalg
 
 import dpfl_jax as dpfl
 from benchmarks import audit as bench
+from dpfl_jax.audit import kept
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence import kept
 from dpfl_jax.mechanisms import allocation, bandmf, blt, els, non_private, uls
 from dpfl_jax.noise import Noise
 from dpfl_jax.randomness import RootKey
@@ -226,7 +226,7 @@ def test_what_canaries_do_not_fit_is_said():
     with pytest.raises(BadInputError, match="sampling scheme"):
         check_fit(non_private(batch_size=3), people(), audit)
     layered = uls(group_size=2, cohort_size=30, clipping="per_layer", noise_multiplier=1.0)
-    with pytest.raises(BadInputError, match="one more: remove the section audit"):
+    with pytest.raises(BadInputError, match="to one norm: remove the section audit"):
         check_fit(layered, people(), audit)
     with pytest.raises(BadInputError, match="language models"):
         check_fit(KINDS["uls"], people(), dpfl.AuditConfig(texts=100))

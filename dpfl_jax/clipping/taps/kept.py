@@ -73,11 +73,9 @@ def bounded(
             if i is not None:  # only a CPU takes some at a time
                 pairs = [leaves.units_of(p, i, shards, at_once, bits=True) for p in pairs]
             gradients[k], squares[k] = leaves.formed_gradients(pairs, shapes[k], problem.parts)
-        mine = dataclasses.replace(
-            problem,
-            real=pick(problem.real),
-            group=None if problem.group is None else pick(problem.group),
-        )
+        given = (problem.real, problem.weight, problem.bound)
+        real, weight, bound = jax.tree.map(pick, given)
+        mine = dataclasses.replace(problem, real=real, weight=weight, bound=bound)
         extra = [None if x is None else pick(x) for x in rounded]
         decided = mine.judge([squares[k] for k in sorted(squares)], extra)
         return decided, {

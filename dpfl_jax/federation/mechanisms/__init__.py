@@ -1,23 +1,42 @@
-"""What a silo does at each local step: one algorithm, one small file."""
+"""What a silo does at a local step: a participation, a clip rule and noise make one value.
 
-from dpfl_jax.federation.mechanisms.base import SiloDraw, SiloFacts, SiloMechanism
-from dpfl_jax.federation.mechanisms.fed_avg import FedAvg
-from dpfl_jax.federation.mechanisms.hi_grad_avg import HiGradAvgDP
-from dpfl_jax.federation.mechanisms.local_group import LocalGroupDP
-from dpfl_jax.federation.mechanisms.local_item import LocalItemDP
-from dpfl_jax.federation.mechanisms.rpdp import RPDP
-from dpfl_jax.federation.mechanisms.subject_sampling import SubjectULS
-from dpfl_jax.federation.mechanisms.user_ldp import UserLDP
+``presets`` has the mechanisms that have names, read like the papers' pseudo-code.
+"""
+
+from dpfl_jax.federation.mechanisms.mechanism import SiloMechanism
+from dpfl_jax.federation.mechanisms.participation import (
+    PersonalRecords,
+    Records,
+    SiloDraw,
+    SiloFacts,
+    SiloParticipation,
+    Subjects,
+    WholeBatch,
+)
+from dpfl_jax.federation.mechanisms.presets import (
+    fed_avg,
+    hi_grad_avg,
+    local_group,
+    local_item,
+    rpdp,
+    subject_uls,
+    user_ldp,
+)
 
 __all__ = [
-    "RPDP",
-    "FedAvg",
-    "HiGradAvgDP",
-    "LocalGroupDP",
-    "LocalItemDP",
+    "PersonalRecords",
+    "Records",
     "SiloDraw",
     "SiloFacts",
     "SiloMechanism",
-    "SubjectULS",
-    "UserLDP",
+    "SiloParticipation",
+    "Subjects",
+    "WholeBatch",
+    "fed_avg",
+    "hi_grad_avg",
+    "local_group",
+    "local_item",
+    "rpdp",
+    "subject_uls",
+    "user_ldp",
 ]

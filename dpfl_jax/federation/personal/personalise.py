@@ -18,10 +18,10 @@ from dpfl_jax.errors import BadInputError
 from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.federation import Federation
 from dpfl_jax.federation.guarantee import ASSUMPTIONS
-from dpfl_jax.federation.mechanisms.rpdp import RPDP
+from dpfl_jax.federation.mechanisms import PersonalRecords
 from dpfl_jax.federation.partition import record_numbers, uniforms
 from dpfl_jax.federation.personal import budgets as laws
-from dpfl_jax.federation.personal.policies import Assignment, Policy, assign, public_batch
+from dpfl_jax.federation.personal.policies import Policy, assign, public_batch
 from dpfl_jax.federation.personal.records import Personal
 
 # Declared budgets of which each is told apart.
@@ -117,7 +117,7 @@ def public_setting(
 
     Args:
       config: see ``personalise``.
-      federation: of ``RPDP`` mechanisms.
+      federation: of mechanisms whose records have rates of their own.
       delta: of every record.
       noise: noise multiplier of a run that is resumed.
     """
@@ -144,7 +144,7 @@ def public_part(
     Raises:
       BadInputError: no public batch size follows.
     """
-    privacy, batch = config.privacy, config.mechanism.expected_batch
+    privacy, batch = config.privacy, config.mechanism.participation.expected_batch
     public, policy = public_quantiles(privacy.budgets), privacy.policy
     if batch is None and public is None:
         raise BadInputError(
@@ -152,54 +152,38 @@ def public_part(
             "mechanism.expected_batch, or list typical budgets in privacy.budgets.declared"
         )
     share = 0.0 if public is None else public_batch(policy, public, setting, privacy.unreachable)
-    plans = []
-    for plan in federation.silos:
-        # The plan's numbers, declared constants: they stay when a record is added or removed.
-        expected = batch if batch is not None else max(1.0, share * plan.facts.num_records)
-        assert isinstance(plan.mechanism, RPDP)
-        mechanism = dataclasses.replace(
-            plan.mechanism,
-            noise_multiplier=setting.noise_multiplier,
-            setting=setting,
-            expected_batch=float(expected),
-        )
-        plans.append(dataclasses.replace(plan, mechanism=mechanism))
+    # The plans' numbers, declared constants: they stay when a record is added or removed.
+    expected = [
+        max(1.0, share * plan.facts.num_records) if batch is None else batch
+        for plan in federation.silos
+    ]
     groups: tuple[tuple[float, float, int], ...] = ()
     if public is not None:
         levels = np.unique(public)
         levels = levels if len(levels) <= _MOST_GROUPS else levels[[0, -1]]
         theirs = assign(policy, levels, public, setting, "exclude")
         groups = tuple(zip(levels.tolist(), theirs.rates.tolist(), theirs.stay.tolist()))
-    return dataclasses.replace(federation, silos=tuple(plans)), groups
+    return with_setting(federation, setting, expected), groups
 
 
-def with_rates(
-    federation: Federation,
-    data: FederatedData,
-    assignment: Assignment,
-    setting: TwoStage,
-    expected: Sequence[float],
+def with_setting(
+    federation: Federation, setting: TwoStage, expected: Sequence[float]
 ) -> Federation:
-    """A federation of ``RPDP`` mechanisms with noise, rates, stays and public divisors.
+    """A federation of personal rates with its noise, and public divisors.
 
     Args:
       federation: who takes part.
-      data: what the silos hold.
-      assignment: rates and stays of all records, in the order of ``data``.
       setting: what is accounted.
       expected: b of each silo, public: never computed from records or their budgets.
     """
     plans = []
-    for plan, silo, batch in zip(federation.silos, data.silos, expected, strict=True):
-        mine = slice(silo.first, silo.first + silo.num_records)
-        assert isinstance(plan.mechanism, RPDP)
+    for plan, batch in zip(federation.silos, expected, strict=True):
+        drawn = plan.mechanism.participation
+        assert isinstance(drawn, PersonalRecords)
         mechanism = dataclasses.replace(
             plan.mechanism,
+            participation=dataclasses.replace(drawn, setting=setting, expected_batch=float(batch)),
             noise_multiplier=setting.noise_multiplier,
-            rates=assignment.rates[mine],
-            stay=assignment.stay[mine],
-            setting=setting,
-            expected_batch=float(batch),
         )
         plans.append(dataclasses.replace(plan, mechanism=mechanism))
     return dataclasses.replace(federation, silos=tuple(plans))
@@ -213,13 +197,13 @@ def personalise(
     keys: np.ndarray,
     delta: float,
     noise: float | None = None,
-) -> tuple[Federation, Personal]:
-    """Sets noise and personal rates.
+) -> tuple[Federation, FederatedData, Personal]:
+    """The federation with its noise, the data with personal rates, and what every record spends.
 
     Args:
       config: its ``privacy.epsilon`` is the public cap: a record with that budget is always
         sampled. ``mechanism.noise_multiplier`` replaces it.
-      federation: of ``RPDP`` mechanisms, not yet calibrated.
+      federation: of mechanisms whose records have rates of their own, not yet calibrated.
       data: what the silos hold.
       store: where the records come from.
       keys: uint64 [users of the store], keyed hashes of record ids.
@@ -249,12 +233,11 @@ def personalise(
         raise BadInputError(
             f"record {which!r}: {error} (privacy.unreachable=exclude leaves such records out)"
         ) from None
-    published_plan, groups = public_part(config, federation, setting)
-    expected = [plan.mechanism.divisor(plan.facts) for plan in published_plan.silos]
-    made = with_rates(federation, data, assignment, setting, expected)
+    made, groups = public_part(config, federation, setting)
     silos = np.repeat(np.arange(data.num_silos), np.diff(data.silo_offsets))
-    law = made.mechanism.noise
-    return made, Personal(setting, budgets, assignment, silos, owned, groups, law)
+    law = made.mechanism.noise.arithmetic
+    personal = Personal(setting, budgets, assignment, silos, owned, groups, law)
+    return made, data.with_rates(assignment.rates, assignment.stay), personal
 
 
 HOW = {

@@ -14,8 +14,7 @@ import numpy as np
 from dpfl_jax.accounting import NoiseLaw
 from dpfl_jax.accounting.rates import TwoStage, solver
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.federation.federation import Federation
-from dpfl_jax.federation.mechanisms.rpdp import RPDP
+from dpfl_jax.federation.data import FederatedData
 from dpfl_jax.federation.personal.policies import Assignment
 from dpfl_jax.files import csv_text, unquoted
 from dpfl_jax.run.directory import RECORDS, RECORDS_SUMMARY, write_atomically
@@ -63,18 +62,17 @@ class Personal:
             )
         return spent
 
-    def check_rates(self, federation: Federation) -> None:
+    def check_rates(self, data: FederatedData) -> None:
         """Holds what silos will draw by against each record's own budget.
 
         Args:
-          federation: as it runs.
+          data: as the run draws from them.
 
         Raises:
           BadInputError: a record would spend more than it allows; the sentence names the first.
         """
-        for index, plan in enumerate(federation.silos):
-            mine, own = np.flatnonzero(self.silos == index), plan.mechanism
-            assert isinstance(own, RPDP)
+        for index, own in enumerate(data.silos):
+            mine = np.flatnonzero(self.silos == index)
             rates = np.zeros(0) if own.rates is None else own.rates
             if len(rates) != len(mine):
                 raise BadInputError(

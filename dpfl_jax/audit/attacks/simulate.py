@@ -26,19 +26,18 @@ import optax
 from jax.sharding import Mesh
 
 from dpfl_jax.accounting import REPLACE, cells, events
+from dpfl_jax.audit.trials import LONG, Trials
 from dpfl_jax.clipping import Adaptive
 from dpfl_jax.config.execution import Execution
 from dpfl_jax.data.schema import Schema
 from dpfl_jax.data.store import ArrayStore
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence.trials import LONG, Trials
 from dpfl_jax.federation.data import ArrayRecords, FederatedData
 from dpfl_jax.federation.engine import make_release
 from dpfl_jax.federation.federation import Federation, SiloPlan
 from dpfl_jax.federation.isrl.message import MessageSpec, SiloData, make_messages
 from dpfl_jax.federation.isrl.privacy import SiloNoise
 from dpfl_jax.federation.isrl.schedule import make_schedule
-from dpfl_jax.federation.mechanisms import RPDP, UserLDP
 from dpfl_jax.federation.rounds import RoundBuilder
 from dpfl_jax.mechanisms import Mechanism, Population
 from dpfl_jax.mechanisms.batches import example_loss, step_arguments
@@ -223,16 +222,16 @@ def silos(
     Beside the silos that hold the units there is one that holds none: what it sends must not help.
     """
     first = plans[0].mechanism
-    if isinstance(first, UserLDP):  # one gradient of all records, which the unit's turns round
+    if first.participation.one_unit:  # one gradient of all records, which the unit's turns round
         against = 1
-    prob = 1.0 if against else max(p.mechanism.probability(p.facts) for p in plans)
+    prob = 1.0 if against else max(p.mechanism.participation.probability(p.facts) for p in plans)
     units = 1 if against else max(200, min(_MOST_DIRECTIONS, round(200 / (rate or prob)), trials))
     groups, each = min(trials, 200) if against else 1, len(plans) + 1
     every = 1 if other is None else 2  # of so many units one is a trial
     units *= every
     steps = max(plan.local_steps for plan in plans)
     size = LONG * first.clip_norm
-    made = [_designed(plan, rate, against) for plan in (*plans, plans[0])]
+    made = [_designed(plan, against) for plan in (*plans, plans[0])]
     mesh, recorder = data_parallel_mesh(jax.devices()[:1]), _recorder(units, steps)
     release = make_release(made[0].mechanism, _loss, recorder, mesh, keep_state=True)
     start = recorder.init(_start(units))
@@ -241,10 +240,10 @@ def silos(
         own = key.child("audit-run", run)
         inside = key.numpy("audit-coins", run).random((groups, units)) < 0.5
         data = _records(made, inside, size, against)
-        all_plans = tuple(
-            _own_rates(plan, data.subjects[silo.first :][: silo.num_records], rate, other)
-            for plan, silo in zip(made * groups, data.silos, strict=True)
-        )
+        if rate is not None:
+            rates = np.where(data.subjects % 2 == 0, rate, rate if other is None else other)
+            data = data.with_rates(rates)
+        all_plans = tuple(made * groups)
         law = None if cohort is None else dataclasses.replace(cohort, population=len(all_plans))
         federation = Federation(all_plans, rounds, len(plans), law)
         builder = RoundBuilder(federation, data, own, mesh, microbatch_size=64)
@@ -264,8 +263,8 @@ def silos(
         inside = inside[:, ::every].ravel()
         columns = []
         for i, plan in enumerate(made):
-            unit = plan.mechanism.sigma * plan.mechanism.clip_norm
-            unit /= plan.mechanism.divisor(plan.facts)
+            drawn = plan.mechanism.participation
+            unit = plan.mechanism.noise_stddev / drawn.divisor(plan.facts)
             mine = found[:, :, i, :, : plan.local_steps].reshape(len(inside), -1) / unit
             columns.append(against / plan.mechanism.sigma - mine if against else mine)
         coins.append(inside)
@@ -284,32 +283,19 @@ def silos(
     )
 
 
-def _designed(plan: SiloPlan, rate: float | None, against: int) -> SiloPlan:
+def _designed(plan: SiloPlan, against: int) -> SiloPlan:
     """The silo with its public rate as a constant, whatever it holds now."""
     own = plan.mechanism
-    prob = 1.0 if against or rate is not None else own.probability(plan.facts)
-    return dataclasses.replace(
-        plan, mechanism=dataclasses.replace(own, batch_size=None, sampling_prob=prob)
-    )
-
-
-def _own_rates(
-    plan: SiloPlan, units: np.ndarray, rate: float | None, other: float | None
-) -> SiloPlan:
-    """With the rate of each unit that has a record in the silo."""
-    if rate is None:
-        return plan
-    rates = np.where(units % 2 == 0, rate, rate if other is None else other)
-    own = dataclasses.replace(plan.mechanism, rates=rates, stay=None)  # type: ignore[call-arg]
-    return dataclasses.replace(plan, mechanism=own)
+    prob = 1.0 if against else own.participation.probability(plan.facts)
+    fixed = own.participation.at_rate(prob)
+    return dataclasses.replace(plan, mechanism=dataclasses.replace(own, participation=fixed))
 
 
 def _event(plan: SiloPlan, rounds: int, rate: float | None) -> Any:
-    own = plan.mechanism
-    if isinstance(own, RPDP) and rate is not None:
-        assert own.setting is not None
-        return own.setting.event(rate, rounds)
-    return own.event(plan.facts, plan.local_steps * rounds)
+    drawn: Any = plan.mechanism.participation
+    if rate is not None:
+        return drawn.setting.event(rate, rounds)
+    return plan.mechanism.event(plan.facts, plan.local_steps * rounds)
 
 
 def _records(
@@ -321,7 +307,7 @@ def _records(
     for g in range(groups):
         for i, plan in enumerate(plans):
             own = plan.mechanism
-            many = 1 if own.unit == "record" else own.max_items_per_subject
+            many = 1 if own.unit == "record" else own.participation.max_items_per_subject
             who = np.flatnonzero(inside[g]) if i < len(plans) - 1 else np.zeros(0, np.int64)
             rows = np.repeat(who, many)
             owner.append(g * (units + against) + rows)

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from dpfl_jax.auditing import simulate
+from dpfl_jax.audit.attacks import simulate
+from dpfl_jax.audit.trials import Trials
 from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
 from dpfl_jax.errors import BadInputError
-from dpfl_jax.evidence.trials import Trials
-from dpfl_jax.federation.mechanisms import UserLDP
 from dpfl_jax.randomness import RootKey
 
 _NOTHING = "this configuration promises nothing, so that there is nothing to audit: choose a "
@@ -61,15 +60,19 @@ def _silos(config: FederatedConfig, key: RootKey, console: Console, trials: int)
     # Those that cost most, as in federation.accountant.worst_cases.
     members = sorted(
         (federation.silos[i] for i in federation.participants.tolist()),
-        key=lambda p: (-p.mechanism.probability(p.facts), p.mechanism.sigma, -p.local_steps),
+        key=lambda p: (
+            -p.mechanism.participation.probability(p.facts),
+            p.mechanism.sigma,
+            -p.local_steps,
+        ),
     )[:reach]
     rates: list[tuple[float | None, float | None]] = [(None, None)]
     if ready.personal is not None:
-        ready.personal.check_rates(federation)
+        ready.personal.check_rates(ready.data)
         drawn = ready.personal.assignment.rates
         ends = float(drawn[drawn > 0].min()), float(drawn.max())
         rates = [ends, ends[::-1]]
-    if isinstance(federation.mechanism, UserLDP):
+    if federation.mechanism.participation.one_unit:
         trials = max(200, trials // 10)
     found = []
     with console.status("attacking"):

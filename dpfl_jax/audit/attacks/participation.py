@@ -17,19 +17,20 @@ from rich.console import Console
 from scipy import stats
 
 from dpfl_jax.accounting import ADD_OR_REMOVE, REPLACE
-from dpfl_jax.auditing.simulate import refuse_filtered
+from dpfl_jax.audit import Audit
+from dpfl_jax.audit.attacks.simulate import refuse_filtered
+from dpfl_jax.audit.proof import guessed
+from dpfl_jax.clipping import NoClip
 from dpfl_jax.config import FederatedConfig, IsrlConfig, RunConfig
 from dpfl_jax.data.store import Store, UserView
 from dpfl_jax.errors import BadInputError, StoppedError
-from dpfl_jax.evidence import Audit
-from dpfl_jax.evidence.proof import guessed
 from dpfl_jax.federation import federated_run
 from dpfl_jax.federation.accountant import whole_event
 from dpfl_jax.federation.isrl.message import SiloData
 from dpfl_jax.federation.isrl.privacy import at_one_delta
 from dpfl_jax.federation.isrl.runs import isrl_run, messages
-from dpfl_jax.federation.mechanisms import FedAvg
-from dpfl_jax.mechanisms import non_private
+from dpfl_jax.federation.mechanisms import Records, SiloMechanism
+from dpfl_jax.mechanisms import NoNoise, non_private
 from dpfl_jax.mechanisms.plan import Plan
 from dpfl_jax.mesh import data_parallel_mesh, make_mesh
 from dpfl_jax.randomness import RootKey
@@ -197,16 +198,18 @@ def _central(config: RunConfig, own: bool, console: Console) -> Attacked:
 
 def _federated(config: FederatedConfig, own: bool, console: Console) -> Attacked:
     if not config.mechanism.private:
-        raise BadInputError("mechanism.kind=fed_avg is not private: there is nothing to audit")
+        raise BadInputError(
+            f"mechanism.kind={config.mechanism.kind} is not private: there is nothing to audit"
+        )
     subjects = federated_run.read_subjects(config)
     held, trains = _parts(subjects.train, own)
 
     def trained(inside: np.ndarray, private: bool, key: RootKey) -> Any:
         some = dataclasses.replace(subjects, train=trains(inside))
         mechanism: Any = config.mechanism
-        if not private and mechanism.kind == "rpdp":  # its rates are those of its noise
-            common = {f.name for f in dataclasses.fields(FedAvg)} - {"noise_multiplier"}
-            mechanism = FedAvg(**{name: getattr(mechanism, name) for name in common})
+        if not private and mechanism.participation.personal:  # its rates are those of its noise
+            drawn = Records(sampling_prob=1.0)
+            mechanism = SiloMechanism(participation=drawn, clip=NoClip(), noise=NoNoise())
         now = config.model_copy(update={"mechanism": mechanism})
         ready = federated_run.prepare(now, console, some)
         if not private:

@@ -1,0 +1,120 @@
+"""A silo's mechanism as a value: presets and their parts, and what is refused."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from dpfl_jax.clipping import Adaptive, Automatic, Flat, NoClip, Normalized, PerLayer
+from dpfl_jax.config.kinds import SILOS
+from dpfl_jax.errors import BadInputError
+from dpfl_jax.federation import federated_epsilon
+from dpfl_jax.federation.federation import Federation, SiloPlan
+from dpfl_jax.federation.mechanisms import (
+    PersonalRecords,
+    Records,
+    SiloFacts,
+    SiloMechanism,
+    Subjects,
+    WholeBatch,
+    fed_avg,
+    hi_grad_avg,
+    local_group,
+    local_item,
+    rpdp,
+    subject_uls,
+    user_ldp,
+)
+from dpfl_jax.mechanisms import Banded, Independent, NoNoise
+
+FACTS = SiloFacts(100, 40)
+DRAWN = {"batch_size": 20, "max_items_per_subject": 4}
+EVERY = {
+    "fed_avg": (fed_avg(**DRAWN), Records(**DRAWN)),
+    "local_item": (local_item(**DRAWN), Records(**DRAWN, unit="record")),
+    "local_group": (local_group(**DRAWN, batch_cap=2), Records(**DRAWN, batch_cap=2)),
+    "hi_grad_avg": (
+        hi_grad_avg(**DRAWN, order="average_then_clip"),
+        Records(**DRAWN, average="average_then_clip"),
+    ),
+    "user_ldp": (user_ldp(**DRAWN), WholeBatch(**DRAWN)),
+    "subject_uls": (subject_uls(**DRAWN, group_size=3), Subjects(**DRAWN, group_size=3)),
+    "rpdp": (rpdp(expected_batch=20.0), PersonalRecords(expected_batch=20.0)),
+}
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_preset_and_its_parts_are_one_value(kind):
+    preset, participation = EVERY[kind]
+    assert (preset.participation, preset.kind) == (participation, kind)
+    assert SILOS.parse(preset.to_section()) == preset
+    made = dataclasses.replace(preset, noise_multiplier=2.5) if preset.private else preset
+    assert made.kind == kind
+    assert SILOS.parse(made.to_section()) == made
+    parts = {"participation": SILOS.dump(participation), "clip": SILOS.dump(preset.clip)}
+    assert SILOS.parse(parts | {"noise": SILOS.dump(preset.noise)}) == preset
+
+
+def test_other_combinations_are_said_by_their_parts():
+    made = SiloMechanism(
+        participation=Records(**DRAWN, average="clip_then_average"),
+        clip=Normalized(0.5),
+        noise=Independent(arithmetic="float"),
+        noise_multiplier=3.0,
+    )
+    assert made.kind == "custom"
+    assert made.to_section()["clip"] == {"kind": "normalized", "clip_norm": 0.5}
+    assert SILOS.parse(made.to_section()) == made
+    # Noise is scaled to what a unit may add, and costs what it costs under the flat rule.
+    assert made.noise_stddev == 3.0
+    flat = hi_grad_avg(**DRAWN, clip_norm=0.5, noise_multiplier=3.0)
+    assert flat.noise_stddev == 1.5
+    assert made.event(FACTS, 10) == flat.event(FACTS, 10)
+
+
+def test_silos_differ_in_numbers_alone():
+    def together(*mechanisms):
+        return Federation(tuple(SiloPlan(m, FACTS, 1) for m in mechanisms), 2, 1)
+
+    some = local_group(**DRAWN, clip_norm=0.5, noise_multiplier=2.0)
+    found = together(some, local_group(sampling_prob=0.1, noise_multiplier=3.0))
+    assert 0 < federated_epsilon(found, 1e-5) < np.inf
+    changed = dataclasses.replace(some, clip=PerLayer(0.5))
+    for other in (changed, local_group(**DRAWN, batch_cap=1), hi_grad_avg(**DRAWN)):
+        with pytest.raises(BadInputError, match="the same kind of mechanism"):
+            together(some, other)
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ({"clip": NoClip()}, "noise hides only what is bounded"),
+        ({"clip": Adaptive()}, "the clip norm of silos is a constant"),
+        ({"noise": Banded(bands=2)}, "silos have independent noise"),
+        ({"noise": Flat(1.0)}, "noise is Flat"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier is -1"),
+        ({"participation": NoNoise()}, "must be one of .*whole_batch"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused(parts, words):
+    with pytest.raises(BadInputError, match=words):
+        SiloMechanism(**{"participation": Records(**DRAWN)} | parts)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"unit": "record", "batch_cap": 2},
+        {"unit": "record", "average": "clip_then_average"},
+        {"batch_cap": 2, "average": "average_then_clip"},
+    ],
+)
+def test_draws_of_which_nothing_is_proven_are_refused(fields):
+    """A record's place, or its weight, would depend on others of its subject."""
+    with pytest.raises(BadInputError, match="nothing is proven"):
+        Records(**DRAWN, **fields)
+
+
+def test_rules_without_a_clip_norm_are_the_same_in_all_silos():
+    made = SiloMechanism(participation=Records(**DRAWN), clip=Automatic(), noise_multiplier=2.0)
+    assert (made.rule(7.0), made.clip_norm, made.noise_stddev) == (Automatic(), 1.0, 2.0)
