@@ -24,11 +24,7 @@ NAMES = KINDS | {candidate.name for candidate in CANDIDATES.values()} - ORDINARY
 # What may name some, and why.
 ALLOWED = {
     "cli/_account_rows.py": "the table of `dpfl account`: its names are those of commands",
-    "cli/_plan_federation.py": "a picture, whose axis is no share that this one keeps",
-    "audit/attacks/participation.py": "runs without noise, and rates that follow from the noise",
-    "audit/attacks/simulate.py": "a sentence that says which ones to audit instead",
     "cli/finetune.py": "the configuration that `dpfl finetune` starts from, to be changed",
-    "cli/verify.py": "says by which rules a section of a guarantee file is read",
 }
 
 

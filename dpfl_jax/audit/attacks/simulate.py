@@ -87,8 +87,8 @@ def refuse_filtered(mechanism: Mechanism) -> None:
     if mechanism.own_budgets:
         raise BadInputError(
             f"of mechanism.kind={mechanism.kind} a Renyi divergence is known, and no loss that an "
-            "attack could be held against: audit mechanism.kind=uls or els with as much noise, for "
-            "the least_steps steps that everybody takes part in"
+            "attack could be held against: audit the same without mechanism.budget at as much "
+            "noise, for the least_steps steps that everybody takes part in"
         )
 
 
