@@ -14,10 +14,11 @@ import yaml
 from neighbours import people
 from runs import death_after_a_checkpoint
 
-from dpfl_jax.accounting import events
+from dpfl_jax.accounting import epsilon, events
 from dpfl_jax.accounting.cells import TABLE, Cell, Contribution, Everyone, StrategyMatrix
 from dpfl_jax.audit import audit
 from dpfl_jax.audit.attacks import simulate
+from dpfl_jax.cli._account_rows import ROWS, Row
 from dpfl_jax.cli.main import main
 from dpfl_jax.config.kinds import CENTRAL
 from dpfl_jax.federation.mechanisms import SiloParticipation
@@ -25,7 +26,7 @@ from dpfl_jax.mechanisms import NoiseStrategy, Participation, Population
 from dpfl_jax.mechanisms.unit_losses import mean_of_examples
 from dpfl_jax.noise import Noise, banded_inverse
 from dpfl_jax.randomness import RootKey
-from dpfl_jax.sampling import UserSampler
+from dpfl_jax.sampling import Cyclic, UserSampler
 from dpfl_jax.sampling.schemes import AtRate
 
 # ---- a participation: a scheme, the cell that is proven of it, and what users have in a draw ---
@@ -248,6 +249,23 @@ def test_what_is_not_proven_is_refused():
     loud = dataclasses.replace(mechanism, noise_multiplier=2.0)
     with pytest.raises(ValueError, match="nothing is proven of HalfAtATime sampling with toeplitz"):
         loud.plan(people(30), steps=4, delta=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "options"), [("halves", ""), ("fading", "--period 2")])
+def test_an_account_is_one_row(kind, options, monkeypatch, capsys):
+    def fading(steps: int, separation: int, *, decay: float = 0.25) -> StrategyMatrix:
+        return Fading(decay=decay).matrix(steps)
+
+    monkeypatch.setitem(ROWS, "halves", Row("half of the users at a time", "user", HalfAtATime))
+    monkeypatch.setitem(ROWS, "fading", Row("fading noise", "user", Cyclic, matrix=fading))
+    given = ["--noise-multiplier", "3", "--delta", "1e-4", "--steps", "4", *options.split()]
+    assert main(["account", kind, *given, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    population = Population(30, 60, 30)
+    mechanism = CENTRAL.parse(CONFIGS[kind]["mechanism"] | {"noise_multiplier": 3.0})
+    event = mechanism.for_steps(population, 4).event(population, 4)
+    assert told["epsilon"] == pytest.approx(epsilon(event, 1e-4), rel=1e-9)
+    assert told["solved_for"] == "epsilon"
 
 
 def test_parts_that_are_code_are_imported_where_that_is_allowed(tmp_path, monkeypatch):

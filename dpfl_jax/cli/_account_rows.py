@@ -152,7 +152,7 @@ _REQUIRED: Any = inspect.Parameter.empty
 
 
 def _parameter(field: str, kind: type, default: Any) -> inspect.Parameter:
-    name = OPTIONS[field][0]
+    name, _ = OPTIONS.get(field, (field, ""))
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind)
 
 

@@ -64,7 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         sub.add_argument("--noise-multiplier", type=float, help="noise over the clip norm")
         for parameter in row.parameters.values():
             default = None if parameter.default is parameter.empty else parameter.default
-            words = OPTION_HELP[parameter.name] + (f" (default: {default})" if default else "")
+            words = OPTION_HELP.get(parameter.name, "") + (
+                f" (default: {default})" if default else ""
+            )
             sub.add_argument(
                 _option(parameter.name), type=parameter.annotation, default=default, help=words
             )
